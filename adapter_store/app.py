@@ -86,12 +86,16 @@ from servicekit.telemetry.metrics_server import MetricsServer
 from servicekit.telemetry.place_metrics import place_samples
 from servicekit.telemetry.recent_errors import CallEnd, RecentErrors
 from servicekit.telemetry.tracing import open_tracing
+from servicekit.work_budget import WorkBudget
 
 logger = logging.getLogger(__name__)
 
 CALL_THREADS = 8
 INTERRUPT_THREADS = 2
 FETCHES_PER_WORKER = 4
+LIST_PROCESSORS, LIST_WAIT_SECONDS = 0.2, 2.0
+"""What one account's lists may take on average: fifty pages of a hundred adapters each second; and
+how long one waits for its turn, which inference services that list for others wait for."""
 """Of a worker that leaves a source, the fetch goes on until it notices. Few enough for the pools of
 connections of the sources' clients."""
 HELPER_THREADS = 4
@@ -286,6 +290,7 @@ def _places(stack: AsyncExitStack, settings: StoreSettings) -> Places:
         Shares("watches", settings.max_watches, share, setting="max_watches"),
         Shares("pulled_bytes", settings.memory_bytes, share, setting="memory_bytes"),
         Shares("staged_bytes", settings.staging_bytes, share, setting="staging_bytes"),
+        WorkBudget("list_work", share, LIST_PROCESSORS, LIST_WAIT_SECONDS),
         Pace(settings.min_transfer_rate, settings.transfer_stall_seconds),
     )
 
@@ -397,7 +402,7 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
         )
         debug = DebugInfo(settings, store.service, store.metrics, errors)
         servicer = AdapterStoreServicer(
-            *(store.service, authenticator, audit, places.parsers, debug)
+            *(store.service, authenticator, audit, places.parsers_of, debug)
         )
         await server.start(partial(add_AdapterStoreServiceServicer_to_server, servicer))
         server.set_serving(True)

@@ -49,9 +49,9 @@ from adapter_store.sources.upload import FileChunk, Upload
 from adapter_store.store_status import StoreStatus, Work, WorkDetails
 from servicekit.errors import FailedPrecondition, ServiceError
 from servicekit.refs import AdapterName, AdapterRef
-from servicekit.request_cost import measured
 from servicekit.shares import INTERNAL, FairExecutor, MinimumRate, Pace, Shares
 from servicekit.telemetry import spans
+from servicekit.work_budget import WorkBudget
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,7 +61,8 @@ T = TypeVar("T")
 class Places:
     """What callers share, each tenant up to `share`: threads of short calls, of registrations and
     of ending what the database still reads, places for uploads and watches, memory that pulls hold,
-    and disk for what is being received. An upload may not be slower than `pace`."""
+    disk for what is being received, and what lists and layouts take of the processors. An upload
+    may not be slower than `pace`."""
 
     share: float
     calls: FairExecutor
@@ -71,6 +72,7 @@ class Places:
     watches: Shares
     pulled_bytes: Shares
     staged_bytes: Shares
+    list_work: WorkBudget
     pace: Pace
 
 
@@ -178,7 +180,7 @@ class StoreService:
     async def page(
         self, caller: Principal, page_size: int, page_token: str, filter_text: str
     ) -> tuple[list[AdapterRecord], str, int]:
-        return await self._read(
+        return await self._list(
             caller, self._catalog.page, page_size, page_token, filter_text, caller.tenants
         )
 
@@ -191,7 +193,7 @@ class StoreService:
     async def versions(
         self, caller: Principal, name: AdapterName, page_size: int, page_token: str
     ) -> VersionsPage:
-        return await self._read(
+        return await self._list(
             caller, self._catalog.versions, name, page_size, page_token, caller.tenants
         )
 
@@ -423,7 +425,7 @@ class StoreService:
         self, caller: Principal, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> asyncio.Future[T]:
         assert not kwargs
-        calls = measured(self._places.calls.of(caller.account))
+        calls = self._places.calls.of(caller.account)
         return asyncio.get_running_loop().run_in_executor(calls, function, *args)
 
     def _run(self, function: Callable[[], T]) -> asyncio.Future[T]:
@@ -446,6 +448,15 @@ class StoreService:
         reading = self._call(caller, partial(interrupt.run, function, *args))
         reading.add_done_callback(end)
         return reading
+
+    async def _list(
+        self, caller: Principal, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Reads as `_read`, within what the caller's lists may take of the processors."""
+        assert not kwargs
+        work, account = self._places.list_work, caller.account
+        await work.wait(account)
+        return await self._read(caller, partial(work.run, account, function, *args))
 
     def _fetch(
         self, caller: Principal, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs

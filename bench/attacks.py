@@ -10,7 +10,8 @@ at the lowest priority: what it computes itself is not the services' work. Quiet
 attacked ones take turns; `Generate`'s rate is compared with the quiet windows before and after. The
 attacker that only computes shows what its processor time costs, where two threads share a core.
 Memory is how far each service's peak lies above what it held when the attack began, the worst of
-the rounds; processors are what both services use of them beyond the quiet window before. With --checkout the services are those of another commit: what an attack cost before.
+the rounds; processors are what both services use of them beyond the quiet window before. With
+--checkout the services are those of another commit: what an attack cost before.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -205,8 +206,11 @@ def _processor_s(pid: int) -> float:
 
 
 def _children(pid: int) -> list[int]:
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return [int(each) for task in threads for each in (task / "children").read_text().split()]
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread that has ended meanwhile
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 @contextmanager

@@ -278,7 +278,8 @@ class InferenceServer:
         directory.on_lookup = self._metrics.resolve_times.observe
         self._async_engine.start()
         self._prompts = PromptEncoder(
-            text, facts.max_model_len, facts.vocab_size, config.tenant_share
+            *(text, facts.max_model_len, facts.vocab_size),
+            *(self._places.request_work, config.tenant_share),
         )
         if self._store is not None:
             self._store.start(directory, engine.layout, self._accept_layout)
@@ -289,6 +290,7 @@ class InferenceServer:
             catalog,
             self._prompts,
             self._places.request_bytes,
+            self._places.request_work,
             RequestLog(self._metrics, code_name, log_prompts=config.log_prompts),
             self._authenticator,
             self._audit,

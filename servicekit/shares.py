@@ -51,8 +51,6 @@ class Reservation:
     ) -> None:
         self._shares = shares
         self._is_released = False
-        self._linger_s = 0.0
-        self._is_lingering = False
         self.account = account
         self.amount = amount
         self.is_over_share = is_over_share
@@ -68,20 +66,9 @@ class Reservation:
         """Gives back all but this much; nothing if it is less already."""
         self._shares._shrink(self, amount)
 
-    def linger(self, seconds: float) -> None:
-        """Lets `release`, which is to be called on an event loop then, give everything back only
-        so much later. Not where one account may have it all: there is nobody to leave it to."""
-        if self._shares.share < 1:
-            self._linger_s = seconds
-
     def release(self) -> None:
         """Gives back everything. Idempotent."""
-        if self._linger_s and not self._is_lingering:
-            self._is_lingering = True
-            later = asyncio.get_running_loop().call_later
-            later(self._linger_s, self._shares._release, self)
-        elif not self._is_lingering:
-            self._shares._release(self)
+        self._shares._release(self)
 
     def __enter__(self) -> Self:
         return self

@@ -44,14 +44,12 @@ REQUESTS: RequestTable = {
         max_items={"tenants": MAX_TENANTS},
         max_chars={"filter": MAX_FILTER_CHARS, "page_token": MAX_TOKEN_CHARS},
         answer_bytes=PAGE_ANSWER_BYTES,
-        is_costly=True,
     ),
     "DeleteAdapter": RequestBounds(pb.DeleteAdapterRequest),
     "ListVersions": RequestBounds(
         pb.ListVersionsRequest,
         max_chars={"page_token": MAX_TOKEN_CHARS},
         answer_bytes=PAGE_ANSWER_BYTES,
-        is_costly=True,
     ),
     "RollbackAdapter": RequestBounds(pb.RollbackAdapterRequest, answer_bytes=RECORD_BYTES),
     "PinAdapter": RequestBounds(pb.PinAdapterRequest, answer_bytes=RECORD_BYTES),
@@ -65,7 +63,6 @@ REQUESTS: RequestTable = {
             "layout.image_formats": MAX_IMAGE_FORMATS,
         },
         max_running=2,  # a large one takes a second of a processor, and 50 MB
-        is_costly=True,
     ),
     "PullAdapter": RequestBounds(pb.PullAdapterRequest, answer_bytes=PULL_ANSWER_BYTES),
     "WatchAdapters": RequestBounds(pb.WatchAdaptersRequest),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Executor
 from contextlib import aclosing, contextmanager
 from importlib.metadata import version
 from typing import TypeAlias
@@ -18,11 +19,9 @@ from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
 from servicekit.auth.audit import Audit
 from servicekit.auth.authenticator import Authenticator
-from servicekit.request_cost import measured
 from servicekit.rpc import call_context
 from servicekit.rpc.call import Call
 from servicekit.rpc.interceptor import CallRules
-from servicekit.shares import FairExecutor
 
 Context: TypeAlias = Call
 
@@ -50,21 +49,21 @@ CALL_RULES = CallRules(
 
 
 class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
-    """The RPCs. Layouts, which may be large, are converted by one of the `parsers`."""
+    """The RPCs. Layouts, which may be large, are converted by an account's `parsers_of`."""
 
     def __init__(
         self,
         service: StoreService,
         authenticator: Authenticator[Action],
         audit: Audit[StoreAuditEntry],
-        parsers: FairExecutor,
+        parsers_of: Callable[[str], Executor],
         debug: DebugInfo,
     ) -> None:
         self._service = service
         self._debug = debug
         self._authenticator = authenticator
         self._audit = audit
-        self._parsers = parsers
+        self._parsers_of = parsers_of
 
     async def RegisterAdapter(  # noqa: N802
         self, request: pb.RegisterAdapterRequest, context: Context
@@ -182,7 +181,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             entry,
         ):
             # A large layout has a hundred thousand targets: off the event loop.
-            parsers = measured(self._parsers.of(caller.account))
+            parsers = self._parsers_of(caller.account)
             converting = parsers.submit(convert.from_layout, request.layout)
             layout = await asyncio.wrap_future(converting)
             entry.digest, image_format = await self._service.register_layout(

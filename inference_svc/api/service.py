@@ -25,9 +25,9 @@ from servicekit.auth.audit import Audit, AuditEntry
 from servicekit.auth.authenticator import Authenticator, Metadata, bearer_token
 from servicekit.errors import InvalidArgument, ServiceError
 from servicekit.refs import parse_ref
-from servicekit.request_cost import RequestCost
 from servicekit.shares import Shares
 from servicekit.telemetry.spans import child_span
+from servicekit.work_budget import WorkBudget
 
 TRACE_CHUNK_BYTES = 256 << 10
 
@@ -72,6 +72,11 @@ class IncomingCall(Protocol):
         its transport does. Raises InvalidArgument, ShareExceeded, and errors of its transport."""
         ...
 
+    @property
+    def num_read(self) -> int:
+        """How many bytes were read for it; 0 if its transport has charged them."""
+        ...
+
     async def read(self, parsers: Executor) -> GenerateCall:
         """Converts the call, and keeps nothing else of it; what is large by one of the `parsers`.
         Raises InvalidArgument naming the field, and errors of its transport."""
@@ -97,6 +102,10 @@ class TraceFile(NamedTuple):
             yield chunk
 
 
+SMALL_BYTES = 64 << 10
+"""A call that takes no more is read however much work the caller's earlier ones took."""
+READ_BYTES_PER_SECOND = 200 << 20
+"""What one processor reads of large calls, about."""
 PLACE_SECONDS = 10.0
 """How long a call waits to be read while too many bytes of others are."""
 
@@ -106,7 +115,8 @@ AUDITED = frozenset({"LoadAdapter", "UnloadAdapter", "PinAdapter", "UnpinAdapter
 
 class Service:
     """The use cases. Everything runs on one event loop. `registry` None: there is no store.
-    `reading` bounds the bytes of calls that are read, converted and tokenised at once."""
+    `reading` bounds the bytes of calls that are read, converted and tokenised at once, `work` what
+    large ones take of the processors."""
 
     def __init__(
         self,
@@ -116,6 +126,7 @@ class Service:
         registry: Registry | None,
         prompts: PromptEncoder,
         reading: Shares,
+        work: WorkBudget,
         request_log: RequestLog,
         authenticator: Authenticator[Action],
         audit: Audit[AuditEntry],
@@ -126,6 +137,7 @@ class Service:
         self._registry = registry
         self._prompts = prompts
         self._reading = reading
+        self._work = work
         self._request_log = request_log
         self._authenticator = authenticator
         self._audit = audit
@@ -163,11 +175,13 @@ class Service:
             principal = self._authenticator.authenticate(caller.metadata)
             record.authenticate(principal)
             principal.require(Action.GENERATE)
-            async with self._threads_for(principal, incoming.accept(principal)) as threads:
+            async with self._place_for(principal, incoming.accept(principal)):
+                threads = self._prompts.threads_of(principal.account)
                 try:
-                    call = await incoming.read(threads)
+                    call = await incoming.read(self._work.measured(principal.account, threads))
                 finally:
                     record.adapter = incoming.adapter
+                    self._work.charge(principal.account, incoming.num_read / READ_BYTES_PER_SECOND)
                 prompts = tuple(map(self._request_log.note_of, call.prompts))
                 record.request_id, record.prompt = call.request_id, prompts[0]
                 binding = await self.resolve(
@@ -188,16 +202,17 @@ class Service:
         )
 
     @asynccontextmanager
-    async def _threads_for(self, caller: Principal, num_bytes: int) -> AsyncIterator[Executor]:
-        """Holds the memory for a call of this size; the threads that read it are charged to it.
-        Raises ShareExceeded if there is none in time."""
-        threads = self._prompts.threads_of(caller.account)
+    async def _place_for(self, caller: Principal, num_bytes: int) -> AsyncIterator[None]:
+        """Holds the memory for a call of this size. Raises ShareExceeded if there is none in time,
+        or the call is large and the caller's earlier ones took too much work."""
         if num_bytes == 0:
-            yield threads
+            yield
             return
+        if num_bytes > SMALL_BYTES:
+            await self._work.wait(caller.account)
         place = await self._reading.wait(caller.account, num_bytes, PLACE_SECONDS)
-        with place, RequestCost(place) as cost:
-            yield cost.measured(threads)
+        with place:
+            yield
 
     async def resolve(
         self, principal: Principal, ref: str, min_revision: int = 0, subject: str = "adapter"

@@ -13,6 +13,7 @@ from typing import Protocol, TypeGuard, cast
 from inference_svc.errors import TemplateTimeout
 from servicekit.errors import InvalidArgument
 from servicekit.shares import FairExecutor, Shares
+from servicekit.work_budget import WorkBudget
 
 INLINE_CHARS = 2000
 """Shorter texts are tokenised inline: a change of threads would cost more."""
@@ -52,15 +53,21 @@ class Encoder(Protocol):
 class PromptEncoder:
     """`max_model_len` bounds the prompt, with room for one token of output; `vocab_size` is the
     model's, which may know fewer tokens than its tokenizer. With a `share` below 1 accounts take
-    turns, and none has all threads."""
+    turns, and none has all threads. What a prompt took that is refused is charged to `work`."""
 
     def __init__(
-        self, encoder: Encoder, max_model_len: int, vocab_size: int, share: float = 1.0
+        self,
+        encoder: Encoder,
+        max_model_len: int,
+        vocab_size: int,
+        work: WorkBudget,
+        share: float = 1.0,
     ) -> None:
         self._encoder = encoder
         self._max_model_len = max_model_len
         self._max_chars = max_model_len * encoder.max_chars_per_token
         self._vocab_size = vocab_size
+        self._work = work
         self._inline_from_s = 0.0
         self._threads = FairExecutor(NUM_THREADS, "prompts", share)
 
@@ -78,7 +85,13 @@ class PromptEncoder:
     async def encode(self, prompt: Prompt, account: str = "") -> tuple[int, ...]:
         """Raises InvalidArgument for a prompt that is empty, too long, or refused by the chat
         template, ShareExceeded if too many prompts of the account wait."""
-        token_ids = await self._encode_in_time(prompt, account)
+        if isinstance(prompt, str) or is_chat(prompt):
+            return await self._encode_in_time(prompt, account)
+        token_ids = cast("tuple[int, ...]", prompt)
+        self._check(token_ids)
+        return token_ids
+
+    def _check(self, token_ids: tuple[int, ...]) -> None:
         if not token_ids:
             raise InvalidArgument("prompt must have at least one token", subject="prompt")
         if len(token_ids) >= self._max_model_len:
@@ -92,22 +105,21 @@ class PromptEncoder:
                 f"prompt has token {max(token_ids)}; this model knows {self._vocab_size}",
                 subject="prompt",
             )
-        return token_ids
 
-    async def _encode_in_time(self, prompt: Prompt, account: str) -> tuple[int, ...]:
-        if not isinstance(prompt, str) and not is_chat(prompt):
-            return cast("tuple[int, ...]", prompt)
+    async def _encode_in_time(
+        self, prompt: str | tuple[ChatMessage, ...], account: str
+    ) -> tuple[int, ...]:
         num_chars = _num_chars(prompt)
         if num_chars > INLINE_CHARS:
             self._check_fits(prompt)
         elif isinstance(prompt, str) or time.monotonic() >= self._inline_from_s:
             try:
-                return self._encode(prompt, INLINE_SECONDS)
+                return self._encode(prompt, account, INLINE_SECONDS)
             except TemplateTimeout as error:
                 # Nor is any other chat rendered here for a while: they would hold up the loop.
                 self._inline_from_s = time.monotonic() + INLINE_RETRY_SECONDS
                 logger.warning("chats are rendered in a thread", extra={"why": error.message})
-        encoding = self._threads.submit(account, self._encode, prompt, TEMPLATE_SECONDS)
+        encoding = self._threads.submit(account, self._encode, prompt, account, TEMPLATE_SECONDS)
         return await asyncio.wrap_future(encoding)
 
     def _check_fits(self, prompt: str | tuple[ChatMessage, ...]) -> None:
@@ -126,11 +138,22 @@ class PromptEncoder:
                 subject="prompt",
             )
 
-    def _encode(self, prompt: str | tuple[ChatMessage, ...], max_seconds: float) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            return tuple(self._encoder.encode(prompt))
-        max_chars = self._max_chars + INLINE_CHARS
-        return tuple(self._encoder.encode_chat(prompt, max_chars, max_seconds))
+    def _encode(
+        self, prompt: str | tuple[ChatMessage, ...], account: str, max_seconds: float
+    ) -> tuple[int, ...]:
+        start_s = time.thread_time()
+        try:
+            if isinstance(prompt, str):
+                token_ids = self._encoder.encode(prompt)
+            else:
+                max_chars = self._max_chars + INLINE_CHARS
+                token_ids = self._encoder.encode_chat(prompt, max_chars, max_seconds)
+            found = tuple(token_ids)
+            self._check(found)
+        except InvalidArgument:
+            self._work.charge(account, time.thread_time() - start_s)
+            raise
+        return found
 
 
 def is_chat(prompt: Prompt) -> TypeGuard[tuple[ChatMessage, ...]]:

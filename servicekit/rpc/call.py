@@ -18,7 +18,6 @@ from google.rpc import status_pb2
 from grpc_status import rpc_status
 
 from servicekit.errors import ReaderStalled
-from servicekit.request_cost import RequestCost
 from servicekit.shares import MinimumRate, Pace, Reservation
 
 COPIES = 2
@@ -39,7 +38,6 @@ class Call:
     ) -> None:
         self.turn: Reservation | None = None
         self.request_place: Reservation | None = None
-        self.cost: RequestCost | None = None
         self.answer_place: Reservation | None = None
         self._context = context
         self._serialize = serialize
@@ -65,8 +63,6 @@ class Call:
 
     def release_request(self) -> None:
         """Gives the request's place back: the handler has let go of it."""
-        if self.cost is not None:
-            self.cost.charge()
         if self.request_place is not None:
             self.request_place.release()
 

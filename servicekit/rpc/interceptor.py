@@ -19,10 +19,9 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from servicekit.auth.authenticator import Authenticator
 from servicekit.errors import Draining, ServiceError, Unauthenticated
-from servicekit.request_cost import REQUEST_COST, RequestCost
 from servicekit.rpc import call_context
 from servicekit.rpc.call import Call, Serialize, Trailers, abort
-from servicekit.rpc.places import CALL_BYTES, CALLER, CallPlaces, wait_for
+from servicekit.rpc.places import CALLER, CallPlaces, wait_for
 from servicekit.rpc.requests import RequestBounds, RequestReader, RequestTable, largest_request
 from servicekit.rpc.status import code_for, service_error, to_status
 from servicekit.telemetry.recent_errors import CallEnd
@@ -180,10 +179,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         async def answer(requests: Any, context: grpc.aio.ServicerContext) -> None:
             call = Call(context, handler.response_serializer, self._places.pace)
             try:
-                turn = await self._places.turn("reflection", REFLECTION.max_running)
-                with turn, await self._requests.place() as place:
-                    place.shrink(CALL_BYTES)
-                    read = self._requests.read_stream(call, REFLECTION, place)
+                with await self._places.turn("reflection", REFLECTION.max_running):
+                    read = self._requests.read_stream(call, REFLECTION)
                     async with aclosing(handler.stream_stream(read, call)) as responses:
                         async for response in responses:
                             await call.write(response)
@@ -195,14 +192,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     async def _read(self, method: _Served, call: Call) -> Any:
         """Returns what the method's handler takes: the message of the call, or a stream of them."""
-        place = call.request_place = await self._requests.place()
         if method.takes_stream:
-            place.shrink(CALL_BYTES)
-            return self._requests.read_stream(call, method.bounds, place)
-        request = await self._requests.read(call, method.bounds, place)
-        if method.bounds.is_costly:
-            call.cost = RequestCost(place)
-            REQUEST_COST.set(call.cost)
+            return self._requests.read_stream(call, method.bounds)
+        call.request_place = await self._requests.place()
+        request = await self._requests.read(call, method.bounds, call.request_place)
         call_context.note(request_id=getattr(request, "request_id", ""))
         return request
 

@@ -3,9 +3,11 @@ that parse, and how many calls of some methods run. Each account has its share o
 
 from __future__ import annotations
 
+from concurrent.futures import Executor
 from contextvars import ContextVar
 
 from servicekit.shares import FairExecutor, Pace, Reservation, Shares
+from servicekit.work_budget import WorkBudget
 
 CALL_BYTES = 16 << 10
 """What every call holds at least: its headers, of at most that much, and its task."""
@@ -20,7 +22,7 @@ CALLER: ContextVar[str] = ContextVar("caller", default="")
 class CallPlaces:
     """`request_bytes` are those of messages that are arriving or that a handler holds,
     `answer_bytes` those that handlers make and that nobody has read yet. Readers may not be slower
-    than `pace`. Lives on the event loop."""
+    than `pace`. `request_work` is what reading and parsing takes. Lives on the event loop."""
 
     def __init__(
         self,
@@ -35,6 +37,7 @@ class CallPlaces:
         self.pace = pace
         # One thread: parsing and converting take turns with the event loop as it is.
         self.parsers = FairExecutor(1, "parse", share)
+        self.request_work = WorkBudget("request_work", share)
         self._running: dict[str, Shares] = {}
 
     @property
@@ -49,6 +52,10 @@ class CallPlaces:
         if running is None:
             running = self._running[method] = Shares(f"calls of {method}", max_running, self.share)
         return await running.wait(CALLER.get(), 1, PLACE_SECONDS)
+
+    def parsers_of(self, account: str) -> Executor:
+        """Returns the thread that parses for this account, whose work is charged to it."""
+        return self.request_work.measured(account, self.parsers.of(account))
 
     def close(self) -> None:
         """Ends the threads once what they parse is parsed."""

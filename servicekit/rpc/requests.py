@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Protocol, TypeAlias
@@ -20,14 +19,7 @@ from typing import Any, Protocol, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from servicekit.errors import (
-    DeadlineExceeded,
-    InvalidArgument,
-    ResourceExhausted,
-    ServiceError,
-    ShareExceeded,
-)
-from servicekit.request_cost import RequestCost
+from servicekit.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from servicekit.rpc.places import CALL_BYTES, CALLER, CallPlaces, wait_for
 from servicekit.rpc.wire import Counter, Malformed, TooMany
 from servicekit.shares import Reservation
@@ -36,6 +28,8 @@ SMALL_BYTES = 64 << 10
 """Holds every message whose fields are names, numbers and labels."""
 INLINE_ENTRIES = 1024
 """Messages with more are parsed off the event loop: they would hold up all other calls."""
+READ_BYTES_PER_SECOND = 200 << 20
+"""What one processor reads of large messages, about."""
 ARRIVAL_SECONDS = 30.0
 """How long a message may take to arrive; one of a stream comes when its caller has it."""
 
@@ -45,8 +39,7 @@ class RequestBounds:
     """What a call of a method may hold. `max_items` of repeated fields and maps, `max_chars` of
     texts, each by its path, such as "layout.targets". `answer_bytes` is what its answers take at
     most until they are sent: twice the largest, which gRPC copies. Of all calls of the method only
-    `max_running` are read and run at once, if that is not 0; further ones wait unread. Those of
-    `is_costly` methods pay for the work of their handlers; see `request_cost`."""
+    `max_running` are read and run at once, if that is not 0; further ones wait unread."""
 
     message: type[Message]
     max_bytes: int = SMALL_BYTES
@@ -54,7 +47,6 @@ class RequestBounds:
     max_chars: Mapping[str, int] = field(default_factory=dict)
     answer_bytes: int = CALL_BYTES
     max_running: int = 0
-    is_costly: bool = False
     _counter: Counter = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -131,7 +123,8 @@ class RequestReader:
 
     async def place(self) -> Reservation:
         """Returns the memory of a message that is to be read. Raises ShareExceeded if the caller
-        has none in time."""
+        has none in time, or its earlier requests took too much work."""
+        await self._places.request_work.wait(CALLER.get())
         return await wait_for(self._places.request_bytes, self._max_bytes)
 
     async def read(self, source: Source, bounds: RequestBounds, place: Reservation) -> Any:
@@ -149,31 +142,34 @@ class RequestReader:
         if raw is grpc.aio.EOF:
             raise InvalidArgument("the call has no request", subject="request")
         place.shrink(max(CALL_BYTES, len(raw)))
-        with RequestCost(place) as cost:
-            return await self._parse(raw, bounds, cost)
+        self._charge(len(raw))
+        return await self._parse(raw, bounds)
 
-    async def read_stream(
-        self, source: Source, bounds: RequestBounds, place: Reservation
-    ) -> AsyncGenerator[Any]:
-        """Yields the messages of a stream, each read when it is asked for. `place` is charged for
-        the one that is refused. Raises as RequestBounds.parse."""
-        cost = RequestCost(place)
-        while (raw := await source.read()) is not grpc.aio.EOF:
-            num_bytes = len(raw)
-            parsing = self._parse(raw, bounds, cost)
-            del raw
-            try:
-                message = await parsing
-            except ServiceError:
-                with suppress(ShareExceeded):
-                    place.grow(num_bytes)
-                cost.charge()
-                raise
-            yield message
+    async def read_stream(self, source: Source, bounds: RequestBounds) -> AsyncGenerator[Any]:
+        """Yields the messages of a stream, each read when it is asked for; of these only the one
+        after which no more was asked for is charged: it was refused. Raises as RequestBounds.parse,
+        and ShareExceeded if the caller's earlier requests took too much work."""
+        await self._places.request_work.wait(CALLER.get())
+        num_bytes = 0
+        try:
+            while (raw := await source.read()) is not grpc.aio.EOF:
+                num_bytes = len(raw)
+                parsing = self._parse(raw, bounds)
+                del raw
+                yield await parsing
+            num_bytes = 0
+        finally:
+            self._charge(num_bytes)
 
-    async def _parse(self, raw: bytes, bounds: RequestBounds, cost: RequestCost) -> Any:
+    def _charge(self, num_bytes: int) -> None:
+        """Charges what reading a message takes, if it is large."""
+        if num_bytes > SMALL_BYTES:
+            work_s = num_bytes / READ_BYTES_PER_SECOND
+            self._places.request_work.charge(CALLER.get(), work_s)
+
+    async def _parse(self, raw: bytes, bounds: RequestBounds) -> Any:
         bounds.check_size(raw)
         if sum(bounds.max_items.values()) <= INLINE_ENTRIES or bounds.is_short(raw):
-            return cost.run(bounds.parse, raw)
-        parsing = self._places.parsers.of(CALLER.get()).submit(cost.run, bounds.parse, raw)
+            return bounds.parse(raw)
+        parsing = self._places.parsers_of(CALLER.get()).submit(bounds.parse, raw)
         return await asyncio.wrap_future(parsing)

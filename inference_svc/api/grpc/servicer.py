@@ -152,6 +152,7 @@ class _IncomingCall:
     def __init__(self, request: pb.GenerateRequest, context: Context, vocab_size: int) -> None:
         self.request_id: str = request.request_id[:MAX_ID_CHARS]
         self.adapter: str = request.adapter[:MAX_NAME_CHARS]
+        self.num_read = 0  # the transport has read, and charged, it
         self._request = request
         self._context = context
         self._vocab_size = vocab_size

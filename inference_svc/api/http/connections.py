@@ -45,7 +45,7 @@ UNREAD_BYTES, READ_BYTES = 8 << 10, 256 << 10
 wanted, whose memory is reserved."""
 MAX_UNSENT_BYTES = 64 << 10
 """Of a response, before the next part waits for its client."""
-MAX_LINGERING, PEER_SHARE = 64, 0.5
+MAX_LINGERING, PEER_SHARE = 128, 0.5
 """How many refused clients may send on for a moment, of those that are known and of others; and a
 peer's share of them."""
 SEND_BUFFER_BYTES = 256 << 10

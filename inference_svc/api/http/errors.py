@@ -29,8 +29,7 @@ from inference_svc.errors import (
     StoreUnavailable,
     TemplateTimeout,
 )
-from servicekit import errors, request_cost
-from servicekit.shares import Reservation
+from servicekit import errors
 
 CLIENT_CLOSED_REQUEST = 499
 """Never sent: counted where the client disconnected before the response."""
@@ -50,6 +49,10 @@ class ErrorStatus(NamedTuple):
 LINGER_BYTES = 8 << 20
 LINGER_SECONDS = 1.0
 """How much of an unread body is discarded, and for how long, before its connection closes."""
+
+SHARE_EXCEEDED_SECONDS = 1.0
+"""How long a caller that has its share waits to be told so: connections that come again at once
+would take a processor for themselves."""
 
 _INVALID = "invalid_request_error"
 INTERNAL = ErrorStatus(500, "server_error", "internal_error")
@@ -191,6 +194,8 @@ async def handle_error(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     if isinstance(error, HTTPException):
         return _respond(request, error.status_code, _protocol_error(error), error.headers or {})
+    if isinstance(error, errors.ShareExceeded):
+        await asyncio.sleep(SHARE_EXCEEDED_SECONDS)
     status, body = error_object(error, getattr(request.state, "names", {}))
     set_error(request.scope, error)
     headers = {}
@@ -232,16 +237,13 @@ class UnreadBodyResponse(JSONResponse):
             reading = connection.reading_body() if is_known else contextlib.nullcontext()
             with place, reading, contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_SECONDS):
-                    await _discard(receive, place)
+                    await _discard(receive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _discard(receive: Receive, place: Reservation) -> None:
-    """Discards a body, within bounds. `place` is charged for what is read."""
+async def _discard(receive: Receive) -> None:
     num_bytes, is_over = 0, False
     while not is_over and num_bytes < LINGER_BYTES:
         message = await receive()
         num_bytes += len(message.get("body", b""))
-        if num_bytes > request_cost.LARGE_BYTES:
-            place.linger(request_cost.LINGER_SECONDS)
         is_over = not message.get("more_body", False)

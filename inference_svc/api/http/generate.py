@@ -74,6 +74,7 @@ class IncomingRequest(Generic[B]):
     def __init__(self, request: Request, endpoint: Endpoint[B], facts: ServerFacts) -> None:
         self.request_id = request_id_of(request)
         self.adapter = ""
+        self.num_read = 0
         self.options: AnswerOptions | None = None
         self._request = request
         self._endpoint = endpoint
@@ -91,7 +92,7 @@ class IncomingRequest(Generic[B]):
             self._endpoint.body,
             parsers,
             max_values=max(MAX_VALUES, 2 * self._facts.max_model_len),
-            on_read=self._is_read.set,
+            on_read=self._note_read,
         )
         self.adapter = adapter_of(body.model, self._facts)
         body.check_streaming()
@@ -102,6 +103,10 @@ class IncomingRequest(Generic[B]):
         sampling = self._endpoint.sampling(body, self._facts.max_model_len)
         sampling = checked_sampling(sampling, self._facts.vocab_size)
         return body.to_call(self.request_id, self.adapter, prompts, sampling)
+
+    def _note_read(self, num_bytes: int) -> None:
+        self.num_read = num_bytes
+        self._is_read.set()
 
     async def receive_after_body(self) -> Message:
         """Receives what follows the body: the client's disconnect."""

@@ -122,10 +122,10 @@ async def read_body(
     kind: type[B],
     parsers: Executor | None = None,
     max_values: int = MAX_VALUES,
-    on_read: Callable[[], None] = lambda: None,
+    on_read: Callable[[int], None] = lambda num_bytes: None,
 ) -> B:
     """Long bodies are parsed by one of the `parsers`; without them there are none. `on_read` is
-    called in between. Raises InvalidArgument naming the field, HTTPException, and
+    called in between with the length. Raises InvalidArgument naming the field, HTTPException, and
     ClientDisconnect."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # A browser sends this type to other origins only after a preflight request.
@@ -137,7 +137,7 @@ async def read_body(
     with connection_of(request).reading_body():
         data = await _read(request, max_bytes)
     set_read(request)
-    on_read()
+    on_read(len(data))
     if parsers is None or len(data) <= INLINE_BODY_BYTES:
         return parse_body(data, kind, max_values)
     parsing = asyncio.wrap_future(parsers.submit(_parse_in_turn, data, kind, max_values))

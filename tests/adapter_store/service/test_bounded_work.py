@@ -20,6 +20,7 @@ from servicekit.errors import ShareExceeded
 from servicekit.refs import AdapterName
 from servicekit.shares import MAX_QUEUED
 from tests.adapter_store.catalog.test_interrupt import ENDLESS
+from tests.adapter_store.service.guarded import ROOT, token_lines, token_of, write_policy
 from tests.support.wait import until
 
 pytestmark = pytest.mark.slow
@@ -90,3 +91,32 @@ def test_an_upload_that_cannot_be_finished_leaves_nothing(store, tmp_path):
     assert all(each.result(TIMEOUT_S) for each in waiting)
     until(lambda: places.staged_bytes.used == 0)
     assert not list((tmp_path / "data" / "staging").iterdir())
+
+
+def test_lists_of_one_tenant_leave_others_the_processors(serve, tmp_path, monkeypatch) -> None:
+    """A tenant that owes more than a burst waits with its lists, and with nothing else."""
+    monkeypatch.setattr("adapter_store.app.LIST_PROCESSORS", 1e-6)
+    monkeypatch.setattr("adapter_store.app.LIST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("servicekit.work_budget.BURST_SECONDS", 1e-4)
+    roles = ["publisher", "reader"]
+    policy = write_policy(tmp_path, ROOT, *(token_lines(each, roles, [each]) for each in "ab"))
+    served = serve(policy_file=policy)
+    a, b, root = (served.connect(token_of(name)) for name in ("a", "b", "root"))
+    lists = [
+        lambda client, **fields: client.stub.ListAdapters(pb.ListAdaptersRequest(**fields)),
+        lambda client: client.stub.ListVersions(pb.ListVersionsRequest(name="none")),
+    ]
+    assert not lists[0](a).adapters
+    for list_some in lists:
+        with pytest.raises(grpc.RpcError) as raised:
+            list_some(a)
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert raised.value.details().startswith("list_work: tenant a has taken more than")
+    with pytest.raises(grpc.RpcError) as raised:
+        lists[0](root, tenants=["a"])
+    assert "tenant a has taken" in raised.value.details()
+    assert not lists[0](b).adapters
+    assert not lists[0](root).adapters
+    with pytest.raises(grpc.RpcError) as raised:
+        a.stub.GetAdapter(pb.GetAdapterRequest(ref="none"))
+    assert raised.value.code() is grpc.StatusCode.NOT_FOUND

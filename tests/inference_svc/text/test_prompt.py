@@ -1,5 +1,6 @@
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from inference_svc.errors import TemplateTimeout
 from inference_svc.text.prompt import INLINE_CHARS, ChatMessage, Prompt, PromptEncoder
 from servicekit.errors import InvalidArgument
+from servicekit.work_budget import WorkBudget
 
 
 class Recording:
@@ -27,7 +29,7 @@ class Recording:
 
 def encode(prompt: Prompt, max_model_len: int = 10**6) -> tuple[tuple[int, ...], Recording]:
     async def body() -> tuple[int, ...]:
-        prompts = PromptEncoder(recording, max_model_len, vocab_size=128)
+        prompts = PromptEncoder(recording, max_model_len, 128, WorkBudget("work", 1.0))
         try:
             return await prompts.encode(prompt)
         finally:
@@ -92,6 +94,31 @@ def test_chat_of_more_messages_than_the_context_has_tokens_is_refused() -> None:
     assert encode(chat, max_model_len=5001)[0]
 
 
+def test_refused_prompts_are_a_debt() -> None:
+    class Slow(Recording):
+        def encode(self, text: str) -> list[int]:
+            end_s = time.thread_time() + 0.02
+            while time.thread_time() < end_s:
+                pass
+            return super().encode(text)
+
+    work = WorkBudget("work", 0.5, processors=1e-6)
+
+    async def main() -> None:
+        prompts = PromptEncoder(Slow(), 5000, 128, work, share=0.5)
+        try:
+            assert await prompts.encode("x" * 4000, "a")
+            assert work.debt_s("a") == 0
+            for prompt in ("x" * 5000, "é", (ChatMessage("user", "x" * 4999),)):
+                with pytest.raises(InvalidArgument):
+                    await prompts.encode(prompt, "a")
+        finally:
+            prompts.close()
+
+    asyncio.run(main())
+    assert 0.06 <= work.debt_s("a") < 0.5
+
+
 @pytest.mark.parametrize("are_bodies", [False, True])
 def test_tenants_take_turns(are_bodies: bool) -> None:
     """In the threads for prompts, and for what their transports parse."""
@@ -106,7 +133,7 @@ def test_tenants_take_turns(are_bodies: bool) -> None:
             return [int(text[0] != "a" or is_served.wait(10))]
 
     async def body() -> list[tuple[int, ...]]:
-        prompts = PromptEncoder(Held(), 10**6, vocab_size=128, share=0.5)
+        prompts = PromptEncoder(Held(), 10**6, 128, WorkBudget("work", 0.5), share=0.5)
         try:
             if are_bodies:
                 parsing = [
@@ -140,7 +167,7 @@ def test_slow_template_leaves_the_event_loop(
             return [1]
 
     async def body() -> None:
-        prompts = PromptEncoder(Slow(), 10**6, vocab_size=128)
+        prompts = PromptEncoder(Slow(), 10**6, 128, WorkBudget("work", 1.0))
         try:
             for _ in range(2):
                 assert await prompts.encode((ChatMessage("user", "hi"),)) == (1,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -19,13 +20,11 @@ from adapter_store.api.bounds import REQUESTS as STORE
 from inference_svc.api.grpc.bounds import request_bounds
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2
-from servicekit import request_cost
 from servicekit.errors import InvalidArgument, ResourceExhausted, ServiceError
 from servicekit.rpc import requests
 from servicekit.rpc.places import CALLER, CallPlaces
 from servicekit.rpc.requests import RequestBounds, RequestReader, largest_request
 from tests.servicekit.rpc.served import call_places
-from tests.support.wait import until_async
 
 INFERENCE = request_bounds(max_model_len=1024)
 SERVICES = {
@@ -239,44 +238,70 @@ def test_a_message_keeps_its_size_until_its_handler_lets_go() -> None:
         arriving.release.set()
         with await reader.place() as place:
             await reader.read(arriving, LAYOUT, place)
-            used, size = places.request_bytes.used, len(layout_of(15_000))
-            assert size <= used < LAYOUT.max_bytes
+            assert places.request_bytes.used == len(layout_of(15_000))
             place.shrink(0)
             await reader.read(arriving, LAYOUT, place)
+        assert places.request_bytes.used == 0
 
     asyncio.run(main())
 
 
-def test_a_refused_message_keeps_its_place_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_cost, "LINGER_SECONDS", 0.2)
-    raw = b"\xf8\x07\x01" * (1 << 18)
+def test_what_large_messages_take_is_a_debt() -> None:
+    """Whether they are refused or not, for reading them and for parsing them."""
 
     async def main() -> None:
         places = call_places()
-        for bounds in (STORE["GetAdapter"], LAYOUT):
+        CALLER.set("a")
+        for bounds, raw in (
+            (STORE["GetAdapter"], b"\xf8\x07\x01" * (1 << 20)),
+            (LAYOUT, layout_of(131_072)),
+            (LAYOUT, layout_of(131_073)),
+        ):
+            before_s = places.request_work.debt_s("a")
             arriving = Arriving(raw)
             arriving.release.set()
-            with pytest.raises(ServiceError):
+            with suppress(ServiceError):
                 await read(reader_of(places), arriving, bounds)
-            assert places.request_bytes.used >= len(raw)
-            await until_async(lambda: places.request_bytes.used == 0)
+            assert places.request_work.debt_s("a") > before_s + 0.005
+        places.request_work.charge("a", 100.0)
+        waiting = asyncio.create_task(reader_of(places).place())
+        await settle()
+        assert not waiting.done()
+        waiting.cancel()
+        CALLER.set("b")
+        (await reader_of(places).place()).release()
+        places.close()
 
     asyncio.run(main())
 
 
-def test_a_refused_message_of_a_stream_keeps_a_place_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_cost, "LINGER_SECONDS", 0.2)
+def test_of_a_stream_the_message_that_was_refused_is_a_debt() -> None:
+    chunk = store_pb.FileChunk(file_name="a", data=bytes(2 << 20))
+    raw = store_pb.UploadAdapterRequest(chunk=chunk).SerializeToString()
+
+    class Stream:
+        def __init__(self, *messages: Any) -> None:
+            self._messages = [*messages, grpc.aio.EOF]
+
+        async def read(self) -> Any:
+            return self._messages.pop(0)
 
     async def main() -> None:
         places = call_places()
-        reader, arriving = reader_of(places), Arriving(delimited(2, b"\xf8\x07\x01" * (1 << 18)))
-        arriving.release.set()
-        with await reader.place() as place:
-            place.shrink(1)
-            with pytest.raises(InvalidArgument):
-                await anext(reader.read_stream(arriving, STORE["UploadAdapter"], place))
-        assert places.request_bytes.used > 1 << 18
-        await until_async(lambda: places.request_bytes.used == 0)
+        reader, bounds = reader_of(places), STORE["UploadAdapter"]
+        async for _ in reader.read_stream(Stream(raw, raw), bounds):
+            pass
+        assert places.request_work.debt_s("") == 0
+        taken = reader.read_stream(Stream(raw, raw), bounds)
+        await anext(taken)
+        await taken.aclose()
+        taken_s = places.request_work.debt_s("")
+        assert taken_s > 0.005
+        unknown = delimited(2, b"\xf8\x07\x01" * (1 << 20))
+        with pytest.raises(InvalidArgument):
+            await anext(reader.read_stream(Stream(unknown), bounds))
+        assert places.request_work.debt_s("") > taken_s + 0.005
+        places.close()
 
     asyncio.run(main())
 

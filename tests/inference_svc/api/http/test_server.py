@@ -17,6 +17,7 @@ from inference_svc.api.http.server import HttpServer
 from inference_svc.api.load_report import LOAD_HEADER
 from inference_svc.config import InferenceSettings
 from loadout.inference.v1 import inference_pb2 as pb
+from servicekit.auth.principal import tenant_account
 from servicekit.rpc.tls import CertificateFiles
 from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
 from tests.inference_svc.api.http.conftest import Front
@@ -379,3 +380,29 @@ def test_address_in_use_is_an_error(serve_http, tmp_path: Path) -> None:
             HttpServer(address, files)
 
     serve_http(body)
+
+
+def test_large_bodies_are_a_debt(serve_http, tmp_path: Path) -> None:
+    """Who owes much waits with large ones, and nobody else does."""
+    policy = write_policy(tmp_path, *TOKENS)
+    large = {"model": "base", "prompt": [1.5] * 100_000}
+
+    async def body(front: Front) -> None:
+        work = front.running.server._places.request_work
+        work._wait_s = 0.01
+        account = tenant_account("team-a")
+
+        async def post(name: str, content: dict[str, Any]) -> httpx2.Response:
+            headers = {"authorization": f"Bearer {token_of(name)}"}
+            return await front.post("/v1/completions", content, headers=headers)
+
+        assert (await post("caller", large)).status_code == 400
+        assert work.debt_s(account) > 0.002
+        work.charge(account, 100.0)
+        refused = await post("caller", large)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 9
+        assert (await post("caller", {"model": "base", "prompt": "abc"})).status_code == 200
+        assert (await post("root", large)).status_code == 400
+
+    serve_http(body, policy_file=policy)
