@@ -87,6 +87,13 @@ def messages(name: str) -> Callable[[Target], None]:
     return run
 
 
+def too_many_tokens(target: Target) -> None:
+    """Texts of 64 KiB that are refused once they are tokenised."""
+    service = attacks.SERVICES["inference"]
+    body = attacks.delimited(4, b"1 " * 32_000)
+    repeat(target.inference, f"/{service.full_name}/Generate", "unary_stream", body, ATTACKER)
+
+
 def strangers(address: str, name: str) -> None:
     """Whatever callers without a token can send, half of it never whole."""
     dice = random.Random(14)
@@ -235,6 +242,7 @@ def compute(target: Target) -> None:
 ATTACKERS: dict[str, Callable[[Target], None]] = {
     "none: computes only": compute,
     **{f"{each.service}: {name}": messages(name) for name, each in attacks.MESSAGES.items()},
+    "inference: texts of too many tokens": too_many_tokens,
     "store: strangers": lambda target: strangers(target.store, "store"),
     "store: watches of 60 MiB": large_watches,
     "store: trickling uploads": trickling_uploads,
