@@ -9,7 +9,8 @@ from servicekit.errors import InvalidArgument
 
 DEFAULT_TENANT = "default"
 
-_PART = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_TENANT = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _VERSION = re.compile(r"[1-9][0-9]{0,8}")
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
 
@@ -46,12 +47,16 @@ def parse_name(text: str, field: str = "name", home: str = DEFAULT_TENANT) -> Ad
     tenant, slash, name = text.rpartition("/")
     if not slash:
         tenant = home
-    for part, value in (("tenant", tenant), ("name", name)):
-        if not _PART.fullmatch(value):
-            raise InvalidArgument(
-                f"{field}: {part} {_shown(value)} is not of the form [a-z0-9][a-z0-9._-]{{0,62}}",
-                subject=field,
-            )
+    if not _TENANT.fullmatch(tenant):
+        raise InvalidArgument(
+            f"{field}: tenant {_shown(tenant)} is not of the form {_TENANT.pattern}; what is "
+            f"before a slash is the tenant, and without one the name is in {_shown(home)}",
+            subject=field,
+        )
+    if not _NAME.fullmatch(name):
+        raise InvalidArgument(
+            f"{field}: name {_shown(name)} is not of the form {_NAME.pattern}", subject=field
+        )
     return AdapterName(tenant, name)
 
 

@@ -25,7 +25,7 @@ MAX_FILTER_TERMS = 16
 """Each term is work for every adapter that the database looks at."""
 
 _LABEL_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
-_PART = re.compile(r"[a-z0-9._-]{1,64}")
+_PART = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LABEL_VALUE = re.compile(r"[\x21-\x7e]{0,255}")
 
 

@@ -20,9 +20,10 @@ LOAD_HEADER = "endpoint-load-metrics"
 
 DEFAULT_TENANT = "default"
 
-_PART = r"[a-z0-9][a-z0-9._-]{0,62}"
-_TENANT = re.compile(_PART)
-_NAME = re.compile(rf"(?:({_PART})/)?({_PART})(?:@[0-9]{{1,9}})?")
+_TENANT = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_NAME = re.compile(
+    rf"(?:({_TENANT.pattern})/)?([A-Za-z0-9][A-Za-z0-9._-]{{0,62}})(?:@[0-9]{{1,9}})?"
+)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 

@@ -13,6 +13,7 @@ DIGEST = "sha256:" + "0a" * 32
     [
         ("a", AdapterRef(AdapterName("default", "a"))),
         ("team/a.b-c_d", AdapterRef(AdapterName("team", "a.b-c_d"))),
+        ("team/Qwen3-SQL@2", AdapterRef(AdapterName("team", "Qwen3-SQL"), 2)),
         ("team/a@12", AdapterRef(AdapterName("team", "a"), 12)),
         ("0" * 63, AdapterRef(AdapterName("default", "0" * 63))),
         (DIGEST, AdapterRef(digest=DIGEST)),
@@ -26,8 +27,8 @@ def test_references(text, expected):
     "text",
     [
         "",
-        "A",
         ".a",
+        "Team/a",
         "a/b/c",
         "/a",
         "a/",
@@ -50,6 +51,11 @@ def test_malformed_references_name_the_field(text):
     with pytest.raises(InvalidArgument, match=r"^adapter: ") as caught:
         parse_ref(text, "adapter")
     assert caught.value.subject == "adapter"
+
+
+def test_what_is_before_a_slash_is_the_tenant():
+    with pytest.raises(InvalidArgument, match=r"tenant 'Qwen' .* before a slash is the tenant"):
+        parse_name("Qwen/sql", home="acme")
 
 
 def test_a_name_takes_no_version():

@@ -38,6 +38,18 @@ def test_register_update_and_roll_back(client, make_adapter):
     assert back.adapter.labels == {"run": "7"}
 
 
+def test_names_may_have_capitals(client, make_adapter):
+    folder, names = make_adapter(), ["default/Qwen-SQL", "default/qwen-sql"]
+    for name in reversed(names):
+        client.register(name, folder)
+    first = client.stub.ListAdapters(pb.ListAdaptersRequest(page_size=1))
+    token = first.next_page_token
+    second = client.stub.ListAdapters(pb.ListAdaptersRequest(page_size=1, page_token=token))
+    assert [page.adapters[0].name for page in (first, second)] == names
+    found = client.stub.ListAdapters(pb.ListAdaptersRequest(filter="name=Qw")).adapters
+    assert [adapter.name for adapter in found] == names[:1]
+
+
 def test_versions_and_rollback(client, make_adapter, refused):
     one, two = make_adapter(folder="one", seed=1), make_adapter(folder="two", seed=2)
     first = client.register("team/a", one, description="about refunds").adapter
@@ -251,7 +263,7 @@ def test_a_call_whose_caller_leaves_is_still_recorded(client, make_adapter):
     assert client.register("a", folder).adapter.version == 1
 
 
-@pytest.mark.parametrize("name", ["", "A", "a/b/c", "a@1", "x" * 64])
+@pytest.mark.parametrize("name", ["", "A/a", "a/b/c", "a@1", "x" * 64])
 def test_malformed_names(client, make_adapter, refused, name):
     with refused("INVALID_ARGUMENT", "name"):
         client.register(name, make_adapter())

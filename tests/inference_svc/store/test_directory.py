@@ -35,7 +35,7 @@ def test_resolves_names_versions_and_digests() -> None:
 
 
 @pytest.mark.parametrize(
-    "ref", ["Upper", "a/b/c", "upper@", "upper@0", "upper@x", "/x", "sha256:12", " x", "x\n"]
+    "ref", ["Upper/x", "a/b/c", "upper@", "upper@0", "upper@x", "/x", "sha256:12", " x", "x\n"]
 )
 def test_malformed_reference_is_invalid(ref: str) -> None:
     _, directory, _ = make()

@@ -19,6 +19,7 @@ DIGEST = "sha256:" + "0a" * 32
         ("default/french", "default/french"),
         ("french@3", "default/french"),
         ("team-a/french@12", "team-a/french"),
+        ("French-V2@1", "default/French-V2"),
         (DIGEST, DIGEST),
         ("", ""),
     ],
