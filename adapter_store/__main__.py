@@ -1,6 +1,7 @@
 """`python -m adapter_store`, or `loadout store`: runs the adapter store until SIGTERM.
 
-`python -m adapter_store digest DIR` prints the digest that a store would give to a local adapter.
+`python -m adapter_store digest DIR` prints the digest that a store would give to a local adapter,
+`python -m adapter_store strip IN OUT [MODEL] [--force]` makes a copy of one without base weights.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["digest"]:
         return _print_digest(arguments[1:])
+    if arguments[:1] == ["strip"]:
+        return _strip(arguments[1:])
     try:
         settings = load_settings(StoreSettings, arguments)
     except InvalidSetting as error:
@@ -57,6 +60,26 @@ def _print_digest(arguments: list[str]) -> int:
     except (ServiceError, OSError) as error:
         print(f"{arguments[0]}: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _strip(arguments: list[str]) -> int:
+    force = arguments[-1:] == ["--force"]
+    paths = [Path(each) for each in (arguments[:-1] if force else arguments)]
+    if len(paths) not in (2, 3):
+        print("usage: python -m adapter_store strip IN OUT [MODEL] [--force]", file=sys.stderr)
+        return 2
+    from adapter_store.checkpoint.strip import strip
+
+    try:
+        found, num_kept = strip(*paths, force=force)
+    except (ServiceError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    for each in found:
+        compared = "not compared" if each.difference is None else each.difference
+        print(f"stripped {each.name} {list(each.shape)}: {compared or 'equals the base'}")
+    print(f"{len(found)} stripped, {num_kept} kept in {paths[1]}")
     return 0
 
 

@@ -11,5 +11,6 @@ digest             loadout-digest-v1, the identity of an adapter's content
 peft_config        adapter_config.json as one typed, checked object
 peft_fields        a verdict on every field of PEFT's LoraConfig
 module_patterns    which modules a config means, by PEFT's rules, within a time budget
+strip              a copy of an adapter without base weights
 unpickle           pickled weights, converted to safetensors in a sandboxed child process
 """

@@ -44,13 +44,15 @@ _EMBEDDING = re.compile(rf"(?P<module>.+)\.lora_embedding_(?P<side>[AB]){_NAMED}
 _MODULE = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
 _WRAPPED = re.compile(r"(?:model\.)?language_model\.(?P<inner>.+)")
 
-_BASE_WEIGHT = "a base weight: save with save_embedding_layers=False"
+_BASE_WEIGHT = (
+    "a base weight, which PEFT saves beside an embedding or head: `loadout strip IN OUT` makes a "
+    "copy without it; or save with save_embedding_layers=False"
+)
+_BASE_PARTS = (".base_layer.", ".embed_tokens.weight.", ".lm_head.weight.")
 
 # Tensors that trainers save besides A and B, and what to do about each.
 _HINTS = (
-    (".base_layer.", _BASE_WEIGHT),
-    (".embed_tokens.weight.", _BASE_WEIGHT),
-    (".lm_head.weight.", _BASE_WEIGHT),
+    *((part, _BASE_WEIGHT) for part in _BASE_PARTS),
     (".lora_magnitude_vector", "DoRA is not supported"),
     (".modules_to_save.", "modules_to_save is not supported"),
     (".lora_B.bias", "lora_bias is not supported"),
@@ -89,6 +91,13 @@ def parse_key(key: str) -> TensorKey:
         subject=key,
         reason="TENSOR_UNKNOWN",
     )
+
+
+def is_base_weight(key: str) -> bool:
+    """Returns whether a tensor is a copy of one of the base model's, as PEFT names it."""
+    if not key.startswith(PREFIX) or ".modules_to_save." in key or ".lora_" in key:
+        return False
+    return any(part in f".{key}." for part in _BASE_PARTS)
 
 
 def target_of(module: str) -> str:

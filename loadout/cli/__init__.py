@@ -17,6 +17,7 @@ bench_adapters  which adapters bench uses
 debug           debug
 profile         profile
 signing         keygen, digest, sign
+strip           strip
 token           token
 options         options that several commands share
 connection      the options for token and TLS, and the clients they make

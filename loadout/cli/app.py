@@ -18,6 +18,7 @@ from loadout.cli import (
     residents,
     services,
     signing,
+    strip,
     token,
     top,
     versions,
@@ -80,6 +81,7 @@ app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
 app.command("debug", epilog=debug.EXAMPLES)(debug.debug)
 app.command("profile", epilog=profile.EXAMPLES)(profile.profile)
 app.command("digest", epilog=signing.DIGEST_EXAMPLES)(signing.digest)
+app.command("strip", epilog=strip.EXAMPLES)(strip.strip)
 app.command("keygen", epilog=signing.KEYGEN_EXAMPLES)(signing.keygen)
 app.command("sign", epilog=signing.SIGN_EXAMPLES)(signing.sign)
 app.command("token", epilog=token.EXAMPLES)(token.token)

@@ -86,9 +86,15 @@ def sign(
 
 
 def compute_digest(folder: Path) -> str:
-    """Runs the store's own code in a process. Raises CommandFailed."""
+    """Raises CommandFailed."""
+    return run_store_code("digest", str(folder))
+
+
+def run_store_code(*arguments: str) -> str:
+    """Runs a command of the store's own code in a process; returns what it prints. Raises
+    CommandFailed."""
     done = subprocess.run(
-        [sys.executable, "-m", "adapter_store", "digest", str(folder)],
+        [sys.executable, "-m", "adapter_store", *arguments],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -28,7 +28,7 @@ COMMANDS = (
     *("register", "adapters", "rollback", "delete", "generate"),
     *("load", "unload", "pin", "unpin", "residents"),
     *("info", "top", "bench", "debug", "profile"),
-    *("digest", "keygen", "sign", "token"),
+    *("digest", "strip", "keygen", "sign", "token"),
 )
 
 

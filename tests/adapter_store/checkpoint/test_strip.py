@@ -1,0 +1,101 @@
+"""An adapter without the base weights that PEFT saves beside it, as its user makes one."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from adapter_store.__main__ import main
+from adapter_store.checkpoint.open import open_checkpoint
+from adapter_store.errors import InvalidAdapter
+
+WEIGHTS = "adapter_model.safetensors"
+EMBEDDING = "base_model.model.model.embed_tokens.base_layer.weight"
+CONFIG = LlamaConfig(
+    vocab_size=48,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["own head", "tied head"])
+def folders(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model in bf16, and an adapter of it in fp32, saved as PEFT does by default."""
+    folder = tmp_path_factory.mktemp("strip")
+    CONFIG.tie_word_embeddings = request.param
+    model = LlamaForCausalLM(CONFIG).to(torch.bfloat16)
+    model.save_pretrained(folder / "model")
+    targets = ["q_proj", "embed_tokens", *([] if request.param else ["lm_head"])]
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of what it saves along
+        adapted = get_peft_model(model.float(), LoraConfig(r=4, target_modules=targets))
+        adapted.save_pretrained(str(folder / "adapter"))
+    return folder / "model", folder / "adapter"
+
+
+def test_a_default_save_is_refused_and_its_copy_is_not(folders, tmp_path: Path, capsys) -> None:
+    model, adapter = folders
+    with pytest.raises(InvalidAdapter, match="`loadout strip IN OUT` makes a copy"):
+        open_checkpoint(adapter)
+    assert main(["strip", str(adapter), str(tmp_path / "out"), str(model)]) == 0
+    printed = capsys.readouterr().out
+    assert "stripped model.embed_tokens.weight [48, 16]: equals the base\n" in printed
+    before, after = load_file(adapter / WEIGHTS), load_file(tmp_path / "out" / WEIGHTS)
+    assert open_checkpoint(tmp_path / "out").module_names[0] == "embed_tokens"
+    assert after.keys() == {key for key in before if ".lora_" in key}
+    assert all(torch.equal(after[key], before[key]) for key in after)
+    num_stripped = len(before) - len(after)
+    assert printed.endswith(f"{num_stripped} stripped, {len(after)} kept in {tmp_path / 'out'}\n")
+
+
+def test_what_was_trained_is_stripped_by_force_only(folders, tmp_path: Path, capsys) -> None:
+    model, adapter = folders
+    weights = load_file(adapter / WEIGHTS)
+    weights[EMBEDDING][[3, 5]] += 1
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    save_file(weights, changed / WEIGHTS)
+    (changed / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
+    arguments = ["strip", str(changed), str(tmp_path / "out"), str(model)]
+    assert main(arguments) == 1
+    assert "model.embed_tokens.weight differs from the base's in 2 of 48" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main([*arguments, "--force"]) == 0
+    assert open_checkpoint(tmp_path / "out").rank == 4
+
+
+def test_a_resized_vocabulary_differs(folders, tmp_path: Path, capsys) -> None:
+    model, adapter = folders
+    smaller = tmp_path / "smaller"
+    smaller.mkdir()
+    weights = load_file(model / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:40].clone()
+    save_file(weights, smaller / "model.safetensors")
+    assert main(["strip", str(adapter), str(tmp_path / "out"), str(smaller)]) == 1
+    assert "is [48, 16], and the base's [40, 16]" in capsys.readouterr().err
+
+
+def test_without_a_model_nothing_is_compared(folders, tmp_path: Path, capsys) -> None:
+    assert main(["strip", str(folders[1]), str(tmp_path / "out")]) == 0
+    assert "[48, 16]: not compared" in capsys.readouterr().out
+
+
+def test_bad_folders_are_named(folders, tmp_path: Path, capsys) -> None:
+    model, adapter = folders
+    for arguments, message in (
+        ([str(tmp_path / "none"), str(tmp_path / "out")], "No such file"),
+        ([str(adapter), str(model)], f"{model} exists: nothing is overwritten"),
+        ([str(adapter), str(tmp_path / "out"), str(tmp_path)], f"{tmp_path} has no *.safetensors"),
+        ([str(adapter)], "usage: "),
+    ):
+        assert main(["strip", *arguments]) in (1, 2)
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
