@@ -272,6 +272,23 @@ class AdapterRecord:
         return SignatureState.VERIFIED if self.signed_by else SignatureState.UNSIGNED
 
 
+class Recorded(NamedTuple):
+    """A name as a change left it: its record, the revision at which it is current, and the numbers
+    of the older versions that were deleted for it."""
+
+    record: AdapterRecord
+    revision: int
+    deleted_versions: tuple[int, ...] = ()
+
+
+class Pruned(NamedTuple):
+    """Versions that were deleted, at which revision, and whether there may be more to delete."""
+
+    deleted_versions: tuple[int, ...]
+    revision: int
+    has_more: bool
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterEvent:
     """One catalog change. `version` is what the name points to afterwards, 0 if it is deleted."""
@@ -290,15 +307,18 @@ class AdapterEvent:
 
 @dataclass(slots=True)
 class StoreAuditEntry(AuditEntry):
-    """Adds the version that was changed, and the revision of the catalog."""
+    """Adds the version that was changed, the revision of the catalog, and the older versions that
+    were deleted."""
 
     version: int = field(default=0, init=False)
     revision: int = field(default=0, init=False)
+    deleted_versions: tuple[int, ...] = field(default=(), init=False)
 
     def describe(self, record: AdapterRecord, revision: int) -> None:
         """Notes what was changed, as it is now."""
         self.name, self.version = str(record.name), record.version
         self.digest, self.revision = record.digest, revision
 
-    def set_outcome(self, outcome: tuple[AdapterRecord, int]) -> None:
-        self.describe(*outcome)
+    def set_outcome(self, outcome: Recorded) -> None:
+        self.describe(outcome.record, outcome.revision)
+        self.deleted_versions = outcome.deleted_versions

@@ -32,6 +32,8 @@ from adapter_store.core import (
     ImageState,
     Layout,
     Principal,
+    Pruned,
+    Recorded,
 )
 from adapter_store.errors import UploadStalled
 from adapter_store.images import layout as layouts
@@ -81,16 +83,16 @@ class Change:
     """A change of a name that has started. Once its content is here it continues to its end even if
     its caller leaves."""
 
-    recorded: asyncio.Future[tuple[AdapterRecord, int]]
-    """The record and the revision at which it is current, once they are durable."""
-    followed_up: asyncio.Task[tuple[AdapterRecord, int]]
+    recorded: asyncio.Future[Recorded]
+    """What it is now, once that is durable."""
+    followed_up: asyncio.Task[Recorded]
     """The same, once the images that the change requires are queued."""
     caller_gone: threading.Event = dataclasses.field(default_factory=threading.Event)
     """Ends the change unless its content has been fetched."""
 
-    async def wait(self) -> tuple[AdapterRecord, int]:
-        """Returns the record and the revision at which it is current. Raises why it was refused. If
-        it is cancelled, so is a fetch; what has been fetched is recorded."""
+    async def wait(self) -> Recorded:
+        """Raises why it was refused. If it is cancelled, so is a fetch; what has been fetched is
+        recorded."""
         try:
             return await asyncio.shield(self.followed_up)
         except asyncio.CancelledError:
@@ -126,7 +128,7 @@ class StoreService:
         self._places = places
         self.shared_counts: TierCounts | None = None
         """The counts of the tier that replicas share, if there is one."""
-        self._changes: set[asyncio.Task[tuple[AdapterRecord, int]]] = set()
+        self._changes: set[asyncio.Task[Recorded]] = set()
         self._live_layouts: frozenset[str] = frozenset()
 
     # Names
@@ -189,6 +191,10 @@ class StoreService:
         found = await self._call(caller, self._catalog.remove, name, version, caller.tenants)
         await self.refresh_pinned()
         return found
+
+    async def prune(self, caller: Principal, name: AdapterName, keep: int) -> Pruned:
+        """Deletes old versions of a name; see Catalog.prune."""
+        return await self._call(caller, self._catalog.prune, name, keep, caller.tenants)
 
     async def versions(
         self, caller: Principal, name: AdapterName, page_size: int, page_token: str
@@ -375,7 +381,7 @@ class StoreService:
 
     def _start(
         self,
-        job: asyncio.Future[tuple[AdapterRecord, int]],
+        job: asyncio.Future[Recorded],
         count: Callable[[BaseException | None], None] = lambda error: None,
         caller_gone: threading.Event | None = None,
     ) -> Change:
@@ -383,7 +389,7 @@ class StoreService:
         not interrupted any more: its folder may become a blob at any moment, and its follow-up must
         run. `count` is called when it has ended."""
 
-        def end(task: asyncio.Task[tuple[AdapterRecord, int]]) -> None:
+        def end(task: asyncio.Task[Recorded]) -> None:
             self._changes.discard(task)
             count(asyncio.CancelledError() if task.cancelled() else task.exception())
 
@@ -392,11 +398,10 @@ class StoreService:
         task.add_done_callback(end)
         return Change(job, task, caller_gone or threading.Event())
 
-    async def _follow_up(
-        self, job: asyncio.Future[tuple[AdapterRecord, int]]
-    ) -> tuple[AdapterRecord, int]:
+    async def _follow_up(self, job: asyncio.Future[Recorded]) -> Recorded:
         """Queues the images of a new current version, and applies a pin that may have moved."""
-        record, revision = await job
+        recorded = await job
+        record = recorded.record
         live = frozenset(await self._run(self._catalog.live_layouts))
         self._precompiler.queue_current(
             ImageKey(record.digest, verdict.layout_id)
@@ -406,7 +411,7 @@ class StoreService:
             and verdict.layout_id in live
         )
         await self.refresh_pinned()
-        return record, revision
+        return recorded
 
     async def _resume(self, layout_id: str) -> None:
         """Queues the images of a layout that is new, or live again."""

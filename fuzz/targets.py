@@ -221,6 +221,7 @@ _STORE_CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
     "ListAdapters": lambda request: parse_filter(request.filter),
     "DeleteAdapter": lambda request: store_convert.from_name(request, DEFAULT_TENANT),
     "RollbackAdapter": store_convert.from_rollback,
+    "PruneVersions": store_convert.from_prune,
     "RegisterLayout": lambda request: layouts.validate(store_convert.from_layout(request.layout)),
     "PullAdapter": store_convert.from_pull,
 }

@@ -141,6 +141,7 @@ class Client:
         labels: Mapping[str, str] | None = None,
         description: str = "",
         signature: types.Signature | None = None,
+        keep: int = 0,
         progress: Progress | None = None,
         timeout_s: float | None = None,
     ) -> types.Registration:
@@ -150,6 +151,10 @@ class Client:
         other is a local folder and is uploaded, and `progress` is called after every chunk.
         `base_model` is only needed when the adapter's own config does not name it. The store checks
         `signature` (from loadout.signing) against the digest that it computes itself.
+
+        With `keep` the name's versions beyond the newest so many are deleted once this one is
+        recorded: never the current one, pinned ones, or what requests use that run by then. 0: the
+        store keeps as many as its policy says.
         """
         labels = labels or {}
         if is_uri(source):
@@ -163,6 +168,7 @@ class Client:
                 labels,
                 description,
                 signature,
+                keep,
             )
             return self._call(call, timeout_s)
         upload = Upload(
@@ -176,6 +182,7 @@ class Client:
             labels=labels,
             description=description,
             signature=signature,
+            keep=keep,
         )
         return self._upload(upload, timeout_s)
 
@@ -264,6 +271,16 @@ class Client:
     ) -> types.Registration:
         """Makes an older version current again, also one deleted a short while ago."""
         return self._call(calls.rollback(name, version, if_current_digest), timeout_s)
+
+    def prune(self, name: str, keep: int, *, timeout_s: float | None = None) -> tuple[int, ...]:
+        """Deletes a name's versions beyond the newest `keep`, but neither the current one nor
+        pinned ones; returns their numbers. `timeout_s` counts for each thousand of them."""
+        deleted: tuple[int, ...] = ()
+        while True:
+            page = self._call(calls.prune(name, keep), timeout_s)
+            deleted += page.deleted_versions
+            if not page.has_more:
+                return deleted
 
     def pin(self, ref: str, *, timeout_s: float | None = None) -> types.Adapter:
         """Keeps the adapter's images in the store's memory."""

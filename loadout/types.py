@@ -112,10 +112,24 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A recorded adapter; pass `revision` to generate(min_revision=...) to be sure to use it."""
+    """A recorded adapter; pass `revision` to generate(min_revision=...) to be sure to use it.
+
+    `deleted_versions` are the older ones that were deleted for it, by `keep` or by the store's
+    policy.
+    """
 
     adapter: Adapter
     revision: int
+    deleted_versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrunedPage:
+    """Versions that one call has deleted, at which revision, and whether there may be more."""
+
+    deleted_versions: tuple[int, ...]
+    revision: int
+    has_more: bool
 
 
 @dataclass(frozen=True, slots=True)

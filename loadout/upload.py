@@ -75,6 +75,7 @@ class Upload:
         labels: Mapping[str, str],
         description: str = "",
         signature: Signature | None = None,
+        keep: int = 0,
     ) -> None:
         meta = build(
             store_pb.UploadMeta,
@@ -86,6 +87,7 @@ class Upload:
             labels=dict(labels),
             description=description,
             signature=signature_message(signature),
+            keep=keep,
         )
         self._folder = folder
         self._progress = progress

@@ -24,8 +24,9 @@ MARKER = "<!-- From here on written by `make docs`: change loadout/cli. -->"
 
 OUTPUTS = {
     "adapters": "[Adapter]",
-    "adapters --versions": "{current_version: int, versions: [Adapter]}",
+    "versions": "{current_version: int, versions: [Adapter]}",
     "register, rollback": "Registration",
+    "prune": "{deleted_versions: [int]}",
     "load, residents": "[{replica: str} and ResidentAdapter]",
     "unload": "[{replica: str, ref: str, freed_bytes: int}]",
     "pin, unpin": "{inference: [{replica: str} and ResidentAdapter], store: [Adapter]}",

@@ -52,6 +52,7 @@ REQUESTS: RequestTable = {
         answer_bytes=PAGE_ANSWER_BYTES,
     ),
     "RollbackAdapter": RequestBounds(pb.RollbackAdapterRequest, answer_bytes=RECORD_BYTES),
+    "PruneVersions": RequestBounds(pb.PruneVersionsRequest),
     "PinAdapter": RequestBounds(pb.PinAdapterRequest, answer_bytes=RECORD_BYTES),
     "UnpinAdapter": RequestBounds(pb.UnpinAdapterRequest, answer_bytes=RECORD_BYTES),
     "RegisterLayout": RequestBounds(

@@ -88,6 +88,7 @@ def from_registration(
         labels=dict(message.labels),
         description=message.description,
         signature=_from_signature(message.signature) if message.HasField("signature") else None,
+        keep=message.keep,
     )
 
 
@@ -124,6 +125,18 @@ def from_rollback(
         raise InvalidArgument("version: which one is to be current?", subject="version")
     required = _optional_digest(message.if_current_digest, "if_current_digest")
     return name, message.version, required
+
+
+def from_prune(
+    message: pb.PruneVersionsRequest, home: str = DEFAULT_TENANT
+) -> tuple[AdapterName, int]:
+    """Returns the name, and how many of its versions stay. Raises InvalidArgument."""
+    name = parse_name(message.name, home=home)
+    if message.keep == 0:
+        raise InvalidArgument(
+            "keep: how many versions are to stay? DeleteAdapter deletes all", subject="keep"
+        )
+    return name, message.keep
 
 
 async def from_upload(

@@ -50,7 +50,9 @@ from adapter_store.core import (
     EventKind,
     ImageKey,
     LayoutVerdict,
+    Pruned,
     Quota,
+    Recorded,
     Tenants,
 )
 from servicekit.errors import NotFound
@@ -128,15 +130,19 @@ class Catalog:
     # Names
 
     def register(
-        self, new: NewVersion, if_current_digest: str = "", quota: Quota = _UNLIMITED
-    ) -> tuple[AdapterRecord, int]:
-        """Returns the record and the revision at which it is current. See changes.register and
-        usage.check_quota."""
+        self,
+        new: NewVersion,
+        if_current_digest: str = "",
+        quota: Quota = _UNLIMITED,
+        keep: int = 0,
+    ) -> Recorded:
+        """See changes.register and usage.check_quota."""
         with self._change() as (conn, made):
             usage.check_quota(conn, new.name, new.digest, new.source_bytes, quota)
-            new_events, revision = changes.register(conn, new, if_current_digest, self._clock())
-            made += new_events
-            return self._shown(lookup.find(conn, AdapterRef(name=new.name))), revision
+            done = changes.register(conn, new, if_current_digest, self._clock(), keep)
+            made += done.events
+            record = self._shown(lookup.find(conn, AdapterRef(name=new.name)))
+            return Recorded(record, done.revision, tuple(done.deleted_versions))
 
     def rollback(
         self,
@@ -146,10 +152,9 @@ class Catalog:
         tenants: Tenants = None,
         quota: Quota = _UNLIMITED,
         accept: Callable[[AdapterRecord], None] = lambda record: None,
-    ) -> tuple[AdapterRecord, int]:
-        """Returns the record and the revision at which it is current; see changes.rollback. Raises
-        also QuotaExceeded if a deleted name would exceed the quota by coming back, and what
-        `accept` raises about the record that would be current."""
+    ) -> Recorded:
+        """See changes.rollback. Raises also QuotaExceeded if a deleted name would exceed the quota
+        by coming back, and what `accept` raises about the record that would be current."""
         with self._change() as (conn, made):
             now = self._clock()
             deleted_after = now - self._delete_grace
@@ -161,7 +166,7 @@ class Catalog:
             record = lookup.find(conn, AdapterRef(name=name))
             accept(record)
             made += new_events
-            return self._shown(record), revision
+            return Recorded(self._shown(record), revision)
 
     def check_capacity(self, name: AdapterName, expected_digest: str, quota: Quota) -> None:
         """See usage.check_capacity."""
@@ -176,6 +181,13 @@ class Catalog:
             digest, event = changes.remove(conn, name, version, self._clock(), tenants)
             made.append(event)
             return digest, event.revision
+
+    def prune(self, name: AdapterName, keep: int, tenants: Tenants = None) -> Pruned:
+        """See changes.prune."""
+        with self._change() as (conn, made):
+            pruned, new_events = changes.prune(conn, name, keep, self._clock(), tenants)
+            made += new_events
+            return pruned
 
     def set_pinned(
         self, ref: AdapterRef, pinned: bool, max_pinned_bytes: int, tenants: Tenants = None

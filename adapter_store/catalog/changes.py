@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Row
 
 from adapter_store.catalog import rows
 from adapter_store.catalog.lookup import to_micros
 from adapter_store.catalog.rows import NewVersion
-from adapter_store.core import AdapterEvent, AdapterRecord, EventKind, Tenants
+from adapter_store.core import AdapterEvent, AdapterRecord, EventKind, Pruned, Tenants
 from adapter_store.errors import Conflict
 from servicekit.errors import NotFound
 from servicekit.refs import AdapterName, AdapterRef
 
+MAX_PRUNED = 1000
+"""Versions that one transaction deletes: every other writer waits for it."""
+
+
+class Registered(NamedTuple):
+    """What a registration changed, and the revision at which its content is current."""
+
+    events: list[AdapterEvent]
+    revision: int
+    deleted_versions: list[int]
+
 
 def register(
-    conn: Connection, new: NewVersion, if_current_digest: str, time: datetime
-) -> tuple[list[AdapterEvent], int]:
-    """Points the name to this content; returns the events and the revision at which it is current.
+    conn: Connection, new: NewVersion, if_current_digest: str, time: datetime, keep: int = 0
+) -> Registered:
+    """Points the name to this content.
 
     Content is a digest for a base model, and the content of a version never changes. The pin moves
     with the name. For content that is recorded already, given labels, description and signature
-    replace those of the version.
+    replace those of the version. With `keep` the versions beyond the newest so many are deleted, at
+    most MAX_PRUNED, but neither this one nor pinned ones.
     Raises Conflict if the name does not point to `if_current_digest`.
     """
     adapter = rows.find_adapter(conn, new.name)
@@ -33,16 +45,33 @@ def register(
     if adapter is None:
         adapter = rows.add_adapter(conn, new.name, time)
     if current is not None and _is_of(current, new):
-        return _register_again(conn, adapter, current, new, time)
-    known = rows.same_content(conn, adapter.id, new)
-    if known is None:
-        version = adapter.last_version + 1
-        rows.add_version(conn, adapter.id, version, new, time)
+        version = current.version
+        made = _register_again(conn, adapter, current, new, time)
     else:
-        version = known.version
-        _update_description(conn, known, new)
-    event = _repoint(conn, adapter, current, version, new.digest, new.pinned, time)
-    return [event], event.revision
+        version = _put_version(conn, adapter, new, time)
+        made = [_repoint(conn, adapter, current, version, new.digest, new.pinned, time)]
+    deleted = _delete_superseded(conn, adapter.id, version, keep, time) if keep else []
+    if deleted and not made:
+        made = [rows.point(conn, adapter, version, new.digest, EventKind.UPDATED, time)]
+    return Registered(made, made[-1].revision if made else adapter.revision, deleted)
+
+
+def prune(
+    conn: Connection, name: AdapterName, keep: int, time: datetime, tenants: Tenants = None
+) -> tuple[Pruned, list[AdapterEvent]]:
+    """Deletes the live versions beyond the newest `keep`, but neither the current one nor pinned
+    ones; at most MAX_PRUNED, the oldest first. Raises NotFound, also for a name of another
+    tenant."""
+    adapter = rows.find_adapter(conn, name, tenants)
+    if adapter is None or not adapter.current_version:
+        raise NotFound(f"no adapter {name}", subject=str(name))
+    current = rows.find_version(conn, adapter.id, adapter.current_version)
+    assert current is not None
+    deleted = _delete_superseded(conn, adapter.id, current.version, keep, time)
+    if not deleted:
+        return Pruned((), adapter.revision, has_more=False), []
+    event = rows.point(conn, adapter, current.version, current.digest, EventKind.UPDATED, time)
+    return Pruned(tuple(deleted), event.revision, len(deleted) == MAX_PRUNED), [event]
 
 
 def rollback(
@@ -113,9 +142,29 @@ def set_pinned(
     return rows.point(conn, adapter, current.version, current.digest, kind, time)
 
 
+def _put_version(conn: Connection, adapter: Row[Any], new: NewVersion, time: datetime) -> int:
+    """Returns the version of this content, which is added if there is none."""
+    known = rows.same_content(conn, adapter.id, new)
+    if known is not None:
+        _update_description(conn, known, new)
+        return int(known.version)
+    version = int(adapter.last_version) + 1
+    rows.add_version(conn, adapter.id, version, new, time)
+    return version
+
+
+def _delete_superseded(
+    conn: Connection, adapter_id: int, current_version: int, keep: int, time: datetime
+) -> list[int]:
+    found = rows.superseded_versions(conn, adapter_id, current_version, keep, MAX_PRUNED)
+    if found:
+        rows.delete_versions(conn, adapter_id, found, time)
+    return found
+
+
 def _register_again(
     conn: Connection, adapter: Row[Any], current: Row[Any], new: NewVersion, time: datetime
-) -> tuple[list[AdapterEvent], int]:
+) -> list[AdapterEvent]:
     """Registers the content that the name points to already: only its description and its pin can
     change."""
     changes: list[EventKind] = []
@@ -124,8 +173,7 @@ def _register_again(
     if new.pinned and not current.pinned:
         rows.change(conn, adapter.id, current.version, pinned=True)
         changes.append(EventKind.PINNED)
-    made = [rows.point(conn, adapter, current.version, new.digest, kind, time) for kind in changes]
-    return made, made[-1].revision if made else adapter.revision
+    return [rows.point(conn, adapter, current.version, new.digest, kind, time) for kind in changes]
 
 
 def _update_description(conn: Connection, known: Row[Any], new: NewVersion) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -90,6 +91,39 @@ def live_versions(conn: Connection, adapter_id: int) -> dict[int, str]:
         versions.c.adapter_id == adapter_id, versions.c.delete_time.is_(None)
     )
     return {row.version: row.digest for row in conn.execute(query)}
+
+
+def superseded_versions(
+    conn: Connection, adapter_id: int, current_version: int, keep: int, limit: int
+) -> list[int]:
+    """Returns the live versions beyond the newest `keep`, the oldest first, without the current one
+    and pinned ones."""
+    live = (versions.c.adapter_id == adapter_id, versions.c.delete_time.is_(None))
+    newest_beyond = conn.scalar(
+        select(versions.c.version)
+        .where(*live)
+        .order_by(versions.c.version.desc())
+        .offset(keep)
+        .limit(1)
+    )
+    if newest_beyond is None:
+        return []
+    query = select(versions.c.version).where(
+        *live,
+        versions.c.version <= newest_beyond,
+        versions.c.version != current_version,
+        versions.c.pinned.is_(False),
+    )
+    return list(conn.scalars(query.order_by(versions.c.version).limit(limit)))
+
+
+def delete_versions(
+    conn: Connection, adapter_id: int, numbers: Sequence[int], time: datetime
+) -> None:
+    """Deletes versions, none of which is pinned. At most 1,000: the parameters of a statement are
+    limited."""
+    where = and_(versions.c.adapter_id == adapter_id, versions.c.version.in_(numbers))
+    conn.execute(update(versions).where(where).values(delete_time=to_micros(time)))
 
 
 def find_blob(conn: Connection, digest: str) -> BlobPlace | None:

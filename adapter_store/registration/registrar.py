@@ -19,7 +19,7 @@ from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.checkpoint.peft_config import names_local_path
 from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
 from adapter_store.checkpoint.unpickle import convert_pickle
-from adapter_store.core import AdapterRecord, Quota
+from adapter_store.core import Quota, Recorded
 from adapter_store.errors import (
     BlobLost,
     CatalogUnavailable,
@@ -51,7 +51,8 @@ _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A caller's request, without the files. Empty strings are not given."""
+    """A caller's request, without the files. Empty strings are not given; `keep` is how many
+    versions may stay, 0 as many as the tenant may have."""
 
     name: AdapterName
     base_model: str = ""
@@ -62,6 +63,7 @@ class Registration:
     description: str = ""
     created_by: str = ""
     signature: Signature | None = None
+    keep: int = 0
 
 
 class Registrar:
@@ -130,8 +132,8 @@ class Registrar:
 
     def register(
         self, request: Registration, source_uri: str, caller_gone: threading.Event | None = None
-    ) -> tuple[AdapterRecord, int]:
-        """Fetches, checks and records. Returns the record and the revision at which it is current.
+    ) -> Recorded:
+        """Fetches, checks and records.
 
         Raises what Source.fetch, FetchRunner.run and open_checkpoint raise, FailedPrecondition if
         the content is not the expected or the signed one, Conflict, QuotaExceeded, ShareExceeded,
@@ -161,7 +163,7 @@ class Registrar:
         with _translate_disk_full():
             upload.write(chunk)
 
-    def finish_upload(self, request: Registration, upload: Upload) -> tuple[AdapterRecord, int]:
+    def finish_upload(self, request: Registration, upload: Upload) -> Recorded:
         """Checks and records the uploaded files, as `register`."""
         try:
             with _translate_disk_full():
@@ -196,7 +198,7 @@ class Registrar:
 
     def _record(
         self, request: Registration, staging: Staging, source_uri: str, source_revision: str = ""
-    ) -> tuple[AdapterRecord, int]:
+    ) -> Recorded:
         with child_span("check"):
             checkpoint = self._open(staging)
             new = _new_version(request, checkpoint, staging, source_uri, source_revision)
@@ -204,18 +206,20 @@ class Registrar:
                 signed_by = self._verify_signature(request, new.digest)
                 new = replace(new, signed_by=signed_by, signature=request.signature.value)
         with child_span("commit"), self._blobs.guard(new.digest), _translate_disk_full():
-            record, revision = self._commit(request, new, checkpoint)
+            recorded = self._commit(request, new, checkpoint)
+        record = recorded.record
         logger.info(
             "adapter registered",
             extra={
                 "adapter": f"{record.name}@{record.version}",
                 "digest": record.digest,
-                "revision": revision,
+                "revision": recorded.revision,
                 "source_uri": source_uri,
                 "source_revision": source_revision,
+                "deleted_versions": recorded.deleted_versions,
             },
         )
-        return record, revision
+        return recorded
 
     def _open(self, staging: Staging) -> Checkpoint:
         if staging.allows_pickle:
@@ -227,9 +231,7 @@ class Registrar:
                 staging.replace_file(PICKLE_FILE, converted)
         return open_checkpoint(staging.folder, self._checkpoint_limits)
 
-    def _commit(
-        self, request: Registration, new: NewVersion, staged: Checkpoint
-    ) -> tuple[AdapterRecord, int]:
+    def _commit(self, request: Registration, new: NewVersion, staged: Checkpoint) -> Recorded:
         """Stores the folder as the blob, and points the name to it. Needs the blob's guard."""
         for _ in range(MAX_TRIES):
             existing = _ExistingBlob(new.digest, self._checkpoint_limits)
@@ -262,10 +264,12 @@ class Registrar:
         except OSError as error:  # the collector tries again
             logger.warning("not noted that the catalog has records", extra={"why": str(error)})
 
-    def _point(self, request: Registration, new: NewVersion) -> tuple[AdapterRecord, int]:
+    def _point(self, request: Registration, new: NewVersion) -> Recorded:
         """Points the name to the stored blob, which is removed if that is refused."""
+        limits = self._policies.policy.tenant(request.name.tenant)
+        keep = limits.keep(request.keep)
         try:
-            return self._catalog.register(new, request.if_current_digest, self._quota(request))
+            return self._catalog.register(new, request.if_current_digest, limits.quota, keep)
         except CatalogUnavailable:
             raise
         except ServiceError:

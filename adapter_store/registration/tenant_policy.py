@@ -36,10 +36,17 @@ class TenantPolicy:
     max_bytes: int | None = None
     registrations_per_minute: int | None = None
     require_signature: bool = False
+    max_versions: int | None = None
+    """Of a name: each registration deletes the oldest ones beyond."""
 
     @property
     def quota(self) -> Quota:
         return Quota(self.max_adapters, self.max_bytes)
+
+    def keep(self, requested: int) -> int:
+        """Returns how many versions a registration leaves that asks for `requested`; 0: all."""
+        limits = (limit for limit in (requested, self.max_versions) if limit)
+        return min(limits, default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,7 @@ class _TenantTable(Table):
     max_bytes: Annotated[ByteSize, Field(ge=0)] | None = None
     registrations_per_minute: PositiveInt | None = None
     require_signature: bool | None = None
+    max_versions: PositiveInt | None = None
 
 
 class _KeyTable(Table):

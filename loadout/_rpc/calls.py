@@ -104,6 +104,7 @@ def register(
     labels: Mapping[str, str],
     description: str = "",
     signature: types.Signature | None = None,
+    keep: int = 0,
 ) -> Call[types.Registration]:
     request = build(
         store_pb.RegisterAdapterRequest,
@@ -116,6 +117,7 @@ def register(
         labels=dict(labels),
         description=description,
         signature=signature_message(signature),
+        keep=keep,
     )
     # A second attempt of a conditional registration would conflict with its own first one.
     return Call(
@@ -164,9 +166,14 @@ def rollback(name: str, version: int, if_current_digest: str) -> Call[types.Regi
         Service.STORE,
         "RollbackAdapter",
         request,
-        convert.registration,
+        convert.rollback,
         repeatable=not if_current_digest,
     )
+
+
+def prune(name: str, keep: int) -> Call[types.PrunedPage]:
+    request = build(store_pb.PruneVersionsRequest, name=name, keep=keep)
+    return Call(Service.STORE, "PruneVersions", request, convert.pruned_page)
 
 
 def pin(ref: str) -> Call[types.Adapter]:

@@ -88,11 +88,19 @@ def only_adapter(
 
 
 def registration(
-    message: store_pb.RegisterAdapterResponse
-    | store_pb.UploadAdapterResponse
-    | store_pb.RollbackAdapterResponse,
+    message: store_pb.RegisterAdapterResponse | store_pb.UploadAdapterResponse,
 ) -> types.Registration:
+    return types.Registration(
+        adapter(message.adapter), message.revision, tuple(message.deleted_versions)
+    )
+
+
+def rollback(message: store_pb.RollbackAdapterResponse) -> types.Registration:
     return types.Registration(adapter(message.adapter), message.revision)
+
+
+def pruned_page(message: store_pb.PruneVersionsResponse) -> types.PrunedPage:
+    return types.PrunedPage(tuple(message.deleted_versions), message.revision, message.has_more)
 
 
 def adapter_page(message: store_pb.ListAdaptersResponse) -> types.AdapterPage:

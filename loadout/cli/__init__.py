@@ -5,7 +5,7 @@ app             the commands, put together
 demo            demo, up
 services        store, serve
 adapters        register, adapters
-versions        adapters --versions, rollback, delete
+versions        versions, rollback, prune, delete
 generate        generate
 residents       load, unload, pin, unpin, residents
 info            info

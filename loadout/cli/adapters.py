@@ -19,13 +19,13 @@ from rich.progress import (
 )
 
 from loadout.cli import options
-from loadout.cli.completion import AdapterName, adapter_names
+from loadout.cli.completion import AdapterName
 from loadout.cli.connection import Connection, connects
 from loadout.cli.output import new_table, print_json, table_console
 from loadout.cli.signing import compute_digest
-from loadout.cli.versions import list_versions
+from loadout.cli.versions import number_ranges
 from loadout.signing import SigningKey, parse_signature
-from loadout.types import Adapter, ImageState, Signature
+from loadout.types import Adapter, ImageState, Registration, Signature
 from loadout.upload import is_uri
 
 REGISTER_EXAMPLES = """\b
@@ -34,13 +34,13 @@ Examples:
   loadout register acme/support s3://adapters/support --label team=cx --pin
   loadout register french file:///srv/adapters/french --if-current-digest sha256:...
   loadout register french ./out/french --sign-key release-2026.pem
+  loadout register french ./out/checkpoint-500 --keep 5
 """
 
 LIST_EXAMPLES = """\b
 Examples:
   loadout adapters
   loadout adapters --filter "tenant=acme base_model=llama label.team=cx"
-  loadout adapters --versions french
   loadout adapters --json | jq -r '.[].ref'
 """
 
@@ -50,6 +50,16 @@ SignatureFile = Annotated[
 SignKeyFile = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Key to sign it with; a URI needs --expected-digest."),
+]
+
+Keep = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Versions that stay; older ones are deleted, but not the current and pinned ones. "
+        "Default: as many as the store's policy says.",
+    ),
 ]
 
 
@@ -81,6 +91,7 @@ def register(
     ] = None,
     signature: SignatureFile = None,
     sign_key: SignKeyFile = None,
+    keep: Keep = None,
     as_json: options.Json = False,
     store: options.Store = options.DEFAULT_STORE,
     *,
@@ -104,13 +115,20 @@ def register(
             labels=labels,
             description=description,
             signature=_signature(signature, sign_key, expected_digest),
+            keep=keep or 0,
             progress=show,
         )
     if as_json:
         print_json(result)
-        return
+    else:
+        _print_registration(result)
+
+
+def _print_registration(result: Registration) -> None:
     adapter = result.adapter
     typer.echo(f"{adapter.ref} rank {adapter.rank} {adapter.digest} at revision {result.revision}")
+    if result.deleted_versions:
+        typer.echo(f"older versions deleted: {number_ranges(result.deleted_versions)}")
 
 
 def _digest_to_sign(source: str) -> str:
@@ -162,23 +180,12 @@ def list_adapters(
             help="Terms that must all hold: tenant=T base_model=B name=PREFIX label.KEY=VALUE.",
         ),
     ] = "",
-    versions: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="List all versions of this adapter, newest first.",
-            autocompletion=adapter_names,
-        ),
-    ] = "",
     as_json: options.Json = False,
     store: options.Store = options.DEFAULT_STORE,
     *,
     connection: Connection,
 ) -> None:
     """List the store's adapters."""
-    if versions:
-        list_versions(versions, connection.client(store=store), as_json=as_json)
-        return
     with connection.client(store=store) as client:
         adapters = list(client.list(filter))
     if as_json:

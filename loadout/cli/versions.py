@@ -1,7 +1,8 @@
-"""`loadout adapters --versions`, `loadout rollback` and `loadout delete`."""
+"""`loadout versions`, `loadout rollback`, `loadout prune` and `loadout delete`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -11,12 +12,22 @@ from loadout.cli import options
 from loadout.cli.completion import AdapterName
 from loadout.cli.connection import Connection, connects
 from loadout.cli.output import new_table, print_json, table_console
-from loadout.client import Client
 from loadout.types import Adapter
+
+VERSIONS_EXAMPLES = """\b
+Examples:
+  loadout versions french
+  loadout versions acme/support --json | jq -r '.versions[].digest'
+"""
+
+PRUNE_EXAMPLES = """\b
+Examples:
+  loadout prune french --keep 5
+"""
 
 ROLLBACK_EXAMPLES = """\b
 Examples:
-  loadout adapters --versions french
+  loadout versions french
   loadout rollback french 3
   loadout rollback french 3 --if-current-digest sha256:...
 """
@@ -28,20 +39,30 @@ Examples:
 """
 
 
-def list_versions(name: str, client: Client, *, as_json: bool) -> None:
-    """Prints a name's versions, newest first; closes the client."""
-    with client:
+@connects
+def versions(
+    name: AdapterName,
+    as_json: options.Json = False,
+    store: options.Store = options.DEFAULT_STORE,
+    *,
+    connection: Connection,
+) -> None:
+    """List an adapter's versions, newest first.
+
+    Deleted ones are listed as long as `loadout rollback` can restore them.
+    """
+    with connection.client(store=store) as client:
         pages = [client.version_page(name)]
         while token := pages[-1].next_page_token:
             pages.append(client.version_page(name, page_token=token))
-    versions = [adapter for page in pages for adapter in page.adapters]
+    found = [adapter for page in pages for adapter in page.adapters]
     current = pages[-1].current_version
     if as_json:
-        print_json({"current_version": current, "versions": versions})
+        print_json({"current_version": current, "versions": found})
         return
     columns = ("adapter", "recorded", "by", "source", "size", "digest", "state")
     table = new_table(*columns, right=("size",))
-    for adapter in versions:
+    for adapter in found:
         table.add_row(*_cells(adapter, current))
     table_console().print(table)
 
@@ -70,6 +91,32 @@ def rollback(
         print_json(result)
         return
     typer.echo(f"{result.adapter.ref} {result.adapter.digest} at revision {result.revision}")
+
+
+@connects
+def prune(
+    name: AdapterName,
+    keep: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Number of the newest versions that stay.")
+    ],
+    as_json: options.Json = False,
+    store: options.Store = options.DEFAULT_STORE,
+    *,
+    connection: Connection,
+) -> None:
+    """Delete an adapter's old versions.
+
+    The newest ones stay, and so do the current one and pinned ones. Running requests finish;
+    `loadout rollback` restores a version until its grace period ends.
+    """
+    with connection.client(store=store) as client:
+        deleted = client.prune(name, keep)
+    if as_json:
+        print_json({"deleted_versions": deleted})
+    elif deleted:
+        typer.echo(f"{name}: versions deleted: {number_ranges(deleted)}")
+    else:
+        typer.echo(f"{name}: no version to delete")
 
 
 @connects
@@ -106,7 +153,19 @@ def _cells(adapter: Adapter, current_version: int) -> tuple[str, ...]:
 def _state(adapter: Adapter, current_version: int) -> str:
     facts = (
         "current" if adapter.version == current_version else "",
+        "pinned" if adapter.pinned else "",
         "deleted" if adapter.delete_time else "",
         f"signed by {adapter.signed_by}" if adapter.signed_by else "",
     )
     return ", ".join(filter(None, facts))
+
+
+def number_ranges(ascending: Sequence[int]) -> str:
+    """Returns numbers as text, neighbours joined: "1-3, 5"."""
+    ranges: list[tuple[int, int]] = []
+    for number in ascending:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1] = ranges[-1][0], number
+        else:
+            ranges.append((number, number))
+    return ", ".join(f"{first}-{last}" if first < last else f"{first}" for first, last in ranges)

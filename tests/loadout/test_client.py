@@ -27,6 +27,25 @@ def test_register_by_uri(client, fake_store, registered):
     )
 
 
+def test_keep_and_prune(client, fake_store, registered, adapter_folder):
+    fake_store.on("RegisterAdapter", registered)
+    uploaded = store_pb.UploadAdapterResponse(deleted_versions=[1, 2])
+    fake_store.on("UploadAdapter", uploaded)
+    assert client.register("a", "s3://b/p", keep=5).deleted_versions == ()
+    assert client.register("a", adapter_folder, keep=4).deleted_versions == (1, 2)
+    assert fake_store.requests["RegisterAdapter"][0].keep == 5
+    assert fake_store.requests["UploadAdapter"][0][0].meta.keep == 4
+    with pytest.raises(errors.InvalidArgument, match="keep cannot be -1"):
+        client.register("a", "s3://b/p", keep=-1)
+    pages = (
+        store_pb.PruneVersionsResponse(deleted_versions=[1, 2], has_more=True),
+        store_pb.PruneVersionsResponse(deleted_versions=[3], revision=8),
+    )
+    fake_store.on("PruneVersions", *pages)
+    assert client.prune("a", 5) == (1, 2, 3)
+    assert [(r.name, r.keep) for r in fake_store.requests["PruneVersions"]] == [("a", 5)] * 2
+
+
 def test_register_by_folder_uploads(client, fake_store, adapter_folder):
     adapter = store_pb.Adapter(name="default/a", version=1)
     fake_store.on("UploadAdapter", store_pb.UploadAdapterResponse(adapter=adapter, revision=2))

@@ -48,7 +48,8 @@ class Names:
         return NewVersion(AdapterName(tenant or "default", name), digest, **values)
 
     def register(self, name: str, digest: str, if_current: str = "", **fields: object):
-        return self.catalog.register(self.new(name, digest, **fields), if_current)
+        """Gives the record and the revision."""
+        return self.catalog.register(self.new(name, digest, **fields), if_current)[:2]
 
     def ref(self, name: str, version: int | None = None) -> AdapterRef:
         tenant, _, name = name.rpartition("/")

@@ -38,6 +38,14 @@ class Model:
     pinned: set[int] = field(default_factory=set)
     revision: int = 0
 
+    def superseded(self, keep: int) -> list[int]:
+        oldest_first = sorted(self.versions)
+        return [
+            version
+            for version in oldest_first[: max(0, len(oldest_first) - keep)]
+            if version != self.current and version not in self.pinned
+        ]
+
 
 class CatalogMachine(RuleBasedStateMachine):
     def __init__(self, dsn: str = "") -> None:
@@ -59,11 +67,12 @@ class CatalogMachine(RuleBasedStateMachine):
         self.revision += 1
         model.revision = self.revision
 
-    @rule(name=names, digest=digests, pinned=st.booleans())
-    def register(self, name: AdapterName, digest: str, pinned: bool) -> None:
+    @rule(name=names, digest=digests, pinned=st.booleans(), keep=st.sampled_from([0, 1, 2]))
+    def register(self, name: AdapterName, digest: str, pinned: bool, keep: int) -> None:
         new = NewVersion(name, digest, "base", "", 1, (), 1, pinned=pinned)
-        record, revision = self.catalog.register(new)
+        record, revision, deleted = self.catalog.register(new, keep=keep)
         model = self.models.setdefault(name, Model())
+        before = model.revision
         known = [version for version, d in model.versions.items() if d == digest]
         if known != [model.current]:
             version = known[0] if known else model.last + 1
@@ -76,7 +85,27 @@ class CatalogMachine(RuleBasedStateMachine):
             self.changed(model)
         if pinned:
             model.pinned.add(model.current)
+        superseded = model.superseded(keep) if keep else []
+        for version in superseded:
+            del model.versions[version]
+        if superseded and model.revision == before:
+            self.changed(model)
+        assert deleted == tuple(superseded)
         assert (record.version, revision) == (model.current, model.revision)
+
+    @rule(name=names, keep=st.integers(1, 3))
+    def prune(self, name: AdapterName, keep: int) -> None:
+        model = self.models.get(name, Model())
+        if not model.versions:
+            with pytest.raises(NotFound):
+                self.catalog.prune(name, keep)
+            return
+        superseded = model.superseded(keep)
+        for version in superseded:
+            del model.versions[version]
+        if superseded:
+            self.changed(model)
+        assert self.catalog.prune(name, keep)[:2] == (tuple(superseded), model.revision)
 
     @rule(name=names, digest=digests)
     def register_if_current(self, name: AdapterName, digest: str) -> None:

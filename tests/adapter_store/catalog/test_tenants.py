@@ -33,7 +33,7 @@ operations = st.lists(
     st.tuples(
         st.booleans(),
         st.booleans(),
-        st.sampled_from(["register", "remove", "rollback", "pin", "unpin"]),
+        st.sampled_from(["register", "remove", "rollback", "prune", "pin", "unpin"]),
         st.sampled_from(NAMES),
         st.integers(0, 2),
     ),
@@ -71,6 +71,8 @@ class World:
                 return self.catalog.remove(ref, number, tenants)[0]
             if what == "rollback":
                 return seen(self.catalog.rollback(ref, number + 1, "", tenants, QUOTA)[0])
+            if what == "prune":
+                return self.catalog.prune(ref, number + 1, tenants).deleted_versions
             by = AdapterRef(ref) if number else AdapterRef(digest=self.digests[0])
             return seen(self.catalog.set_pinned(by, what == "pin", 1 << 30, tenants)[0])
         except ServiceError as error:

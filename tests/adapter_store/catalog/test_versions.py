@@ -6,7 +6,8 @@ from datetime import timedelta
 
 import pytest
 
-from adapter_store.core import EventKind
+from adapter_store.catalog import changes
+from adapter_store.core import EventKind, Pruned
 from adapter_store.errors import Conflict
 from servicekit.errors import InvalidArgument, NotFound
 from servicekit.refs import AdapterName
@@ -64,7 +65,7 @@ def test_versions_of_what_is_not_there_or_of_another_tenant(three):
 
 
 def test_rollback_points_back_with_one_event(three):
-    record, revision = three.rollback(A, 1)
+    record, revision, _ = three.rollback(A, 1)
     assert (record.version, record.digest, revision) == (1, "d1", 4)
     [event] = three.events_since(3, 10)
     assert (event.kind, event.version, event.digest) == (EventKind.UPDATED, 1, "d1")
@@ -86,7 +87,7 @@ def test_rollback_brings_a_deleted_version_back(three, names, clock):
     assert three.rollback(A, 1)[0].delete_time is None
     assert names.get("a").digest == "d1"
     three.remove(A)
-    record, revision = three.rollback(A, 2)
+    record, revision, _ = three.rollback(A, 2)
     assert (record.version, record.delete_time) == (2, None)
     event = three.events_since(revision - 1, 10)[0]
     assert (event.kind, event.version) == (EventKind.REGISTERED, 2)
@@ -117,3 +118,61 @@ def test_restored_version_with_equal_content_stays_current(three, names):
     three.rollback(A, 1)
     record, revision = names.register("a", "d1")
     assert (record.version, revision) == (1, 6)
+
+
+def live(catalog) -> list[int]:
+    return [version for version, _, is_deleted in shown(catalog) if not is_deleted]
+
+
+def test_a_registration_keeps_so_many(three, names):
+    done = three.register(names.new("a", "d4"), keep=2)
+    assert (done.record.version, done.revision, done.deleted_versions) == (4, 4, (1, 2))
+    assert live(three) == [4, 3]
+    # One change, one event: those that watch look the name up again, with its versions.
+    [event] = three.events_since(3, 10)
+    assert (event.kind, event.version) == (EventKind.UPDATED, 4)
+    assert three.register(names.new("a", "d5"), keep=2).deleted_versions == (3,)
+
+
+def test_what_is_current_or_pinned_stays(three, names):
+    three.set_pinned(names.ref("a", 2), True, 100)
+    done = three.register(names.new("a", "d1"), keep=1)
+    assert (done.record.version, done.deleted_versions) == (1, ())
+    assert live(three) == [3, 2, 1]
+    names.register("a", "d4")
+    assert three.register(names.new("a", "d5"), keep=1).deleted_versions == (1, 3, 4)
+    assert live(three) == [5, 2]
+
+
+def test_the_same_content_again_deletes_too(three, names):
+    done = three.register(names.new("a", "d3"), keep=1)
+    assert (done.record.version, done.revision, done.deleted_versions) == (3, 4, (1, 2))
+    [event] = three.events_since(3, 10)
+    assert (event.kind, event.version, event.digest) == (EventKind.UPDATED, 3, "d3")
+    again = three.register(names.new("a", "d3"), keep=1)
+    assert (again.revision, again.deleted_versions) == (4, ())
+
+
+def test_prune(three, names, clock):
+    assert three.prune(A, 3) == Pruned((), 3, has_more=False)
+    assert three.revision() == 3
+    assert three.prune(A, 1) == Pruned((1, 2), 4, has_more=False)
+    assert three.rollback(A, 2)[0].version == 2
+    assert three.prune(A, 1) == Pruned((), 5, has_more=False)
+    clock.now += GRACE
+    assert live(three) == [3, 2]
+    with pytest.raises(NotFound, match="default/b"):
+        three.prune(AdapterName("default", "b"), 1)
+    with pytest.raises(NotFound, match="default/a"):
+        three.prune(A, 1, frozenset({"other"}))
+    three.remove(A)
+    with pytest.raises(NotFound, match="default/a"):
+        three.prune(A, 1)
+
+
+def test_one_transaction_deletes_so_many(three, names, monkeypatch):
+    monkeypatch.setattr(changes, "MAX_PRUNED", 1)
+    assert three.register(names.new("a", "d4"), keep=1).deleted_versions == (1,)
+    assert three.prune(A, 1) == Pruned((2,), 5, has_more=True)
+    assert three.prune(A, 1) == Pruned((3,), 6, has_more=True)
+    assert three.prune(A, 1) == Pruned((), 6, has_more=False)

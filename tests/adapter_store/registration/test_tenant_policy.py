@@ -38,6 +38,7 @@ registrations_per_minute = 60
 require_signature = true
 [tenants.team-b]
 max_adapters = 0
+max_versions = 3
 [keys.release-2026]
 ed25519 = "{KEY}"
 tenants = ["team-a"]
@@ -51,7 +52,7 @@ def test_every_part_of_a_policy():
     policy = parse_policy(WHOLE)
     assert [each.name for each in policy.principals.values()] == ["trainer-a", "root"]
     assert policy.tenant("team-a") == TenantPolicy(10, 1000, 60, True)
-    assert policy.tenant("team-b") == TenantPolicy(0, 1 << 30, None, False)
+    assert policy.tenant("team-b") == TenantPolicy(0, 1 << 30, None, False, 3)
     assert policy.tenant("elsewhere") == TenantPolicy(10, 1 << 30)
     assert policy.keys == {
         "release-2026": TrustedKey("release-2026", bytes(range(32)), frozenset({"team-a"})),
@@ -88,6 +89,7 @@ BAD = {
         "tenants.a.registrations_per_minute",
     ),
     "no size": ('[tenants.a]\nmax_bytes = "lots"', "tenants.a.max_bytes"),
+    "no version": ("[tenants.a]\nmax_versions = 0", "tenants.a.max_versions"),
     "truth as text": ('[tenants.a]\nrequire_signature = "yes"', "tenants.a.require_signature"),
     "a short key": ('[keys.a]\ned25519 = "AAAA"\ntenants = ["*"]', "keys.a.ed25519"),
     "a key that is not base64": ('[keys.a]\ned25519 = "%"\ntenants = ["*"]', "keys.a.ed25519"),
@@ -101,3 +103,8 @@ def test_what_is_wrong_is_named_and_never_quoted(text, subject):
     assert caught.value.subject == subject
     assert caught.value.reason == "POLICY_INVALID"
     assert caught.value.message.startswith(subject)
+
+
+def test_the_smaller_of_what_is_asked_for_and_allowed_is_kept():
+    assert [TenantPolicy().keep(requested) for requested in (0, 5)] == [0, 5]
+    assert [TenantPolicy(max_versions=3).keep(requested) for requested in (0, 2, 5)] == [3, 2, 3]

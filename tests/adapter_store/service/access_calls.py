@@ -48,6 +48,7 @@ ALLOWED = {
     "DeleteAdapter": PUBLISHERS,
     "ListVersions": READERS,
     "RollbackAdapter": PUBLISHERS,
+    "PruneVersions": PUBLISHERS,
     "PinAdapter": ADMINS,
     "UnpinAdapter": ADMINS,
     "RegisterLayout": OPERATORS,
@@ -131,6 +132,12 @@ def rollback_adapter(house: House, client: Client, tenant: str) -> str:
     return "OK"
 
 
+def prune_versions(house: House, client: Client, tenant: str) -> str:
+    request = pb.PruneVersionsRequest(name=house.fresh(tenant), keep=1)
+    assert client.stub.PruneVersions(request).deleted_versions == [1]
+    return "OK"
+
+
 def pin_adapter(house: House, client: Client, tenant: str) -> str:
     request = pb.PinAdapterRequest(ref=house.fresh(tenant))
     assert client.stub.PinAdapter(request).adapter.pinned
@@ -183,6 +190,7 @@ ASK: dict[str, Callable[[House, Client, str], str]] = {
     "DeleteAdapter": delete_adapter,
     "ListVersions": list_versions,
     "RollbackAdapter": rollback_adapter,
+    "PruneVersions": prune_versions,
     "PinAdapter": pin_adapter,
     "UnpinAdapter": unpin_adapter,
     "RegisterLayout": register_layout,

@@ -110,6 +110,8 @@ def test_every_requested_change_has_a_line(spawn, connect, make_adapter, tmp_pat
     publisher.stub.DeleteAdapter(pb.DeleteAdapterRequest(name="one", version=1))
     publisher.stub.RollbackAdapter(pb.RollbackAdapterRequest(name="one", version=1))
     layout_id = root.register_layout(tiny_layout())
+    publisher.register("one", make_adapter(folder="new", seed=1), keep=1)
+    publisher.stub.PruneVersions(pb.PruneVersionsRequest(name="one", keep=1))
     assert code_of(lambda: publisher.register("team-b/x", folder)) == "PERMISSION_DENIED"
     assert code_of(lambda: publisher.register("NO NAME", folder)) == "INVALID_ARGUMENT"
     assert code_of(lambda: connect(address).register("x", folder)) == "UNAUTHENTICATED"
@@ -125,12 +127,15 @@ def test_every_requested_change_has_a_line(spawn, connect, make_adapter, tmp_pat
         ("DeleteAdapter", "team-a/one", "a", ""),
         ("RollbackAdapter", "team-a/one", "a", ""),
         ("RegisterLayout", "org/tiny", "root", ""),
+        ("RegisterAdapter", "team-a/one", "a", ""),
+        ("PruneVersions", "team-a/one", "a", ""),
         ("RegisterAdapter", "team-b/x", "a", "PERMISSION_DENIED"),
         ("RegisterAdapter", "NO NAME", "a", "INVALID_ARGUMENT"),
         ("RegisterAdapter", "", "", "UNAUTHENTICATED"),  # what it asks for is not even read
         ("RegisterAdapter", "gone", "a", "SOURCE_NOT_FOUND"),
     ]
-    assert [line["result"] for line in lines] == ["ok"] * 7 + ["refused"] * 4
+    assert [line["result"] for line in lines] == ["ok"] * 9 + ["refused"] * 4
+    assert [line["deleted_versions"] for line in lines[5:9]] == [[], [], [1], []]
     assert {line["digest"] for line in lines[:6]} == {made.adapter.digest}
     assert [line["revision"] for line in lines[:6]] == [1, 2, 3, 4, 5, 6]
     assert lines[6]["digest"] == layout_id

@@ -97,6 +97,9 @@ ABSENT = {
     "RollbackAdapter": lambda stub, name: stub.RollbackAdapter(
         pb.RollbackAdapterRequest(name=name, version=1)
     ),
+    "PruneVersions": lambda stub, name: stub.PruneVersions(
+        pb.PruneVersionsRequest(name=name, keep=1)
+    ),
     "PinAdapter": lambda stub, name: stub.PinAdapter(pb.PinAdapterRequest(ref=name)),
     "UnpinAdapter": lambda stub, name: stub.UnpinAdapter(pb.UnpinAdapterRequest(ref=name)),
     "RegisterAdapter": lambda stub, name: stub.RegisterAdapter(

@@ -79,6 +79,23 @@ def test_versions_and_rollback(client, make_adapter, refused):
         client.stub.ListVersions(pb.ListVersionsRequest(name="team/b"))
 
 
+def test_registrations_and_calls_delete_old_versions(client, make_adapter, refused):
+    folders = [make_adapter(folder=f"f{seed}", seed=seed) for seed in range(5)]
+    for folder in folders[:3]:
+        made = client.register("team/a", folder, keep=2)
+    assert (made.adapter.version, made.deleted_versions) == (3, [1])
+    uploaded = client.upload("team/a", files_of(folders[3]), keep=2)
+    assert (uploaded.adapter.version, uploaded.deleted_versions) == (4, [2])
+    client.register("team/a", folders[4])
+    pruned = client.stub.PruneVersions(pb.PruneVersionsRequest(name="team/a", keep=1))
+    assert (pruned.deleted_versions, pruned.revision, pruned.has_more) == ([3, 4], 6, False)
+    with refused("NOT_FOUND", "team/a@4"):
+        client.get("team/a@4")
+    assert client.get("team/a").version == 5
+    with refused("INVALID_ARGUMENT", "keep"):
+        client.stub.PruneVersions(pb.PruneVersionsRequest(name="team/a"))
+
+
 def test_the_source_is_never_read_again(client, make_adapter, make_layout):
     folder = make_adapter()
     digest = client.register("a", folder).adapter.digest

@@ -125,3 +125,12 @@ def test_adapters_hold_under_concurrency(serve_with, make_adapter):
     for thread in threads:
         thread.join()
     assert sorted(codes) == ["OK"] * 5 + ["RESOURCE_EXHAUSTED"] * 19
+
+
+def test_a_tenant_keeps_so_many_versions(serve_with, make_adapter):
+    served = serve_with('[tenants."*"]\nmax_versions = 2')
+    client = served.connect(token_of("a"))
+    folders = [make_adapter(folder=f"f{seed}", seed=seed) for seed in range(4)]
+    made = [client.register("one", folder) for folder in folders[:3]]
+    assert [list(each.deleted_versions) for each in made] == [[], [], [1]]
+    assert client.register("one", folders[3], keep=9).deleted_versions == [2]

@@ -25,7 +25,7 @@ from loadout.inference.v1 import inference_pb2 as inference_pb
 
 COMMANDS = (
     *("demo", "up", "store", "serve"),
-    *("register", "adapters", "rollback", "delete", "generate"),
+    *("register", "adapters", "versions", "rollback", "prune", "delete", "generate"),
     *("load", "unload", "pin", "unpin", "residents"),
     *("info", "top", "bench", "debug", "profile"),
     *("digest", "strip", "keygen", "sign", "token"),
@@ -187,6 +187,7 @@ def test_versions_table(run, fake_store):
             source_uri="hf://org/fr",
             source_revision="0f3c",
             signed_by="release" if version == 2 else "",
+            pinned=version == 2,
         )
         if version == 3:
             adapter.delete_time.GetCurrentTime()
@@ -196,13 +197,13 @@ def test_versions_table(run, fake_store):
         )
 
     fake_store.on("ListVersions", page)
-    code, out, err = run("adapters", "--versions", "acme/fr")
+    code, out, err = run("versions", "acme/fr")
     assert (code, err) == (0, "")
     lines = [line.rstrip() for line in out.splitlines()]
     assert [line.split()[0] for line in lines[1:]] == ["acme/fr@3", "acme/fr@2", "acme/fr@1"]
     assert lines[1].endswith("deleted")
     assert "hf://org/fr 0f3c" in lines[2]
-    assert lines[2].endswith("current, signed by release")
+    assert lines[2].endswith("current, pinned, signed by release")
     assert [r.name for r in fake_store.requests["ListVersions"]] == ["acme/fr"] * 3
 
 
@@ -216,6 +217,21 @@ def test_rollback_and_delete(run, fake_store, registered):
     fake_store.on("DeleteAdapter", store_pb.DeleteAdapterResponse(revision=8))
     assert run("delete", "french", "--version", "2")[1] == "french@2 deleted at revision 8\n"
     assert run("delete", "french")[1] == "french deleted at revision 8\n"
+
+
+def test_old_versions_are_deleted(run, fake_store, registered):
+    registered.deleted_versions.extend([1, 2, 3, 5, 7, 8])
+    fake_store.on("RegisterAdapter", registered)
+    out = run("register", "a", "s3://b/p", "--keep", "5")[1]
+    assert out.endswith(" at revision 41\nolder versions deleted: 1-3, 5, 7-8\n")
+    assert fake_store.requests["RegisterAdapter"][0].keep == 5
+    fake_store.on("PruneVersions", store_pb.PruneVersionsResponse(deleted_versions=[4]))
+    assert run("prune", "a", "--keep", "2") == (0, "a: versions deleted: 4\n", "")
+    assert json.loads(run("prune", "a", "--keep", "2", "--json")[1]) == {"deleted_versions": [4]}
+    fake_store.on("PruneVersions", store_pb.PruneVersionsResponse())
+    assert run("prune", "a", "--keep", "2") == (0, "a: no version to delete\n", "")
+    assert run("prune", "a", "--keep", "0")[0] == 2
+    assert run("prune", "a")[0] == 2
 
 
 def test_generate(run, fake_inference, chunks):
@@ -361,10 +377,10 @@ def test_json_of_tables(run, fake_store, registered):
     fake_store.on("RegisterAdapter", registered)
     [listed] = json.loads(run("adapters", "--json")[1])
     assert (listed["ref"], listed["rank"], listed["labels"]) == ("default/a@3", 8, {})
-    versions = json.loads(run("adapters", "--versions", "a", "--json")[1])
+    versions = json.loads(run("versions", "a", "--json")[1])
     assert versions == {"current_version": 3, "versions": [listed]}
     made = json.loads(run("register", "a", "s3://b/p", "--json")[1])
-    assert made == {"adapter": listed, "revision": 41}
+    assert made == {"adapter": listed, "revision": 41, "deleted_versions": []}
 
 
 def test_info(run, running_system):
