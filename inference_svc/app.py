@@ -28,7 +28,7 @@ from inference_svc.config import (
 from inference_svc.core import ANYONE, ROLES, Action
 from inference_svc.debug import DebugInfo
 from inference_svc.engine.memory_fit import fit_device
-from inference_svc.engine.messages import LayoutAccepted, Repointed, StoreMessage
+from inference_svc.engine.messages import LayoutAccepted, Repointed, StoreMessage, Superseded
 from inference_svc.engine.process import END_S, EngineProcess
 from inference_svc.engine.thread import EngineThread
 from inference_svc.frontend.async_engine import AsyncEngine, EngineHandle
@@ -275,6 +275,7 @@ class InferenceServer:
         if self._tracing is not None:
             self._async_engine.on_spans = self._tracing.record_all
         directory.on_repointed = self._repointed
+        directory.on_superseded = self._superseded
         directory.on_lookup = self._metrics.resolve_times.observe
         self._async_engine.start()
         self._prompts = PromptEncoder(
@@ -383,6 +384,10 @@ class InferenceServer:
     def _repointed(self, old_digest: str, new_digest: str) -> None:
         assert self._async_engine is not None
         self._async_engine.send(Repointed(old_digest, new_digest))
+
+    def _superseded(self, digest: str, is_superseded: bool) -> None:
+        assert self._async_engine is not None
+        self._async_engine.send(Superseded(digest, is_superseded))
 
     def _place_samples(self) -> Iterator[Sample]:
         places = [*self._places.shares]

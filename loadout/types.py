@@ -287,7 +287,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class ResidentAdapter:
-    """An adapter in the inference service's memory; `names` are those known to point to it."""
+    """An adapter in the inference service's memory; `names` are those known to point to it.
+
+    `superseded`: no name points to it any more. `names` then has its last one, with the version.
+    """
 
     digest: str
     names: tuple[str, ...]
@@ -298,6 +301,12 @@ class ResidentAdapter:
     running_requests: int
     last_used_time: datetime | None
     load_seconds: float
+    superseded: bool = False
+
+    @property
+    def label(self) -> str:
+        """Its names, or without any its digest, and whether it is old: "team/french@3 (old)"."""
+        return (", ".join(self.names) or self.digest) + " (old)" * self.superseded
 
 
 @dataclass(frozen=True, slots=True)

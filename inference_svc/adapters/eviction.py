@@ -28,9 +28,9 @@ def can_evict(resident: Resident, keep: Collection[str]) -> bool:
 def eviction_order(
     residents: Collection[Resident], keep: Collection[str], waited_for: Collection[str]
 ) -> Iterator[Resident]:
-    """Yields what may be evicted of `residents`, which come in the order of their last use: the
-    least recently used first, but those that requests wait for after all others. Lazy: of thousands
-    of images only the first ones are examined."""
+    """Yields what may be evicted of `residents` in their order (superseded ones, then the least
+    recently used), but those that requests wait for after all others. Lazy: of thousands of images
+    only the first ones are examined."""
     for is_waited_for in (False, True):
         for resident in residents:
             if (resident.digest in waited_for) == is_waited_for and can_evict(resident, keep):

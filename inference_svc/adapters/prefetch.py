@@ -195,7 +195,8 @@ class PrefetchPolicy:
         self.counters.wasted_bytes += self.unused.pop(digest, 0)
 
     def forget(self, digest: str) -> None:
-        """Makes it unpopular: it cannot be loaded, or an operator has unloaded it."""
+        """Makes it unpopular: it cannot be loaded, an operator has unloaded it, or no name points
+        to it any more."""
         self.popularity.forget(digest)
 
     def _end_current(self, now_s: float) -> None:
@@ -256,6 +257,12 @@ class Prefetcher:
     def on_repointed(self, old_digest: str, new_digest: str, now_s: float) -> None:
         if self.policy is not None:
             self.policy.on_repointed(old_digest, new_digest, now_s)
+
+    def on_superseded(self, digest: str) -> None:
+        """Records that no name points to it any more: what requests it was popular for go to
+        others."""
+        if self.policy is not None:
+            self.policy.forget(digest)
 
     def record_pull(self, num_bytes: int, seconds: float) -> None:
         """Measures the rate by any pull."""

@@ -191,6 +191,13 @@ class Residency:
         """Records that a name moved from one digest to the other."""
         self.prefetcher.on_repointed(old_digest, new_digest, now_s)
 
+    def set_superseded(self, digest: str, is_superseded: bool) -> None:
+        """Records that no name points to a digest any more, so that it is the first to be evicted;
+        or that it is used again."""
+        self.tiers.set_superseded(digest, is_superseded)
+        if is_superseded:
+            self.prefetcher.on_superseded(digest)
+
     def check_integrity(self, waiters: Counter[str]) -> None:
         """Asserts that memory, loads and `waiters`, the true ones by digest, agree."""
         assert self.waiters == waiters, "waiters without a request, or the reverse"

@@ -37,7 +37,9 @@ class Slots:
         self.extents = ExtentAllocator(capacity)
         self.max_images = max_images
         self.largest = largest
-        self._by_digest: OrderedDict[str, Resident] = OrderedDict()  # least recently used first
+        # Superseded ones that nothing uses first, then the least recently used.
+        self._by_digest: OrderedDict[str, Resident] = OrderedDict()
+        self._superseded: set[str] = set()
         self._free_slots = list(range(max_images - 1, -1, -1))
         self.evictions: Counter[EvictionReason] = Counter()
         self._pinned: dict[str, Resident] = {}
@@ -55,7 +57,8 @@ class Slots:
         return list(self._by_digest.values())
 
     def last_used_first(self) -> Iterator[Resident]:
-        """Iterates over the images, which must not change during that."""
+        """Iterates over the images, superseded ones that nothing uses last. They must not change
+        during that."""
         return reversed(self._by_digest.values())
 
     @property
@@ -91,7 +94,7 @@ class Slots:
         reason: EvictionReason = EvictionReason.REQUEST,
     ) -> Reservation | None:
         """Reserves memory for an image, evicting as few as needed: what is not `waited_for` first,
-        then the least recently used; never those in `keep`.
+        of that what is superseded, then the least recently used; never those in `keep`.
 
         Returns None, and evicts nothing, when that does not suffice.
         """
@@ -108,6 +111,7 @@ class Slots:
         assert extents is not None, "planned, and does not fit"
         resident = Resident(header, self._free_slots.pop(), extents, header.rank)
         self._by_digest[header.digest] = resident
+        self._put_superseded_first(resident)
         return Reservation(resident, victims)
 
     def choose_drained(self, header: ImageHeader, keep: Collection[str]) -> list[Resident] | None:
@@ -162,7 +166,22 @@ class Slots:
         resident = self._by_digest[digest]
         assert resident.users > 0
         resident.users -= 1
+        self._put_superseded_first(resident)
         return resident
+
+    def set_superseded(self, digest: str, is_superseded: bool) -> None:
+        """Makes an image, here or not, the first to be evicted once nothing uses it; or one like
+        any other. The caller bounds how many are superseded at a time."""
+        if not is_superseded:
+            self._superseded.discard(digest)
+            return
+        self._superseded.add(digest)
+        if (resident := self._by_digest.get(digest)) is not None:
+            self._put_superseded_first(resident)
+
+    def _put_superseded_first(self, resident: Resident) -> None:
+        if resident.digest in self._superseded and not resident.users:
+            self._by_digest.move_to_end(resident.digest, last=False)
 
     def pin(self, digest: str) -> Resident:
         """Protects an image from eviction. Raises NoRoom if pins could stop others from loading."""

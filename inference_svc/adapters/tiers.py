@@ -204,6 +204,12 @@ class MemoryTiers:
             self.host.slots.remove(digest)
             self.host.slots.evictions[EvictionReason.UNLOAD] += 1
 
+    def set_superseded(self, digest: str, is_superseded: bool) -> None:
+        """See `Slots.set_superseded`."""
+        self.device.set_superseded(digest, is_superseded)
+        if self.host is not None:
+            self.host.slots.set_superseded(digest, is_superseded)
+
     def mark_ready(self, digests: Iterable[str]) -> None:
         """Adds to what `pop_ready` returns."""
         self._ready += digests

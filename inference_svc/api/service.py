@@ -84,10 +84,12 @@ class IncomingCall(Protocol):
 
 
 class Resident(NamedTuple):
-    """A resident adapter, and the names for it that its caller may know."""
+    """A resident adapter, and the names for it that its caller may know. If it is superseded, no
+    name points to it any more."""
 
     adapter: ResidentAdapter
     names: list[str]
+    is_superseded: bool
 
 
 class TraceFile(NamedTuple):
@@ -336,7 +338,9 @@ class Service:
         return (await self._directory.resolve(principal, ref, subject=subject)).digest
 
     def _named(self, principal: Principal, adapter: ResidentAdapter) -> Resident:
-        return Resident(adapter, self._directory.names_of(principal, adapter.digest))
+        digest, directory = adapter.digest, self._directory
+        names = directory.names_of(principal, digest)
+        return Resident(adapter, names, directory.is_superseded(principal, digest))
 
     @contextmanager
     def _audited(

@@ -27,6 +27,7 @@ from inference_svc.engine.messages import (
     StepOutputs,
     Stop,
     Submit,
+    Superseded,
 )
 from inference_svc.engine.runner import Runner
 from inference_svc.engine.scheduler import Scheduler
@@ -138,6 +139,8 @@ class Engine:
             self.residency.set_layout(message.layout_id)
         elif isinstance(message, Repointed):
             self.residency.on_repointed(message.old_digest, message.new_digest, now_s)
+        elif isinstance(message, Superseded):
+            self.residency.set_superseded(message.digest, message.is_superseded)
         elif isinstance(message, PullOpened | PullDone | PullFailed):
             with self.times.loading():
                 self.residency.on_pull_event(message, now_s)

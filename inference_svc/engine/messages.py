@@ -110,11 +110,20 @@ class Repointed:
 
 
 @dataclass(frozen=True, slots=True)
+class Superseded:
+    """No name that requests have used points to a digest any more; or, if not `is_superseded`, it
+    is used again."""
+
+    digest: str
+    is_superseded: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Ends the loop; open requests and calls end with Draining."""
 
 
-Message = Submit | Cancel | Call | Abandon | LayoutAccepted | Repointed | Stop
+Message = Submit | Cancel | Call | Abandon | LayoutAccepted | Repointed | Superseded | Stop
 
 
 @dataclass(frozen=True, slots=True)

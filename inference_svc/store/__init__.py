@@ -3,6 +3,7 @@
 types            the catalog's records, pages, events and protocols, without transport
 directory        resolves adapter references through the cache and the store
 name_cache       caches records by canonical reference, name and digest
+superseded       remembers which contents no name points to any more
 content_owners   caches which tenants own which content
 client           catalog calls on the event loop, image pulls in threads
 watch            registers the layout, and keeps the directory current with the store's events

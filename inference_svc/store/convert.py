@@ -121,7 +121,9 @@ def is_about(error: grpc.RpcError, subject: str) -> bool:
 def to_event(event: pb.AdapterEvent) -> NameEvent:
     if event.kind in _NO_CHANGE:
         return NameEvent(event.revision)
-    return NameEvent(event.revision, event.name, event.digest)
+    if event.kind == pb.EVENT_KIND_DELETED:  # the digest is what it pointed to
+        return NameEvent(event.revision, event.name)
+    return NameEvent(event.revision, event.name, event.digest, event.version)
 
 
 def to_record(adapter: pb.Adapter, revision: int) -> AdapterRecord:

@@ -14,12 +14,13 @@ import asyncio
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from inference_svc.core import Principal
 from inference_svc.errors import AdapterNotFound, AdapterUnusable, StoreUnavailable
 from inference_svc.store.content_owners import OwnershipCache
 from inference_svc.store.name_cache import CachedName, LookupKey, NameCache
+from inference_svc.store.superseded import SupersededVersions, Version
 from inference_svc.store.types import AdapterRecord, Catalog, NameEvent
 from servicekit.errors import ServiceError
 from servicekit.refs import parse_ref, tenant_of
@@ -58,8 +59,9 @@ class Directory:
     Entries are valid while the watch is live, because the watch removes what changes. While the
     store is unreachable they keep resolving for `name_ttl_s` from when they were last valid.
     `layout_id` is set once the store has accepted the layout. `on_repointed` is called with the old
-    and the new digest when a name in use here moves, `on_lookup` with the seconds that a caller
-    waited for the store's answer.
+    and the new digest when a name in use here moves, `on_superseded` with a digest that no name in
+    use here points to any more (True), or that is used again (False), `on_lookup` with the seconds
+    that a caller waited for the store's answer.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Directory:
         self.layout_id = ""
         self.revision = 0
         self.on_repointed: Callable[[str, str], None] = lambda old_digest, new_digest: None
+        self.on_superseded: Callable[[str, bool], None] = lambda digest, is_superseded: None
         self.on_lookup: Callable[[float], None] = lambda seconds: None
         self._catalog = catalog
         self._servable = servable
@@ -79,6 +82,9 @@ class Directory:
         self._clock = clock
         self._cache = NameCache()
         self._owners = OwnershipCache()
+        self._superseded = SupersededVersions(
+            lambda digest, is_superseded: self.on_superseded(digest, is_superseded)
+        )
         self._lookups: dict[LookupKey, asyncio.Task[AdapterRecord | None]] = {}
         # Revisions of changes that answers still under way may not reflect.
         self._changed_at: dict[str, int] = {}
@@ -98,6 +104,13 @@ class Directory:
         Raises InvalidArgument (not a reference), AdapterNotFound (also for another tenant's),
         AdapterUnusable (with the reason) or StoreUnavailable.
         """
+        binding = await self._resolve(principal, text, min_revision, subject)
+        self._superseded.use(binding.digest)
+        return binding
+
+    async def _resolve(
+        self, principal: Principal, text: str, min_revision: int = 0, subject: str = "adapter"
+    ) -> Binding:
         ref = parse_ref(text, subject, principal.home_tenant)
         key = LookupKey.of(principal, ref)
         record = self._cached_if_live(key, min_revision) or await self._look_up(key, min_revision)
@@ -115,9 +128,18 @@ class Directory:
 
     def names_of(self, principal: Principal, digest: str, limit: int | None = None) -> list[str]:
         """Returns the caller's names, with or without version, known to point to a digest, sorted;
-        at most the `limit` longest cached ones."""
-        refs = (ref for ref in self._cache.refs_of(digest) if not ref.endswith(digest))
-        return sorted(islice((ref for ref in refs if principal.is_for(tenant_of(ref))), limit))
+        at most the `limit` longest cached ones. Of a superseded one its last version."""
+        label = self._superseded.label(digest)
+        refs = chain(filter(None, (label,)), self._cache.refs_of(digest))
+        names = (ref for ref in refs if not ref.endswith(digest))
+        own = (name for name in names if principal.is_for(tenant_of(name)))
+        return sorted(set(islice(own, limit)))
+
+    def is_superseded(self, principal: Principal, digest: str) -> bool:
+        """Returns whether one of the caller's names in use here pointed to this digest, none of
+        anybody's does any more, and nobody has used it since."""
+        label = self._superseded.label(digest)
+        return bool(label) and principal.is_for(tenant_of(label))
 
     def is_owner(self, principal: Principal, digest: str) -> bool:
         """Returns whether one of the caller's tenants has used a digest here and has it, or has had
@@ -134,7 +156,7 @@ class Directory:
             if not self._owners.needs_revalidation(tenants, digest, self._clock()):
                 continue
             try:
-                await self.resolve(principal, digest)
+                await self._resolve(principal, digest)
             except AdapterNotFound:
                 self._owners.remove(tenants, digest)
             except AdapterUnusable:
@@ -284,12 +306,25 @@ class Directory:
         if not self._lookups:
             self._changed_at.clear()
         if event.name:
-            known = self._cache.get(event.name)
-            if known is not None and event.digest and event.digest != known.record.digest:
-                self.on_repointed(known.record.digest, event.digest)
-            self._cache.remove_name(event.name)
+            self._move(event)
             self._owners.mark_stale(event.name, self._clock())
             self._changed_at[event.name] = event.revision
+
+    def _move(self, event: NameEvent) -> None:
+        """Forgets what a name points to, and what that was if it is in use here."""
+        cached = self._cache.get(event.name)
+        self._cache.remove_name(event.name)
+        old = self._superseded.previous(event.name)
+        if cached is not None:
+            record = cached.record
+            old = Version(f"{record.name}@{record.version}", record.digest)
+        if old is None:
+            return
+        new = Version(f"{event.name}@{event.version}", event.digest) if event.digest else None
+        if new is not None and new.digest != old.digest:
+            self.on_repointed(old.digest, new.digest)
+        is_used = any(True for _ in self._cache.refs_of(old.digest))
+        self._superseded.move(event.name, old, new, is_used=is_used)
 
     def watch_lost(self) -> None:
         """Called when the watch ended: changes are no longer removed."""

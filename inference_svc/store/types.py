@@ -50,12 +50,13 @@ class AdapterPage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NameEvent:
-    """A change of `name`, which points to `digest` from then on, or to nothing; with `name` "", a
-    bookmark: nothing changed up to `revision`."""
+    """A change of `name`, which points to `digest` from then on, the content of its `version`, or
+    to nothing; with `name` "", a bookmark: nothing changed up to `revision`."""
 
     revision: int
     name: str = ""
     digest: str = ""
+    version: int = 0
 
 
 class HistoryGone(Exception):

@@ -225,6 +225,7 @@ def resident(message: inference_pb.ResidentAdapter) -> types.ResidentAdapter:
         running_requests=message.running_requests,
         last_used_time=_time(message.last_used_time),
         load_seconds=message.load_seconds,
+        superseded=message.superseded,
     )
 
 

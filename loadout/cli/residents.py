@@ -270,7 +270,7 @@ class Targets:
 
 def _evictable(client: Client) -> list[tuple[str, str]]:
     """Returns name and digest of what is resident and not pinned."""
-    return [(_name(each), each.digest) for each in client.residents() if not each.pinned]
+    return [(each.label, each.digest) for each in client.residents() if not each.pinned]
 
 
 def _change_pins(
@@ -302,7 +302,7 @@ def _change_pins(
     else:
         verb = "pinned" if pinned else "unpinned"
         for replica, resident in on_servers:
-            typer.echo(f"{_name(resident)} {verb} on the device of {replica}")
+            typer.echo(f"{resident.label} {verb} on the device of {replica}")
         for adapter in in_store:
             typer.echo(f"{adapter.ref} {verb} in the memory of the store")
     at.raise_failures()
@@ -325,7 +325,7 @@ def _print_residents(found: list[tuple[str, ResidentAdapter]], *, as_json: bool)
     table = new_table(*first, *numbers, "pinned", right=numbers)
     for replica, each in found:
         cells = (
-            _name(each),
+            each.label,
             each.tier.value,
             str(each.rank),
             decimal(each.num_bytes),
@@ -336,7 +336,3 @@ def _print_residents(found: list[tuple[str, ResidentAdapter]], *, as_json: bool)
         )
         table.add_row(*((replica, *cells) if has_several else cells))
     table_console().print(table)
-
-
-def _name(resident: ResidentAdapter) -> str:
-    return ", ".join(resident.names) or resident.digest

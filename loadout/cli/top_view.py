@@ -389,13 +389,14 @@ class Row:
 
 def _join(residents: Sequence[ResidentAdapter], rates: Mapping[str, AdapterRates]) -> Iterator[Row]:
     """Yields a row per resident, with the rates of its names, which metrics have without versions,
-    and one per other adapter that has rates."""
+    and one per other adapter that has rates. Those of a superseded one are its successor's."""
     left = dict(rates)
     for each in residents:
-        names = {name for ref in each.names for name in (ref, ref.partition("@")[0])}
+        refs = () if each.superseded else each.names
+        names = {name for ref in refs for name in (ref, ref.partition("@")[0])}
         found = [left.pop(name) for name in names if name in left]
         yield Row(
-            ", ".join(each.names) or each.digest[:19],
+            each.label,
             each,
             sum(each.requests_per_second for each in found),
             sum(each.tokens_per_second for each in found),

@@ -152,7 +152,9 @@ def _to_timings(timings: Timings) -> pb.Timings:
     )
 
 
-def to_resident_adapter(adapter: ResidentAdapter, names: Sequence[str]) -> pb.ResidentAdapter:
+def to_resident_adapter(
+    adapter: ResidentAdapter, names: Sequence[str], is_superseded: bool
+) -> pb.ResidentAdapter:
     last_used = timestamp_pb2.Timestamp()
     last_used.FromMicroseconds(int(adapter.last_used_time_s * 1e6))
     return pb.ResidentAdapter(
@@ -165,6 +167,7 @@ def to_resident_adapter(adapter: ResidentAdapter, names: Sequence[str]) -> pb.Re
         running_requests=adapter.running_requests,
         last_used_time=last_used,
         load_seconds=adapter.load_seconds,
+        superseded=is_superseded,
     )
 
 

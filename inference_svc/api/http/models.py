@@ -77,11 +77,14 @@ class Models:
 
     async def _resident(self, principal: Principal, limit: int) -> Sequence[Card]:
         """Returns the resident adapters that the caller can use while the store is unreachable: by
-        the names that point to them or, where none is cached, by versions."""
+        the names that point to them or, where none is cached, by versions. Old versions are not
+        listed, as they would not be if the store answered."""
         cards: dict[str, Card] = {}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RESIDENT_SECONDS):
                 for resident in await self._service.list_resident(principal):
+                    if resident.is_superseded:
+                        continue
                     names = [name for name in resident.names if "@" not in name]
                     for name in names or resident.names:
                         binding = await self._resolve(principal, name)

@@ -213,6 +213,16 @@ def test_new_version_is_resident_before_a_request(world: World) -> None:
     assert world.residency.is_resident("v2"), "and in the arena, where room is free"
 
 
+def test_superseded_version_makes_room_for_its_successor(world: World) -> None:
+    world.use("v1", 9)
+    world.use("idle", 2)
+    world.residency.on_repointed("v1", "v2", world.now_s)
+    world.residency.set_superseded("v1", True)
+    world.step(CHECK_INTERVAL_S)
+    world.settle()
+    assert {resident.digest for resident in world.pull_tier.residents()} == {"v2", "idle"}
+
+
 def test_unloaded_or_failed_is_not_prefetched(world: World) -> None:
     world.use("hot", 5)
     world.residency.unload("hot")
@@ -277,6 +287,10 @@ class Traffic(RuleBasedStateMachine):
     @rule(old=st.sampled_from(DIGESTS), new=st.sampled_from(DIGESTS))
     def repoint(self, old: str, new: str) -> None:
         self.world.residency.on_repointed(old, new, self.world.now_s)
+
+    @rule(digest=st.sampled_from(DIGESTS), is_superseded=st.booleans())
+    def supersede(self, digest: str, is_superseded: bool) -> None:
+        self.world.residency.set_superseded(digest, is_superseded)
 
     @rule(seconds=st.sampled_from([0.01, CHECK_INTERVAL_S, 5.0, 400.0]))
     def step(self, seconds: float) -> None:

@@ -12,7 +12,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from inference_svc.adapters.eviction import EvictionReason
+from inference_svc.adapters.eviction import EvictionReason, can_evict
 from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.resident import Shape
 from inference_svc.adapters.slots import Slots
@@ -37,6 +37,7 @@ class SlotsMachine(RuleBasedStateMachine):
         super().__init__()
         self.slots = Slots(16 * KIB, 4, Shape.of(header("largest", 6)))
         self.users: dict[str, int] = {}
+        self.superseded: set[str] = set()
 
     @rule(digest=digests, kib=st.integers(1, 6), keep=st.sets(digests, max_size=3))
     def reserve(self, digest: str, kib: int, keep: set[str]) -> None:
@@ -46,6 +47,8 @@ class SlotsMachine(RuleBasedStateMachine):
         could_fit = self.slots.admits(header(digest, kib))
         reservation = self.slots.reserve(header(digest, kib), keep)
         gone = set(before) - {r.digest for r in self.slots.residents()}
+        old = {d for d in self.superseded & set(before) if can_evict(before[d], keep)}
+        assert gone <= old or old <= gone, "a superseded image outlived another"
         for lost in gone:
             assert before[lost].ready
             assert not before[lost].pinned
@@ -76,6 +79,11 @@ class SlotsMachine(RuleBasedStateMachine):
         if digest in self.slots and self.users[digest]:
             self.slots.release(digest)
             self.users[digest] -= 1
+
+    @rule(digest=digests, is_superseded=st.booleans())
+    def supersede(self, digest: str, is_superseded: bool) -> None:
+        self.slots.set_superseded(digest, is_superseded)
+        (self.superseded.add if is_superseded else self.superseded.discard)(digest)
 
     @rule(digest=digests)
     def pin(self, digest: str) -> None:
@@ -125,6 +133,32 @@ def test_evicts_the_least_recently_used() -> None:
     ready(slots, "e", 2)
     assert [r.digest for r in slots.residents()] == ["d", "a", "e"]
     assert slots.num_evictions == 2
+
+
+def test_evicts_superseded_first_once_they_are_idle() -> None:
+    slots = Slots(4 * KIB, 8)
+    for digest in "abcd":
+        ready(slots, digest, 1)
+    slots.acquire("c", 0.0)
+    for digest in "cd":
+        slots.set_superseded(digest, True)
+    ready(slots, "e", 1)
+    assert "d" not in slots
+    ready(slots, "f", 1)
+    assert "a" not in slots, "c is in use"
+    slots.release("c")
+    slots.set_superseded("g", True)
+    ready(slots, "g", 1)
+    assert "c" not in slots
+    ready(slots, "h", 1)
+    assert "g" not in slots, "it was superseded before it came"
+    slots.set_superseded("b", True)
+    slots.set_superseded("b", False)
+    slots.acquire("b", 0.0)
+    slots.release("b")
+    ready(slots, "i", 1)
+    assert "b" in slots, "used again, it is like any other"
+    assert "e" not in slots
 
 
 def test_evicts_nothing_in_vain() -> None:

@@ -71,9 +71,11 @@ def test_damaged_chunks(offset: int, content: bytes, draw: st.DataObject) -> Non
 
 def test_change_event_has_the_digest() -> None:
     event = pb.AdapterEvent(
-        revision=7, kind=pb.EVENT_KIND_UPDATED, name="default/a", digest="sha256:1"
+        revision=7, kind=pb.EVENT_KIND_UPDATED, name="default/a", digest="sha256:1", version=2
     )
-    assert to_event(event) == NameEvent(7, "default/a", "sha256:1")
+    assert to_event(event) == NameEvent(7, "default/a", "sha256:1", 2)
+    event.kind, event.version = pb.EVENT_KIND_DELETED, 0
+    assert to_event(event) == NameEvent(7, "default/a"), "it points to nothing"
     event.kind = pb.EVENT_KIND_PINNED
     assert to_event(event) == NameEvent(7), "it points to what it did before"
 

@@ -8,9 +8,12 @@ import pytest
 from inference_svc.core import ANYONE
 from inference_svc.errors import AdapterNotFound, AdapterUnusable, StoreUnavailable
 from inference_svc.store.directory import Directory, Servable
+from inference_svc.store.superseded import MAX_SUPERSEDED, SupersededVersions, Version
 from inference_svc.store.types import AdapterRecord, LayoutVerdict, NameEvent
 from servicekit.errors import InvalidArgument
 from tests.inference_svc.directories import UPPER, A, B, make, run, until_lookups
+
+C = "sha256:" + "c" * 64
 
 
 def test_resolves_names_versions_and_digests() -> None:
@@ -70,7 +73,8 @@ def test_change_is_seen_by_the_next_request() -> None:
         directory.apply(NameEvent(7, "default/upper"))
         with pytest.raises(AdapterNotFound):
             await directory.resolve(ANYONE, "upper")
-        assert directory.names_of(ANYONE, A) == directory.names_of(ANYONE, B) == []
+        assert directory.names_of(ANYONE, A) == ["default/upper@1"]  # what it last was
+        assert directory.names_of(ANYONE, B) == ["default/upper@2"]
 
     run(body)
 
@@ -92,6 +96,61 @@ def test_repointed_name_is_reported_with_both_digests() -> None:
 
     run(body)
     assert moves == [(A, B)]
+
+
+def test_superseded_versions_are_told_until_they_are_used_again() -> None:
+    catalog, directory, _ = make()
+    told: list[tuple[str, bool]] = []
+    directory.on_superseded = lambda digest, is_superseded: told.append((digest, is_superseded))
+
+    async def body() -> None:
+        directory.apply(NameEvent(6, "default/upper", A, 1))  # nobody has used the name here
+        catalog.revision = 6
+        await directory.resolve(ANYONE, "upper")
+        assert not directory.is_superseded(ANYONE, A)
+        directory.apply(NameEvent(7, "default/upper", B, 2))
+        directory.apply(NameEvent(8, "default/upper", C, 3))  # nobody has asked for B
+        assert told == [(A, True), (B, True)]
+        assert directory.names_of(ANYONE, B) == ["default/upper@2"]
+        assert directory.is_superseded(ANYONE, B)
+        catalog.revision = 8
+        catalog.records["default/upper@1"] = UPPER
+        await directory.resolve(ANYONE, "upper@1")  # a version by name is as good as any
+        directory.apply(NameEvent(9, "default/upper", B, 2))  # and so is a rollback
+        assert told[2:] == [(A, False), (B, False), (C, True)]
+        directory.apply(NameEvent(10, "default/upper"))
+        assert told[5:] == [(B, True)]
+        assert [directory.is_superseded(ANYONE, each) for each in (A, B, C)] == [False, True, True]
+
+    run(body)
+
+
+def test_content_that_another_name_has_is_not_superseded() -> None:
+    catalog, directory, _ = make()
+    catalog.records["default/same"] = replace(UPPER, name="default/same")
+    told: list[tuple[str, bool]] = []
+    directory.on_superseded = lambda digest, is_superseded: told.append((digest, is_superseded))
+
+    async def body() -> None:
+        await directory.resolve(ANYONE, "upper")
+        await directory.resolve(ANYONE, "same")
+        directory.apply(NameEvent(6, "default/upper", B, 2))
+        assert told == []
+        directory.apply(NameEvent(7, "default/same", B, 2))
+        assert told == [(A, True)]
+
+    run(body)
+
+
+def test_superseded_versions_are_bounded() -> None:
+    told: list[tuple[str, bool]] = []
+    superseded = SupersededVersions(lambda *change: told.append(change))
+    for number in range(MAX_SUPERSEDED + 2):
+        old, new = Version(f"t/n{number}@1", f"old{number}"), Version(f"t/n{number}@2", "new")
+        superseded.move(f"t/n{number}", old, new, is_used=False)
+    assert told[-1] == ("old1", False)
+    assert [bool(superseded.label(f"old{number}")) for number in (0, 1, 2)] == [False, False, True]
+    assert superseded.previous("t/n0") is None
 
 
 def test_deleted_name_also_removes_its_digest() -> None:

@@ -111,6 +111,11 @@ def test_names_and_ownership_are_visible_to_their_tenants() -> None:
         assert directory.is_owner(ANYONE, B)
         directory.apply(NameEvent(6, "a/mine"))
         assert directory.names_of(principal_of("a"), A) == []
+        assert not directory.is_superseded(ANYONE, A)  # theirs is not
+        directory.apply(NameEvent(7, "b/theirs"))
+        assert directory.names_of(principal_of("b"), A) == ["b/theirs@1"]
+        assert directory.is_superseded(principal_of("b"), A)
+        assert not directory.is_superseded(principal_of("a"), A), "tells of another tenant's name"
         assert directory.is_owner(principal_of("a"), A)  # what is resident is still its own
 
     run(body)

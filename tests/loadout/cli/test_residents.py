@@ -71,6 +71,13 @@ def test_residents(run, listing):
     ]
 
 
+def test_superseded_residents(run, fake_inference):
+    listed = pb.ListResidentAdaptersResponse(adapters=[resident("a", superseded=True)])
+    fake_inference.on("ListResidentAdapters", listed)
+    assert run("residents")[1].splitlines()[1].startswith("default/a@1 (old)  device")
+    assert json.loads(run("residents", "--json")[1])[0]["superseded"]
+
+
 def test_no_residents(run, fake_inference):
     fake_inference.on("ListResidentAdapters", pb.ListResidentAdaptersResponse())
     assert run("residents") == (0, "no adapter is resident\n", "")

@@ -109,6 +109,15 @@ def test_traffic_latency_tiers_loads_replicas_and_adapters():
     assert cells(text, "t/a0@2")[-4:] == ["100.0", "100.0", "0", "s"]
 
 
+def test_superseded_versions_are_shown_as_old():
+    before = Sample(SERVER, (), scraped(100), STORE, 10.0)
+    old = dataclasses.replace(resident(1, "t/a0@1"), superseded=True)
+    found = (old, resident(2, "t/a0"))
+    text = shown(Sample(SERVER, found, scraped(300), STORE, 12.0), before)
+    assert cells(text, "t/a0@1 (old)")[-4:] == ["0.0", "0.0", "0", "s"]
+    assert cells(text, "t/a0")[-4:] == ["100.0", "100.0", "0", "s"], "its successor's rates"
+
+
 @pytest.mark.parametrize("width", [20, 40, 100, 160])
 def test_many_adapters_and_narrow_terminals_stay_bounded(width):
     metrics = scraped(9, num_adapters=100_000)

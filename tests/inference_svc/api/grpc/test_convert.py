@@ -184,7 +184,7 @@ def test_every_finish_reason_is_converted() -> None:
 
 def test_resident_adapters() -> None:
     adapter = ResidentAdapter("sha256:f", "host", 640, 8, True, 2, 1000.5, 0.25)
-    got = convert.to_resident_adapter(adapter, ["default/upper"])
+    got = convert.to_resident_adapter(adapter, ["default/upper"], True)
     assert (got.digest, list(got.names), got.tier) == (
         "sha256:f",
         ["default/upper"],
@@ -192,3 +192,4 @@ def test_resident_adapters() -> None:
     )
     assert (got.bytes, got.rank, got.pinned, got.running_requests) == (640, 8, True, 2)
     assert (got.last_used_time.ToMilliseconds(), got.load_seconds) == (1_000_500, 0.25)
+    assert got.superseded
