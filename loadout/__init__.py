@@ -23,13 +23,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from loadout import errors
+
 if TYPE_CHECKING:
     from loadout.aio import AsyncClient
     from loadout.client import Client
     from loadout.security import TlsConfig
 
 __version__ = "0.2.0"
-__all__ = ["AsyncClient", "Client", "TlsConfig", "__version__"]
+__all__ = ["AsyncClient", "Client", "TlsConfig", "__version__", "errors"]
 
 
 def __getattr__(name: str) -> object:

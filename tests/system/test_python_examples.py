@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,6 +74,10 @@ RUNS = {
         ["trained", str(ADAPTERS / "upper")],
         ["default/trained@1 rank 4", "default/trained@1 answers LOADOUT"],
     ),
+    "train_and_register.py": (
+        ["tuned", str(MODEL), BASE_MODEL, "{folder}"],
+        ["checkpoint-1 is default/tuned@1", "versions of tuned: [4, 3]", "default/tuned@4 answers"],
+    ),
     "upload.py": (["uploaded", str(ADAPTERS / "sort")], ["default/uploaded@1 has", "rank 32"]),
     "chat_openai.py": ([], ["'reverse'", "tuodaol"]),
     "pin.py": ([], ["upper is pinned on the device", "bytes freed"]),
@@ -90,9 +95,9 @@ def test_every_example_is_run() -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_output(run: Callable[..., str], name: str) -> None:
+def test_output(run: Callable[..., str], name: str, tmp_path: Path) -> None:
     arguments, expected = RUNS[name]
-    out = run(name, *arguments)
+    out = run(name, *(each.format(folder=tmp_path) for each in arguments))
     assert [each for each in expected if each not in out] == [], out
 
 
@@ -110,20 +115,43 @@ def test_watch(start: Callable[..., subprocess.Popen[str]], addresses: Addresses
     assert (process.returncode, err) == (0, "")
 
 
-PAGES = {"docs/http.md": "french@1 LOADOUT", "docs/routing.md": "BONJOUR"}
+CHECKPOINTS = ("sort", "rot13", "reverse", "upper")
+"""What lies in the folders that a page registers, in its order: the last is used."""
+PAGES = {
+    "docs/http.md": ["french@1 LOADOUT"],
+    "docs/routing.md": ["BONJOUR"],
+    "docs/python.md": [
+        "default/support@4 deleted: (2,)",
+        "\nHELLO\n",
+        "\nHELLO default/support@4 stop 6\n",
+        "['HELLO', 'WORLD']",
+        "ADAPTER_NOT_FOUND",
+    ],
+}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_block_of_a_page(addresses: Addresses, page: str) -> None:
-    [block] = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
-    block = block.replace("127.0.0.1:8000", addresses.http)
-    block = re.sub(r"inference-0:\d+[^\"]*", addresses.inference, block)
+def test_blocks_of_a_page(addresses: Addresses, tmp_path: Path, page: str) -> None:
+    """They are one program, in a folder with the trained checkpoints that it names."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
+    program = "\n".join(blocks).replace("127.0.0.1:8000", addresses.http)
+    program = re.sub(r"inference-0:\d+[^\"]*", addresses.inference, program)
+    program = program.replace("127.0.0.1:7080", addresses.inference)
+    program = program.replace("127.0.0.1:7070", addresses.store)
+    for job, folder in zip(CHECKPOINTS, re.findall(r"\./out/([\w-]+)", program), strict=False):
+        shutil.copytree(ADAPTERS / job, tmp_path / "out" / folder)
     with Client(store=addresses.store) as client:
         client.register("french", ADAPTERS / "upper")
-    command = [sys.executable, "-c", block]
-    environment = {**os.environ, "NO_PROXY": "127.0.0.1"}
+    command = [sys.executable, "-c", program]
+    environment = {**os.environ, "NO_PROXY": "127.0.0.1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command,
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert PAGES[page] in done.stdout
+    assert [each for each in PAGES[page] if each not in done.stdout] == [], done.stdout
