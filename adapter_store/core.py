@@ -288,6 +288,34 @@ class AdapterEvent:
         return self.name.partition("/")[0]
 
 
+class BaseModelSource(enum.Enum):
+    """What decided for which base model an adapter is recorded; the first that applies."""
+
+    CALLER = "caller"
+    CURRENT_VERSION = "current version"
+    SERVED = "served"
+    CONFIG = "config"
+    ONLY_SERVED = "only served"
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModelChoice:
+    """The name of an adapter's base model, what decided for it, and that in words."""
+
+    name: str
+    source: BaseModelSource
+    reason: str
+
+
+class Recorded(NamedTuple):
+    """A change of a name: the record, the revision at which it is current, and of a registration
+    how its base model was chosen."""
+
+    record: AdapterRecord
+    revision: int
+    base_model: BaseModelChoice | None = None
+
+
 @dataclass(slots=True)
 class StoreAuditEntry(AuditEntry):
     """Adds the version that was changed, and the revision of the catalog."""
@@ -300,5 +328,5 @@ class StoreAuditEntry(AuditEntry):
         self.name, self.version = str(record.name), record.version
         self.digest, self.revision = record.digest, revision
 
-    def set_outcome(self, outcome: tuple[AdapterRecord, int]) -> None:
-        self.describe(*outcome)
+    def set_outcome(self, outcome: Recorded) -> None:
+        self.describe(outcome.record, outcome.revision)

@@ -32,6 +32,7 @@ from adapter_store.core import (
     ImageState,
     Layout,
     Principal,
+    Recorded,
 )
 from adapter_store.errors import UploadStalled
 from adapter_store.images import layout as layouts
@@ -81,16 +82,16 @@ class Change:
     """A change of a name that has started. Once its content is here it continues to its end even if
     its caller leaves."""
 
-    recorded: asyncio.Future[tuple[AdapterRecord, int]]
-    """The record and the revision at which it is current, once they are durable."""
-    followed_up: asyncio.Task[tuple[AdapterRecord, int]]
+    recorded: asyncio.Future[Recorded]
+    """What is recorded, once it is durable."""
+    followed_up: asyncio.Task[Recorded]
     """The same, once the images that the change requires are queued."""
     caller_gone: threading.Event = dataclasses.field(default_factory=threading.Event)
     """Ends the change unless its content has been fetched."""
 
-    async def wait(self) -> tuple[AdapterRecord, int]:
-        """Returns the record and the revision at which it is current. Raises why it was refused. If
-        it is cancelled, so is a fetch; what has been fetched is recorded."""
+    async def wait(self) -> Recorded:
+        """Raises why it was refused. If it is cancelled, so is a fetch; what has been fetched is
+        recorded."""
         try:
             return await asyncio.shield(self.followed_up)
         except asyncio.CancelledError:
@@ -126,7 +127,7 @@ class StoreService:
         self._places = places
         self.shared_counts: TierCounts | None = None
         """The counts of the tier that replicas share, if there is one."""
-        self._changes: set[asyncio.Task[tuple[AdapterRecord, int]]] = set()
+        self._changes: set[asyncio.Task[Recorded]] = set()
         self._live_layouts: frozenset[str] = frozenset()
 
     # Names
@@ -212,17 +213,15 @@ class StoreService:
             signature = Signature(signed_by, value) if signed_by else None
             require_signed(policy, name.tenant, signature, record.digest)
 
-        job = self._call(
-            caller,
-            self._catalog.rollback,
-            name,
-            version,
-            if_current_digest,
-            caller.tenants,
-            policy.tenant(name.tenant).quota,
-            accept,
-        )
-        return self._start(job)
+        def roll_back() -> Recorded:
+            quota = policy.tenant(name.tenant).quota
+            return Recorded(
+                *self._catalog.rollback(
+                    name, version, if_current_digest, caller.tenants, quota, accept
+                )
+            )
+
+        return self._start(self._call(caller, roll_back))
 
     async def set_pinned(
         self, caller: Principal, ref: AdapterRef, pinned: bool
@@ -375,7 +374,7 @@ class StoreService:
 
     def _start(
         self,
-        job: asyncio.Future[tuple[AdapterRecord, int]],
+        job: asyncio.Future[Recorded],
         count: Callable[[BaseException | None], None] = lambda error: None,
         caller_gone: threading.Event | None = None,
     ) -> Change:
@@ -383,7 +382,7 @@ class StoreService:
         not interrupted any more: its folder may become a blob at any moment, and its follow-up must
         run. `count` is called when it has ended."""
 
-        def end(task: asyncio.Task[tuple[AdapterRecord, int]]) -> None:
+        def end(task: asyncio.Task[Recorded]) -> None:
             self._changes.discard(task)
             count(asyncio.CancelledError() if task.cancelled() else task.exception())
 
@@ -392,11 +391,10 @@ class StoreService:
         task.add_done_callback(end)
         return Change(job, task, caller_gone or threading.Event())
 
-    async def _follow_up(
-        self, job: asyncio.Future[tuple[AdapterRecord, int]]
-    ) -> tuple[AdapterRecord, int]:
+    async def _follow_up(self, job: asyncio.Future[Recorded]) -> Recorded:
         """Queues the images of a new current version, and applies a pin that may have moved."""
-        record, revision = await job
+        recorded = await job
+        record = recorded.record
         live = frozenset(await self._run(self._catalog.live_layouts))
         self._precompiler.queue_current(
             ImageKey(record.digest, verdict.layout_id)
@@ -406,7 +404,7 @@ class StoreService:
             and verdict.layout_id in live
         )
         await self.refresh_pinned()
-        return record, revision
+        return recorded
 
     async def _resume(self, layout_id: str) -> None:
         """Queues the images of a layout that is new, or live again."""

@@ -148,8 +148,10 @@ class Client:
 
         A `source` with a scheme ("s3://bucket/prefix", "file:///path") is fetched by the store; any
         other is a local folder and is uploaded, and `progress` is called after every chunk.
-        `base_model` is only needed when the adapter's own config does not name it. The store checks
-        `signature` (from loadout.signing) against the digest that it computes itself.
+        `base_model` is only needed where neither the adapter's own config, nor the name's current
+        version, nor what servers have registered says which one it is: the answer says what
+        decided. The store checks `signature` (from loadout.signing) against the digest that it
+        computes itself.
         """
         labels = labels or {}
         if is_uri(source):

@@ -29,6 +29,17 @@ class ImageState(enum.Enum):
     UNKNOWN = "unknown"
 
 
+class BaseModelSource(enum.Enum):
+    """What decided for which base model an adapter is recorded; the first that applies."""
+
+    CALLER = "caller"
+    CURRENT_VERSION = "current version"
+    SERVED = "served"
+    CONFIG = "config"
+    ONLY_SERVED = "only served"
+    UNKNOWN = "unknown"
+
+
 class EventKind(enum.Enum):
     REGISTERED = "registered"
     UPDATED = "updated"
@@ -112,10 +123,15 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A recorded adapter; pass `revision` to generate(min_revision=...) to be sure to use it."""
+    """A recorded adapter; pass `revision` to generate(min_revision=...) to be sure to use it.
+
+    `base_model_reason` says in words how the adapter's base model was chosen: "" for a rollback.
+    """
 
     adapter: Adapter
     revision: int
+    base_model_source: BaseModelSource = BaseModelSource.UNKNOWN
+    base_model_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

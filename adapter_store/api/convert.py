@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from datetime import datetime
+from typing import TypeVar
 
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -11,12 +12,14 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from adapter_store.core import (
     AdapterEvent,
     AdapterRecord,
+    BaseModelSource,
     DataType,
     EventKind,
     ImageKey,
     ImageState,
     Layout,
     LayoutVerdict,
+    Recorded,
     Segment,
     SegmentKind,
     SignatureState,
@@ -39,11 +42,20 @@ from servicekit.refs import (
     parse_sha256,
 )
 
+Registered = TypeVar("Registered", pb.RegisterAdapterResponse, pb.UploadAdapterResponse)
+
 _STATES = {
     ImageState.PENDING: pb.IMAGE_STATE_PENDING,
     ImageState.COMPILING: pb.IMAGE_STATE_COMPILING,
     ImageState.READY: pb.IMAGE_STATE_READY,
     ImageState.INCOMPATIBLE: pb.IMAGE_STATE_INCOMPATIBLE,
+}
+_BASE_MODEL_SOURCES = {
+    BaseModelSource.CALLER: pb.BASE_MODEL_SOURCE_CALLER,
+    BaseModelSource.CURRENT_VERSION: pb.BASE_MODEL_SOURCE_CURRENT_VERSION,
+    BaseModelSource.SERVED: pb.BASE_MODEL_SOURCE_SERVED,
+    BaseModelSource.CONFIG: pb.BASE_MODEL_SOURCE_CONFIG,
+    BaseModelSource.ONLY_SERVED: pb.BASE_MODEL_SOURCE_ONLY_SERVED,
 }
 _EVENT_KINDS = {
     EventKind.REGISTERED: pb.EVENT_KIND_REGISTERED,
@@ -188,6 +200,18 @@ def _from_slice(message: pb.Slice) -> tuple[int, int]:
 
 def _optional_digest(text: str, field: str) -> str:
     return parse_sha256(text, field) if text else ""
+
+
+def to_registered(recorded: Recorded, kind: type[Registered]) -> Registered:
+    """Returns the answer of this kind to a registration."""
+    chosen = recorded.base_model
+    assert chosen is not None
+    return kind(
+        adapter=to_adapter(recorded.record),
+        revision=recorded.revision,
+        base_model_source=_BASE_MODEL_SOURCES[chosen.source],
+        base_model_reason=chosen.reason,
+    )
 
 
 def to_adapter(record: AdapterRecord) -> pb.Adapter:

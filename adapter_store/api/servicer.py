@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from adapter_store.api import convert
 from adapter_store.api.bounds import REQUESTS
-from adapter_store.core import Action, AdapterRecord, Principal, StoreAuditEntry
+from adapter_store.core import Action, Principal, Recorded, StoreAuditEntry
 from adapter_store.debug import DebugInfo
 from adapter_store.errors import RevisionTooOld
 from adapter_store.service import Change, StoreService
@@ -73,10 +73,10 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             entry,
         ):
             registration = convert.from_registration(request, caller.home_tenant)
-            record, revision = await _finish(
+            recorded = await _finish(
                 entry, await self._service.register(caller, registration, request.source_uri)
             )
-        return pb.RegisterAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
+        return convert.to_registered(recorded, pb.RegisterAdapterResponse)
 
     async def UploadAdapter(  # noqa: N802
         self, requests: AsyncIterator[pb.UploadAdapterRequest], context: Context
@@ -88,10 +88,10 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             opening = convert.from_upload(requests, caller.home_tenant)
             registration, chunks = await self._service.in_time(opening)
             entry.name = str(registration.name)
-            record, revision = await _finish(
+            recorded = await _finish(
                 entry, await self._service.upload(caller, registration, chunks)
             )
-        return pb.UploadAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
+        return convert.to_registered(recorded, pb.UploadAdapterResponse)
 
     async def GetAdapter(  # noqa: N802
         self, request: pb.GetAdapterRequest, context: Context
@@ -149,10 +149,12 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         ):
             name, version, required = convert.from_rollback(request, caller.home_tenant)
             entry.name, entry.version = str(name), version
-            record, revision = await _finish(
+            recorded = await _finish(
                 entry, await self._service.rollback(caller, name, version, required)
             )
-        return pb.RollbackAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
+        return pb.RollbackAdapterResponse(
+            adapter=convert.to_adapter(recorded.record), revision=recorded.revision
+        )
 
     async def PinAdapter(  # noqa: N802
         self, request: pb.PinAdapterRequest, context: Context
@@ -272,10 +274,10 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
                 call_context.note(adapter=entry.name, digest=entry.digest)
 
 
-async def _finish(entry: StoreAuditEntry, change: Change) -> tuple[AdapterRecord, int]:
+async def _finish(entry: StoreAuditEntry, change: Change) -> Recorded:
     """Waits for a change. Its audit entry is written when it is recorded, also if the caller
     leaves."""
     entry.pending = change.recorded
-    record, revision = await change.wait()
-    entry.describe(record, revision)
-    return record, revision
+    recorded = await change.wait()
+    entry.set_outcome(recorded)
+    return recorded

@@ -11,6 +11,7 @@ filters       filters and page tokens of lists
 events        the history: one revision per change, in commit order
 watch         streams the history to any number of watchers as it grows
 follower      receives the events of other replicas' commits
+base_models   base models that servers have registered, with all their names
 layouts       layouts, and which of them are in use
 layout_usage  records that layouts are used, while pulls go on
 image_states  the state of each image, and who may pull it

@@ -15,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from sqlalchemy import Connection, insert, select, update
 
 from adapter_store.catalog import (
+    base_models,
     changes,
     events,
     image_states,
@@ -26,6 +27,7 @@ from adapter_store.catalog import (
     usage,
     work_leases,
 )
+from adapter_store.catalog.base_models import KnownBaseModels
 from adapter_store.catalog.database import Place, PostgresDatabase, open_database
 from adapter_store.catalog.filters import (
     decode_page_token,
@@ -253,10 +255,15 @@ class Catalog:
 
     # Layouts and images
 
+    def known_base_models(self, name: AdapterName) -> KnownBaseModels:
+        """Returns what decides for which base model an adapter of this name is."""
+        with self._database.read() as conn:
+            return base_models.known(conn, name, self._live_since())
+
     def add_layout(
         self,
         layout_id: str,
-        base_models: Sequence[str],
+        names: Sequence[str],
         body: str,
         account: str = "",
     ) -> bool:
@@ -264,7 +271,7 @@ class Catalog:
         now, ttl, limits = self._clock(), self._layout_ttl, self._layout_limits
         with self._database.write() as conn:
             return layouts.add(
-                conn, layout_id, base_models, body, now, ttl, account=account, limits=limits
+                conn, layout_id, names, body, now, ttl, account=account, limits=limits
             )
 
     def is_use_due(self, layout_id: str) -> bool:

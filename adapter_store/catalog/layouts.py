@@ -74,7 +74,8 @@ def add(
     account: str,
     limits: LayoutLimits,
 ) -> bool:
-    """Records a layout for its base model and aliases, or its use. Returns False if it was live.
+    """Records a layout for its base model, the first of `base_models`, and the aliases behind it,
+    or its use. Returns False if it was live.
 
     Raises LimitExceeded for one that was not, if there are too many live layouts, of one of its
     base models or in all, or the account has its share of them.
@@ -100,7 +101,11 @@ def add(
         )
     )
     conn.execute(
-        insert(layout_bases), [{"base_model": name, "layout_id": layout_id} for name in names]
+        insert(layout_bases),
+        [
+            {"base_model": name, "layout_id": layout_id, "is_alias": name != base_models[0]}
+            for name in names
+        ],
     )
     return True
 

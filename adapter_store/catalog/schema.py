@@ -19,6 +19,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    false,
 )
 
 metadata = MetaData()
@@ -115,6 +116,7 @@ layout_bases = Table(
     metadata,
     Column("base_model", Plain, nullable=False),
     Column("layout_id", Plain, ForeignKey("layouts.layout_id"), nullable=False),
+    Column("is_alias", Boolean, nullable=False, server_default=false()),
     PrimaryKeyConstraint("base_model", "layout_id"),
 )
 

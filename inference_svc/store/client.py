@@ -36,7 +36,14 @@ from inference_svc.store.convert import (
 )
 from inference_svc.store.credentials import NO_ACCESS, Metadata, StoreAccess, read_store_access
 from inference_svc.store.replicas import Endpoint, Replicas
-from inference_svc.store.types import AdapterPage, AdapterRecord, HistoryGone, NameEvent, Source
+from inference_svc.store.types import (
+    AdapterPage,
+    AdapterRecord,
+    HistoryGone,
+    NameEvent,
+    Registered,
+    Source,
+)
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import ServiceError
 from servicekit.telemetry.logs import configure_logging
@@ -85,7 +92,7 @@ class CatalogClient:
             )
         )
 
-    async def register(self, name: str, source: Source, token: str | None) -> int:
+    async def register(self, name: str, source: Source, token: str | None) -> Registered:
         """See Registry."""
         metadata = self._access.forwarded_metadata(token)
         return await self._try_replicas(lambda session, _: session.register(name, source, metadata))
@@ -158,7 +165,7 @@ class ReplicaSession:
         records = [to_record(adapter, response.revision) for adapter in response.adapters]
         return AdapterPage(records, response.next_page_token)
 
-    async def register(self, name: str, source: Source, metadata: Metadata) -> int:
+    async def register(self, name: str, source: Source, metadata: Metadata) -> Registered:
         """Sends the caller's own `metadata`: the store's refusals are no sign of its health."""
         pooled = self._channels.acquire(self._endpoint)
         request = pb.RegisterAdapterRequest(
@@ -177,7 +184,9 @@ class ReplicaSession:
         finally:
             self._channels.release(pooled)
         self._channels.report_success(pooled)
-        return int(response.revision)
+        return Registered(
+            response.revision, response.adapter.base_model, response.base_model_reason
+        )
 
     async def get_revision(self) -> int:
         """Returns the catalog's current revision."""

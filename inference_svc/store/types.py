@@ -35,10 +35,20 @@ class AdapterRecord:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The location of an adapter's files. `base_model` "": the one in the adapter's own config."""
+    """The location of an adapter's files. `base_model` "": the store chooses."""
 
     uri: str
     base_model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A registration: the revision from which the name points to the adapter, its base model, and
+    how the store chose that, in words."""
+
+    revision: int
+    base_model: str
+    base_model_reason: str
 
 
 class AdapterPage(NamedTuple):
@@ -72,9 +82,8 @@ class Catalog(Protocol):
 class Registry(Protocol):
     """Every method raises StoreUnavailable when no replica answers."""
 
-    async def register(self, name: str, source: Source, token: str | None) -> int:
-        """Registers an adapter on behalf of the token's owner, whom the store authorises. Returns
-        the revision from which the name points to it.
+    async def register(self, name: str, source: Source, token: str | None) -> Registered:
+        """Registers an adapter on behalf of the token's owner, whom the store authorises.
 
         Raises PermissionDenied, InvalidArgument (naming the store's field), AdapterUnusable,
         QueueFull for a quota, or another ServiceError.

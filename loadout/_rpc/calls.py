@@ -164,7 +164,7 @@ def rollback(name: str, version: int, if_current_digest: str) -> Call[types.Regi
         Service.STORE,
         "RollbackAdapter",
         request,
-        convert.registration,
+        convert.rollback,
         repeatable=not if_current_digest,
     )
 

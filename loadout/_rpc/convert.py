@@ -17,6 +17,13 @@ IMAGE_STATES = {
     store_pb.IMAGE_STATE_READY: types.ImageState.READY,
     store_pb.IMAGE_STATE_INCOMPATIBLE: types.ImageState.INCOMPATIBLE,
 }
+BASE_MODEL_SOURCES = {
+    store_pb.BASE_MODEL_SOURCE_CALLER: types.BaseModelSource.CALLER,
+    store_pb.BASE_MODEL_SOURCE_CURRENT_VERSION: types.BaseModelSource.CURRENT_VERSION,
+    store_pb.BASE_MODEL_SOURCE_SERVED: types.BaseModelSource.SERVED,
+    store_pb.BASE_MODEL_SOURCE_CONFIG: types.BaseModelSource.CONFIG,
+    store_pb.BASE_MODEL_SOURCE_ONLY_SERVED: types.BaseModelSource.ONLY_SERVED,
+}
 EVENT_KINDS = {
     store_pb.EVENT_KIND_REGISTERED: types.EventKind.REGISTERED,
     store_pb.EVENT_KIND_UPDATED: types.EventKind.UPDATED,
@@ -88,10 +95,15 @@ def only_adapter(
 
 
 def registration(
-    message: store_pb.RegisterAdapterResponse
-    | store_pb.UploadAdapterResponse
-    | store_pb.RollbackAdapterResponse,
+    message: store_pb.RegisterAdapterResponse | store_pb.UploadAdapterResponse,
 ) -> types.Registration:
+    source = BASE_MODEL_SOURCES.get(message.base_model_source, types.BaseModelSource.UNKNOWN)
+    return types.Registration(
+        adapter(message.adapter), message.revision, source, message.base_model_reason
+    )
+
+
+def rollback(message: store_pb.RollbackAdapterResponse) -> types.Registration:
     return types.Registration(adapter(message.adapter), message.revision)
 
 

@@ -25,7 +25,7 @@ from loadout.cli.output import new_table, print_json, table_console
 from loadout.cli.signing import compute_digest
 from loadout.cli.versions import list_versions
 from loadout.signing import SigningKey, parse_signature
-from loadout.types import Adapter, ImageState, Signature
+from loadout.types import Adapter, ImageState, Registration, Signature
 from loadout.upload import is_uri
 
 REGISTER_EXAMPLES = """\b
@@ -44,6 +44,10 @@ Examples:
   loadout adapters --json | jq -r '.[].ref'
 """
 
+BaseModel = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="Base model, if the adapter's config names none or another."),
+]
 SignatureFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="File with the output of `loadout sign`.")
 ]
@@ -62,10 +66,7 @@ def register(
             metavar="URI|DIR", help="s3://bucket/prefix, file:///path, or a local folder to upload."
         ),
     ],
-    base_model: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="Base model, if the adapter's config names it wrongly."),
-    ] = "",
+    base_model: BaseModel = "",
     expected_digest: Annotated[
         str, typer.Option(metavar="DIGEST", help="Digest that the content must have.")
     ] = "",
@@ -108,9 +109,15 @@ def register(
         )
     if as_json:
         print_json(result)
-        return
+    else:
+        _print_registration(result)
+
+
+def _print_registration(result: Registration) -> None:
     adapter = result.adapter
     typer.echo(f"{adapter.ref} rank {adapter.rank} {adapter.digest} at revision {result.revision}")
+    if result.base_model_reason:  # an older store gives none
+        typer.echo(f"base model {adapter.base_model}: {result.base_model_reason}")
 
 
 def _digest_to_sign(source: str) -> str:

@@ -65,7 +65,11 @@ class TinyStore(pb_grpc.AdapterStoreServiceServicer):
         if self.refusal is not None:
             await context.abort_with_status(rpc_status.to_status(self.refusal))
         await self._check("RegisterAdapter", context)
-        return pb.RegisterAdapterResponse(revision=self.revision)
+        return pb.RegisterAdapterResponse(
+            adapter=pb.Adapter(base_model="org/base"),
+            revision=self.revision,
+            base_model_reason="the only one",
+        )
 
     async def GetStoreStatus(self, request: Any, context: Any) -> Any:  # noqa: N802
         return pb.GetStoreStatusResponse(revision=self.revision)

@@ -100,9 +100,19 @@ def test_register_uri(run, fake_store, registered):
 
 def test_register_folder(run, fake_store, adapter_folder):
     adapter = store_pb.Adapter(name="default/a", version=1, rank=2, digest="sha256:01")
-    fake_store.on("UploadAdapter", store_pb.UploadAdapterResponse(adapter=adapter, revision=5))
+    adapter.base_model = "org/base"
+    answer = store_pb.UploadAdapterResponse(
+        adapter=adapter,
+        revision=5,
+        base_model_source=store_pb.BASE_MODEL_SOURCE_ONLY_SERVED,
+        base_model_reason="the only one",
+    )
+    fake_store.on("UploadAdapter", answer)
     code, out, _ = run("register", "a", str(adapter_folder))
-    assert (code, out) == (0, "default/a@1 rank 2 sha256:01 at revision 5\n")
+    assert (code, out) == (
+        0,
+        "default/a@1 rank 2 sha256:01 at revision 5\nbase model org/base: the only one\n",
+    )
     [messages] = fake_store.requests["UploadAdapter"]
     assert {m.chunk.file_name for m in messages[1:]} == {
         "adapter_config.json",
@@ -364,7 +374,12 @@ def test_json_of_tables(run, fake_store, registered):
     versions = json.loads(run("adapters", "--versions", "a", "--json")[1])
     assert versions == {"current_version": 3, "versions": [listed]}
     made = json.loads(run("register", "a", "s3://b/p", "--json")[1])
-    assert made == {"adapter": listed, "revision": 41}
+    assert made == {
+        "adapter": listed,
+        "revision": 41,
+        "base_model_source": "unknown",
+        "base_model_reason": "",
+    }
 
 
 def test_info(run, running_system):
