@@ -139,14 +139,37 @@ class Layout:
     """The targets of one base model as one inference service computes them, in order of use."""
 
     base_model: str
-    aliases: tuple[str, ...]
     config_sha256: str
     dtype: DataType
     image_format: int
     targets: tuple[Target, ...]
 
-    def serves(self, base_model: str) -> bool:
-        return base_model == self.base_model or base_model in self.aliases
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What a server says beside its layout: further names of the base model, and the highest rank
+    that it accepts, 0 for any. It lasts as long as the server's watch, and an hour; of servers that
+    do not renew it, as long as the layout."""
+
+    aliases: tuple[str, ...] = ()
+    max_rank: int = 0
+    is_renewed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """The limits of one announcement, which lasts until `expire_time`, in microseconds since the
+    epoch."""
+
+    announcement_id: str
+    max_rank: int
+    expire_time: int = field(default=0, compare=False)
+
+    def refusal(self, rank: int) -> str:
+        """Returns why an adapter of this rank cannot be served; "" if it can."""
+        if self.max_rank and rank > self.max_rank:
+            return f"rank {rank} is above this server's limit {self.max_rank}"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +216,8 @@ class LayoutVerdict:
     verdict for as long as it took."""
     is_hidden: bool = False
     """Whether it is shown as PENDING for that reason: there is nothing to build."""
+    servers: tuple[ServerLimits, ...] = ()
+    """The limits of the layout's servers."""
 
 
 class SignatureState(enum.Enum):
@@ -261,6 +286,12 @@ class AdapterRecord:
         texts += [self.created_by, self.source_revision, self.config_base_model, self.signed_by]
         texts += [*self.targets, *self.labels, *self.labels.values()]
         texts += [part for each in self.verdicts for part in (each.layout_id, each.reason)]
+        texts += [
+            part
+            for each in self.verdicts
+            for server in each.servers
+            for part in (server.announcement_id, each.reason or server.refusal(self.rank))
+        ]
         texts += [part for file in self.files for part in (file.name, file.sha256)]
         # A character is at most four bytes; most texts are ASCII.
         return sum(

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -28,13 +29,14 @@ from adapter_store.core import (
     Action,
     AdapterEvent,
     AdapterRecord,
+    Announcement,
     ImageKey,
     ImageState,
     Layout,
     Principal,
     Recorded,
 )
-from adapter_store.errors import UploadStalled
+from adapter_store.errors import CatalogUnavailable, UploadStalled
 from adapter_store.images import layout as layouts
 from adapter_store.images.cache import ImageCache
 from adapter_store.images.disk_tier import TierCounts
@@ -48,11 +50,13 @@ from adapter_store.registration.signatures import Signature, require_signed
 from adapter_store.registration.tenant_policy import StorePolicyFile
 from adapter_store.sources.upload import FileChunk, Upload
 from adapter_store.store_status import StoreStatus, Work, WorkDetails
-from servicekit.errors import FailedPrecondition, ServiceError
+from servicekit.errors import FailedPrecondition, NotFound, ServiceError
 from servicekit.refs import AdapterName, AdapterRef
 from servicekit.shares import INTERNAL, FairExecutor, MinimumRate, Pace, Shares
 from servicekit.telemetry import spans
 from servicekit.work_budget import WorkBudget
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -233,8 +237,42 @@ class StoreService:
         await self.refresh_pinned()
         return found
 
-    def watch(self, caller: Principal, since_revision: int) -> AsyncGenerator[AdapterEvent]:
-        return self._watch.stream(since_revision, caller.tenants, caller.account)
+    def watch(
+        self, caller: Principal, since_revision: int, announcement_id: str = ""
+    ) -> AsyncGenerator[AdapterEvent]:
+        """Yields the changes after a revision, and renews an announcement meanwhile; see
+        Watch.stream. Raises also NotFound for an announcement that is not known, and
+        PermissionDenied."""
+        events = self._watch.stream(since_revision, caller.tenants, caller.account)
+        if not announcement_id:
+            return events
+        caller.require(Action.REGISTER_LAYOUT, "announcement_id")
+        return self._renewing(events, announcement_id)
+
+    async def _renewing(
+        self, events: AsyncGenerator[AdapterEvent], announcement_id: str
+    ) -> AsyncGenerator[AdapterEvent]:
+        async with aclosing(events):
+            async for event in events:
+                await self._renew(announcement_id)
+                yield event
+
+    async def _renew(self, announcement_id: str) -> None:
+        """Renews an announcement if that is due. A catalog that does not answer is asked again with
+        the next event. Raises NotFound."""
+        if not self._catalog.is_renewal_due(announcement_id):
+            return
+        try:
+            layout_id = await self._run(partial(self._catalog.renew, announcement_id))
+        except CatalogUnavailable:
+            logger.warning("an announcement was not renewed: the catalog does not answer")
+            return
+        if layout_id is None:
+            raise NotFound(
+                f"announcement_id: no announcement {announcement_id}: register the layout again",
+                subject="announcement_id",
+            )
+        self.layout_usage.record(layout_id)
 
     # Layouts and images
 
@@ -256,6 +294,17 @@ class StoreService:
         if was_not_live:
             await self._resume(layout_id)
         return layout_id, layout.image_format
+
+    async def announce(
+        self, layout_id: str, announcement: Announcement, caller: Principal = ANYONE
+    ) -> str:
+        """Returns the announcement's id, by which `watch` renews it. The layout is known."""
+        layouts.validate_announcement(announcement)
+        announcement_id = layouts.announcement_id(layout_id, announcement)
+        args = (layout_id, announcement_id, announcement)
+        if await self._call(caller, self._catalog.announce, *args):
+            await self._resume(layout_id)
+        return announcement_id
 
     def pull(
         self, caller: Principal, key: ImageKey, offset: int, image_id: str
@@ -416,8 +465,7 @@ class StoreService:
         layouts.validate(layout)
         body = layouts.to_text(layout)
         layout_id = layouts.text_id(body)
-        base_models = (layout.base_model, *layout.aliases)
-        return layout_id, self._catalog.add_layout(layout_id, base_models, body, account)
+        return layout_id, self._catalog.add_layout(layout_id, layout.base_model, body, account)
 
     def _call(
         self, caller: Principal, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs

@@ -60,13 +60,26 @@ class AdapterTier(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class ServerVerdict:
+    """Whether the servers that have announced the same can serve an adapter, and why not.
+    `max_rank` is the highest that they accept, 0 if they have not said."""
+
+    announcement_id: str
+    max_rank: int
+    servable: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class LayoutState:
-    """State of one adapter's image under one layout; `reason` says why it is INCOMPATIBLE."""
+    """State of one adapter's image under one layout; `reason` says why it is INCOMPATIBLE.
+    `servers` are those of the layout."""
 
     layout_id: str
     state: ImageState
     reason: str
     image_bytes: int
+    servers: tuple[ServerVerdict, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,7 @@ REQUESTS: RequestTable = {
             "layout.targets": MAX_TARGETS,
             "layout.aliases": MAX_ALIASES,
             "layout.image_formats": MAX_IMAGE_FORMATS,
+            "announcement.aliases": MAX_ALIASES,
         },
         max_running=2,  # a large one takes a second of a processor, and 50 MB
     ),

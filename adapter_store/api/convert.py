@@ -12,6 +12,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from adapter_store.core import (
     AdapterEvent,
     AdapterRecord,
+    Announcement,
     BaseModelSource,
     DataType,
     EventKind,
@@ -22,6 +23,7 @@ from adapter_store.core import (
     Recorded,
     Segment,
     SegmentKind,
+    ServerLimits,
     SignatureState,
     Target,
     TargetKind,
@@ -168,12 +170,25 @@ def from_layout(message: pb.ModelLayout) -> Layout:
         raise InvalidArgument(f"layout.dtype: {message.dtype} is not known", subject="layout.dtype")
     return Layout(
         base_model=message.base_model,
-        aliases=tuple(message.aliases),
         config_sha256=message.config_sha256,
         dtype=dtype,
         image_format=0,
         targets=tuple(_from_target(i, target) for i, target in enumerate(message.targets)),
     )
+
+
+def from_announcement(message: pb.RegisterLayoutRequest) -> Announcement:
+    """Returns what the server says beside its layout; of one of an earlier release, what its layout
+    says."""
+    if not message.HasField("announcement"):
+        return Announcement(tuple(message.layout.aliases), is_renewed=False)
+    announcement = message.announcement
+    return Announcement(tuple(announcement.aliases), announcement.max_rank)
+
+
+def from_watch(message: pb.WatchAdaptersRequest) -> str:
+    """Returns the announcement that the watch renews, "" for none. Raises InvalidArgument."""
+    return _optional_digest(message.announcement_id, "announcement_id")
 
 
 def _from_target(index: int, message: pb.Target) -> Target:
@@ -228,7 +243,7 @@ def to_adapter(record: AdapterRecord) -> pb.Adapter:
         create_time=_to_timestamp(record.create_time),
         update_time=_to_timestamp(record.update_time),
         pinned=record.pinned,
-        layout_states=[_to_layout_state(verdict) for verdict in record.verdicts],
+        layout_states=[_to_layout_state(verdict, record.rank) for verdict in record.verdicts],
         description=record.description,
         created_by=record.created_by,
         source_revision=record.source_revision,
@@ -243,12 +258,23 @@ def to_adapter(record: AdapterRecord) -> pb.Adapter:
     )
 
 
-def _to_layout_state(verdict: LayoutVerdict) -> pb.LayoutState:
+def _to_layout_state(verdict: LayoutVerdict, rank: int) -> pb.LayoutState:
     return pb.LayoutState(
         layout_id=verdict.layout_id,
         state=_STATES[verdict.state],
         reason=verdict.reason,
         image_bytes=verdict.image_bytes,
+        servers=[_to_server_verdict(limits, verdict, rank) for limits in verdict.servers],
+    )
+
+
+def _to_server_verdict(limits: ServerLimits, verdict: LayoutVerdict, rank: int) -> pb.ServerVerdict:
+    reason = verdict.reason or limits.refusal(rank)
+    return pb.ServerVerdict(
+        announcement_id=limits.announcement_id,
+        max_rank=limits.max_rank,
+        servable=not reason,
+        reason=reason,
     )
 
 

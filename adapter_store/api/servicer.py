@@ -186,10 +186,15 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             parsers = self._parsers_of(caller.account)
             converting = parsers.submit(convert.from_layout, request.layout)
             layout = await asyncio.wrap_future(converting)
-            entry.digest, image_format = await self._service.register_layout(
+            announcement = convert.from_announcement(request)
+            layout_id, image_format = await self._service.register_layout(
                 layout, list(request.layout.image_formats), caller
             )
-        return pb.RegisterLayoutResponse(layout_id=entry.digest, image_format=image_format)
+            entry.digest = layout_id
+            announcement_id = await self._service.announce(layout_id, announcement, caller)
+        return pb.RegisterLayoutResponse(
+            layout_id=layout_id, image_format=image_format, announcement_id=announcement_id
+        )
 
     async def PullAdapter(  # noqa: N802
         self, request: pb.PullAdapterRequest, context: Context
@@ -207,7 +212,10 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     ) -> AsyncIterator[pb.WatchAdaptersResponse]:
         call = self._authenticator.long_lived(context.invocation_metadata(), Action.READ)
         call_context.note_caller(call.caller)
-        async with aclosing(self._service.watch(call.caller, request.since_revision)) as events:
+        watch = self._service.watch(
+            call.caller, request.since_revision, convert.from_watch(request)
+        )
+        async with aclosing(watch) as events:
             async for event in events:
                 if not call.revalidate():  # what was passed over until now is found by a list only
                     raise RevisionTooOld(

@@ -15,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from sqlalchemy import Connection, insert, select, update
 
 from adapter_store.catalog import (
+    announcements,
     base_models,
     changes,
     events,
@@ -48,6 +49,7 @@ from adapter_store.catalog.usage import CatalogCounts
 from adapter_store.core import (
     AdapterEvent,
     AdapterRecord,
+    Announcement,
     BlobPlace,
     EventKind,
     ImageKey,
@@ -95,6 +97,7 @@ class Catalog:
         self._layout_limits = layout_limits
         self._clock = clock
         self._layout_uses: dict[str, datetime] = {}
+        self._renewals: dict[str, datetime] = {}
         self._listeners: list[Callable[[list[AdapterEvent]], None]] = []
         self._notifying = threading.Lock()
         self._database = open_database(place)
@@ -263,7 +266,7 @@ class Catalog:
     def add_layout(
         self,
         layout_id: str,
-        names: Sequence[str],
+        base_model: str,
         body: str,
         account: str = "",
     ) -> bool:
@@ -271,8 +274,40 @@ class Catalog:
         now, ttl, limits = self._clock(), self._layout_ttl, self._layout_limits
         with self._database.write() as conn:
             return layouts.add(
-                conn, layout_id, names, body, now, ttl, account=account, limits=limits
+                conn, layout_id, base_model, body, now, ttl, account=account, limits=limits
             )
+
+    def announce(self, layout_id: str, announcement_id: str, announcement: Announcement) -> bool:
+        """See announcements.add."""
+        now = self._clock()
+        with self._database.write() as conn:
+            is_first = announcements.add(conn, layout_id, announcement_id, announcement, now)
+        self._renewals[announcement_id] = now
+        return is_first
+
+    def is_renewal_due(self, announcement_id: str) -> bool:
+        """Returns whether an announcement has to be renewed. Does not block."""
+        last = self._renewals.get(announcement_id)
+        return last is None or self._clock() - last >= announcements.RENEW_AFTER
+
+    def renew(self, announcement_id: str) -> str | None:
+        """See announcements.renew."""
+        now = self._clock()
+        with self._database.write() as conn:
+            layout_id = announcements.renew(conn, announcement_id, now)
+        if layout_id is not None:
+            self._renewals[announcement_id] = now
+        return layout_id
+
+    def expire_announcements(self) -> int:
+        """See announcements.expire."""
+        now = self._clock()
+        with self._database.write() as conn:
+            num_ended = announcements.expire(conn, now)
+        old = [key for key, last in self._renewals.items() if now - last > announcements.LASTS_FOR]
+        for key in old:
+            self._renewals.pop(key, None)
+        return num_ended
 
     def is_use_due(self, layout_id: str) -> bool:
         """Returns whether a use has to be recorded again. Does not block."""

@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 
 from adapter_store.catalog.lookup import to_micros
-from adapter_store.catalog.schema import images, layout_bases, layouts, versions
+from adapter_store.catalog.schema import announcements, images, layout_bases, layouts, versions
 from adapter_store.core import ImageState
 from adapter_store.errors import LimitExceeded
 from servicekit.shares import limit_of
@@ -67,15 +67,14 @@ def is_live(since: int) -> ColumnElement[bool]:
 def add(
     conn: Connection,
     layout_id: str,
-    base_models: Sequence[str],
+    base_model: str,
     body: str,
     time: datetime,
     ttl: timedelta,
     account: str,
     limits: LayoutLimits,
 ) -> bool:
-    """Records a layout for its base model, the first of `base_models`, and the aliases behind it,
-    or its use. Returns False if it was live.
+    """Records a layout for its base model, or its use. Returns False if it was live.
 
     Raises LimitExceeded for one that was not, if there are too many live layouts, of one of its
     base models or in all, or the account has its share of them.
@@ -89,8 +88,7 @@ def add(
             return True
         _note_use(conn, layout_id, last_use, now, ttl)
         return False
-    names = sorted(set(base_models))
-    _check_limits(conn, names, since, account, limits)
+    _check_limits(conn, [base_model], since, account, limits)
     conn.execute(
         insert(layouts).values(
             layout_id=layout_id,
@@ -100,13 +98,7 @@ def add(
             registered_by=account,
         )
     )
-    conn.execute(
-        insert(layout_bases),
-        [
-            {"base_model": name, "layout_id": layout_id, "is_alias": name != base_models[0]}
-            for name in names
-        ],
-    )
+    conn.execute(insert(layout_bases).values(base_model=base_model, layout_id=layout_id))
     return True
 
 
@@ -230,6 +222,6 @@ def forget_unused(conn: Connection, before: int, max_kept: int) -> list[str]:
     old = select(layouts.c.layout_id).where(layouts.c.last_use_time < before).limit(MAX_FORGOTTEN)
     surplus = old.order_by(layouts.c.last_use_time.desc(), layouts.c.layout_id).offset(max_kept)
     gone = list(conn.scalars(old.where(~has_adapters))) or list(conn.scalars(surplus))
-    for table in (images, layout_bases, layouts) if gone else ():
+    for table in (images, announcements, layout_bases, layouts) if gone else ():
         conn.execute(delete(table).where(table.c.layout_id.in_(gone)))
     return gone

@@ -26,6 +26,7 @@ from inference_svc.config import InferenceSettings
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.store.channel_pool import ChannelPool, PooledChannel
 from inference_svc.store.convert import (
+    from_announcement,
     from_layout,
     is_about,
     to_error,
@@ -37,8 +38,10 @@ from inference_svc.store.convert import (
 from inference_svc.store.credentials import NO_ACCESS, Metadata, StoreAccess, read_store_access
 from inference_svc.store.replicas import Endpoint, Replicas
 from inference_svc.store.types import (
+    AcceptedLayout,
     AdapterPage,
     AdapterRecord,
+    Announcement,
     HistoryGone,
     NameEvent,
     Registered,
@@ -193,15 +196,25 @@ class ReplicaSession:
         status = await self._call("GetStoreStatus", pb.GetStoreStatusRequest())
         return int(status.revision)
 
-    async def register_layout(self, layout: ModelLayout) -> str:
-        """Returns the layout's id. Raises AdapterUnusable when we share no image format."""
-        request = pb.RegisterLayoutRequest(layout=from_layout(layout))
-        return str((await self._call("RegisterLayout", request)).layout_id)
+    async def register_layout(
+        self, layout: ModelLayout, announcement: Announcement
+    ) -> AcceptedLayout:
+        """Raises AdapterUnusable when we share no image format."""
+        request = pb.RegisterLayoutRequest(
+            layout=from_layout(layout), announcement=from_announcement(announcement)
+        )
+        response = await self._call("RegisterLayout", request)
+        return AcceptedLayout(response.layout_id, response.announcement_id)
 
-    async def watch(self, since_revision: int) -> AsyncIterator[NameEvent]:
-        """Yields changes of names after a revision, and bookmarks. Raises HistoryGone."""
+    async def watch(
+        self, since_revision: int, announcement_id: str = ""
+    ) -> AsyncIterator[NameEvent]:
+        """Yields changes of names after a revision, and bookmarks. Raises HistoryGone, and
+        StoreUnavailable also if the announcement is not known any more."""
         pooled = self._channels.acquire(self._endpoint)
-        request = pb.WatchAdaptersRequest(since_revision=since_revision)
+        request = pb.WatchAdaptersRequest(
+            since_revision=since_revision, announcement_id=announcement_id
+        )
         call = pooled.stub.WatchAdapters(request, metadata=self._access.metadata())
         try:
             while True:
@@ -217,6 +230,8 @@ class ReplicaSession:
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.OUT_OF_RANGE:
                 raise HistoryGone from error
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                raise StoreUnavailable("the store has forgotten this server's layout") from error
             self._channels.report_failure(pooled, error.code())
             raise to_error(error) from error
         finally:

@@ -51,6 +51,23 @@ class Registered:
     base_model_reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What this server says beside its layout: further names of the base model, and the highest
+    rank that it accepts."""
+
+    aliases: tuple[str, ...]
+    max_rank: int
+
+
+class AcceptedLayout(NamedTuple):
+    """The store's ids of a layout, and of the announcement, which a watch renews: "" of a store of
+    an earlier release."""
+
+    layout_id: str
+    announcement_id: str
+
+
 class AdapterPage(NamedTuple):
     """`next_token` requests the next page; "" on the last one."""
 
@@ -104,10 +121,13 @@ class CatalogSession(Protocol):
 
     @property
     def source(self) -> str: ...
-    async def register_layout(self, layout: ModelLayout) -> str: ...
+    async def register_layout(
+        self, layout: ModelLayout, announcement: Announcement
+    ) -> AcceptedLayout: ...
     async def get_revision(self) -> int: ...
-    def watch(self, since_revision: int) -> AsyncIterator[NameEvent]:
-        """Yields changes after a revision, in order, and bookmarks. Raises HistoryGone."""
+    def watch(self, since_revision: int, announcement_id: str) -> AsyncIterator[NameEvent]:
+        """Yields changes after a revision, in order, and bookmarks, and renews the announcement
+        meanwhile. Raises HistoryGone."""
         ...
 
 

@@ -83,6 +83,10 @@ def _layout_state(message: store_pb.LayoutState) -> types.LayoutState:
         state=IMAGE_STATES.get(message.state, types.ImageState.UNKNOWN),
         reason=message.reason,
         image_bytes=message.image_bytes,
+        servers=tuple(
+            types.ServerVerdict(each.announcement_id, each.max_rank, each.servable, each.reason)
+            for each in message.servers
+        ),
     )
 
 

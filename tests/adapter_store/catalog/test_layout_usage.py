@@ -210,7 +210,7 @@ def test_layouts_of_other_replicas_are_precompiled(start, make_adapter, make_lay
         async with start() as store:
             await register(store, make_adapter(), "a")
             layout = make_layout()
-            texts = layouts.layout_id(layout), (layout.base_model,), layouts.to_text(layout)
+            texts = layouts.layout_id(layout), layout.base_model, layouts.to_text(layout)
             await asyncio.to_thread(store.catalog.add_layout, *texts)
             await until_async(lambda: num_images(store)[1] == 1)
             await until_async(lambda: state(store, "a") is ImageState.READY)

@@ -14,7 +14,7 @@ from adapter_store.app import Store, open_store
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.config import StoreSettings
-from adapter_store.core import ANYONE, DataType, ImageKey, ImageState
+from adapter_store.core import ANYONE, Announcement, DataType, ImageKey, ImageState
 from adapter_store.errors import CorruptData, IncompatibleAdapter
 from adapter_store.images import builder as builder_module
 from adapter_store.images import cache as images_module
@@ -259,8 +259,32 @@ def test_what_is_not_registered_is_not_pulled(start, make_adapter, make_layout):
             with pytest.raises(IncompatibleAdapter, match="not registered for") as caught:
                 await pulled_bytes(store, ImageKey(digest, layout_id))
             assert caught.value.reason == "WRONG_BASE"
+            await store.service.announce(layout_id, Announcement(("tiny",)))
             await register(store, folder, "b", base_model="tiny")
             assert await pulled_bytes(store, ImageKey(digest, layout_id))
+
+    asyncio.run(main())
+
+
+def test_aliases_and_limits_compile_nothing(start, make_adapter, make_layout, compiles):
+    """A layout has the id that it had when aliases were part of it, and none were given."""
+    folder = make_adapter()
+
+    async def main() -> None:
+        async with start() as store:
+            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            assert layout_id == (
+                "sha256:4b6b58a697e117cfd181920b4f8f640a6a8e6bc4c2e1f9fe9feb25d09123385f"
+            )
+            await register(store, folder)
+            await store.precompiler.wait_idle()
+            for announcement in (Announcement(("tiny",), 8), Announcement(("small",), 16)):
+                assert await store.service.register_layout(make_layout(), [1]) == (layout_id, 1)
+                await store.service.announce(layout_id, announcement)
+            digest = (await register(store, folder, "b", base_model="small")).digest
+            await store.precompiler.wait_idle()
+            assert await pulled_bytes(store, ImageKey(digest, layout_id))
+            assert compiles.made == [digest]
 
     asyncio.run(main())
 
