@@ -5,6 +5,7 @@ app             the commands, put together
 demo            demo, up
 services        store, serve
 adapters        register, adapters
+verdicts        which servers can serve what was registered
 versions        adapters --versions, rollback, delete
 generate        generate
 residents       load, unload, pin, unpin, residents

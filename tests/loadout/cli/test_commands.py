@@ -18,7 +18,7 @@ import pytest
 import typer.main
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
-from loadout.cli import demo
+from loadout.cli import demo, verdicts
 from loadout.cli.__main__ import main
 from loadout.cli.app import app
 from loadout.inference.v1 import inference_pb2 as inference_pb
@@ -111,13 +111,103 @@ def test_register_folder(run, fake_store, adapter_folder):
     code, out, _ = run("register", "a", str(adapter_folder))
     assert (code, out) == (
         0,
-        "default/a@1 rank 2 sha256:01 at revision 5\nbase model org/base: the only one\n",
+        "default/a@1 rank 2 sha256:01 at revision 5\n"
+        "base model org/base: the only one\n"
+        "no server serves base model org/base\n",
     )
     [messages] = fake_store.requests["UploadAdapter"]
     assert {m.chunk.file_name for m in messages[1:]} == {
         "adapter_config.json",
         "adapter_model.safetensors",
     }
+
+
+def layout_state(state: int, *servers: store_pb.ServerVerdict) -> store_pb.LayoutState:
+    layout_id = "sha256:" + "5" * 64
+    return store_pb.LayoutState(layout_id=layout_id, state=state, servers=servers)
+
+
+LARGE = store_pb.ServerVerdict(max_rank=64, servable=True)
+SMALL = store_pb.ServerVerdict(max_rank=4, reason="rank 8 is above this server's limit 4")
+NONE = store_pb.ServerVerdict(reason="shape [8, 32] has 32 in_features, q_proj has 64")
+
+
+@pytest.mark.parametrize(
+    ("states", "lines", "code", "why"),
+    [
+        (
+            [layout_state(store_pb.IMAGE_STATE_READY, LARGE, SMALL)],
+            [
+                "servable by layout 555555555555, ranks up to 64",
+                "not servable by layout 555555555555, ranks up to 4: "
+                "rank 8 is above this server's limit 4",
+            ],
+            0,
+            "",
+        ),
+        (
+            [layout_state(store_pb.IMAGE_STATE_PENDING, SMALL)],  # not waited for
+            [
+                "not servable by layout 555555555555, ranks up to 4: "
+                "rank 8 is above this server's limit 4"
+            ],
+            1,
+            "no server of its base model can serve it",
+        ),
+        (
+            [
+                layout_state(store_pb.IMAGE_STATE_INCOMPATIBLE, NONE),
+                layout_state(store_pb.IMAGE_STATE_READY),  # its servers have gone
+            ],
+            [
+                "not servable by layout 555555555555: "
+                "shape [8, 32] has 32 in_features, q_proj has 64"
+            ],
+            1,
+            "no server of its base model can serve it",
+        ),
+        ([], ["no server serves base model org/base"], 1, "no server serves base model org/base"),
+    ],
+)
+def test_register_says_which_servers_can_serve_it(
+    run, fake_store, registered, states, lines, code, why
+):
+    registered.base_model_reason = "as given"
+    registered.adapter.base_model = "org/base"
+    registered.adapter.layout_states.extend(states)
+    fake_store.on("RegisterAdapter", registered)
+    assert run("register", "a", "s3://b/p")[1].splitlines()[2:] == lines
+    required = run("register", "a", "s3://b/p", "--require-servable")
+    assert required[0] == code
+    assert required[1].splitlines()[2:] == lines
+    assert required[2] == (f"loadout: default/a@3 is registered, but {why}\n" if why else "")
+
+
+def test_register_waits_for_the_images(run, fake_store, registered):
+    registered.adapter.layout_states.append(layout_state(store_pb.IMAGE_STATE_COMPILING, LARGE))
+    fake_store.on("RegisterAdapter", registered)
+    done = store_pb.Adapter()
+    done.CopyFrom(registered.adapter)
+    done.layout_states[0].state = store_pb.IMAGE_STATE_READY
+    fake_store.on("GetAdapter", store_pb.GetAdapterResponse(adapter=done))
+    code, out, _ = run("register", "a", "s3://b/p", "--require-servable", "--json")
+    assert code == 0
+    assert json.loads(out)["adapter"]["layout_states"][0]["state"] == "ready"
+
+
+def test_register_does_not_wait_for_ever(run, fake_store, registered, monkeypatch):
+    monkeypatch.setattr(verdicts, "WAIT_S", 0.0)
+    monkeypatch.setattr(verdicts, "REQUIRED_WAIT_S", 0.0)
+    registered.base_model_reason = "as given"
+    registered.adapter.layout_states.append(layout_state(store_pb.IMAGE_STATE_PENDING, LARGE))
+    fake_store.on("RegisterAdapter", registered)
+    code, out, _ = run("register", "a", "s3://b/p")
+    assert (code, out.splitlines()[2]) == (
+        0,
+        "servable by layout 555555555555, ranks up to 64, as far as is known: its image is pending",
+    )
+    code, _, err = run("register", "a", "s3://b/p", "--require-servable")
+    assert (code, "was not compiled within" in err) == (1, True)
 
 
 def test_register_what_is_not_there(run, tmp_path):
