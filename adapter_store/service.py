@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.database import Interrupt
@@ -81,6 +81,19 @@ class Places:
     pace: Pace
 
 
+UNANNOUNCED = Announcement(is_renewed=False)
+"""What a server says that announces nothing beside its layout."""
+
+
+class AcceptedLayout(NamedTuple):
+    """A registered layout: its id, the newest image format common to both sides, and the id of the
+    announcement, by which `watch` renews it."""
+
+    layout_id: str
+    image_format: int
+    announcement_id: str
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """A change of a name that has started. Once its content is here it continues to its end even if
@@ -132,7 +145,7 @@ class StoreService:
         self.shared_counts: TierCounts | None = None
         """The counts of the tier that replicas share, if there is one."""
         self._changes: set[asyncio.Task[Recorded]] = set()
-        self._live_layouts: frozenset[str] = frozenset()
+        self._served_layouts: frozenset[str] = frozenset()
 
     # Names
 
@@ -277,9 +290,13 @@ class StoreService:
     # Layouts and images
 
     async def register_layout(
-        self, layout: Layout, image_formats: list[int], caller: Principal = ANYONE
-    ) -> tuple[str, int]:
-        """Returns the layout's id and the newest image format common to both sides."""
+        self,
+        layout: Layout,
+        image_formats: list[int],
+        caller: Principal = ANYONE,
+        announcement: Announcement = UNANNOUNCED,
+    ) -> AcceptedLayout:
+        """Records a layout, and what a server says beside it."""
         common = set(image_formats) & set(IMAGE_FORMATS)
         if not common:
             raise FailedPrecondition(
@@ -289,22 +306,11 @@ class StoreService:
                 reason="NO_COMMON_IMAGE_FORMAT",
             )
         layout = dataclasses.replace(layout, image_format=max(common))
-        adding = self._call(caller, self._add_layout, layout, caller.account)
-        layout_id, was_not_live = await adding
-        if was_not_live:
+        adding = self._call(caller, self._add_layout, layout, announcement, caller.account)
+        layout_id, announcement_id, is_new = await adding
+        if is_new:
             await self._resume(layout_id)
-        return layout_id, layout.image_format
-
-    async def announce(
-        self, layout_id: str, announcement: Announcement, caller: Principal = ANYONE
-    ) -> str:
-        """Returns the announcement's id, by which `watch` renews it. The layout is known."""
-        layouts.validate_announcement(announcement)
-        announcement_id = layouts.announcement_id(layout_id, announcement)
-        args = (layout_id, announcement_id, announcement)
-        if await self._call(caller, self._catalog.announce, *args):
-            await self._resume(layout_id)
-        return announcement_id
+        return AcceptedLayout(layout_id, layout.image_format, announcement_id)
 
     def pull(
         self, caller: Principal, key: ImageKey, offset: int, image_id: str
@@ -312,22 +318,25 @@ class StoreService:
         return self._pulls.stream(key, offset, image_id, caller.tenants, caller.account)
 
     async def precompile_missing(self) -> None:
-        """Queues the images that live layouts miss. Call it at start."""
+        """Queues the images that layouts with servers miss. Call it at start."""
         await self.refresh_pinned()
         await self.queue_new_layouts()
 
     async def queue_new_layouts(self) -> None:
-        """Queues the images of live layouts that were registered with other replicas, which may
-        leave precompilation to this one."""
-        live = frozenset(await self._run(self._catalog.live_layouts))
-        for layout_id in sorted(live - self._live_layouts):
+        """Queues the images of layouts with servers that were registered with other replicas, which
+        may leave precompilation to this one."""
+        served = frozenset(await self._run(self._catalog.served_layouts))
+        for layout_id in sorted(served - self._served_layouts):
             self._precompiler.queue_layout(layout_id)
-        self._live_layouts = live
+        self._served_layouts = served
 
     async def refresh_pinned(self) -> None:
-        """Applies the catalog's pins to the memory tier, and queues missing images."""
-        pinned = await self._run(self._catalog.pinned_keys)
-        self._precompiler.queue_pinned(self._images.set_pinned(pinned))
+        """Applies the catalog's pins to the memory tier, and queues the images that layouts with
+        servers miss."""
+        missing = self._images.set_pinned(await self._run(self._catalog.pinned_keys))
+        if missing:
+            served = frozenset(await self._run(self._catalog.served_layouts))
+            self._precompiler.queue_pinned(key for key in missing if key.layout_id in served)
 
     async def status(self, caller: Principal = ANYONE) -> StoreStatus:
         return StoreStatus(await self._read(caller, self.read_catalog), self.read_work())
@@ -444,28 +453,35 @@ class StoreService:
         """Queues the images of a new current version, and applies a pin that may have moved."""
         recorded = await job
         record = recorded.record
-        live = frozenset(await self._run(self._catalog.live_layouts))
+        served = frozenset(await self._run(self._catalog.served_layouts))
         self._precompiler.queue_current(
             ImageKey(record.digest, verdict.layout_id)
             for verdict in record.verdicts
             if verdict.state is ImageState.PENDING
             and not verdict.is_hidden
-            and verdict.layout_id in live
+            and verdict.layout_id in served
         )
         await self.refresh_pinned()
         return recorded
 
     async def _resume(self, layout_id: str) -> None:
         """Queues the images of a layout that is new, or live again."""
-        self._live_layouts |= {layout_id}
+        self._served_layouts |= {layout_id}
         self._precompiler.queue_layout(layout_id)
         await self.refresh_pinned()
 
-    def _add_layout(self, layout: Layout, account: str) -> tuple[str, bool]:
+    def _add_layout(
+        self, layout: Layout, announcement: Announcement, account: str
+    ) -> tuple[str, str, bool]:
+        """Returns the ids of both, and whether images may be missing that were not before."""
         layouts.validate(layout)
+        layouts.validate_announcement(announcement)
         body = layouts.to_text(layout)
         layout_id = layouts.text_id(body)
-        return layout_id, self._catalog.add_layout(layout_id, layout.base_model, body, account)
+        announcement_id = layouts.announcement_id(layout_id, announcement)
+        was_not_live = self._catalog.add_layout(layout_id, layout.base_model, body, account)
+        is_first = self._catalog.announce(layout_id, announcement_id, announcement)
+        return layout_id, announcement_id, was_not_live or is_first
 
     def _call(
         self, caller: Principal, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs

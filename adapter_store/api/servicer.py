@@ -187,13 +187,14 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             converting = parsers.submit(convert.from_layout, request.layout)
             layout = await asyncio.wrap_future(converting)
             announcement = convert.from_announcement(request)
-            layout_id, image_format = await self._service.register_layout(
-                layout, list(request.layout.image_formats), caller
+            accepted = await self._service.register_layout(
+                layout, list(request.layout.image_formats), caller, announcement
             )
-            entry.digest = layout_id
-            announcement_id = await self._service.announce(layout_id, announcement, caller)
+            entry.digest = accepted.layout_id
         return pb.RegisterLayoutResponse(
-            layout_id=layout_id, image_format=image_format, announcement_id=announcement_id
+            layout_id=accepted.layout_id,
+            image_format=accepted.image_format,
+            announcement_id=accepted.announcement_id,
         )
 
     async def PullAdapter(  # noqa: N802

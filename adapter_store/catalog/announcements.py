@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 
-from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, delete, exists, func, insert, select, update
 
 from adapter_store.catalog.database import upsert
 from adapter_store.catalog.lookup import to_micros
-from adapter_store.catalog.schema import announcements, layout_bases
+from adapter_store.catalog.schema import announcements, layout_bases, layouts
 from adapter_store.core import Announcement
 from adapter_store.errors import LimitExceeded
 
@@ -32,7 +32,8 @@ def add(
     time: datetime,
 ) -> bool:
     """Records or renews an announcement, and its aliases as names of the layout's base model.
-    Returns whether there are new ones. Raises LimitExceeded if the layout has too many."""
+    Returns whether there are new ones, or the layout had no server. Raises LimitExceeded if it has
+    too many announcements."""
     expire(conn, time, layout_id)
     of_layout = select(announcements.c.announcement_id).where(
         announcements.c.layout_id == layout_id
@@ -65,7 +66,15 @@ def add(
     rows = [{"base_model": name, "layout_id": layout_id, "is_alias": True} for name in sorted(new)]
     if rows:
         conn.execute(insert(layout_bases), rows)
-    return bool(rows)
+    return bool(rows) or not known
+
+
+def has_server(time: datetime) -> ColumnElement[bool]:
+    """Returns whether a layout, of the row that a query reads, has an announcement at this time."""
+    return exists().where(
+        announcements.c.layout_id == layouts.c.layout_id,
+        announcements.c.expire_time > to_micros(time),
+    )
 
 
 def renew(conn: Connection, announcement_id: str, time: datetime) -> str | None:

@@ -331,9 +331,12 @@ class Catalog:
         with self._database.read() as conn:
             return layouts.bases(conn, layout_id)
 
-    def live_layouts(self) -> list[str]:
+    def served_layouts(self) -> list[str]:
+        """Returns the live layouts with a server, or whose last one has gone less than an hour
+        ago."""
+        has_server = announcements.has_server(self._clock())
         with self._database.read() as conn:
-            return layouts.live(conn, self._live_since())
+            return layouts.live(conn, self._live_since(), has_server)
 
     def unused_layouts(self) -> frozenset[str]:
         with self._database.read() as conn:

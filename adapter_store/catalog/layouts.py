@@ -194,8 +194,8 @@ def body(conn: Connection, layout_id: str) -> str | None:
     return conn.scalar(select(layouts.c.body).where(layouts.c.layout_id == layout_id))
 
 
-def live(conn: Connection, since: int) -> list[str]:
-    return list(conn.scalars(select(layouts.c.layout_id).where(is_live(since))))
+def live(conn: Connection, since: int, *where: ColumnElement[bool]) -> list[str]:
+    return list(conn.scalars(select(layouts.c.layout_id).where(is_live(since), *where)))
 
 
 def unused(conn: Connection, since: int) -> frozenset[str]:
