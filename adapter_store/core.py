@@ -21,6 +21,7 @@ class Action(enum.Enum):
     PUBLISH = "change adapters"
     PIN = "pin or unpin adapters"
     REGISTER_LAYOUT = "register layouts"
+    FORGET_LAYOUT = "forget layouts"
     STATUS = "read the store's status"
     INSPECT = "debug the store"
 
@@ -218,6 +219,21 @@ class LayoutVerdict:
     """Whether it is shown as PENDING for that reason: there is nothing to build."""
     servers: tuple[ServerLimits, ...] = ()
     """The limits of the layout's servers."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutInfo:
+    """A layout, and what the store has for it. `max_ranks` are its servers', one for each
+    announcement, 0 for any rank; `last_use_time` is known to the hour."""
+
+    layout_id: str
+    base_model: str
+    aliases: tuple[str, ...]
+    max_ranks: tuple[int, ...]
+    num_images: int
+    image_bytes: int
+    create_time: datetime
+    last_use_time: datetime
 
 
 class SignatureState(enum.Enum):

@@ -33,6 +33,7 @@ from adapter_store.core import (
     ImageKey,
     ImageState,
     Layout,
+    LayoutInfo,
     Principal,
     Recorded,
 )
@@ -311,6 +312,19 @@ class StoreService:
         if is_new:
             await self._resume(layout_id)
         return AcceptedLayout(layout_id, layout.image_format, announcement_id)
+
+    async def layout_page(self, caller: Principal, after: str) -> tuple[list[LayoutInfo], str]:
+        """See Catalog.layout_page."""
+        return await self._list(caller, self._catalog.layout_page, after)
+
+    async def forget_layout(self, caller: Principal, layout_id: str) -> int:
+        """Forgets a layout; returns the number of its images, which are removed from memory, and
+        from the disks of all replicas with their next collections. Raises NotFound."""
+        num_images = await self._call(caller, self._catalog.forget_layout, layout_id)
+        self._served_layouts -= {layout_id}
+        await self.refresh_pinned()
+        self._images.drop_layouts(frozenset({layout_id}))
+        return num_images
 
     def pull(
         self, caller: Principal, key: ImageKey, offset: int, image_id: str

@@ -286,6 +286,23 @@ class Client:
         call = calls.watch(since_revision)
         return Stream(self._channels.route(call), call, Attempts(self._retry, timeout_s))
 
+    def layouts(self, *, timeout_s: float | None = None) -> Iterator[types.Layout]:
+        """Yields the layouts that the store knows, fetched page by page; needs the role admin or
+        server. `timeout_s` counts for each page."""
+        page_token = ""
+        while True:
+            page = self._call(calls.layout_page(page_token), timeout_s)
+            for layout in page.layouts:
+                yield layout
+            page_token = page.next_page_token
+            if not page_token:
+                return
+
+    def forget_layout(self, layout_id: str, *, timeout_s: float | None = None) -> int:
+        """Forgets a layout, and returns how many images it had. A server that is connected
+        registers it again. Needs the role admin for all tenants."""
+        return self._call(calls.forget_layout(layout_id), timeout_s)
+
     def store_status(self, *, timeout_s: float | None = None) -> types.StoreStatus:
         return self._call(calls.store_status(), timeout_s)
 

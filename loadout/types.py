@@ -83,6 +83,32 @@ class LayoutState:
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """A base model as some servers compute it, and the images that the store has compiled for it.
+
+    `max_ranks` are the highest ranks that its servers accept, 0 for any: one for all that have
+    announced the same, none if the last has been gone for an hour.
+    """
+
+    layout_id: str
+    base_model: str
+    aliases: tuple[str, ...]
+    max_ranks: tuple[int, ...]
+    images: int
+    image_bytes: int
+    create_time: datetime | None
+    last_use_time: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutPage:
+    """One page of the store's layouts; an empty `next_page_token` ends it."""
+
+    layouts: tuple[Layout, ...]
+    next_page_token: str
+
+
+@dataclass(frozen=True, slots=True)
 class SourceFile:
     """One file of an adapter as it was fetched; `sha256` in hex."""
 

@@ -25,6 +25,7 @@ MARKER = "<!-- From here on written by `make docs`: change loadout/cli. -->"
 OUTPUTS = {
     "adapters": "[Adapter]",
     "adapters --versions": "{current_version: int, versions: [Adapter]}",
+    "layouts": "[Layout]",
     "register, rollback": "Registration",
     "load, residents": "[{replica: str} and ResidentAdapter]",
     "unload": "[{replica: str, ref: str, freed_bytes: int}]",
@@ -36,6 +37,8 @@ OUTPUTS = {
 TYPES = (
     types.Adapter,
     types.LayoutState,
+    types.ServerVerdict,
+    types.Layout,
     types.SourceFile,
     types.Registration,
     types.ResidentAdapter,

@@ -67,6 +67,8 @@ REQUESTS: RequestTable = {
     ),
     "PullAdapter": RequestBounds(pb.PullAdapterRequest, answer_bytes=PULL_ANSWER_BYTES),
     "WatchAdapters": RequestBounds(pb.WatchAdaptersRequest),
+    "ListLayouts": RequestBounds(pb.ListLayoutsRequest, answer_bytes=PAGE_ANSWER_BYTES),
+    "ForgetLayout": RequestBounds(pb.ForgetLayoutRequest),
     "GetStoreStatus": RequestBounds(pb.GetStoreStatusRequest),
     "GetDebugInfo": RequestBounds(pb.GetDebugInfoRequest, answer_bytes=DEBUG_BYTES),
 }

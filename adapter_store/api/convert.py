@@ -19,6 +19,7 @@ from adapter_store.core import (
     ImageKey,
     ImageState,
     Layout,
+    LayoutInfo,
     LayoutVerdict,
     Recorded,
     Segment,
@@ -191,6 +192,17 @@ def from_watch(message: pb.WatchAdaptersRequest) -> str:
     return _optional_digest(message.announcement_id, "announcement_id")
 
 
+def from_layout_page(message: pb.ListLayoutsRequest) -> str:
+    """Returns the id of the layout that the page is after, "" for the first. Raises
+    InvalidArgument."""
+    return _optional_digest(message.page_token, "page_token")
+
+
+def from_forget_layout(message: pb.ForgetLayoutRequest) -> str:
+    """Raises InvalidArgument."""
+    return parse_sha256(message.layout_id, "layout_id")
+
+
 def _from_target(index: int, message: pb.Target) -> Target:
     kind = _TARGET_KINDS.get(message.kind)
     if kind is None:
@@ -275,6 +287,19 @@ def _to_server_verdict(limits: ServerLimits, verdict: LayoutVerdict, rank: int) 
         max_rank=limits.max_rank,
         servable=not reason,
         reason=reason,
+    )
+
+
+def to_layout_info(layout: LayoutInfo) -> pb.LayoutInfo:
+    return pb.LayoutInfo(
+        layout_id=layout.layout_id,
+        base_model=layout.base_model,
+        aliases=layout.aliases,
+        max_ranks=layout.max_ranks,
+        images=layout.num_images,
+        image_bytes=layout.image_bytes,
+        create_time=_to_timestamp(layout.create_time),
+        last_use_time=_to_timestamp(layout.last_use_time),
     )
 
 

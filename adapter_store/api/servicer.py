@@ -34,6 +34,7 @@ AUDITED = frozenset(
         "PinAdapter",
         "UnpinAdapter",
         "RegisterLayout",
+        "ForgetLayout",
     }
 )
 """The RPCs that are audited."""
@@ -41,7 +42,9 @@ AUDITED = frozenset(
 CALL_RULES = CallRules(
     domain="adapter_store.loadout",
     requests=REQUESTS,
-    polled=frozenset({"GetAdapter", "ListAdapters", "ListVersions", "GetStoreStatus"}),
+    polled=frozenset(
+        {"GetAdapter", "ListAdapters", "ListVersions", "ListLayouts", "GetStoreStatus"}
+    ),
     long_lived=frozenset({"WatchAdapters"}),
     facts=("tenant", "adapter", "digest"),
     traced_facts=("request_id", "tenant", "adapter", "digest", "layout_id"),
@@ -197,6 +200,25 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             announcement_id=accepted.announcement_id,
         )
 
+    async def ListLayouts(  # noqa: N802
+        self, request: pb.ListLayoutsRequest, context: Context
+    ) -> pb.ListLayoutsResponse:
+        caller = self._authorize(context, Action.STATUS)
+        after = convert.from_layout_page(request)
+        layouts, token = await self._service.layout_page(caller, after)
+        return pb.ListLayoutsResponse(
+            layouts=map(convert.to_layout_info, layouts), next_page_token=token
+        )
+
+    async def ForgetLayout(  # noqa: N802
+        self, request: pb.ForgetLayoutRequest, context: Context
+    ) -> pb.ForgetLayoutResponse:
+        with self._audited(context, "ForgetLayout", Action.FORGET_LAYOUT) as (caller, entry):
+            caller.require_all_tenants()
+            entry.digest = convert.from_forget_layout(request)
+            num_images = await self._service.forget_layout(caller, entry.digest)
+        return pb.ForgetLayoutResponse(images=num_images)
+
     async def PullAdapter(  # noqa: N802
         self, request: pb.PullAdapterRequest, context: Context
     ) -> None:
@@ -277,7 +299,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
                 self._audit.begin(entry)
                 yield caller, entry
         finally:  # the audit has noted what was changed
-            if what == "RegisterLayout":
+            if action in (Action.REGISTER_LAYOUT, Action.FORGET_LAYOUT):
                 call_context.note(base_model=entry.name, layout_id=entry.digest)
             else:
                 call_context.note(adapter=entry.name, digest=entry.digest)

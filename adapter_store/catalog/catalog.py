@@ -53,6 +53,7 @@ from adapter_store.core import (
     BlobPlace,
     EventKind,
     ImageKey,
+    LayoutInfo,
     LayoutVerdict,
     Quota,
     Tenants,
@@ -66,6 +67,7 @@ NO_LAYOUT_LIMITS = LayoutLimits()
 PAGE_BYTES = 3 << 20
 """About the size of the largest page: callers accept messages of 4 MiB if they are not told
 otherwise. One record may be larger."""
+PAGE_LAYOUTS = 64
 DEFAULT_GRACE = timedelta(minutes=10)
 
 
@@ -356,6 +358,22 @@ class Catalog:
         for layout_id in gone:
             self._layout_uses.pop(layout_id, None)
         return gone
+
+    def layout_page(self, after: str = "") -> tuple[list[LayoutInfo], str]:
+        """Returns a page of layouts, from the first after the one with this id, and the id that the
+        next page is after ("" for the last)."""
+        with self._database.read() as conn:
+            page = layouts.page(conn, after, PAGE_LAYOUTS + 1, self._clock())
+        more = len(page) > PAGE_LAYOUTS
+        return page[:PAGE_LAYOUTS], page[PAGE_LAYOUTS - 1].layout_id if more else ""
+
+    def forget_layout(self, layout_id: str) -> int:
+        """See layouts.forget."""
+        with self._database.write() as conn:
+            num_images = layouts.forget(conn, layout_id)
+        self._layout_uses.pop(layout_id, None)
+        self._renewals.clear()  # so that its servers notice with the next events of their watches
+        return num_images
 
     def layout_ids(self) -> list[str]:
         with self._database.read() as conn:

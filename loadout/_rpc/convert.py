@@ -90,6 +90,27 @@ def _layout_state(message: store_pb.LayoutState) -> types.LayoutState:
     )
 
 
+def layout_page(message: store_pb.ListLayoutsResponse) -> types.LayoutPage:
+    return types.LayoutPage(tuple(map(_layout, message.layouts)), message.next_page_token)
+
+
+def _layout(message: store_pb.LayoutInfo) -> types.Layout:
+    return types.Layout(
+        layout_id=message.layout_id,
+        base_model=message.base_model,
+        aliases=tuple(message.aliases),
+        max_ranks=tuple(message.max_ranks),
+        images=message.images,
+        image_bytes=message.image_bytes,
+        create_time=_time(message.create_time),
+        last_use_time=_time(message.last_use_time),
+    )
+
+
+def num_images(message: store_pb.ForgetLayoutResponse) -> int:
+    return message.images
+
+
 def only_adapter(
     message: store_pb.GetAdapterResponse
     | store_pb.PinAdapterResponse

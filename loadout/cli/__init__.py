@@ -6,6 +6,7 @@ demo            demo, up
 services        store, serve
 adapters        register, adapters
 verdicts        which servers can serve what was registered
+layouts         layouts
 versions        adapters --versions, rollback, delete
 generate        generate
 residents       load, unload, pin, unpin, residents

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from adapter_store.catalog import announcements
+from adapter_store.catalog import catalog as catalog_module
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.adapter_store.service.conftest import layout_message
 
@@ -82,3 +83,55 @@ def test_invalid_announcements(served, make_layout, refused, fields, subject):
 def test_invalid_id_of_a_watch(served, refused):
     with refused("INVALID_ARGUMENT", "announcement_id"):
         next(served.client.stub.WatchAdapters(pb.WatchAdaptersRequest(announcement_id="x")))
+
+
+def test_layouts_are_listed_page_by_page(served, make_adapter, make_layout, monkeypatch):
+    monkeypatch.setattr(catalog_module, "PAGE_LAYOUTS", 2)
+    client = served.client
+    ids = sorted(
+        client.announce(make_layout(base_model=f"org/{name}"), max_rank=8, aliases=[name]).layout_id
+        for name in "abc"
+    )
+    client.register("a", make_adapter(base_model_name_or_path="org/a"))
+    served.idle()
+    first = client.stub.ListLayouts(pb.ListLayoutsRequest())
+    rest = client.stub.ListLayouts(pb.ListLayoutsRequest(page_token=first.next_page_token))
+    assert (len(first.layouts), rest.next_page_token) == (2, "")
+    layouts = [*first.layouts, *rest.layouts]
+    assert [layout.layout_id for layout in layouts] == ids
+    (layout,) = (each for each in layouts if each.base_model == "org/a")
+    assert (list(layout.aliases), list(layout.max_ranks), layout.images) == (["a"], [8], 1)
+    assert layout.image_bytes > 0
+    assert layout.create_time.seconds > 0
+    assert layout.last_use_time.seconds > 0
+
+
+def test_forgotten_layout(served, make_adapter, make_layout, refused):
+    """Its server notices, and its images are compiled anew once it is registered again."""
+    client = served.client
+    accepted = client.announce(make_layout())
+    digest = client.register("a", make_adapter()).adapter.digest
+    served.idle()
+    watch = client.stub.WatchAdapters(
+        pb.WatchAdaptersRequest(announcement_id=accepted.announcement_id)
+    )
+    next(watch)
+    request = pb.ForgetLayoutRequest(layout_id=accepted.layout_id)
+    assert client.stub.ForgetLayout(request).images == 1
+    with refused("NOT_FOUND", "announcement_id"):
+        for _ in range(3):
+            next(watch)
+    with refused("NOT_FOUND", "no layout"):
+        client.pull(digest, accepted.layout_id)
+    with refused("NOT_FOUND", "layout_id"):
+        client.stub.ForgetLayout(request)
+    assert not client.get("a").layout_states
+    assert client.register_layout(make_layout()) == accepted.layout_id
+    served.idle()
+    assert client.pull(digest, accepted.layout_id).is_whole
+
+
+@pytest.mark.parametrize("layout_id", ["", "4b6b58a697e1"])
+def test_forgetting_needs_a_whole_id(served, refused, layout_id):
+    with refused("INVALID_ARGUMENT", "layout_id"):
+        served.client.stub.ForgetLayout(pb.ForgetLayoutRequest(layout_id=layout_id))

@@ -25,7 +25,7 @@ from loadout.inference.v1 import inference_pb2 as inference_pb
 
 COMMANDS = (
     *("demo", "up", "store", "serve"),
-    *("register", "adapters", "rollback", "delete", "generate"),
+    *("register", "adapters", "layouts", "rollback", "delete", "generate"),
     *("load", "unload", "pin", "unpin", "residents"),
     *("info", "top", "bench", "debug", "profile"),
     *("digest", "keygen", "sign", "token"),
@@ -470,6 +470,30 @@ def test_json_of_tables(run, fake_store, registered):
         "base_model_source": "unknown",
         "base_model_reason": "",
     }
+
+
+def test_layouts(run, fake_store):
+    ids = [f"sha256:{digit * 64}" for digit in "12"]
+    shown = store_pb.LayoutInfo(
+        layout_id=ids[0], base_model="org/a", aliases=["a", "b"], max_ranks=[8, 0], images=3
+    )
+    gone = store_pb.LayoutInfo(layout_id=ids[1], base_model="org/b")
+    pages = {
+        "": store_pb.ListLayoutsResponse(layouts=[shown], next_page_token=ids[0]),
+        ids[0]: store_pb.ListLayoutsResponse(layouts=[gone]),
+    }
+    fake_store.on("ListLayouts", lambda request, _: pages[request.page_token])
+    rows = [line.split() for line in run("layouts")[1].splitlines()]
+    assert rows[1][:9] == ["111111111111", "org/a", "a", "b", "ranks", "up", "to", "8,", "any"]
+    assert rows[2][:4] == ["222222222222", "org/b", "none", "0"]
+    assert [each["layout_id"] for each in json.loads(run("layouts", "--json")[1])] == ids
+    fake_store.on("ForgetLayout", store_pb.ForgetLayoutResponse(images=3))
+    assert run("layouts", "--forget", "11111111")[1] == f"{ids[0]} forgotten, with 3 images\n"
+    assert fake_store.requests["ForgetLayout"][0].layout_id == ids[0]
+    for wrong in ("3", "sha256:"):
+        code, _, err = run("layouts", "--forget", wrong)
+        assert (code, f"no layout has {wrong}" in err) == (1, True)
+    assert len(fake_store.requests["ForgetLayout"]) == 1
 
 
 def test_info(run, running_system):
