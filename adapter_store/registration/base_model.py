@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from adapter_store.catalog.base_models import KnownBaseModels
 from adapter_store.checkpoint.peft_config import names_local_path
@@ -38,11 +38,14 @@ def choose_base_model(given: str, in_config: str, known: KnownBaseModels) -> Bas
         return BaseModelChoice(matching[0], BaseModelSource.SERVED, reason)
     if in_config and not is_path:
         reason = "as the adapter's config names it"
+        if known.served:
+            which = "of that name are" if matching else "servers have registered"
+            reason += f"; {which} {_list(matching or known.served)}"
         return BaseModelChoice(in_config, BaseModelSource.CONFIG, reason)
     if len(known.served) == 1:
         reason = "the only one that servers have registered"
         return BaseModelChoice(next(iter(known.served)), BaseModelSource.ONLY_SERVED, reason)
-    raise _undecided(in_config, sorted(matching or known.served), is_match=bool(matching))
+    raise _undecided(in_config, matching or known.served, is_match=bool(matching))
 
 
 def _is_as_before(in_config: str, is_path: bool, known: KnownBaseModels) -> bool:
@@ -107,17 +110,21 @@ def _show(name: str) -> str:
     return repr(name[:_SHOWN_CHARS])
 
 
-def _undecided(in_config: str, candidates: list[str], *, is_match: bool) -> InvalidArgument:
-    has = f"has a local path, {_show(in_config)}" if in_config else "has none"
-    shown = ", ".join(map(_show, candidates[:MAX_CANDIDATES]))
+def _list(candidates: Collection[str]) -> str:
+    shown = ", ".join(map(_show, sorted(candidates)[:MAX_CANDIDATES]))
     if len(candidates) > MAX_CANDIDATES:
         shown += f" and {len(candidates) - MAX_CANDIDATES} others"
+    return shown
+
+
+def _undecided(in_config: str, candidates: Collection[str], *, is_match: bool) -> InvalidArgument:
+    has = f"has a local path, {_show(in_config)}" if in_config else "has none"
     if not candidates:
         choice = "and no server has registered one"
     elif is_match:
-        choice = f"which may be {shown}"
+        choice = f"which may be {_list(candidates)}"
     else:
-        choice = f"and servers have registered {shown}"
+        choice = f"and servers have registered {_list(candidates)}"
     return InvalidArgument(
         "base_model: give the name of its base model (loadout register --base-model NAME): "
         f"adapter_config.json {has}, {choice}",

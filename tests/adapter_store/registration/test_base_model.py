@@ -44,6 +44,7 @@ def test_base_model_with_a_server_under_a_matching_name(in_config, base_model):
 def test_model_that_no_server_has_is_recorded_as_named(in_config, known):
     chosen = choose_base_model("", in_config, known)
     assert (chosen.name, chosen.source) == (in_config, BaseModelSource.CONFIG)
+    assert all(repr(base_model) in chosen.reason for base_model in known.served)
 
 
 @pytest.mark.parametrize("in_config", ["", "/mnt/models/x", "..", "~", "/", "./LLAMA"])
@@ -103,4 +104,7 @@ def test_refusal_of_several_that_match():
         choose_base_model("", "/mnt/llama", known)
     assert "org/other" not in caught.value.message
     # A name is no path: it is recorded, and served once it is clear by whom.
-    assert choose_base_model("", "llama", known).source is BaseModelSource.CONFIG
+    chosen = choose_base_model("", "llama", known)
+    assert chosen.source is BaseModelSource.CONFIG
+    assert "of that name are 'org0/llama'" in chosen.reason
+    assert "org/other" not in chosen.reason
