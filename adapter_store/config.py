@@ -162,8 +162,8 @@ class StoreSettings(ServiceSettings):
     """Time after which a pull, or another stream, ends whose reader takes no bytes."""
 
     layout_ttl_seconds: Annotated[Seconds, IMAGES] = 604800.0
-    """Time that a model layout stays in use after a server last registered it or pulled for it.
-    Then nothing is compiled ahead for it and its images are removed. 0: for ever."""
+    """Time that a model layout stays in use after its last server was connected, or pulled for it.
+    Nothing is compiled ahead for it after an hour, and then its images are removed. 0: for ever."""
 
     allow_empty_catalog: Annotated[bool, CATALOG] = False
     """Start with a new catalog although sources are stored: they are removed. Without it a store

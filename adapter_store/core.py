@@ -21,6 +21,7 @@ class Action(enum.Enum):
     PUBLISH = "change adapters"
     PIN = "pin or unpin adapters"
     REGISTER_LAYOUT = "register layouts"
+    FORGET_LAYOUT = "forget layouts"
     STATUS = "read the store's status"
     INSPECT = "debug the store"
 
@@ -139,14 +140,37 @@ class Layout:
     """The targets of one base model as one inference service computes them, in order of use."""
 
     base_model: str
-    aliases: tuple[str, ...]
     config_sha256: str
     dtype: DataType
     image_format: int
     targets: tuple[Target, ...]
 
-    def serves(self, base_model: str) -> bool:
-        return base_model == self.base_model or base_model in self.aliases
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What a server says beside its layout: further names of the base model, and the highest rank
+    that it accepts, 0 for any. It lasts as long as the server's watch, and an hour; of servers that
+    do not renew it, as long as the layout."""
+
+    aliases: tuple[str, ...] = ()
+    max_rank: int = 0
+    is_renewed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """The limits of one announcement, which lasts until `expire_time`, in microseconds since the
+    epoch."""
+
+    announcement_id: str
+    max_rank: int
+    expire_time: int = field(default=0, compare=False)
+
+    def refusal(self, rank: int) -> str:
+        """Returns why an adapter of this rank cannot be served; "" if it can."""
+        if self.max_rank and rank > self.max_rank:
+            return f"rank {rank} is above this server's limit {self.max_rank}"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +217,23 @@ class LayoutVerdict:
     verdict for as long as it took."""
     is_hidden: bool = False
     """Whether it is shown as PENDING for that reason: there is nothing to build."""
+    servers: tuple[ServerLimits, ...] = ()
+    """The limits of the layout's servers."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutInfo:
+    """A layout, and what the store has for it. `max_ranks` are its servers', one for each
+    announcement, 0 for any rank; `last_use_time` is known to the hour."""
+
+    layout_id: str
+    base_model: str
+    aliases: tuple[str, ...]
+    max_ranks: tuple[int, ...]
+    num_images: int
+    image_bytes: int
+    create_time: datetime
+    last_use_time: datetime
 
 
 class SignatureState(enum.Enum):
@@ -261,6 +302,12 @@ class AdapterRecord:
         texts += [self.created_by, self.source_revision, self.config_base_model, self.signed_by]
         texts += [*self.targets, *self.labels, *self.labels.values()]
         texts += [part for each in self.verdicts for part in (each.layout_id, each.reason)]
+        texts += [
+            part
+            for each in self.verdicts
+            for server in each.servers
+            for part in (server.announcement_id, each.reason or server.refusal(self.rank))
+        ]
         texts += [part for file in self.files for part in (file.name, file.sha256)]
         # A character is at most four bytes; most texts are ASCII.
         return sum(
@@ -270,15 +317,6 @@ class AdapterRecord:
     @property
     def signature_state(self) -> SignatureState:
         return SignatureState.VERIFIED if self.signed_by else SignatureState.UNSIGNED
-
-
-class Recorded(NamedTuple):
-    """A name as a change left it: its record, the revision at which it is current, and the numbers
-    of the older versions that were deleted for it."""
-
-    record: AdapterRecord
-    revision: int
-    deleted_versions: tuple[int, ...] = ()
 
 
 class Pruned(NamedTuple):
@@ -303,6 +341,35 @@ class AdapterEvent:
     @property
     def tenant(self) -> str:
         return self.name.partition("/")[0]
+
+
+class BaseModelSource(enum.Enum):
+    """What decided for which base model an adapter is recorded; the first that applies."""
+
+    CALLER = "caller"
+    CURRENT_VERSION = "current version"
+    SERVED = "served"
+    CONFIG = "config"
+    ONLY_SERVED = "only served"
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModelChoice:
+    """The name of an adapter's base model, what decided for it, and that in words."""
+
+    name: str
+    source: BaseModelSource
+    reason: str
+
+
+class Recorded(NamedTuple):
+    """A change of a name: the record, the revision at which it is current, the numbers of the older
+    versions that were deleted for it, and of a registration how its base model was chosen."""
+
+    record: AdapterRecord
+    revision: int
+    deleted_versions: tuple[int, ...] = ()
+    base_model: BaseModelChoice | None = None
 
 
 @dataclass(slots=True)

@@ -68,6 +68,7 @@ class Collector:
             logger.info("images for unused layouts are removed", extra={"images": num_forgotten})
         while forgotten := self._catalog.forget_unused_layouts():
             logger.info("unused layouts are forgotten", extra={"layouts": len(forgotten)})
+        self._catalog.expire_announcements()
         expired = self._catalog.expire_versions(self._delete_grace)
         gone = []
         while digests := self._catalog.unreferenced_blobs(BATCH_BLOBS):

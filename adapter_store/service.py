@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.database import Interrupt
@@ -28,14 +29,16 @@ from adapter_store.core import (
     Action,
     AdapterEvent,
     AdapterRecord,
+    Announcement,
     ImageKey,
     ImageState,
     Layout,
+    LayoutInfo,
     Principal,
     Pruned,
     Recorded,
 )
-from adapter_store.errors import UploadStalled
+from adapter_store.errors import CatalogUnavailable, UploadStalled
 from adapter_store.images import layout as layouts
 from adapter_store.images.cache import ImageCache
 from adapter_store.images.disk_tier import TierCounts
@@ -49,11 +52,13 @@ from adapter_store.registration.signatures import Signature, require_signed
 from adapter_store.registration.tenant_policy import StorePolicyFile
 from adapter_store.sources.upload import FileChunk, Upload
 from adapter_store.store_status import StoreStatus, Work, WorkDetails
-from servicekit.errors import FailedPrecondition, ServiceError
+from servicekit.errors import FailedPrecondition, NotFound, ServiceError
 from servicekit.refs import AdapterName, AdapterRef
 from servicekit.shares import INTERNAL, FairExecutor, MinimumRate, Pace, Shares
 from servicekit.telemetry import spans
 from servicekit.work_budget import WorkBudget
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -78,13 +83,26 @@ class Places:
     pace: Pace
 
 
+UNANNOUNCED = Announcement(is_renewed=False)
+"""What a server says that announces nothing beside its layout."""
+
+
+class AcceptedLayout(NamedTuple):
+    """A registered layout: its id, the newest image format common to both sides, and the id of the
+    announcement, by which `watch` renews it."""
+
+    layout_id: str
+    image_format: int
+    announcement_id: str
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """A change of a name that has started. Once its content is here it continues to its end even if
     its caller leaves."""
 
     recorded: asyncio.Future[Recorded]
-    """What it is now, once that is durable."""
+    """What is recorded, once it is durable."""
     followed_up: asyncio.Task[Recorded]
     """The same, once the images that the change requires are queued."""
     caller_gone: threading.Event = dataclasses.field(default_factory=threading.Event)
@@ -129,7 +147,7 @@ class StoreService:
         self.shared_counts: TierCounts | None = None
         """The counts of the tier that replicas share, if there is one."""
         self._changes: set[asyncio.Task[Recorded]] = set()
-        self._live_layouts: frozenset[str] = frozenset()
+        self._served_layouts: frozenset[str] = frozenset()
 
     # Names
 
@@ -218,17 +236,15 @@ class StoreService:
             signature = Signature(signed_by, value) if signed_by else None
             require_signed(policy, name.tenant, signature, record.digest)
 
-        job = self._call(
-            caller,
-            self._catalog.rollback,
-            name,
-            version,
-            if_current_digest,
-            caller.tenants,
-            policy.tenant(name.tenant).quota,
-            accept,
-        )
-        return self._start(job)
+        def roll_back() -> Recorded:
+            quota = policy.tenant(name.tenant).quota
+            return Recorded(
+                *self._catalog.rollback(
+                    name, version, if_current_digest, caller.tenants, quota, accept
+                )
+            )
+
+        return self._start(self._call(caller, roll_back))
 
     async def set_pinned(
         self, caller: Principal, ref: AdapterRef, pinned: bool
@@ -240,15 +256,53 @@ class StoreService:
         await self.refresh_pinned()
         return found
 
-    def watch(self, caller: Principal, since_revision: int) -> AsyncGenerator[AdapterEvent]:
-        return self._watch.stream(since_revision, caller.tenants, caller.account)
+    def watch(
+        self, caller: Principal, since_revision: int, announcement_id: str = ""
+    ) -> AsyncGenerator[AdapterEvent]:
+        """Yields the changes after a revision, and renews an announcement meanwhile; see
+        Watch.stream. Raises also NotFound for an announcement that is not known, and
+        PermissionDenied."""
+        events = self._watch.stream(since_revision, caller.tenants, caller.account)
+        if not announcement_id:
+            return events
+        caller.require(Action.REGISTER_LAYOUT, "announcement_id")
+        return self._renewing(events, announcement_id)
+
+    async def _renewing(
+        self, events: AsyncGenerator[AdapterEvent], announcement_id: str
+    ) -> AsyncGenerator[AdapterEvent]:
+        async with aclosing(events):
+            async for event in events:
+                await self._renew(announcement_id)
+                yield event
+
+    async def _renew(self, announcement_id: str) -> None:
+        """Renews an announcement if that is due. A catalog that does not answer is asked again with
+        the next event. Raises NotFound."""
+        if not self._catalog.is_renewal_due(announcement_id):
+            return
+        try:
+            layout_id = await self._run(partial(self._catalog.renew, announcement_id))
+        except CatalogUnavailable:
+            logger.warning("an announcement was not renewed: the catalog does not answer")
+            return
+        if layout_id is None:
+            raise NotFound(
+                f"announcement_id: no announcement {announcement_id}: register the layout again",
+                subject="announcement_id",
+            )
+        self.layout_usage.record(layout_id)
 
     # Layouts and images
 
     async def register_layout(
-        self, layout: Layout, image_formats: list[int], caller: Principal = ANYONE
-    ) -> tuple[str, int]:
-        """Returns the layout's id and the newest image format common to both sides."""
+        self,
+        layout: Layout,
+        image_formats: list[int],
+        caller: Principal = ANYONE,
+        announcement: Announcement = UNANNOUNCED,
+    ) -> AcceptedLayout:
+        """Records a layout, and what a server says beside it."""
         common = set(image_formats) & set(IMAGE_FORMATS)
         if not common:
             raise FailedPrecondition(
@@ -258,11 +312,24 @@ class StoreService:
                 reason="NO_COMMON_IMAGE_FORMAT",
             )
         layout = dataclasses.replace(layout, image_format=max(common))
-        adding = self._call(caller, self._add_layout, layout, caller.account)
-        layout_id, was_not_live = await adding
-        if was_not_live:
+        adding = self._call(caller, self._add_layout, layout, announcement, caller.account)
+        layout_id, announcement_id, is_new = await adding
+        if is_new:
             await self._resume(layout_id)
-        return layout_id, layout.image_format
+        return AcceptedLayout(layout_id, layout.image_format, announcement_id)
+
+    async def layout_page(self, caller: Principal, after: str) -> tuple[list[LayoutInfo], str]:
+        """See Catalog.layout_page."""
+        return await self._list(caller, self._catalog.layout_page, after)
+
+    async def forget_layout(self, caller: Principal, layout_id: str) -> int:
+        """Forgets a layout; returns the number of its images, which are removed from memory, and
+        from the disks of all replicas with their next collections. Raises NotFound."""
+        num_images = await self._call(caller, self._catalog.forget_layout, layout_id)
+        self._served_layouts -= {layout_id}
+        await self.refresh_pinned()
+        self._images.drop_layouts(frozenset({layout_id}))
+        return num_images
 
     def pull(
         self, caller: Principal, key: ImageKey, offset: int, image_id: str
@@ -270,22 +337,25 @@ class StoreService:
         return self._pulls.stream(key, offset, image_id, caller.tenants, caller.account)
 
     async def precompile_missing(self) -> None:
-        """Queues the images that live layouts miss. Call it at start."""
+        """Queues the images that layouts with servers miss. Call it at start."""
         await self.refresh_pinned()
         await self.queue_new_layouts()
 
     async def queue_new_layouts(self) -> None:
-        """Queues the images of live layouts that were registered with other replicas, which may
-        leave precompilation to this one."""
-        live = frozenset(await self._run(self._catalog.live_layouts))
-        for layout_id in sorted(live - self._live_layouts):
+        """Queues the images of layouts with servers that were registered with other replicas, which
+        may leave precompilation to this one."""
+        served = frozenset(await self._run(self._catalog.served_layouts))
+        for layout_id in sorted(served - self._served_layouts):
             self._precompiler.queue_layout(layout_id)
-        self._live_layouts = live
+        self._served_layouts = served
 
     async def refresh_pinned(self) -> None:
-        """Applies the catalog's pins to the memory tier, and queues missing images."""
-        pinned = await self._run(self._catalog.pinned_keys)
-        self._precompiler.queue_pinned(self._images.set_pinned(pinned))
+        """Applies the catalog's pins to the memory tier, and queues the images that layouts with
+        servers miss."""
+        missing = self._images.set_pinned(await self._run(self._catalog.pinned_keys))
+        if missing:
+            served = frozenset(await self._run(self._catalog.served_layouts))
+            self._precompiler.queue_pinned(key for key in missing if key.layout_id in served)
 
     async def status(self, caller: Principal = ANYONE) -> StoreStatus:
         return StoreStatus(await self._read(caller, self.read_catalog), self.read_work())
@@ -402,29 +472,35 @@ class StoreService:
         """Queues the images of a new current version, and applies a pin that may have moved."""
         recorded = await job
         record = recorded.record
-        live = frozenset(await self._run(self._catalog.live_layouts))
+        served = frozenset(await self._run(self._catalog.served_layouts))
         self._precompiler.queue_current(
             ImageKey(record.digest, verdict.layout_id)
             for verdict in record.verdicts
             if verdict.state is ImageState.PENDING
             and not verdict.is_hidden
-            and verdict.layout_id in live
+            and verdict.layout_id in served
         )
         await self.refresh_pinned()
         return recorded
 
     async def _resume(self, layout_id: str) -> None:
         """Queues the images of a layout that is new, or live again."""
-        self._live_layouts |= {layout_id}
+        self._served_layouts |= {layout_id}
         self._precompiler.queue_layout(layout_id)
         await self.refresh_pinned()
 
-    def _add_layout(self, layout: Layout, account: str) -> tuple[str, bool]:
+    def _add_layout(
+        self, layout: Layout, announcement: Announcement, account: str
+    ) -> tuple[str, str, bool]:
+        """Returns the ids of both, and whether images may be missing that were not before."""
         layouts.validate(layout)
+        layouts.validate_announcement(announcement)
         body = layouts.to_text(layout)
         layout_id = layouts.text_id(body)
-        base_models = (layout.base_model, *layout.aliases)
-        return layout_id, self._catalog.add_layout(layout_id, base_models, body, account)
+        announcement_id = layouts.announcement_id(layout_id, announcement)
+        was_not_live = self._catalog.add_layout(layout_id, layout.base_model, body, account)
+        is_first = self._catalog.announce(layout_id, announcement_id, announcement)
+        return layout_id, announcement_id, was_not_live or is_first
 
     def _call(
         self, caller: Principal, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs

@@ -105,7 +105,7 @@ class HostTimes(NamedTuple):
 
 def make_backend(num_rows: int, num_adapters: int) -> CudaBackend:
     geometry = read_geometry(LLAMA_8B | SMALL_VOCABULARY)
-    layout = build_layout(geometry, "bench", (), DTYPE)
+    layout = build_layout(geometry, "bench", DTYPE)
     arena = make_arena(layout, ARENA_BYTES, num_adapters, RANK, CPU)
     cache = KVCache.allocate(
         num_layers=1, num_pages=num_rows * MAX_LEN // PAGE_SIZE // 8 + 1, page_size=PAGE_SIZE,

@@ -76,7 +76,7 @@ def trace(work: Workload) -> Step:
     """Launches the step on `meta`."""
     geometry = read_geometry(LLAMA_8B)
     transformer = random_transformer(geometry, DTYPE, META, shares_layers=False)
-    weights, layout = transformer.weights, build_layout(geometry, "bench", (), DTYPE)
+    weights, layout = transformer.weights, build_layout(geometry, "bench", DTYPE)
     arena = make_arena(layout, ARENA_BYTES, work.adapters, work.rank, META)
     max_pages = MAX_LEN // PAGE_SIZE
     cache = KVCache.allocate(

@@ -116,7 +116,6 @@ def store_layout(layout: ModelLayout) -> store_core.Layout:
     )
     return store_core.Layout(
         layout.base_model,
-        layout.aliases,
         layout.config_sha256,
         _DTYPES[layout.dtype],
         1,
@@ -153,7 +152,7 @@ class MemoryStore:
             raise AdapterNotFound(f"no adapter {digest}", subject="digest")
         assert self._layout is not None
         checkpoint = open_checkpoint(self.folders[digest])
-        image = compile_image(checkpoint, self._layout, base_model=self._layout.base_model)
+        image = compile_image(checkpoint, self._layout)
         first = image.buffer[: image.parts[0].end].numpy().tobytes()
         hashes = tuple(part.sha256 for part in image.parts)
         self._stored[digest] = StoredImage(digest, image, first, hashes)

@@ -97,7 +97,7 @@ def fill(catalog: Catalog, num_adapters: int) -> None:
                 conn.execute(insert(schema.metadata.tables[table]), [make(i) for i in numbers])
         conn.execute(update(schema.history).values(revision=num_adapters))
         conn.execute(text("ANALYZE"))
-    catalog.add_layout(LAYOUT, ["org/tiny"], "{}")
+    catalog.add_layout(LAYOUT, "org/tiny", "{}")
 
 
 def digest_of(number: int) -> str:

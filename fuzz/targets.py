@@ -223,7 +223,10 @@ _STORE_CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
     "RollbackAdapter": store_convert.from_rollback,
     "PruneVersions": store_convert.from_prune,
     "RegisterLayout": lambda request: layouts.validate(store_convert.from_layout(request.layout)),
+    "ListLayouts": store_convert.from_layout_page,
+    "ForgetLayout": store_convert.from_forget_layout,
     "PullAdapter": store_convert.from_pull,
+    "WatchAdapters": store_convert.from_watch,
 }
 _INFERENCE_CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
     "Generate": lambda request: inference_convert.from_generate_request(request, VOCABULARY),

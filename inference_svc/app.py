@@ -43,6 +43,7 @@ from inference_svc.store.client import ImageClient, ImageClientRecipe, NoStore
 from inference_svc.store.credentials import NO_ACCESS, StoreAccess, read_store_access
 from inference_svc.store.directory import Directory, Servable
 from inference_svc.store.replicas import Replicas
+from inference_svc.store.types import Announcement
 from inference_svc.store.watch import StoreConnection
 from inference_svc.text.detokenizer import Decoder
 from inference_svc.text.pieces import Vocabulary
@@ -283,7 +284,8 @@ class InferenceServer:
             *(self._places.request_work, config.tenant_share),
         )
         if self._store is not None:
-            self._store.start(directory, engine.layout, self._accept_layout)
+            announcement = Announcement(config.base_model_names[1:], config.max_lora_rank)
+            self._store.start(directory, engine.layout, announcement, self._accept_layout)
         service = Service(
             facts,
             self._async_engine,

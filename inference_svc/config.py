@@ -367,11 +367,9 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
     assert settings.kv_memory is not None, "the settings are resolved"
     assert settings.host_memory is not None, "the settings are resolved"
     assert settings.adapter_memory is not None, "the settings are resolved"
-    name, *aliases = settings.base_model_names
     return EngineConfig(
         model_dir=settings.model,
-        base_model=name,
-        aliases=tuple(aliases),
+        base_model=settings.base_model_names[0],
         dtype=settings.dtype,
         device=settings.device,
         max_model_len=settings.max_model_len,

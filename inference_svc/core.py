@@ -217,7 +217,6 @@ class EngineConfig:
 
     model_dir: Path
     base_model: str
-    aliases: tuple[str, ...] = ()
     dtype: str = "float32"
     device: str = "cpu"
     max_model_len: int = 2048

@@ -149,8 +149,10 @@ class Client:
 
         A `source` with a scheme ("s3://bucket/prefix", "file:///path") is fetched by the store; any
         other is a local folder and is uploaded, and `progress` is called after every chunk.
-        `base_model` is only needed when the adapter's own config does not name it. The store checks
-        `signature` (from loadout.signing) against the digest that it computes itself.
+        `base_model` is only needed where neither the adapter's own config, nor the name's current
+        version, nor what servers have registered says which one it is: the answer says what
+        decided. The store checks `signature` (from loadout.signing) against the digest that it
+        computes itself.
 
         With `keep` the name's versions beyond the newest so many are deleted once this one is
         recorded: never the current one, pinned ones, or what requests use that run by then. 0: the
@@ -300,6 +302,23 @@ class Client:
         """
         call = calls.watch(since_revision)
         return Stream(self._channels.route(call), call, Attempts(self._retry, timeout_s))
+
+    def layouts(self, *, timeout_s: float | None = None) -> Iterator[types.Layout]:
+        """Yields the layouts that the store knows, fetched page by page; needs the role admin or
+        server. `timeout_s` counts for each page."""
+        page_token = ""
+        while True:
+            page = self._call(calls.layout_page(page_token), timeout_s)
+            for layout in page.layouts:
+                yield layout
+            page_token = page.next_page_token
+            if not page_token:
+                return
+
+    def forget_layout(self, layout_id: str, *, timeout_s: float | None = None) -> int:
+        """Forgets a layout, and returns how many images it had. A server that is connected
+        registers it again. Needs the role admin for all tenants."""
+        return self._call(calls.forget_layout(layout_id), timeout_s)
 
     def store_status(self, *, timeout_s: float | None = None) -> types.StoreStatus:
         return self._call(calls.store_status(), timeout_s)

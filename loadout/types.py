@@ -29,6 +29,17 @@ class ImageState(enum.Enum):
     UNKNOWN = "unknown"
 
 
+class BaseModelSource(enum.Enum):
+    """What decided for which base model an adapter is recorded; the first that applies."""
+
+    CALLER = "caller"
+    CURRENT_VERSION = "current version"
+    SERVED = "served"
+    CONFIG = "config"
+    ONLY_SERVED = "only served"
+    UNKNOWN = "unknown"
+
+
 class EventKind(enum.Enum):
     REGISTERED = "registered"
     UPDATED = "updated"
@@ -49,13 +60,52 @@ class AdapterTier(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class ServerVerdict:
+    """Whether the servers that have announced the same can serve an adapter, and why not.
+    `max_rank` is the highest that they accept, 0 if they have not said."""
+
+    announcement_id: str
+    max_rank: int
+    servable: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class LayoutState:
-    """State of one adapter's image under one layout; `reason` says why it is INCOMPATIBLE."""
+    """State of one adapter's image under one layout; `reason` says why it is INCOMPATIBLE.
+    `servers` are those of the layout."""
 
     layout_id: str
     state: ImageState
     reason: str
     image_bytes: int
+    servers: tuple[ServerVerdict, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A base model as some servers compute it, and the images that the store has compiled for it.
+
+    `max_ranks` are the highest ranks that its servers accept, 0 for any: one for all that have
+    announced the same, none if the last has been gone for an hour.
+    """
+
+    layout_id: str
+    base_model: str
+    aliases: tuple[str, ...]
+    max_ranks: tuple[int, ...]
+    images: int
+    image_bytes: int
+    create_time: datetime | None
+    last_use_time: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutPage:
+    """One page of the store's layouts; an empty `next_page_token` ends it."""
+
+    layouts: tuple[Layout, ...]
+    next_page_token: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +165,15 @@ class Registration:
     """A recorded adapter; pass `revision` to generate(min_revision=...) to be sure to use it.
 
     `deleted_versions` are the older ones that were deleted for it, by `keep` or by the store's
-    policy.
+    policy. `base_model_reason` says in words how the adapter's base model was chosen: "" for a
+    rollback.
     """
 
     adapter: Adapter
     revision: int
     deleted_versions: tuple[int, ...] = ()
+    base_model_source: BaseModelSource = BaseModelSource.UNKNOWN
+    base_model_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ MARKER = "<!-- From here on written by `make docs`: change loadout/cli. -->"
 OUTPUTS = {
     "adapters": "[Adapter]",
     "versions": "{current_version: int, versions: [Adapter]}",
+    "layouts": "[Layout]",
     "register, rollback": "Registration",
     "prune": "{deleted_versions: [int]}",
     "load, residents": "[{replica: str} and ResidentAdapter]",
@@ -37,6 +38,8 @@ OUTPUTS = {
 TYPES = (
     types.Adapter,
     types.LayoutState,
+    types.ServerVerdict,
+    types.Layout,
     types.SourceFile,
     types.Registration,
     types.ResidentAdapter,

@@ -62,11 +62,14 @@ REQUESTS: RequestTable = {
             "layout.targets": MAX_TARGETS,
             "layout.aliases": MAX_ALIASES,
             "layout.image_formats": MAX_IMAGE_FORMATS,
+            "announcement.aliases": MAX_ALIASES,
         },
         max_running=2,  # a large one takes a second of a processor, and 50 MB
     ),
     "PullAdapter": RequestBounds(pb.PullAdapterRequest, answer_bytes=PULL_ANSWER_BYTES),
     "WatchAdapters": RequestBounds(pb.WatchAdaptersRequest),
+    "ListLayouts": RequestBounds(pb.ListLayoutsRequest, answer_bytes=PAGE_ANSWER_BYTES),
+    "ForgetLayout": RequestBounds(pb.ForgetLayoutRequest),
     "GetStoreStatus": RequestBounds(pb.GetStoreStatusRequest),
     "GetDebugInfo": RequestBounds(pb.GetDebugInfoRequest, answer_bytes=DEBUG_BYTES),
 }

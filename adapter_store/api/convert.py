@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from datetime import datetime
+from typing import TypeVar
 
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -11,14 +12,19 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from adapter_store.core import (
     AdapterEvent,
     AdapterRecord,
+    Announcement,
+    BaseModelSource,
     DataType,
     EventKind,
     ImageKey,
     ImageState,
     Layout,
+    LayoutInfo,
     LayoutVerdict,
+    Recorded,
     Segment,
     SegmentKind,
+    ServerLimits,
     SignatureState,
     Target,
     TargetKind,
@@ -39,11 +45,20 @@ from servicekit.refs import (
     parse_sha256,
 )
 
+Registered = TypeVar("Registered", pb.RegisterAdapterResponse, pb.UploadAdapterResponse)
+
 _STATES = {
     ImageState.PENDING: pb.IMAGE_STATE_PENDING,
     ImageState.COMPILING: pb.IMAGE_STATE_COMPILING,
     ImageState.READY: pb.IMAGE_STATE_READY,
     ImageState.INCOMPATIBLE: pb.IMAGE_STATE_INCOMPATIBLE,
+}
+_BASE_MODEL_SOURCES = {
+    BaseModelSource.CALLER: pb.BASE_MODEL_SOURCE_CALLER,
+    BaseModelSource.CURRENT_VERSION: pb.BASE_MODEL_SOURCE_CURRENT_VERSION,
+    BaseModelSource.SERVED: pb.BASE_MODEL_SOURCE_SERVED,
+    BaseModelSource.CONFIG: pb.BASE_MODEL_SOURCE_CONFIG,
+    BaseModelSource.ONLY_SERVED: pb.BASE_MODEL_SOURCE_ONLY_SERVED,
 }
 _EVENT_KINDS = {
     EventKind.REGISTERED: pb.EVENT_KIND_REGISTERED,
@@ -169,12 +184,36 @@ def from_layout(message: pb.ModelLayout) -> Layout:
         raise InvalidArgument(f"layout.dtype: {message.dtype} is not known", subject="layout.dtype")
     return Layout(
         base_model=message.base_model,
-        aliases=tuple(message.aliases),
         config_sha256=message.config_sha256,
         dtype=dtype,
         image_format=0,
         targets=tuple(_from_target(i, target) for i, target in enumerate(message.targets)),
     )
+
+
+def from_announcement(message: pb.RegisterLayoutRequest) -> Announcement:
+    """Returns what the server says beside its layout; of one of an earlier release, what its layout
+    says."""
+    if not message.HasField("announcement"):
+        return Announcement(tuple(message.layout.aliases), is_renewed=False)
+    announcement = message.announcement
+    return Announcement(tuple(announcement.aliases), announcement.max_rank)
+
+
+def from_watch(message: pb.WatchAdaptersRequest) -> str:
+    """Returns the announcement that the watch renews, "" for none. Raises InvalidArgument."""
+    return _optional_digest(message.announcement_id, "announcement_id")
+
+
+def from_layout_page(message: pb.ListLayoutsRequest) -> str:
+    """Returns the id of the layout that the page is after, "" for the first. Raises
+    InvalidArgument."""
+    return _optional_digest(message.page_token, "page_token")
+
+
+def from_forget_layout(message: pb.ForgetLayoutRequest) -> str:
+    """Raises InvalidArgument."""
+    return parse_sha256(message.layout_id, "layout_id")
 
 
 def _from_target(index: int, message: pb.Target) -> Target:
@@ -203,6 +242,19 @@ def _optional_digest(text: str, field: str) -> str:
     return parse_sha256(text, field) if text else ""
 
 
+def to_registered(recorded: Recorded, kind: type[Registered]) -> Registered:
+    """Returns the answer of this kind to a registration."""
+    chosen = recorded.base_model
+    assert chosen is not None
+    return kind(
+        adapter=to_adapter(recorded.record),
+        revision=recorded.revision,
+        deleted_versions=recorded.deleted_versions,
+        base_model_source=_BASE_MODEL_SOURCES[chosen.source],
+        base_model_reason=chosen.reason,
+    )
+
+
 def to_adapter(record: AdapterRecord) -> pb.Adapter:
     return pb.Adapter(
         name=str(record.name),
@@ -217,7 +269,7 @@ def to_adapter(record: AdapterRecord) -> pb.Adapter:
         create_time=_to_timestamp(record.create_time),
         update_time=_to_timestamp(record.update_time),
         pinned=record.pinned,
-        layout_states=[_to_layout_state(verdict) for verdict in record.verdicts],
+        layout_states=[_to_layout_state(verdict, record.rank) for verdict in record.verdicts],
         description=record.description,
         created_by=record.created_by,
         source_revision=record.source_revision,
@@ -232,12 +284,36 @@ def to_adapter(record: AdapterRecord) -> pb.Adapter:
     )
 
 
-def _to_layout_state(verdict: LayoutVerdict) -> pb.LayoutState:
+def _to_layout_state(verdict: LayoutVerdict, rank: int) -> pb.LayoutState:
     return pb.LayoutState(
         layout_id=verdict.layout_id,
         state=_STATES[verdict.state],
         reason=verdict.reason,
         image_bytes=verdict.image_bytes,
+        servers=[_to_server_verdict(limits, verdict, rank) for limits in verdict.servers],
+    )
+
+
+def _to_server_verdict(limits: ServerLimits, verdict: LayoutVerdict, rank: int) -> pb.ServerVerdict:
+    reason = verdict.reason or limits.refusal(rank)
+    return pb.ServerVerdict(
+        announcement_id=limits.announcement_id,
+        max_rank=limits.max_rank,
+        servable=not reason,
+        reason=reason,
+    )
+
+
+def to_layout_info(layout: LayoutInfo) -> pb.LayoutInfo:
+    return pb.LayoutInfo(
+        layout_id=layout.layout_id,
+        base_model=layout.base_model,
+        aliases=layout.aliases,
+        max_ranks=layout.max_ranks,
+        images=layout.num_images,
+        image_bytes=layout.image_bytes,
+        create_time=_to_timestamp(layout.create_time),
+        last_use_time=_to_timestamp(layout.last_use_time),
     )
 
 

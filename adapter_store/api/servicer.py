@@ -35,6 +35,7 @@ AUDITED = frozenset(
         "PinAdapter",
         "UnpinAdapter",
         "RegisterLayout",
+        "ForgetLayout",
     }
 )
 """The RPCs that are audited."""
@@ -42,7 +43,9 @@ AUDITED = frozenset(
 CALL_RULES = CallRules(
     domain="adapter_store.loadout",
     requests=REQUESTS,
-    polled=frozenset({"GetAdapter", "ListAdapters", "ListVersions", "GetStoreStatus"}),
+    polled=frozenset(
+        {"GetAdapter", "ListAdapters", "ListVersions", "ListLayouts", "GetStoreStatus"}
+    ),
     long_lived=frozenset({"WatchAdapters"}),
     facts=("tenant", "adapter", "digest"),
     traced_facts=("request_id", "tenant", "adapter", "digest", "layout_id"),
@@ -77,11 +80,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             recorded = await _finish(
                 entry, await self._service.register(caller, registration, request.source_uri)
             )
-        return pb.RegisterAdapterResponse(
-            adapter=convert.to_adapter(recorded.record),
-            revision=recorded.revision,
-            deleted_versions=recorded.deleted_versions,
-        )
+        return convert.to_registered(recorded, pb.RegisterAdapterResponse)
 
     async def UploadAdapter(  # noqa: N802
         self, requests: AsyncIterator[pb.UploadAdapterRequest], context: Context
@@ -96,11 +95,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             recorded = await _finish(
                 entry, await self._service.upload(caller, registration, chunks)
             )
-        return pb.UploadAdapterResponse(
-            adapter=convert.to_adapter(recorded.record),
-            revision=recorded.revision,
-            deleted_versions=recorded.deleted_versions,
-        )
+        return convert.to_registered(recorded, pb.UploadAdapterResponse)
 
     async def GetAdapter(  # noqa: N802
         self, request: pb.GetAdapterRequest, context: Context
@@ -212,10 +207,35 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             parsers = self._parsers_of(caller.account)
             converting = parsers.submit(convert.from_layout, request.layout)
             layout = await asyncio.wrap_future(converting)
-            entry.digest, image_format = await self._service.register_layout(
-                layout, list(request.layout.image_formats), caller
+            announcement = convert.from_announcement(request)
+            accepted = await self._service.register_layout(
+                layout, list(request.layout.image_formats), caller, announcement
             )
-        return pb.RegisterLayoutResponse(layout_id=entry.digest, image_format=image_format)
+            entry.digest = accepted.layout_id
+        return pb.RegisterLayoutResponse(
+            layout_id=accepted.layout_id,
+            image_format=accepted.image_format,
+            announcement_id=accepted.announcement_id,
+        )
+
+    async def ListLayouts(  # noqa: N802
+        self, request: pb.ListLayoutsRequest, context: Context
+    ) -> pb.ListLayoutsResponse:
+        caller = self._authorize(context, Action.STATUS)
+        after = convert.from_layout_page(request)
+        layouts, token = await self._service.layout_page(caller, after)
+        return pb.ListLayoutsResponse(
+            layouts=map(convert.to_layout_info, layouts), next_page_token=token
+        )
+
+    async def ForgetLayout(  # noqa: N802
+        self, request: pb.ForgetLayoutRequest, context: Context
+    ) -> pb.ForgetLayoutResponse:
+        with self._audited(context, "ForgetLayout", Action.FORGET_LAYOUT) as (caller, entry):
+            caller.require_all_tenants()
+            entry.digest = convert.from_forget_layout(request)
+            num_images = await self._service.forget_layout(caller, entry.digest)
+        return pb.ForgetLayoutResponse(images=num_images)
 
     async def PullAdapter(  # noqa: N802
         self, request: pb.PullAdapterRequest, context: Context
@@ -233,7 +253,10 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     ) -> AsyncIterator[pb.WatchAdaptersResponse]:
         call = self._authenticator.long_lived(context.invocation_metadata(), Action.READ)
         call_context.note_caller(call.caller)
-        async with aclosing(self._service.watch(call.caller, request.since_revision)) as events:
+        watch = self._service.watch(
+            call.caller, request.since_revision, convert.from_watch(request)
+        )
+        async with aclosing(watch) as events:
             async for event in events:
                 if not call.revalidate():  # what was passed over until now is found by a list only
                     raise RevisionTooOld(
@@ -294,7 +317,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
                 self._audit.begin(entry)
                 yield caller, entry
         finally:  # the audit has noted what was changed
-            if what == "RegisterLayout":
+            if action in (Action.REGISTER_LAYOUT, Action.FORGET_LAYOUT):
                 call_context.note(base_model=entry.name, layout_id=entry.digest)
             else:
                 call_context.note(adapter=entry.name, digest=entry.digest)

@@ -15,6 +15,8 @@ from datetime import UTC, datetime, timedelta
 from sqlalchemy import Connection, insert, select, update
 
 from adapter_store.catalog import (
+    announcements,
+    base_models,
     changes,
     events,
     image_states,
@@ -26,6 +28,7 @@ from adapter_store.catalog import (
     usage,
     work_leases,
 )
+from adapter_store.catalog.base_models import KnownBaseModels
 from adapter_store.catalog.database import Place, PostgresDatabase, open_database
 from adapter_store.catalog.filters import (
     decode_page_token,
@@ -46,9 +49,11 @@ from adapter_store.catalog.usage import CatalogCounts
 from adapter_store.core import (
     AdapterEvent,
     AdapterRecord,
+    Announcement,
     BlobPlace,
     EventKind,
     ImageKey,
+    LayoutInfo,
     LayoutVerdict,
     Pruned,
     Quota,
@@ -64,6 +69,7 @@ NO_LAYOUT_LIMITS = LayoutLimits()
 PAGE_BYTES = 3 << 20
 """About the size of the largest page: callers accept messages of 4 MiB if they are not told
 otherwise. One record may be larger."""
+PAGE_LAYOUTS = 64
 DEFAULT_GRACE = timedelta(minutes=10)
 
 
@@ -95,6 +101,7 @@ class Catalog:
         self._layout_limits = layout_limits
         self._clock = clock
         self._layout_uses: dict[str, datetime] = {}
+        self._renewals: dict[str, datetime] = {}
         self._listeners: list[Callable[[list[AdapterEvent]], None]] = []
         self._notifying = threading.Lock()
         self._database = open_database(place)
@@ -265,10 +272,15 @@ class Catalog:
 
     # Layouts and images
 
+    def known_base_models(self, name: AdapterName) -> KnownBaseModels:
+        """Returns what decides for which base model an adapter of this name is."""
+        with self._database.read() as conn:
+            return base_models.known(conn, name, self._live_since())
+
     def add_layout(
         self,
         layout_id: str,
-        base_models: Sequence[str],
+        base_model: str,
         body: str,
         account: str = "",
     ) -> bool:
@@ -276,8 +288,40 @@ class Catalog:
         now, ttl, limits = self._clock(), self._layout_ttl, self._layout_limits
         with self._database.write() as conn:
             return layouts.add(
-                conn, layout_id, base_models, body, now, ttl, account=account, limits=limits
+                conn, layout_id, base_model, body, now, ttl, account=account, limits=limits
             )
+
+    def announce(self, layout_id: str, announcement_id: str, announcement: Announcement) -> bool:
+        """See announcements.add."""
+        now = self._clock()
+        with self._database.write() as conn:
+            is_first = announcements.add(conn, layout_id, announcement_id, announcement, now)
+        self._renewals[announcement_id] = now
+        return is_first
+
+    def is_renewal_due(self, announcement_id: str) -> bool:
+        """Returns whether an announcement has to be renewed. Does not block."""
+        last = self._renewals.get(announcement_id)
+        return last is None or self._clock() - last >= announcements.RENEW_AFTER
+
+    def renew(self, announcement_id: str) -> str | None:
+        """See announcements.renew."""
+        now = self._clock()
+        with self._database.write() as conn:
+            layout_id = announcements.renew(conn, announcement_id, now)
+        if layout_id is not None:
+            self._renewals[announcement_id] = now
+        return layout_id
+
+    def expire_announcements(self) -> int:
+        """See announcements.expire."""
+        now = self._clock()
+        with self._database.write() as conn:
+            num_ended = announcements.expire(conn, now)
+        old = [key for key, last in self._renewals.items() if now - last > announcements.LASTS_FOR]
+        for key in old:
+            self._renewals.pop(key, None)
+        return num_ended
 
     def is_use_due(self, layout_id: str) -> bool:
         """Returns whether a use has to be recorded again. Does not block."""
@@ -301,9 +345,12 @@ class Catalog:
         with self._database.read() as conn:
             return layouts.bases(conn, layout_id)
 
-    def live_layouts(self) -> list[str]:
+    def served_layouts(self) -> list[str]:
+        """Returns the live layouts with a server, or whose last one has gone less than an hour
+        ago."""
+        has_server = announcements.has_server(self._clock())
         with self._database.read() as conn:
-            return layouts.live(conn, self._live_since())
+            return layouts.live(conn, self._live_since(), has_server)
 
     def unused_layouts(self) -> frozenset[str]:
         with self._database.read() as conn:
@@ -323,6 +370,22 @@ class Catalog:
         for layout_id in gone:
             self._layout_uses.pop(layout_id, None)
         return gone
+
+    def layout_page(self, after: str = "") -> tuple[list[LayoutInfo], str]:
+        """Returns a page of layouts, from the first after the one with this id, and the id that the
+        next page is after ("" for the last)."""
+        with self._database.read() as conn:
+            page = layouts.page(conn, after, PAGE_LAYOUTS + 1, self._clock())
+        more = len(page) > PAGE_LAYOUTS
+        return page[:PAGE_LAYOUTS], page[PAGE_LAYOUTS - 1].layout_id if more else ""
+
+    def forget_layout(self, layout_id: str) -> int:
+        """See layouts.forget."""
+        with self._database.write() as conn:
+            num_images = layouts.forget(conn, layout_id)
+        self._layout_uses.pop(layout_id, None)
+        self._renewals.clear()  # so that its servers notice with the next events of their watches
+        return num_images
 
     def layout_ids(self) -> list[str]:
         with self._database.read() as conn:

@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 from sqlalchemy import (
     ColumnElement,
     Connection,
+    and_,
     delete,
     exists,
     func,
@@ -22,10 +23,11 @@ from sqlalchemy import (
     update,
 )
 
-from adapter_store.catalog.lookup import to_micros
-from adapter_store.catalog.schema import images, layout_bases, layouts, versions
-from adapter_store.core import ImageState
+from adapter_store.catalog.lookup import from_micros, to_micros
+from adapter_store.catalog.schema import announcements, images, layout_bases, layouts, versions
+from adapter_store.core import ImageState, LayoutInfo
 from adapter_store.errors import LimitExceeded
+from servicekit.errors import NotFound
 from servicekit.shares import limit_of
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,8 @@ MAX_FORGOTTEN = 100
 """How many layouts are forgotten in one transaction."""
 USE_PRECISION = timedelta(hours=1)
 """A use within this time of the last recorded one is not recorded."""
+MAX_SHOWN_ALIASES = 16
+"""How many aliases of a layout are listed."""
 FORGET_AFTER_TTLS = 4
 """A layout that was not used for so many times its time to live may be forgotten. A server
 registers its layout whenever it connects."""
@@ -67,14 +71,14 @@ def is_live(since: int) -> ColumnElement[bool]:
 def add(
     conn: Connection,
     layout_id: str,
-    base_models: Sequence[str],
+    base_model: str,
     body: str,
     time: datetime,
     ttl: timedelta,
     account: str,
     limits: LayoutLimits,
 ) -> bool:
-    """Records a layout for its base model and aliases, or its use. Returns False if it was live.
+    """Records a layout for its base model, or its use. Returns False if it was live.
 
     Raises LimitExceeded for one that was not, if there are too many live layouts, of one of its
     base models or in all, or the account has its share of them.
@@ -88,8 +92,7 @@ def add(
             return True
         _note_use(conn, layout_id, last_use, now, ttl)
         return False
-    names = sorted(set(base_models))
-    _check_limits(conn, names, since, account, limits)
+    _check_limits(conn, [base_model], since, account, limits)
     conn.execute(
         insert(layouts).values(
             layout_id=layout_id,
@@ -99,9 +102,7 @@ def add(
             registered_by=account,
         )
     )
-    conn.execute(
-        insert(layout_bases), [{"base_model": name, "layout_id": layout_id} for name in names]
-    )
+    conn.execute(insert(layout_bases).values(base_model=base_model, layout_id=layout_id))
     return True
 
 
@@ -197,8 +198,8 @@ def body(conn: Connection, layout_id: str) -> str | None:
     return conn.scalar(select(layouts.c.body).where(layouts.c.layout_id == layout_id))
 
 
-def live(conn: Connection, since: int) -> list[str]:
-    return list(conn.scalars(select(layouts.c.layout_id).where(is_live(since))))
+def live(conn: Connection, since: int, *where: ColumnElement[bool]) -> list[str]:
+    return list(conn.scalars(select(layouts.c.layout_id).where(is_live(since), *where)))
 
 
 def unused(conn: Connection, since: int) -> frozenset[str]:
@@ -214,6 +215,69 @@ def forget_unused_images(conn: Connection, since: int) -> int:
     return conn.execute(delete(images).where(*where)).rowcount
 
 
+def page(conn: Connection, after: str, limit: int, time: datetime) -> list[LayoutInfo]:
+    """Returns layouts in order of their ids, from the first after `after`, as they are at this
+    time."""
+    is_ready = images.c.state == ImageState.READY.value
+    query = (
+        select(
+            layouts.c.layout_id,
+            layouts.c.create_time,
+            layouts.c.last_use_time,
+            func.count(images.c.digest),
+            func.sum(images.c.image_bytes),
+        )
+        .outerjoin(images, and_(images.c.layout_id == layouts.c.layout_id, is_ready))
+        .where(layouts.c.layout_id > after)
+        .group_by(layouts.c.layout_id)
+        .order_by(layouts.c.layout_id)
+        .limit(limit)
+    )
+    found = conn.execute(query).all()
+    layout_ids = [row[0] for row in found]
+    names: dict[str, list[str]] = {}
+    of_layouts = select(layout_bases).where(layout_bases.c.layout_id.in_(layout_ids))
+    order = (layout_bases.c.is_alias, layout_bases.c.base_model)
+    for row in conn.execute(of_layouts.order_by(*order)):  # the base model, then its aliases
+        names.setdefault(row.layout_id, []).append(row.base_model)
+    ranks: dict[str, list[int]] = {}
+    announced = select(announcements.c.layout_id, announcements.c.max_rank).where(
+        announcements.c.layout_id.in_(layout_ids), announcements.c.expire_time > to_micros(time)
+    )
+    for row in conn.execute(announced.order_by(announcements.c.max_rank)):
+        ranks.setdefault(row.layout_id, []).append(row.max_rank)
+    return [
+        LayoutInfo(
+            layout_id,
+            names[layout_id][0],
+            tuple(names[layout_id][1 : 1 + MAX_SHOWN_ALIASES]),
+            tuple(ranks.get(layout_id, ())),
+            num_images,
+            int(image_bytes or 0),
+            from_micros(create_time),
+            from_micros(last_use_time),
+        )
+        for layout_id, create_time, last_use_time, num_images, image_bytes in found
+    ]
+
+
+def forget(conn: Connection, layout_id: str) -> int:
+    """Deletes a layout with all that is known of its images; returns how many were compiled. Raises
+    NotFound."""
+    if _last_use(conn, layout_id) is None:
+        raise NotFound(f"layout_id: no layout {layout_id}", subject="layout_id")
+    is_ready = images.c.state == ImageState.READY.value
+    compiled = select(func.count()).where(images.c.layout_id == layout_id, is_ready)
+    num_images = conn.execute(compiled).scalar_one()
+    _delete(conn, [layout_id])
+    return num_images
+
+
+def _delete(conn: Connection, layout_ids: Sequence[str]) -> None:
+    for table in (images, announcements, layout_bases, layouts):
+        conn.execute(delete(table).where(table.c.layout_id.in_(layout_ids)))
+
+
 def forget_unused(conn: Connection, before: int, max_kept: int) -> list[str]:
     """Deletes layouts last used before this time, with all that is known of their images; returns
     them. Those of base models that have adapters are kept, the latest `max_kept` of them: a server
@@ -225,6 +289,6 @@ def forget_unused(conn: Connection, before: int, max_kept: int) -> list[str]:
     old = select(layouts.c.layout_id).where(layouts.c.last_use_time < before).limit(MAX_FORGOTTEN)
     surplus = old.order_by(layouts.c.last_use_time.desc(), layouts.c.layout_id).offset(max_kept)
     gone = list(conn.scalars(old.where(~has_adapters))) or list(conn.scalars(surplus))
-    for table in (images, layout_bases, layouts) if gone else ():
-        conn.execute(delete(table).where(table.c.layout_id.in_(gone)))
+    if gone:
+        _delete(conn, gone)
     return gone

@@ -12,8 +12,22 @@ from typing import Any
 from sqlalchemy import Connection, Row, Select, or_, select
 
 from adapter_store.catalog.filters import Filter, apply_filter, within
-from adapter_store.catalog.schema import adapters, blobs, images, layout_bases, versions
-from adapter_store.core import AdapterRecord, ImageState, LayoutVerdict, SourceFile, Tenants
+from adapter_store.catalog.schema import (
+    adapters,
+    announcements,
+    blobs,
+    images,
+    layout_bases,
+    versions,
+)
+from adapter_store.core import (
+    AdapterRecord,
+    ImageState,
+    LayoutVerdict,
+    ServerLimits,
+    SourceFile,
+    Tenants,
+)
 from servicekit.errors import NotFound
 from servicekit.refs import AdapterName, AdapterRef
 
@@ -164,6 +178,8 @@ def _record_query() -> Select[Any]:
 def _to_records(conn: Connection, rows: Sequence[Row[Any]]) -> list[AdapterRecord]:
     layouts_by_base = _layouts_by_base(conn, {row.base_model for row in rows})
     verdicts = _verdicts(conn, {row.digest for row in rows}) if layouts_by_base else {}
+    layout_ids = {each for found in layouts_by_base.values() for each in found}
+    servers = _servers(conn, layout_ids) if layout_ids else {}
     return [
         AdapterRecord(
             name=AdapterName(row.tenant, row.name),
@@ -179,8 +195,11 @@ def _to_records(conn: Connection, rows: Sequence[Row[Any]]) -> list[AdapterRecor
             pinned=row.pinned,
             labels=json.loads(row.labels),
             verdicts=tuple(
-                verdicts.get((row.digest, layout_id))
-                or LayoutVerdict(layout_id, ImageState.PENDING)
+                replace(
+                    verdicts.get((row.digest, layout_id))
+                    or LayoutVerdict(layout_id, ImageState.PENDING),
+                    servers=tuple(servers.get(layout_id, ())),
+                )
                 for layout_id in layouts_by_base.get(row.base_model, ())
             ),
             description=row.description,
@@ -205,6 +224,20 @@ def _layouts_by_base(conn: Connection, base_models: Iterable[str]) -> dict[str, 
     result: dict[str, list[str]] = {}
     for row in conn.execute(query):
         result.setdefault(row.base_model, []).append(row.layout_id)
+    return result
+
+
+def _servers(conn: Connection, layout_ids: Iterable[str]) -> dict[str, list[ServerLimits]]:
+    """Returns the limits of the servers of each of these layouts, the lowest ranks first."""
+    query = (
+        select(announcements)
+        .where(announcements.c.layout_id.in_(layout_ids))
+        .order_by(announcements.c.max_rank, announcements.c.announcement_id)
+    )
+    result: dict[str, list[ServerLimits]] = {}
+    for row in conn.execute(query):
+        limits = ServerLimits(row.announcement_id, row.max_rank, row.expire_time)
+        result.setdefault(row.layout_id, []).append(limits)
     return result
 
 
@@ -236,14 +269,14 @@ def hidden_micros(create_time: int, verdict: LayoutVerdict, now: int) -> int:
 
 
 def shown(record: AdapterRecord, now: int) -> AdapterRecord:
-    """Returns the record with those verdicts as PENDING that it does not show yet, at this time in
-    microseconds."""
+    """Returns the record as it is at this time, in microseconds: without the servers that are gone,
+    and with those verdicts as PENDING that it does not show yet."""
     create_time = to_micros(record.create_time)
-    is_hidden = [hidden_micros(create_time, each, now) > 0 for each in record.verdicts]
-    if True not in is_hidden:
-        return record
-    verdicts = (
-        LayoutVerdict(each.layout_id, ImageState.PENDING, is_hidden=True) if hidden else each
-        for each, hidden in zip(record.verdicts, is_hidden, strict=True)
-    )
+    verdicts = []
+    for each in record.verdicts:
+        verdict = each
+        if hidden_micros(create_time, each, now) > 0:
+            verdict = LayoutVerdict(each.layout_id, ImageState.PENDING, is_hidden=True)
+        servers = tuple(server for server in each.servers if server.expire_time > now)
+        verdicts.append(replace(verdict, servers=servers))
     return replace(record, verdicts=tuple(verdicts))

@@ -19,6 +19,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    false,
 )
 
 metadata = MetaData()
@@ -109,13 +110,26 @@ layouts = Table(
     Column("registered_by", Text, nullable=False, server_default=""),  # an account
 )
 
-# One row for the layout's base model and for each of its aliases.
+# One row for the layout's base model and for each alias that a server has announced.
 layout_bases = Table(
     "layout_bases",
     metadata,
     Column("base_model", Plain, nullable=False),
     Column("layout_id", Plain, ForeignKey("layouts.layout_id"), nullable=False),
+    Column("is_alias", Boolean, nullable=False, server_default=false()),
     PrimaryKeyConstraint("base_model", "layout_id"),
+)
+
+# What servers say beside a layout, until it expires.
+announcements = Table(
+    "announcements",
+    metadata,
+    Column("announcement_id", Plain, primary_key=True),
+    Column("layout_id", Plain, ForeignKey("layouts.layout_id"), nullable=False),
+    Column("aliases", Text, nullable=False),  # JSON list
+    Column("max_rank", Big, nullable=False),  # 0: any
+    Column("expire_time", Big, nullable=False),
+    Index("announcements_by_layout", "layout_id"),
 )
 
 # Verdicts so far. No row: PENDING.

@@ -127,9 +127,7 @@ class ImageBuilder:
         layout = self._layouts.get(key.layout_id)
         checkpoint = self._open(key)
         with self._record_incompatible(key, start_s):
-            plan = plan_image(
-                checkpoint, layout, base_model=layout.base_model, identity=key.layout_id
-            )
+            plan = plan_image(checkpoint, layout, identity=key.layout_id)
         build = Build(key, layout, checkpoint, plan, precompile, start_s)
         if precompile:
             self._claim_precompile(build)

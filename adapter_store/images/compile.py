@@ -64,11 +64,9 @@ def trailer_sha256(parts: tuple[ImagePart, ...]) -> bytes:
     return hashlib.sha256(b"".join(part.sha256 for part in parts)).digest()
 
 
-def compile_image(
-    checkpoint: Checkpoint, layout: Layout, *, base_model: str | None = None
-) -> Image:
+def compile_image(checkpoint: Checkpoint, layout: Layout) -> Image:
     """Plans and compiles. Raises as `plan_image` and `compile_parts`."""
-    plan = plan_image(checkpoint, layout, base_model=base_model)
+    plan = plan_image(checkpoint, layout)
     buffer = allocate_buffer(plan.total_bytes)
     return Image(plan, buffer, tuple(compile_parts(checkpoint, layout, plan, buffer)))
 

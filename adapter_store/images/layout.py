@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from adapter_store.checkpoint.digest import canonical_json, sha256_text
-from adapter_store.core import DataType, Layout, Target, TargetKind
+from adapter_store.core import Announcement, DataType, Layout, Target, TargetKind
 from servicekit.errors import InvalidArgument
 
 MAX_TARGETS = 1 << 17
 MAX_ALIASES = 64
 MAX_FEATURES = 1 << 28
+MAX_RANK = 1 << 30
 MAX_NAME_CHARS = 512
 
 _NAME = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
@@ -33,7 +34,8 @@ def text_id(text: str) -> str:
 
 
 def to_text(layout: Layout) -> str:
-    """Returns the layout's canonical JSON. Absent slices and layers are null; aliases are sorted.
+    """Returns the layout's canonical JSON. Absent slices and layers are null. Aliases, which are
+    announced, are an empty list, so that layouts without any have the ids that they always had.
 
     It is written, and `from_text` reads it, one target at a time: a hundred thousand in one call
     would stop all other threads of the process.
@@ -41,7 +43,7 @@ def to_text(layout: Layout) -> str:
     head = canonical_json(
         {
             "base_model": layout.base_model,
-            "aliases": sorted(set(layout.aliases)),
+            "aliases": [],
             "config_sha256": layout.config_sha256,
             "dtype": layout.dtype.value,
             "image_format": layout.image_format,
@@ -49,6 +51,12 @@ def to_text(layout: Layout) -> str:
     )
     targets = ",".join(canonical_json(_target_fields(target)) for target in layout.targets)
     return f'{head[:-1]},"targets":[{targets}]}}'  # the last of the sorted keys
+
+
+def announcement_id(layout_id: str, announcement: Announcement) -> str:
+    """Returns "sha256:<hex>": servers that say the same of the same layout have the same."""
+    fields = [sorted(set(announcement.aliases)), announcement.max_rank, announcement.is_renewed]
+    return sha256_text(canonical_json(["loadout-announcement", layout_id, *fields]))
 
 
 def _target_fields(target: Target) -> dict[str, Any]:
@@ -66,14 +74,13 @@ def _target_fields(target: Target) -> dict[str, Any]:
 
 
 def from_text(text: str) -> Layout:
-    """Parses what `to_text` returned, or an earlier release wrote: the same with spaces, and
-    unsorted but for the targets, which come last. The text is trusted."""
+    """Parses what `to_text` returned, or an earlier release wrote: the same with aliases, and maybe
+    with spaces, and unsorted but for the targets, which come last. The text is trusted."""
     start = _TARGETS.search(text)
     assert start is not None
     data = json.loads(text[: start.start()] + '"targets":[]}')
     return Layout(
         base_model=data["base_model"],
-        aliases=tuple(data["aliases"]),
         config_sha256=data["config_sha256"],
         dtype=DataType(data["dtype"]),
         image_format=data["image_format"],
@@ -113,10 +120,6 @@ def validate(layout: Layout) -> None:
     """Raises InvalidArgument (subject: the field, such as "targets[3].in_features")."""
     _require(0 < len(layout.base_model) <= MAX_NAME_CHARS, "base_model", "1 to 512 characters")
     _require(layout.base_model.isprintable(), "base_model", "not printable")
-    _require(len(layout.aliases) <= MAX_ALIASES, "aliases", f"more than {MAX_ALIASES}")
-    for index, alias in enumerate(layout.aliases):
-        is_name = 0 < len(alias) <= MAX_NAME_CHARS and alias.isprintable()
-        _require(is_name, f"aliases[{index}]", "not a printable name")
     _require(
         _SHA256.fullmatch(layout.config_sha256) is not None,
         "config_sha256",
@@ -131,6 +134,18 @@ def validate(layout: Layout) -> None:
         _require(first == index, f"targets[{index}].name", f"same as targets[{first}]")
     _validate_order(layout)
     _validate_groups(layout)
+
+
+def validate_announcement(announcement: Announcement) -> None:
+    """Raises InvalidArgument (subject: the field, such as "announcement.aliases[3]")."""
+    message = "announcement" if announcement.is_renewed else "layout"
+    too_many = len(announcement.aliases) > MAX_ALIASES
+    _require(not too_many, "aliases", f"more than {MAX_ALIASES}", message)
+    for index, alias in enumerate(announcement.aliases):
+        is_name = 0 < len(alias) <= MAX_NAME_CHARS and alias.isprintable()
+        _require(is_name, f"aliases[{index}]", "not a printable name", message)
+    is_rank = announcement.max_rank <= MAX_RANK
+    _require(is_rank, "max_rank", f"above {MAX_RANK}", message)
 
 
 def _validate_target(target: Target, field: str) -> None:
@@ -198,6 +213,6 @@ def _validate_groups(layout: Layout) -> None:
         last[key] = index
 
 
-def _require(condition: bool, field: str, detail: str) -> None:
+def _require(condition: bool, field: str, detail: str, message: str = "layout") -> None:
     if not condition:
-        raise InvalidArgument(f"layout.{field}: {detail}", subject=f"layout.{field}")
+        raise InvalidArgument(f"{message}.{field}: {detail}", subject=f"{message}.{field}")

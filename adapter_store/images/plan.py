@@ -50,20 +50,18 @@ class ImagePlan:
     total_bytes: int
 
 
-def plan_image(
-    checkpoint: Checkpoint, layout: Layout, *, base_model: str | None = None, identity: str = ""
-) -> ImagePlan:
-    """Plans the image of `checkpoint` under a valid `layout`.
+def plan_image(checkpoint: Checkpoint, layout: Layout, *, identity: str = "") -> ImagePlan:
+    """Plans the image of `checkpoint` under a valid `layout`, of the base model that the adapter
+    was registered for.
 
-    `base_model` is what the adapter was registered for; by default what its config names.
     `identity` is the layout's id where it is known: that of a large layout takes long to compute.
 
-    Raises IncompatibleAdapter, with the tensor, target or base model as subject: WRONG_BASE,
-    FORMAT_UNKNOWN, TARGET_UNKNOWN, KIND_MISMATCH, SHAPE_MISMATCH or TARGET_MISSING; and
-    CorruptData if it seems so because the source differs from its digest.
+    Raises IncompatibleAdapter, with the tensor or target as subject: FORMAT_UNKNOWN,
+    TARGET_UNKNOWN, KIND_MISMATCH, SHAPE_MISMATCH or TARGET_MISSING; and CorruptData if it seems so
+    because the source differs from its digest.
     """
     try:
-        _check_fits(checkpoint, layout, checkpoint.base_model if base_model is None else base_model)
+        _check_fits(checkpoint, layout)
     except IncompatibleAdapter:
         checkpoint.verify()  # a damaged blob must not look like an adapter that does not fit
         raise
@@ -123,13 +121,7 @@ def _segment_shapes(
     yield SegmentKind.B, (rank, num_out)
 
 
-def _check_fits(checkpoint: Checkpoint, layout: Layout, base_model: str) -> None:
-    if not layout.serves(base_model):
-        raise IncompatibleAdapter(
-            f"the adapter is for base model {base_model!r}, not {layout.base_model!r}",
-            subject="base_model",
-            reason="WRONG_BASE",
-        )
+def _check_fits(checkpoint: Checkpoint, layout: Layout) -> None:
     if layout.image_format not in IMAGE_FORMATS:
         raise IncompatibleAdapter(
             f"image format {layout.image_format} is not known",

@@ -16,7 +16,6 @@ from adapter_store.catalog.filters import check_labels
 from adapter_store.catalog.rows import NewVersion
 from adapter_store.checkpoint.files import PICKLE_FILE, CheckpointLimits
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
-from adapter_store.checkpoint.peft_config import names_local_path
 from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
 from adapter_store.checkpoint.unpickle import convert_pickle
 from adapter_store.core import Quota, Recorded
@@ -29,6 +28,7 @@ from adapter_store.errors import (
     disk_full,
 )
 from adapter_store.metrics.metrics import Metrics
+from adapter_store.registration.base_model import choose_base_model
 from adapter_store.registration.signatures import Signature, check_signature, verify_signature
 from adapter_store.registration.tenant_policy import StorePolicyFile
 from adapter_store.sources import Sources
@@ -135,9 +135,10 @@ class Registrar:
     ) -> Recorded:
         """Fetches, checks and records.
 
-        Raises what Source.fetch, FetchRunner.run and open_checkpoint raise, FailedPrecondition if
-        the content is not the expected or the signed one, Conflict, QuotaExceeded, ShareExceeded,
-        and CallerGone if `caller_gone` is set before the end of the fetch.
+        Raises what Source.fetch, FetchRunner.run, open_checkpoint and choose_base_model raise,
+        FailedPrecondition if the content is not the expected or the signed one, Conflict,
+        QuotaExceeded, ShareExceeded, and CallerGone if `caller_gone` is set before the end of the
+        fetch.
         """
         staging = self._stage(request, caller_gone)
         try:
@@ -201,6 +202,9 @@ class Registrar:
     ) -> Recorded:
         with child_span("check"):
             checkpoint = self._open(staging)
+            known = self._catalog.known_base_models(request.name)
+            base = choose_base_model(request.base_model, checkpoint.base_model, known)
+            request = replace(request, base_model=base.name)
             new = _new_version(request, checkpoint, staging, source_uri, source_revision)
             if request.signature is not None:
                 signed_by = self._verify_signature(request, new.digest)
@@ -216,10 +220,12 @@ class Registrar:
                 "revision": recorded.revision,
                 "source_uri": source_uri,
                 "source_revision": source_revision,
+                "base_model": base.name,
+                "base_model_source": base.source.value,
                 "deleted_versions": recorded.deleted_versions,
             },
         )
-        return recorded
+        return recorded._replace(base_model=base)
 
     def _open(self, staging: Staging) -> Checkpoint:
         if staging.allows_pickle:
@@ -313,19 +319,6 @@ def _new_version(
     source_uri: str,
     source_revision: str,
 ) -> NewVersion:
-    base_model = request.base_model or checkpoint.base_model
-    if not base_model:
-        raise InvalidArgument(
-            "base_model: give the name of its base model (loadout register --base-model NAME): "
-            "adapter_config.json has none",
-            subject="base_model",
-        )
-    if not request.base_model and names_local_path(base_model):
-        raise InvalidArgument(
-            "base_model: give the name of its base model (loadout register --base-model NAME): "
-            f"adapter_config.json has a local path, {base_model[:160]!r}",
-            subject="base_model",
-        )
     if request.expected_digest and checkpoint.digest != request.expected_digest:
         raise FailedPrecondition(
             f"expected_digest: the content has digest {checkpoint.digest}",
@@ -335,7 +328,7 @@ def _new_version(
     return NewVersion(
         name=request.name,
         digest=checkpoint.digest,
-        base_model=base_model,
+        base_model=request.base_model,
         source_uri=source_uri,
         rank=checkpoint.rank,
         targets=checkpoint.module_names,

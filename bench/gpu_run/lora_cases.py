@@ -55,7 +55,7 @@ class Case(NamedTuple):
 
 def groups(context: Context) -> list[Group]:
     """Returns the groups of the model, the output head last; no more than `sizes.max_groups`."""
-    layout = build_layout(read_geometry(context.sizes.config), "", (), context.sizes.dtype)
+    layout = build_layout(read_geometry(context.sizes.config), "", context.sizes.dtype)
     found: dict[str, list[tuple[int, int]]] = {}
     for target in layout.targets:
         if target.kind == "linear" and target.layer in (0, None):
@@ -181,7 +181,7 @@ class Ours:
 
 def num_targets(context: Context) -> int:
     geometry = read_geometry(context.sizes.config)
-    return len(build_layout(geometry, "", (), context.sizes.dtype).targets)
+    return len(build_layout(geometry, "", context.sizes.dtype).targets)
 
 
 def error(call: LoraCall, work: Work) -> float:

@@ -147,7 +147,7 @@ class BenchModel:
         self.transformer = random_transformer(
             self.geometry, sizes.dtype, device, shares_layers=shares_layers
         )
-        self.layout = build_layout(self.geometry, "bench", (), sizes.dtype)
+        self.layout = build_layout(self.geometry, "bench", sizes.dtype)
         headers = [
             image_header(self.layout, str(index), sizes.rank)
             for index in range(max(1, num_adapters))

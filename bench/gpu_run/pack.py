@@ -140,13 +140,13 @@ def fetch(peer: Peer, folder: Path) -> dict[str, Any]:
 def compile_adapters(out: Path) -> dict[str, str]:
     """Makes the images of the demo's adapters in fp32; returns the digests by name."""
     geometry = load_geometry(out / MODEL)
-    layout = store_layout(build_layout(geometry, BASE_MODEL, (), torch.float32))
+    layout = store_layout(build_layout(geometry, BASE_MODEL, torch.float32))
     folder = out / IMAGES
     folder.mkdir()
     digests = {}
     for job in jobs.ADAPTER_JOBS:
         checkpoint = open_checkpoint(ASSETS / "adapters" / job.name)
-        image = compile_image(checkpoint, layout, base_model=BASE_MODEL)
+        image = compile_image(checkpoint, layout)
         # As the name of a file, too.
         digest = digests[job.name] = checkpoint.digest.removeprefix("sha256:")
         facts = {

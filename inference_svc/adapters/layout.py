@@ -37,7 +37,6 @@ class ModelLayout:
     """All targets of a model; the store identifies a layout by a layout_id."""
 
     base_model: str
-    aliases: tuple[str, ...]
     config_sha256: str
     dtype: torch.dtype
     image_formats: tuple[int, ...]
@@ -83,12 +82,10 @@ class ModelLayout:
 def layout_of(config: EngineConfig, geometry: ModelGeometry) -> ModelLayout:
     """Returns the layout that an engine with this config announces."""
     dtype = getattr(torch, config.dtype)
-    return build_layout(geometry, config.base_model, config.aliases, dtype)
+    return build_layout(geometry, config.base_model, dtype)
 
 
-def build_layout(
-    geometry: ModelGeometry, base_model: str, aliases: tuple[str, ...], dtype: torch.dtype
-) -> ModelLayout:
+def build_layout(geometry: ModelGeometry, base_model: str, dtype: torch.dtype) -> ModelLayout:
     """Returns the targets of a decoder, by the names of Hugging Face's modules."""
     hidden, intermediate = geometry.hidden_size, geometry.intermediate_size
     q_size = geometry.num_heads * geometry.head_dim
@@ -110,9 +107,7 @@ def build_layout(
             group_name = f"layers.{layer}.{group}"
             targets.append(LayoutTarget(path, layer, group_name, "linear", num_in, num_out))
     targets.append(LayoutTarget("lm_head", None, HEAD, "linear", hidden, vocab))
-    return ModelLayout(
-        base_model, aliases, geometry.config_sha256, dtype, IMAGE_FORMATS, tuple(targets)
-    )
+    return ModelLayout(base_model, geometry.config_sha256, dtype, IMAGE_FORMATS, tuple(targets))
 
 
 def lora_groups(layout: ModelLayout) -> dict[str, LoraGroup]:

@@ -19,7 +19,7 @@ from inference_svc.engine.status_types import EngineStatus, ResidentAdapter
 from inference_svc.errors import AdapterNotFound
 from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.store.directory import Binding, Directory
-from inference_svc.store.types import AdapterPage, Registry, Source
+from inference_svc.store.types import AdapterPage, Registered, Registry, Source
 from inference_svc.text.prompt import PromptEncoder
 from servicekit.auth.audit import Audit, AuditEntry
 from servicekit.auth.authenticator import Authenticator, Metadata, bearer_token
@@ -90,6 +90,13 @@ class Resident(NamedTuple):
     adapter: ResidentAdapter
     names: list[str]
     is_superseded: bool
+
+
+class Loaded(NamedTuple):
+    """A resident adapter, and its registration if it was registered for that."""
+
+    resident: Resident
+    registered: Registered | None
 
 
 class TraceFile(NamedTuple):
@@ -249,16 +256,18 @@ class Service:
         pin: bool,
         source: Source | None = None,
         subject: str = "ref",
-    ) -> Resident:
+    ) -> Loaded:
         """Returns once the adapter is resident. A source is first registered in the store under
         this name, on behalf of the caller. `subject` is the caller's name of the field `ref`."""
         with self._audited(caller, "LoadAdapter", ref) as (principal, entry):
-            revision = 0
+            registered, revision = None, 0
             if source is not None:
-                revision = await self._register(caller, principal, ref, source, subject)
+                registered = await self._register(caller, principal, ref, source, subject)
+                revision = registered.revision
             binding = await self._directory.resolve(principal, ref, revision, subject)
             entry.digest = binding.digest
-            return self._named(principal, await self._engine.load(entry.digest, pin))
+            adapter = await self._engine.load(entry.digest, pin)
+            return Loaded(self._named(principal, adapter), registered)
 
     async def unload(self, caller: Caller, ref: str, *, subject: str = "ref") -> int:
         """Returns the bytes freed, once they are free."""
@@ -321,7 +330,7 @@ class Service:
 
     async def _register(
         self, caller: Caller, principal: Principal, text: str, source: Source, subject: str
-    ) -> int:
+    ) -> Registered:
         ref = parse_ref(text, subject, principal.home_tenant)
         if not ref.name or ref.version:
             raise InvalidArgument(f"{subject} must be a name without a version", subject=subject)

@@ -26,6 +26,7 @@ from inference_svc.config import InferenceSettings
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.store.channel_pool import ChannelPool, PooledChannel
 from inference_svc.store.convert import (
+    from_announcement,
     from_layout,
     is_about,
     to_error,
@@ -36,7 +37,16 @@ from inference_svc.store.convert import (
 )
 from inference_svc.store.credentials import NO_ACCESS, Metadata, StoreAccess, read_store_access
 from inference_svc.store.replicas import Endpoint, Replicas
-from inference_svc.store.types import AdapterPage, AdapterRecord, HistoryGone, NameEvent, Source
+from inference_svc.store.types import (
+    AcceptedLayout,
+    AdapterPage,
+    AdapterRecord,
+    Announcement,
+    HistoryGone,
+    NameEvent,
+    Registered,
+    Source,
+)
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import ServiceError
 from servicekit.telemetry.logs import configure_logging
@@ -85,7 +95,7 @@ class CatalogClient:
             )
         )
 
-    async def register(self, name: str, source: Source, token: str | None) -> int:
+    async def register(self, name: str, source: Source, token: str | None) -> Registered:
         """See Registry."""
         metadata = self._access.forwarded_metadata(token)
         return await self._try_replicas(lambda session, _: session.register(name, source, metadata))
@@ -158,7 +168,7 @@ class ReplicaSession:
         records = [to_record(adapter, response.revision) for adapter in response.adapters]
         return AdapterPage(records, response.next_page_token)
 
-    async def register(self, name: str, source: Source, metadata: Metadata) -> int:
+    async def register(self, name: str, source: Source, metadata: Metadata) -> Registered:
         """Sends the caller's own `metadata`: the store's refusals are no sign of its health."""
         pooled = self._channels.acquire(self._endpoint)
         request = pb.RegisterAdapterRequest(
@@ -177,22 +187,34 @@ class ReplicaSession:
         finally:
             self._channels.release(pooled)
         self._channels.report_success(pooled)
-        return int(response.revision)
+        return Registered(
+            response.revision, response.adapter.base_model, response.base_model_reason
+        )
 
     async def get_revision(self) -> int:
         """Returns the catalog's current revision."""
         status = await self._call("GetStoreStatus", pb.GetStoreStatusRequest())
         return int(status.revision)
 
-    async def register_layout(self, layout: ModelLayout) -> str:
-        """Returns the layout's id. Raises AdapterUnusable when we share no image format."""
-        request = pb.RegisterLayoutRequest(layout=from_layout(layout))
-        return str((await self._call("RegisterLayout", request)).layout_id)
+    async def register_layout(
+        self, layout: ModelLayout, announcement: Announcement
+    ) -> AcceptedLayout:
+        """Raises AdapterUnusable when we share no image format."""
+        request = pb.RegisterLayoutRequest(
+            layout=from_layout(layout), announcement=from_announcement(announcement)
+        )
+        response = await self._call("RegisterLayout", request)
+        return AcceptedLayout(response.layout_id, response.announcement_id)
 
-    async def watch(self, since_revision: int) -> AsyncIterator[NameEvent]:
-        """Yields changes of names after a revision, and bookmarks. Raises HistoryGone."""
+    async def watch(
+        self, since_revision: int, announcement_id: str = ""
+    ) -> AsyncIterator[NameEvent]:
+        """Yields changes of names after a revision, and bookmarks. Raises HistoryGone, and
+        StoreUnavailable also if the announcement is not known any more."""
         pooled = self._channels.acquire(self._endpoint)
-        request = pb.WatchAdaptersRequest(since_revision=since_revision)
+        request = pb.WatchAdaptersRequest(
+            since_revision=since_revision, announcement_id=announcement_id
+        )
         call = pooled.stub.WatchAdapters(request, metadata=self._access.metadata())
         try:
             while True:
@@ -208,6 +230,8 @@ class ReplicaSession:
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.OUT_OF_RANGE:
                 raise HistoryGone from error
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                raise StoreUnavailable("the store has forgotten this server's layout") from error
             self._channels.report_failure(pooled, error.code())
             raise to_error(error) from error
         finally:

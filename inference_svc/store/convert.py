@@ -24,7 +24,7 @@ from inference_svc.errors import (
     QueueFull,
     StoreUnavailable,
 )
-from inference_svc.store.types import AdapterRecord, LayoutVerdict, NameEvent
+from inference_svc.store.types import AdapterRecord, Announcement, LayoutVerdict, NameEvent
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import InvalidArgument, PermissionDenied, ServiceError, Unauthenticated
 
@@ -146,12 +146,15 @@ def to_record(adapter: pb.Adapter, revision: int) -> AdapterRecord:
 def from_layout(layout: ModelLayout) -> pb.ModelLayout:
     return pb.ModelLayout(
         base_model=layout.base_model,
-        aliases=layout.aliases,
         config_sha256=layout.config_sha256,
         dtype=_DTYPES[str(layout.dtype)],
         targets=map(_from_target, layout.targets),
         image_formats=layout.image_formats,
     )
+
+
+def from_announcement(announcement: Announcement) -> pb.Announcement:
+    return pb.Announcement(aliases=announcement.aliases, max_rank=announcement.max_rank)
 
 
 def _from_target(target: LayoutTarget) -> pb.Target:

@@ -35,10 +35,37 @@ class AdapterRecord:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The location of an adapter's files. `base_model` "": the one in the adapter's own config."""
+    """The location of an adapter's files. `base_model` "": the store chooses."""
 
     uri: str
     base_model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A registration: the revision from which the name points to the adapter, its base model, and
+    how the store chose that, in words."""
+
+    revision: int
+    base_model: str
+    base_model_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What this server says beside its layout: further names of the base model, and the highest
+    rank that it accepts."""
+
+    aliases: tuple[str, ...]
+    max_rank: int
+
+
+class AcceptedLayout(NamedTuple):
+    """The store's ids of a layout, and of the announcement, which a watch renews: "" of a store of
+    an earlier release."""
+
+    layout_id: str
+    announcement_id: str
 
 
 class AdapterPage(NamedTuple):
@@ -73,9 +100,8 @@ class Catalog(Protocol):
 class Registry(Protocol):
     """Every method raises StoreUnavailable when no replica answers."""
 
-    async def register(self, name: str, source: Source, token: str | None) -> int:
-        """Registers an adapter on behalf of the token's owner, whom the store authorises. Returns
-        the revision from which the name points to it.
+    async def register(self, name: str, source: Source, token: str | None) -> Registered:
+        """Registers an adapter on behalf of the token's owner, whom the store authorises.
 
         Raises PermissionDenied, InvalidArgument (naming the store's field), AdapterUnusable,
         QueueFull for a quota, or another ServiceError.
@@ -96,10 +122,13 @@ class CatalogSession(Protocol):
 
     @property
     def source(self) -> str: ...
-    async def register_layout(self, layout: ModelLayout) -> str: ...
+    async def register_layout(
+        self, layout: ModelLayout, announcement: Announcement
+    ) -> AcceptedLayout: ...
     async def get_revision(self) -> int: ...
-    def watch(self, since_revision: int) -> AsyncIterator[NameEvent]:
-        """Yields changes after a revision, in order, and bookmarks. Raises HistoryGone."""
+    def watch(self, since_revision: int, announcement_id: str) -> AsyncIterator[NameEvent]:
+        """Yields changes after a revision, in order, and bookmarks, and renews the announcement
+        meanwhile. Raises HistoryGone."""
         ...
 
 

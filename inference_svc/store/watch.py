@@ -15,7 +15,7 @@ from inference_svc.store.credentials import StoreAccess
 from inference_svc.store.directory import Directory
 from inference_svc.store.replica_monitor import ReplicaMonitor
 from inference_svc.store.replicas import Replicas
-from inference_svc.store.types import HistoryGone, NameEvent, WatchedCatalog
+from inference_svc.store.types import Announcement, HistoryGone, NameEvent, WatchedCatalog
 from servicekit.errors import ServiceError
 
 logger = logging.getLogger(__name__)
@@ -35,10 +35,14 @@ class StoreConnection:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(
-        self, directory: Directory, layout: ModelLayout, on_layout: Callable[[str], None]
+        self,
+        directory: Directory,
+        layout: ModelLayout,
+        announcement: Announcement,
+        on_layout: Callable[[str], None],
     ) -> None:
         """Keeps `directory` current from now on. See CatalogWatch for `on_layout`."""
-        watch = CatalogWatch(self.catalog, directory, layout, on_layout)
+        watch = CatalogWatch(self.catalog, directory, layout, announcement, on_layout)
         self._tasks = [asyncio.create_task(self._monitor.run()), asyncio.create_task(watch.run())]
 
     async def close(self) -> None:
@@ -56,11 +60,13 @@ class CatalogWatch:
         catalog: WatchedCatalog,
         directory: Directory,
         layout: ModelLayout,
+        announcement: Announcement,
         on_layout: Callable[[str], None],
     ) -> None:
         self._catalog = catalog
         self._directory = directory
         self._layout = layout
+        self._announcement = announcement
         self._on_layout = on_layout
         self._knows_history = False
         self._is_down = False
@@ -98,7 +104,7 @@ class CatalogWatch:
     async def _connect(self) -> AsyncIterator[NameEvent]:
         """Yields a watch's events. All calls go to one replica: its revision is its watch's."""
         session = await self._catalog.connect(self._avoid)
-        layout_id = await session.register_layout(self._layout)
+        layout_id, announcement_id = await session.register_layout(self._layout, self._announcement)
         if layout_id != self._directory.layout_id:
             logger.info("the store accepted layout %s", layout_id)
             self._directory.layout_id = layout_id
@@ -111,7 +117,7 @@ class CatalogWatch:
             self._knows_history = True
         self._avoid, self._behind_since_s = frozenset(), None
         self._directory.watch_started(revision)
-        async for event in session.watch(self._directory.revision):
+        async for event in session.watch(self._directory.revision, announcement_id):
             yield event
 
     def _check_behind(self, source: str, revision: int) -> None:

@@ -194,6 +194,17 @@ def watch(since_revision: int) -> StreamCall[types.AdapterEvent]:
     return StreamCall(Service.STORE, "WatchAdapters", request, convert.event, resume)
 
 
+def layout_page(page_token: str) -> Call[types.LayoutPage]:
+    request = build(store_pb.ListLayoutsRequest, page_token=page_token)
+    return Call(Service.STORE, "ListLayouts", request, convert.layout_page)
+
+
+def forget_layout(layout_id: str) -> Call[int]:
+    request = build(store_pb.ForgetLayoutRequest, layout_id=layout_id)
+    # Repeated, it would not find what it has forgotten.
+    return Call(Service.STORE, "ForgetLayout", request, convert.num_images, repeatable=False)
+
+
 def store_status() -> Call[types.StoreStatus]:
     request = store_pb.GetStoreStatusRequest()
     return Call(Service.STORE, "GetStoreStatus", request, convert.store_status)

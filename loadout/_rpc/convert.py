@@ -17,6 +17,13 @@ IMAGE_STATES = {
     store_pb.IMAGE_STATE_READY: types.ImageState.READY,
     store_pb.IMAGE_STATE_INCOMPATIBLE: types.ImageState.INCOMPATIBLE,
 }
+BASE_MODEL_SOURCES = {
+    store_pb.BASE_MODEL_SOURCE_CALLER: types.BaseModelSource.CALLER,
+    store_pb.BASE_MODEL_SOURCE_CURRENT_VERSION: types.BaseModelSource.CURRENT_VERSION,
+    store_pb.BASE_MODEL_SOURCE_SERVED: types.BaseModelSource.SERVED,
+    store_pb.BASE_MODEL_SOURCE_CONFIG: types.BaseModelSource.CONFIG,
+    store_pb.BASE_MODEL_SOURCE_ONLY_SERVED: types.BaseModelSource.ONLY_SERVED,
+}
 EVENT_KINDS = {
     store_pb.EVENT_KIND_REGISTERED: types.EventKind.REGISTERED,
     store_pb.EVENT_KIND_UPDATED: types.EventKind.UPDATED,
@@ -76,7 +83,32 @@ def _layout_state(message: store_pb.LayoutState) -> types.LayoutState:
         state=IMAGE_STATES.get(message.state, types.ImageState.UNKNOWN),
         reason=message.reason,
         image_bytes=message.image_bytes,
+        servers=tuple(
+            types.ServerVerdict(each.announcement_id, each.max_rank, each.servable, each.reason)
+            for each in message.servers
+        ),
     )
+
+
+def layout_page(message: store_pb.ListLayoutsResponse) -> types.LayoutPage:
+    return types.LayoutPage(tuple(map(_layout, message.layouts)), message.next_page_token)
+
+
+def _layout(message: store_pb.LayoutInfo) -> types.Layout:
+    return types.Layout(
+        layout_id=message.layout_id,
+        base_model=message.base_model,
+        aliases=tuple(message.aliases),
+        max_ranks=tuple(message.max_ranks),
+        images=message.images,
+        image_bytes=message.image_bytes,
+        create_time=_time(message.create_time),
+        last_use_time=_time(message.last_use_time),
+    )
+
+
+def num_images(message: store_pb.ForgetLayoutResponse) -> int:
+    return message.images
 
 
 def only_adapter(
@@ -90,8 +122,10 @@ def only_adapter(
 def registration(
     message: store_pb.RegisterAdapterResponse | store_pb.UploadAdapterResponse,
 ) -> types.Registration:
+    source = BASE_MODEL_SOURCES.get(message.base_model_source, types.BaseModelSource.UNKNOWN)
     return types.Registration(
-        adapter(message.adapter), message.revision, tuple(message.deleted_versions)
+        *(adapter(message.adapter), message.revision, tuple(message.deleted_versions)),
+        *(source, message.base_model_reason),
     )
 
 

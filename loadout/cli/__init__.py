@@ -5,6 +5,8 @@ app             the commands, put together
 demo            demo, up
 services        store, serve
 adapters        register, adapters
+verdicts        which servers can serve what was registered
+layouts         layouts
 versions        versions, rollback, prune, delete
 generate        generate
 residents       load, unload, pin, unpin, residents

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,7 @@ from loadout.cli.completion import AdapterName
 from loadout.cli.connection import Connection, connects
 from loadout.cli.output import new_table, print_json, table_console
 from loadout.cli.signing import compute_digest
+from loadout.cli.verdicts import check_servable, print_verdicts, wait_for_verdicts
 from loadout.cli.versions import number_ranges
 from loadout.signing import SigningKey, parse_signature
 from loadout.types import Adapter, ImageState, Registration, Signature
@@ -33,6 +35,7 @@ Examples:
   loadout register french ./out/french
   loadout register acme/support s3://adapters/support --label team=cx --pin
   loadout register french file:///srv/adapters/french --if-current-digest sha256:...
+  loadout register french ./out/french --require-servable
   loadout register french ./out/french --sign-key release-2026.pem
   loadout register french ./out/checkpoint-500 --keep 5
 """
@@ -44,6 +47,16 @@ Examples:
   loadout adapters --json | jq -r '.[].ref'
 """
 
+BaseModel = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="Base model, if the adapter's config names none or another."),
+]
+RequireServable = Annotated[
+    bool,
+    typer.Option(
+        "--require-servable", help="Fail unless a server can serve it. It stays registered."
+    ),
+]
 SignatureFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="File with the output of `loadout sign`.")
 ]
@@ -72,10 +85,7 @@ def register(
             metavar="URI|DIR", help="s3://bucket/prefix, file:///path, or a local folder to upload."
         ),
     ],
-    base_model: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="Base model, if the adapter's config names it wrongly."),
-    ] = "",
+    base_model: BaseModel = "",
     expected_digest: Annotated[
         str, typer.Option(metavar="DIGEST", help="Digest that the content must have.")
     ] = "",
@@ -92,6 +102,7 @@ def register(
     signature: SignatureFile = None,
     sign_key: SignKeyFile = None,
     keep: Keep = None,
+    require_servable: RequireServable = False,
     as_json: options.Json = False,
     store: options.Store = options.DEFAULT_STORE,
     *,
@@ -99,7 +110,7 @@ def register(
 ) -> None:
     """Register an adapter with the store.
 
-    Returns when it is checked and durably recorded.
+    Returns when it is durably recorded, and it is known which servers can serve it.
     """
     labels = dict(_label(each) for each in label or ())
     if sign_key is not None:
@@ -118,10 +129,15 @@ def register(
             keep=keep or 0,
             progress=show,
         )
+        if not as_json:
+            _print_registration(result)
+        adapter = wait_for_verdicts(client, result.adapter, is_required=require_servable)
     if as_json:
-        print_json(result)
-    else:
-        _print_registration(result)
+        print_json(replace(result, adapter=adapter))
+    elif result.base_model_reason:  # a store of an earlier release says neither
+        print_verdicts(adapter)
+    if require_servable:
+        check_servable(adapter)
 
 
 def _print_registration(result: Registration) -> None:
@@ -129,6 +145,8 @@ def _print_registration(result: Registration) -> None:
     typer.echo(f"{adapter.ref} rank {adapter.rank} {adapter.digest} at revision {result.revision}")
     if result.deleted_versions:
         typer.echo(f"older versions deleted: {number_ranges(result.deleted_versions)}")
+    if result.base_model_reason:
+        typer.echo(f"base model {adapter.base_model}: {result.base_model_reason}")
 
 
 def _digest_to_sign(source: str) -> str:

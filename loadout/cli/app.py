@@ -14,6 +14,7 @@ from loadout.cli import (
     demo,
     generate,
     info,
+    layouts,
     profile,
     residents,
     services,
@@ -67,6 +68,7 @@ app.command("store", add_help_option=False, context_settings=services.PASS_ON)(s
 app.command("serve", add_help_option=False, context_settings=services.PASS_ON)(services.run_serve)
 app.command("register", epilog=adapters.REGISTER_EXAMPLES)(adapters.register)
 app.command("adapters", epilog=adapters.LIST_EXAMPLES)(adapters.list_adapters)
+app.command("layouts", epilog=layouts.EXAMPLES)(layouts.layouts)
 app.command("versions", epilog=versions.VERSIONS_EXAMPLES)(versions.versions)
 app.command("rollback", epilog=versions.ROLLBACK_EXAMPLES)(versions.rollback)
 app.command("prune", epilog=versions.PRUNE_EXAMPLES)(versions.prune)

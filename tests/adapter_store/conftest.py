@@ -185,7 +185,6 @@ def tiny_layout(
     """By default of all of the tiny model's targets."""
     return Layout(
         base_model=base_model,
-        aliases=("tiny",),
         config_sha256="0" * 64,
         dtype=dtype,
         image_format=1,

@@ -31,7 +31,7 @@ class Parts:
             layout_ttl=TTL,
             clock=lambda: self.now,
         )
-        self.catalog.add_layout(LAYOUT, ["base"], "{}")
+        self.catalog.add_layout(LAYOUT, "base", "{}")
         self.blobs = LocalBlobs(folder)
         self.disk = DiskTier(folder / "images", 1 << 20)
         self.collector = Collector(self.catalog, self.blobs, self.disk, GRACE)

@@ -34,7 +34,7 @@ def test_the_tables_are_up_to_date() -> None:
 def test_an_image_has_the_bytes_that_the_store_gives_it() -> None:
     checkpoint = open_checkpoint(ASSETS / "adapters" / "upper")
     geometry = load_geometry(ASSETS / "model")
-    layout = build_layout(geometry, checkpoint.base_model, (), torch.bfloat16)
+    layout = build_layout(geometry, checkpoint.base_model, torch.bfloat16)
     stored = plan_image(checkpoint, replace(to_store_layout(from_layout(layout)), image_format=1))
     targets = tuple({name.rpartition(".")[2] for name in checkpoint.targets})
     kind = sizing.Adapters(checkpoint.rank, targets)

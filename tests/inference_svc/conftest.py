@@ -187,7 +187,7 @@ class FakeEngine:
     def layout(self) -> ModelLayout:
         target = LayoutTarget("model.layers.0.self_attn.q_proj", 0, "layers.0.qkv", "linear", 8, 4)
         embedding = LayoutTarget("model.embed_tokens", None, "embed", "embedding", 400, 8)
-        return ModelLayout("base", ("b",), "0" * 64, torch.bfloat16, (1,), (embedding, target))
+        return ModelLayout("base", "0" * 64, torch.bfloat16, (1,), (embedding, target))
 
     @property
     def num_loading(self) -> int:

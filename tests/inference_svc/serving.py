@@ -51,6 +51,12 @@ class NameStore(store_pb_grpc.AdapterStoreServiceServicer):
     async def GetStoreStatus(self, request: Any, context: Any) -> Any:  # noqa: N802
         return store_pb.GetStoreStatusResponse(revision=3)
 
+    async def RegisterAdapter(self, request: Any, context: Any) -> Any:  # noqa: N802
+        adapter = store_pb.Adapter(name=request.name, base_model="base")
+        return store_pb.RegisterAdapterResponse(
+            adapter=adapter, revision=3, base_model_reason="the only one"
+        )
+
     async def RegisterLayout(self, request: Any, context: Any) -> Any:  # noqa: N802
         return store_pb.RegisterLayoutResponse(layout_id=LAYOUT, image_format=1)
 

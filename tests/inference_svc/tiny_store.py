@@ -17,6 +17,7 @@ from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
 A = "sha256:" + "a" * 64
 
 LAYOUT = "sha256:" + "1" * 64
+ANNOUNCEMENT = "sha256:" + "a" * 64
 
 
 @dataclass
@@ -27,7 +28,9 @@ class TinyStore(pb_grpc.AdapterStoreServiceServicer):
     revision: int = 5
     oldest: int = 0
     layouts: list[pb.ModelLayout] = field(default_factory=list)
+    announcements: list[pb.Announcement] = field(default_factory=list)
     watched_from: list[int] = field(default_factory=list)
+    watched_for: list[str] = field(default_factory=list)
     events: asyncio.Queue = field(default_factory=asyncio.Queue)
     refuse: dict[str, grpc.StatusCode] = field(default_factory=dict)
     refused: Counter[str] = field(default_factory=Counter)
@@ -65,7 +68,11 @@ class TinyStore(pb_grpc.AdapterStoreServiceServicer):
         if self.refusal is not None:
             await context.abort_with_status(rpc_status.to_status(self.refusal))
         await self._check("RegisterAdapter", context)
-        return pb.RegisterAdapterResponse(revision=self.revision)
+        return pb.RegisterAdapterResponse(
+            adapter=pb.Adapter(base_model="org/base"),
+            revision=self.revision,
+            base_model_reason="the only one",
+        )
 
     async def GetStoreStatus(self, request: Any, context: Any) -> Any:  # noqa: N802
         return pb.GetStoreStatusResponse(revision=self.revision)
@@ -73,10 +80,15 @@ class TinyStore(pb_grpc.AdapterStoreServiceServicer):
     async def RegisterLayout(self, request: Any, context: Any) -> Any:  # noqa: N802
         await self._check("RegisterLayout", context)
         self.layouts.append(request.layout)
-        return pb.RegisterLayoutResponse(layout_id=LAYOUT, image_format=1)
+        self.announcements.append(request.announcement)
+        return pb.RegisterLayoutResponse(
+            layout_id=LAYOUT, image_format=1, announcement_id=ANNOUNCEMENT
+        )
 
     async def WatchAdapters(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         self.watched_from.append(request.since_revision)
+        self.watched_for.append(request.announcement_id)
+        await self._check("WatchAdapters", context)
         if request.since_revision < self.oldest:
             await context.abort(grpc.StatusCode.OUT_OF_RANGE, "list again")
         while (event := await self.events.get()) is not None:

@@ -115,9 +115,7 @@ class CompilingStore:
             if digest not in self._images:
                 assert self.layout is not None
                 checkpoint = open_checkpoint(self.folders[digest])
-                self._images[digest] = compile_image(
-                    checkpoint, self.layout, base_model=self.layout.base_model
-                )
+                self._images[digest] = compile_image(checkpoint, self.layout)
             return self._images[digest]
 
     def pull(

@@ -310,7 +310,7 @@ def test_load_registers_on_behalf_of_the_caller(house: OpenHouse, client: openai
         ("trainer", f"{OTHER}/new", None, 403, None),
         ("trainer", "new", "/nowhere", 400, "lora_path"),
         ("trainer", "new", "s3://nowhere/x", 400, "lora_path"),
-        ("trainer", "New", None, 400, "lora_name"),
+        ("trainer", "Team/new", None, 400, "lora_name"),
     ],
 )
 def test_load_without_the_right_to_register_is_refused(

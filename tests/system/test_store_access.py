@@ -19,6 +19,7 @@ from inference_svc.model.geometry import load_geometry
 from inference_svc.store.client import CatalogClient, ImageClient
 from inference_svc.store.credentials import StoreAccess, read_store_access
 from inference_svc.store.replicas import Endpoint, Replicas
+from inference_svc.store.types import Announcement
 from tests.adapter_store.certificates import Authority
 from tests.adapter_store.service.conftest import Client, Served, serving
 from tests.adapter_store.service.guarded import ROOT, token_lines, token_of, write_policy
@@ -77,7 +78,7 @@ def guarded(zoos: Callable[[str], Zoo], tmp_path_factory: pytest.TempPathFactory
 
 
 def layout_of(zoo: Zoo) -> ModelLayout:
-    return build_layout(load_geometry(zoo.model_dir), "llama", (), torch.float32)
+    return build_layout(load_geometry(zoo.model_dir), "llama", torch.float32)
 
 
 def ask(
@@ -102,16 +103,16 @@ def test_every_call_is_authorised(guarded: Guarded) -> None:
 
     async def body(client: CatalogClient) -> str:
         session = await client.connect()
-        layout_id = await session.register_layout(layout_of(guarded.zoo))
+        accepted = await session.register_layout(layout_of(guarded.zoo), Announcement((), 8))
         assert (await client.get_adapter("team-a/mine")).digest == digest
         with pytest.raises(AdapterNotFound):
             await client.get_adapter("team-b/theirs")
         assert await session.get_revision() == 2
-        events = session.watch(0)
+        events = session.watch(0, accepted.announcement_id)
         assert [(await anext(events)).name for _ in range(1)] == ["team-a/mine"]
         assert (await anext(events)).revision == 2
         await events.aclose()
-        return layout_id
+        return accepted.layout_id
 
     layout_id = ask(guarded, access, body)
     images = ImageClient(Replicas.at(guarded.address), access)

@@ -69,7 +69,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         self, request: pb.LoadAdapterRequest, context: Context
     ) -> pb.LoadAdapterResponse:
         loaded = await self._service.load(_caller(context), request.ref, pin=request.pin)
-        return pb.LoadAdapterResponse(adapter=convert.to_resident_adapter(*loaded))
+        return pb.LoadAdapterResponse(adapter=convert.to_resident_adapter(*loaded.resident))
 
     async def UnloadAdapter(  # noqa: N802
         self, request: pb.UnloadAdapterRequest, context: Context

@@ -62,7 +62,7 @@ class Adapters:
         with authenticated(request) as caller:
             admit(request, self._service.authorize_change(caller, "LoadAdapter"))
         body = await read_body(request, LoadBody)
-        await cancel_on_disconnect(
+        loaded = await cancel_on_disconnect(
             request.receive,
             self._service.load(
                 caller,
@@ -72,7 +72,11 @@ class Adapters:
                 subject="lora_name",
             ),
         )
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+        text = f"Success: LoRA adapter '{body.lora_name}' added successfully."
+        if loaded.registered is not None and loaded.registered.base_model_reason:
+            base_model, why = loaded.registered.base_model, loaded.registered.base_model_reason
+            text += f" Its base model is {base_model}: {why}."
+        return PlainTextResponse(text)
 
     async def unload(self, request: Request) -> Response:
         set_names(request, _NAMES)

@@ -174,7 +174,7 @@ def test_the_same_content_at_the_same_time(start, make_adapter):
         thread.start()
     for thread in threads:
         thread.join()
-    assert {(record.version, record.digest) for record, *_ in found} == {
+    assert {(each.record.version, each.record.digest) for each in found} == {
         (1, open_checkpoint(folder).digest)
     }
     assert process.catalog.revision() == 2

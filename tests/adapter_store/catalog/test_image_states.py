@@ -8,15 +8,15 @@ from sqlalchemy import insert
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.lookup import MIN_HIDDEN_MICROS
 from adapter_store.catalog.schema import images
-from adapter_store.core import ImageKey, ImageState, LayoutVerdict
+from adapter_store.core import Announcement, ImageKey, ImageState, LayoutVerdict
 from servicekit.refs import AdapterName
 
 GRACE = timedelta(seconds=60)
 
 
 def test_states_appear_in_the_record(names, catalog):
-    catalog.add_layout("L1", ["org/tiny", "tiny"], '{"x": 1}')
-    catalog.add_layout("L2", ["org/other"], "{}")
+    catalog.add_layout("L1", "org/tiny", '{"x": 1}')
+    catalog.add_layout("L2", "org/other", "{}")
     record, _ = names.register("a", "d1")
     assert record.verdicts == (LayoutVerdict("L1", ImageState.PENDING),)
     ready = LayoutVerdict("L1", ImageState.READY, "", 256)
@@ -27,15 +27,16 @@ def test_states_appear_in_the_record(names, catalog):
 
 
 def test_adding_a_layout_again_changes_nothing(catalog):
-    assert catalog.add_layout("L1", ["a", "b", "a"], '{"x": 1}')
-    assert not catalog.add_layout("L1", ["c"], '{"x": 2}')
+    assert catalog.add_layout("L1", "a", '{"x": 1}')
+    assert not catalog.add_layout("L1", "c", '{"x": 2}')
     assert catalog.layout_body("L1") == '{"x": 1}'
     assert catalog.layout_body("L0") is None
     assert catalog.layout_ids() == ["L1"]
 
 
 def test_aliases_serve(names, catalog):
-    catalog.add_layout("L1", ["org/tiny", "tiny"], "{}")
+    catalog.add_layout("L1", "org/tiny", "{}")
+    catalog.announce("L1", "A1", Announcement(("tiny",)))
     names.register("a", "d1", base_model="tiny")
     names.register("b", "d2", base_model="elsewhere")
     assert catalog.image_access(ImageKey("d1", "L1"), GRACE).serves_base
@@ -44,7 +45,7 @@ def test_aliases_serve(names, catalog):
 
 
 def test_unfinished_are_the_current_digests_without_a_verdict(names, catalog):
-    catalog.add_layout("L1", ["org/tiny"], "{}")
+    catalog.add_layout("L1", "org/tiny", "{}")
     names.register("a", "old")
     names.register("a", "d1")
     names.register("b", "d2")
@@ -63,13 +64,13 @@ def test_unfinished_are_the_current_digests_without_a_verdict(names, catalog):
 
 
 def test_a_verdict_for_a_collected_blob_is_dropped(catalog):
-    catalog.add_layout("L1", ["org/tiny"], "{}")
+    catalog.add_layout("L1", "org/tiny", "{}")
     catalog.set_verdict("gone", LayoutVerdict("L1", ImageState.READY))
     assert catalog.image_access(ImageKey("gone", "L1"), GRACE).verdict.state is ImageState.PENDING
 
 
 def test_what_was_compiling_is_pending_after_a_restart(names, catalog, place):
-    catalog.add_layout("L1", ["org/tiny"], "{}")
+    catalog.add_layout("L1", "org/tiny", "{}")
     names.register("a", "d1")
     names.register("b", "d2")
     catalog.set_verdict("d1", LayoutVerdict("L1", ImageState.COMPILING))
@@ -83,7 +84,7 @@ def test_what_was_compiling_is_pending_after_a_restart(names, catalog, place):
 
 def test_another_compiler_forgets_verdicts(names, catalog):
     assert catalog.adopt_compiler("1")
-    catalog.add_layout("L1", ["org/tiny"], "{}")
+    catalog.add_layout("L1", "org/tiny", "{}")
     names.register("a", "d1")
     catalog.set_verdict("d1", LayoutVerdict("L1", ImageState.INCOMPATIBLE, "no"))
     assert not catalog.adopt_compiler("1")
@@ -97,8 +98,8 @@ def test_another_compiler_forgets_verdicts(names, catalog):
 def test_pinned_keys(names, catalog):
     names.register("a", "d1", pinned=True)
     assert catalog.pinned_keys() == []
-    catalog.add_layout("L1", ["org/tiny"], "{}")
-    catalog.add_layout("L2", ["org/tiny"], "{}")
+    catalog.add_layout("L1", "org/tiny", "{}")
+    catalog.add_layout("L2", "org/tiny", "{}")
     assert sorted(catalog.pinned_keys()) == [("d1", "L1"), ("d1", "L2")]
     catalog.remove(AdapterName("default", "a"))
     assert catalog.pinned_keys() == []
@@ -125,7 +126,7 @@ def hidden_s(catalog: Catalog, tenant: str) -> float:
 
 def build(names, catalog, clock, final: ImageState, duration: timedelta) -> None:
     """Registers d1 as a/x, whose image is built then, or being built."""
-    catalog.add_layout("L1", ["org/tiny"], "{}")
+    catalog.add_layout("L1", "org/tiny", "{}")
     names.register("a/x", "d1")
     catalog.set_verdict("d1", LayoutVerdict("L1", ImageState.COMPILING))
     if final is not ImageState.COMPILING:
@@ -160,7 +161,7 @@ def test_known_content_is_pending_for_as_long_as_its_build_took(
 
 
 def test_what_an_earlier_release_has_built_is_hidden_too(names, catalog, clock):
-    catalog.add_layout("L1", ["org/tiny"], "{}")
+    catalog.add_layout("L1", "org/tiny", "{}")
     names.register("a/x", "d1")
     with catalog._database.write() as conn:  # as a migration leaves it: no time of the build
         values = {"state": "ready", "reason": "", "image_bytes": 256}

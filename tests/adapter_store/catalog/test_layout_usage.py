@@ -13,13 +13,14 @@ from adapter_store import app
 from adapter_store.app import Store, open_store
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.config import StoreSettings
-from adapter_store.core import ANYONE, ImageKey, ImageState
+from adapter_store.core import ANYONE, Announcement, ImageKey, ImageState
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.images import layout as layouts
 from adapter_store.registration.registrar import Registration
 from servicekit.errors import NotFound
 from servicekit.refs import AdapterName, AdapterRef
 from tests.adapter_store.catalog.conftest import Clock
+from tests.adapter_store.catalog.test_layouts import live_layouts
 from tests.support.wait import until_async
 
 TTL = timedelta(days=7)
@@ -79,7 +80,7 @@ def test_unused_layout_is_live_after_a_pull(start, clock, make_adapter, make_lay
 
     async def main() -> None:
         async with start() as store:
-            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
             digest = await register(store, a, "a", pinned=True)
             await store.precompiler.wait_idle()
             assert (num_images(store), state(store, "a")) == ((1, 1), ImageState.READY)
@@ -117,16 +118,53 @@ def test_unused_layout_is_live_after_registration(start, clock, make_adapter, ma
 
     async def main() -> None:
         async with start() as store:
-            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
             await register(store, a, "a", pinned=True)
             await store.precompiler.wait_idle()
             clock.now += 2 * TTL
             await until_async(lambda: num_images(store) == (0, 0))
             await register(store, b, "b")
-            assert await store.service.register_layout(make_layout(), [1]) == (layout_id, 1)
+            again = await store.service.register_layout(make_layout(), [1])
+            assert again[:2] == (layout_id, 1)
             await store.precompiler.wait_idle()
             assert {state(store, "a"), state(store, "b")} == {ImageState.READY}
             await until_async(lambda: num_images(store)[0] >= 1)
+
+    asyncio.run(main())
+
+
+def test_nothing_is_compiled_ahead_without_a_server(start, clock, make_adapter, make_layout):
+    folders = [make_adapter(folder=name, seed=seed) for seed, name in enumerate("abcd")]
+
+    async def main() -> None:
+        async with start() as store:
+
+            async def announce() -> str:
+                accepted = await store.service.register_layout(
+                    make_layout(), [1], announcement=Announcement(max_rank=8)
+                )
+                return accepted.announcement_id
+
+            async def registered(name: str, **asked) -> ImageState:
+                await register(store, folders["abcd".index(name)], name, **asked)
+                await store.precompiler.wait_idle()
+                return state(store, name)
+
+            announcement_id = await announce()
+            assert await registered("a") is ImageState.READY
+            clock.now += timedelta(minutes=50)
+            events = store.service.watch(ANYONE, 0, announcement_id)
+            await anext(events)
+            await events.aclose()
+            clock.now += timedelta(minutes=50)
+            assert await registered("b") is ImageState.READY
+            clock.now += timedelta(minutes=11)
+            assert await registered("c") is ImageState.PENDING
+            assert await registered("d", pinned=True) is ImageState.PENDING
+            assert state(store, "a") is ImageState.READY, "its images stay for when it comes back"
+            await announce()
+            await store.precompiler.wait_idle()
+            assert {state(store, "c"), state(store, "d")} == {ImageState.READY}
 
     asyncio.run(main())
 
@@ -138,7 +176,7 @@ def test_pulls_keep_a_layout_and_write_once_per_hour(
 
     async def main() -> None:
         async with start() as store:
-            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
             digest = await register(store, folder, "a")
             await store.precompiler.wait_idle()
             recorded: list[str] = []
@@ -155,7 +193,7 @@ def test_pulls_keep_a_layout_and_write_once_per_hour(
                 clock.now += TTL - timedelta(minutes=1)
             assert recorded == [layout_id] * 3
             await until_async(lambda: state(store, "a") is ImageState.READY)
-            assert store.catalog.live_layouts() == [layout_id]
+            assert live_layouts(store.catalog) == [layout_id]
 
     asyncio.run(main())
 
@@ -167,7 +205,7 @@ def test_a_use_that_cannot_be_recorded_fails_no_pull(
 
     async def main() -> None:
         async with start() as store:
-            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
             digest = await register(store, folder, "a")
 
             def fail(layout_id: str) -> bool:
@@ -179,7 +217,7 @@ def test_a_use_that_cannot_be_recorded_fails_no_pull(
             clock.now += TTL - timedelta(minutes=1)
             await pull(store, digest, layout_id)
             clock.now += TTL - timedelta(minutes=1)
-            assert store.catalog.live_layouts() == [layout_id]
+            assert live_layouts(store.catalog) == [layout_id]
 
     asyncio.run(main())
 
@@ -189,7 +227,7 @@ def test_replica_may_leave_precompilation_to_others(start, make_adapter, make_la
 
     async def main() -> None:
         async with start(compile_ahead=False) as store:
-            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
             digest = await register(store, a, "a")
             await store.precompiler.wait_idle()
             assert (num_images(store), state(store, "a")) == ((0, 0), ImageState.PENDING)
@@ -210,8 +248,10 @@ def test_layouts_of_other_replicas_are_precompiled(start, make_adapter, make_lay
         async with start() as store:
             await register(store, make_adapter(), "a")
             layout = make_layout()
-            texts = layouts.layout_id(layout), (layout.base_model,), layouts.to_text(layout)
+            texts = layouts.layout_id(layout), layout.base_model, layouts.to_text(layout)
             await asyncio.to_thread(store.catalog.add_layout, *texts)
+            announced = layouts.layout_id(layout), "announced", Announcement()
+            await asyncio.to_thread(store.catalog.announce, *announced)
             await until_async(lambda: num_images(store)[1] == 1)
             await until_async(lambda: state(store, "a") is ImageState.READY)
 

@@ -11,7 +11,7 @@ from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.database import Place
 from adapter_store.catalog.layouts import FORGET_AFTER_TTLS, LayoutLimits
 from adapter_store.catalog.schema import layouts
-from adapter_store.core import ImageState, LayoutVerdict
+from adapter_store.core import Announcement, ImageState, LayoutVerdict
 from adapter_store.errors import LimitExceeded
 from servicekit.refs import AdapterRef
 from tests.adapter_store.catalog.conftest import BASE, Clock, Names
@@ -37,53 +37,57 @@ def last_use(catalog: Catalog) -> int:
         return conn.execute(layouts.select()).one().last_use_time
 
 
+def live_layouts(catalog: Catalog) -> list[str]:
+    return sorted(set(catalog.layout_ids()) - catalog.unused_layouts())
+
+
 def states(names: Names, name: str) -> dict[str, ImageState]:
     return {verdict.layout_id: verdict.state for verdict in names.get(name).verdicts}
 
 
 def test_layout_is_live_until_unused_for_the_ttl(catalog, clock):
-    assert catalog.add_layout("L1", [BASE], "{}")
+    assert catalog.add_layout("L1", BASE, "{}")
     clock.now += TTL - SECOND
-    assert catalog.live_layouts() == ["L1"]
+    assert live_layouts(catalog) == ["L1"]
     assert catalog.unused_layouts() == frozenset()
     assert catalog.counts().layouts == 1
     clock.now += 2 * SECOND
-    assert catalog.live_layouts() == []
+    assert live_layouts(catalog) == []
     assert catalog.unused_layouts() == {"L1"}
     assert catalog.counts().layouts == 0
 
 
 def test_unused_layout_is_live_when_registered_again(catalog, clock):
-    catalog.add_layout("L1", [BASE], '{"x": 1}')
+    catalog.add_layout("L1", BASE, '{"x": 1}')
     clock.now += 365 * DAY
     assert catalog.layout_ids() == ["L1"]
     assert catalog.layout_body("L1") == '{"x": 1}'
-    assert catalog.add_layout("L1", [BASE], '{"x": 1}')  # as if it were new
-    assert not catalog.add_layout("L1", [BASE], '{"x": 1}')
-    assert catalog.live_layouts() == ["L1"]
+    assert catalog.add_layout("L1", BASE, '{"x": 1}')  # as if it were new
+    assert not catalog.add_layout("L1", BASE, '{"x": 1}')
+    assert live_layouts(catalog) == ["L1"]
 
 
 def test_pull_makes_a_layout_live(catalog, clock):
-    catalog.add_layout("L1", [BASE], "{}")
+    catalog.add_layout("L1", BASE, "{}")
     clock.now += TTL - SECOND
     assert not catalog.use_layout("L1")
     clock.now += TTL - SECOND
-    assert catalog.live_layouts() == ["L1"]
+    assert live_layouts(catalog) == ["L1"]
     clock.now += TTL
-    assert catalog.live_layouts() == []
+    assert live_layouts(catalog) == []
     assert catalog.use_layout("L1")
-    assert catalog.live_layouts() == ["L1"]
+    assert live_layouts(catalog) == ["L1"]
 
 
 def test_a_use_is_recorded_at_most_once_per_hour(catalog, clock, place):
-    catalog.add_layout("L1", [BASE], "{}")
+    catalog.add_layout("L1", BASE, "{}")
     first = last_use(catalog)
     clock.now += timedelta(minutes=59)
     other = open_catalog(place, clock)  # as after a restart: it does not know
     assert other.is_use_due("L1")
     other.use_layout("L1")
     assert not other.is_use_due("L1")
-    catalog.add_layout("L1", [BASE], "{}")
+    catalog.add_layout("L1", BASE, "{}")
     assert last_use(catalog) == first
     clock.now += timedelta(minutes=1)
     catalog.use_layout("L1")
@@ -96,7 +100,7 @@ def test_a_use_is_recorded_at_most_once_per_hour(catalog, clock, place):
 
 def test_short_ttl_is_precise_to_a_tenth(place, clock):
     catalog = open_catalog(place, clock, timedelta(seconds=10))
-    catalog.add_layout("L1", [BASE], "{}")
+    catalog.add_layout("L1", BASE, "{}")
     for _ in range(20):
         clock.now += 2 * SECOND
         assert catalog.is_use_due("L1")
@@ -107,9 +111,9 @@ def test_short_ttl_is_precise_to_a_tenth(place, clock):
 @pytest.mark.parametrize("ttl", [timedelta(0), timedelta(days=10**8)])
 def test_without_an_end_all_layouts_are_live(place, clock, ttl):
     catalog = open_catalog(place, clock, ttl)
-    catalog.add_layout("L1", [BASE], "{}")
+    catalog.add_layout("L1", BASE, "{}")
     clock.now += 1000 * DAY
-    assert catalog.live_layouts() == ["L1"]
+    assert live_layouts(catalog) == ["L1"]
     assert catalog.unused_layouts() == frozenset()
     assert catalog.forget_unused_images() == 0
     assert catalog.forget_unused_layouts() == []
@@ -118,12 +122,12 @@ def test_without_an_end_all_layouts_are_live(place, clock, ttl):
 
 
 def test_images_for_unused_layouts_are_pending_again(names, catalog, clock):
-    catalog.add_layout("old", [BASE], "{}")
+    catalog.add_layout("old", BASE, "{}")
     for name in ("ready", "compiling", "incompatible"):
         names.register(name, name)
         catalog.set_verdict(name, LayoutVerdict("old", ImageState(name), "why", 1))
     clock.now += TTL
-    catalog.add_layout("new", [BASE], "{}")
+    catalog.add_layout("new", BASE, "{}")
     catalog.set_verdict("ready", LayoutVerdict("new", ImageState.READY))
     assert catalog.forget_unused_images() == 2
     assert states(names, "ready") == {"old": ImageState.PENDING, "new": ImageState.READY}
@@ -135,9 +139,9 @@ def test_images_for_unused_layouts_are_pending_again(names, catalog, clock):
 
 
 def test_only_images_for_live_layouts_are_pinned(names, catalog, clock):
-    catalog.add_layout("old", [BASE], "{}")
+    catalog.add_layout("old", BASE, "{}")
     clock.now += TTL
-    catalog.add_layout("new", [BASE], "{}")
+    catalog.add_layout("new", BASE, "{}")
     digest = names.register("a", "d1", pinned=True)[0].digest
     assert catalog.pinned_keys() == [(digest, "new")]
     assert catalog.get(AdapterRef(digest=digest))[0].pinned
@@ -146,16 +150,16 @@ def test_only_images_for_live_layouts_are_pinned(names, catalog, clock):
 
 
 def test_a_clock_that_jumps_leaves_layouts_live(catalog, clock):
-    catalog.add_layout("L1", [BASE], "{}")
+    catalog.add_layout("L1", BASE, "{}")
     clock.now += 365 * DAY
-    assert catalog.live_layouts() == []
+    assert live_layouts(catalog) == []
     assert catalog.use_layout("L1")
     clock.now -= 2 * 365 * DAY
-    assert catalog.live_layouts() == ["L1"]
+    assert live_layouts(catalog) == ["L1"]
     assert not catalog.use_layout("L1")
     assert catalog.forget_unused_layouts() == []
     clock.now += 365 * DAY
-    assert catalog.live_layouts() == ["L1"]
+    assert live_layouts(catalog) == ["L1"]
 
 
 @pytest.fixture
@@ -172,7 +176,7 @@ def limited(place, clock) -> Iterator[Catalog]:
 def add(catalog: Catalog, account: str, *numbers: int) -> None:
     """Each layout is of a base model of its own."""
     for number in numbers:
-        catalog.add_layout(f"{account}{number}", [f"org/{account}{number}"], "{}", account)
+        catalog.add_layout(f"{account}{number}", f"org/{account}{number}", "{}", account)
 
 
 def test_layouts_of_all_base_models_are_shared(limited):
@@ -188,7 +192,7 @@ def test_layouts_of_all_base_models_are_shared(limited):
     add(limited, "d", 1)
     with pytest.raises(LimitExceeded):
         add(limited, "e", 1)  # all six are in use
-    assert len(limited.live_layouts()) == 6
+    assert len(live_layouts(limited)) == 6
 
 
 def test_layouts_that_come_back_count_as_new_ones(limited, clock):
@@ -198,8 +202,8 @@ def test_layouts_that_come_back_count_as_new_ones(limited, clock):
     with pytest.raises(LimitExceeded, match="max_layouts_in_all"):
         add(limited, "a", 1)
     assert not limited.use_layout("a2")  # a pull is served, but nothing is compiled ahead
-    assert sorted(limited.live_layouts()) == ["a4", "a5", "a6"]
-    limited.add_layout("a1", ["org/a1"], "{}", "b")  # who brings it back is who has it
+    assert live_layouts(limited) == ["a4", "a5", "a6"]
+    limited.add_layout("a1", "org/a1", "{}", "b")  # who brings it back is who has it
     clock.now += TTL
     assert limited.use_layout("a2")
     add(limited, "a", 4, 5)
@@ -209,7 +213,8 @@ def test_layouts_that_come_back_count_as_new_ones(limited, clock):
 
 def test_layouts_that_nobody_uses_are_forgotten(names, catalog, clock):
     for layout_id, base in (("used", "org/x"), ("unused", "org/y"), ("idle", BASE)):
-        catalog.add_layout(layout_id, [base, f"alias of {layout_id}"], "{}")
+        catalog.add_layout(layout_id, base, "{}")
+        catalog.announce(layout_id, f"of {layout_id}", Announcement((f"alias of {layout_id}",)))
     names.register("a", "d1")
     catalog.set_verdict("d1", LayoutVerdict("unused", ImageState.INCOMPATIBLE, "why"))
     clock.now += FORGET_AFTER_TTLS * TTL - SECOND
@@ -224,7 +229,7 @@ def test_layouts_that_nobody_uses_are_forgotten(names, catalog, clock):
     # What still goes on for it has no effect.
     assert not catalog.set_verdict("d1", LayoutVerdict("unused", ImageState.READY))
     assert not catalog.use_layout("unused")
-    assert catalog.add_layout("unused", [BASE], "{}")
+    assert catalog.add_layout("unused", BASE, "{}")
     assert states(names, "a") == dict.fromkeys(("idle", "unused"), ImageState.PENDING)
 
 
@@ -233,7 +238,7 @@ def test_of_layouts_with_adapters_the_latest_are_kept(limited, clock):
     names.register("a", "d1")
     for number in range(10):
         clock.now += TTL
-        limited.add_layout(f"L{number}", [BASE], "{}")
+        limited.add_layout(f"L{number}", BASE, "{}")
         limited.set_verdict("d1", LayoutVerdict(f"L{number}", ImageState.INCOMPATIBLE, "why"))
     clock.now += FORGET_AFTER_TTLS * TTL
     assert limited.forget_unused_layouts() == ["L3", "L2", "L1", "L0"]

@@ -37,6 +37,8 @@ def test_catalog_of_the_first_release_is_migrated(tmp_path):
     assert (record.files, record.description, record.created_by) == ((), "", "")
     assert record.signature_state is SignatureState.UNSIGNED
     assert _layout_age_seconds(catalog) < 3600
+    known = catalog.known_base_models(record.name)
+    assert known.served == {"org/tiny": {"org/tiny", "tiny"}}
     kinds = [event.kind for event in catalog.events_since(0, 10)]
     assert kinds == [EventKind.REGISTERED, EventKind.UPDATED, EventKind.PINNED]
     assert catalog.rollback(record.name, 1)[1] == 4

@@ -94,7 +94,7 @@ def test_pin_and_unpin_once(names, catalog):
 def test_pinned_images_must_fit_into_memory(names, catalog):
     from adapter_store.core import ImageState, LayoutVerdict
 
-    catalog.add_layout("L", ["org/tiny"], "{}")
+    catalog.add_layout("L", "org/tiny", "{}")
     names.register("a", "d1")
     catalog.set_verdict("d1", LayoutVerdict("L", ImageState.READY, image_bytes=101))
     with pytest.raises(LimitExceeded, match="101 of 100"):

@@ -137,7 +137,7 @@ def catalogs(request, tmp_path):
 def test_other_tenants_are_invisible(catalogs):
     both, alone = catalogs
     for catalog in catalogs:
-        catalog.add_layout(LAYOUT, ["base"], "{}")
+        catalog.add_layout(LAYOUT, "base", "{}")
     numbers = itertools.count()
 
     @settings(max_examples=NUM_EXAMPLES)

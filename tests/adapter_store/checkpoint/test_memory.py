@@ -44,7 +44,7 @@ targets = tuple(
     Target(f"model.layers.{{i}}.q_proj", i, f"q{{i}}", TargetKind.LINEAR, {FEATURES}, {FEATURES})
     for i in range({TARGETS})
 )
-layout = Layout("org/tiny", (), "0" * 64, DataType.BFLOAT16, 1, targets)
+layout = Layout("org/tiny", "0" * 64, DataType.BFLOAT16, 1, targets)
 small, large, work = map(Path, sys.argv[1:])
 compile_image(register(small, work / "s"), Layout(**{{
     **{{f: getattr(layout, f) for f in layout.__slots__}}, "targets": (

@@ -14,7 +14,7 @@ from adapter_store.app import Store, open_store
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.config import StoreSettings
-from adapter_store.core import ANYONE, DataType, ImageKey, ImageState
+from adapter_store.core import ANYONE, Announcement, DataType, ImageKey, ImageState
 from adapter_store.errors import CorruptData, IncompatibleAdapter
 from adapter_store.images import builder as builder_module
 from adapter_store.images import cache as images_module
@@ -87,7 +87,7 @@ def test_image_is_built_once_for_all_callers(start, make_adapter, make_layout, c
         async with start() as store:
             digest = (await register(store, folder)).digest
             compiles.gate.clear()
-            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
             pulls = [
                 asyncio.create_task(pulled_bytes(store, ImageKey(digest, layout_id)))
                 for _ in range(8)
@@ -118,7 +118,7 @@ def test_the_next_image_finds_its_memory_ready(start, make_adapter, make_layout,
 
     async def main() -> None:
         async with start() as store:
-            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
             first = (await register(store, folders[0], "first")).digest
             await pulled_bytes(store, ImageKey(first, layout_id))
             await store.precompiler.wait_idle()
@@ -137,7 +137,7 @@ def test_from_memory_then_disk_then_blob(start, make_adapter, make_layout, compi
     async def main() -> None:
         async with start() as store:
             digest = (await register(store, folder)).digest
-            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
             await store.precompiler.wait_idle()
             first = await pulled_bytes(store, ImageKey(digest, layout_id))
             assert store.images.memory_counts.hits == 1
@@ -160,7 +160,7 @@ def test_damaged_disk_file_is_rebuilt(start, make_adapter, make_layout, tmp_path
     async def main() -> None:
         async with start() as store:
             digest = (await register(store, folder)).digest
-            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
             await store.precompiler.wait_idle()
             good = await pulled_bytes(store, ImageKey(digest, layout_id))
         (path,) = (tmp_path / "data" / "images").glob("*/*.safetensors")
@@ -192,7 +192,7 @@ def test_a_damaged_blob_is_data_loss_until_registered_again(
             weights = tmp_path / "data" / "blobs" / record.digest[7:] / "adapter_model.safetensors"
             good = weights.read_bytes()
             weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
             await store.precompiler.wait_idle()
             key = ImageKey(record.digest, layout_id)
             with pytest.raises(CorruptData, match="register the adapter again"):
@@ -216,7 +216,7 @@ def test_incompatible_is_a_verdict_with_a_reason(start, make_adapter, make_layou
 
     async def main() -> None:
         async with start() as store:
-            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
             digest = (await register(store, folder)).digest
             await store.precompiler.wait_idle()
             assert state(store) is ImageState.INCOMPATIBLE
@@ -250,7 +250,7 @@ def test_what_is_not_registered_is_not_pulled(start, make_adapter, make_layout):
 
     async def main() -> None:
         async with start() as store:
-            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
             with pytest.raises(NotFound, match="no adapter sha256:11"):
                 await pulled_bytes(store, ImageKey("sha256:" + "11" * 32, layout_id))
             digest = (await register(store, folder, base_model="org/other")).digest
@@ -259,8 +259,35 @@ def test_what_is_not_registered_is_not_pulled(start, make_adapter, make_layout):
             with pytest.raises(IncompatibleAdapter, match="not registered for") as caught:
                 await pulled_bytes(store, ImageKey(digest, layout_id))
             assert caught.value.reason == "WRONG_BASE"
+            announcement = Announcement(("tiny",))
+            await store.service.register_layout(make_layout(), [1], announcement=announcement)
             await register(store, folder, "b", base_model="tiny")
             assert await pulled_bytes(store, ImageKey(digest, layout_id))
+
+    asyncio.run(main())
+
+
+def test_aliases_and_limits_compile_nothing(start, make_adapter, make_layout, compiles):
+    """A layout has the id that it had when aliases were part of it, and none were given."""
+    folder = make_adapter()
+
+    async def main() -> None:
+        async with start() as store:
+            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            assert layout_id == (
+                "sha256:4b6b58a697e117cfd181920b4f8f640a6a8e6bc4c2e1f9fe9feb25d09123385f"
+            )
+            await register(store, folder)
+            await store.precompiler.wait_idle()
+            for announcement in (Announcement(("tiny",), 8), Announcement(("small",), 16)):
+                again = await store.service.register_layout(
+                    make_layout(), [1], announcement=announcement
+                )
+                assert again[:2] == (layout_id, 1)
+            digest = (await register(store, folder, "b", base_model="small")).digest
+            await store.precompiler.wait_idle()
+            assert await pulled_bytes(store, ImageKey(digest, layout_id))
+            assert compiles.made == [digest]
 
     asyncio.run(main())
 
@@ -274,7 +301,7 @@ def test_pulls_go_before_precompilation(start, make_adapter, make_layout, compil
                 (await register(store, folder, f"n{i}")).digest for i, folder in enumerate(folders)
             ]
             compiles.gate.clear()
-            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
             await until_async(lambda: compiles.made)
             wanted = [d for d in sorted(digests) if d != compiles.made[0]][-1]
             pull = asyncio.create_task(pulled_bytes(store, ImageKey(wanted, layout_id)))
@@ -298,7 +325,7 @@ def test_precompilation_fills_free_disk_space_only(start, make_adapter, make_lay
             digests = [
                 (await register(store, folder, f"n{i}")).digest for i, folder in enumerate(folders)
             ]
-            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
             await store.precompiler.wait_idle()
             states = [state(store, f"n{i}") for i in range(4)]
             assert (states.count(ImageState.READY), states.count(ImageState.PENDING)) == (2, 2)
@@ -317,7 +344,7 @@ def test_pinned_images_are_in_memory_and_stay(start, make_adapter, make_layout):
 
     async def main() -> None:
         async with start(memory_bytes=2 * size) as store:
-            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
             digests = [
                 (await register(store, folder, f"n{i}", pinned=i == 0)).digest
                 for i, folder in enumerate(folders)
@@ -350,7 +377,7 @@ def test_memory_is_bounded_while_many_are_pulled(start, make_adapter, make_layou
 
     async def main() -> None:
         async with start(memory_bytes=2 * size) as store:
-            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
             digests = [
                 (await register(store, folder, f"n{i}")).digest for i, folder in enumerate(folders)
             ]
@@ -382,7 +409,7 @@ def test_deletion_grace_then_collection(start, make_adapter, make_layout, tmp_pa
     async def main() -> None:
         async with start(collect_seconds=0.1) as store:
             digest = (await register(store, folder)).digest
-            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
             await store.precompiler.wait_idle()
             await store.service.delete(ANYONE, AdapterName("default", "a"), 0)
             with pytest.raises(NotFound):

@@ -87,9 +87,9 @@ def test_fan_in_fan_out_changes_nothing_that_is_saved(tmp_path):
     model = get_peft_model(base, config)
     model.save_pretrained(tmp_path)
     target = Target("c_attn", 0, "attn", TargetKind.LINEAR, 16, 24)
-    layout = Layout("org/x", (), "0" * 64, DataType.FLOAT32, 1, (target,))
+    layout = Layout("org/x", "0" * 64, DataType.FLOAT32, 1, (target,))
     checkpoint = open_checkpoint(tmp_path)
-    image = compile_image(checkpoint, layout, base_model="org/x")
+    image = compile_image(checkpoint, layout)
     a, b = (
         image.buffer[s.offset : s.offset + s.length_bytes].view(torch.float32).view(shape)
         for s, shape in zip(image.plan.segments, image.plan.shapes, strict=True)

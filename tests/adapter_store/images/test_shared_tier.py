@@ -184,7 +184,7 @@ def test_images_for_unused_layouts_are_removed(parts, tmp_path):
         grace = timedelta(minutes=10)
         collector = SharedCollector(parts.catalog, blobs, disk, grace, tier, leases)
         replicas.append((collector, disk, tier))
-    parts.catalog.add_layout(KEY[1], ["base"], "{}")
+    parts.catalog.add_layout(KEY[1], "base", "{}")
     version = NewVersion(AdapterName("default", "a"), KEY[0], "base", "", 1, (), 1)
     parts.catalog.register(version)
     for collector, disk, tier in replicas:

@@ -94,7 +94,7 @@ def scenario(
         pulls_only = {"disk_cache_bytes": 1 << 20, "compile_ahead": False}
         async with start(**pulls_only, **settings) as store:
             digest = (await register(store, folder)).digest
-            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
             pulls = Pulls(
                 *(store.images, store.metrics, store.service.layout_usage.record),
                 held_bytes or Shares("pulled_bytes", 1 << 30),
@@ -264,7 +264,7 @@ def test_pull_without_memory_gets_a_retry_time(
     async def main() -> None:
         async with start(memory_bytes=size + size // 2) as store:
             store.images._memory_wait_seconds = 0.05
-            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
             digests = [
                 (await register(store, folder, f"n{i}")).digest for i, folder in enumerate(folders)
             ]

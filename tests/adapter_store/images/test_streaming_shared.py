@@ -95,7 +95,7 @@ def test_of_two_replicas_one_compiles_and_the_other_fetches(
     async def main() -> None:
         folder = tmp_path / "adapter"
         async with start(data_dir=tmp_path / "data2") as store:
-            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
             digest = (await register(store, folder)).digest
             await store.precompiler.wait_idle()
             pulls = Pulls(

@@ -52,6 +52,8 @@ ALLOWED = {
     "PinAdapter": ADMINS,
     "UnpinAdapter": ADMINS,
     "RegisterLayout": OPERATORS,
+    "ListLayouts": OPERATORS,
+    "ForgetLayout": {"root"},
     "PullAdapter": PULLERS,
     "WatchAdapters": READERS,
     "GetStoreStatus": OPERATORS,
@@ -66,6 +68,7 @@ ABOUT_OTHERS = {
     "ListAdapters": "nothing",
     "WatchAdapters": "nothing",
     "RegisterLayout": "OK",  # layouts and the status are no tenant's
+    "ListLayouts": "OK",
     "GetStoreStatus": "OK",
 }
 
@@ -155,6 +158,18 @@ def register_layout(house: House, client: Client, tenant: str) -> str:
     return "OK"
 
 
+def list_layouts(house: House, client: Client, tenant: str) -> str:
+    listed = client.stub.ListLayouts(pb.ListLayoutsRequest()).layouts
+    assert [layout.layout_id for layout in listed] == [house.layout_id]
+    return "OK"
+
+
+def forget_layout(house: House, client: Client, tenant: str) -> str:
+    other = house.clients["root"].register_layout(tiny_layout(base_model="org/forgotten"))
+    client.stub.ForgetLayout(pb.ForgetLayoutRequest(layout_id=other))
+    return "OK"
+
+
 def pull_adapter(house: House, client: Client, tenant: str) -> str:
     assert client.pull(house.digests[tenant], house.layout_id).is_whole
     return "OK"
@@ -194,6 +209,8 @@ ASK: dict[str, Callable[[House, Client, str], str]] = {
     "PinAdapter": pin_adapter,
     "UnpinAdapter": unpin_adapter,
     "RegisterLayout": register_layout,
+    "ListLayouts": list_layouts,
+    "ForgetLayout": forget_layout,
     "PullAdapter": pull_adapter,
     "WatchAdapters": watch_adapters,
     "GetStoreStatus": get_store_status,

@@ -33,7 +33,6 @@ KINDS = {"linear": pb.TARGET_KIND_LINEAR, "embedding": pb.TARGET_KIND_EMBEDDING}
 def layout_message(layout: Layout) -> pb.ModelLayout:
     return pb.ModelLayout(
         base_model=layout.base_model,
-        aliases=layout.aliases,
         config_sha256=layout.config_sha256,
         dtype=DTYPES[layout.dtype.value],
         image_formats=[1],
@@ -112,8 +111,14 @@ class Client:
         return self.stub.UploadAdapter(requests())
 
     def register_layout(self, layout: Layout) -> str:
-        request = pb.RegisterLayoutRequest(layout=layout_message(layout))
-        return self.stub.RegisterLayout(request).layout_id
+        return self.announce(layout).layout_id
+
+    def announce(self, layout: Layout, **fields) -> pb.RegisterLayoutResponse:
+        """Registers a layout with an announcement of these fields."""
+        request = pb.RegisterLayoutRequest(
+            layout=layout_message(layout), announcement=pb.Announcement(**fields)
+        )
+        return self.stub.RegisterLayout(request)
 
     def get(self, ref: str) -> pb.Adapter:
         return self.stub.GetAdapter(pb.GetAdapterRequest(ref=ref)).adapter

@@ -304,14 +304,43 @@ def test_a_base_model_has_to_be_known(client, make_adapter, refused):
         client.register("a", folder, base_model="x" * 600)
 
 
-def test_local_path_as_base_model_needs_another(client, make_adapter, refused):
+def test_local_path_as_base_model(client, make_adapter, make_layout, refused):
+    """The answer says which base model it is, and why."""
     folder = make_adapter(base_model_name_or_path="/mnt/models/llama")
     with refused("INVALID_ARGUMENT", "base_model", "local path", "/mnt/models/llama"):
         client.register("a", folder)
-    adapter = client.register("a", folder, base_model="org/x").adapter
-    assert adapter.base_model == "org/x"
-    assert adapter.config_base_model == "/mnt/models/llama"
-    assert client.get("a").config_base_model == "/mnt/models/llama"
+    client.register_layout(make_layout())
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    only = client.upload("a", files)
+    assert (only.adapter.base_model, only.adapter.config_base_model) == (
+        "org/tiny",
+        "/mnt/models/llama",
+    )
+    assert only.base_model_source == pb.BASE_MODEL_SOURCE_ONLY_SERVED
+    assert "the only one" in only.base_model_reason
+    client.register_layout(make_layout(base_model="org/other"))
+    with refused("INVALID_ARGUMENT", "base_model", "'org/other'", "'org/tiny'"):
+        client.register("b", folder)
+    again = client.register("a", folder)
+    assert (again.adapter.version, again.base_model_source) == (
+        1,
+        pb.BASE_MODEL_SOURCE_CURRENT_VERSION,
+    )
+    said = client.register("a", folder, base_model="org/x")
+    assert (said.adapter.base_model, said.base_model_source) == (
+        "org/x",
+        pb.BASE_MODEL_SOURCE_CALLER,
+    )
+
+
+def test_local_path_that_a_server_has(client, make_adapter, make_layout):
+    for base_model in ("org/tiny", "org/other"):
+        client.register_layout(make_layout(base_model=base_model))
+    folder = make_adapter(base_model_name_or_path="/mnt/models/other")
+    found = client.register("a", folder)
+    assert found.adapter.base_model == "org/other"
+    assert found.base_model_source == pb.BASE_MODEL_SOURCE_SERVED
+    assert "'/mnt/models/other'" in found.base_model_reason
 
 
 def test_a_missing_source_is_not_found(client, tmp_path, refused):

@@ -149,4 +149,4 @@ def layout() -> ModelLayout:
         LayoutTarget(f"model.layers.{i}.mlp.up_proj", i, f"layers.{i}.up", "linear", IN, OUT)
         for i in range(3)
     )
-    return ModelLayout("base", (), "0" * 64, torch.float32, (1,), targets)
+    return ModelLayout("base", "0" * 64, torch.float32, (1,), targets)

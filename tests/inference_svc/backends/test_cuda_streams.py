@@ -269,7 +269,7 @@ def _small_pieces() -> Iterator[None]:
 def model(tmp_path_factory) -> tuple[ModelGeometry, ModelLayout]:
     folder: Path = tmp_path_factory.mktemp("model")
     geometry = make_geometry("llama", folder, num_hidden_layers=1)
-    return geometry, build_layout(geometry, "m", (), DTYPE)
+    return geometry, build_layout(geometry, "m", DTYPE)
 
 
 def search(

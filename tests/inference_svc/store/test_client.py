@@ -29,7 +29,7 @@ from inference_svc.errors import (
 from inference_svc.store.client import CatalogClient, ImageClient
 from inference_svc.store.credentials import StoreAccess, TokenFile
 from inference_svc.store.replicas import Replicas
-from inference_svc.store.types import AdapterRecord, LayoutVerdict, Source
+from inference_svc.store.types import AdapterRecord, LayoutVerdict, Registered, Source
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import InvalidArgument, PermissionDenied, ServiceError, Unauthenticated
 from tests.inference_svc.tiny_store import LAYOUT, A, TinyStore, running, serve
@@ -104,7 +104,8 @@ def test_register_sends_the_callers_token_and_not_ours(tmp_path: Path) -> None:
 
     async def body(store: TinyStore, address: str) -> None:
         client = CatalogClient(Replicas.at(address), StoreAccess(TokenFile(own)))
-        assert await client.register("t/n", Source("file:///x", "base"), "theirs") == 5
+        made = await client.register("t/n", Source("file:///x", "base"), "theirs")
+        assert made == Registered(5, "org/base", "the only one")
         await client.register("t/n", Source("file:///x"), None)
         (first, metadata), (_, without) = store.registered
         assert (first.name, first.source_uri, first.base_model) == ("t/n", "file:///x", "base")

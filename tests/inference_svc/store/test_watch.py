@@ -13,11 +13,13 @@ from inference_svc.store import watch as store_watch
 from inference_svc.store.client import CatalogClient
 from inference_svc.store.directory import Directory, Servable
 from inference_svc.store.replicas import Replicas, rank
-from inference_svc.store.types import HistoryGone, NameEvent
+from inference_svc.store.types import Announcement, HistoryGone, NameEvent
 from inference_svc.store.watch import CatalogWatch
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-from tests.inference_svc.tiny_store import LAYOUT, TinyStore, running, serve
+from tests.inference_svc.tiny_store import ANNOUNCEMENT, LAYOUT, TinyStore, running, serve
 from tests.support.wait import until_async
+
+ANNOUNCED = Announcement(("b",), 16)
 
 
 class Watched:
@@ -27,7 +29,9 @@ class Watched:
         self.client = CatalogClient(Replicas.at(store) if isinstance(store, str) else store)
         self.directory = Directory(self.client, Servable(("base",), 16), 300.0)
         self.layout_ids: list[str] = []
-        self.watch = CatalogWatch(self.client, self.directory, layout, self.layout_ids.append)
+        self.watch = CatalogWatch(
+            self.client, self.directory, layout, ANNOUNCED, self.layout_ids.append
+        )
 
     async def __aenter__(self) -> "Watched":
         self._task = asyncio.create_task(self.watch.run())
@@ -48,11 +52,14 @@ def test_layout_is_registered_and_names_are_watched(engine: Any) -> None:
             assert watched.directory.layout_id == LAYOUT
             # The directory is live before the store has the call.
             await until_async(lambda: store.watched_from == [5])
+            assert store.watched_for == [ANNOUNCEMENT]
             store.emit(6, pb.EVENT_KIND_UPDATED, "default/upper")
             store.emit(8)
             await until_async(lambda: watched.directory.revision == 8)
         (layout,) = store.layouts
-        assert (layout.base_model, list(layout.aliases)) == ("base", ["b"])
+        (announcement,) = store.announcements
+        assert (layout.base_model, list(layout.aliases)) == ("base", [])
+        assert (list(announcement.aliases), announcement.max_rank) == (["b"], 16)
         assert layout.dtype == pb.DATA_TYPE_BFLOAT16
         embedding, q_proj = layout.targets
         assert embedding.kind == pb.TARGET_KIND_EMBEDDING
@@ -64,6 +71,18 @@ def test_layout_is_registered_and_names_are_watched(engine: Any) -> None:
         )
         assert (q_proj.in_features, q_proj.out_features) == (8, 4)
         assert list(layout.image_formats) == [1]
+
+    serve(body)
+
+
+def test_forgotten_layout_is_registered_again(engine: Any) -> None:
+    async def body(store: TinyStore, address: str) -> None:
+        store.refuse["WatchAdapters"] = grpc.StatusCode.NOT_FOUND
+        async with Watched(address, engine.layout) as watched:
+            await until_async(lambda: len(store.layouts) >= 2)
+            store.refuse.clear()
+            store.emit(5)
+            await until_async(lambda: watched.directory.is_live)
 
     serve(body)
 

@@ -18,14 +18,14 @@ import pytest
 import typer.main
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
-from loadout.cli import demo
+from loadout.cli import demo, verdicts
 from loadout.cli.__main__ import main
 from loadout.cli.app import app
 from loadout.inference.v1 import inference_pb2 as inference_pb
 
 COMMANDS = (
     *("demo", "up", "store", "serve"),
-    *("register", "adapters", "versions", "rollback", "prune", "delete", "generate"),
+    *("register", "adapters", "layouts", "versions", "rollback", "prune", "delete", "generate"),
     *("load", "unload", "pin", "unpin", "residents"),
     *("info", "top", "bench", "debug", "profile"),
     *("digest", "strip", "keygen", "sign", "token"),
@@ -100,14 +100,114 @@ def test_register_uri(run, fake_store, registered):
 
 def test_register_folder(run, fake_store, adapter_folder):
     adapter = store_pb.Adapter(name="default/a", version=1, rank=2, digest="sha256:01")
-    fake_store.on("UploadAdapter", store_pb.UploadAdapterResponse(adapter=adapter, revision=5))
+    adapter.base_model = "org/base"
+    answer = store_pb.UploadAdapterResponse(
+        adapter=adapter,
+        revision=5,
+        base_model_source=store_pb.BASE_MODEL_SOURCE_ONLY_SERVED,
+        base_model_reason="the only one",
+    )
+    fake_store.on("UploadAdapter", answer)
     code, out, _ = run("register", "a", str(adapter_folder))
-    assert (code, out) == (0, "default/a@1 rank 2 sha256:01 at revision 5\n")
+    assert (code, out) == (
+        0,
+        "default/a@1 rank 2 sha256:01 at revision 5\n"
+        "base model org/base: the only one\n"
+        "no server serves base model org/base\n",
+    )
     [messages] = fake_store.requests["UploadAdapter"]
     assert {m.chunk.file_name for m in messages[1:]} == {
         "adapter_config.json",
         "adapter_model.safetensors",
     }
+
+
+def layout_state(state: int, *servers: store_pb.ServerVerdict) -> store_pb.LayoutState:
+    layout_id = "sha256:" + "5" * 64
+    return store_pb.LayoutState(layout_id=layout_id, state=state, servers=servers)
+
+
+LARGE = store_pb.ServerVerdict(max_rank=64, servable=True)
+SMALL = store_pb.ServerVerdict(max_rank=4, reason="rank 8 is above this server's limit 4")
+NONE = store_pb.ServerVerdict(reason="shape [8, 32] has 32 in_features, q_proj has 64")
+
+
+@pytest.mark.parametrize(
+    ("states", "lines", "code", "why"),
+    [
+        (
+            [layout_state(store_pb.IMAGE_STATE_READY, LARGE, SMALL)],
+            [
+                "servable by layout 555555555555, ranks up to 64",
+                "not servable by layout 555555555555, ranks up to 4: "
+                "rank 8 is above this server's limit 4",
+            ],
+            0,
+            "",
+        ),
+        (
+            [layout_state(store_pb.IMAGE_STATE_PENDING, SMALL)],  # not waited for
+            [
+                "not servable by layout 555555555555, ranks up to 4: "
+                "rank 8 is above this server's limit 4"
+            ],
+            1,
+            "no server of its base model can serve it",
+        ),
+        (
+            [
+                layout_state(store_pb.IMAGE_STATE_INCOMPATIBLE, NONE),
+                layout_state(store_pb.IMAGE_STATE_READY),  # its servers have gone
+            ],
+            [
+                "not servable by layout 555555555555: "
+                "shape [8, 32] has 32 in_features, q_proj has 64"
+            ],
+            1,
+            "no server of its base model can serve it",
+        ),
+        ([], ["no server serves base model org/base"], 1, "no server serves base model org/base"),
+    ],
+)
+def test_register_says_which_servers_can_serve_it(
+    run, fake_store, registered, states, lines, code, why
+):
+    registered.base_model_reason = "as given"
+    registered.adapter.base_model = "org/base"
+    registered.adapter.layout_states.extend(states)
+    fake_store.on("RegisterAdapter", registered)
+    assert run("register", "a", "s3://b/p")[1].splitlines()[2:] == lines
+    required = run("register", "a", "s3://b/p", "--require-servable")
+    assert required[0] == code
+    assert required[1].splitlines()[2:] == lines
+    assert required[2] == (f"loadout: default/a@3 is registered, but {why}\n" if why else "")
+
+
+def test_register_waits_for_the_images(run, fake_store, registered):
+    registered.adapter.layout_states.append(layout_state(store_pb.IMAGE_STATE_COMPILING, LARGE))
+    fake_store.on("RegisterAdapter", registered)
+    done = store_pb.Adapter()
+    done.CopyFrom(registered.adapter)
+    done.layout_states[0].state = store_pb.IMAGE_STATE_READY
+    fake_store.on("GetAdapter", store_pb.GetAdapterResponse(adapter=done))
+    code, out, _ = run("register", "a", "s3://b/p", "--require-servable", "--json")
+    assert code == 0
+    assert json.loads(out)["adapter"]["layout_states"][0]["state"] == "ready"
+
+
+def test_register_does_not_wait_for_ever(run, fake_store, registered, monkeypatch):
+    monkeypatch.setattr(verdicts, "WAIT_S", 0.0)
+    monkeypatch.setattr(verdicts, "REQUIRED_WAIT_S", 0.0)
+    registered.base_model_reason = "as given"
+    registered.adapter.layout_states.append(layout_state(store_pb.IMAGE_STATE_PENDING, LARGE))
+    fake_store.on("RegisterAdapter", registered)
+    code, out, _ = run("register", "a", "s3://b/p")
+    assert (code, out.splitlines()[2]) == (
+        0,
+        "servable by layout 555555555555, ranks up to 64, as far as is known: its image is pending",
+    )
+    code, _, err = run("register", "a", "s3://b/p", "--require-servable")
+    assert (code, "was not compiled within" in err) == (1, True)
 
 
 def test_register_what_is_not_there(run, tmp_path):
@@ -380,7 +480,37 @@ def test_json_of_tables(run, fake_store, registered):
     versions = json.loads(run("versions", "a", "--json")[1])
     assert versions == {"current_version": 3, "versions": [listed]}
     made = json.loads(run("register", "a", "s3://b/p", "--json")[1])
-    assert made == {"adapter": listed, "revision": 41, "deleted_versions": []}
+    assert made == {
+        "adapter": listed,
+        "revision": 41,
+        "deleted_versions": [],
+        "base_model_source": "unknown",
+        "base_model_reason": "",
+    }
+
+
+def test_layouts(run, fake_store):
+    ids = [f"sha256:{digit * 64}" for digit in "12"]
+    shown = store_pb.LayoutInfo(
+        layout_id=ids[0], base_model="org/a", aliases=["a", "b"], max_ranks=[8, 0], images=3
+    )
+    gone = store_pb.LayoutInfo(layout_id=ids[1], base_model="org/b")
+    pages = {
+        "": store_pb.ListLayoutsResponse(layouts=[shown], next_page_token=ids[0]),
+        ids[0]: store_pb.ListLayoutsResponse(layouts=[gone]),
+    }
+    fake_store.on("ListLayouts", lambda request, _: pages[request.page_token])
+    rows = [line.split() for line in run("layouts")[1].splitlines()]
+    assert rows[1][:9] == ["111111111111", "org/a", "a", "b", "ranks", "up", "to", "8,", "any"]
+    assert rows[2][:4] == ["222222222222", "org/b", "none", "0"]
+    assert [each["layout_id"] for each in json.loads(run("layouts", "--json")[1])] == ids
+    fake_store.on("ForgetLayout", store_pb.ForgetLayoutResponse(images=3))
+    assert run("layouts", "--forget", "11111111")[1] == f"{ids[0]} forgotten, with 3 images\n"
+    assert fake_store.requests["ForgetLayout"][0].layout_id == ids[0]
+    for wrong in ("3", "sha256:"):
+        code, _, err = run("layouts", "--forget", wrong)
+        assert (code, f"no layout has {wrong}" in err) == (1, True)
+    assert len(fake_store.requests["ForgetLayout"]) == 1
 
 
 def test_info(run, running_system):

@@ -242,6 +242,9 @@ def test_load_and_unload(serve_http, tmp_path: Path) -> None:
         again = {"lora_name": "upper", "lora_int_id": 1}
         assert (await front.post("/v1/unload_lora_adapter", again)).status_code == 200
         assert not front.engine.resident
+        named = await front.post("/v1/load_lora_adapter", {"lora_name": "upper", "lora_path": "/x"})
+        assert "Its base model is base: the only one." in named.text
+        assert (await front.post("/v1/unload_lora_adapter", again)).status_code == 200
         answer = await front.post("/v1/unload_lora_adapter", again)
         assert answer.status_code == 404
         for body_, param in (
@@ -254,9 +257,8 @@ def test_load_and_unload(serve_http, tmp_path: Path) -> None:
             answer = await front.post("/v1/load_lora_adapter", body_)
             assert answer.json()["error"]["param"] == param
         lines = [json.loads(line) for line in audit.read_text().splitlines()]
-        assert [(line["what"], line["result"]) for line in lines[:3]] == [
-            ("LoadAdapter", "ok"),
-            ("UnloadAdapter", "ok"),
+        assert [(line["what"], line["result"]) for line in lines[:5]] == [
+            *(("LoadAdapter", "ok"), ("UnloadAdapter", "ok")) * 2,
             ("UnloadAdapter", "refused"),
         ]
 

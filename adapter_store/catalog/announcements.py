@@ -1,0 +1,117 @@
+"""Announcements: what the servers of a layout say beside it, for as long as they live."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+
+from sqlalchemy import ColumnElement, Connection, delete, exists, func, insert, select, update
+
+from adapter_store.catalog.database import upsert
+from adapter_store.catalog.lookup import to_micros
+from adapter_store.catalog.schema import announcements, layout_bases, layouts
+from adapter_store.core import Announcement
+from adapter_store.errors import LimitExceeded
+
+LASTS_FOR = timedelta(hours=1)
+"""How long an announcement lasts without being renewed: a server may be away for a while."""
+RENEW_AFTER = timedelta(minutes=5)
+"""How often it is renewed while a server is connected."""
+MAX_PER_LAYOUT = 16
+"""Servers of one layout that say the same share an announcement."""
+
+_FOR_EVER = 1 << 62
+
+
+def add(
+    conn: Connection,
+    layout_id: str,
+    announcement_id: str,
+    announcement: Announcement,
+    time: datetime,
+) -> bool:
+    """Records or renews an announcement, and its aliases as names of the layout's base model.
+    Returns whether there are new ones, or the layout had no server. Raises LimitExceeded if it has
+    too many announcements."""
+    expire(conn, time, layout_id)
+    of_layout = select(announcements.c.announcement_id).where(
+        announcements.c.layout_id == layout_id
+    )
+    known = set(conn.scalars(of_layout))
+    if announcement_id not in known and len(known) >= MAX_PER_LAYOUT:
+        raise LimitExceeded(
+            f"announcement: {layout_id} has {len(known)} different announcements, and the most are "
+            f"{MAX_PER_LAYOUT}; one goes an hour after its last server",
+            subject="announcement",
+            reason="ANNOUNCEMENT_LIMIT",
+        )
+    expire_time = to_micros(time + LASTS_FOR) if announcement.is_renewed else _FOR_EVER
+    aliases = sorted(set(announcement.aliases))
+    conn.execute(
+        upsert(conn, announcements)
+        .values(
+            announcement_id=announcement_id,
+            layout_id=layout_id,
+            aliases=json.dumps(aliases),
+            max_rank=announcement.max_rank,
+            expire_time=expire_time,
+        )
+        .on_conflict_do_update(
+            index_elements=["announcement_id"], set_={"expire_time": expire_time}
+        )
+    )
+    names = select(layout_bases.c.base_model).where(layout_bases.c.layout_id == layout_id)
+    new = set(aliases) - set(conn.scalars(names))
+    rows = [{"base_model": name, "layout_id": layout_id, "is_alias": True} for name in sorted(new)]
+    if rows:
+        conn.execute(insert(layout_bases), rows)
+    return bool(rows) or not known
+
+
+def has_server(time: datetime) -> ColumnElement[bool]:
+    """Returns whether a layout, of the row that a query reads, has an announcement at this time."""
+    return exists().where(
+        announcements.c.layout_id == layouts.c.layout_id,
+        announcements.c.expire_time > to_micros(time),
+    )
+
+
+def renew(conn: Connection, announcement_id: str, time: datetime) -> str | None:
+    """Returns the announcement's layout; None for one that is not known."""
+    key = announcements.c.announcement_id == announcement_id
+    row = conn.execute(select(announcements).where(key)).first()
+    if row is None:
+        return None
+    expire_time = to_micros(time + LASTS_FOR)
+    if row.expire_time < expire_time:
+        conn.execute(update(announcements).where(key).values(expire_time=expire_time))
+    return str(row.layout_id)
+
+
+def expire(conn: Connection, time: datetime, layout_id: str = "") -> int:
+    """Deletes the announcements that have ended, of one layout or of all, with the aliases that no
+    other announcement of their layout has; returns their number."""
+    where = [announcements.c.expire_time <= to_micros(time)]
+    if layout_id:
+        where.append(announcements.c.layout_id == layout_id)
+    ended = select(announcements.c.layout_id, func.count()).where(*where)
+    counts = {row[0]: row[1] for row in conn.execute(ended.group_by(announcements.c.layout_id))}
+    if counts:
+        conn.execute(delete(announcements).where(*where))
+        _drop_aliases(conn, sorted(counts))
+    return sum(counts.values())
+
+
+def _drop_aliases(conn: Connection, layout_ids: Sequence[str]) -> None:
+    """Deletes the aliases of these layouts that no announcement has."""
+    for layout_id in layout_ids:
+        of_layout = select(announcements.c.aliases).where(announcements.c.layout_id == layout_id)
+        kept = {alias for text in conn.scalars(of_layout) for alias in json.loads(text)}
+        conn.execute(
+            delete(layout_bases).where(
+                layout_bases.c.layout_id == layout_id,
+                layout_bases.c.is_alias,
+                layout_bases.c.base_model.not_in(kept),
+            )
+        )

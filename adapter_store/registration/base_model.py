@@ -1,0 +1,132 @@
+"""Chooses the base model that an adapter is recorded for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+
+from adapter_store.catalog.base_models import KnownBaseModels
+from adapter_store.checkpoint.peft_config import names_local_path
+from adapter_store.core import BaseModelChoice, BaseModelSource
+from servicekit.errors import InvalidArgument
+
+MAX_CANDIDATES = 8
+"""How many base models a refusal lists."""
+_SHOWN_CHARS = 160
+
+_CACHED = re.compile(r"models--([^/\\]+)--([^/\\]+)")
+"""The folder of a model in the cache of a hub's client, for ORG/NAME."""
+
+
+def choose_base_model(given: str, in_config: str, known: KnownBaseModels) -> BaseModelChoice:
+    """Returns the base model: what the caller has `given`, or else that of the name's current
+    version, the one that a server has registered under a name that matches the one `in_config`, a
+    name `in_config` that is no local path, or the only one that servers have registered.
+
+    A version whose config named another model says nothing about this one. Raises InvalidArgument
+    with the candidates if that leaves it open.
+    """
+    if given:
+        return BaseModelChoice(given, BaseModelSource.CALLER, "as given")
+    is_path = names_local_path(in_config)
+    if _is_as_before(in_config, is_path, known):
+        reason = "as in the version before"
+        return BaseModelChoice(known.current, BaseModelSource.CURRENT_VERSION, reason)
+    matching = _matching(in_config, is_path, known)
+    if len(matching) == 1:
+        reason = f"registered by a server, and the adapter's config names {_show(in_config)}"
+        return BaseModelChoice(matching[0], BaseModelSource.SERVED, reason)
+    if in_config and not is_path:
+        reason = "as the adapter's config names it"
+        if known.served:
+            which = "of that name are" if matching else "servers have registered"
+            reason += f"; {which} {_list(matching or known.served)}"
+        return BaseModelChoice(in_config, BaseModelSource.CONFIG, reason)
+    if len(known.served) == 1:
+        reason = "the only one that servers have registered"
+        return BaseModelChoice(next(iter(known.served)), BaseModelSource.ONLY_SERVED, reason)
+    raise _undecided(in_config, matching or known.served, is_match=bool(matching))
+
+
+def _is_as_before(in_config: str, is_path: bool, known: KnownBaseModels) -> bool:
+    """Returns whether the current version's base model is this one's too."""
+    if not known.current:
+        return False
+    if in_config and known.current == in_config:  # maybe a server has it under another name now
+        return any(in_config in names for names in known.served.values())
+    return is_path or in_config in ("", known.current_in_config)
+
+
+def _matching(in_config: str, is_path: bool, known: KnownBaseModels) -> list[str]:
+    """Returns the base models with exactly a name that the config has, or else those with the same
+    last part."""
+    candidates = set(_names_in(in_config, is_path))
+    for is_match in (_is_equal, _has_equal_end):
+        found = [
+            base_model
+            for base_model, names in known.served.items()
+            if any(is_match(name, each) for name in names for each in candidates)
+        ]
+        if found:
+            return found
+    return []
+
+
+def _names_in(in_config: str, is_path: bool) -> Iterator[str]:
+    """Yields the names that a config may mean: its own, or of a path the model whose folder in a
+    hub's cache it is, and the last part."""
+    if not is_path:
+        yield from filter(None, [in_config])
+        return
+    yield in_config
+    cached = _CACHED.search(in_config)
+    if cached is not None:
+        yield f"{cached[1]}/{cached[2]}"
+    yield from filter(None, [_end(in_config)])
+
+
+def _is_equal(name: str, other: str) -> bool:
+    return name == other
+
+
+def _has_equal_end(name: str, other: str) -> bool:
+    """Returns whether the last parts are equal. ORG/NAME of different organisations are different
+    models."""
+    end = _end(name)
+    return end != "" and end == _end(other) and not (_has_owner(name) and _has_owner(other))
+
+
+def _has_owner(name: str) -> bool:
+    return "/" in name and not names_local_path(name)
+
+
+def _end(name: str) -> str:
+    """Returns the last part of a name or path; "" if that means nothing elsewhere."""
+    end = re.split(r"[/\\]", name.rstrip("/\\"))[-1]
+    return "" if end in (".", "..", "~") else end
+
+
+def _show(name: str) -> str:
+    return repr(name[:_SHOWN_CHARS])
+
+
+def _list(candidates: Collection[str]) -> str:
+    shown = ", ".join(map(_show, sorted(candidates)[:MAX_CANDIDATES]))
+    if len(candidates) > MAX_CANDIDATES:
+        shown += f" and {len(candidates) - MAX_CANDIDATES} others"
+    return shown
+
+
+def _undecided(in_config: str, candidates: Collection[str], *, is_match: bool) -> InvalidArgument:
+    has = f"has a local path, {_show(in_config)}" if in_config else "has none"
+    if not candidates:
+        choice = "and no server has registered one"
+    elif is_match:
+        choice = f"which may be {_list(candidates)}"
+    else:
+        choice = f"and servers have registered {_list(candidates)}"
+    return InvalidArgument(
+        "base_model: give the name of its base model (loadout register --base-model NAME): "
+        f"adapter_config.json {has}, {choice}",
+        subject="base_model",
+    )

@@ -1,0 +1,71 @@
+"""What `loadout register` says of the servers that could serve an adapter."""
+
+from __future__ import annotations
+
+import time
+
+import typer
+
+from loadout.cli.output import CommandFailed
+from loadout.client import Client
+from loadout.types import Adapter, ImageState, LayoutState, ServerVerdict
+
+WAIT_S = 5.0
+"""How long a command waits for images, from which verdicts follow."""
+REQUIRED_WAIT_S = 60.0
+"""And how long if its exit code depends on them."""
+MIN_DELAY_S, MAX_DELAY_S = 0.05, 1.0
+
+_UNSETTLED = (ImageState.PENDING, ImageState.COMPILING)
+
+
+def wait_for_verdicts(client: Client, adapter: Adapter, *, is_required: bool) -> Adapter:
+    """Returns the adapter once its images for servers that accept its rank are compiled or refused,
+    or as it is when the time is over."""
+    deadline = time.monotonic() + (REQUIRED_WAIT_S if is_required else WAIT_S)
+    delay_s = MIN_DELAY_S
+    while any(map(_is_open, adapter.layout_states)) and time.monotonic() < deadline:
+        time.sleep(delay_s)
+        delay_s = min(2 * delay_s, MAX_DELAY_S)
+        adapter = client.get(adapter.ref)
+    return adapter
+
+
+def print_verdicts(adapter: Adapter) -> None:
+    """Prints a line for every server of the adapter's base model; servers that have announced the
+    same are one."""
+    lines = [
+        _line(state, server) for state in adapter.layout_states for server in state.servers
+    ] or [f"no server serves base model {adapter.base_model}"]
+    for line in lines:
+        typer.echo(line)
+
+
+def check_servable(adapter: Adapter) -> None:
+    """Raises CommandFailed unless a server can serve the adapter."""
+    states = [state for state in adapter.layout_states if state.servers]
+    ready = [state for state in states if state.state is ImageState.READY]
+    if any(server.servable for state in ready for server in state.servers):
+        return
+    if any(map(_is_open, states)):
+        why = f"its image was not compiled within {REQUIRED_WAIT_S:.0f} seconds"
+    elif states:
+        why = "no server of its base model can serve it"
+    else:
+        why = f"no server serves base model {adapter.base_model}"
+    raise CommandFailed(f"{adapter.ref} is registered, but {why}")
+
+
+def _is_open(state: LayoutState) -> bool:
+    return state.state in _UNSETTLED and any(server.servable for server in state.servers)
+
+
+def _line(state: LayoutState, server: ServerVerdict) -> str:
+    where = f"layout {state.layout_id.removeprefix('sha256:')[:12]}"
+    if server.max_rank:
+        where += f", ranks up to {server.max_rank}"
+    if not server.servable:
+        return f"not servable by {where}: {server.reason}"
+    if state.state is ImageState.READY:
+        return f"servable by {where}"
+    return f"servable by {where}, as far as is known: its image is {state.state.value}"

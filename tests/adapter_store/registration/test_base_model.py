@@ -1,0 +1,110 @@
+"""Which base model an adapter is recorded for, by what its config names and what is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from adapter_store.catalog.base_models import KnownBaseModels
+from adapter_store.core import BaseModelSource
+from adapter_store.registration.base_model import MAX_CANDIDATES, choose_base_model
+from servicekit.errors import InvalidArgument
+
+LLAMA, QWEN = "meta-llama/Llama-3.1-8B", "qwen"
+SERVED = {LLAMA: frozenset({LLAMA, "llama", "/srv/llama-8b"}), QWEN: frozenset({QWEN})}
+TWO = KnownBaseModels(SERVED)
+ONE = KnownBaseModels({QWEN: frozenset({QWEN})})
+NONE = KnownBaseModels({})
+
+
+@pytest.mark.parametrize(
+    ("in_config", "base_model"),
+    [
+        (LLAMA, LLAMA),
+        ("llama", LLAMA),
+        ("Llama-3.1-8B", LLAMA),
+        ("/mnt/models/Llama-3.1-8B", LLAMA),
+        ("/mnt/models/Llama-3.1-8B/", LLAMA),
+        ("C:\\models\\llama", LLAMA),
+        ("file:///models/llama", LLAMA),
+        ("/srv/llama-8b", LLAMA),
+        ("/home/me/llama-8b", LLAMA),
+        ("/root/.cache/huggingface/hub/models--meta-llama--Llama-3.1-8B/snapshots/0e9e3", LLAMA),
+        ("Qwen/qwen", QWEN),
+        ("./qwen", QWEN),
+    ],
+)
+def test_base_model_with_a_server_under_a_matching_name(in_config, base_model):
+    chosen = choose_base_model("", in_config, TWO)
+    assert (chosen.name, chosen.source) == (base_model, BaseModelSource.SERVED)
+    assert repr(in_config) in chosen.reason
+
+
+@pytest.mark.parametrize("in_config", ["unsloth/Llama-3.1-8B", "meta-llama/llama-3.1-8b", "gpt2"])
+@pytest.mark.parametrize("known", [TWO, ONE, NONE])
+def test_model_that_no_server_has_is_recorded_as_named(in_config, known):
+    chosen = choose_base_model("", in_config, known)
+    assert (chosen.name, chosen.source) == (in_config, BaseModelSource.CONFIG)
+    assert all(repr(base_model) in chosen.reason for base_model in known.served)
+
+
+@pytest.mark.parametrize("in_config", ["", "/mnt/models/x", "..", "~", "/", "./LLAMA"])
+def test_only_base_model_there_is(in_config):
+    chosen = choose_base_model("", in_config, ONE)
+    assert (chosen.name, chosen.source) == (QWEN, BaseModelSource.ONLY_SERVED)
+
+
+@pytest.mark.parametrize("in_config", ["", "/mnt/models/x", LLAMA])
+def test_what_the_caller_says_comes_first(in_config):
+    known = KnownBaseModels(SERVED, QWEN, in_config)
+    chosen = choose_base_model("org/said", in_config, known)
+    assert (chosen.name, chosen.source) == ("org/said", BaseModelSource.CALLER)
+
+
+@pytest.mark.parametrize(
+    ("in_config", "before"),
+    [
+        ("", "anything"),
+        ("/runs/2/llama", "/runs/1/llama"),
+        (LLAMA, LLAMA),  # named wrongly, and by the same trainer again
+        ("unsloth/x-bnb-4bit", "unsloth/x-bnb-4bit"),
+    ],
+)
+def test_current_version_comes_second(in_config, before):
+    chosen = choose_base_model("", in_config, KnownBaseModels(SERVED, "org/x", before))
+    assert (chosen.name, chosen.source) == ("org/x", BaseModelSource.CURRENT_VERSION)
+
+
+def test_config_that_names_another_model_than_before():
+    known = KnownBaseModels(SERVED, QWEN, "Qwen/qwen")
+    chosen = choose_base_model("", LLAMA, known)
+    assert (chosen.name, chosen.source) == (LLAMA, BaseModelSource.SERVED)
+
+
+def test_name_that_was_not_served_before_is_looked_for_again():
+    known = KnownBaseModels(SERVED, "Qwen/qwen", "Qwen/qwen")
+    assert choose_base_model("", "Qwen/qwen", known).name == QWEN
+    known = KnownBaseModels(SERVED, "llama", "llama")
+    assert choose_base_model("", "llama", known).source is BaseModelSource.CURRENT_VERSION
+
+
+def test_refusal_lists_the_candidates_and_the_flag():
+    with pytest.raises(InvalidArgument) as caught:
+        choose_base_model("", "/mnt/models/x", TWO)
+    assert caught.value.subject == "base_model"
+    for text in ("--base-model NAME", "'/mnt/models/x'", repr(LLAMA), repr(QWEN)):
+        assert text in caught.value.message
+    with pytest.raises(InvalidArgument, match="has none, and no server has registered one"):
+        choose_base_model("", "", NONE)
+
+
+def test_refusal_of_several_that_match():
+    names = [f"org{number}/llama" for number in range(MAX_CANDIDATES + 2)]
+    known = KnownBaseModels({name: frozenset({name}) for name in [*names, "org/other"]})
+    with pytest.raises(InvalidArgument, match=r"may be 'org0/llama'.* and 2 others") as caught:
+        choose_base_model("", "/mnt/llama", known)
+    assert "org/other" not in caught.value.message
+    # A name is no path: it is recorded, and served once it is clear by whom.
+    chosen = choose_base_model("", "llama", known)
+    assert chosen.source is BaseModelSource.CONFIG
+    assert "of that name are 'org0/llama'" in chosen.reason
+    assert "org/other" not in chosen.reason

@@ -1,0 +1,137 @@
+"""Layouts as servers and their operators see them: announced, watched, gone."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from adapter_store.catalog import announcements
+from adapter_store.catalog import catalog as catalog_module
+from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from tests.adapter_store.service.conftest import layout_message
+
+
+@pytest.fixture
+def served(serve):
+    return serve()
+
+
+def test_layout_state_has_a_verdict_for_every_server(served, make_adapter, make_layout):
+    client = served.client
+    small = client.announce(make_layout(), max_rank=2)
+    large = client.announce(make_layout(), max_rank=16, aliases=["tiny"])
+    assert small.layout_id == large.layout_id
+    client.register("a", make_adapter(rank=4))
+    served.idle()
+    (state,) = client.get("a").layout_states
+    assert state.state == pb.IMAGE_STATE_READY
+    assert [(each.announcement_id, each.max_rank, each.servable) for each in state.servers] == [
+        (small.announcement_id, 2, False),
+        (large.announcement_id, 16, True),
+    ]
+    assert state.servers[0].reason == "rank 4 is above this server's limit 2"
+
+
+def test_announcement_lasts_as_long_as_the_watch(served, make_layout, monkeypatch, refused):
+    monkeypatch.setattr(announcements, "RENEW_AFTER", timedelta(0))
+    catalog, client = served.running.store.catalog, served.client
+    with monkeypatch.context() as patch:
+        patch.setattr(announcements, "LASTS_FOR", timedelta(0))
+        watched = client.announce(make_layout(), aliases=["tiny"])
+        client.announce(make_layout(base_model="org/other"))
+    request = pb.WatchAdaptersRequest(announcement_id=watched.announcement_id)
+    watch = client.stub.WatchAdapters(request)
+    assert next(watch).event.kind == pb.EVENT_KIND_BOOKMARK
+    assert catalog.expire_announcements() == 1
+    assert catalog.layout_bases(watched.layout_id) == ["org/tiny", "tiny"]
+    later = datetime.now(UTC) + timedelta(hours=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(catalog, "_clock", lambda: later)
+        assert catalog.expire_announcements() == 1
+    with refused("NOT_FOUND", "announcement_id", "register the layout again"):
+        for _ in range(3):
+            next(watch)
+
+
+def test_layout_of_a_server_that_announces_nothing(served, make_adapter, make_layout):
+    """Of an earlier release: its aliases are in the layout, and no part of its identity."""
+    message = layout_message(make_layout())
+    message.aliases.append("tiny")
+    request = pb.RegisterLayoutRequest(layout=message)
+    layout_id = served.client.stub.RegisterLayout(request).layout_id
+    assert layout_id == served.client.register_layout(make_layout())
+    adapter = served.client.register("a", make_adapter(base_model_name_or_path="tiny")).adapter
+    assert adapter.base_model == "org/tiny"
+    assert [state.layout_id for state in adapter.layout_states] == [layout_id]
+
+
+@pytest.mark.parametrize(
+    ("fields", "subject"),
+    [
+        ({"aliases": [""]}, "announcement.aliases[0]"),
+        ({"aliases": ["a\nb"]}, "announcement.aliases[0]"),
+        ({"aliases": [str(number) for number in range(65)]}, "announcement.aliases"),
+        ({"max_rank": 2**31}, "announcement.max_rank"),
+    ],
+)
+def test_invalid_announcements(served, make_layout, refused, fields, subject):
+    with refused("INVALID_ARGUMENT", subject):
+        served.client.announce(make_layout(), **fields)
+
+
+def test_invalid_id_of_a_watch(served, refused):
+    with refused("INVALID_ARGUMENT", "announcement_id"):
+        next(served.client.stub.WatchAdapters(pb.WatchAdaptersRequest(announcement_id="x")))
+
+
+def test_layouts_are_listed_page_by_page(served, make_adapter, make_layout, monkeypatch):
+    monkeypatch.setattr(catalog_module, "PAGE_LAYOUTS", 2)
+    client = served.client
+    ids = sorted(
+        client.announce(make_layout(base_model=f"org/{name}"), max_rank=8, aliases=[name]).layout_id
+        for name in "abc"
+    )
+    client.register("a", make_adapter(base_model_name_or_path="org/a"))
+    served.idle()
+    first = client.stub.ListLayouts(pb.ListLayoutsRequest())
+    rest = client.stub.ListLayouts(pb.ListLayoutsRequest(page_token=first.next_page_token))
+    assert (len(first.layouts), rest.next_page_token) == (2, "")
+    layouts = [*first.layouts, *rest.layouts]
+    assert [layout.layout_id for layout in layouts] == ids
+    (layout,) = (each for each in layouts if each.base_model == "org/a")
+    assert (list(layout.aliases), list(layout.max_ranks), layout.images) == (["a"], [8], 1)
+    assert layout.image_bytes > 0
+    assert layout.create_time.seconds > 0
+    assert layout.last_use_time.seconds > 0
+
+
+def test_forgotten_layout(served, make_adapter, make_layout, refused):
+    """Its server notices, and its images are compiled anew once it is registered again."""
+    client = served.client
+    accepted = client.announce(make_layout())
+    digest = client.register("a", make_adapter()).adapter.digest
+    served.idle()
+    watch = client.stub.WatchAdapters(
+        pb.WatchAdaptersRequest(announcement_id=accepted.announcement_id)
+    )
+    next(watch)
+    request = pb.ForgetLayoutRequest(layout_id=accepted.layout_id)
+    assert client.stub.ForgetLayout(request).images == 1
+    with refused("NOT_FOUND", "announcement_id"):
+        for _ in range(3):
+            next(watch)
+    with refused("NOT_FOUND", "no layout"):
+        client.pull(digest, accepted.layout_id)
+    with refused("NOT_FOUND", "layout_id"):
+        client.stub.ForgetLayout(request)
+    assert not client.get("a").layout_states
+    assert client.register_layout(make_layout()) == accepted.layout_id
+    served.idle()
+    assert client.pull(digest, accepted.layout_id).is_whole
+
+
+@pytest.mark.parametrize("layout_id", ["", "4b6b58a697e1"])
+def test_forgetting_needs_a_whole_id(served, refused, layout_id):
+    with refused("INVALID_ARGUMENT", "layout_id"):
+        served.client.stub.ForgetLayout(pb.ForgetLayoutRequest(layout_id=layout_id))
