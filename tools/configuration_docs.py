@@ -35,8 +35,9 @@ style. This page is made from the settings in the code by `make docs`.
 
 **Precedence**: a flag wins over the environment variable, the variable over the file, the file
 over the default. `loadout store` and `python -m adapter_store` take the same flags, and so do
-`loadout serve` and `python -m inference_svc`. `loadout up` starts both services, and hands on
-what `--store-flags` and `--serve-flags` name.
+`loadout serve` and `python -m inference_svc`. `loadout up` starts both services with their
+variables and files, and hands on what `--store-flags` and `--serve-flags` name; what none of them
+gives it chooses. Told of another store by `LOADOUT_INFERENCE_STORE`, it starts none.
 
 **Flags** are `--NAME VALUE` or `--NAME=VALUE`. A switch has two: `--prefix-cache` turns it on,
 `--no-prefix-cache` off. Lists are separated by commas; the flag of a list may also be repeated.

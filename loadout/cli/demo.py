@@ -20,6 +20,7 @@ from loadout.cli import options
 from loadout.cli.output import CommandFailed, table_console
 from loadout.client import Client
 from loadout.demo.adapters import MODEL, register_all
+from loadout.demo.given import INFERENCE_PREFIX, Given
 from loadout.demo.jobs import BASE_MODEL, prompt
 from loadout.demo.process import ProcessFailed
 from loadout.demo.report import MIN_EXACT_MATCH
@@ -70,7 +71,8 @@ def run_up(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Your own model, as Hugging Face saves one. Default: the demo with its adapters.",
+            help="Your own model, as Hugging Face saves one. Default: LOADOUT_INFERENCE_MODEL, and "
+            "without that the demo with its adapters.",
         ),
     ] = None,
     base_model: Annotated[
@@ -99,29 +101,64 @@ def run_up(
 ) -> None:
     """Run both services until Ctrl-C.
 
-    They take the usual ports (7070 and 7080) if those are free, and any free ones if not.
+    They take the usual ports (7070 and 7080) if those are free, and any free ones if not. All
+    settings of the services count: LOADOUT_STORE_* and LOADOUT_INFERENCE_* in the environment, the
+    files that they name, and the flags that --store-flags and --serve-flags hand on.
     """
-    if model is None:
+    settings = up_settings(
+        model=model,
+        base_model=base_model,
+        source_roots=source_roots,
+        http=http,
+        store_flags=tuple(shlex.split(store_flags)),
+        serve_flags=tuple(shlex.split(serve_flags)),
+        work_dir=work_dir,
+    )
+    if settings.s3:
         _need_moto()
-    settings = SystemSettings(
-        model=model or MODEL,
-        base_model=base_model or ("" if model else BASE_MODEL),
-        s3=model is None,
+    (work_dir / "sources").mkdir(parents=True, exist_ok=True)
+    _run_until_interrupted(settings, work_dir)
+
+
+def up_settings(
+    *,
+    model: Path | None = None,
+    base_model: str = "",
+    source_roots: str = "",
+    http: str = "",
+    store_flags: tuple[str, ...] = (),
+    serve_flags: tuple[str, ...] = (),
+    work_dir: Path,
+) -> SystemSettings:
+    """Returns what `loadout up` starts: the demo's model if neither it nor the service's flags,
+    variables or file name one."""
+    given = Given(INFERENCE_PREFIX, serve_flags)
+    is_demo = model is None and given.find("model") is None
+    return SystemSettings(
+        model=MODEL if is_demo else model,
+        base_model=base_model or (BASE_MODEL if is_demo else ""),
+        s3=is_demo,
         source_roots=(*map(Path, filter(None, source_roots.split(","))), work_dir / "sources"),
         store_listen=_if_free(options.DEFAULT_STORE),
         store_metrics_listen=_if_free(options.DEFAULT_STORE_METRICS),
         inference_listen=_if_free(options.DEFAULT_INFERENCE),
         inference_metrics_listen=_if_free(options.DEFAULT_INFERENCE_METRICS),
         http_listen=http,
-        store_flags=tuple(shlex.split(store_flags)),
-        inference_flags=tuple(shlex.split(serve_flags)),
+        store_flags=store_flags,
+        inference_flags=serve_flags,
+        keeps_environment=True,
     )
-    (work_dir / "sources").mkdir(parents=True, exist_ok=True)
-    _run_until_interrupted(settings, work_dir, is_demo=model is None)
 
 
-def _run_until_interrupted(settings: SystemSettings, work_dir: Path, *, is_demo: bool) -> None:
-    with _failures_in_words(), _sigterm_is_ctrl_c(), System(settings, work_dir) as system:
+def _run_until_interrupted(settings: SystemSettings, work_dir: Path) -> None:
+    is_demo = settings.s3
+    system = System(settings, work_dir)
+    if is_demo and system.other_store:
+        raise CommandFailed(
+            f"the demo needs a store of its own, and LOADOUT_INFERENCE_STORE or --store names "
+            f"{system.other_store}: unset it, or name a --model"
+        )
+    with _failures_in_words(), _sigterm_is_ctrl_c(), system:
         if is_demo:
             with Client(store=system.addresses.store) as client:
                 sources = work_dir / "sources"
@@ -136,9 +173,10 @@ def _run_until_interrupted(settings: SystemSettings, work_dir: Path, *, is_demo:
 
 
 def _what_runs(addresses: Addresses, work_dir: Path) -> str:
+    other = "" if addresses.store_metrics else " (not started here)"
     rows = {
-        "adapter store": addresses.store,
-        "its metrics": f"http://{addresses.store_metrics}/metrics",
+        "adapter store": addresses.store + other,
+        "its metrics": f"http://{addresses.store_metrics}/metrics" * bool(addresses.store_metrics),
         "inference service": addresses.inference,
         "its metrics ": f"http://{addresses.inference_metrics}/metrics",
         "its HTTP API": f"http://{addresses.http}/v1" if addresses.http else "",

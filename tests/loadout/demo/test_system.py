@@ -37,8 +37,10 @@ def command_of(name):
         return [sys.executable, "-c", program, name, str(system._ready_file(name))]
     return command
 
-for name in ("s3", "store", "inference"):
-    setattr(System, f"_{{name}}_command", command_of(name))
+for name, method in {{
+    "s3": "_s3_command", "store": "store_command", "inference": "inference_command"
+}}.items():
+    setattr(System, method, command_of(name))
 sys.exit(main())
 """
 """The command line, with programs in place of the services; that of $BROKEN fails to start."""
