@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import ByteSize, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -20,6 +21,7 @@ from servicekit.settings.types import (
     Names,
     PositiveSeconds,
     Seconds,
+    Size,
 )
 
 _ENDPOINT = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
@@ -48,6 +50,7 @@ class StoreSettings(ServiceSettings):
     command = "loadout store"
     module = "adapter_store"
     example = "loadout store --source-roots /srv/adapters --data-dir /var/lib/loadout"
+    former: ClassVar[Mapping[str, str]] = {"memory_bytes": "image_memory"}
     groups = (
         *(NETWORK, STORAGE, SOURCES, LIMITS, SHARES, IMAGES, CATALOG, REPLICAS),
         *(ACCESS, TLS, TELEMETRY, PROCESS),
@@ -63,7 +66,7 @@ class StoreSettings(ServiceSettings):
     """Folder of the catalog, the stored sources and the compiled images. Only one store process may
     use it at a time."""
 
-    memory_bytes: Annotated[Bytes, STORAGE] = ByteSize(4 * GIB)
+    image_memory: Annotated[Bytes, STORAGE] = ByteSize(4 * GIB)
     """Capacity of the memory tier of compiled images."""
 
     disk_cache_bytes: Annotated[Bytes, STORAGE] = ByteSize(64 * GIB)
@@ -118,12 +121,12 @@ class StoreSettings(ServiceSettings):
     for several tenants counts as a tenant of its own. Without --policy-file all callers are one,
     which may hold everything."""
 
-    request_memory: Annotated[ByteSize, Field(ge=8 * MIB), SHARES] = ByteSize(128 * MIB)
+    request_memory: Annotated[Size, Field(ge=8 * MIB), SHARES] = ByteSize(128 * MIB)
     """Highest sum of the bytes of requests that are received or processed at once, each at least
     16KiB; more wait, and are refused with RESOURCE_EXHAUSTED after 10 seconds. At least 8MiB, the
     largest request."""
 
-    answer_memory: Annotated[ByteSize, Field(ge=8 * MIB), SHARES] = ByteSize(256 * MIB)
+    answer_memory: Annotated[Size, Field(ge=8 * MIB), SHARES] = ByteSize(256 * MIB)
     """Highest sum of the bytes of answers that are made or that nobody has read yet: 6.3MiB for a
     page, 1.5MiB for a pull besides its image, 128KiB for a record. More wait as requests do. At
     least 8MiB."""

@@ -173,7 +173,7 @@ def _facts(config: InferenceSettings, geometry: ModelGeometry) -> ServerFacts:
         vocab_size=geometry.vocab_size,
         max_model_len=config.max_model_len,
         max_loras=config.max_loras,
-        max_lora_rank=config.max_lora_rank,
+        max_lora_rank=config.max_rank,
         max_sequences=config.max_sequences,
         max_batch_tokens=config.max_batch_tokens,
         max_queue=config.max_queue,
@@ -237,7 +237,7 @@ class InferenceServer:
         )
         self._errors = RecentErrors()
         rules = call_rules(self._load, config.max_model_len)
-        share = config.tenant_share
+        share = config.share
         self._places = CallPlaces(
             Shares("request_bytes", config.request_memory, share, setting="--request-memory"),
             Shares("answer_bytes", config.answer_memory, share, setting="--answer-memory"),
@@ -269,7 +269,7 @@ class InferenceServer:
         if config.store:
             self._store = StoreConnection(config.store_addresses, self.replicas, self._store_access)
         catalog = None if self._store is None else self._store.catalog
-        servable = Servable(config.base_model_names, config.max_lora_rank)
+        servable = Servable(config.base_model_names, config.max_rank)
         directory = Directory(catalog, servable, config.name_ttl_seconds)
         self._async_engine = AsyncEngine(engine, text, self._places.answer_bytes)
         if self._tracing is not None:
@@ -280,7 +280,7 @@ class InferenceServer:
         self._async_engine.start()
         self._prompts = PromptEncoder(
             *(text, facts.max_model_len, facts.vocab_size),
-            *(self._places.request_work, config.tenant_share),
+            *(self._places.request_work, config.share),
         )
         if self._store is not None:
             self._store.start(directory, engine.layout, self._accept_layout)
@@ -438,5 +438,5 @@ def _listen_http(
     # Its libraries are loaded where it is needed only.
     from inference_svc.api.http.server import HttpServer
 
-    server = HttpServer(address, certificates, config.tenant_share)
+    server = HttpServer(address, certificates, config.share)
     return server, with_port(address, server.port)

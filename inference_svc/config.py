@@ -6,10 +6,10 @@ What is left open is decided once, by `resolve`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import ByteSize, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -28,6 +28,7 @@ from servicekit.settings.types import (
     OptionalBytes,
     PositiveSeconds,
     Seconds,
+    Size,
     split_commas,
 )
 
@@ -56,6 +57,10 @@ class InferenceSettings(ServiceSettings):
     command = "loadout serve"
     module = "inference_svc"
     example = "loadout serve --model ./Qwen3-0.6B --store 127.0.0.1:7070 --max-loras 128"
+    former: ClassVar[Mapping[str, str]] = {
+        "max_lora_rank": "max_rank",
+        "tenant_queue_share": "tenant_share",
+    }
     groups = (
         *(MODEL, NETWORK, STORE, ADAPTERS, MEMORY, SCHEDULING, DEVICE),
         *(ACCESS, TLS, TELEMETRY, PROCESS),
@@ -114,7 +119,7 @@ class InferenceSettings(ServiceSettings):
     max_loras: Annotated[Count, ADAPTERS] = 64
     """Highest number of adapters resident at once."""
 
-    max_lora_rank: Annotated[Count, ADAPTERS] = 64
+    max_rank: Annotated[Count, ADAPTERS] = 64
     """Highest rank of an adapter; adapters of a higher rank are refused."""
 
     adapter_wait_seconds: Annotated[PositiveSeconds, ADAPTERS] = 10.0
@@ -129,7 +134,7 @@ class InferenceSettings(ServiceSettings):
 
     adapter_memory: Annotated[Bytes | None, MEMORY] = None
     """Size of the arena, which holds the resident adapters. Unset: 256MiB on CPU; on CUDA a tenth
-    of what the weights leave, at least two adapters of --max-lora-rank and at most --max-loras of
+    of what the weights leave, at least two adapters of --max-rank and at most --max-loras of
     them."""
 
     host_memory: Annotated[OptionalBytes | None, MEMORY] = None
@@ -167,20 +172,20 @@ class InferenceSettings(ServiceSettings):
     max_queue: Annotated[OptionalCount, SCHEDULING] = 1024
     """Highest number of requests that wait; more are refused with RESOURCE_EXHAUSTED."""
 
-    tenant_queue_share: Annotated[float, Field(gt=0, le=1), SCHEDULING] = 0.5
+    tenant_share: Annotated[float, Field(gt=0, le=1), SCHEDULING] = 0.5
     """Largest share of --max-queue that the requests of one tenant may take, where --policy-file
     tells tenants apart; and of what other tenants leave of --request-memory, of --answer-memory, of
     the HTTP connections and of the threads that parse and tokenise."""
 
-    request_memory: Annotated[ByteSize, Field(ge=4 * MIB), SCHEDULING] = ByteSize(64 * MIB)
+    request_memory: Annotated[Size, Field(ge=4 * MIB), SCHEDULING] = ByteSize(64 * MIB)
     """Highest sum of the bytes of requests that are received, parsed and tokenised at once; more
     wait, and are refused with RESOURCE_EXHAUSTED after 10 seconds. At least 4MiB, the largest
-    request. See --tenant-queue-share."""
+    request. See --tenant-share."""
 
-    answer_memory: Annotated[ByteSize, Field(ge=4 * MIB), SCHEDULING] = ByteSize(256 * MIB)
+    answer_memory: Annotated[Size, Field(ge=4 * MIB), SCHEDULING] = ByteSize(256 * MIB)
     """Highest sum of the bytes of answers that nobody has read yet, each at least 16KiB: a request
     whose answer finds no place, or no more of it, ends with RESOURCE_EXHAUSTED. See
-    --tenant-queue-share."""
+    --tenant-share."""
 
     fair_quantum_tokens: Annotated[Count, SCHEDULING] = 1024
     """Number of tokens in a turn of a tenant, and of an adapter within its tenant. More makes turns
@@ -245,9 +250,9 @@ class InferenceSettings(ServiceSettings):
         return tuple(dict.fromkeys(split_commas(self.store)))
 
     @property
-    def tenant_share(self) -> float:
+    def share(self) -> float:
         """One tenant's share of what is finite. Without a policy all callers are one tenant."""
-        return 1.0 if self.policy_file is None else self.tenant_queue_share
+        return 1.0 if self.policy_file is None else self.tenant_share
 
     @property
     def base_model_names(self) -> tuple[str, ...]:
@@ -389,7 +394,7 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
         memory_limit_bytes=int(settings.memory_limit or 0),
         host_limit_bytes=int(settings.host_memory_limit or 0),
         max_loras=settings.max_loras,
-        max_lora_rank=settings.max_lora_rank,
+        max_lora_rank=settings.max_rank,
         adapter_wait_s=settings.adapter_wait_seconds,
         pull_workers=settings.pull_workers,
         prefetch=settings.prefetch,
@@ -401,4 +406,4 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
 
 
 def _max_tenant_queue(settings: InferenceSettings) -> int:
-    return math.ceil(settings.max_queue * settings.tenant_share)
+    return math.ceil(settings.max_queue * settings.share)

@@ -17,7 +17,7 @@ from loadout._routing.metadata import DEFAULT_TENANT
 from loadout._routing.replicas import Endpoint
 from loadout._rpc import threads
 from loadout.aio import AsyncClient
-from loadout.cli.config import environment_token
+from loadout.cli.config import check_environment, environment_token
 from loadout.cli.output import CommandFailed
 from loadout.client import Client
 from loadout.security import ChannelOptions, TlsConfig
@@ -30,9 +30,9 @@ class Connection:
     tenant: str = DEFAULT_TENANT
     token_file: Path | None = None
     tls: bool = False
-    tls_ca: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
+    tls_ca_file: Path | None = None
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
     allow_insecure_token: bool = False
 
     def client(self, **arguments: Any) -> Client:
@@ -56,7 +56,7 @@ class Connection:
         return AsyncClient(**self._arguments(), **arguments)
 
     def _arguments(self) -> dict[str, Any]:
-        files = (self.tls_ca, self.tls_cert, self.tls_key)
+        files = (self.tls_ca_file, self.tls_cert_file, self.tls_key_file)
         uses_tls = self.tls or any(files)
         return {
             "token": self._token(),
@@ -124,25 +124,27 @@ _OPTIONS: dict[str, Any] = {
             "--tls", envvar="LOADOUT_TLS", help="Connect with TLS and trust public authorities."
         ),
     ],
-    "tls_ca": Annotated[
+    "tls_ca_file": Annotated[
         Path | None,
         typer.Option(
-            envvar="LOADOUT_TLS_CA",
+            envvar="LOADOUT_TLS_CA_FILE",
             metavar="FILE",
             help="Connect with TLS and trust these CA certificates, PEM.",
         ),
     ],
-    "tls_cert": Annotated[
+    "tls_cert_file": Annotated[
         Path | None,
         typer.Option(
-            envvar="LOADOUT_TLS_CERT",
+            envvar="LOADOUT_TLS_CERT_FILE",
             metavar="FILE",
             help="Client certificate, for services that require one, PEM.",
         ),
     ],
-    "tls_key": Annotated[
+    "tls_key_file": Annotated[
         Path | None,
-        typer.Option(envvar="LOADOUT_TLS_KEY", metavar="FILE", help="Key of --tls-cert, PEM."),
+        typer.Option(
+            envvar="LOADOUT_TLS_KEY_FILE", metavar="FILE", help="Key of --tls-cert-file, PEM."
+        ),
     ],
     "allow_insecure_token": Annotated[
         bool,
@@ -172,6 +174,7 @@ def connects(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def connected(**arguments: Any) -> None:
+        check_environment()
         values = {name: arguments.pop(name) for name in _OPTIONS}
         command(connection=Connection(**values), **arguments)
 

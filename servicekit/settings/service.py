@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -30,6 +31,8 @@ class ServiceSettings(BaseSettings):
     """A command line that ends the help."""
     groups: ClassVar[tuple[Group, ...]]
     """The groups in the order in which they are shown."""
+    former: ClassVar[Mapping[str, str]] = {}
+    """Former names of settings, which are refused, and what the settings are called now."""
 
     listen: Annotated[Address, NETWORK]
     """Address of the gRPC server. Port 0 takes a free port: see --ready-file."""

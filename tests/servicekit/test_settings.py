@@ -191,6 +191,48 @@ def test_wrong_variables(service: type[ServiceSettings], load: Load, monkeypatch
     load()
 
 
+def test_former_names(
+    service: type[ServiceSettings], load: Load, file: Callable[[str], str], monkeypatch
+) -> None:
+    """Each says what the setting is called now, as it is written there."""
+    settings = {setting.name: setting for setting in describe(service)}
+    for former, name in service.former.items():
+        key, now = former.replace("_", "-"), settings[name]
+        with pytest.raises(InvalidSetting, match=f"^--{key}: is now called {now.flag}$"):
+            load(f"--{key}=1")
+        path = file(f"{former} = 1")
+        with pytest.raises(InvalidSetting, match=f"^{path}: {former}: is now called {now.key}$"):
+            load("--config", path)
+        with monkeypatch.context() as environment:
+            environment.setenv(variable(service, former.upper()), "1")
+            with pytest.raises(InvalidSetting, match=f": is now called {now.variable}$"):
+                load()
+
+
+@pytest.mark.parametrize("text", ["1.5GiB", "1.5 GiB", "1.5gib", "1.5Gi", "1536Mi", "1610612736"])
+def test_sizes(load: Load, text: str) -> None:
+    assert load("--request-memory", text).request_memory == 3 << 29
+
+
+def test_what_both_services_have_is_the_same() -> None:
+    """A setting of both has one meaning: the same form, the same kind of default."""
+    ours, theirs = ({each.name: each for each in describe(service)} for service in SERVICES)
+    both = ours.keys() & theirs.keys()
+    assert {"max_rank", "tenant_share", "log_level", "request_memory"} <= both
+    for name in both:
+        assert ours[name].metavar == theirs[name].metavar, name
+        assert bool(ours[name].default) == bool(theirs[name].default), name
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_sizes_of_memory_end_so(service: type[ServiceSettings]) -> None:
+    """Those of memory end in -memory, and those on disk in -bytes; what is a limit or a rate says
+    so."""
+    ends = ("_memory", "_memory_limit", "_bytes", "_rate")
+    sizes = [each.name for each in describe(service) if each.metavar == "SIZE"]
+    assert [name for name in sizes if not f"_{name}".endswith((*ends, "_memory_limit"))] == []
+
+
 def test_all_problems_at_once(load: Load) -> None:
     with pytest.raises(InvalidSetting) as caught:
         load("--listen", "x", "--log-level", "y")
