@@ -16,7 +16,15 @@ from pydantic_settings import SettingsConfigDict
 
 from inference_svc.core import EngineConfig, padding_pages
 from servicekit.errors import InvalidSetting
-from servicekit.settings.service import ACCESS, NETWORK, PROCESS, TELEMETRY, TLS, ServiceSettings
+from servicekit.settings.service import (
+    BASICS,
+    MEMORY,
+    NETWORK,
+    PROCESS,
+    SECURITY,
+    TELEMETRY,
+    ServiceSettings,
+)
 from servicekit.settings.types import (
     Address,
     Addresses,
@@ -40,7 +48,6 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MODEL = Group("Model")
 STORE = Group("Adapter store")
 DEVICE = Group("Device")
-MEMORY = Group("Memory")
 SCHEDULING = Group("Scheduling")
 ADAPTERS = Group("Adapters")
 
@@ -62,15 +69,15 @@ class InferenceSettings(ServiceSettings):
         "tenant_queue_share": "tenant_share",
     }
     groups = (
-        *(MODEL, NETWORK, STORE, ADAPTERS, MEMORY, SCHEDULING, DEVICE),
-        *(ACCESS, TLS, TELEMETRY, PROCESS),
+        *(BASICS, NETWORK, SECURITY, MEMORY, SCHEDULING, ADAPTERS, MODEL, DEVICE),
+        *(STORE, TELEMETRY, PROCESS),
     )
 
-    model: Annotated[Folder, MODEL]
+    model: Annotated[Folder, BASICS]
     """Folder of the base model, as Hugging Face saves one: config.json, safetensors files and
     tokenizer.json."""
 
-    base_model: Annotated[str, MODEL] = ""
+    base_model: Annotated[str, BASICS] = ""
     """Name by which adapters know the base model. Unset: the name of the model's folder."""
 
     aliases: Annotated[Names, MODEL] = ()
@@ -83,17 +90,17 @@ class InferenceSettings(ServiceSettings):
     """Longest prompt and output together, in tokens. 0: from the model's config, at most what
     --kv-memory holds."""
 
-    listen: Annotated[Address, NETWORK] = "127.0.0.1:7080"
+    listen: Annotated[Address, BASICS] = "127.0.0.1:7080"
     """Address of the gRPC server. Port 0 takes a free port: see --ready-file."""
 
-    http: Annotated[OptionalAddress, NETWORK] = ""
+    http: Annotated[OptionalAddress, BASICS] = ""
     """Address of the HTTP server, which is compatible with OpenAI's API. Port 0 takes a free port.
     Unset: no HTTP server."""
 
     metrics_listen: Annotated[Address, NETWORK] = "127.0.0.1:7081"
     """Address of the HTTP server for Prometheus metrics. Port 0 takes a free port."""
 
-    store: Annotated[Addresses, STORE] = ""
+    store: Annotated[Addresses, BASICS] = ""
     """Addresses of the adapter store's replicas, or one whose host name resolves to all of them.
     Unset: only the base model is served."""
 
@@ -133,7 +140,7 @@ class InferenceSettings(ServiceSettings):
     the bandwidth, into free memory or in place of less popular ones."""
 
     adapter_memory: Annotated[Bytes | None, MEMORY] = None
-    """Size of the arena, which holds the resident adapters. Unset: 256MiB on CPU; on CUDA a tenth
+    """Size of the arena, which holds the resident adapters. Unset: 256 MiB on CPU; on CUDA a tenth
     of what the weights leave, at least two adapters of --max-rank and at most --max-loras of
     them."""
 
@@ -143,7 +150,7 @@ class InferenceSettings(ServiceSettings):
     adapters are pulled straight into the arena."""
 
     kv_memory: Annotated[Bytes | None, MEMORY] = None
-    """Size of the pages of keys and values. Unset: 512MiB on CPU; on CUDA all that everything else
+    """Size of the pages of keys and values. Unset: 512 MiB on CPU; on CUDA all that everything else
     leaves of the device but a hundredth."""
 
     memory_limit: Annotated[Bytes | None, MEMORY] = None
@@ -177,13 +184,13 @@ class InferenceSettings(ServiceSettings):
     tells tenants apart; and of what other tenants leave of --request-memory, of --answer-memory, of
     the HTTP connections and of the threads that parse and tokenise."""
 
-    request_memory: Annotated[Size, Field(ge=4 * MIB), SCHEDULING] = ByteSize(64 * MIB)
+    request_memory: Annotated[Size, Field(ge=4 * MIB), MEMORY] = ByteSize(64 * MIB)
     """Highest sum of the bytes of requests that are received, parsed and tokenised at once; more
-    wait, and are refused with RESOURCE_EXHAUSTED after 10 seconds. At least 4MiB, the largest
+    wait, and are refused with RESOURCE_EXHAUSTED after 10 seconds. At least 4 MiB, the largest
     request. See --tenant-share."""
 
-    answer_memory: Annotated[Size, Field(ge=4 * MIB), SCHEDULING] = ByteSize(256 * MIB)
-    """Highest sum of the bytes of answers that nobody has read yet, each at least 16KiB: a request
+    answer_memory: Annotated[Size, Field(ge=4 * MIB), MEMORY] = ByteSize(256 * MIB)
+    """Highest sum of the bytes of answers that nobody has read yet, each at least 16 KiB: a request
     whose answer finds no place, or no more of it, ends with RESOURCE_EXHAUSTED. See
     --tenant-share."""
 
@@ -212,7 +219,7 @@ class InferenceSettings(ServiceSettings):
     engine: Annotated[Literal["process", "thread"], DEVICE] = "process"
     """Where the engine runs: in a process of its own, or in a thread of the server's process."""
 
-    http_open_metrics: Annotated[bool, ACCESS] = False
+    http_open_metrics: Annotated[bool, SECURITY] = False
     """Answer /metrics of --http without a token. It has the vllm:* families that gateways route by,
     which name the adapters of all tenants."""
 

@@ -18,6 +18,7 @@ from loadout._routing.replicas import Endpoint
 from loadout._rpc import threads
 from loadout.aio import AsyncClient
 from loadout.cli.config import check_environment, environment_token
+from loadout.cli.help import CONNECTION, SECURITY
 from loadout.cli.output import CommandFailed
 from loadout.client import Client
 from loadout.security import ChannelOptions, TlsConfig
@@ -108,6 +109,7 @@ _OPTIONS: dict[str, Any] = {
             metavar="TENANT",
             help="Tenant of adapter names without one, for the choice of a replica: the token's "
             "first tenant.",
+            rich_help_panel=CONNECTION,
         ),
     ],
     "token_file": Annotated[
@@ -116,12 +118,16 @@ _OPTIONS: dict[str, Any] = {
             envvar="LOADOUT_TOKEN_FILE",
             metavar="FILE",
             help="File with the bearer token. Default: the token in LOADOUT_TOKEN, if it is set.",
+            rich_help_panel=SECURITY,
         ),
     ],
     "tls": Annotated[
         bool,
         typer.Option(
-            "--tls", envvar="LOADOUT_TLS", help="Connect with TLS and trust public authorities."
+            "--tls",
+            envvar="LOADOUT_TLS",
+            help="Connect with TLS and trust public authorities.",
+            rich_help_panel=SECURITY,
         ),
     ],
     "tls_ca_file": Annotated[
@@ -130,6 +136,7 @@ _OPTIONS: dict[str, Any] = {
             envvar="LOADOUT_TLS_CA_FILE",
             metavar="FILE",
             help="Connect with TLS and trust these CA certificates, PEM.",
+            rich_help_panel=SECURITY,
         ),
     ],
     "tls_cert_file": Annotated[
@@ -138,17 +145,25 @@ _OPTIONS: dict[str, Any] = {
             envvar="LOADOUT_TLS_CERT_FILE",
             metavar="FILE",
             help="Client certificate, for services that require one, PEM.",
+            rich_help_panel=SECURITY,
         ),
     ],
     "tls_key_file": Annotated[
         Path | None,
         typer.Option(
-            envvar="LOADOUT_TLS_KEY_FILE", metavar="FILE", help="Key of --tls-cert-file, PEM."
+            envvar="LOADOUT_TLS_KEY_FILE",
+            metavar="FILE",
+            help="Key of --tls-cert-file, PEM.",
+            rich_help_panel=SECURITY,
         ),
     ],
     "allow_insecure_token": Annotated[
         bool,
-        typer.Option("--allow-insecure-token", help="Send the token without TLS to any address."),
+        typer.Option(
+            "--allow-insecure-token",
+            help="Send the token without TLS to any address.",
+            rich_help_panel=SECURITY,
+        ),
     ],
 }
 

@@ -44,10 +44,10 @@ Examples:
 
 def run_demo(
     requests: Annotated[
-        int, typer.Option(min=1, help="Number of requests to send.")
+        int, typer.Option(metavar="N", min=1, help="Number of requests to send.")
     ] = NUM_REQUESTS,
     in_flight: Annotated[
-        int, typer.Option(min=1, help="Number of concurrent requests.")
+        int, typer.Option(metavar="N", min=1, help="Number of concurrent requests.")
     ] = NUM_IN_FLIGHT,
     work_dir: Annotated[
         Path | None,

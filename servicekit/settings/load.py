@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from servicekit.errors import InvalidSetting
-from servicekit.settings.describe import Setting, describe, help_text
+from servicekit.settings.describe import Setting, describe, help_text, size
 from servicekit.settings.service import ServiceSettings
 from servicekit.settings.types import check_endpoint
 
@@ -156,9 +156,9 @@ def _no_such(name: str, known: Sequence[str], kind: str) -> str:
 
 
 _RULES = {
-    "greater_than_equal": "must be at least {ge:g}",
-    "greater_than": "must be more than {gt:g}",
-    "less_than_equal": "must be at most {le:g}",
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be more than {gt}",
+    "less_than_equal": "must be at most {le}",
     "literal_error": "must be {expected}",
     "bool_parsing": "must be true or false",
     "bool_type": "must be true or false",
@@ -182,7 +182,11 @@ def _explain(problem: ErrorDetails, setting: Setting | None = None) -> str:
     rule = _RULES.get(problem["type"])
     if rule is None:
         return problem["msg"].removeprefix("Value error, ")
-    text = rule.format_map(problem.get("ctx", {}))
+    shown = size if setting and setting.metavar == "SIZE" else "{:g}".format
+    context = problem.get("ctx", {}).items()
+    text = rule.format_map(
+        {key: shown(value) if isinstance(value, int | float) else value for key, value in context}
+    )
     return text if setting and setting.is_secret else f"{text}, not {problem['input']!r}"
 
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from adapter_store.config import StoreSettings
 from inference_svc.config import InferenceSettings
 from servicekit.errors import InvalidSetting
-from servicekit.settings.describe import describe, help_text
+from servicekit.settings.describe import describe, duration, help_text, size
 from servicekit.settings.load import load_settings, standard_endpoint
 from servicekit.settings.service import ServiceSettings
 from servicekit.settings.types import check_endpoint, split_address
@@ -214,6 +214,43 @@ def test_sizes(load: Load, text: str) -> None:
     assert load("--request-memory", text).request_memory == 3 << 29
 
 
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.5, "0.5 seconds"),
+        (1, "1 second"),
+        (90, "90 seconds"),
+        (600, "10 minutes"),
+        (604800, "7 days"),
+    ],
+)
+def test_durations_in_words(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "words"),
+    [(64 << 10, "64 KiB"), (3 << 29, "1.5 GiB"), (64 << 30, "64 GiB"), (1000, "1000 B")],
+)
+def test_sizes_in_words(load: Load, num_bytes: int, words: str) -> None:
+    assert size(num_bytes) == words
+    if num_bytes > 8 << 20:
+        assert load("--request-memory", words).request_memory == num_bytes
+
+
+def test_bounds_of_sizes_are_in_words(load: Load) -> None:
+    with pytest.raises(InvalidSetting, match=r"must be at least [48] MiB, not '1MiB'"):
+        load("--request-memory", "1MiB")
+
+
+def test_help_begins_with_the_basics(service: type[ServiceSettings]) -> None:
+    titles = [group.title for group in service.groups]
+    assert titles[:4] == ["Basics", "Network", "Security", "Memory"]
+    basics = [each.name for each in describe(service) if each.group.title == "Basics"]
+    assert {"listen", "config"} < {*basics}
+    assert len(basics) <= 6
+
+
 def test_what_both_services_have_is_the_same() -> None:
     """A setting of both has one meaning: the same form, the same kind of default."""
     ours, theirs = ({each.name: each for each in describe(service)} for service in SERVICES)
@@ -277,7 +314,7 @@ def test_help(service: type[ServiceSettings]) -> None:
         for flag in setting.flags:
             assert f"  {flag}" in done.stdout or f", {flag}" in done.stdout
         assert f"\n{setting.group.title}:\n" in done.stdout
-        assert not setting.default or f"Default: {setting.default}." in words
+        assert not setting.default or f"Default: {setting.default_words}." in words
     assert done.stdout.endswith(f"\nExample:\n  {service.example}\n")
     assert max(map(len, done.stdout.splitlines())) <= 100
 
