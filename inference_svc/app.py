@@ -8,12 +8,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from inference_svc.adapters.layout import ModelLayout
+from inference_svc.api.generate_call import checked_sampling
 from inference_svc.api.grpc.servicer import InferenceServicer, call_rules
 from inference_svc.api.load_report import load_report
 from inference_svc.api.request_record import RequestLog
@@ -25,12 +26,13 @@ from inference_svc.config import (
     resolve,
     to_engine_config,
 )
-from inference_svc.core import ANYONE, ROLES, Action
+from inference_svc.core import ANYONE, NO_DEFAULTS, ROLES, Action, SamplingDefaults, SamplingParams
 from inference_svc.debug import DebugInfo
 from inference_svc.engine.memory_fit import fit_device
 from inference_svc.engine.messages import LayoutAccepted, Repointed, StoreMessage, Superseded
 from inference_svc.engine.process import END_S, EngineProcess
 from inference_svc.engine.thread import EngineThread
+from inference_svc.errors import UnsupportedModel
 from inference_svc.frontend.async_engine import AsyncEngine, EngineHandle
 from inference_svc.frontend.watchdog import watch_engine
 from inference_svc.host.device_info import find_machine
@@ -38,6 +40,7 @@ from inference_svc.host.memory import resident_bytes
 from inference_svc.metrics.engine import Snapshots
 from inference_svc.metrics.metrics import Metrics
 from inference_svc.metrics.store import replica_metrics
+from inference_svc.model.generation_config import FILE_NAME, read_sampling_defaults
 from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.store.client import ImageClient, ImageClientRecipe, NoStore
 from inference_svc.store.credentials import NO_ACCESS, StoreAccess, read_store_access
@@ -54,6 +57,7 @@ from servicekit import interpreter_gc
 from servicekit.auth.audit import Audit, AuditEntry
 from servicekit.auth.authenticator import Authenticator
 from servicekit.auth.policy import Policy, PolicyFile, parse_policy
+from servicekit.errors import InvalidArgument
 from servicekit.rpc.interceptor import CallInterceptor, TokenInterceptor, code_name
 from servicekit.rpc.places import CallPlaces
 from servicekit.rpc.server import (
@@ -98,6 +102,7 @@ async def serve(config: InferenceSettings) -> int:
     machine = await asyncio.to_thread(find_machine, config)
     config = resolve_settings(config, machine, geometry)
     access = read_store_access(config)
+    facts = _facts(config, geometry)
     server = InferenceServer(config, access)
     reload_on_sighup(config, server.reload)
     make_engine = _in_process if config.engine == "process" else _in_thread
@@ -105,7 +110,7 @@ async def serve(config: InferenceSettings) -> int:
         try:
             text = await asyncio.to_thread(Tokenizer, config.model)
             engine = await asyncio.to_thread(load)
-            await server.start(engine, text, _facts(config, geometry))
+            await server.start(engine, text, facts)
             interpreter_gc.resume()
             return await server.run(stop)
         finally:
@@ -178,7 +183,24 @@ def _facts(config: InferenceSettings, geometry: ModelGeometry) -> ServerFacts:
         max_batch_tokens=config.max_batch_tokens,
         max_queue=config.max_queue,
         versions={name: found for name in PACKAGES if (found := _version(name))},
+        sampling=sampling_defaults(config, geometry.vocab_size),
     )
+
+
+def sampling_defaults(config: InferenceSettings, vocab_size: int) -> SamplingDefaults:
+    """Returns what the model's folder says, if it is to count. Raises UnsupportedModel naming the
+    file and the key that cannot be honoured."""
+    if config.generation_defaults == "none":
+        return NO_DEFAULTS
+    try:
+        found = read_sampling_defaults(config.model)
+        checked_sampling(SamplingParams(**asdict(found)), vocab_size)
+    except (UnsupportedModel, InvalidArgument) as error:
+        text = str(error)
+        if isinstance(error, InvalidArgument):
+            text = f"{config.model / FILE_NAME}: {text}"
+        raise UnsupportedModel(f"{text}; --generation-defaults none does without") from None
+    return found
 
 
 def _version(package: str) -> str:

@@ -90,6 +90,11 @@ class InferenceSettings(ServiceSettings):
     """Longest prompt and output together, in tokens. 0: from the model's config, at most what
     --kv-memory holds."""
 
+    generation_defaults: Annotated[Literal["model", "none"], MODEL] = "model"
+    """Where the defaults of temperature, top_p and top_k come from. model: from
+    generation_config.json in the model's folder, as far as it has them. none: 1, 1 and off. What a
+    request says counts more."""
+
     listen: Annotated[Address, BASICS] = "127.0.0.1:7080"
     """Address of the gRPC server. Port 0 takes a free port: see --ready-file."""
 

@@ -43,6 +43,7 @@ TYPES = (
     types.ResidentAdapter,
     types.ServerInfo,
     types.ServerLimits,
+    types.SamplingDefaults,
     types.MemoryUse,
     types.StoreStatus,
     types.TierStatus,

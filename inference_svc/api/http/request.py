@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -30,7 +31,7 @@ from inference_svc.api.generate_call import (
 from inference_svc.api.http.connections import Connection
 from inference_svc.api.http.errors import set_authenticated, set_read
 from inference_svc.api.service import Caller
-from inference_svc.core import Principal, SamplingParams
+from inference_svc.core import Principal, SamplingDefaults, SamplingParams
 from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument, Unauthenticated
 
@@ -338,9 +339,11 @@ class GenerationBody(Body):
     # Accepted with values that change nothing.
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
 
-    def to_sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    def to_sampling(
+        self, max_tokens: int, logprobs: int | None, defaults: SamplingDefaults
+    ) -> SamplingParams:
         """Returns parameters whose ranges are not checked yet."""
-        fields = {
+        fields: dict[str, Any] = {
             "temperature": _greedy_or(self.temperature),
             "top_p": self.top_p,
             "min_p": self.min_p,
@@ -351,14 +354,15 @@ class GenerationBody(Body):
             "ignore_eos": self.ignore_eos,
             "seed": self.seed,
         }
-        present: dict[str, Any] = {name: v for name, v in fields.items() if v is not None}
+        if self.top_k is not None:
+            fields["top_k"] = max(self.top_k, 0)
+        present = {name: value for name, value in fields.items() if value is not None}
         return SamplingParams(
             max_tokens=max_tokens,
             logprobs=logprobs,
-            top_k=max(self.top_k or 0, 0),
             stop=tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            **{"seed": random_seed(), **present},
+            **{"seed": random_seed(), **asdict(defaults), **present},
         )
 
     def to_call(
