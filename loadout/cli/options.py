@@ -18,7 +18,7 @@ Store = Annotated[
     typer.Option(
         envvar="LOADOUT_STORE",
         metavar="ADDR",
-        help="Address of the adapter store.",
+        help="Address of the adapter store; several replicas are separated by commas.",
         rich_help_panel=CONNECTION,
     ),
 ]

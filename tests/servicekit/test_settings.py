@@ -324,7 +324,7 @@ def test_exit_status(service: type[ServiceSettings]) -> None:
     command = [sys.executable, "-m", service.module, "--listen", "nowhere"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: --listen: 'nowhere' is not HOST:PORT\n")
+    assert done.stderr.startswith("loadout: --listen: 'nowhere' is not HOST:PORT\n")
 
 
 @pytest.mark.parametrize(
