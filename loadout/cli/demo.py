@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
 import signal
@@ -158,6 +159,7 @@ def _run_until_interrupted(settings: SystemSettings, work_dir: Path) -> None:
             f"the demo needs a store of its own, and LOADOUT_INFERENCE_STORE or --store names "
             f"{system.other_store}: unset it, or name a --model"
         )
+    _check_ports(system)
     with _failures_in_words(), _sigterm_is_ctrl_c(), system:
         if is_demo:
             with Client(store=system.addresses.store) as client:
@@ -167,9 +169,18 @@ def _run_until_interrupted(settings: SystemSettings, work_dir: Path) -> None:
             typer.echo(_what_runs(system.addresses, work_dir))
             typer.echo("\n".join(["try:", *_commands(system.addresses, is_demo=is_demo)]))
             typer.echo("Ctrl-C stops it")
-            system.watch()
+            system.watch(lambda failure: typer.echo(_store_ended(system, failure), err=True))
         except KeyboardInterrupt:
             Console(stderr=True).print("stopping")
+
+
+def _store_ended(system: System, failure: ProcessFailed) -> str:
+    names = system.given_store.variables()
+    where = f" (with {', '.join(names)} as here)" if names else ""
+    return (
+        f"loadout: {failure}\nThe inference service goes on with the adapters that it knows. "
+        f"Start the store again{where}:\n  {system.store_again()}"
+    )
 
 
 def _what_runs(addresses: Addresses, work_dir: Path) -> str:
@@ -224,14 +235,28 @@ def _flag(name: str, address: str, usual: str) -> str:
 
 
 def _if_free(address: str) -> str:
+    """Returns an address that is free: this one if it is, or cannot be known to be taken."""
     host, _, port = address.rpartition(":")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, int(port)))
-        except OSError:
-            return FREE_PORT
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host.strip("[]"), int(port)))
+    except OSError as error:
+        return FREE_PORT if error.errno == errno.EADDRINUSE else address
+    except (ValueError, OverflowError):
+        return address  # which the service refuses in its own words
     return address
+
+
+def _check_ports(system: System) -> None:
+    """Raises CommandFailed for an address that is taken: before a model is loaded."""
+    for what, address in system.listens().items():
+        if _if_free(address) != address:
+            raise CommandFailed(
+                f"{what}: {address} is in use already; stop what listens there, or choose another "
+                "port"
+            )
 
 
 def _need_moto() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -77,6 +78,7 @@ class System:
         self._settings = settings
         self._work_dir = work_dir.resolve()
         self._processes: list[Process] = []
+        self._store: Process | None = None
         only_flags = not settings.keeps_environment
         self.given_store = Given(STORE_PREFIX, settings.store_flags, only_flags)
         self.given_inference = Given(INFERENCE_PREFIX, settings.inference_flags, only_flags)
@@ -87,6 +89,20 @@ class System:
         given = self.given_inference.find_list("store")
         own = self.given_store.find("listen") or self._settings.store_listen
         return "" if not given or own in given else ",".join(given)
+
+    def listens(self) -> dict[str, str]:
+        """Returns the addresses at which the parts will listen, by what is there."""
+        settings, store, inference = self._settings, self.given_store, self.given_inference
+        found = {
+            "the inference service": inference.find("listen") or settings.inference_listen,
+            "its metrics": inference.find("metrics-listen") or settings.inference_metrics_listen,
+            "its HTTP API": settings.http_listen or inference.find("http") or "",
+        }
+        if not self.other_store:
+            found["the adapter store"] = store.find("listen") or settings.store_listen
+            metrics = store.find("metrics-listen") or settings.store_metrics_listen
+            found["the store's metrics"] = metrics
+        return {what: address for what, address in found.items() if address}
 
     def __enter__(self) -> Self:
         self._work_dir.mkdir(parents=True, exist_ok=True)
@@ -112,11 +128,34 @@ class System:
         for process in self._processes:
             process.check_alive()
 
-    def watch(self) -> None:
-        """Never returns: raises ProcessFailed when a part ends by itself."""
+    def watch(self, on_store_end: Callable[[ProcessFailed], None]) -> None:
+        """Never returns: raises ProcessFailed when a part ends by itself, except for the store,
+        without which the inference service goes on: then it calls `on_store_end`."""
         while True:
-            self.check_alive()
+            try:
+                self.check_alive()
+            except ProcessFailed as failure:
+                store = self._store
+                if store is None or store.is_alive:
+                    raise
+                self._processes.remove(store)
+                self._store = None
+                on_store_end(failure)
             time.sleep(POLL_S)
+
+    def store_again(self) -> str:
+        """Returns the command, for a shell, that starts the store again where it was."""
+        own = {
+            "data-dir": self._work_dir / "store",
+            "listen": self.addresses.store,
+            "metrics-listen": self.addresses.store_metrics,
+        }
+        flags = [word for key, value in own.items() for word in (f"--{key}", str(value))]
+        prefix, flags_of_sources = self._sources(self.addresses.s3_url)
+        given = [*self._settings.store_flags]
+        if self.given_store.find("data-dir") is not None:
+            flags = flags[2:]
+        return shlex.join([*prefix, "loadout", "store", *flags_of_sources, *given, *flags])
 
     def _start(self) -> Addresses:
         s3_url = self._launch("s3", self._s3_command())["url"] if self._settings.s3 else ""
@@ -124,6 +163,7 @@ class System:
             store = {"grpc": self.other_store, "metrics": ""}
         else:
             store = self._launch("store", self.store_command(s3_url))
+            self._store = self._processes[-1]
         inference = self._launch("inference", self.inference_command(store["grpc"]))
         return Addresses(
             store=store["grpc"],
@@ -158,10 +198,17 @@ class System:
                 "ready-file": self._ready_file("store"),
             }
         )
+        prefix, sources = self._sources(s3_url)
+        command = [sys.executable, "-m", "adapter_store", *flags, *sources]
+        return [*prefix, *command, *settings.store_flags]
+
+    def _sources(self, s3_url: str) -> tuple[list[str], list[str]]:
+        """Returns what is to stand before the store's command, and its flags of sources."""
+        settings, flags = self._settings, []
         if settings.source_roots:
             ours = (str(root.resolve()) for root in settings.source_roots)
             roots = dict.fromkeys([*ours, *self.given_store.find_list("source-roots")])
-            flags += ["--source-roots", ",".join(roots)]
+            flags = ["--source-roots", ",".join(roots)]
         environment = {}
         if s3_url:
             buckets = dict.fromkeys(
@@ -174,8 +221,7 @@ class System:
                 "AWS_DEFAULT_REGION": S3_REGION,
                 "NO_PROXY": "127.0.0.1",
             }
-        command = [sys.executable, "-m", "adapter_store", *flags]
-        return [*_environment(environment), *command, *settings.store_flags]
+        return _environment(environment), flags
 
     def inference_command(self, store: str) -> list[str]:
         """Returns the command that runs the inference service with the store at these addresses."""

@@ -201,14 +201,17 @@ def test_who_calls_again_and_again_while_it_ends_is_told_unavailable(process: Pr
     [
         (
             ["--listen", "192.0.2.1:1", "--allow-open-access"],
-            "loadout: cannot listen on 192.0.2.1:1",
+            "loadout: --listen: cannot listen on 192.0.2.1:1: ",
         ),
         (
             ["--listen", "0.0.0.0:0"],
             "loadout: listen: 0.0.0.0:0 can be reached from other machines",
         ),
         (["--http", "0.0.0.0:0"], "loadout: http: 0.0.0.0:0 can be reached from other machines"),
-        (["--http", "192.0.2.1:1", "--allow-open-access"], "loadout: cannot listen on 192.0.2.1:1"),
+        (
+            ["--http", "192.0.2.1:1", "--allow-open-access"],
+            "loadout: --http: cannot listen on 192.0.2.1:1: ",
+        ),
         (
             ["--policy-file", "nowhere.toml"],
             "loadout: [Errno 2] No such file or directory: 'nowhere",
