@@ -53,7 +53,7 @@ class SamplingDefaults:
 
 
 NO_DEFAULTS = SamplingDefaults()
-"""Those of a model that says nothing."""
+"""The defaults of a model that says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
