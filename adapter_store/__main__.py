@@ -14,6 +14,7 @@ from adapter_store.config import StoreSettings
 from servicekit import interpreter_gc
 from servicekit.errors import InvalidSetting, ServiceError
 from servicekit.settings.load import load_settings
+from servicekit.settings.ports import check_ports
 from servicekit.telemetry.logs import configure_logging
 
 NOISY_LOGGERS = (
@@ -44,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _fail(error: Exception, code: int) -> int:
-    print(f"error: {error}", file=sys.stderr)
+    print(f"loadout: {error}", file=sys.stderr)
     return code
 
 
@@ -84,6 +85,10 @@ def _strip(arguments: list[str]) -> int:
 
 
 def _run(settings: StoreSettings) -> int:
+    try:
+        check_ports(settings)
+    except OSError as error:
+        return _fail(error, 1)
     interpreter_gc.pause()
     # Importing torch takes seconds: after the settings are known to be good.
     from adapter_store.app import serve

@@ -156,7 +156,7 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
         builder = ImageBuilder(
             catalog, storage.blobs, disk, metrics, grace, helpers, verified, storage.images
         )
-        images = ImageCache(builder, disk, workers, calls, settings.memory_bytes, places.share)
+        images = ImageCache(builder, disk, workers, calls, settings.image_memory, places.share)
         stack.push_async_callback(images.close)
         precompiler = Precompiler(
             *(catalog, images, internal, settings.compile_workers),
@@ -286,10 +286,10 @@ def _places(stack: AsyncExitStack, settings: StoreSettings) -> Places:
         calls,
         fetches,
         interrupts,
-        Shares("uploads", settings.max_uploads, share, setting="max_uploads"),
-        Shares("watches", settings.max_watches, share, setting="max_watches"),
-        Shares("pulled_bytes", settings.memory_bytes, share, setting="memory_bytes"),
-        Shares("staged_bytes", settings.staging_bytes, share, setting="staging_bytes"),
+        Shares("uploads", settings.max_uploads, share, setting="--max-uploads"),
+        Shares("watches", settings.max_watches, share, setting="--max-watches"),
+        Shares("pulled_bytes", settings.image_memory, share, setting="--image-memory"),
+        Shares("staged_bytes", settings.staging_bytes, share, setting="--staging-bytes"),
         WorkBudget("list_work", share, LIST_PROCESSORS, LIST_WAIT_SECONDS),
         Pace(settings.min_transfer_rate, settings.transfer_stall_seconds),
     )
@@ -419,8 +419,8 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
 def _call_places(settings: StoreSettings) -> CallPlaces:
     share = _tenant_share(settings)
     return CallPlaces(
-        Shares("request_bytes", settings.request_memory, share, setting="request_memory"),
-        Shares("answer_bytes", settings.answer_memory, share, setting="answer_memory"),
+        Shares("request_bytes", settings.request_memory, share, setting="--request-memory"),
+        Shares("answer_bytes", settings.answer_memory, share, setting="--answer-memory"),
         share,
         Pace(settings.min_transfer_rate, settings.pull_stall_seconds),
     )

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import ByteSize, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from servicekit.settings.service import ACCESS, NETWORK, PROCESS, TELEMETRY, TLS, ServiceSettings
+from servicekit.settings.service import (
+    BASICS,
+    MEMORY,
+    NETWORK,
+    PROCESS,
+    SECURITY,
+    TELEMETRY,
+    ServiceSettings,
+)
 from servicekit.settings.types import (
     Address,
     Bytes,
@@ -20,6 +29,7 @@ from servicekit.settings.types import (
     Names,
     PositiveSeconds,
     Seconds,
+    Size,
 )
 
 _ENDPOINT = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
@@ -48,22 +58,23 @@ class StoreSettings(ServiceSettings):
     command = "loadout store"
     module = "adapter_store"
     example = "loadout store --source-roots /srv/adapters --data-dir /var/lib/loadout"
+    former: ClassVar[Mapping[str, str]] = {"memory_bytes": "image_memory"}
     groups = (
-        *(NETWORK, STORAGE, SOURCES, LIMITS, SHARES, IMAGES, CATALOG, REPLICAS),
-        *(ACCESS, TLS, TELEMETRY, PROCESS),
+        *(BASICS, NETWORK, SECURITY, MEMORY, STORAGE, SOURCES, LIMITS, SHARES, IMAGES),
+        *(CATALOG, REPLICAS, TELEMETRY, PROCESS),
     )
 
-    listen: Annotated[Address, NETWORK] = "127.0.0.1:7070"
+    listen: Annotated[Address, BASICS] = "127.0.0.1:7070"
     """Address of the gRPC server. Port 0 takes a free port: see --ready-file."""
 
     metrics_listen: Annotated[Address, NETWORK] = "127.0.0.1:7071"
     """Address of the HTTP server for Prometheus metrics. Port 0 takes a free port."""
 
-    data_dir: Annotated[Folder, STORAGE] = Path(".loadout/store")
+    data_dir: Annotated[Folder, BASICS] = Path(".loadout/store")
     """Folder of the catalog, the stored sources and the compiled images. Only one store process may
     use it at a time."""
 
-    memory_bytes: Annotated[Bytes, STORAGE] = ByteSize(4 * GIB)
+    image_memory: Annotated[Bytes, MEMORY] = ByteSize(4 * GIB)
     """Capacity of the memory tier of compiled images."""
 
     disk_cache_bytes: Annotated[Bytes, STORAGE] = ByteSize(64 * GIB)
@@ -72,7 +83,7 @@ class StoreSettings(ServiceSettings):
     fetched_bytes: Annotated[Bytes, STORAGE] = ByteSize(64 * GIB)
     """Capacity of the local copies of sources in --shared-s3 that images are compiled from."""
 
-    source_roots: Annotated[Folders, SOURCES] = ()
+    source_roots: Annotated[Folders, BASICS] = ()
     """Folders that file:// sources may lie in. Unset: no file:// sources."""
 
     s3_buckets: Annotated[Names, Metavar("BUCKET[/PREFIX],..."), SOURCES] = ()
@@ -118,15 +129,15 @@ class StoreSettings(ServiceSettings):
     for several tenants counts as a tenant of its own. Without --policy-file all callers are one,
     which may hold everything."""
 
-    request_memory: Annotated[ByteSize, Field(ge=8 * MIB), SHARES] = ByteSize(128 * MIB)
+    request_memory: Annotated[Size, Field(ge=8 * MIB), MEMORY] = ByteSize(128 * MIB)
     """Highest sum of the bytes of requests that are received or processed at once, each at least
-    16KiB; more wait, and are refused with RESOURCE_EXHAUSTED after 10 seconds. At least 8MiB, the
+    16 KiB; more wait, and are refused with RESOURCE_EXHAUSTED after 10 seconds. At least 8 MiB, the
     largest request."""
 
-    answer_memory: Annotated[ByteSize, Field(ge=8 * MIB), SHARES] = ByteSize(256 * MIB)
-    """Highest sum of the bytes of answers that are made or that nobody has read yet: 6.3MiB for a
-    page, 1.5MiB for a pull besides its image, 128KiB for a record. More wait as requests do. At
-    least 8MiB."""
+    answer_memory: Annotated[Size, Field(ge=8 * MIB), MEMORY] = ByteSize(256 * MIB)
+    """Highest sum of the bytes of answers that are made or that nobody has read yet: 6.3 MiB for a
+    page, 1.5 MiB for a pull besides its image, 128 KiB for a record. More wait as requests do. At
+    least 8 MiB."""
 
     max_uploads: Annotated[int, Field(ge=1), SHARES] = 64
     """Number of uploads at once."""

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from bench.attackers import ATTACKER, ATTACKERS, MODEL, SERVER, STRANGERS, Target
-from bench.models import RANK, Prepared, arena_bytes, prepare, prompts
+from bench.models import Prepared, arena_bytes, prepare, prompts
 from bench.results import FOLDER, median, percentile, show, write
 from loadout import Client
 from loadout.demo.process import Process
@@ -143,7 +143,6 @@ class Attacked:
                 *("--model", str(prepared.model_dir), "--base-model", MODEL),
                 *("--store-token-file", str(token_file), "--num-threads", "1"),
                 *("--max-model-len", "2048", "--max-loras", "4", "--kv-memory", str(1 << 30)),
-                *("--max-lora-rank", str(RANK)),
                 *("--adapter-memory", str(arena_bytes(prepared.name, 4))),
             ],
         )

@@ -45,7 +45,7 @@ INFERENCE_FLAGS = {
     "--kv-memory": "64MiB",
     "--adapter-memory": "64MiB",
     "--host-memory": "1GiB",
-    "--max-lora-rank": 16,
+    "--max-rank": 16,
     "--log-level": "warning",
 }
 

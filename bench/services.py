@@ -50,7 +50,7 @@ class Wanted:
             "--max-sequences": self.max_sequences,
             "--max-model-len": self.max_len,
             "--max-loras": self.max_resident,
-            "--max-lora-rank": self.max_rank,
+            "--max-rank": self.max_rank,
             "--adapter-memory": arena_bytes(self.base_model, self.max_resident),
             "--kv-memory": 2 << 30,
             "--dtype": "bfloat16",
@@ -76,7 +76,7 @@ class Services:
             wanted.base_model,
             source_roots=roots,
             store_flags=(
-                *("--memory-bytes", str(wanted.store_bytes)),
+                *("--image-memory", str(wanted.store_bytes)),
                 *("--disk-cache-bytes", str(64 << 30)),
                 *("--log-level", "warning"),
             ),

@@ -93,7 +93,7 @@ def register_all(store: BenchStore, folder: Path, num_adapters: int, num_large: 
 def measure(num_adapters: int, num_readers: int, memory_mib: int, seconds: float) -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory() as name,
-        bench_store(Path(name), memory_bytes=memory_mib * MIB) as store,
+        bench_store(Path(name), image_memory=memory_mib * MIB) as store,
     ):
         started = store.resident_bytes()
         digests = register_all(store, Path(name), num_adapters, num_readers)

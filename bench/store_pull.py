@@ -90,7 +90,7 @@ def measure(rounds: int, layers: int) -> dict[str, list[float]]:
         with (
             bench_store(folder, data_dir=str(folder / "memory")) as memory,
             bench_store(
-                folder, data_dir=str(folder / "disk"), memory_bytes=image_bytes * 5 // 4
+                folder, data_dir=str(folder / "disk"), image_memory=image_bytes * 5 // 4
             ) as disk,
         ):
             layout = make_layout(LLAMA_8B, layers)

@@ -12,6 +12,7 @@ from inference_svc.errors import EngineFailed, UnsupportedModel
 from servicekit import interpreter_gc
 from servicekit.errors import InvalidSetting
 from servicekit.settings.load import load_settings
+from servicekit.settings.ports import check_ports
 from servicekit.telemetry.logs import configure_logging
 
 SPIN_COUNT = 2000
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _fail(error: Exception, code: int) -> int:
-    print(f"error: {error}", file=sys.stderr)
+    print(f"loadout: {error}", file=sys.stderr)
     return code
 
 
@@ -41,6 +42,10 @@ def _run(settings: InferenceSettings) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         # Read once, when torch loads; the engine's process inherits it.
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
+    try:
+        check_ports(settings)
+    except OSError as error:
+        return _fail(error, 1)
     interpreter_gc.pause()
     # Importing torch takes seconds: after the settings are known to be good.
     from inference_svc.app import serve

@@ -8,12 +8,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from inference_svc.adapters.layout import ModelLayout
+from inference_svc.api.generate_call import checked_sampling
 from inference_svc.api.grpc.servicer import InferenceServicer, call_rules
 from inference_svc.api.load_report import load_report
 from inference_svc.api.request_record import RequestLog
@@ -25,12 +26,13 @@ from inference_svc.config import (
     resolve,
     to_engine_config,
 )
-from inference_svc.core import ANYONE, ROLES, Action
+from inference_svc.core import ANYONE, NO_DEFAULTS, ROLES, Action, SamplingDefaults, SamplingParams
 from inference_svc.debug import DebugInfo
 from inference_svc.engine.memory_fit import fit_device
 from inference_svc.engine.messages import LayoutAccepted, Repointed, StoreMessage, Superseded
 from inference_svc.engine.process import END_S, EngineProcess
 from inference_svc.engine.thread import EngineThread
+from inference_svc.errors import UnsupportedModel
 from inference_svc.frontend.async_engine import AsyncEngine, EngineHandle
 from inference_svc.frontend.watchdog import watch_engine
 from inference_svc.host.device_info import find_machine
@@ -38,6 +40,7 @@ from inference_svc.host.memory import resident_bytes
 from inference_svc.metrics.engine import Snapshots
 from inference_svc.metrics.metrics import Metrics
 from inference_svc.metrics.store import replica_metrics
+from inference_svc.model.generation_config import FILE_NAME, read_sampling_defaults
 from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.store.client import ImageClient, ImageClientRecipe, NoStore
 from inference_svc.store.credentials import NO_ACCESS, StoreAccess, read_store_access
@@ -55,6 +58,7 @@ from servicekit import interpreter_gc
 from servicekit.auth.audit import Audit, AuditEntry
 from servicekit.auth.authenticator import Authenticator
 from servicekit.auth.policy import Policy, PolicyFile, parse_policy
+from servicekit.errors import InvalidArgument
 from servicekit.rpc.interceptor import CallInterceptor, TokenInterceptor, code_name
 from servicekit.rpc.places import CallPlaces
 from servicekit.rpc.server import (
@@ -99,6 +103,7 @@ async def serve(config: InferenceSettings) -> int:
     machine = await asyncio.to_thread(find_machine, config)
     config = resolve_settings(config, machine, geometry)
     access = read_store_access(config)
+    facts = _facts(config, geometry)
     server = InferenceServer(config, access)
     reload_on_sighup(config, server.reload)
     make_engine = _in_process if config.engine == "process" else _in_thread
@@ -106,7 +111,7 @@ async def serve(config: InferenceSettings) -> int:
         try:
             text = await asyncio.to_thread(Tokenizer, config.model)
             engine = await asyncio.to_thread(load)
-            await server.start(engine, text, _facts(config, geometry))
+            await server.start(engine, text, facts)
             interpreter_gc.resume()
             return await server.run(stop)
         finally:
@@ -174,12 +179,29 @@ def _facts(config: InferenceSettings, geometry: ModelGeometry) -> ServerFacts:
         vocab_size=geometry.vocab_size,
         max_model_len=config.max_model_len,
         max_loras=config.max_loras,
-        max_lora_rank=config.max_lora_rank,
+        max_lora_rank=config.max_rank,
         max_sequences=config.max_sequences,
         max_batch_tokens=config.max_batch_tokens,
         max_queue=config.max_queue,
         versions={name: found for name in PACKAGES if (found := _version(name))},
+        sampling=sampling_defaults(config, geometry.vocab_size),
     )
+
+
+def sampling_defaults(config: InferenceSettings, vocab_size: int) -> SamplingDefaults:
+    """Returns what the model's folder says, if it is to count. Raises UnsupportedModel naming the
+    file and the key that cannot be honoured."""
+    if config.generation_defaults == "none":
+        return NO_DEFAULTS
+    try:
+        found = read_sampling_defaults(config.model)
+        checked_sampling(SamplingParams(**asdict(found)), vocab_size)
+    except (UnsupportedModel, InvalidArgument) as error:
+        text = str(error)
+        if isinstance(error, InvalidArgument):
+            text = f"{config.model / FILE_NAME}: {text}"
+        raise UnsupportedModel(f"{text}; --generation-defaults none does without") from None
+    return found
 
 
 def _version(package: str) -> str:
@@ -238,7 +260,7 @@ class InferenceServer:
         )
         self._errors = RecentErrors()
         rules = call_rules(self._load, config.max_model_len)
-        share = config.tenant_share
+        share = config.share
         self._places = CallPlaces(
             Shares("request_bytes", config.request_memory, share, setting="--request-memory"),
             Shares("answer_bytes", config.answer_memory, share, setting="--answer-memory"),
@@ -270,7 +292,7 @@ class InferenceServer:
         if config.store:
             self._store = StoreConnection(config.store_addresses, self.replicas, self._store_access)
         catalog = None if self._store is None else self._store.catalog
-        servable = Servable(config.base_model_names, config.max_lora_rank)
+        servable = Servable(config.base_model_names, config.max_rank)
         directory = Directory(catalog, servable, config.name_ttl_seconds)
         self._async_engine = AsyncEngine(engine, text, self._places.answer_bytes)
         if self._tracing is not None:
@@ -281,10 +303,10 @@ class InferenceServer:
         self._async_engine.start()
         self._prompts = PromptEncoder(
             *(text, facts.max_model_len, facts.vocab_size),
-            *(self._places.request_work, config.tenant_share),
+            *(self._places.request_work, config.share),
         )
         if self._store is not None:
-            announcement = Announcement(config.base_model_names[1:], config.max_lora_rank)
+            announcement = Announcement(config.base_model_names[1:], config.max_rank)
             self._store.start(directory, engine.layout, announcement, self._accept_layout)
         service = Service(
             facts,
@@ -440,5 +462,5 @@ def _listen_http(
     # Its libraries are loaded where it is needed only.
     from inference_svc.api.http.server import HttpServer
 
-    server = HttpServer(address, certificates, config.tenant_share)
+    server = HttpServer(address, certificates, config.share)
     return server, with_port(address, server.port)

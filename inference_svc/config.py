@@ -6,17 +6,25 @@ What is left open is decided once, by `resolve`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import ByteSize, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from inference_svc.core import EngineConfig, padding_pages
 from servicekit.errors import InvalidSetting
-from servicekit.settings.service import ACCESS, NETWORK, PROCESS, TELEMETRY, TLS, ServiceSettings
+from servicekit.settings.service import (
+    BASICS,
+    MEMORY,
+    NETWORK,
+    PROCESS,
+    SECURITY,
+    TELEMETRY,
+    ServiceSettings,
+)
 from servicekit.settings.types import (
     Address,
     Addresses,
@@ -28,6 +36,7 @@ from servicekit.settings.types import (
     OptionalBytes,
     PositiveSeconds,
     Seconds,
+    Size,
     split_commas,
 )
 
@@ -39,7 +48,6 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MODEL = Group("Model")
 STORE = Group("Adapter store")
 DEVICE = Group("Device")
-MEMORY = Group("Memory")
 SCHEDULING = Group("Scheduling")
 ADAPTERS = Group("Adapters")
 
@@ -56,16 +64,20 @@ class InferenceSettings(ServiceSettings):
     command = "loadout serve"
     module = "inference_svc"
     example = "loadout serve --model ./Qwen3-0.6B --store 127.0.0.1:7070 --max-loras 128"
+    former: ClassVar[Mapping[str, str]] = {
+        "max_lora_rank": "max_rank",
+        "tenant_queue_share": "tenant_share",
+    }
     groups = (
-        *(MODEL, NETWORK, STORE, ADAPTERS, MEMORY, SCHEDULING, DEVICE),
-        *(ACCESS, TLS, TELEMETRY, PROCESS),
+        *(BASICS, NETWORK, SECURITY, MEMORY, SCHEDULING, ADAPTERS, MODEL, DEVICE),
+        *(STORE, TELEMETRY, PROCESS),
     )
 
-    model: Annotated[Folder, MODEL]
+    model: Annotated[Folder, BASICS]
     """Folder of the base model, as Hugging Face saves one: config.json, safetensors files and
     tokenizer.json."""
 
-    base_model: Annotated[str, MODEL] = ""
+    base_model: Annotated[str, BASICS] = ""
     """Name by which adapters know the base model. Unset: the name of the model's folder."""
 
     aliases: Annotated[Names, MODEL] = ()
@@ -78,17 +90,22 @@ class InferenceSettings(ServiceSettings):
     """Longest prompt and output together, in tokens. 0: from the model's config, at most what
     --kv-memory holds."""
 
-    listen: Annotated[Address, NETWORK] = "127.0.0.1:7080"
+    generation_defaults: Annotated[Literal["model", "none"], MODEL] = "model"
+    """Where the defaults of temperature, top_p and top_k come from. model: from
+    generation_config.json in the model's folder, as far as it has them. none: 1, 1 and off. What a
+    request says counts more."""
+
+    listen: Annotated[Address, BASICS] = "127.0.0.1:7080"
     """Address of the gRPC server. Port 0 takes a free port: see --ready-file."""
 
-    http: Annotated[OptionalAddress, NETWORK] = ""
+    http: Annotated[OptionalAddress, BASICS] = ""
     """Address of the HTTP server, which is compatible with OpenAI's API. Port 0 takes a free port.
     Unset: no HTTP server."""
 
     metrics_listen: Annotated[Address, NETWORK] = "127.0.0.1:7081"
     """Address of the HTTP server for Prometheus metrics. Port 0 takes a free port."""
 
-    store: Annotated[Addresses, STORE] = ""
+    store: Annotated[Addresses, BASICS] = ""
     """Addresses of the adapter store's replicas, or one whose host name resolves to all of them.
     Unset: only the base model is served."""
 
@@ -114,7 +131,7 @@ class InferenceSettings(ServiceSettings):
     max_loras: Annotated[Count, ADAPTERS] = 64
     """Highest number of adapters resident at once."""
 
-    max_lora_rank: Annotated[Count, ADAPTERS] = 64
+    max_rank: Annotated[Count, ADAPTERS] = 64
     """Highest rank of an adapter; adapters of a higher rank are refused."""
 
     adapter_wait_seconds: Annotated[PositiveSeconds, ADAPTERS] = 10.0
@@ -128,8 +145,8 @@ class InferenceSettings(ServiceSettings):
     the bandwidth, into free memory or in place of less popular ones."""
 
     adapter_memory: Annotated[Bytes | None, MEMORY] = None
-    """Size of the arena, which holds the resident adapters. Unset: 256MiB on CPU; on CUDA a tenth
-    of what the weights leave, at least two adapters of --max-lora-rank and at most --max-loras of
+    """Size of the arena, which holds the resident adapters. Unset: 256 MiB on CPU; on CUDA a tenth
+    of what the weights leave, at least two adapters of --max-rank and at most --max-loras of
     them."""
 
     host_memory: Annotated[OptionalBytes | None, MEMORY] = None
@@ -138,7 +155,7 @@ class InferenceSettings(ServiceSettings):
     adapters are pulled straight into the arena."""
 
     kv_memory: Annotated[Bytes | None, MEMORY] = None
-    """Size of the pages of keys and values. Unset: 512MiB on CPU; on CUDA all that everything else
+    """Size of the pages of keys and values. Unset: 512 MiB on CPU; on CUDA all that everything else
     leaves of the device but a hundredth."""
 
     memory_limit: Annotated[Bytes | None, MEMORY] = None
@@ -167,20 +184,20 @@ class InferenceSettings(ServiceSettings):
     max_queue: Annotated[OptionalCount, SCHEDULING] = 1024
     """Highest number of requests that wait; more are refused with RESOURCE_EXHAUSTED."""
 
-    tenant_queue_share: Annotated[float, Field(gt=0, le=1), SCHEDULING] = 0.5
+    tenant_share: Annotated[float, Field(gt=0, le=1), SCHEDULING] = 0.5
     """Largest share of --max-queue that the requests of one tenant may take, where --policy-file
     tells tenants apart; and of what other tenants leave of --request-memory, of --answer-memory, of
     the HTTP connections and of the threads that parse and tokenise."""
 
-    request_memory: Annotated[ByteSize, Field(ge=4 * MIB), SCHEDULING] = ByteSize(64 * MIB)
+    request_memory: Annotated[Size, Field(ge=4 * MIB), MEMORY] = ByteSize(64 * MIB)
     """Highest sum of the bytes of requests that are received, parsed and tokenised at once; more
-    wait, and are refused with RESOURCE_EXHAUSTED after 10 seconds. At least 4MiB, the largest
-    request. See --tenant-queue-share."""
+    wait, and are refused with RESOURCE_EXHAUSTED after 10 seconds. At least 4 MiB, the largest
+    request. See --tenant-share."""
 
-    answer_memory: Annotated[ByteSize, Field(ge=4 * MIB), SCHEDULING] = ByteSize(256 * MIB)
-    """Highest sum of the bytes of answers that nobody has read yet, each at least 16KiB: a request
+    answer_memory: Annotated[Size, Field(ge=4 * MIB), MEMORY] = ByteSize(256 * MIB)
+    """Highest sum of the bytes of answers that nobody has read yet, each at least 16 KiB: a request
     whose answer finds no place, or no more of it, ends with RESOURCE_EXHAUSTED. See
-    --tenant-queue-share."""
+    --tenant-share."""
 
     fair_quantum_tokens: Annotated[Count, SCHEDULING] = 1024
     """Number of tokens in a turn of a tenant, and of an adapter within its tenant. More makes turns
@@ -207,7 +224,7 @@ class InferenceSettings(ServiceSettings):
     engine: Annotated[Literal["process", "thread"], DEVICE] = "process"
     """Where the engine runs: in a process of its own, or in a thread of the server's process."""
 
-    http_open_metrics: Annotated[bool, ACCESS] = False
+    http_open_metrics: Annotated[bool, SECURITY] = False
     """Answer /metrics of --http without a token. It has the vllm:* families that gateways route by,
     which name the adapters of all tenants."""
 
@@ -245,9 +262,9 @@ class InferenceSettings(ServiceSettings):
         return tuple(dict.fromkeys(split_commas(self.store)))
 
     @property
-    def tenant_share(self) -> float:
+    def share(self) -> float:
         """One tenant's share of what is finite. Without a policy all callers are one tenant."""
-        return 1.0 if self.policy_file is None else self.tenant_queue_share
+        return 1.0 if self.policy_file is None else self.tenant_share
 
     @property
     def base_model_names(self) -> tuple[str, ...]:
@@ -387,7 +404,7 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
         memory_limit_bytes=int(settings.memory_limit or 0),
         host_limit_bytes=int(settings.host_memory_limit or 0),
         max_loras=settings.max_loras,
-        max_lora_rank=settings.max_lora_rank,
+        max_lora_rank=settings.max_rank,
         adapter_wait_s=settings.adapter_wait_seconds,
         pull_workers=settings.pull_workers,
         prefetch=settings.prefetch,
@@ -399,4 +416,4 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
 
 
 def _max_tenant_queue(settings: InferenceSettings) -> int:
-    return math.ceil(settings.max_queue * settings.tenant_share)
+    return math.ceil(settings.max_queue * settings.share)

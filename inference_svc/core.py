@@ -44,6 +44,19 @@ class FinishReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What requests get that do not say otherwise. `top_k` 0 and `top_p` 1 are off."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+NO_DEFAULTS = SamplingDefaults()
+"""The defaults of a model that says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The choice of tokens, as `api.generate_call.checked_sampling` validates it.
 

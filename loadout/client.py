@@ -42,8 +42,9 @@ class Client:
     `inference` may be several addresses, with commas or as a sequence, or a name that resolves to
     several: replicas. An adapter's calls go to the replica that its key belongs to, past unhealthy
     ones; its generations also past those that have more than their share of the load; calls
-    without an adapter go to the least loaded. `tenant` completes adapter names without one: it is
-    the token's, so that all callers agree on the key.
+    without an adapter go to the least loaded. `store` may be several addresses, too: replicas of
+    one store, of which another takes the calls that one fails. `tenant` completes adapter names
+    without one: it is the token's, so that all callers agree on the key.
 
     `timeout_s` is the deadline of every call that is given none of its own, over all its attempts
     (None: no deadline). `token` is sent to the services with every call. `tls=True` trusts the
@@ -57,7 +58,7 @@ class Client:
     def __init__(
         self,
         inference: Address | None = None,
-        store: str | None = None,
+        store: Address | None = None,
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         retry: RetryPolicy | None = None,

@@ -393,6 +393,15 @@ class ServerLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What requests get that do not say otherwise; `top_k` 0 and `top_p` 1 are off."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     """`layout_id` is empty until the store has accepted the layout; `kernels` says what computes,
     such as "native avx512_bf16"."""
@@ -408,6 +417,8 @@ class ServerInfo:
     kernels: str
     machine: str = ""
     """The computing device, such as "NVIDIA H200"; "": the server is too old to report it."""
+    sampling_defaults: SamplingDefaults | None = None
+    """None: the server is too old to report them."""
 
 
 # --- for operators of both ----------------------------------------------------------------------

@@ -18,6 +18,7 @@ from loadout import types
 from loadout.cli import top_overview
 from loadout.cli.app import app
 from loadout.cli.connection import Connection
+from loadout.cli.help import default_of, is_argument, name_of, usage_of
 
 PATH = Path(__file__).parent.parent / "docs" / "cli.md"
 MARKER = "<!-- From here on written by `make docs`: change loadout/cli. -->"
@@ -45,6 +46,7 @@ TYPES = (
     types.ResidentAdapter,
     types.ServerInfo,
     types.ServerLimits,
+    types.SamplingDefaults,
     types.MemoryUse,
     types.StoreStatus,
     types.TierStatus,
@@ -74,12 +76,9 @@ def _reference() -> Iterator[str]:
     yield from _options(shared)
     for name, command in commands.items():
         own = [each for each in command.params if each.opts[0] not in SHARED]
-        arguments = [each for each in own if each.param_type_name == "argument"]
-        usage = [f"loadout {name}"]
-        for each in arguments:
-            word = f"{each.metavar}..." if each.nargs == -1 else each.metavar
-            usage.append(word if each.required else f"[{word}]")
-        options = [each for each in own if each.param_type_name == "option"]
+        arguments = [each for each in own if is_argument(each)]
+        usage = [f"loadout {name}", *map(usage_of, arguments)]
+        options = [each for each in own if not is_argument(each)]
         yield f"### loadout {name}"
         yield ""
         yield f"`{' '.join([*usage, '[OPTIONS]'])}`"
@@ -105,24 +104,11 @@ def _options(parameters: list[Any]) -> Iterator[str]:
     for each in parameters:
         if each.name == "help":
             continue
-        is_argument = each.param_type_name == "argument"
-        name = each.metavar if is_argument else ", ".join(each.opts)
-        is_flag = getattr(each, "is_flag", False)
-        if not is_argument and not is_flag:
-            name += f" {each.metavar or _type_label(each)}"
-        default = "" if is_flag or each.default in (None, "") or each.required else each.default
-        default = getattr(default, "value", default)
         environment = f" (`{each.envvar}`)" if getattr(each, "envvar", None) else ""
-        meaning = (each.help or "").replace("|", "\\|")
-        yield f"| `{name}`{environment} | {meaning} | {f'`{default}`' if default != '' else ''} |"
+        name, meaning = (text.replace("|", "\\|") for text in (name_of(each), each.help or ""))
+        default = default_of(each)
+        yield f"| `{name}`{environment} | {meaning} | {f'`{default}`' if default else ''} |"
     yield ""
-
-
-def _type_label(option: Any) -> str:
-    hint = option.type_descriptor.annotation
-    kind = (typing.get_args(hint) or (hint,))[0]
-    values = [each.value for each in getattr(kind, "__members__", {}).values()]
-    return "\\|".join(values) or str(kind.__name__).upper()
 
 
 def _json_output() -> Iterator[str]:

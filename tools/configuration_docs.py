@@ -35,8 +35,9 @@ style. This page is made from the settings in the code by `make docs`.
 
 **Precedence**: a flag wins over the environment variable, the variable over the file, the file
 over the default. `loadout store` and `python -m adapter_store` take the same flags, and so do
-`loadout serve` and `python -m inference_svc`. `loadout up` starts both services, and hands on
-what `--store-flags` and `--serve-flags` name.
+`loadout serve` and `python -m inference_svc`. `loadout up` starts both services with their
+variables and files, and hands on what `--store-flags` and `--serve-flags` name; what none of them
+gives it chooses. Told of another store by `LOADOUT_INFERENCE_STORE`, it starts none.
 
 **Flags** are `--NAME VALUE` or `--NAME=VALUE`. A switch has two: `--prefix-cache` turns it on,
 `--no-prefix-cache` off. Lists are separated by commas; the flag of a list may also be repeated.
@@ -54,8 +55,8 @@ the service is started in. [store.toml](../examples/settings/store.toml) and
 {commands}
 ```
 
-**Types**: `SIZE` is a number of bytes, such as `536870912` or `512MiB`. `SECONDS` and `NUMBER`
-may have a fraction, `N` has none. `HOST:PORT` takes IPv6 addresses in brackets, such as
+**Types**: `SIZE` is a number of bytes, such as `64 GiB`, `64Gi` or `536870912`. `SECONDS` and
+`NUMBER` may have a fraction, `N` has none. `HOST:PORT` takes IPv6 addresses in brackets, such as
 `[::1]:7070`. A log level may be written in any case.
 
 A wrong value ends the start with exit status 2 and a line for each problem, which names the flag,
@@ -114,7 +115,7 @@ def _table(settings: list[Setting]) -> str:
         flags = ", ".join(f"`{flag}`" for flag in setting.flags)
         kind = f"`{setting.metavar}`" if setting.metavar else "switch"
         kind = " ".join([kind, *setting.bounds]).replace("|", "\\|")
-        default = f"`{setting.default}`" if setting.default else ""
+        default = setting.default_words if setting.default else ""
         default = "required" if setting.is_required else default
         key = "" if setting.name == "config" else f"`{setting.key}`"
         meaning = re.sub(r"(?<!\S)--[a-z0-9-]+", r"`\g<0>`", setting.meaning)

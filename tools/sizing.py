@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pydantic import ByteSize, TypeAdapter
+from pydantic import TypeAdapter
 
 from inference_svc.adapters.extents import round_up
 from inference_svc.adapters.layout import ModelLayout, layout_of
@@ -27,6 +27,7 @@ from inference_svc.model.geometry import ModelGeometry, load_geometry
 from kernels.attention import page_bytes
 from servicekit.errors import InvalidSetting
 from servicekit.settings.load import load_settings
+from servicekit.settings.types import Size
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ON_DEVICE = (
@@ -88,7 +89,7 @@ class Plan:
     @property
     def largest_image_bytes(self) -> int:
         """Size of the largest adapter that is admitted."""
-        return self.layout.largest_image(self.config.max_lora_rank).num_bytes
+        return self.layout.largest_image(self.config.max_rank).num_bytes
 
     def num_adapters(self, area: str, adapters: Adapters) -> int:
         """Returns how many adapters fit into the arena or the host tier."""
@@ -161,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parse_bytes(text: str) -> int:
-    return int(TypeAdapter(ByteSize).validate_python(text))
+    return int(TypeAdapter(Size).validate_python(text))
 
 
 if __name__ == "__main__":

@@ -167,14 +167,14 @@ def _hits(planned: Plan, num_adapters: int) -> str:
 def _stores(planned: Plan) -> str:
     settings = StoreSettings.model_validate(_overlay("adapter-store.env", "LOADOUT_STORE_"))
     image = image_bytes(planned.layout, USUAL)
-    in_memory = NUM_STORES * settings.memory_bytes // image
+    in_memory = NUM_STORES * settings.image_memory // image
     on_disk = NUM_STORES * settings.disk_cache_bytes // image
     lines = [
         ["one image, and its source in bf16", human(image)],
         ["stored sources, shared bucket", human(NUM_STORED * image)],
         ["images, shared bucket, for each layout in use", human(NUM_STORED * image)],
         ["catalog, at most", human(NUM_STORED * CATALOG_BYTES)],
-        [f"memory of {NUM_STORES} replicas", _tier(settings.memory_bytes, in_memory)],
+        [f"memory of {NUM_STORES} replicas", _tier(settings.image_memory, in_memory)],
         [f"disks of {NUM_STORES} replicas", _tier(settings.disk_cache_bytes, on_disk)],
         ["copies of sources, each replica", human(settings.fetched_bytes)],
         ["cold loads that 10 Gbit/s carry", f"{10 * GIGABIT_BYTES / image:.0f} per second"],

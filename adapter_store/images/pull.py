@@ -268,9 +268,9 @@ def _paced(
         rate.received(len(message.data) if isinstance(message, ImageChunk) else 0)
         if rate.is_too_slow:
             raise ReaderStalled(
-                "the image is larger than this tenant's share of the memory (memory_bytes, "
-                f"tenant_share): it has to be read within {LARGE_PULL_SECONDS:g} seconds",
-                subject="memory_bytes",
+                "the image is larger than this tenant's share of the memory (--image-memory, "
+                f"--tenant-share): it has to be read within {LARGE_PULL_SECONDS:g} seconds",
+                subject="image_memory",
             )
 
 

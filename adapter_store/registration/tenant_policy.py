@@ -7,9 +7,9 @@ import binascii
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Any, TypeAlias
 
-from pydantic import ByteSize, Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from adapter_store.core import ANYONE, ROLES, Action, Quota, Tenants
 from servicekit.auth.policy import (
@@ -24,6 +24,7 @@ from servicekit.auth.policy import (
     confined_to,
     read_tables,
 )
+from servicekit.settings.types import OptionalBytes
 
 ED25519_KEY_BYTES = 32
 
@@ -75,7 +76,7 @@ UNGUARDED = StorePolicy(anyone=ANYONE)
 
 class _TenantTable(Table):
     max_adapters: NonNegativeInt | None = None
-    max_bytes: Annotated[ByteSize, Field(ge=0)] | None = None
+    max_bytes: OptionalBytes | None = None
     registrations_per_minute: PositiveInt | None = None
     require_signature: bool | None = None
     max_versions: PositiveInt | None = None

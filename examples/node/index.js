@@ -1,5 +1,5 @@
 // Streams one generation: node index.js [--inference HOST:PORT] [--adapter REF] [--tenant TENANT] TEXT
-// LOADOUT_TOKEN or --token-file has the bearer token; --tls-ca, --tls-cert and --tls-key are PEM files.
+// LOADOUT_TOKEN or --token-file has the bearer token; --tls-ca-file, --tls-cert-file and --tls-key-file are PEM files.
 "use strict";
 
 const fs = require("node:fs");
@@ -29,7 +29,7 @@ function connect(address, credentials, isSecure) {
   return new InferenceService(address, credentials, options);
 }
 
-function tlsCredentials({ "tls-ca": ca, "tls-cert": cert, "tls-key": key }) {
+function tlsCredentials({ "tls-ca-file": ca, "tls-cert-file": cert, "tls-key-file": key }) {
   const read = (file) => (file ? fs.readFileSync(file) : null);
   return grpc.credentials.createSsl(read(ca), read(key), read(cert));
 }
@@ -40,7 +40,7 @@ function identity(tokenFile, address, isSecure) {
   const metadata = new grpc.Metadata();
   if (!token) return metadata;
   if (!isSecure && !LOOPBACK.test(address)) {
-    throw new Error(`${address} would be sent the token without TLS: pass --tls-ca`);
+    throw new Error(`${address} would be sent the token without TLS: pass --tls-ca-file`);
   }
   metadata.set("authorization", `Bearer ${token}`);
   return metadata;
@@ -73,12 +73,12 @@ async function main() {
       tenant: { type: "string", default: process.env.LOADOUT_TENANT ?? "default" },
       "max-tokens": { type: "string", default: "64" },
       "token-file": { type: "string" },
-      "tls-ca": { type: "string" },
-      "tls-cert": { type: "string" },
-      "tls-key": { type: "string" },
+      "tls-ca-file": { type: "string" },
+      "tls-cert-file": { type: "string" },
+      "tls-key-file": { type: "string" },
     },
   });
-  const isSecure = Boolean(values["tls-ca"] || values["tls-cert"] || values["tls-key"]);
+  const isSecure = Boolean(values["tls-ca-file"] || values["tls-cert-file"] || values["tls-key-file"]);
   const credentials = isSecure ? tlsCredentials(values) : grpc.credentials.createInsecure();
   const metadata = identity(values["token-file"], values.inference, isSecure);
   if (values.adapter) metadata.set("x-adapter-id", adapterKey(values.adapter, values.tenant));

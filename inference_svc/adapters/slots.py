@@ -228,7 +228,7 @@ class Slots:
 def inadmissible_reason(header: ImageHeader, max_rank: int, tiers: Iterable[Slots]) -> str | None:
     """Returns what of this image is too much for one of the tiers that it would pass through."""
     if header.rank > max_rank:
-        return f"rank {header.rank}, above max_lora_rank {max_rank}"
+        return f"rank {header.rank}, above --max-rank {max_rank}"
     if not all(slots.admits(header) for slots in tiers):
         return f"{header.total_bytes} bytes, more than the memory for adapters can hold"
     return None

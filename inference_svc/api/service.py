@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple, Protocol
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.request_record import RequestLog
-from inference_svc.core import Action, Principal, Request
+from inference_svc.core import NO_DEFAULTS, Action, Principal, Request, SamplingDefaults
 from inference_svc.engine.status_types import EngineStatus, ResidentAdapter
 from inference_svc.errors import AdapterNotFound
 from inference_svc.frontend.async_engine import AsyncEngine
@@ -49,6 +49,7 @@ class ServerFacts:
     max_queue: int
     versions: dict[str, str] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
+    sampling: SamplingDefaults = NO_DEFAULTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,8 +79,8 @@ class _Fit:
             arena_bytes = int(settings.adapter_memory)
         if arena_bytes < largest_bytes and settings.store:
             logger.warning(
-                "--adapter-memory %s: an adapter of --max-lora-rank %d may take %s, and is refused",
-                *(human(arena_bytes), settings.max_lora_rank, human(largest_bytes)),
+                "--adapter-memory %s: an adapter of --max-rank %d may take %s, and is refused",
+                *(human(arena_bytes), settings.max_rank, human(largest_bytes)),
             )
         host_bytes = self._host_bytes(arena_bytes)
         if settings.host_memory is not None:
@@ -153,4 +153,4 @@ class _Fit:
     def _largest_image(self) -> Shape:
         """The shape of the largest adapter that is admitted."""
         layout = layout_of(self._config(Sizes(0, 0, 0, 1, 1)), self.geometry)
-        return layout.largest_image(self.settings.max_lora_rank)
+        return layout.largest_image(self.settings.max_rank)

@@ -17,6 +17,7 @@ from inference_svc.model.architectures import (
     SlidingWindow,
     find_architecture,
 )
+from inference_svc.model.generation_config import read_generation_config, read_json
 from inference_svc.model.rope import Rope, parse_rope
 
 
@@ -64,7 +65,7 @@ def load_geometry(model_dir: Path) -> ModelGeometry:
 
     Raises UnsupportedModel naming the key that is malformed or not honoured.
     """
-    config = _read_json(model_dir / "config.json")
+    config = read_json(model_dir / "config.json")
     architecture = find_architecture(config)
     values = {**DEFAULTS, **architecture.defaults, **config}
     if values["hidden_act"] != "silu":
@@ -106,18 +107,6 @@ def load_geometry(model_dir: Path) -> ModelGeometry:
     if geometry.head_dim % 2:
         raise _unsupported("head_dim", geometry.head_dim, "rotary embedding needs an even size")
     return geometry
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise UnsupportedModel(f"{path} does not exist") from error
-    except (OSError, ValueError) as error:
-        raise UnsupportedModel(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise UnsupportedModel(f"{path} does not hold a JSON object")
-    return content
 
 
 def _canonical_sha256(config: Mapping[str, Any]) -> str:
@@ -162,9 +151,7 @@ def _windows_of_layer_types(
 
 
 def _eos_token_ids(model_dir: Path, values: Mapping[str, Any]) -> tuple[int, ...]:
-    path = model_dir / "generation_config.json"
-    generation = _read_json(path) if path.exists() else {}
-    ids = generation.get("eos_token_id")
+    ids = read_generation_config(model_dir).get("eos_token_id")
     ids = values["eos_token_id"] if ids is None else ids
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
     if not all(isinstance(token_id, int) for token_id in ids):

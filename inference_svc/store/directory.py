@@ -282,7 +282,7 @@ class Directory:
             )
         if record.rank > servable.max_lora_rank:
             raise AdapterUnusable(
-                f"adapter {name} has rank {record.rank}, above this server's max_lora_rank "
+                f"adapter {name} has rank {record.rank}, above this server's --max-rank "
                 f"{servable.max_lora_rank}",
                 subject="rank",
             )

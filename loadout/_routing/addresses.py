@@ -17,6 +17,7 @@ from loadout.errors import InvalidArgument
 RESOLVE_S = 5.0
 """How long a resolved name is used: about as long as clusters cache the addresses of pods."""
 
+_URL = re.compile(r"(?i:https?)://(?P<host>[^/]*).*")
 _SCHEME = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):")
 
 
@@ -35,6 +36,15 @@ def split(argument: str, address: str | Sequence[str]) -> list[str]:
             code="INVALID_ARGUMENT",
             subject=argument,
         )
+    for target in targets:
+        url = _URL.fullmatch(target)
+        if url is not None:
+            raise InvalidArgument(
+                f"{argument}: {target} is the form of a web address; give the address of gRPC as "
+                f"HOST:PORT, without http://, such as {url['host']}",
+                code="INVALID_ARGUMENT",
+                subject=argument,
+            )
     return list(dict.fromkeys(targets))
 
 

@@ -1,4 +1,4 @@
-"""The channels to the replicas of the inference service, and the health of each.
+"""The channels to the replicas of a service, and the health of each.
 
 Replicas are probed while calls are made, and only where there is a choice: an idle client sends
 nothing.
@@ -16,7 +16,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loadout._routing.addresses import Resolver, is_name
 from loadout._routing.metadata import read_load
 from loadout._routing.replicas import Endpoint, Replicas
-from loadout.inference.v1 import inference_pb2_grpc as inference_grpc
 from loadout.security import ChannelFactory, ChannelOptions, Security
 
 PROBE_TIMEOUT_S = 3.0
@@ -48,19 +47,20 @@ class Transport(Protocol):
 
 
 class ReplicaChannel:
-    """The channel to one replica; `num_calls` are in progress on it."""
+    """The channel to one replica, and the `stub` of its service; `num_calls` are in progress on
+    it."""
 
-    def __init__(self, endpoint: Endpoint, channel: Any) -> None:
+    def __init__(self, endpoint: Endpoint, channel: Any, stub: Callable[[Any], Any]) -> None:
         self.address = endpoint.address
         self.channel = channel
-        self.stub = inference_grpc.InferenceServiceStub(channel)
+        self.stub = stub(channel)
         self.health = health_pb2_grpc.HealthStub(channel)
         self.num_calls = 0
 
 
 class Fleet:
-    """Every `acquire` has its `release`. `targets` are gRPC's; one that is a name may turn out to
-    stand for several replicas."""
+    """The replicas of the service that `stub` calls. Every `acquire` has its `release`. `targets`
+    are gRPC's; one that is a name may turn out to stand for several replicas."""
 
     def __init__(
         self,
@@ -68,8 +68,10 @@ class Fleet:
         targets: list[str],
         security: Security,
         options: ChannelOptions,
+        stub: Callable[[Any], Any],
     ) -> None:
         self._transport = transport
+        self._stub = stub
         self._security = security
         self._options = options
         self._channels: dict[Endpoint, ReplicaChannel] = {}
@@ -137,7 +139,7 @@ class Fleet:
             channel = self._security.open_channel(
                 self._transport.open_channel, endpoint.address, options, endpoint.server_name
             )
-            found = self._channels[endpoint] = ReplicaChannel(endpoint, channel)
+            found = self._channels[endpoint] = ReplicaChannel(endpoint, channel, self._stub)
         return found
 
     def _pop_unused(self) -> list[Any]:

@@ -3,6 +3,7 @@
 calls         one function per RPC: its request, its conversion, whether it may be repeated
 convert       the contract's messages to the client's types
 status        gRPC's errors to the client's
+unreachable   why a service cannot be reached, and what to do
 channel       the channels to both services, and the route of each call
 route         one call's way to a service, over all of its attempts
 async_stream  the responses of a streaming RPC, as an iterator that retries where it is safe

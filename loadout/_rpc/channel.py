@@ -14,12 +14,16 @@ from loadout._rpc.route import Direct, Route, Routed
 from loadout._rpc.tracing import Tracing
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as store_grpc
 from loadout.errors import InvalidArgument
+from loadout.inference.v1 import inference_pb2_grpc as inference_grpc
 from loadout.security import ChannelOptions, Security
 
 Address = str | Sequence[str]
 """One gRPC target, several with commas between them, or a sequence of them."""
 
 DEFAULT_TIMEOUT_S = 300.0
+
+STORE, INFERENCE = "the adapter store", "the inference service"
+"""How messages name the services."""
 
 UPLOAD_RPC = "UploadAdapter"
 
@@ -48,7 +52,7 @@ class Channels:
         self,
         transport: Transport,
         inference: Address | None,
-        store: str | None,
+        store: Address | None,
         security: Security,
         tenant: str,
         tracing: Tracing | None = None,
@@ -58,18 +62,29 @@ class Channels:
         self._security = security
         self._tenant = tenant
         self._tracing = tracing
-        self._store_address = store
-        if store:
-            security.check("store", store)
         self._opening = threading.Lock()  # a client may be shared between threads
         self._store: Any = None
         self._store_channel: Any = None
+        self._store_targets = self._checked("store", store)
+        self._store_fleet: Fleet | None = None
+        if len(self._store_targets) > 1:
+            self._store_fleet = Fleet(
+                transport,
+                self._store_targets,
+                security,
+                OPTIONS,
+                store_grpc.AdapterStoreServiceStub,
+            )
         self._fleet: Fleet | None = None
-        if inference:
-            targets = split("inference", inference)
-            for target in targets:
-                security.check("inference", target)
-            self._fleet = Fleet(transport, targets, security, OPTIONS)
+        if targets := self._checked("inference", inference):
+            stub = inference_grpc.InferenceServiceStub
+            self._fleet = Fleet(transport, targets, security, OPTIONS, stub)
+
+    def _checked(self, argument: str, address: Address | None) -> list[str]:
+        targets = split(argument, address) if address else []
+        for target in targets:
+            self._security.check(argument, target)
+        return targets
 
     @property
     def fleet(self) -> Fleet:
@@ -85,7 +100,9 @@ class Channels:
             route = self._to_store(call.rpc)
         else:
             key = adapter_key(call.adapter, self._tenant)
-            route = Routed(self.fleet, self._security, call.rpc, key, may_spill=call.may_spill)
+            route = Routed(
+                INFERENCE, self.fleet, self._security, call.rpc, key, may_spill=call.may_spill
+            )
         return route if self._tracing is None else self._tracing.trace(route, call)
 
     def upload_route(self) -> Route:
@@ -93,25 +110,28 @@ class Channels:
         route = self._to_store(UPLOAD_RPC)
         return route if self._tracing is None else self._tracing.trace_upload(route, UPLOAD_RPC)
 
-    def _to_store(self, rpc: str) -> Direct:
-        if not self._store_address:
+    def _to_store(self, rpc: str) -> Route:
+        if not self._store_targets:
             raise _no_address(Service.STORE)
+        if self._store_fleet is not None:
+            return Routed(STORE, self._store_fleet, self._security, rpc)
         with self._opening:
             if self._store is None:
                 self._store_channel = self._security.open_channel(
-                    self._transport.open_channel, self._store_address, OPTIONS
+                    self._transport.open_channel, self._store_targets[0], OPTIONS
                 )
                 self._store = store_grpc.AdapterStoreServiceStub(self._store_channel)
-        return Direct(self._security, getattr(self._store, rpc))
+        return Direct(STORE, self._security, getattr(self._store, rpc))
 
     def opened(self) -> list[Any]:
         """Returns the open channels, for the caller to close."""
-        fleet = [] if self._fleet is None else self._fleet.channels()
-        return [*([] if self._store_channel is None else [self._store_channel]), *fleet]
+        fleets = (fleet for fleet in (self._store_fleet, self._fleet) if fleet is not None)
+        of_fleets = [channel for fleet in fleets for channel in fleet.channels()]
+        return [*([] if self._store_channel is None else [self._store_channel]), *of_fleets]
 
 
 def _no_address(service: Service) -> InvalidArgument:
-    owner = "the adapter store" if service is Service.STORE else "the inference service"
+    owner = STORE if service is Service.STORE else INFERENCE
     return InvalidArgument(
         f"{owner} has no address: pass {service.value}='host:port'",
         code="INVALID_ARGUMENT",

@@ -304,6 +304,18 @@ def server_info(message: inference_pb.GetServerInfoResponse) -> types.ServerInfo
         versions=dict(message.versions),
         kernels=message.kernels,
         machine=message.machine,
+        sampling_defaults=_sampling_defaults(message),
+    )
+
+
+def _sampling_defaults(
+    message: inference_pb.GetServerInfoResponse,
+) -> types.SamplingDefaults | None:
+    if not message.HasField("sampling_defaults"):
+        return None
+    defaults = message.sampling_defaults
+    return types.SamplingDefaults(
+        float(f"{defaults.temperature:.6g}"), defaults.top_k, float(f"{defaults.top_p:.6g}")
     )
 
 

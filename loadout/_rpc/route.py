@@ -26,6 +26,10 @@ class Route(Protocol):
     headers: Headers
 
     @property
+    def service(self) -> str:
+        """What the address is of, such as "the adapter store"."""
+
+    @property
     def resolving(self) -> Future[None] | None:
         """The resolution of addresses, to wait for before the first `send`; None: none is due."""
 
@@ -44,7 +48,7 @@ class Route(Protocol):
 def delay_after(error: Any, route: Route, attempts: Attempts, *, repeatable: bool) -> float:
     """Returns seconds to wait after an attempt that ended with this gRPC error. Raises the
     LoadoutError that it stands for if there is to be no other."""
-    failure = status.from_rpc_error(error)
+    failure = status.from_rpc_error(error, route.service)
     elsewhere = route.failed(failure, error.trailing_metadata())
     delay_s = attempts.delay_s(failure, repeatable=repeatable, elsewhere=elsewhere)
     if delay_s is None:
@@ -58,8 +62,9 @@ class Direct:
     resolving = None
     address = ""
 
-    def __init__(self, security: Security, method: Any) -> None:
+    def __init__(self, service: str, security: Security, method: Any) -> None:
         self.headers: Headers = ()
+        self.service = service
         self._security = security
         self._method = method
 
@@ -74,13 +79,21 @@ class Direct:
 
 
 class Routed:
-    """The route to the replica of the inference service that `key` belongs to, or, once that one
+    """The route to the replica of `service` that `key` belongs to ("": to any), or, once that one
     has failed this call, to the next."""
 
     def __init__(
-        self, fleet: Fleet, security: Security, rpc: str, key: str, *, may_spill: bool
+        self,
+        service: str,
+        fleet: Fleet,
+        security: Security,
+        rpc: str,
+        key: str = "",
+        *,
+        may_spill: bool = False,
     ) -> None:
         self.headers: Headers = ()
+        self.service = service
         self.address = ""
         self._fleet = fleet
         self._security = security

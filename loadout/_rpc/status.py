@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from loadout import errors
+from loadout._rpc.unreachable import explain
 from loadout.errors import LoadoutError
 
 DETAILS_KEY = "grpc-status-details-bin"
@@ -52,8 +53,9 @@ class Details:
     connection does not."""
 
 
-def from_rpc_error(error: Any) -> LoadoutError:
-    """Returns the client's error for a grpc.RpcError that is also a call (both APIs raise such).
+def from_rpc_error(error: Any, service: str) -> LoadoutError:
+    """Returns the client's error for a grpc.RpcError that is also a call (both APIs raise such) to
+    `service`, such as "the adapter store".
 
     UNAVAILABLE, INTERNAL and UNKNOWN that no service answered become StreamLost.
     """
@@ -62,8 +64,11 @@ def from_rpc_error(error: Any) -> LoadoutError:
     kind = ERROR_OF_CODE.get(code, errors.ServerError)
     if code in LOST_CODES and not details.from_service:
         kind = errors.StreamLost
+    message = error.details() or code.name
+    if not details.from_service:
+        message = explain(message, service)
     return kind(
-        error.details() or code.name,
+        message,
         code=code.name,
         reason=details.reason,
         subject=details.subject,

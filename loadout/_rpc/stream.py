@@ -99,7 +99,7 @@ class Stream(Generic[T]):
     def _next_attempt(self, error: grpc.RpcError) -> tuple[float, Any]:
         """Returns seconds to wait, and the request to go on with. Raises LoadoutError if there is
         nothing to go on with."""
-        failure = status.from_rpc_error(error)
+        failure = status.from_rpc_error(error, self._route.service)
         is_elsewhere = self._route.failed(failure, error.trailing_metadata())
         request = self._spec.resume(self._last)
         delay_s = None

@@ -87,6 +87,10 @@ class TracedRoute:
         self._route.headers = headers
 
     @property
+    def service(self) -> str:
+        return self._route.service
+
+    @property
     def resolving(self) -> Future[None] | None:
         return self._route.resolving
 

@@ -21,6 +21,7 @@ profile         profile
 signing         keygen, digest, sign
 strip           strip
 token           token
+help            the help page of a command
 options         options that several commands share
 connection      the options for token and TLS, and the clients they make
 completion      completion of adapter names in a shell

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,9 +24,18 @@ from loadout.cli import (
     top,
     versions,
 )
+from loadout.cli.help import HelpCommand
+
+
+class Commands(typer.Typer):
+    """Commands whose help is that of HelpCommand."""
+
+    def command(self, name: str | None = None, **options: Any) -> Any:
+        return super().command(name, **{"cls": HelpCommand, **options})
+
 
 # Plain help: it keeps the examples' line breaks and reads the same in a log as on a terminal.
-app = typer.Typer(
+app = Commands(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},

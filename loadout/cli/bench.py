@@ -47,18 +47,25 @@ AdapterRefs = Annotated[
 ]
 NumAdapters = Annotated[
     int,
-    typer.Option(min=0, help="Without --adapter: number of adapters, the first that are ready."),
+    typer.Option(
+        metavar="N", min=0, help="Without --adapter: number of adapters, the first that are ready."
+    ),
 ]
-NumRequests = Annotated[int, typer.Option(min=1, help="Number of requests per round.")]
-NumInFlight = Annotated[int, typer.Option(min=1, help="Number of concurrent requests.")]
+NumRequests = Annotated[int, typer.Option(metavar="N", min=1, help="Number of requests per round.")]
+NumInFlight = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Number of concurrent requests.")
+]
 NumRounds = Annotated[
-    int, typer.Option(min=1, help="Number of measured rounds, after one for warm-up.")
+    int, typer.Option(metavar="N", min=1, help="Number of measured rounds, after one for warm-up.")
 ]
-PromptChars = Annotated[int, typer.Option(min=1, help="Number of characters per prompt.")]
-NumTokens = Annotated[int, typer.Option(min=2, help="Number of tokens per response.")]
+PromptChars = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Number of characters per prompt.")
+]
+NumTokens = Annotated[int, typer.Option(metavar="N", min=2, help="Number of tokens per response.")]
 NumLoads = Annotated[
     int,
     typer.Option(
+        metavar="N",
         min=0,
         help="Number of adapters to unload and load again per round, except pinned ones; needs the "
         "role operator.",

@@ -17,7 +17,8 @@ from loadout._routing.metadata import DEFAULT_TENANT
 from loadout._routing.replicas import Endpoint
 from loadout._rpc import threads
 from loadout.aio import AsyncClient
-from loadout.cli.config import environment_token
+from loadout.cli.config import check_environment, environment_token
+from loadout.cli.help import CONNECTION, SECURITY
 from loadout.cli.output import CommandFailed
 from loadout.client import Client
 from loadout.security import ChannelOptions, TlsConfig
@@ -30,9 +31,9 @@ class Connection:
     tenant: str = DEFAULT_TENANT
     token_file: Path | None = None
     tls: bool = False
-    tls_ca: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
+    tls_ca_file: Path | None = None
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
     allow_insecure_token: bool = False
 
     def client(self, **arguments: Any) -> Client:
@@ -56,7 +57,7 @@ class Connection:
         return AsyncClient(**self._arguments(), **arguments)
 
     def _arguments(self) -> dict[str, Any]:
-        files = (self.tls_ca, self.tls_cert, self.tls_key)
+        files = (self.tls_ca_file, self.tls_cert_file, self.tls_key_file)
         uses_tls = self.tls or any(files)
         return {
             "token": self._token(),
@@ -108,6 +109,7 @@ _OPTIONS: dict[str, Any] = {
             metavar="TENANT",
             help="Tenant of adapter names without one, for the choice of a replica: the token's "
             "first tenant.",
+            rich_help_panel=CONNECTION,
         ),
     ],
     "token_file": Annotated[
@@ -116,37 +118,52 @@ _OPTIONS: dict[str, Any] = {
             envvar="LOADOUT_TOKEN_FILE",
             metavar="FILE",
             help="File with the bearer token. Default: the token in LOADOUT_TOKEN, if it is set.",
+            rich_help_panel=SECURITY,
         ),
     ],
     "tls": Annotated[
         bool,
         typer.Option(
-            "--tls", envvar="LOADOUT_TLS", help="Connect with TLS and trust public authorities."
+            "--tls",
+            envvar="LOADOUT_TLS",
+            help="Connect with TLS and trust public authorities.",
+            rich_help_panel=SECURITY,
         ),
     ],
-    "tls_ca": Annotated[
+    "tls_ca_file": Annotated[
         Path | None,
         typer.Option(
-            envvar="LOADOUT_TLS_CA",
+            envvar="LOADOUT_TLS_CA_FILE",
             metavar="FILE",
             help="Connect with TLS and trust these CA certificates, PEM.",
+            rich_help_panel=SECURITY,
         ),
     ],
-    "tls_cert": Annotated[
+    "tls_cert_file": Annotated[
         Path | None,
         typer.Option(
-            envvar="LOADOUT_TLS_CERT",
+            envvar="LOADOUT_TLS_CERT_FILE",
             metavar="FILE",
             help="Client certificate, for services that require one, PEM.",
+            rich_help_panel=SECURITY,
         ),
     ],
-    "tls_key": Annotated[
+    "tls_key_file": Annotated[
         Path | None,
-        typer.Option(envvar="LOADOUT_TLS_KEY", metavar="FILE", help="Key of --tls-cert, PEM."),
+        typer.Option(
+            envvar="LOADOUT_TLS_KEY_FILE",
+            metavar="FILE",
+            help="Key of --tls-cert-file, PEM.",
+            rich_help_panel=SECURITY,
+        ),
     ],
     "allow_insecure_token": Annotated[
         bool,
-        typer.Option("--allow-insecure-token", help="Send the token without TLS to any address."),
+        typer.Option(
+            "--allow-insecure-token",
+            help="Send the token without TLS to any address.",
+            rich_help_panel=SECURITY,
+        ),
     ],
 }
 
@@ -172,6 +189,7 @@ def connects(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def connected(**arguments: Any) -> None:
+        check_environment()
         values = {name: arguments.pop(name) for name in _OPTIONS}
         command(connection=Connection(**values), **arguments)
 

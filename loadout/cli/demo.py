@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
 import signal
@@ -20,6 +21,7 @@ from loadout.cli import options
 from loadout.cli.output import CommandFailed, table_console
 from loadout.client import Client
 from loadout.demo.adapters import MODEL, register_all
+from loadout.demo.given import INFERENCE_PREFIX, Given
 from loadout.demo.jobs import BASE_MODEL, prompt
 from loadout.demo.process import ProcessFailed
 from loadout.demo.report import MIN_EXACT_MATCH
@@ -43,10 +45,10 @@ Examples:
 
 def run_demo(
     requests: Annotated[
-        int, typer.Option(min=1, help="Number of requests to send.")
+        int, typer.Option(metavar="N", min=1, help="Number of requests to send.")
     ] = NUM_REQUESTS,
     in_flight: Annotated[
-        int, typer.Option(min=1, help="Number of concurrent requests.")
+        int, typer.Option(metavar="N", min=1, help="Number of concurrent requests.")
     ] = NUM_IN_FLIGHT,
     work_dir: Annotated[
         Path | None,
@@ -70,7 +72,8 @@ def run_up(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Your own model, as Hugging Face saves one. Default: the demo with its adapters.",
+            help="Your own model, as Hugging Face saves one. Default: LOADOUT_INFERENCE_MODEL, and "
+            "without that the demo with its adapters.",
         ),
     ] = None,
     base_model: Annotated[
@@ -99,29 +102,65 @@ def run_up(
 ) -> None:
     """Run both services until Ctrl-C.
 
-    They take the usual ports (7070 and 7080) if those are free, and any free ones if not.
+    They take the usual ports (7070 and 7080) if those are free, and any free ones if not. All
+    settings of the services count: LOADOUT_STORE_* and LOADOUT_INFERENCE_* in the environment, the
+    files that they name, and the flags that --store-flags and --serve-flags hand on.
     """
-    if model is None:
+    settings = up_settings(
+        model=model,
+        base_model=base_model,
+        source_roots=source_roots,
+        http=http,
+        store_flags=tuple(shlex.split(store_flags)),
+        serve_flags=tuple(shlex.split(serve_flags)),
+        work_dir=work_dir,
+    )
+    if settings.s3:
         _need_moto()
-    settings = SystemSettings(
-        model=model or MODEL,
-        base_model=base_model or ("" if model else BASE_MODEL),
-        s3=model is None,
+    (work_dir / "sources").mkdir(parents=True, exist_ok=True)
+    _run_until_interrupted(settings, work_dir)
+
+
+def up_settings(
+    *,
+    model: Path | None = None,
+    base_model: str = "",
+    source_roots: str = "",
+    http: str = "",
+    store_flags: tuple[str, ...] = (),
+    serve_flags: tuple[str, ...] = (),
+    work_dir: Path,
+) -> SystemSettings:
+    """Returns what `loadout up` starts: the demo's model if neither it nor the service's flags,
+    variables or file name one."""
+    given = Given(INFERENCE_PREFIX, serve_flags)
+    is_demo = model is None and given.find("model") is None
+    return SystemSettings(
+        model=MODEL if is_demo else model,
+        base_model=base_model or (BASE_MODEL if is_demo else ""),
+        s3=is_demo,
         source_roots=(*map(Path, filter(None, source_roots.split(","))), work_dir / "sources"),
         store_listen=_if_free(options.DEFAULT_STORE),
         store_metrics_listen=_if_free(options.DEFAULT_STORE_METRICS),
         inference_listen=_if_free(options.DEFAULT_INFERENCE),
         inference_metrics_listen=_if_free(options.DEFAULT_INFERENCE_METRICS),
         http_listen=http,
-        store_flags=tuple(shlex.split(store_flags)),
-        inference_flags=tuple(shlex.split(serve_flags)),
+        store_flags=store_flags,
+        inference_flags=serve_flags,
+        keeps_environment=True,
     )
-    (work_dir / "sources").mkdir(parents=True, exist_ok=True)
-    _run_until_interrupted(settings, work_dir, is_demo=model is None)
 
 
-def _run_until_interrupted(settings: SystemSettings, work_dir: Path, *, is_demo: bool) -> None:
-    with _failures_in_words(), _sigterm_is_ctrl_c(), System(settings, work_dir) as system:
+def _run_until_interrupted(settings: SystemSettings, work_dir: Path) -> None:
+    is_demo = settings.s3
+    system = System(settings, work_dir)
+    if is_demo and system.other_store:
+        raise CommandFailed(
+            f"the demo needs a store of its own, and LOADOUT_INFERENCE_STORE or --store names "
+            f"{system.other_store}: unset it, or name a --model"
+        )
+    _check_ports(system)
+    with _failures_in_words(), _sigterm_is_ctrl_c(), system:
         if is_demo:
             with Client(store=system.addresses.store) as client:
                 sources = work_dir / "sources"
@@ -130,15 +169,25 @@ def _run_until_interrupted(settings: SystemSettings, work_dir: Path, *, is_demo:
             typer.echo(_what_runs(system.addresses, work_dir))
             typer.echo("\n".join(["try:", *_commands(system.addresses, is_demo=is_demo)]))
             typer.echo("Ctrl-C stops it")
-            system.watch()
+            system.watch(lambda failure: typer.echo(_store_ended(system, failure), err=True))
         except KeyboardInterrupt:
             Console(stderr=True).print("stopping")
 
 
+def _store_ended(system: System, failure: ProcessFailed) -> str:
+    names = system.given_store.variables()
+    where = f" (with {', '.join(names)} as here)" if names else ""
+    return (
+        f"loadout: {failure}\nThe inference service goes on with the adapters that it knows. "
+        f"Start the store again{where}:\n  {system.store_again()}"
+    )
+
+
 def _what_runs(addresses: Addresses, work_dir: Path) -> str:
+    other = "" if addresses.store_metrics else " (not started here)"
     rows = {
-        "adapter store": addresses.store,
-        "its metrics": f"http://{addresses.store_metrics}/metrics",
+        "adapter store": addresses.store + other,
+        "its metrics": f"http://{addresses.store_metrics}/metrics" * bool(addresses.store_metrics),
         "inference service": addresses.inference,
         "its metrics ": f"http://{addresses.inference_metrics}/metrics",
         "its HTTP API": f"http://{addresses.http}/v1" if addresses.http else "",
@@ -186,14 +235,28 @@ def _flag(name: str, address: str, usual: str) -> str:
 
 
 def _if_free(address: str) -> str:
+    """Returns an address that is free: this one if it is, or cannot be known to be taken."""
     host, _, port = address.rpartition(":")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, int(port)))
-        except OSError:
-            return FREE_PORT
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host.strip("[]"), int(port)))
+    except OSError as error:
+        return FREE_PORT if error.errno == errno.EADDRINUSE else address
+    except (ValueError, OverflowError):
+        return address  # which the service refuses in its own words
     return address
+
+
+def _check_ports(system: System) -> None:
+    """Raises CommandFailed for an address that is taken: before a model is loaded."""
+    for what, address in system.listens().items():
+        if _if_free(address) != address:
+            raise CommandFailed(
+                f"{what}: {address} is in use already; stop what listens there, or choose another "
+                "port"
+            )
 
 
 def _need_moto() -> None:

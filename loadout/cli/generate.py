@@ -32,20 +32,31 @@ Chat = Annotated[
     bool, typer.Option("--chat", help="Send TEXT as a user's message through the chat template.")
 ]
 MaxTokens = Annotated[
-    int | None, typer.Option(min=1, help="Most tokens to generate. Default: the server's.")
+    int | None,
+    typer.Option(metavar="N", min=1, help="Most tokens to generate. Default: the server's."),
 ]
 Temperature = Annotated[
-    float | None, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")
+    float | None, typer.Option(metavar="NUMBER", min=0, help="Sampling temperature; 0 is greedy.")
 ]
-TopP = Annotated[float | None, typer.Option(min=0, max=1, help="Probability mass to sample from.")]
+TopP = Annotated[
+    float | None,
+    typer.Option(metavar="NUMBER", min=0, max=1, help="Probability mass to sample from."),
+]
 Seed = Annotated[
-    int | None, typer.Option(min=0, help="Seed of the sampling: the same seed gives the same text.")
+    int | None,
+    typer.Option(
+        metavar="N", min=0, help="Seed of the sampling: the same seed gives the same text."
+    ),
 ]
 Stop = Annotated[
-    list[str] | None, typer.Option(help="Text that ends the generation; may be repeated.")
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="Text that ends the generation; may be repeated."),
 ]
 MinRevision = Annotated[
-    int, typer.Option(min=0, help="Least revision of the catalog to use, as `register` printed it.")
+    int,
+    typer.Option(
+        metavar="N", min=0, help="Least revision of the catalog to use, as `register` printed it."
+    ),
 ]
 Stats = Annotated[bool, typer.Option("--stats", help="Print usage and timings to stderr.")]
 Timeout = Annotated[

@@ -75,6 +75,10 @@ def _server_rows(server: ServerInfo | LoadoutError) -> list[tuple[str, str]]:
         ("sequences", f"{limits.max_sequences} running, {limits.max_queue} queued"),
         ("tokens per batch", str(limits.max_batch_tokens)),
     ]
+    if (defaults := server.sampling_defaults) is not None:
+        top_k = defaults.top_k or "off"
+        text = f"temperature {defaults.temperature:g}, top_p {defaults.top_p:g}, top_k {top_k}"
+        rows.append(("sampling by default", text))
     for use in server.memory:
         text = f"{decimal(use.used_bytes)} of {decimal(use.capacity_bytes)}"
         rows.append((f"memory {use.name}", text))

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from loadout.cli.help import CONNECTION
+
 DEFAULT_STORE = "127.0.0.1:7070"
 DEFAULT_STORE_METRICS = "127.0.0.1:7071"
 DEFAULT_INFERENCE = "127.0.0.1:7080"
@@ -13,7 +15,12 @@ DEFAULT_INFERENCE_METRICS = "127.0.0.1:7081"
 
 Store = Annotated[
     str,
-    typer.Option(envvar="LOADOUT_STORE", metavar="ADDR", help="Address of the adapter store."),
+    typer.Option(
+        envvar="LOADOUT_STORE",
+        metavar="ADDR",
+        help="Address of the adapter store; several replicas are separated by commas.",
+        rich_help_panel=CONNECTION,
+    ),
 ]
 Inference = Annotated[
     str,
@@ -21,6 +28,7 @@ Inference = Annotated[
         envvar="LOADOUT_INFERENCE",
         metavar="ADDR",
         help="Address of the inference service; several replicas are separated by commas.",
+        rich_help_panel=CONNECTION,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]

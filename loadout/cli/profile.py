@@ -28,7 +28,7 @@ WRITE_S = 120.0
 @connects
 def profile(
     steps: Annotated[
-        int, typer.Option(min=1, max=MAX_STEPS, help="Number of steps to trace.")
+        int, typer.Option(metavar="N", min=1, max=MAX_STEPS, help="Number of steps to trace.")
     ] = NUM_STEPS,
     out: Annotated[
         Path | None,

@@ -72,7 +72,9 @@ ResidentRefs = Annotated[
 In = Annotated[
     Where,
     typer.Option(
-        "--in", help="The inference service's device memory, the store's memory, or both."
+        "--in",
+        metavar="|".join(Where),
+        help="The inference service's device memory, the store's memory, or both.",
     ),
 ]
 EveryReplica = Annotated[
@@ -203,7 +205,9 @@ def unpin(
 
 @connects
 def residents(
-    limit: Annotated[int, typer.Option(min=0, help="Most adapters to list. 0: all.")] = 0,
+    limit: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Most adapters to list. 0: all.")
+    ] = 0,
     every_replica: Annotated[
         bool, typer.Option("--every-replica", help="List those of every replica.")
     ] = False,

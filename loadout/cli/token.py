@@ -39,7 +39,8 @@ def token(
         str, typer.Argument(metavar="NAME", help="Name of the token; it appears in audit logs.")
     ],
     role: Annotated[
-        list[Role] | None, typer.Option(help="Role; may be repeated. Default: reader.")
+        list[Role] | None,
+        typer.Option(metavar="|".join(Role), help="Role; may be repeated. Default: reader."),
     ] = None,
     tenant: Annotated[
         list[str] | None,

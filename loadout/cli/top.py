@@ -14,6 +14,7 @@ from rich.live import Live
 
 from loadout.cli import options
 from loadout.cli.connection import Connection, connects, only_replica
+from loadout.cli.help import CONNECTION
 from loadout.cli.output import CommandFailed, print_json, table_console
 from loadout.cli.top_overview import Sample, overview
 from loadout.cli.top_view import MAX_RESIDENTS, View
@@ -51,6 +52,7 @@ def top(
             envvar="LOADOUT_INFERENCE_METRICS",
             metavar="ADDR",
             help="Prometheus address of the inference service.",
+            rich_help_panel=CONNECTION,
         ),
     ] = options.DEFAULT_INFERENCE_METRICS,
     store: options.Store = options.DEFAULT_STORE,

@@ -2,6 +2,7 @@
 
 jobs      the jobs, their words, and which words were never trained on
 adapters  which adapter comes from where, and its registration
+given     which settings of a service its user gave
 system    S3 server, adapter store and inference service as processes
 process   one child process: started, watched, ended
 traffic   the requests: held-out words for the base and every adapter, mixed

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from loadout.demo.given import INFERENCE_PREFIX, STORE_PREFIX, Given
 from loadout.demo.process import POLL_S, Process, ProcessFailed
 
 READY_TIMEOUT_S = 180.0
@@ -29,11 +31,14 @@ S3_REGION = "us-east-1"
 class SystemSettings:
     """What to start. `s3` adds an S3 server, whose bucket S3_BUCKET the store may read.
 
-    `source_roots` are the folders that file:// sources may lie in. Further flags are handed to
-    the services as they are. Without `http_listen` there is no HTTP API.
+    `source_roots` are folders that file:// sources may lie in, besides those that the store's user
+    names. Further flags are handed to the services as they are; a setting that they give counts
+    more than the same one here, and so does one that variables or a file give if
+    `keeps_environment`. A `model` of None is given so. Where the inference service is told of
+    another store, none is started.
     """
 
-    model: Path
+    model: Path | None
     base_model: str = ""
     s3: bool = False
     source_roots: tuple[Path, ...] = ()
@@ -44,11 +49,13 @@ class SystemSettings:
     http_listen: str = ""
     store_flags: tuple[str, ...] = ()
     inference_flags: tuple[str, ...] = ()
+    keeps_environment: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """host:port each; `s3_url` is "" without an S3 server, and `http` without an HTTP API."""
+    """host:port each; `s3_url` is "" without an S3 server, `http` without an HTTP API, and
+    `store_metrics` where another store is used, whose addresses `store` has."""
 
     store: str
     store_metrics: str
@@ -71,6 +78,31 @@ class System:
         self._settings = settings
         self._work_dir = work_dir.resolve()
         self._processes: list[Process] = []
+        self._store: Process | None = None
+        only_flags = not settings.keeps_environment
+        self.given_store = Given(STORE_PREFIX, settings.store_flags, only_flags)
+        self.given_inference = Given(INFERENCE_PREFIX, settings.inference_flags, only_flags)
+
+    @property
+    def other_store(self) -> str:
+        """The addresses of a store that is not this system's own, "" if its own is used."""
+        given = self.given_inference.find_list("store")
+        own = self.given_store.find("listen") or self._settings.store_listen
+        return "" if not given or own in given else ",".join(given)
+
+    def listens(self) -> dict[str, str]:
+        """Returns the addresses at which the parts will listen, by what is there."""
+        settings, store, inference = self._settings, self.given_store, self.given_inference
+        found = {
+            "the inference service": inference.find("listen") or settings.inference_listen,
+            "its metrics": inference.find("metrics-listen") or settings.inference_metrics_listen,
+            "its HTTP API": settings.http_listen or inference.find("http") or "",
+        }
+        if not self.other_store:
+            found["the adapter store"] = store.find("listen") or settings.store_listen
+            metrics = store.find("metrics-listen") or settings.store_metrics_listen
+            found["the store's metrics"] = metrics
+        return {what: address for what, address in found.items() if address}
 
     def __enter__(self) -> Self:
         self._work_dir.mkdir(parents=True, exist_ok=True)
@@ -96,16 +128,43 @@ class System:
         for process in self._processes:
             process.check_alive()
 
-    def watch(self) -> None:
-        """Never returns: raises ProcessFailed when a part ends by itself."""
+    def watch(self, on_store_end: Callable[[ProcessFailed], None]) -> None:
+        """Never returns: raises ProcessFailed when a part ends by itself, except for the store,
+        without which the inference service goes on: then it calls `on_store_end`."""
         while True:
-            self.check_alive()
+            try:
+                self.check_alive()
+            except ProcessFailed as failure:
+                store = self._store
+                if store is None or store.is_alive:
+                    raise
+                self._processes.remove(store)
+                self._store = None
+                on_store_end(failure)
             time.sleep(POLL_S)
+
+    def store_again(self) -> str:
+        """Returns the command, for a shell, that starts the store again where it was."""
+        own = {
+            "data-dir": self._work_dir / "store",
+            "listen": self.addresses.store,
+            "metrics-listen": self.addresses.store_metrics,
+        }
+        flags = [word for key, value in own.items() for word in (f"--{key}", str(value))]
+        prefix, flags_of_sources = self._sources(self.addresses.s3_url)
+        given = [*self._settings.store_flags]
+        if self.given_store.find("data-dir") is not None:
+            flags = flags[2:]
+        return shlex.join([*prefix, "loadout", "store", *flags_of_sources, *given, *flags])
 
     def _start(self) -> Addresses:
         s3_url = self._launch("s3", self._s3_command())["url"] if self._settings.s3 else ""
-        store = self._launch("store", self._store_command(s3_url))
-        inference = self._launch("inference", self._inference_command(store["grpc"]))
+        if self.other_store:
+            store = {"grpc": self.other_store, "metrics": ""}
+        else:
+            store = self._launch("store", self.store_command(s3_url))
+            self._store = self._processes[-1]
+        inference = self._launch("inference", self.inference_command(store["grpc"]))
         return Addresses(
             store=store["grpc"],
             store_metrics=store["metrics"],
@@ -121,49 +180,66 @@ class System:
         return process.wait_ready(READY_TIMEOUT_S)
 
     def _ready_file(self, name: str) -> Path:
-        return self._work_dir / f"{name}.ready.json"
+        given = {"store": self.given_store, "inference": self.given_inference}.get(name)
+        path = None if given is None else given.find("ready-file")
+        return Path(path) if path else self._work_dir / f"{name}.ready.json"
 
     def _s3_command(self) -> list[str]:
         return [sys.executable, "-m", "loadout.demo.s3", str(self._ready_file("s3"))]
 
-    def _store_command(self, s3_url: str) -> list[str]:
+    def store_command(self, s3_url: str) -> list[str]:
+        """Returns the command that runs the store."""
         settings = self._settings
-        flags = {
-            "--data-dir": self._work_dir / "store",
-            "--listen": settings.store_listen,
-            "--metrics-listen": settings.store_metrics_listen,
-            "--ready-file": self._ready_file("store"),
-        }
+        flags = self.given_store.complete(
+            {
+                "data-dir": self._work_dir / "store",
+                "listen": settings.store_listen,
+                "metrics-listen": settings.store_metrics_listen,
+                "ready-file": self._ready_file("store"),
+            }
+        )
+        prefix, sources = self._sources(s3_url)
+        command = [sys.executable, "-m", "adapter_store", *flags, *sources]
+        return [*prefix, *command, *settings.store_flags]
+
+    def _sources(self, s3_url: str) -> tuple[list[str], list[str]]:
+        """Returns what is to stand before the store's command, and its flags of sources."""
+        settings, flags = self._settings, []
         if settings.source_roots:
-            flags["--source-roots"] = ",".join(
-                str(root.resolve()) for root in settings.source_roots
-            )
+            ours = (str(root.resolve()) for root in settings.source_roots)
+            roots = dict.fromkeys([*ours, *self.given_store.find_list("source-roots")])
+            flags = ["--source-roots", ",".join(roots)]
         environment = {}
         if s3_url:
-            flags |= {"--s3-buckets": S3_BUCKET, "--s3-endpoint-url": s3_url}
+            buckets = dict.fromkeys(
+                [f"{S3_BUCKET}@{s3_url}", *self.given_store.find_list("s3-buckets")]
+            )
+            flags += ["--s3-buckets", ",".join(buckets)]
             environment = {
                 "AWS_ACCESS_KEY_ID": S3_ACCESS_KEY,
                 "AWS_SECRET_ACCESS_KEY": S3_SECRET_KEY,
                 "AWS_DEFAULT_REGION": S3_REGION,
                 "NO_PROXY": "127.0.0.1",
             }
-        command = [sys.executable, "-m", "adapter_store", *_flat(flags.items())]
-        return [*_environment(environment), *command, *settings.store_flags]
+        return _environment(environment), flags
 
-    def _inference_command(self, store: str) -> list[str]:
+    def inference_command(self, store: str) -> list[str]:
+        """Returns the command that runs the inference service with the store at these addresses."""
         settings = self._settings
-        flags = {
-            "--model": settings.model.resolve(),
-            "--store": store,
-            "--listen": settings.inference_listen,
-            "--metrics-listen": settings.inference_metrics_listen,
-            "--ready-file": self._ready_file("inference"),
+        defaults: dict[str, object] = {
+            "store": store,
+            "listen": settings.inference_listen,
+            "metrics-listen": settings.inference_metrics_listen,
+            "ready-file": self._ready_file("inference"),
         }
+        flags = self.given_inference.complete(defaults)
+        if settings.model is not None:
+            flags += ["--model", str(settings.model.resolve())]
         if settings.base_model:
-            flags["--base-model"] = settings.base_model
+            flags += ["--base-model", settings.base_model]
         if settings.http_listen:
-            flags["--http"] = settings.http_listen
-        command = [sys.executable, "-m", "inference_svc", *_flat(flags.items())]
+            flags += ["--http", settings.http_listen]
+        command = [sys.executable, "-m", "inference_svc", *flags]
         return [*command, *settings.inference_flags]
 
     def _stop(self) -> ProcessFailed | None:
@@ -177,10 +253,6 @@ class System:
 def temporary_work_dir() -> Path:
     """Returns a new folder, for the caller to remove."""
     return Path(tempfile.mkdtemp(prefix="loadout-"))
-
-
-def _flat(flags: Iterable[tuple[str, object]]) -> list[str]:
-    return [str(word) for flag in flags for word in flag]
 
 
 def _environment(values: dict[str, str]) -> list[str]:

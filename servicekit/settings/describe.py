@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -13,7 +14,7 @@ from pydantic import ByteSize, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from servicekit.settings.service import ServiceSettings
+from servicekit.settings.service import BASICS, ServiceSettings
 from servicekit.settings.types import Group, Metavar
 
 _HELP_WIDTH = 100
@@ -24,7 +25,7 @@ class Setting:
     """One setting as `--help` and the documents show it.
 
     `metavar` is the form of its values, "" for a switch; `bounds` are those of a number, such as
-    "≥ 1". `default` is "" where there is none.
+    "≥ 1". `default` is as it may be given, "" where there is none.
     """
 
     name: str
@@ -48,15 +49,30 @@ class Setting:
         return f"--{self.key}"
 
     @property
+    def default_words(self) -> str:
+        """The default as people say it: "7 days" rather than "604800"."""
+        if self.is_switch:
+            return {"true": "on", "false": "off"}[self.default]
+        return duration(float(self.default)) if self.metavar == "SECONDS" else self.default
+
+    @property
     def flags(self) -> tuple[str, ...]:
         return (self.flag, f"--no-{self.key}") if self.is_switch else (self.flag,)
 
 
 def describe(service: type[ServiceSettings]) -> list[Setting]:
-    """Returns a service's settings in the order of its groups."""
+    """Returns a service's settings in the order of its groups; its own basics before those that all
+    services have."""
     prefix = service.model_config["env_prefix"]
     found = [_setting(name, prefix, field) for name, field in service.model_fields.items()]
-    return sorted(found, key=lambda setting: service.groups.index(setting.group))
+    own = list(service.__annotations__)
+
+    def place(setting: Setting) -> tuple[int, int]:
+        is_own_basic = setting.group == BASICS and setting.name in own
+        position = own.index(setting.name) if is_own_basic else len(own)
+        return service.groups.index(setting.group), position
+
+    return sorted(found, key=place)
 
 
 def _setting(name: str, prefix: str, field: FieldInfo) -> Setting:
@@ -73,7 +89,7 @@ def _setting(name: str, prefix: str, field: FieldInfo) -> Setting:
         variable=f"{prefix}{name}".upper(),
         group=next(each for each in metadata if isinstance(each, Group)),
         metavar=metavar,
-        bounds=_bounds(metadata),
+        bounds=_bounds(metadata, size if metavar == "SIZE" else "{:g}".format),
         default=_default(field.default),
         meaning=" ".join((field.description or "").split()),
         is_required=field.is_required(),
@@ -95,7 +111,27 @@ def _plain(annotation: Any) -> tuple[Any, list[Any]]:
     return annotation, []
 
 
-def _bounds(metadata: Sequence[Any]) -> tuple[str, ...]:
+def size(num_bytes: float) -> str:
+    """Returns a number of bytes as a setting's value, such as "64 GiB"."""
+    text = ByteSize(num_bytes).human_readable()
+    return re.sub(r"(\.0)?([A-Z])", r" \2", text, count=1)
+
+
+def duration(seconds: float) -> str:
+    """Returns a time in words, in the largest unit of which it is a whole number."""
+    unit_s, unit = next(
+        (size_s, name)
+        for size_s, name in _UNITS
+        if size_s == 1 or (seconds >= size_s and seconds % size_s == 0)
+    )
+    number = seconds / unit_s
+    return f"{number:g} {unit}{'' if number == 1 else 's'}"
+
+
+_UNITS = ((86400, "day"), (3600, "hour"), (60, "minute"), (1, "second"))
+
+
+def _bounds(metadata: Sequence[Any], shown: Callable[[float], str]) -> tuple[str, ...]:
     """Returns the bounds of a number but for ≥ 0, which goes without saying."""
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     flat = [inner for each in metadata for inner in getattr(each, "metadata", [each])]
@@ -105,7 +141,7 @@ def _bounds(metadata: Sequence[Any]) -> tuple[str, ...]:
         for each in flat
         if getattr(each, name, None) is not None
     ]
-    return tuple(f"{sign} {bound:g}" for sign, bound in found if (sign, bound) != ("≥", 0))
+    return tuple(f"{sign} {shown(bound)}" for sign, bound in found if (sign, bound) != ("≥", 0))
 
 
 def _default(value: Any) -> str:
@@ -114,7 +150,7 @@ def _default(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, ByteSize):
-        return value.human_readable().replace(".0", "")
+        return size(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -132,7 +168,7 @@ def help_text(service: type[ServiceSettings]) -> str:
             f"Every flag is also an environment variable ({some.flag} is {some.variable}) and a "
             f"key of the TOML file that --config names ({some.key}). A flag wins over the "
             "variable, the variable over the file, the file over the default. A SIZE is a number "
-            "of bytes, such as 536870912 or 512MiB.",
+            "of bytes, such as 64GiB or 512MiB. The basics come first; many need nothing else.",
             0,
         ),
     ]
@@ -142,7 +178,7 @@ def help_text(service: type[ServiceSettings]) -> str:
             group = setting.group
             lines += ["", f"{group.title}:"]
         lines += [f"  {', '.join(setting.flags)} {setting.metavar}".rstrip()]
-        note = f" Default: {setting.default}." if setting.default else ""
+        note = f" Default: {setting.default_words}." if setting.default else ""
         note = " Required." if setting.is_required else note
         lines += _wrapped(setting.meaning + note, 6)
     lines += ["", "Example:", textwrap.indent(service.example, "  ")]

@@ -11,7 +11,7 @@ import argparse
 import difflib
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from servicekit.errors import InvalidSetting
-from servicekit.settings.describe import Setting, describe, help_text
+from servicekit.settings.describe import Setting, describe, help_text, size
 from servicekit.settings.service import ServiceSettings
 from servicekit.settings.types import check_endpoint
 
@@ -36,9 +36,9 @@ def load_settings(service: type[S], arguments: Sequence[str]) -> S:
     """
     settings = {setting.name: setting for setting in describe(service)}
     flags = parse_flags(service, arguments)
-    variables = _read_environment(settings)
+    variables = _read_environment(service, settings)
     path = flags.get("config") or variables.get("config")
-    file = _read_file(Path(path), settings) if path else {}
+    file = _read_file(service, Path(path), settings) if path else {}
     try:
         loaded = service(**{**file, **variables, **flags})
         endpoint = "" if loaded.otlp_endpoint else standard_endpoint(os.environ)
@@ -93,12 +93,31 @@ def parse_flags(service: type[ServiceSettings], arguments: Sequence[str]) -> dic
             )
     found, unknown = parser.parse_known_args(arguments)
     if unknown:
+        flag = unknown[0].split("=")[0]
+        _refuse_former(service, flag, flag.removeprefix("--"), lambda setting: setting.flag)
         known = [flag for setting in settings.values() for flag in setting.flags]
-        raise InvalidSetting(_no_such(unknown[0].split("=")[0], known, "flag"))
+        raise InvalidSetting(_no_such(flag, known, "flag"))
     return {name: value for name, value in vars(found).items() if value is not None}
 
 
-def _read_environment(settings: Mapping[str, Setting]) -> dict[str, Any]:
+def _refuse_former(
+    service: type[ServiceSettings], shown: str, name: str, form: Callable[[Setting], str]
+) -> None:
+    """Raises InvalidSetting if a setting once had this name; `form` is how it is written there."""
+    now = service.former.get(name.lower().replace("-", "_"))
+    if now is not None:
+        [setting] = [each for each in describe(service) if each.name == now]
+        raise InvalidSetting(f"{shown}: is now called {form(setting)}")
+
+
+def _read_environment(
+    service: type[ServiceSettings], settings: Mapping[str, Setting]
+) -> dict[str, Any]:
+    prefix = service.model_config["env_prefix"].lower()
+    for variable in os.environ:
+        if variable.lower().startswith(prefix):
+            name = variable[len(prefix) :]
+            _refuse_former(service, variable, name, lambda setting: setting.variable)
     names = {setting.variable.lower(): name for name, setting in settings.items()}
     return {
         names[variable.lower()]: value
@@ -107,7 +126,9 @@ def _read_environment(settings: Mapping[str, Setting]) -> dict[str, Any]:
     }
 
 
-def _read_file(path: Path, settings: Mapping[str, Setting]) -> dict[str, Any]:
+def _read_file(
+    service: type[ServiceSettings], path: Path, settings: Mapping[str, Setting]
+) -> dict[str, Any]:
     """Raises InvalidSetting for a file that is not there, is not TOML, or has an unknown key."""
     try:
         read = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -118,6 +139,7 @@ def _read_file(path: Path, settings: Mapping[str, Setting]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in read.items():
         name = key.replace("-", "_")
+        _refuse_former(service, f"{path}: {key}", key, lambda setting: setting.key)
         if name not in settings or name == "config":
             keys = [setting.key for setting in settings.values() if setting.name != "config"]
             raise InvalidSetting(f"{path}: {_no_such(key, keys, 'setting')}")
@@ -134,9 +156,9 @@ def _no_such(name: str, known: Sequence[str], kind: str) -> str:
 
 
 _RULES = {
-    "greater_than_equal": "must be at least {ge:g}",
-    "greater_than": "must be more than {gt:g}",
-    "less_than_equal": "must be at most {le:g}",
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be more than {gt}",
+    "less_than_equal": "must be at most {le}",
     "literal_error": "must be {expected}",
     "bool_parsing": "must be true or false",
     "bool_type": "must be true or false",
@@ -145,8 +167,8 @@ _RULES = {
     "int_from_float": "must be an integer",
     "float_parsing": "must be a number",
     "float_type": "must be a number",
-    "byte_size": "must be a size such as 512MiB",
-    "byte_size_unit": "must be a size such as 512MiB",
+    "byte_size": "must be a size such as 64GiB or 512MiB",
+    "byte_size_unit": "must be a size such as 64GiB or 512MiB",
     "string_type": "must be a text",
     "path_type": "must be a path",
     "tuple_type": "must be a list",
@@ -160,7 +182,11 @@ def _explain(problem: ErrorDetails, setting: Setting | None = None) -> str:
     rule = _RULES.get(problem["type"])
     if rule is None:
         return problem["msg"].removeprefix("Value error, ")
-    text = rule.format_map(problem.get("ctx", {}))
+    shown = size if setting and setting.metavar == "SIZE" else "{:g}".format
+    context = problem.get("ctx", {}).items()
+    text = rule.format_map(
+        {key: shown(value) if isinstance(value, int | float) else value for key, value in context}
+    )
     return text if setting and setting.is_secret else f"{text}, not {problem['input']!r}"
 
 

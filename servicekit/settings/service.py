@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -10,9 +11,10 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from servicekit.settings.types import Address, Endpoint, Group, Seconds, lower
 
+BASICS = Group("Basics")
 NETWORK = Group("Network")
-ACCESS = Group("Access")
-TLS = Group("TLS")
+SECURITY = Group("Security")
+MEMORY = Group("Memory")
 TELEMETRY = Group("Logs and traces")
 PROCESS = Group("Process")
 
@@ -30,36 +32,38 @@ class ServiceSettings(BaseSettings):
     """A command line that ends the help."""
     groups: ClassVar[tuple[Group, ...]]
     """The groups in the order in which they are shown."""
+    former: ClassVar[Mapping[str, str]] = {}
+    """Former names of settings, which are refused, and what the settings are called now."""
 
-    listen: Annotated[Address, NETWORK]
+    listen: Annotated[Address, BASICS]
     """Address of the gRPC server. Port 0 takes a free port: see --ready-file."""
 
     metrics_listen: Annotated[Address, NETWORK]
     """Address of the HTTP server for Prometheus metrics. Port 0 takes a free port."""
 
-    policy_file: Annotated[Path | None, ACCESS] = None
+    policy_file: Annotated[Path | None, SECURITY] = None
     """TOML file with tokens, roles, quotas and trusted keys; read again on SIGHUP. Without it every
     caller may do everything."""
 
-    allow_open_access: Annotated[bool, ACCESS] = False
+    allow_open_access: Annotated[bool, SECURITY] = False
     """Accept calls from other machines also without --policy-file."""
 
-    audit_file: Annotated[Path | None, ACCESS] = None
+    audit_file: Annotated[Path | None, SECURITY] = None
     """File to which one JSON line is appended for every change that a caller requests; opened again
     on SIGHUP."""
 
-    audit_required: Annotated[bool, ACCESS] = False
+    audit_required: Annotated[bool, SECURITY] = False
     """Refuse calls that change something while --audit-file cannot be written. Their first line,
     with the result "started", is written before they begin. Off: a lost line is logged as an
     error."""
 
-    tls_cert_file: Annotated[Path | None, TLS] = None
+    tls_cert_file: Annotated[Path | None, SECURITY] = None
     """Certificate chain of this service, PEM; read again on SIGHUP. Without it there is no TLS."""
 
-    tls_key_file: Annotated[Path | None, TLS] = None
+    tls_key_file: Annotated[Path | None, SECURITY] = None
     """Private key of --tls-cert-file, PEM."""
 
-    tls_client_ca_file: Annotated[Path | None, TLS] = None
+    tls_client_ca_file: Annotated[Path | None, SECURITY] = None
     """CA certificates, PEM. With it every caller needs a client certificate that one of them
     signed."""
 
@@ -79,7 +83,7 @@ class ServiceSettings(BaseSettings):
     """Share of the calls that are traced, of those whose callers have not decided. Unset:
     OTEL_TRACES_SAMPLER, and without that all."""
 
-    config: Annotated[Path | None, PROCESS] = None
+    config: Annotated[Path | None, BASICS] = None
     """TOML file with settings, named as the flags are. Flags and the environment win over it."""
 
     ready_file: Annotated[Path | None, PROCESS] = None

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field
 from pydantic_settings import NoDecode
 
+_QUANTITY = re.compile(r"[0-9.]+\s*[KMGTPEkmgtpe][Ii]")
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\s\[\]]+):([0-9]{1,5})")
 
 
@@ -57,6 +58,13 @@ def _check_addresses(value: str) -> str:
     return value
 
 
+def _complete_unit(value: object) -> object:
+    """Returns a size as Kubernetes writes one, such as 64Gi, with the B that it leaves out."""
+    if isinstance(value, str) and _QUANTITY.fullmatch(value.strip()):
+        return f"{value.strip()}B"
+    return value
+
+
 def lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
@@ -80,8 +88,9 @@ OptionalAddress = Annotated[str, AfterValidator(_check_optional_address), Metava
 Addresses = Annotated[str, AfterValidator(_check_addresses), Metavar("HOST:PORT,...")]
 Endpoint = Annotated[str, AfterValidator(check_endpoint), Metavar("URL")]
 Folder = Annotated[Path, Metavar("DIR")]
-Bytes = Annotated[ByteSize, Field(gt=0)]
-OptionalBytes = Annotated[ByteSize, Field(ge=0)]
+Size = Annotated[ByteSize, BeforeValidator(_complete_unit)]
+Bytes = Annotated[Size, Field(gt=0)]
+OptionalBytes = Annotated[Size, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0), Metavar("SECONDS")]
 PositiveSeconds = Annotated[float, Field(gt=0), Metavar("SECONDS")]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list), Metavar("NAME,...")]

@@ -20,7 +20,7 @@ from tests.deploy.test_scaling import targets
 ASSETS = ROOT / "loadout" / "demo" / "assets"
 IMAGE = {"/opt/loadout/demo": ASSETS, "/models/base": ASSETS / "model"}
 
-SMALL_STORE: dict[str, str | None] = {"LOADOUT_STORE_MEMORY_BYTES": "64MiB"}
+SMALL_STORE: dict[str, str | None] = {"LOADOUT_STORE_IMAGE_MEMORY": "64MiB"}
 ALONE: dict[str, str | None] = {
     **SMALL_STORE,
     "LOADOUT_STORE_SHARED_S3": None,

@@ -110,7 +110,7 @@ def test_tiers_fit_what_the_pod_has(workload, settings):
         host_memory = settings.host_memory or 0
         assert host_memory / GIB <= 0.5 * memory, "the model passes through the rest"
         return
-    assert settings.memory_bytes / GIB <= 0.7 * memory
+    assert settings.image_memory / GIB <= 0.7 * memory
     kept = (settings.disk_cache_bytes + settings.fetched_bytes) / GIB
     assert kept <= 0.9 * data_gibibytes(workload)
 

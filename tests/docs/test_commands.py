@@ -27,6 +27,7 @@ from loadout.cli.__main__ import main
 from loadout.cli.app import app
 from loadout.demo.adapters import ADAPTERS
 from loadout.health.__main__ import parse_arguments
+from servicekit.settings.describe import describe
 from servicekit.settings.load import parse_flags
 from servicekit.settings.service import ServiceSettings
 from tests.support.up import Up
@@ -60,6 +61,8 @@ LANGUAGES = {
 SERVICES: dict[str, type[ServiceSettings]] = {
     each.module: each for each in (StoreSettings, InferenceSettings)
 }
+HANDED_ON = {"store_flags": StoreSettings, "serve_flags": InferenceSettings}
+"""Options whose values are flags of a service."""
 COMMANDS = {each.command.split()[1]: each for each in SERVICES.values()}
 
 CHECKED_ELSEWHERE = {
@@ -149,6 +152,16 @@ def simple_commands(line: str) -> Iterator[list[str]]:
 ALL = [command for page in PAGES for command in commands(page)]
 
 
+INLINE = re.compile(r"`(loadout -?-?[a-z][^`\n]*)`")
+
+
+def mentions() -> Iterator[Command]:
+    """Yields the commands that sentences and tables mention, of which parts may be left out."""
+    for page in PAGES:
+        for text in INLINE.findall(page.read_text()):
+            yield Command(page.relative_to(ROOT).as_posix(), tuple(text.split()))
+
+
 def is_client(command: Command) -> bool:
     program, *rest = command.words
     return program == "loadout" and rest[0] not in {*LASTING, *NOT_RUN}
@@ -177,7 +190,25 @@ def understand_loadout(arguments: list[str]) -> None:
         if name in COMMANDS:
             parse_flags(COMMANDS[name], rest)
         else:
-            command.make_context(name, rest, parent=context).close()
+            with command.make_context(name, rest, parent=context) as own:
+                for option, service in HANDED_ON.items():
+                    parse_flags(service, shlex.split(own.params.get(option, "")))
+
+
+@pytest.mark.parametrize("command", dict.fromkeys(mentions()), ids=str)
+def test_mention_is_of_what_there_is(command: Command) -> None:
+    """The command is there and has each flag."""
+    group = typer.main.get_command(app)
+    _, name, *_ = command.words
+    given = {word.split("=")[0] for word in command.words[1:] if word.startswith("--")}
+    if name.startswith("--"):
+        own = group
+    elif name in COMMANDS:
+        assert given <= {flag for each in describe(COMMANDS[name]) for flag in each.flags}
+        return
+    else:
+        own = group.commands[name]
+    assert given <= {flag for each in own.params for flag in (*each.opts, *each.secondary_opts)}
 
 
 def understand_module(arguments: list[str]) -> None:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Backend
 
 from inference_svc.adapters.layout import LayoutTarget, ModelLayout
 from inference_svc.api.service import ServerFacts
-from inference_svc.app import InferenceServer
+from inference_svc.app import InferenceServer, sampling_defaults
 from inference_svc.config import InferenceSettings, Machine, ModelFacts, resolve
 from inference_svc.core import FinishReason, Request, TokenLogprobs
 from inference_svc.engine.messages import (
@@ -329,6 +329,7 @@ def facts_of(config: Any, tokenizer: Any) -> ServerFacts:
         max_queue=16,
         versions={"loadout": "0"},
         aliases=("b",),
+        sampling=sampling_defaults(config, tokenizer.vocab_size),
     )
 
 

@@ -201,13 +201,22 @@ def test_who_calls_again_and_again_while_it_ends_is_told_unavailable(process: Pr
     [
         (
             ["--listen", "192.0.2.1:1", "--allow-open-access"],
-            "error: cannot listen on 192.0.2.1:1",
+            "loadout: --listen: cannot listen on 192.0.2.1:1: ",
         ),
-        (["--listen", "0.0.0.0:0"], "error: listen: 0.0.0.0:0 can be reached from other machines"),
-        (["--http", "0.0.0.0:0"], "error: http: 0.0.0.0:0 can be reached from other machines"),
-        (["--http", "192.0.2.1:1", "--allow-open-access"], "error: cannot listen on 192.0.2.1:1"),
-        (["--policy-file", "nowhere.toml"], "error: [Errno 2] No such file or directory: 'nowhere"),
-        (["--kv-memory", "1KiB"], "error: --kv-memory holds 0 tokens"),
+        (
+            ["--listen", "0.0.0.0:0"],
+            "loadout: listen: 0.0.0.0:0 can be reached from other machines",
+        ),
+        (["--http", "0.0.0.0:0"], "loadout: http: 0.0.0.0:0 can be reached from other machines"),
+        (
+            ["--http", "192.0.2.1:1", "--allow-open-access"],
+            "loadout: --http: cannot listen on 192.0.2.1:1: ",
+        ),
+        (
+            ["--policy-file", "nowhere.toml"],
+            "loadout: [Errno 2] No such file or directory: 'nowhere",
+        ),
+        (["--kv-memory", "1KiB"], "loadout: --kv-memory holds 0 tokens"),
     ],
 )
 def test_a_start_that_fails_says_why_in_one_line(
@@ -231,7 +240,7 @@ def test_an_engine_that_is_killed_while_it_loads_ends_the_start_in_one_line(mode
         until(us.children, what="no child in time")[0].kill()
         _, stderr = popen.communicate(timeout=START_SECONDS)
     assert popen.returncode == 1
-    assert stderr.strip().splitlines()[-1] == "error: the engine's process was ended by SIGKILL"
+    assert stderr.strip().splitlines()[-1] == "loadout: the engine's process was ended by SIGKILL"
     assert "Traceback" not in stderr
 
 
@@ -244,7 +253,7 @@ def test_a_memory_limit_that_does_not_suffice_shows_the_arithmetic(model: Path) 
         timeout=START_SECONDS,
     )
     assert done.returncode == 1
-    assert "error: the host memory does not suffice" in done.stderr
+    assert "loadout: the host memory does not suffice" in done.stderr
     names = [line.split()[0] for line in done.stderr.splitlines() if line.startswith("  ")]
     areas = ["weights", "kv_pages", "arena", "workspace", "host_tier", "tokenizer", "process"]
     assert names == [*areas, "needed", "limit"]

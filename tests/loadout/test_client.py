@@ -165,6 +165,7 @@ def test_remaining_inference_calls(client, fake_inference):
     listing = inference_pb.ListResidentAdaptersResponse(adapters=[resident])
     fake_inference.on("ListResidentAdapters", listing)
     info = inference_pb.GetServerInfoResponse(
+        sampling_defaults=inference_pb.SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95),
         base_model="m",
         limits=inference_pb.ServerLimits(max_loras=4),
         memory=[inference_pb.MemoryUse(name="arena", used_bytes=1, capacity_bytes=2)],
@@ -178,6 +179,7 @@ def test_remaining_inference_calls(client, fake_inference):
     assert client.unload("a") == 512
     assert client.residents() == (loaded,)
     assert client.server_info().limits.max_loras == 4
+    assert client.server_info().sampling_defaults == types.SamplingDefaults(0.6, 20, 0.95)
     assert client.server_info().memory == (types.MemoryUse("arena", 1, 2),)
 
 

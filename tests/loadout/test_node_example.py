@@ -121,7 +121,7 @@ def test_shows_its_token_to_this_machine_only(
     assert run_example(*address, "--token-file", str(file), "hi").returncode == 0
     assert shown == [None, "Bearer of-environment", "Bearer of-file"]
     done = run_example("--inference", "loadout.example:7080", "hi", token="secret")
-    message = "loadout.example:7080 would be sent the token without TLS: pass --tls-ca\n"
+    message = "loadout.example:7080 would be sent the token without TLS: pass --tls-ca-file\n"
     assert (done.returncode, done.stderr) == (1, message)
 
 
@@ -134,8 +134,8 @@ def test_mutual_tls(run_example, fake_inference, chunks, tmp_path):
     )
     add = inference_grpc.add_InferenceServiceServicer_to_server
     server = Server(lambda s: add(fake_inference, s), credentials=credentials)
-    flags = ["--inference", server.address, "--tls-ca", str(authority.path)]
+    flags = ["--inference", server.address, "--tls-ca-file", str(authority.path)]
     cert, own_key = authority.issue("backend")
-    done = run_example(*flags, "--tls-cert", str(cert), "--tls-key", str(own_key), "hi")
+    done = run_example(*flags, "--tls-cert-file", str(cert), "--tls-key-file", str(own_key), "hi")
     server.kill()
     assert (done.returncode, done.stdout) == (0, "hey\n"), done.stderr

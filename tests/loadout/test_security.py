@@ -205,7 +205,14 @@ def test_a_command_takes_its_token_from_the_environment_or_a_file(
 
 def test_a_command_over_mutual_tls(run, start_tls, authority, shown, tmp_path, adapter_folder):
     cert, key = authority.issue("trainer")
-    flags = ["--tls-ca", str(authority.path), "--tls-cert", str(cert), "--tls-key", str(key)]
+    flags = [
+        "--tls-ca-file",
+        str(authority.path),
+        "--tls-cert-file",
+        str(cert),
+        "--tls-key-file",
+        str(key),
+    ]
     address = start_tls(client_ca=True)
     code, _, err = run("register", "a", str(adapter_folder), "--store", address, *flags)
     assert (code, err, shown) == (0, "", [None])

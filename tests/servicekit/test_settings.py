@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from adapter_store.config import StoreSettings
 from inference_svc.config import InferenceSettings
 from servicekit.errors import InvalidSetting
-from servicekit.settings.describe import describe, help_text
+from servicekit.settings.describe import describe, duration, help_text, size
 from servicekit.settings.load import load_settings, standard_endpoint
 from servicekit.settings.service import ServiceSettings
 from servicekit.settings.types import check_endpoint, split_address
@@ -191,6 +191,85 @@ def test_wrong_variables(service: type[ServiceSettings], load: Load, monkeypatch
     load()
 
 
+def test_former_names(
+    service: type[ServiceSettings], load: Load, file: Callable[[str], str], monkeypatch
+) -> None:
+    """Each says what the setting is called now, as it is written there."""
+    settings = {setting.name: setting for setting in describe(service)}
+    for former, name in service.former.items():
+        key, now = former.replace("_", "-"), settings[name]
+        with pytest.raises(InvalidSetting, match=f"^--{key}: is now called {now.flag}$"):
+            load(f"--{key}=1")
+        path = file(f"{former} = 1")
+        with pytest.raises(InvalidSetting, match=f"^{path}: {former}: is now called {now.key}$"):
+            load("--config", path)
+        with monkeypatch.context() as environment:
+            environment.setenv(variable(service, former.upper()), "1")
+            with pytest.raises(InvalidSetting, match=f": is now called {now.variable}$"):
+                load()
+
+
+@pytest.mark.parametrize("text", ["1.5GiB", "1.5 GiB", "1.5gib", "1.5Gi", "1536Mi", "1610612736"])
+def test_sizes(load: Load, text: str) -> None:
+    assert load("--request-memory", text).request_memory == 3 << 29
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.5, "0.5 seconds"),
+        (1, "1 second"),
+        (90, "90 seconds"),
+        (600, "10 minutes"),
+        (604800, "7 days"),
+    ],
+)
+def test_durations_in_words(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "words"),
+    [(64 << 10, "64 KiB"), (3 << 29, "1.5 GiB"), (64 << 30, "64 GiB"), (1000, "1000 B")],
+)
+def test_sizes_in_words(load: Load, num_bytes: int, words: str) -> None:
+    assert size(num_bytes) == words
+    if num_bytes > 8 << 20:
+        assert load("--request-memory", words).request_memory == num_bytes
+
+
+def test_bounds_of_sizes_are_in_words(load: Load) -> None:
+    with pytest.raises(InvalidSetting, match=r"must be at least [48] MiB, not '1MiB'"):
+        load("--request-memory", "1MiB")
+
+
+def test_help_begins_with_the_basics(service: type[ServiceSettings]) -> None:
+    titles = [group.title for group in service.groups]
+    assert titles[:4] == ["Basics", "Network", "Security", "Memory"]
+    basics = [each.name for each in describe(service) if each.group.title == "Basics"]
+    assert {"listen", "config"} < {*basics}
+    assert len(basics) <= 6
+
+
+def test_what_both_services_have_is_the_same() -> None:
+    """A setting of both has one meaning: the same form, the same kind of default."""
+    ours, theirs = ({each.name: each for each in describe(service)} for service in SERVICES)
+    both = ours.keys() & theirs.keys()
+    assert {"max_rank", "tenant_share", "log_level", "request_memory"} <= both
+    for name in both:
+        assert ours[name].metavar == theirs[name].metavar, name
+        assert bool(ours[name].default) == bool(theirs[name].default), name
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_sizes_of_memory_end_so(service: type[ServiceSettings]) -> None:
+    """Those of memory end in -memory, and those on disk in -bytes; what is a limit or a rate says
+    so."""
+    ends = ("_memory", "_memory_limit", "_bytes", "_rate")
+    sizes = [each.name for each in describe(service) if each.metavar == "SIZE"]
+    assert [name for name in sizes if not f"_{name}".endswith((*ends, "_memory_limit"))] == []
+
+
 def test_all_problems_at_once(load: Load) -> None:
     with pytest.raises(InvalidSetting) as caught:
         load("--listen", "x", "--log-level", "y")
@@ -235,7 +314,7 @@ def test_help(service: type[ServiceSettings]) -> None:
         for flag in setting.flags:
             assert f"  {flag}" in done.stdout or f", {flag}" in done.stdout
         assert f"\n{setting.group.title}:\n" in done.stdout
-        assert not setting.default or f"Default: {setting.default}." in words
+        assert not setting.default or f"Default: {setting.default_words}." in words
     assert done.stdout.endswith(f"\nExample:\n  {service.example}\n")
     assert max(map(len, done.stdout.splitlines())) <= 100
 
@@ -245,7 +324,7 @@ def test_exit_status(service: type[ServiceSettings]) -> None:
     command = [sys.executable, "-m", service.module, "--listen", "nowhere"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: --listen: 'nowhere' is not HOST:PORT\n")
+    assert done.stderr.startswith("loadout: --listen: 'nowhere' is not HOST:PORT\n")
 
 
 @pytest.mark.parametrize(

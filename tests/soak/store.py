@@ -50,7 +50,7 @@ SETTINGS = {
     "collect_seconds": 0.2,
     "bookmark_seconds": 0.2,
     "compile_workers": 1,
-    "memory_bytes": 4 << 20,
+    "image_memory": 4 << 20,
     "disk_cache_bytes": 12 << 20,
 }
 GROUNDS: dict[str, Callable[[], Ground]] = {"sqlite": SqliteGround, "postgresql": SharedGround}

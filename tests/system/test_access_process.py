@@ -214,9 +214,9 @@ def test_the_command_with_token_and_certificates(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("LOADOUT_TOKEN", token_of("caller-a"))
-    monkeypatch.setenv("LOADOUT_TLS_CA", str(guarded.authority.path))
-    monkeypatch.setenv("LOADOUT_TLS_CERT", str(guarded.own[0]))
-    monkeypatch.setenv("LOADOUT_TLS_KEY", str(guarded.own[1]))
+    monkeypatch.setenv("LOADOUT_TLS_CA_FILE", str(guarded.authority.path))
+    monkeypatch.setenv("LOADOUT_TLS_CERT_FILE", str(guarded.own[0]))
+    monkeypatch.setenv("LOADOUT_TLS_KEY_FILE", str(guarded.own[1]))
     monkeypatch.setenv("LOADOUT_INFERENCE", guarded.services.inference_address)
     assert main(["generate", "--adapter", "mine", "--max-tokens", "4", PROMPT]) == 0
     assert main(["generate", "--adapter", "team-b/mine", PROMPT]) == 1

@@ -73,7 +73,7 @@ class Secretive:
     def command(self, *arguments: str) -> int:
         places = ("--inference", self.services.inference_address)
         places += ("--store", self.services.store_address)
-        return main(["debug", "--tls-ca", str(self.authority.path), *places, *arguments])
+        return main(["debug", "--tls-ca-file", str(self.authority.path), *places, *arguments])
 
 
 @pytest.fixture(scope="module")

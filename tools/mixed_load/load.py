@@ -45,12 +45,12 @@ END_TIMEOUT_S = 90.0
 POLL_S = 0.1
 
 STORE_FLAGS = (
-    *("--memory-bytes", "2MiB", "--disk-cache-bytes", "3MiB", "--compile-workers", "1"),
+    *("--image-memory", "2MiB", "--disk-cache-bytes", "3MiB", "--compile-workers", "1"),
     *("--delete-grace-seconds", "1", "--collect-seconds", "1", "--log-level", "warning"),
 )
 INFERENCE_FLAGS = (
     *("--http", "127.0.0.1:0", "--num-threads", "1", "--device", "cpu", "--max-sequences", "8"),
-    *("--adapter-memory", "1536KiB", "--host-memory", "2MiB", "--max-lora-rank", "16"),
+    *("--adapter-memory", "1536KiB", "--host-memory", "2MiB", "--max-rank", "16"),
     *("--kv-memory", "512KiB", "--max-model-len", "512", "--adapter-wait-seconds", "60"),
     *("--metrics-adapters", "10", "--log-level", "warning"),
 )

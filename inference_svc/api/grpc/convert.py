@@ -14,7 +14,13 @@ from inference_svc.api.generate_call import (
     checked_sampling,
     random_seed,
 )
-from inference_svc.core import FinishReason, SamplingParams, TokenLogprobs
+from inference_svc.core import (
+    NO_DEFAULTS,
+    FinishReason,
+    SamplingDefaults,
+    SamplingParams,
+    TokenLogprobs,
+)
 from inference_svc.engine.messages import Timings, Usage
 from inference_svc.engine.status_types import ResidentAdapter
 from inference_svc.frontend.output_stream import Delta
@@ -36,7 +42,10 @@ _TIERS = {"device": pb.ADAPTER_TIER_DEVICE, "host": pb.ADAPTER_TIER_HOST}
 
 
 def from_generate_request(
-    request: pb.GenerateRequest, vocab_size: int, deadline_s: float | None = None
+    request: pb.GenerateRequest,
+    vocab_size: int,
+    deadline_s: float | None = None,
+    defaults: SamplingDefaults = NO_DEFAULTS,
 ) -> GenerateCall:
     """Converts a message within its bounds; `deadline_s` is the caller's, in monotonic time. Raises
     InvalidArgument, naming the field."""
@@ -46,7 +55,7 @@ def from_generate_request(
         request_id=request.request_id or uuid.uuid4().hex,
         adapter=request.adapter,
         prompts=(_from_prompt(request, vocab_size),),
-        sampling=from_sampling(request.sampling, vocab_size),
+        sampling=from_sampling(request.sampling, vocab_size, defaults),
         min_revision=request.min_revision,
         priority=request.priority,
         cache_salt=request.cache_salt,
@@ -69,16 +78,18 @@ def _from_prompt(request: pb.GenerateRequest, vocab_size: int) -> Prompt:
     raise InvalidArgument("prompt is missing: one of text, token_ids, chat", subject="prompt")
 
 
-def from_sampling(message: pb.SamplingParams, vocab_size: int) -> SamplingParams:
+def from_sampling(
+    message: pb.SamplingParams, vocab_size: int, defaults: SamplingDefaults = NO_DEFAULTS
+) -> SamplingParams:
     """Returns the parameters with defaults filled in. Raises InvalidArgument."""
-    defaults = SamplingParams()
+    fixed = SamplingParams()
     params = SamplingParams(
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else defaults.max_tokens,
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else fixed.max_tokens,
         min_tokens=message.min_tokens,
         temperature=(
             message.temperature if message.HasField("temperature") else defaults.temperature
         ),
-        top_k=message.top_k,
+        top_k=message.top_k if message.HasField("top_k") else defaults.top_k,
         top_p=message.top_p if message.HasField("top_p") else defaults.top_p,
         min_p=message.min_p,
         seed=message.seed if message.HasField("seed") else random_seed(),
@@ -90,7 +101,7 @@ def from_sampling(message: pb.SamplingParams, vocab_size: int) -> SamplingParams
         repetition_penalty=(
             message.repetition_penalty
             if message.HasField("repetition_penalty")
-            else defaults.repetition_penalty
+            else fixed.repetition_penalty
         ),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
     )

@@ -13,7 +13,7 @@ from inference_svc.api.grpc import convert
 from inference_svc.api.grpc.bounds import request_bounds
 from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
 from inference_svc.api.request_record import MAX_NAME_CHARS
-from inference_svc.api.service import Caller, Service
+from inference_svc.api.service import Caller, ServerFacts, Service
 from inference_svc.core import Action, Principal
 from inference_svc.debug import DebugInfo
 from inference_svc.errors import PROMPT_SUBJECTS, QueueFull
@@ -56,7 +56,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     # Writing instead of yielding: a cancelled call then always ends inside this frame, and the
     # request with it.
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
-        incoming = _IncomingCall(request, context, self._service.facts.vocab_size)
+        incoming = _IncomingCall(request, context, self._service.facts)
         del request  # the call lets go of it once it is converted
         stream = await self._service.generate(_caller(context), incoming)
         context.release_request()  # its prompts are tokens now
@@ -123,6 +123,11 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             versions=facts.versions,
             kernels=status.kernels,
             machine=status.machine,
+            sampling_defaults=pb.SamplingDefaults(
+                temperature=facts.sampling.temperature,
+                top_k=facts.sampling.top_k,
+                top_p=facts.sampling.top_p,
+            ),
         )
 
     async def GetDebugInfo(  # noqa: N802
@@ -149,13 +154,13 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 class _IncomingCall:
     """A call whose message is here, until it is read; see `service.IncomingCall`."""
 
-    def __init__(self, request: pb.GenerateRequest, context: Context, vocab_size: int) -> None:
+    def __init__(self, request: pb.GenerateRequest, context: Context, facts: ServerFacts) -> None:
         self.request_id: str = request.request_id[:MAX_ID_CHARS]
         self.adapter: str = request.adapter[:MAX_NAME_CHARS]
         self.num_read = 0  # the transport has read, and charged, it
         self._request = request
         self._context = context
-        self._vocab_size = vocab_size
+        self._facts = facts
 
     def accept(self, caller: Principal) -> int:
         return 0  # held by the transport since before it was read
@@ -164,9 +169,15 @@ class _IncomingCall:
         request, self._request = self._request, pb.GenerateRequest()
         deadline_s = deadline_after(self._context.time_remaining())
         if len(request.token_ids.ids) + len(request.chat.messages) <= INLINE_ENTRIES:
-            return convert.from_generate_request(request, self._vocab_size, deadline_s)
+            return convert.from_generate_request(
+                request, self._facts.vocab_size, deadline_s, self._facts.sampling
+            )
         converting = parsers.submit(
-            convert.from_generate_request, request, self._vocab_size, deadline_s
+            convert.from_generate_request,
+            request,
+            self._facts.vocab_size,
+            deadline_s,
+            self._facts.sampling,
         )
         del request  # the parser alone holds it
         return await asyncio.wrap_future(converting)

@@ -11,6 +11,7 @@ from inference_svc.api.generate_call import MAX_LOGPROBS, MAX_MESSAGES
 from inference_svc.api.http.errors import Names
 from inference_svc.api.http.request import Body, GenerationBody
 from inference_svc.api.http.response import FINISH_REASONS, Choice
+from inference_svc.api.service import ServerFacts
 from inference_svc.core import SamplingParams, TokenLogprobs
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.text.pieces import Pieces
@@ -103,7 +104,7 @@ class ChatCompletions:
     def prompts(self, body: ChatBody) -> tuple[Prompt, ...]:
         return (tuple(ChatMessage(m.role, m.content) for m in body.messages),)
 
-    def sampling(self, body: ChatBody, max_model_len: int) -> SamplingParams:
+    def sampling(self, body: ChatBody, facts: ServerFacts) -> SamplingParams:
         """Without a limit, as many tokens as the context allows. Raises InvalidArgument."""
         if None not in (body.max_tokens, body.max_completion_tokens):
             raise InvalidArgument(
@@ -112,9 +113,10 @@ class ChatCompletions:
             )
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidArgument("top_logprobs: only with logprobs set", subject="top_logprobs")
-        limits = (body.max_completion_tokens, body.max_tokens, max_model_len)
+        limits = (body.max_completion_tokens, body.max_tokens, facts.max_model_len)
         max_tokens = next(limit for limit in limits if limit is not None)
-        return body.to_sampling(max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        return body.to_sampling(max_tokens, logprobs, facts.sampling)
 
     def formatter(self, index: int, pieces: Pieces, includes_ids: bool) -> ChatFormatter:
         return ChatFormatter(index, pieces, includes_ids)

@@ -12,6 +12,7 @@ from inference_svc.api.http.chat import MIN_LOGPROB
 from inference_svc.api.http.errors import Names
 from inference_svc.api.http.request import MAX_CHOICES, GenerationBody
 from inference_svc.api.http.response import FINISH_REASONS, Choice
+from inference_svc.api.service import ServerFacts
 from inference_svc.core import FinishReason, SamplingParams, TokenLogprobs
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.text.pieces import Pieces
@@ -70,12 +71,12 @@ class Completions:
             )
         return body.prompt
 
-    def sampling(self, body: CompletionBody, max_model_len: int) -> SamplingParams:
+    def sampling(self, body: CompletionBody, facts: ServerFacts) -> SamplingParams:
         """Raises InvalidArgument."""
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise InvalidArgument("best_of: must be n", subject="best_of")
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        return body.to_sampling(max_tokens, body.logprobs)
+        return body.to_sampling(max_tokens, body.logprobs, facts.sampling)
 
     def formatter(self, index: int, pieces: Pieces, includes_ids: bool) -> CompletionFormatter:
         return CompletionFormatter(index, pieces, includes_ids)

@@ -89,6 +89,7 @@ PROTOCOL_CODES: dict[int, str] = {
 }
 """Codes of errors in HTTP itself."""
 
+API_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models")
 _ABOUT_ADAPTER = (AdapterNotFound, AdapterUnusable, AdapterUnavailable)
 
 Names = Mapping[str, str]
@@ -101,6 +102,8 @@ def error_object(error: Exception, names: Names) -> tuple[ErrorStatus, dict[str,
     if isinstance(error, errors.ServiceError) and status is not INTERNAL:
         message = error.message
         param = _param(error, names)
+        if isinstance(error, AdapterNotFound) and param == "model":
+            message = f"{message}; GET /v1/models lists the models of this server"
     body = {"message": message, "type": status.type, "param": param, "code": status.code}
     return status, {"error": body}
 
@@ -193,7 +196,8 @@ async def handle_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     if isinstance(error, HTTPException):
-        return _respond(request, error.status_code, _protocol_error(error), error.headers or {})
+        headers = error.headers or {}
+        return _respond(request, error.status_code, _protocol_error(error, headers), headers)
     if isinstance(error, errors.ShareExceeded):
         await asyncio.sleep(SHARE_EXCEEDED_SECONDS)
     status, body = error_object(error, getattr(request.state, "names", {}))
@@ -206,9 +210,13 @@ async def handle_error(request: Request, error: Exception) -> Response:
     return _respond(request, status.status, body, headers)
 
 
-def _protocol_error(error: HTTPException) -> dict[str, Any]:
-    code = PROTOCOL_CODES.get(error.status_code, "invalid_argument")
-    body = {"message": error.detail, "type": _INVALID, "param": None, "code": code}
+def _protocol_error(error: HTTPException, headers: Mapping[str, str]) -> dict[str, Any]:
+    code, message = PROTOCOL_CODES.get(error.status_code, "invalid_argument"), error.detail
+    if error.status_code == 404:
+        message = f"there is nothing at this path; the API is at {', '.join(API_PATHS)}"
+    elif error.status_code == 405:
+        message = f"this path takes {headers.get('Allow', 'another method')} only"
+    body = {"message": message, "type": _INVALID, "param": None, "code": code}
     return {"error": body}
 
 

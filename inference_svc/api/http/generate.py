@@ -55,7 +55,7 @@ class Endpoint(Protocol[B_contra]):
     names: ClassVar[Names]
 
     def prompts(self, body: B_contra) -> tuple[Prompt, ...]: ...
-    def sampling(self, body: B_contra, max_model_len: int) -> SamplingParams: ...
+    def sampling(self, body: B_contra, facts: ServerFacts) -> SamplingParams: ...
     def formatter(self, index: int, pieces: Pieces, includes_ids: bool) -> ChoiceFormatter: ...
 
 
@@ -100,7 +100,7 @@ class IncomingRequest(Generic[B]):
             bool(body.stream), body.includes_usage, bool(body.return_token_ids)
         )
         prompts = self._endpoint.prompts(body)
-        sampling = self._endpoint.sampling(body, self._facts.max_model_len)
+        sampling = self._endpoint.sampling(body, self._facts)
         sampling = checked_sampling(sampling, self._facts.vocab_size)
         return body.to_call(self.request_id, self.adapter, prompts, sampling)
 

@@ -8,9 +8,10 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -30,7 +31,7 @@ from inference_svc.api.generate_call import (
 from inference_svc.api.http.connections import Connection
 from inference_svc.api.http.errors import set_authenticated, set_read
 from inference_svc.api.service import Caller
-from inference_svc.core import Principal, SamplingParams
+from inference_svc.core import Principal, SamplingDefaults, SamplingParams
 from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument, Unauthenticated
 
@@ -237,14 +238,49 @@ async def _read(request: Request, max_bytes: int) -> bytearray:
 
 
 def _to_invalid_request(error: ValidationError) -> InvalidArgument:
-    """Returns the first problem."""
-    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    field, text = _path(problem["loc"]), problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "missing":
-        text = "is missing"
-    elif problem["type"] == "extra_forbidden":
-        text = "unknown field"
+    """Returns the first problem, in the words of JSON."""
+    problem = error.errors(include_url=False, include_input=False)[0]
+    field, context = _path(problem["loc"]), problem.get("ctx", {})
+    if problem["type"] == "value_error":  # of our own checks
+        text = problem["msg"].removeprefix("Value error, ")
+    elif context.get("max_length") == 0:
+        text = "must be empty: it has no effect here"
+    elif context.get("min_length") == 1:
+        text = "must not be empty"
+    else:
+        text = _RULES.get(problem["type"], "is not valid").format_map(_as_json(context))
     return InvalidArgument(f"{field or 'the body'}: {text}", subject=field)
+
+
+_RULES = {
+    "missing": "is missing",
+    "extra_forbidden": "unknown field",
+    "json_invalid": "is not JSON: {error}",
+    "string_type": "must be a string",
+    "bool_type": "must be true or false",
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a number",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "literal_error": "must be {expected}",
+    "none_required": "must be null",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be less than {lt}",
+    "too_long": "must have at most {max_length} items",
+    "string_too_long": "must have at most {max_length} characters",
+}
+"""What each kind of problem means, by the validator's name of it."""
+
+
+def _as_json(context: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the details of a problem, with values as JSON writes them."""
+    expected = str(context.get("expected", ""))
+    for python, written in (("False", "false"), ("True", "true"), ("'", '"')):
+        expected = expected.replace(python, written)
+    return {**context, "expected": expected}
 
 
 def _path(location: tuple[int | str, ...]) -> str:
@@ -338,9 +374,11 @@ class GenerationBody(Body):
     # Accepted with values that change nothing.
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
 
-    def to_sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    def to_sampling(
+        self, max_tokens: int, logprobs: int | None, defaults: SamplingDefaults
+    ) -> SamplingParams:
         """Returns parameters whose ranges are not checked yet."""
-        fields = {
+        fields: dict[str, Any] = {
             "temperature": _greedy_or(self.temperature),
             "top_p": self.top_p,
             "min_p": self.min_p,
@@ -351,14 +389,15 @@ class GenerationBody(Body):
             "ignore_eos": self.ignore_eos,
             "seed": self.seed,
         }
-        present: dict[str, Any] = {name: v for name, v in fields.items() if v is not None}
+        if self.top_k is not None:
+            fields["top_k"] = max(self.top_k, 0)
+        present = {name: value for name, value in fields.items() if value is not None}
         return SamplingParams(
             max_tokens=max_tokens,
             logprobs=logprobs,
-            top_k=max(self.top_k or 0, 0),
             stop=tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            **{"seed": random_seed(), **present},
+            **{"seed": random_seed(), **asdict(defaults), **present},
         )
 
     def to_call(

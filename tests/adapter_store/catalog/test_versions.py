@@ -65,7 +65,7 @@ def test_versions_of_what_is_not_there_or_of_another_tenant(three):
 
 
 def test_rollback_points_back_with_one_event(three):
-    record, revision, _ = three.rollback(A, 1)
+    record, revision, *_ = three.rollback(A, 1)
     assert (record.version, record.digest, revision) == (1, "d1", 4)
     [event] = three.events_since(3, 10)
     assert (event.kind, event.version, event.digest) == (EventKind.UPDATED, 1, "d1")
@@ -87,7 +87,7 @@ def test_rollback_brings_a_deleted_version_back(three, names, clock):
     assert three.rollback(A, 1)[0].delete_time is None
     assert names.get("a").digest == "d1"
     three.remove(A)
-    record, revision, _ = three.rollback(A, 2)
+    record, revision, *_ = three.rollback(A, 2)
     assert (record.version, record.delete_time) == (2, None)
     event = three.events_since(revision - 1, 10)[0]
     assert (event.kind, event.version) == (EventKind.REGISTERED, 2)

@@ -343,7 +343,7 @@ def test_pinned_images_are_in_memory_and_stay(start, make_adapter, make_layout):
     size = compile_image(open_checkpoint(folders[0]), make_layout()).plan.total_bytes
 
     async def main() -> None:
-        async with start(memory_bytes=2 * size) as store:
+        async with start(image_memory=2 * size) as store:
             layout_id, *_ = await store.service.register_layout(make_layout(), [1])
             digests = [
                 (await register(store, folder, f"n{i}", pinned=i == 0)).digest
@@ -357,7 +357,7 @@ def test_pinned_images_are_in_memory_and_stay(start, make_adapter, make_layout):
             assert store.images.memory_counts.hits == hits + 1
             await store.images.wait_idle()
             store.images.check_integrity()
-        async with start(memory_bytes=2 * size) as store:  # warm again after a restart
+        async with start(image_memory=2 * size) as store:  # warm again after a restart
             await store.precompiler.wait_idle()
             await pulled_bytes(store, ImageKey(digests[0], layout_id))
             assert store.images.memory_counts.hits == 1
@@ -376,7 +376,7 @@ def test_memory_is_bounded_while_many_are_pulled(start, make_adapter, make_layou
     size = compile_image(open_checkpoint(folders[0]), make_layout()).plan.total_bytes
 
     async def main() -> None:
-        async with start(memory_bytes=2 * size) as store:
+        async with start(image_memory=2 * size) as store:
             layout_id, *_ = await store.service.register_layout(make_layout(), [1])
             digests = [
                 (await register(store, folder, f"n{i}")).digest for i, folder in enumerate(folders)

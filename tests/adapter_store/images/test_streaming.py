@@ -262,7 +262,7 @@ def test_pull_without_memory_gets_a_retry_time(
     size = len(expected_bytes(folders[0], make_layout()))
 
     async def main() -> None:
-        async with start(memory_bytes=size + size // 2) as store:
+        async with start(image_memory=size + size // 2) as store:
             store.images._memory_wait_seconds = 0.05
             layout_id, *_ = await store.service.register_layout(make_layout(), [1])
             digests = [

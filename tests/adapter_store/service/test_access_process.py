@@ -197,7 +197,7 @@ def test_what_is_wrong_with_access_is_one_plain_line(tmp_path, capsys):
         values = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", **settings}
         assert run_process(StoreSettings(data_dir=tmp_path / "data", **values)) == 1
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("error: ")
+        assert line.startswith("loadout: ")
         assert expected in line
 
 

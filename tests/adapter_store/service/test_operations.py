@@ -245,7 +245,10 @@ def test_start_failure_is_one_line(tmp_path, capsys):
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         problems = [
-            ({"listen": address}, f"error: cannot listen on {address}"),
+            (
+                {"listen": address},
+                f"loadout: --listen: cannot listen on {address}: it is in use already",
+            ),
             ({"data_dir": blocked}, os.fspath(blocked)),
         ]
         for settings, expected in problems:
@@ -259,7 +262,7 @@ def test_start_failure_is_one_line(tmp_path, capsys):
             }
             assert run_process(StoreSettings(**values)) == 1
             (line,) = capsys.readouterr().err.splitlines()
-            assert line.startswith("error: ")
+            assert line.startswith("loadout: ")
             assert expected in line
             assert not ready_file.exists()
 

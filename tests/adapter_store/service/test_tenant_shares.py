@@ -231,7 +231,7 @@ def watch_or_none(watch, client):
 def test_pulls_that_nobody_reads_leave_memory_to_others(
     start, tenants, make_adapter, make_layout
 ) -> None:
-    a, b = tenants(start("", "--memory-bytes", "80MiB", "--pull-stall-seconds", "600"))
+    a, b = tenants(start("", "--image-memory", "80MiB", "--pull-stall-seconds", "600"))
     # Two of some 34 MB fill the memory.
     images = [make_large(a, make_adapter, make_layout, f"n{i}", float(i + 1)) for i in range(2)]
     mine = make_large(b, make_adapter, make_layout, "mine", 9.0)

@@ -76,7 +76,7 @@ def test_a_step_takes_its_share_at_most(model: str, card: int) -> None:
 def test_every_adapter_can_be_pinned_beside_another(model: str, card: int) -> None:
     """Wherever the pinned one lies."""
     plan = started(model, card)
-    largest = plan.layout.largest_image(plan.config.max_lora_rank)
+    largest = plan.layout.largest_image(plan.config.max_rank)
     capacity = plan.bytes_of("arena")
     assert plan.bytes_of("host_tier") >= largest.num_bytes
     for before in (0, largest.num_bytes // 3, 256):
@@ -159,7 +159,7 @@ def test_the_host_tier_follows_arena_and_host(folder: Path) -> None:
     assert config.adapter_memory is not None
     assert config.host_memory == 4 * config.adapter_memory
     assert resolved(folder, machine_of(80)).host_memory == 16 << 30
-    least = resolved(folder, machine_of(80, host_bytes=MIB), max_lora_rank=16).host_memory
+    least = resolved(folder, machine_of(80, host_bytes=MIB), max_rank=16).host_memory
     assert least is not None
     assert 80 * MIB < least < 100 * MIB, "every adapter passes through it"
 
@@ -178,7 +178,7 @@ def test_a_limit_is_kept(folder: Path) -> None:
         ({"kv_memory": 8 << 30}, 24),
         ({"max_sequences": 2048}, 24),
         ({"max_model_len": 131072}, 24),
-        ({"max_lora_rank": 1024}, 24),
+        ({"max_rank": 1024}, 24),
         ({"memory_limit": 16 << 30}, 80),
     ],
     ids=str,
@@ -213,8 +213,7 @@ def test_an_arena_without_space_for_every_adapter_is_told(
     with caplog.at_level(logging.WARNING):
         resolved(folder, machine_of(80), adapter_memory=256 * MIB)
     assert [record.getMessage() for record in caplog.records] == [
-        "--adapter-memory 256.0 MiB: an adapter of --max-lora-rank 64 may take 352.3 MiB, and is "
-        "refused"
+        "--adapter-memory 256.0 MiB: an adapter of --max-rank 64 may take 352.3 MiB, and is refused"
     ]
 
 

@@ -324,7 +324,7 @@ def test_lookup_is_shared_and_survives_a_cancelled_caller() -> None:
             replace(UPPER, verdicts={"layout": LayoutVerdict(False, "q_proj is 64, not 32")}),
             "q_proj is 64, not 32",
         ),
-        (replace(UPPER, rank=17), "rank 17, above this server's max_lora_rank 16"),
+        (replace(UPPER, rank=17), "rank 17, above this server's --max-rank 16"),
         (replace(UPPER, base_model="llama"), "base model 'llama'; this server runs 'base'"),
     ],
 )

@@ -32,6 +32,9 @@ COMMANDS = (
 )
 
 
+GROUPS = ("Options", "Connection", "Security")
+
+
 @pytest.fixture
 def run(capfd, monkeypatch, store_server, inference_server):
     """Runs one command in this process: (exit code, stdout, stderr)."""
@@ -52,6 +55,17 @@ def test_help_has_examples(run, command):
     assert (code, err) == (0, "")
     assert f"loadout {command}" in out
     assert "Examples:\n" in out
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("store", "serve")])
+def test_help_is_in_plain_words(run, command):
+    """Every value has a form that people understand, and what connects stands apart."""
+    _, out, _ = run(command, "--help")
+    # <hex> is the digest's.
+    assert not re.search(r"<(?!hex)|\[default|\[env|\brange\b|\[x", out)
+    titles = re.findall(r"^(\w+):$", out.partition("Examples:")[0], re.MULTILINE)
+    assert titles == [each for each in ("Arguments", *GROUPS) if each in titles]
+    assert "--token-file" not in out or titles[-2:] == ["Connection", "Security"]
 
 
 def test_no_command_shows_all_of_them(run):

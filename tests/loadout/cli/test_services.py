@@ -54,11 +54,11 @@ def test_store_takes_flags_and_signals(tmp_path):
 def test_unknown_flag():
     done = run("store", "--no-such-flag", "1")
     assert done.returncode == 2
-    assert done.stderr == "error: --no-such-flag: there is no such flag; --help shows all\n"
+    assert done.stderr == "loadout: --no-such-flag: there is no such flag; --help shows all\n"
 
 
 def test_serve_without_a_model(tmp_path):
     done = run("serve", "--model", str(tmp_path))
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: --model: {tmp_path} has no config.json")
-    assert run("serve").stderr.startswith("error: --model: is required")
+    assert done.stderr.startswith(f"loadout: --model: {tmp_path} has no config.json")
+    assert run("serve").stderr.startswith("loadout: --model: is required")

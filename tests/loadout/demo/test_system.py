@@ -4,7 +4,9 @@ the services. test_demo.py has the real ones, more of them in `make test-long`."
 from __future__ import annotations
 
 import os
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +14,9 @@ from collections.abc import Callable
 import psutil
 import pytest
 
+from adapter_store.config import StoreSettings
+from loadout.cli.__main__ import main
+from servicekit.settings.load import load_settings
 from tests.support.up import Up
 
 PART = """
@@ -37,8 +42,10 @@ def command_of(name):
         return [sys.executable, "-c", program, name, str(system._ready_file(name))]
     return command
 
-for name in ("s3", "store", "inference"):
-    setattr(System, f"_{{name}}_command", command_of(name))
+for name, method in {{
+    "s3": "_s3_command", "store": "store_command", "inference": "inference_command"
+}}.items():
+    setattr(System, method, command_of(name))
 sys.exit(main())
 """
 """The command line, with programs in place of the services; that of $BROKEN fails to start."""
@@ -63,13 +70,53 @@ def test_a_signal_ends_every_part(up, parts, number):
     assert not any(psutil.pid_exists(pid) for pid in parts.values())
 
 
-@pytest.mark.parametrize("victim", ["store", "inference"])
-def test_up_ends_when_a_part_dies(up, parts, victim):
-    os.kill(parts[victim], signal.SIGKILL)
+def test_up_ends_when_the_inference_service_dies(up, parts):
+    os.kill(parts["inference"], signal.SIGKILL)
     _, stderr = up.popen.communicate(timeout=90)
     assert up.popen.returncode == 1
-    assert stderr.startswith(f"loadout: {victim} ended with exit code -9")
+    assert stderr.startswith("loadout: inference ended with exit code -9")
     assert not any(psutil.pid_exists(pid) for pid in parts.values())
+
+
+def test_up_goes_on_when_the_store_dies(up, parts, tmp_path):
+    """It says how to start the store again where it was."""
+    os.kill(parts["store"], signal.SIGKILL)
+    lines = []
+    for line in up.popen.stderr:
+        lines.append(line)
+        if line.startswith("  loadout store "):
+            break
+    assert lines[0].startswith("loadout: store ended with exit code -9")
+    assert "The inference service goes on" in "".join(lines)
+    words = shlex.split(lines[-1])
+    settings = load_settings(StoreSettings, words[2:])
+    assert (settings.listen, settings.metrics_listen) == ("127.0.0.1:5", "127.0.0.1:5")
+    assert settings.data_dir == tmp_path / "work" / "store"
+    assert tmp_path / "work" / "sources" in settings.source_roots
+    assert psutil.pid_exists(parts["inference"])
+    assert up.end(signal.SIGINT) == (0, "stopping\n")
+    assert not any(psutil.pid_exists(pid) for pid in parts.values())
+
+
+@pytest.mark.parametrize(
+    ("flag", "what"),
+    [
+        (("--http", "{}"), "its HTTP API"),
+        (("--store-flags", "--listen {}"), "the adapter store"),
+        (("--serve-flags", "--metrics-listen={}"), "its metrics"),
+    ],
+)
+def test_ports_are_checked_before_anything_starts(tmp_path, capsys, flag, what):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        flags = [word.format(address) for word in flag]
+        folder = str(tmp_path / "work")
+        assert main(["up", "--model", str(tmp_path), "--work-dir", folder, *flags]) == 1
+    assert capsys.readouterr().err == (
+        f"loadout: {what}: {address} is in use already; stop what listens there, or choose "
+        "another port\n"
+    )
+    assert not list((tmp_path / "work").glob("*.log"))
 
 
 def children() -> set[int]:

@@ -13,8 +13,11 @@ import pytest
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.grpc import convert
 from inference_svc.api.grpc.servicer import _IncomingCall
+from inference_svc.api.service import ServerFacts
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.rpc.requests import INLINE_ENTRIES
+
+FACTS = ServerFacts("base", "FakeForCausalLM", "float32", "cpu", 10, 64, 4, 16, 8, 64, 16)
 
 
 @pytest.mark.parametrize("num_ids", [INLINE_ENTRIES, INLINE_ENTRIES + 1])
@@ -34,7 +37,7 @@ def test_many_entries_are_converted_by_a_parser(
 
     async def main() -> GenerateCall:
         with ThreadPoolExecutor(1, thread_name_prefix="parser") as parsers:
-            return await _IncomingCall(request, context, vocab_size=10).read(parsers)
+            return await _IncomingCall(request, context, FACTS).read(parsers)
 
     assert asyncio.run(main()).prompts == ((1,) * num_ids,)
     assert threads[0].startswith("parser") == (num_ids > INLINE_ENTRIES)

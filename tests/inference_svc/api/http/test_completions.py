@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import struct
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,6 +13,7 @@ import pytest
 from inference_svc.api.http.completions import CompletionFormatter
 from inference_svc.core import SamplingParams, TokenLogprobs
 from inference_svc.text.pieces import Pieces
+from loadout.inference.v1 import inference_pb2 as pb
 from tests.inference_svc.api.http.conftest import Front
 from tests.inference_svc.serving import digest_of
 
@@ -91,6 +94,30 @@ def test_every_field_is_converted(serve_http) -> None:
         assert (request.tenant, request.deadline_s) == ("default", None)
 
     serve_http(body, store=True)
+
+
+@pytest.mark.parametrize("source", ["model", "none"])
+def test_unset_fields_get_the_models_defaults(serve_http, tmp_path: Path, source: str) -> None:
+    """Of both APIs, and what a request says counts more."""
+    content = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    expected = (single(0.6), 20, single(0.95)) if source == "model" else (1, 0, 1)
+
+    async def body(front: Front) -> None:
+        await front.complete("a")
+        await front.chat("a")
+        await front.running.generate("a")
+        await front.complete("a", temperature=0, top_p=1, extra_body={"top_k": -1})
+        explicit = pb.SamplingParams(temperature=0.0, top_k=0, top_p=1.0)
+        await front.running.generate("a", sampling=explicit)
+        found = [each.sampling for each in front.engine.submitted]
+        chosen = [(each.temperature, each.top_k, each.top_p) for each in found]
+        assert chosen == [expected] * 3 + [(0, 0, 1)] * 2
+        info = await front.running.stub.GetServerInfo(pb.GetServerInfoRequest())
+        shown = info.sampling_defaults
+        assert (shown.temperature, shown.top_k, shown.top_p) == expected
+
+    serve_http(body, generation_defaults=source)
 
 
 def test_unset_fields_get_openais_defaults(serve_http) -> None:

@@ -1,0 +1,52 @@
+"""Reads what a model's generation_config.json says: how it ends a text, and how its tokens are
+chosen by default."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from inference_svc.core import SamplingDefaults
+from inference_svc.errors import UnsupportedModel
+
+FILE_NAME = "generation_config.json"
+GREEDY_BELOW = 0.01
+"""Some models are saved with a temperature of nearly 0, which is greedy in effect."""
+
+
+def read_generation_config(model_dir: Path) -> dict[str, Any]:
+    """Returns what the file holds, nothing if there is none. Raises UnsupportedModel."""
+    path = model_dir / FILE_NAME
+    return read_json(path) if path.exists() else {}
+
+
+def read_sampling_defaults(model_dir: Path) -> SamplingDefaults:
+    """Returns the file's temperature, top_p and top_k (-1: off), as far as it has them. Their
+    ranges are not checked. Raises UnsupportedModel naming the key that is no number."""
+    config = read_generation_config(model_dir)
+    found = {name: config.get(name) for name in ("temperature", "top_p", "top_k")}
+    for name, value in found.items():
+        kinds = (int,) if name == "top_k" else (int, float)
+        if value is not None and type(value) not in kinds:
+            kind = "an integer" if name == "top_k" else "a number"
+            raise UnsupportedModel(f"{model_dir / FILE_NAME}: {name} must be {kind}, not {value!r}")
+    given = {name: value for name, value in found.items() if value is not None}
+    if 0 < given.get("temperature", 0) < GREEDY_BELOW:
+        given["temperature"] = 0.0
+    if given.get("top_k") == -1:
+        given["top_k"] = 0
+    return SamplingDefaults(**given)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object that a file of the model holds. Raises UnsupportedModel."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise UnsupportedModel(f"{path} does not exist") from error
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise UnsupportedModel(f"{path} does not hold a JSON object")
+    return content

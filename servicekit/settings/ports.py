@@ -1,0 +1,36 @@
+"""Checks that a service can listen, before it spends time on anything else."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from servicekit.settings.describe import describe
+from servicekit.settings.service import ServiceSettings
+from servicekit.settings.types import split_address
+
+_LISTENS = "HOST:PORT"
+"""The form of settings that name an address of the service's own."""
+
+
+def check_ports(settings: ServiceSettings) -> None:
+    """Raises OSError naming the flag of an address at which the service cannot listen now."""
+    for setting in describe(type(settings)):
+        address = getattr(settings, setting.name)
+        if setting.metavar == _LISTENS and address:
+            _check(setting.flag, address)
+
+
+def _check(flag: str, address: str) -> None:
+    host, port = split_address(address)
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(target)
+            probe.listen()
+    except OSError as error:
+        why = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            why = "it is in use already; stop what listens there, or choose another port"
+        raise OSError(f"{flag}: cannot listen on {address}: {why}") from None
