@@ -57,6 +57,10 @@ RequireServable = Annotated[
         "--require-servable", help="Fail unless a server can serve it. It stays registered."
     ),
 ]
+Description = Annotated[str, typer.Option(metavar="TEXT", help="Description of the adapter.")]
+Labels = Annotated[
+    list[str] | None, typer.Option(metavar="KEY=VALUE", help="Label; may be repeated.")
+]
 SignatureFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="File with the output of `loadout sign`.")
 ]
@@ -93,12 +97,8 @@ def register(
         str, typer.Option(metavar="DIGEST", help="Digest that the name must point to now.")
     ] = "",
     pin: Annotated[bool, typer.Option("--pin", help="Pin it in the store's memory.")] = False,
-    description: Annotated[
-        str, typer.Option(metavar="TEXT", help="Description of the adapter.")
-    ] = "",
-    label: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Label; may be repeated.")
-    ] = None,
+    description: Description = "",
+    label: Labels = None,
     signature: SignatureFile = None,
     sign_key: SignKeyFile = None,
     keep: Keep = None,

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from adapter_store.core import ROLES, AdapterRecord, StoreAuditEntry
+from adapter_store.core import ROLES, AdapterRecord, Recorded, StoreAuditEntry
 from servicekit.auth.audit import MAX_NAME_CHARS, Audit, AuditEntry
 from servicekit.errors import InvalidSetting, NotFound, Unauthenticated, Unavailable
 from servicekit.refs import AdapterName
@@ -60,6 +60,7 @@ def test_a_line_has_every_fact(audit, path, caplog):
         "version": 3,
         "digest": "sha256:d",
         "revision": 7,
+        "deleted_versions": [],
         "result": "ok",
         "reason": "",
     }
@@ -94,7 +95,7 @@ def test_work_whose_caller_has_left_is_recorded_with_its_result(audit, path, out
 
         def end() -> None:
             if outcome == "recorded":
-                recording.set_result((RECORD, 9))
+                recording.set_result(Recorded(RECORD, 9))
             elif outcome == "refused":
                 recording.set_exception(NotFound("gone"))
             else:
