@@ -204,8 +204,9 @@ def open_catalog(settings: StoreSettings, folder: Path, grace: timedelta) -> Cat
 def sweep(settings: StoreSettings, catalog: Catalog, storage: Storage) -> None:
     """Removes what crashes left behind. Raises FailedPrecondition for a catalog that has never had
     a record, beside sources that one had recorded: they would be removed as nobody's."""
-    is_new = catalog.revision() == 0 and not settings.allow_empty_catalog
-    if is_new and storage.blobs.was_recorded():
+    # In this order: another replica may be making the first record.
+    was_recorded = storage.blobs.was_recorded()
+    if was_recorded and catalog.revision() == 0 and not settings.allow_empty_catalog:
         raise FailedPrecondition(
             "data_dir: the catalog is empty, but sources are stored "
             f"({settings.shared_s3 or settings.data_dir}): restore the catalog from a "

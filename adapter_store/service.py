@@ -238,10 +238,8 @@ class StoreService:
 
         def roll_back() -> Recorded:
             quota = policy.tenant(name.tenant).quota
-            return Recorded(
-                *self._catalog.rollback(
-                    name, version, if_current_digest, caller.tenants, quota, accept
-                )
+            return self._catalog.rollback(
+                name, version, if_current_digest, caller.tenants, quota, accept
             )
 
         return self._start(self._call(caller, roll_back))

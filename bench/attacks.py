@@ -11,7 +11,7 @@ attacked ones take turns; `Generate`'s rate is compared with the quiet windows b
 attacker that only computes shows what its processor time costs, where two threads share a core.
 Memory is how far each service's peak lies above what it held when the attack began, the worst of
 the rounds; processors are what both services use of them beyond the quiet window before. With
---checkout the services are those of another commit: what an attack cost before.
+--checkout the services are those of another commit with the same flags: what an attack cost before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from bench.attackers import ATTACKER, ATTACKERS, MODEL, SERVER, STRANGERS, Target
-from bench.models import Prepared, arena_bytes, prepare, prompts
+from bench.models import RANK, Prepared, arena_bytes, prepare, prompts
 from bench.results import FOLDER, median, percentile, show, write
 from loadout import Client
 from loadout.demo.process import Process
@@ -143,7 +143,7 @@ class Attacked:
                 *("--model", str(prepared.model_dir), "--base-model", MODEL),
                 *("--store-token-file", str(token_file), "--num-threads", "1"),
                 *("--max-model-len", "2048", "--max-loras", "4", "--kv-memory", str(1 << 30)),
-                *("--adapter-memory", str(arena_bytes(prepared.name, 4))),
+                *("--max-rank", str(RANK), "--adapter-memory", str(arena_bytes(prepared.name, 4))),
             ],
         )
         digest, layout_id = self._register(store["grpc"], prepared)

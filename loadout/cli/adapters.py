@@ -49,7 +49,9 @@ Examples:
 
 BaseModel = Annotated[
     str,
-    typer.Option(metavar="NAME", help="Base model, if the adapter's config names none or another."),
+    typer.Option(
+        metavar="NAME", help="Base model, where neither the config nor the servers say which."
+    ),
 ]
 RequireServable = Annotated[
     bool,

@@ -37,7 +37,7 @@ def make_arena(dtype: torch.dtype, device: str) -> Arena:
         LayoutTarget(f"layers.0.{name}_proj", 0, GROUP, "linear", IN, width)
         for name, width in zip("qkv", WIDTHS, strict=True)
     )
-    layout = ModelLayout("m", (), "", dtype, (1,), targets)
+    layout = ModelLayout("m", "", dtype, (1,), targets)
     arena = Arena(layout, 1 << 20, NUM_SLOTS, MAX_RANK, torch.device(device))
     generator = torch.Generator().manual_seed(0)
     arena.flat.copy_(torch.randn(arena.flat.shape, generator=generator) * 0.05)

@@ -115,7 +115,7 @@ class Model:
         """The same values on every device."""
         generator = torch.Generator().manual_seed(0)
         weights = random_weights(geometry, dtype, generator)
-        layout = build_layout(geometry, "model", (), dtype)
+        layout = build_layout(geometry, "model", dtype)
         arena = Arena(layout, 1 << 20, NUM_SLOTS, MAX_RANK, device)
         values = torch.randn(arena.flat.shape, generator=generator) * 0.1
         arena.flat.copy_(values.to(dtype))

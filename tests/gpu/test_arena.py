@@ -21,7 +21,7 @@ COPY_TIMEOUT_S = 60.0
 
 @pytest.fixture
 def layout(tmp_path):
-    return build_layout(make_geometry("llama", tmp_path), "m", (), torch.float16)
+    return build_layout(make_geometry("llama", tmp_path), "m", torch.float16)
 
 
 class Loads:

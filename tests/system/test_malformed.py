@@ -141,7 +141,7 @@ UNSERVABLE: dict[str, tuple[Change, str]] = {
     "overflow-in-the-cast": (poke(B_NAME, 3e38), "q_proj"),
     "rank-too-high": (
         lambda folder: _raise_rank(folder, 80),
-        "max_lora_rank",
+        "--max-rank",
     ),
     "unknown-target": (
         lambda folder: _rename_module(folder, "model.layers.0.", "model.layers.7."),

@@ -215,7 +215,7 @@ def test_watches_of_one_tenant_leave_others_theirs(start, tenants) -> None:
     with pytest.raises(grpc.RpcError) as refusal:
         watch(a)
     assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "watches: 4 of 8 (max_watches)" in refusal.value.details()
+    assert "watches: 4 of 8 (--max-watches)" in refusal.value.details()
     streams.pop(0).cancel()
     streams.append(until(lambda: watch_or_none(watch, a)))
     streams += [watch(b), watch(b)]
