@@ -247,7 +247,7 @@ class SamplingParams(TypedDict, total=False):
     max_tokens: int
     min_tokens: int
     temperature: float
-    """0: greedy. The server's default is 1."""
+    """0: greedy. The server's default is 1, or its model's: see ServerInfo.sampling_defaults."""
     top_k: int
     top_p: float
     min_p: float

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -71,11 +72,19 @@ def strip(
             "something else; --force strips it all the same",
             subject=changed[0].name,
         )
-    config = (source / CONFIG_FILE).read_bytes()
-    target.mkdir(parents=True)
-    (target / CONFIG_FILE).write_bytes(config)
-    save_file(kept, target / WEIGHTS_FILE, {"format": "pt"})
+    _write(target, (source / CONFIG_FILE).read_bytes(), kept)
     return found, len(kept)
+
+
+def _write(target: Path, config: bytes, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Makes the folder whole or not at all."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+        made = Path(folder) / target.name
+        made.mkdir()
+        (made / CONFIG_FILE).write_bytes(config)
+        save_file(dict(tensors), made / WEIGHTS_FILE, {"format": "pt"})
+        made.rename(target)
 
 
 def _opened(path: Path) -> Any:

@@ -14,11 +14,17 @@ _LISTENS = "HOST:PORT"
 
 
 def check_ports(settings: ServiceSettings) -> None:
-    """Raises OSError naming the flag of an address at which the service cannot listen now."""
+    """Raises OSError naming the flag of an address at which the service cannot listen now, or that
+    another of its own has too."""
+    taken: dict[str, str] = {}
     for setting in describe(type(settings)):
         address = getattr(settings, setting.name)
-        if setting.metavar == _LISTENS and address:
-            _check(setting.flag, address)
+        if setting.metavar != _LISTENS or not address:
+            continue
+        if address in taken and split_address(address)[1]:
+            raise OSError(f"{setting.flag}: {address} is that of {taken[address]} too")
+        taken[address] = setting.flag
+        _check(setting.flag, address)
 
 
 def _check(flag: str, address: str) -> None:

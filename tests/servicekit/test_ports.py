@@ -48,6 +48,14 @@ def test_a_port_in_use(tmp_path: Path, taken: str, name: str) -> None:
         )
 
 
+def test_two_addresses_of_ours_that_are_one(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = f"127.0.0.1:{server.getsockname()[1]}"
+    for each in settings(tmp_path, listen=free, http=free):
+        with pytest.raises(OSError, match=rf"^--[a-z-]+: {free} is that of --[a-z-]+ too$"):
+            check_ports(each)
+
+
 def test_an_address_of_another_machine(tmp_path: Path) -> None:
     for each in settings(tmp_path, listen="192.0.2.1:1"):
         with pytest.raises(OSError, match=r"^--listen: cannot listen on 192\.0\.2\.1:1: Cannot"):
