@@ -8,6 +8,7 @@ import typer
 
 from loadout.cli.output import CommandFailed
 from loadout.client import Client
+from loadout.errors import LoadoutError
 from loadout.types import Adapter, ImageState, LayoutState, ServerVerdict
 
 WAIT_S = 5.0
@@ -21,13 +22,17 @@ _UNSETTLED = (ImageState.PENDING, ImageState.COMPILING)
 
 def wait_for_verdicts(client: Client, adapter: Adapter, *, is_required: bool) -> Adapter:
     """Returns the adapter once its images for servers that accept its rank are compiled or refused,
-    or as it is when the time is over."""
+    or as it is when the time is over, or the store has no more to say: it is registered all the
+    same."""
     deadline = time.monotonic() + (REQUIRED_WAIT_S if is_required else WAIT_S)
     delay_s = MIN_DELAY_S
     while any(map(_is_open, adapter.layout_states)) and time.monotonic() < deadline:
         time.sleep(delay_s)
         delay_s = min(2 * delay_s, MAX_DELAY_S)
-        adapter = client.get(adapter.ref)
+        try:
+            adapter = client.get(adapter.ref)
+        except LoadoutError:
+            break
     return adapter
 
 

@@ -224,6 +224,17 @@ def test_register_does_not_wait_for_ever(run, fake_store, registered, monkeypatc
     assert (code, "was not compiled within" in err) == (1, True)
 
 
+def test_what_is_registered_stays_so_if_it_is_deleted_then(run, fake_store, registered, fail):
+    registered.base_model_reason = "as given"
+    registered.adapter.layout_states.append(layout_state(store_pb.IMAGE_STATE_PENDING, LARGE))
+    fake_store.on("RegisterAdapter", registered)
+    fake_store.on("GetAdapter", fail(grpc.StatusCode.NOT_FOUND, "NOT_FOUND", "ref"))
+    code, out, _ = run("register", "a", "s3://b/p", "--json")
+    assert (code, json.loads(out)["adapter"]["ref"]) == (0, "default/a@3")
+    code, _, err = run("register", "a", "s3://b/p", "--require-servable")
+    assert (code, err.startswith("loadout: default/a@3 is registered, but")) == (1, True)
+
+
 def test_register_what_is_not_there(run, tmp_path):
     code, out, err = run("register", "a", str(tmp_path / "nowhere"))
     assert (code, out) == (1, "")
