@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 PROCESSORS = 0.1
 """What an account may take on average, once it has taken a burst."""
-BURST_SECONDS, MAX_DEBT_SECONDS = 1.0, 2.0
+BURST_SECONDS, MAX_DEBT_SECONDS = 0.5, 1.5
 """What it may take before it waits, and the most that it may owe: who stops waits no longer than
 10 seconds."""
 TURN_SECONDS = 5e-3

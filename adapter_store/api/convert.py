@@ -9,6 +9,7 @@ from typing import TypeVar
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from adapter_store.catalog.lookup import VersionsPage
 from adapter_store.core import (
     AdapterEvent,
     AdapterRecord,
@@ -301,6 +302,21 @@ def _to_server_verdict(limits: ServerLimits, verdict: LayoutVerdict, rank: int) 
         max_rank=limits.max_rank,
         servable=not reason,
         reason=reason,
+    )
+
+
+def to_page(records: list[AdapterRecord], token: str, revision: int) -> pb.ListAdaptersResponse:
+    return pb.ListAdaptersResponse(
+        adapters=map(to_adapter, records), next_page_token=token, revision=revision
+    )
+
+
+def to_versions(page: VersionsPage) -> pb.ListVersionsResponse:
+    return pb.ListVersionsResponse(
+        adapters=map(to_adapter, page.records),
+        next_page_token=page.next_page_token,
+        current_version=page.current_version,
+        revision=page.revision,
     )
 
 

@@ -111,12 +111,10 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         self, request: pb.ListAdaptersRequest, context: Context
     ) -> pb.ListAdaptersResponse:
         caller = self._authorize(context, Action.READ).on_behalf_of(request.tenants)
-        records, token, revision = await self._service.page(
+        page = await self._service.page(
             caller, request.page_size, request.page_token, request.filter
         )
-        return pb.ListAdaptersResponse(
-            adapters=map(convert.to_adapter, records), next_page_token=token, revision=revision
-        )
+        return await self._service.make_answer(caller, convert.to_page, *page)
 
     async def DeleteAdapter(  # noqa: N802
         self, request: pb.DeleteAdapterRequest, context: Context
@@ -137,12 +135,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         call_context.note(adapter=request.name)
         name = convert.from_name(request, caller.home_tenant)
         page = await self._service.versions(caller, name, request.page_size, request.page_token)
-        return pb.ListVersionsResponse(
-            adapters=map(convert.to_adapter, page.records),
-            next_page_token=page.next_page_token,
-            current_version=page.current_version,
-            revision=page.revision,
-        )
+        return await self._service.make_answer(caller, convert.to_versions, page)
 
     async def RollbackAdapter(  # noqa: N802
         self, request: pb.RollbackAdapterRequest, context: Context

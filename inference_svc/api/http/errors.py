@@ -50,7 +50,7 @@ LINGER_BYTES = 8 << 20
 LINGER_SECONDS = 1.0
 """How much of an unread body is discarded, and for how long, before its connection closes."""
 
-SHARE_EXCEEDED_SECONDS = 1.0
+SHARE_EXCEEDED_SECONDS = 2.0
 """How long a caller that has its share waits to be told so: connections that come again at once
 would take a processor for themselves."""
 
