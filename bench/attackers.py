@@ -195,8 +195,12 @@ def body_of(**fields: Any) -> bytes:
 
 
 def large_metadata(target: Target) -> None:
-    many = [{"b": 0}] * (BODY_BYTES // 9)
+    many = [{"b": 0}] * (BODY_BYTES // 10 - 100)
     posts(target, COMPLETIONS, body_of(prompt="1 ", metadata={"a": many}), 60)
+
+
+def too_large_bodies(target: Target) -> None:
+    posts(target, COMPLETIONS, body_of(prompt="1 " * (BODY_BYTES // 2)), 60)
 
 
 def long_prompts(target: Target) -> None:
@@ -252,6 +256,7 @@ ATTACKERS: dict[str, Callable[[Target], None]] = {
     "inference: strangers": lambda target: strangers(target.inference, "inference"),
     "http: metadata of 4 MiB": large_metadata,
     "http: prompts of 4 MiB": long_prompts,
+    "http: bodies that are too large": too_large_bodies,
     "http: numbers of 4 MiB": large_numbers,
     "http: 30,000 messages": many_messages,
     "http: half-sent bodies": half_sent_bodies,

@@ -17,6 +17,7 @@ from inference_svc.api.http.disconnect import cancel_on_disconnect
 from inference_svc.api.http.errors import Names, set_names
 from inference_svc.api.http.models import adapter_of, label_of
 from inference_svc.api.http.request import (
+    MAX_BODY_BYTES,
     MAX_VALUES,
     REQUEST_ID_HEADER,
     GenerationBody,
@@ -84,9 +85,10 @@ class IncomingRequest(Generic[B]):
     def accept(self, caller: Principal) -> int:
         check_request_id(self._request)
         admit(self._request, caller)
-        return body_bytes(self._request)
+        return min(body_bytes(self._request), MAX_BODY_BYTES)
 
     async def read(self, parsers: Executor) -> GenerateCall:
+        self.num_read = body_bytes(self._request)  # what is refused is read too, and discarded
         body: B = await read_body(
             self._request,
             self._endpoint.body,

@@ -109,13 +109,14 @@ def check_request_id(request: Request) -> None:
 
 
 def body_bytes(request: Request) -> int:
-    """Returns how long the body is said to be, or may be. Raises HTTPException."""
+    """Returns how long the body is said to be, or may be; of one that is too long, one byte too
+    many."""
     length = request.headers.get("content-length")
     if length is None:
         return MAX_BODY_BYTES if "transfer-encoding" in request.headers else 0
-    if not length.isdecimal() or len(length) > 20 or int(length) > MAX_BODY_BYTES:
-        raise _too_large(MAX_BODY_BYTES)
-    return int(length)
+    if not length.isdecimal() or len(length) > 20:
+        return MAX_BODY_BYTES + 1
+    return min(int(length), MAX_BODY_BYTES + 1)
 
 
 async def read_body(

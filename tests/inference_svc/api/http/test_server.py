@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from inference_svc.api.http.app import CURRENT_SECONDS, SharedExposition
+from inference_svc.api.http.request import MAX_BODY_BYTES
 from inference_svc.api.http.server import HttpServer
 from inference_svc.api.load_report import LOAD_HEADER
 from inference_svc.config import InferenceSettings
@@ -399,7 +400,10 @@ def test_large_bodies_are_a_debt(serve_http, tmp_path: Path) -> None:
             return await front.post("/v1/completions", content, headers=headers)
 
         assert (await post("caller", large)).status_code == 400
-        assert work.debt_s(account) > 0.002
+        assert (debt_s := work.debt_s(account)) > 0.002
+        too_large = {"model": "base", "prompt": "x" * MAX_BODY_BYTES}
+        assert (await post("caller", too_large)).status_code == 413
+        assert work.debt_s(account) > debt_s + 0.015, "what is discarded is read too"
         work.charge(account, 100.0)
         refused = await post("caller", large)
         assert refused.status_code == 429
