@@ -219,6 +219,8 @@ class LayoutVerdict:
     """Whether it is shown as PENDING for that reason: there is nothing to build."""
     servers: tuple[ServerLimits, ...] = ()
     """The limits of the layout's servers."""
+    fits: bool = field(default=False, compare=False)
+    """Whether the adapter's shapes are known to fit the layout, maybe before its image is built."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +352,7 @@ class BaseModelSource(enum.Enum):
     CURRENT_VERSION = "current version"
     SERVED = "served"
     CONFIG = "config"
+    DEFAULT = "default"
     ONLY_SERVED = "only served"
 
 

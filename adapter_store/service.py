@@ -38,7 +38,7 @@ from adapter_store.core import (
     Pruned,
     Recorded,
 )
-from adapter_store.errors import CatalogUnavailable, UploadStalled
+from adapter_store.errors import CatalogUnavailable, LimitExceeded, UploadStalled
 from adapter_store.images import layout as layouts
 from adapter_store.images.cache import ImageCache
 from adapter_store.images.disk_tier import TierCounts
@@ -89,7 +89,7 @@ UNANNOUNCED = Announcement(is_renewed=False)
 
 class AcceptedLayout(NamedTuple):
     """A registered layout: its id, the newest image format common to both sides, and the id of the
-    announcement, by which `watch` renews it."""
+    announcement, by which `watch` renews it; "" if there were too many."""
 
     layout_id: str
     image_format: int
@@ -499,7 +499,11 @@ class StoreService:
         layout_id = layouts.text_id(body)
         announcement_id = layouts.announcement_id(layout_id, announcement)
         was_not_live = self._catalog.add_layout(layout_id, layout.base_model, body, account)
-        is_first = self._catalog.announce(layout_id, announcement_id, announcement)
+        try:
+            is_first = self._catalog.announce(layout_id, announcement_id, announcement, account)
+        except LimitExceeded as error:  # its servers can serve all the same
+            logger.warning("a server is not announced", extra={"why": error.message})
+            return layout_id, "", was_not_live
         return layout_id, announcement_id, was_not_live or is_first
 
     def _call(

@@ -36,6 +36,7 @@ class BaseModelSource(enum.Enum):
     CURRENT_VERSION = "current version"
     SERVED = "served"
     CONFIG = "config"
+    DEFAULT = "default"
     ONLY_SERVED = "only served"
     UNKNOWN = "unknown"
 
@@ -73,13 +74,15 @@ class ServerVerdict:
 @dataclass(frozen=True, slots=True)
 class LayoutState:
     """State of one adapter's image under one layout; `reason` says why it is INCOMPATIBLE.
-    `servers` are those of the layout."""
+    `servers` are those of the layout; `fits` says whether the adapter is known to fit it, also
+    before the image is compiled."""
 
     layout_id: str
     state: ImageState
     reason: str
     image_bytes: int
     servers: tuple[ServerVerdict, ...] = ()
+    fits: bool = False
 
 
 @dataclass(frozen=True, slots=True)

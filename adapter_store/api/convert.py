@@ -59,6 +59,7 @@ _BASE_MODEL_SOURCES = {
     BaseModelSource.CURRENT_VERSION: pb.BASE_MODEL_SOURCE_CURRENT_VERSION,
     BaseModelSource.SERVED: pb.BASE_MODEL_SOURCE_SERVED,
     BaseModelSource.CONFIG: pb.BASE_MODEL_SOURCE_CONFIG,
+    BaseModelSource.DEFAULT: pb.BASE_MODEL_SOURCE_DEFAULT,
     BaseModelSource.ONLY_SERVED: pb.BASE_MODEL_SOURCE_ONLY_SERVED,
 }
 _EVENT_KINDS = {
@@ -95,9 +96,11 @@ def from_registration(
 ) -> Registration:
     """Returns the registration; a name without a tenant is of tenant `home`. Raises
     InvalidArgument naming the field."""
+    default = message.default_base_model if isinstance(message, pb.RegisterAdapterRequest) else ""
     return Registration(
         name=parse_name(message.name, home=home),
         base_model=message.base_model,
+        default_base_model=default,
         expected_digest=_optional_digest(message.expected_digest, "expected_digest"),
         if_current_digest=_optional_digest(message.if_current_digest, "if_current_digest"),
         pinned=message.pinned,
@@ -292,6 +295,7 @@ def _to_layout_state(verdict: LayoutVerdict, rank: int) -> pb.LayoutState:
         reason=verdict.reason,
         image_bytes=verdict.image_bytes,
         servers=[_to_server_verdict(limits, verdict, rank) for limits in verdict.servers],
+        fits=verdict.fits,
     )
 
 

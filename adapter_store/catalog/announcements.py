@@ -6,20 +6,34 @@ import json
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 
-from sqlalchemy import ColumnElement, Connection, delete, exists, func, insert, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    and_,
+    delete,
+    exists,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
 
 from adapter_store.catalog.database import upsert
+from adapter_store.catalog.layouts import is_live
 from adapter_store.catalog.lookup import to_micros
 from adapter_store.catalog.schema import announcements, layout_bases, layouts
 from adapter_store.core import Announcement
 from adapter_store.errors import LimitExceeded
+from servicekit.shares import limit_of
 
 LASTS_FOR = timedelta(hours=1)
 """How long an announcement lasts without being renewed: a server may be away for a while."""
 RENEW_AFTER = timedelta(minutes=5)
 """How often it is renewed while a server is connected."""
 MAX_PER_LAYOUT = 16
-"""Servers of one layout that say the same share an announcement."""
+"""Servers of one layout that say the same share an announcement. An account may have its share of
+what others leave."""
 
 _FOR_EVER = 1 << 62
 
@@ -30,22 +44,23 @@ def add(
     announcement_id: str,
     announcement: Announcement,
     time: datetime,
+    live_since: int,
+    account: str,
+    share: float,
 ) -> bool:
-    """Records or renews an announcement, and its aliases as names of the layout's base model.
-    Returns whether there are new ones, or the layout had no server. Raises LimitExceeded if it has
-    too many announcements."""
-    expire(conn, time, layout_id)
-    of_layout = select(announcements.c.announcement_id).where(
-        announcements.c.layout_id == layout_id
-    )
-    known = set(conn.scalars(of_layout))
-    if announcement_id not in known and len(known) >= MAX_PER_LAYOUT:
-        raise LimitExceeded(
-            f"announcement: {layout_id} has {len(known)} different announcements, and the most are "
-            f"{MAX_PER_LAYOUT}; one goes an hour after its last server",
-            subject="announcement",
-            reason="ANNOUNCEMENT_LIMIT",
-        )
+    """Records or renews an announcement, and its aliases as names of the layout's base model. One
+    that is renewed takes the places of those that are not: their servers have been replaced, or
+    announce themselves again when they connect.
+
+    Returns whether there are new names, or the layout had no server. Raises LimitExceeded if it has
+    too many announcements, or too many of this account.
+    """
+    expire(conn, time, live_since, layout_id)
+    of_layout = announcements.c.layout_id == layout_id
+    query = select(announcements.c.announcement_id, announcements.c.announced_by)
+    known = {row[0]: row[1] for row in conn.execute(query.where(of_layout))}
+    if announcement_id not in known:
+        _check_limit(layout_id, list(known.values()), account, share)
     expire_time = to_micros(time + LASTS_FOR) if announcement.is_renewed else _FOR_EVER
     aliases = sorted(set(announcement.aliases))
     conn.execute(
@@ -56,17 +71,37 @@ def add(
             aliases=json.dumps(aliases),
             max_rank=announcement.max_rank,
             expire_time=expire_time,
+            is_renewed=announcement.is_renewed,
+            announced_by=account,
         )
         .on_conflict_do_update(
             index_elements=["announcement_id"], set_={"expire_time": expire_time}
         )
     )
+    if announcement.is_renewed:
+        unrenewed = delete(announcements).where(of_layout, ~announcements.c.is_renewed)
+        if conn.execute(unrenewed).rowcount:
+            _drop_aliases(conn, [layout_id])
     names = select(layout_bases.c.base_model).where(layout_bases.c.layout_id == layout_id)
     new = set(aliases) - set(conn.scalars(names))
     rows = [{"base_model": name, "layout_id": layout_id, "is_alias": True} for name in sorted(new)]
     if rows:
         conn.execute(insert(layout_bases), rows)
     return bool(rows) or not known
+
+
+def _check_limit(layout_id: str, accounts: Sequence[str], account: str, share: float) -> None:
+    own = accounts.count(account)
+    others = len(accounts) - own
+    if own >= limit_of(MAX_PER_LAYOUT, others, share) or len(accounts) >= MAX_PER_LAYOUT:
+        raise LimitExceeded(
+            f"announcement: {layout_id} has {own} different announcements by "
+            f"{account or 'all callers together'} and {others} by others, and the most are "
+            f"{MAX_PER_LAYOUT}, of which one tenant's share is at most {share:.0%} of what others "
+            "leave; one goes an hour after its last server",
+            subject="announcement",
+            reason="ANNOUNCEMENT_LIMIT",
+        )
 
 
 def has_server(time: datetime) -> ColumnElement[bool]:
@@ -89,10 +124,14 @@ def renew(conn: Connection, announcement_id: str, time: datetime) -> str | None:
     return str(row.layout_id)
 
 
-def expire(conn: Connection, time: datetime, layout_id: str = "") -> int:
+def expire(conn: Connection, time: datetime, live_since: int, layout_id: str = "") -> int:
     """Deletes the announcements that have ended, of one layout or of all, with the aliases that no
     other announcement of their layout has; returns their number."""
-    where = [announcements.c.expire_time <= to_micros(time)]
+    is_in_use = exists().where(
+        layouts.c.layout_id == announcements.c.layout_id, is_live(live_since)
+    )
+    is_over = and_(~announcements.c.is_renewed, ~is_in_use)
+    where = [or_(announcements.c.expire_time <= to_micros(time), is_over)]
     if layout_id:
         where.append(announcements.c.layout_id == layout_id)
     ended = select(announcements.c.layout_id, func.count()).where(*where)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
 from sqlalchemy import Connection, and_, select
 
+from adapter_store.catalog.announcements import has_server
 from adapter_store.catalog.layouts import is_live
 from adapter_store.catalog.schema import adapters, layout_bases, layouts, versions
 from servicekit.refs import AdapterName
@@ -15,15 +17,16 @@ from servicekit.refs import AdapterName
 @dataclass(frozen=True, slots=True)
 class KnownBaseModels:
     """What is known when an adapter is registered under a name: the base model of its current
-    version and how that version's own config names it ("": there is no such version), and all names
-    of each base model with a live layout."""
+    version and how that version's own config names it ("": there is no such version), all names of
+    each base model with a live layout, and which of these have no server now."""
 
     served: Mapping[str, frozenset[str]]
     current: str = ""
     current_in_config: str = ""
+    gone: frozenset[str] = frozenset()
 
 
-def known(conn: Connection, name: AdapterName, live_since: int) -> KnownBaseModels:
+def known(conn: Connection, name: AdapterName, live_since: int, time: datetime) -> KnownBaseModels:
     query = (
         select(versions.c.base_model, versions.c.config_base_model)
         .join(
@@ -37,19 +40,26 @@ def known(conn: Connection, name: AdapterName, live_since: int) -> KnownBaseMode
     )
     row = conn.execute(query).first()
     current = ("", "") if row is None else (row.base_model, row.config_base_model)
-    return KnownBaseModels(_served(conn, live_since), *current)
+    served, gone = _served(conn, live_since, time)
+    return KnownBaseModels(served, current[0], current[1], gone)
 
 
-def _served(conn: Connection, live_since: int) -> dict[str, frozenset[str]]:
+def _served(
+    conn: Connection, live_since: int, time: datetime
+) -> tuple[dict[str, frozenset[str]], frozenset[str]]:
     query = (
-        select(layout_bases)
+        select(layout_bases, has_server(time).label("has_server"))
         .join(layouts, layouts.c.layout_id == layout_bases.c.layout_id)
         .where(is_live(live_since))
         .order_by(layout_bases.c.is_alias, layout_bases.c.base_model)
     )
     base_by_layout: dict[str, str] = {}
     names: dict[str, set[str]] = {}
+    with_server: set[str] = set()
     for row in conn.execute(query):  # a layout's base model first, then its aliases
         base_model = base_by_layout.setdefault(row.layout_id, row.base_model)
         names.setdefault(base_model, set()).add(row.base_model)
-    return {base_model: frozenset(found) for base_model, found in names.items()}
+        if row.has_server:
+            with_server.add(base_model)
+    served = {base_model: frozenset(found) for base_model, found in names.items()}
+    return served, frozenset(served.keys() - with_server)

@@ -275,7 +275,7 @@ class Catalog:
     def known_base_models(self, name: AdapterName) -> KnownBaseModels:
         """Returns what decides for which base model an adapter of this name is."""
         with self._database.read() as conn:
-            return base_models.known(conn, name, self._live_since())
+            return base_models.known(conn, name, self._live_since(), self._clock())
 
     def add_layout(
         self,
@@ -291,11 +291,18 @@ class Catalog:
                 conn, layout_id, base_model, body, now, ttl, account=account, limits=limits
             )
 
-    def announce(self, layout_id: str, announcement_id: str, announcement: Announcement) -> bool:
+    def announce(
+        self, layout_id: str, announcement_id: str, announcement: Announcement, account: str = ""
+    ) -> bool:
         """See announcements.add."""
-        now = self._clock()
+        now, share = self._clock(), self._layout_limits.share
         with self._database.write() as conn:
-            is_first = announcements.add(conn, layout_id, announcement_id, announcement, now)
+            is_first = announcements.add(
+                *(conn, layout_id, announcement_id, announcement, now),
+                live_since=self._live_since(),
+                account=account,
+                share=share,
+            )
         self._renewals[announcement_id] = now
         return is_first
 
@@ -317,7 +324,7 @@ class Catalog:
         """See announcements.expire."""
         now = self._clock()
         with self._database.write() as conn:
-            num_ended = announcements.expire(conn, now)
+            num_ended = announcements.expire(conn, now, self._live_since())
         old = [key for key, last in self._renewals.items() if now - last > announcements.LASTS_FOR]
         for key in old:
             self._renewals.pop(key, None)
@@ -394,6 +401,11 @@ class Catalog:
     def set_verdict(self, digest: str, verdict: LayoutVerdict) -> bool:
         with self._database.write() as conn:
             return image_states.set_verdict(conn, digest, verdict, self._clock())
+
+    def set_fits(self, key: ImageKey, build_micros: int) -> None:
+        """See image_states.set_fits."""
+        with self._database.write() as conn:
+            image_states.set_fits(conn, key, build_micros, self._clock())
 
     def unfinished(self, layout_id: str, after_digest: str, limit: int) -> list[str]:
         """Returns the digests to precompile under this layout, in order, after `after_digest`."""

@@ -78,10 +78,7 @@ def verdict(conn: Connection, key: ImageKey) -> LayoutVerdict:
 def set_verdict(conn: Connection, digest: str, verdict: LayoutVerdict, now: datetime) -> bool:
     """Records the state of an image. Returns False if its blob has been collected meanwhile, or its
     layout forgotten."""
-    known = select(blobs.c.digest).where(
-        blobs.c.digest == digest, exists().where(layouts.c.layout_id == verdict.layout_id)
-    )
-    if conn.execute(known).first() is None:
+    if not _is_known(conn, ImageKey(digest, verdict.layout_id)):
         return False
     values: dict[str, str | int] = {
         "state": verdict.state.value,
@@ -103,6 +100,24 @@ def set_verdict(conn: Connection, digest: str, verdict: LayoutVerdict, now: date
         .on_conflict_do_update(index_elements=["digest", "layout_id"], set_=values)
     )
     return True
+
+
+def set_fits(conn: Connection, key: ImageKey, build_micros: int, now: datetime) -> None:
+    """Records that the adapter fits the layout, unless more is known of the image."""
+    if not _is_known(conn, key):
+        return
+    values = {
+        "state": ImageState.PENDING.value,
+        "reason": "",
+        "image_bytes": 0,
+        "build_micros": build_micros,
+        "build_time": to_micros(now) - build_micros,
+    }
+    conn.execute(
+        upsert(conn, images)
+        .values(digest=key.digest, layout_id=key.layout_id, **values)
+        .on_conflict_do_nothing()
+    )
 
 
 def unfinished(conn: Connection, layout_id: str, after_digest: str, limit: int) -> list[str]:
@@ -207,6 +222,13 @@ def _current_digests() -> Select[tuple[str]]:
             ),
         )
     )
+
+
+def _is_known(conn: Connection, key: ImageKey) -> bool:
+    known = select(blobs.c.digest).where(
+        blobs.c.digest == key.digest, exists().where(layouts.c.layout_id == key.layout_id)
+    )
+    return conn.execute(known).first() is not None
 
 
 def _is(key: ImageKey) -> Any:

@@ -249,7 +249,8 @@ def _verdicts(conn: Connection, digests: Iterable[str]) -> dict[tuple[str, str],
 def to_verdict(row: Row[Any]) -> LayoutVerdict:
     state = ImageState(row.state)
     return LayoutVerdict(
-        row.layout_id, state, row.reason, row.image_bytes, row.build_micros, row.build_time
+        *(row.layout_id, state, row.reason, row.image_bytes, row.build_micros, row.build_time),
+        fits=state is not ImageState.INCOMPATIBLE,
     )
 
 
@@ -261,7 +262,8 @@ def hidden_micros(create_time: int, verdict: LayoutVerdict, now: int) -> int:
     """
     age = now - create_time
     is_older = create_time < verdict.build_time or age < -MAX_SKEW_MICROS
-    if verdict.state is ImageState.PENDING or is_older:
+    is_unknown = verdict.state is ImageState.PENDING and not verdict.fits
+    if is_unknown or is_older:
         return 0
     build_micros = 0 if verdict.state is ImageState.COMPILING else verdict.build_micros
     lasts = max(MIN_HIDDEN_MICROS, build_micros)
@@ -276,7 +278,8 @@ def shown(record: AdapterRecord, now: int) -> AdapterRecord:
     for each in record.verdicts:
         verdict = each
         if hidden_micros(create_time, each, now) > 0:
-            verdict = LayoutVerdict(each.layout_id, ImageState.PENDING, is_hidden=True)
+            is_built = each.state is not ImageState.PENDING
+            verdict = LayoutVerdict(each.layout_id, ImageState.PENDING, is_hidden=is_built)
         servers = tuple(server for server in each.servers if server.expire_time > now)
         verdicts.append(replace(verdict, servers=servers))
     return replace(record, verdicts=tuple(verdicts))

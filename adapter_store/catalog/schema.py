@@ -20,6 +20,7 @@ from sqlalchemy import (
     Text,
     UniqueConstraint,
     false,
+    true,
 )
 
 metadata = MetaData()
@@ -129,10 +130,13 @@ announcements = Table(
     Column("aliases", Text, nullable=False),  # JSON list
     Column("max_rank", Big, nullable=False),  # 0: any
     Column("expire_time", Big, nullable=False),
+    # False: of a server of an earlier release, which lasts as long as its layout is in use.
+    Column("is_renewed", Boolean, nullable=False, server_default=true()),
+    Column("announced_by", Text, nullable=False, server_default=""),  # an account
     Index("announcements_by_layout", "layout_id"),
 )
 
-# Verdicts so far. No row: PENDING.
+# Verdicts so far. No row: PENDING, and not known whether the adapter fits.
 images = Table(
     "images",
     metadata,

@@ -133,6 +133,10 @@ class ImageBuilder:
             self._claim_precompile(build)
         return build
 
+    def check(self, key: ImageKey) -> None:
+        """Records whether the adapter fits the layout; builds nothing. Raises as `plan`."""
+        self._record_fits(self.plan(key))
+
     def fill(self, build: Build, image: PartialImage, yield_point: YieldPoint) -> None:
         """Fills the image part by part: from the disk tier, else from the shared tier, else from
         the blob. Readers get each part at once.
@@ -212,6 +216,7 @@ class ImageBuilder:
     def _claim_precompile(self, build: Build) -> None:
         """Claims the image for this replica. Raises NotPrecompiled."""
         if not self._disk.has_space(build.plan.total_bytes):
+            self._record_fits(build)
             raise NotPrecompiled
         if self._shared is not None:
             with _log_os_errors("the shared tier does not answer"):
@@ -329,6 +334,9 @@ class ImageBuilder:
             self._set_verdict(key, ImageState.INCOMPATIBLE, str(error), build_s=build_s)
             raise
 
+    def _record_fits(self, build: Build) -> None:
+        self._catalog.set_fits(build.key, _micros(time.monotonic() - build.start_s))
+
     def _report_damage(self, error: CorruptData) -> None:
         logger.warning("damaged image; it is built again", extra={"why": str(error)})
         self._metrics.damaged_files.labels("image").inc()
@@ -342,10 +350,8 @@ class ImageBuilder:
         build_s: float = 0.0,
     ) -> bool:
         """Returns False if the adapter has been collected meanwhile."""
-        build_micros = int(min(build_s, MAX_HIDDEN_SECONDS) * 1_000_000)
-        return self._catalog.set_verdict(
-            key.digest, LayoutVerdict(key.layout_id, state, reason, image_bytes, build_micros)
-        )
+        verdict = LayoutVerdict(key.layout_id, state, reason, image_bytes, _micros(build_s))
+        return self._catalog.set_verdict(key.digest, verdict)
 
     def _damaged_blob(self, digest: str, why: str) -> CorruptData:
         logger.error("damaged blob", extra={"digest": digest, "why": why})
@@ -385,6 +391,10 @@ class _LayoutCache:
         while self._num_targets > MAX_CACHED_TARGETS and len(self._layouts) > 1:
             _, oldest = self._layouts.popitem(last=False)
             self._num_targets -= len(oldest.targets)
+
+
+def _micros(build_s: float) -> int:
+    return int(min(build_s, MAX_HIDDEN_SECONDS) * 1_000_000)
 
 
 def _no_layout(layout_id: str) -> NotFound:

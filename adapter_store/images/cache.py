@@ -77,6 +77,7 @@ class ImageCache:
         self._pinned: frozenset[ImageKey] = frozenset()
         self._memory = MemoryTier(memory_bytes, lambda key: key in self._pinned)
         self._flights: dict[ImageKey, _Flight] = {}
+        self._checks: set[tuple[str, ImageKey]] = set()
         self._waiting = Shares("images_waiting_for_memory", MAX_WAITING, tenant_share)
         self._spare_task: asyncio.Task[None] | None = None
 
@@ -153,6 +154,22 @@ class ImageCache:
             logger.info("not precompiled", extra={"digest": key.digest, "why": str(error)})
         except Exception:
             logger.exception("precompiling failed", extra={"digest": key.digest})
+
+    async def check(self, key: ImageKey) -> None:
+        """Records whether the adapter fits the layout; builds nothing. Failures are logged, not
+        raised."""
+        job = ("check", key)
+        if key in self._memory or key in self._flights or job in self._checks:
+            return
+        self._checks.add(job)
+        try:
+            await self._workers.run(job, Priority.PRECOMPILE, lambda _: self._builder.check(key))
+        except ServiceError as error:
+            logger.info("not checked", extra={"digest": key.digest, "why": str(error)})
+        except Exception:
+            logger.exception("checking failed", extra={"digest": key.digest})
+        finally:
+            self._checks.discard(job)
 
     def set_pinned(self, pinned: Iterable[ImageKey]) -> list[ImageKey]:
         """Replaces the set of pinned keys; returns those that are not in memory."""

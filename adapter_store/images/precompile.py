@@ -21,7 +21,8 @@ PAGE_DIGESTS = 500
 class Precompiler:
     """Compiles what is queued, in order, `num_workers` images at a time. Lives on the event loop.
 
-    With `only_pinned`, current versions are left to other replicas.
+    With `only_pinned`, current versions are left to other replicas, and to pulls: only whether new
+    ones fit is recorded.
     """
 
     def __init__(
@@ -38,9 +39,9 @@ class Precompiler:
         self._images = images
         self._executor = executor
         # Scans wait while the workers are busy, so the queue stays short.
-        self._keys: asyncio.Queue[tuple[ImageKey, OpenSpan | None]] = asyncio.Queue()
+        self._keys: asyncio.Queue[tuple[ImageKey, bool, OpenSpan | None]] = asyncio.Queue()
         self._scans: asyncio.Queue[str] = asyncio.Queue()
-        self._tasks = [asyncio.create_task(self._compile()) for _ in range(num_workers)]
+        self._tasks = [asyncio.create_task(self._work()) for _ in range(num_workers)]
         self._tasks.append(asyncio.create_task(self._scan()))
 
     @property
@@ -50,16 +51,16 @@ class Precompiler:
 
     def queue_pinned(self, keys: Iterable[ImageKey]) -> None:
         """Queues images of pinned versions. Their spans become children of the caller's."""
-        for key in keys:
-            self._keys.put_nowait((key, spans.current()))
+        self._queue(keys, is_compiled=True)
 
     def queue_current(self, keys: Iterable[ImageKey]) -> None:
-        """Queues images of current versions, unless only pinned ones are compiled here."""
-        if not self._only_pinned:
-            self.queue_pinned(keys)
+        """Queues images of current versions, which are checked only if only pinned ones are
+        compiled here."""
+        self._queue(keys, is_compiled=not self._only_pinned)
 
     def queue_layout(self, layout_id: str) -> None:
-        """Queues the images of all current versions that this layout serves."""
+        """Queues the images of all current versions that this layout serves, for as long as it has
+        a server."""
         if not self._only_pinned:
             self._scans.put_nowait(layout_id)
 
@@ -73,12 +74,16 @@ class Precompiler:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _compile(self) -> None:
+    def _queue(self, keys: Iterable[ImageKey], *, is_compiled: bool) -> None:
+        for key in keys:
+            self._keys.put_nowait((key, is_compiled, spans.current()))
+
+    async def _work(self) -> None:
         while True:
-            key, span = await self._keys.get()
+            key, is_compiled, span = await self._keys.get()
             try:
                 with spans.use_span(span):
-                    await self._images.precompile(key)
+                    await (self._images.precompile if is_compiled else self._images.check)(key)
             finally:
                 self._keys.task_done()
 
@@ -89,7 +94,7 @@ class Precompiler:
             try:
                 digest = ""
                 while digests := await loop.run_in_executor(
-                    self._executor, self._catalog.unfinished, layout_id, digest, PAGE_DIGESTS
+                    self._executor, self._unfinished, layout_id, digest
                 ):
                     self.queue_current(ImageKey(digest, layout_id) for digest in digests)
                     digest = digests[-1]
@@ -98,3 +103,9 @@ class Precompiler:
                 logger.exception("scanning for images to precompile failed")
             finally:
                 self._scans.task_done()
+
+    def _unfinished(self, layout_id: str, after_digest: str) -> list[str]:
+        """Returns a page of digests to compile; none if the layout has no server any more."""
+        if layout_id not in self._catalog.served_layouts():
+            return []
+        return self._catalog.unfinished(layout_id, after_digest, PAGE_DIGESTS)

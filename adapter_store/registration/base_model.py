@@ -18,10 +18,13 @@ _CACHED = re.compile(r"models--([^/\\]+)--([^/\\]+)")
 """The folder of a model in the cache of a hub's client, for ORG/NAME."""
 
 
-def choose_base_model(given: str, in_config: str, known: KnownBaseModels) -> BaseModelChoice:
+def choose_base_model(
+    given: str, in_config: str, known: KnownBaseModels, default: str = ""
+) -> BaseModelChoice:
     """Returns the base model: what the caller has `given`, or else that of the name's current
     version, the one that a server has registered under a name that matches the one `in_config`, a
-    name `in_config` that is no local path, or the only one that servers have registered.
+    name `in_config` that is no local path, the caller's `default`, or the only one that servers
+    have registered. One with a server now comes before those whose servers have gone.
 
     A version whose config named another model says nothing about this one. Raises InvalidArgument
     with the candidates if that leaves it open.
@@ -37,15 +40,16 @@ def choose_base_model(given: str, in_config: str, known: KnownBaseModels) -> Bas
         reason = f"registered by a server, and the adapter's config names {_show(in_config)}"
         return BaseModelChoice(matching[0], BaseModelSource.SERVED, reason)
     if in_config and not is_path:
-        reason = "as the adapter's config names it"
-        if known.served:
-            which = "of that name are" if matching else "servers have registered"
-            reason += f"; {which} {_list(matching or known.served)}"
+        reason = "as the adapter's config names it" + _others(matching, known)
         return BaseModelChoice(in_config, BaseModelSource.CONFIG, reason)
-    if len(known.served) == 1:
+    if default:
+        reason = "that of the server that was asked to load it"
+        return BaseModelChoice(default, BaseModelSource.DEFAULT, reason)
+    candidates = _with_server(known.served, known)
+    if len(candidates) == 1:
         reason = "the only one that servers have registered"
-        return BaseModelChoice(next(iter(known.served)), BaseModelSource.ONLY_SERVED, reason)
-    raise _undecided(in_config, matching or known.served, is_match=bool(matching))
+        return BaseModelChoice(candidates[0], BaseModelSource.ONLY_SERVED, reason)
+    raise _undecided(in_config, matching, known)
 
 
 def _is_as_before(in_config: str, is_path: bool, known: KnownBaseModels) -> bool:
@@ -58,18 +62,23 @@ def _is_as_before(in_config: str, is_path: bool, known: KnownBaseModels) -> bool
 
 
 def _matching(in_config: str, is_path: bool, known: KnownBaseModels) -> list[str]:
-    """Returns the base models with exactly a name that the config has, or else those with the same
-    last part."""
+    """Returns the base models with a name that the config has, by the first of the rules that finds
+    any."""
     candidates = set(_names_in(in_config, is_path))
-    for is_match in (_is_equal, _has_equal_end):
+    for is_match in (_is_equal, _is_equal_but_case, _has_equal_end, _has_equal_end_elsewhere):
         found = [
             base_model
             for base_model, names in known.served.items()
             if any(is_match(name, each) for name in names for each in candidates)
         ]
         if found:
-            return found
+            return _with_server(found, known)
     return []
+
+
+def _with_server(base_models: Collection[str], known: KnownBaseModels) -> list[str]:
+    """Returns those with a server now, or else all."""
+    return [each for each in base_models if each not in known.gone] or list(base_models)
 
 
 def _names_in(in_config: str, is_path: bool) -> Iterator[str]:
@@ -89,11 +98,21 @@ def _is_equal(name: str, other: str) -> bool:
     return name == other
 
 
+def _is_equal_but_case(name: str, other: str) -> bool:
+    """Hubs do not tell names apart by case."""
+    return name.casefold() == other.casefold()
+
+
 def _has_equal_end(name: str, other: str) -> bool:
-    """Returns whether the last parts are equal. ORG/NAME of different organisations are different
-    models."""
+    """Returns whether the last parts are equal, and not both of an organisation."""
+    return _has_equal_end_elsewhere(name, other) and not (_has_owner(name) and _has_owner(other))
+
+
+def _has_equal_end_elsewhere(name: str, other: str) -> bool:
+    """Returns whether the last parts are equal, maybe of different organisations: copies of a model
+    mostly keep its name."""
     end = _end(name)
-    return end != "" and end == _end(other) and not (_has_owner(name) and _has_owner(other))
+    return end != "" and end == _end(other)
 
 
 def _has_owner(name: str) -> bool:
@@ -101,8 +120,9 @@ def _has_owner(name: str) -> bool:
 
 
 def _end(name: str) -> str:
-    """Returns the last part of a name or path; "" if that means nothing elsewhere."""
-    end = re.split(r"[/\\]", name.rstrip("/\\"))[-1]
+    """Returns the last part of a name or path, in lower case; "" if that means nothing
+    elsewhere."""
+    end = re.split(r"[/\\]", name.rstrip("/\\"))[-1].casefold()
     return "" if end in (".", "..", "~") else end
 
 
@@ -110,21 +130,38 @@ def _show(name: str) -> str:
     return repr(name[:_SHOWN_CHARS])
 
 
-def _list(candidates: Collection[str]) -> str:
-    shown = ", ".join(map(_show, sorted(candidates)[:MAX_CANDIDATES]))
+def _list(candidates: Collection[str], known: KnownBaseModels) -> str:
+    shown = [
+        f"{_show(each)} (its servers are gone)" if each in known.gone else _show(each)
+        for each in sorted(candidates)[:MAX_CANDIDATES]
+    ]
+    text = ", ".join(shown)
     if len(candidates) > MAX_CANDIDATES:
-        shown += f" and {len(candidates) - MAX_CANDIDATES} others"
-    return shown
+        text += f" and {len(candidates) - MAX_CANDIDATES} others"
+    return text
 
 
-def _undecided(in_config: str, candidates: Collection[str], *, is_match: bool) -> InvalidArgument:
+def _others(matching: Collection[str], known: KnownBaseModels) -> str:
+    """Returns what to add of the base models that a config's name could mean, but does not say."""
+    if not known.served:
+        return ""
+    which = "of that name are" if matching else "servers have registered"
+    return (
+        f"; {which} {_list(matching or known.served, known)}: if it is one of them, say so "
+        "(loadout register --base-model NAME)"
+    )
+
+
+def _undecided(
+    in_config: str, matching: Collection[str], known: KnownBaseModels
+) -> InvalidArgument:
     has = f"has a local path, {_show(in_config)}" if in_config else "has none"
-    if not candidates:
-        choice = "and no server has registered one"
-    elif is_match:
-        choice = f"which may be {_list(candidates)}"
+    if matching:
+        choice = f"which may be {_list(matching, known)}"
+    elif known.served:
+        choice = f"and servers have registered {_list(known.served, known)}"
     else:
-        choice = f"and servers have registered {_list(candidates)}"
+        choice = "and no server has registered one"
     return InvalidArgument(
         "base_model: give the name of its base model (loadout register --base-model NAME): "
         f"adapter_config.json {has}, {choice}",

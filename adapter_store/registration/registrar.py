@@ -51,11 +51,13 @@ _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A caller's request, without the files. Empty strings are not given; `keep` is how many
-    versions may stay, 0 as many as the tenant may have."""
+    """A caller's request, without the files. Empty strings are not given; `default_base_model` is
+    for an adapter of which nothing else says its base model; `keep` is how many versions may stay,
+    0 as many as the tenant may have."""
 
     name: AdapterName
     base_model: str = ""
+    default_base_model: str = ""
     expected_digest: str = ""
     if_current_digest: str = ""
     pinned: bool = False
@@ -109,11 +111,8 @@ class Registrar:
         """
         check_labels(request.labels)
         _check_description(request.description)
-        if len(request.base_model) > MAX_BASE_MODEL_CHARS or not request.base_model.isprintable():
-            raise InvalidArgument(
-                f"base_model: longer than {MAX_BASE_MODEL_CHARS} or not printable",
-                subject="base_model",
-            )
+        _check_base_model(request.base_model, "base_model")
+        _check_base_model(request.default_base_model, "default_base_model")
         if request.expected_digest:
             self._verify_signature(request, request.expected_digest)
         else:
@@ -203,7 +202,10 @@ class Registrar:
         with child_span("check"):
             checkpoint = self._open(staging)
             known = self._catalog.known_base_models(request.name)
-            base = choose_base_model(request.base_model, checkpoint.base_model, known)
+            base = choose_base_model(
+                *(request.base_model, checkpoint.base_model, known),
+                default=request.default_base_model,
+            )
             request = replace(request, base_model=base.name)
             new = _new_version(request, checkpoint, staging, source_uri, source_revision)
             if request.signature is not None:
@@ -302,6 +304,13 @@ class _ExistingBlob:
         if opened.digest == self.digest:
             self.checkpoint = opened
         return opened.digest == self.digest
+
+
+def _check_base_model(name: str, field: str) -> None:
+    if len(name) > MAX_BASE_MODEL_CHARS or not name.isprintable():
+        raise InvalidArgument(
+            f"{field}: longer than {MAX_BASE_MODEL_CHARS} or not printable", subject=field
+        )
 
 
 def _check_description(text: str) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
@@ -337,6 +337,7 @@ class Service:
             raise InvalidArgument(f"{subject} must be a name without a version", subject=subject)
         if self._registry is None:
             raise AdapterNotFound("this server has no adapter store", subject=subject)
+        source = replace(source, default_base_model=self.facts.base_model)
         return await self._registry.register(str(ref.name), source, bearer_token(caller.metadata))
 
     async def _digest(self, principal: Principal, ref: str, subject: str = "ref") -> str:

@@ -172,7 +172,10 @@ class ReplicaSession:
         """Sends the caller's own `metadata`: the store's refusals are no sign of its health."""
         pooled = self._channels.acquire(self._endpoint)
         request = pb.RegisterAdapterRequest(
-            name=name, source_uri=source.uri, base_model=source.base_model
+            name=name,
+            source_uri=source.uri,
+            base_model=source.base_model,
+            default_base_model=source.default_base_model,
         )
         try:
             response = await pooled.stub.RegisterAdapter(

@@ -35,10 +35,12 @@ class AdapterRecord:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The location of an adapter's files. `base_model` "": the store chooses."""
+    """The location of an adapter's files. `base_model` "": the store chooses; `default_base_model`
+    if nothing else says which."""
 
     uri: str
     base_model: str = ""
+    default_base_model: str = ""
 
 
 @dataclass(frozen=True, slots=True)

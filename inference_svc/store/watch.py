@@ -109,6 +109,11 @@ class CatalogWatch:
             logger.info("the store accepted layout %s", layout_id)
             self._directory.layout_id = layout_id
             self._on_layout(layout_id)
+        if not announcement_id:
+            logger.warning(
+                "the store does not announce this server: too many of the same layout announce "
+                "different aliases or ranks, or it is of an earlier release"
+            )
         revision = await session.get_revision()
         if revision < self._directory.revision:
             self._check_behind(session.source, revision)

@@ -22,6 +22,7 @@ BASE_MODEL_SOURCES = {
     store_pb.BASE_MODEL_SOURCE_CURRENT_VERSION: types.BaseModelSource.CURRENT_VERSION,
     store_pb.BASE_MODEL_SOURCE_SERVED: types.BaseModelSource.SERVED,
     store_pb.BASE_MODEL_SOURCE_CONFIG: types.BaseModelSource.CONFIG,
+    store_pb.BASE_MODEL_SOURCE_DEFAULT: types.BaseModelSource.DEFAULT,
     store_pb.BASE_MODEL_SOURCE_ONLY_SERVED: types.BaseModelSource.ONLY_SERVED,
 }
 EVENT_KINDS = {
@@ -87,6 +88,7 @@ def _layout_state(message: store_pb.LayoutState) -> types.LayoutState:
             types.ServerVerdict(each.announcement_id, each.max_rank, each.servable, each.reason)
             for each in message.servers
         ),
+        fits=message.fits,
     )
 
 

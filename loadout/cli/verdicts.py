@@ -17,13 +17,11 @@ REQUIRED_WAIT_S = 60.0
 """And how long if its exit code depends on them."""
 MIN_DELAY_S, MAX_DELAY_S = 0.05, 1.0
 
-_UNSETTLED = (ImageState.PENDING, ImageState.COMPILING)
-
 
 def wait_for_verdicts(client: Client, adapter: Adapter, *, is_required: bool) -> Adapter:
-    """Returns the adapter once its images for servers that accept its rank are compiled or refused,
-    or as it is when the time is over, or the store has no more to say: it is registered all the
-    same."""
+    """Returns the adapter once it is known for each server that accepts its rank whether it fits,
+    and no image is being compiled; or as it is when the time is over, or the store has no more to
+    say: it is registered all the same."""
     deadline = time.monotonic() + (REQUIRED_WAIT_S if is_required else WAIT_S)
     delay_s = MIN_DELAY_S
     while any(map(_is_open, adapter.layout_states)) and time.monotonic() < deadline:
@@ -49,11 +47,11 @@ def print_verdicts(adapter: Adapter) -> None:
 def check_servable(adapter: Adapter) -> None:
     """Raises CommandFailed unless a server can serve the adapter."""
     states = [state for state in adapter.layout_states if state.servers]
-    ready = [state for state in states if state.state is ImageState.READY]
-    if any(server.servable for state in ready for server in state.servers):
+    settled = [state for state in states if not _is_open(state)]
+    if any(server.servable for state in settled for server in state.servers):
         return
-    if any(map(_is_open, states)):
-        why = f"its image was not compiled within {REQUIRED_WAIT_S:.0f} seconds"
+    if len(settled) < len(states):
+        why = f"whether a server can serve it was not known within {REQUIRED_WAIT_S:.0f} seconds"
     elif states:
         why = "no server of its base model can serve it"
     else:
@@ -62,7 +60,11 @@ def check_servable(adapter: Adapter) -> None:
 
 
 def _is_open(state: LayoutState) -> bool:
-    return state.state in _UNSETTLED and any(server.servable for server in state.servers)
+    """Returns whether it may still turn out that no server of the layout can serve the adapter."""
+    is_settled = state.state in (ImageState.READY, ImageState.INCOMPATIBLE) or (
+        state.state is ImageState.PENDING and state.fits
+    )
+    return not is_settled and any(server.servable for server in state.servers)
 
 
 def _line(state: LayoutState, server: ServerVerdict) -> str:
@@ -73,4 +75,6 @@ def _line(state: LayoutState, server: ServerVerdict) -> str:
         return f"not servable by {where}: {server.reason}"
     if state.state is ImageState.READY:
         return f"servable by {where}"
+    if not _is_open(state):
+        return f"servable by {where}; its image is compiled when it is first used"
     return f"servable by {where}, as far as is known: its image is {state.state.value}"

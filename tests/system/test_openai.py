@@ -9,12 +9,14 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import grpc
 import httpx2
 import openai
 import pytest
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2 as pb
+from tests.adapter_store.conftest import tiny_layout
 from tests.adapter_store.service.conftest import serving
 from tests.adapter_store.service.guarded import audit_lines, token_lines, token_of
 from tests.support.wait import until
@@ -298,6 +300,25 @@ def test_load_registers_on_behalf_of_the_caller(house: OpenHouse, client: openai
     assert (line["who"], line["what"], line["result"]) == ("trainer", "UnloadAdapter", "ok")
     # It stays registered, and comes back when it is asked for.
     assert client.completions.create(model=name, prompt="a", max_tokens=1).model == f"{name}@2"
+
+
+def test_load_of_an_adapter_that_names_no_base_is_for_the_server_that_is_asked(
+    house: OpenHouse, client: openai.OpenAI
+) -> None:
+    folder = house.make()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "/mnt/runs/7/base"
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    name = house.fresh()
+    layout_id = house.root.announce(tiny_layout(base_model="org/second")).layout_id
+    with pytest.raises(grpc.RpcError, match="'llama', 'org/second'"):
+        house.root.register(f"{OWN}/{name}", folder)
+    loaded = house.post("/v1/load_lora_adapter", "trainer", lora_name=name, lora_path=str(folder))
+    assert loaded.text.endswith(
+        "Its base model is llama: that of the server that was asked to load it."
+    )
+    assert client.completions.create(model=name, prompt="a", max_tokens=1).model == f"{name}@1"
+    house.root.stub.ForgetLayout(store_pb.ForgetLayoutRequest(layout_id=layout_id))
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,15 @@ from datetime import timedelta
 import pytest
 
 from adapter_store.catalog.announcements import LASTS_FOR, MAX_PER_LAYOUT, RENEW_AFTER
+from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.layouts import LayoutLimits
 from adapter_store.core import Announcement, ImageState, LayoutVerdict
 from adapter_store.errors import LimitExceeded
 from servicekit.refs import AdapterName
-from tests.adapter_store.catalog.conftest import BASE
+from tests.adapter_store.catalog.conftest import BASE, Names
 
 SECOND = timedelta(seconds=1)
+TTL = timedelta(days=1)
 
 
 @pytest.fixture
@@ -21,6 +24,20 @@ def announced(catalog):
     catalog.add_layout("L", BASE, "{}")
     assert catalog.announce("L", "A", Announcement(("alias", "both"), 16))
     return catalog
+
+
+@pytest.fixture
+def shared(place, clock):
+    """A catalog whose layouts are live for a day, of which an account may have half of a place."""
+    catalog = Catalog(
+        place,
+        event_retention=1000,
+        layout_ttl=TTL,
+        layout_limits=LayoutLimits(share=0.5),
+        clock=clock,
+    )
+    yield catalog
+    catalog.close()
 
 
 def limits(names) -> list[tuple[str, int]]:
@@ -65,22 +82,55 @@ def test_renewals_are_due_every_few_minutes(announced, clock):
     assert not announced.is_renewal_due("A")
 
 
-def test_server_that_renews_nothing_is_known_as_long_as_its_layout(announced, clock):
-    announced.announce("L", "old", Announcement(("alias of old",), is_renewed=False))
-    clock.now += timedelta(days=365)
-    announced.expire_announcements()
-    assert announced.layout_bases("L") == ["alias of old", BASE]
+def test_server_that_renews_nothing_is_known_as_long_as_its_layout_is_in_use(shared, clock):
+    shared.add_layout("L", BASE, "{}")
+    names = Names(shared)
+    names.register("a", "d1")
+    shared.announce("L", "old", Announcement(("alias of old",), is_renewed=False))
+    clock.now += TTL - SECOND
+    assert shared.use_layout("L") is False  # what is pulled for it shows that it lives
+    clock.now += TTL - SECOND
+    assert shared.expire_announcements() == 0
+    assert shared.layout_bases("L") == ["alias of old", BASE]
+    assert shared.served_layouts() == ["L"]
+    clock.now += 2 * SECOND
+    assert shared.served_layouts() == []
+    assert shared.expire_announcements() == 1
+    assert (shared.layout_bases("L"), limits(names)) == ([BASE], [])
+
+
+def test_server_of_this_release_replaces_those_that_renew_nothing(catalog, names):
+    catalog.add_layout("L", BASE, "{}")
+    catalog.announce("L", "old", Announcement(("alias", "alias of old"), is_renewed=False))
+    names.register("a", "d1")
+    assert limits(names) == [("old", 0)]
+    catalog.announce("L", "new", Announcement(("alias",), 16))
+    assert limits(names) == [("new", 16)]
+    assert catalog.layout_bases("L") == ["alias", BASE]
 
 
 def test_layout_has_a_bounded_number_of_announcements(announced, clock):
     for number in range(MAX_PER_LAYOUT - 1):
         announced.announce("L", f"N{number}", Announcement(max_rank=number))
-    with pytest.raises(LimitExceeded, match="16 different") as caught:
+    with pytest.raises(LimitExceeded, match="has 16 different") as caught:
         announced.announce("L", "more", Announcement())
     assert caught.value.reason == "ANNOUNCEMENT_LIMIT"
     announced.announce("L", "A", Announcement(("alias", "both"), 16))
     clock.now += LASTS_FOR
     announced.announce("L", "more", Announcement())
+
+
+def test_announcements_of_one_account_leave_places_to_others(shared):
+    shared.add_layout("L", BASE, "{}")
+    for number in range(MAX_PER_LAYOUT // 2):
+        shared.announce("L", f"a{number}", Announcement(max_rank=number), "a")
+    with pytest.raises(LimitExceeded, match="8 different announcements by a and 0 by others"):
+        shared.announce("L", "more", Announcement(), "a")
+    shared.announce("L", "a0", Announcement(max_rank=0), "a")
+    for number in range(4):
+        shared.announce("L", f"b{number}", Announcement(max_rank=number), "b")
+    with pytest.raises(LimitExceeded, match="4 different announcements by b and 8 by others"):
+        shared.announce("L", "more", Announcement(), "b")
 
 
 def test_verdict_is_of_the_adapter_and_the_announcement(announced, names):

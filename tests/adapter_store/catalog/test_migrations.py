@@ -103,6 +103,29 @@ def test_migrations_make_the_tables_of_the_schema(catalog):
     assert found == []
 
 
+def test_announcements_of_earlier_servers_are_marked(tmp_path):
+    path = tmp_path / "catalog.sqlite3"
+    with sqlite3.connect(path) as connection:
+        connection.executescript(FIRST_RELEASE.read_text())
+    connection.close()
+    catalog = open_catalog(path)
+    (layout_id,) = catalog.layout_ids()
+    catalog.close()
+    with sqlite3.connect(path) as connection:
+        for column in ("is_renewed", "announced_by"):
+            connection.execute(f"ALTER TABLE announcements DROP COLUMN {column}")
+        connection.execute("UPDATE alembic_version SET version_num = '0006'")
+        insert = "INSERT INTO announcements VALUES (?, ?, '[]', 0, ?)"
+        connection.execute(insert, ("earlier", layout_id, 1 << 62))
+        connection.execute(insert, ("now", layout_id, int((time.time() + 3600) * 1e6)))
+    connection.close()
+    catalog = open_catalog(path)
+    with catalog._database.read() as conn:
+        rows = conn.execute(select(schema.announcements)).all()
+    assert {row.announcement_id: row.is_renewed for row in rows} == {"earlier": False, "now": True}
+    catalog.close()
+
+
 def test_head_is_the_newest_migration():
     folder = Path(migrations.__file__).parent
     assert ScriptDirectory(str(folder)).get_current_head() == migrations.HEAD

@@ -18,6 +18,7 @@ from adapter_store.core import ANYONE, Announcement, DataType, ImageKey, ImageSt
 from adapter_store.errors import CorruptData, IncompatibleAdapter
 from adapter_store.images import builder as builder_module
 from adapter_store.images import cache as images_module
+from adapter_store.images import precompile
 from adapter_store.images.buffers import resident_buffer
 from adapter_store.images.compile import compile_image
 from adapter_store.images.worker_pool import Priority
@@ -458,5 +459,61 @@ def test_parsed_layouts_are_bounded(start, make_adapter, make_layout, monkeypatc
             cached = store.images._builder._layouts
             assert list(cached._layouts) == [ids[1]]
             assert cached._num_targets == len(layouts[1].targets)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("settings", [{"compile_ahead": False}, {"disk_cache_bytes": 1}])
+def test_what_is_not_compiled_ahead_is_checked_all_the_same(
+    start, make_adapter, make_layout, compiles, settings
+):
+    """An adapter's owner learns at registration whether it can be served."""
+    fitting = make_layout()
+    targets = tuple(each for each in fitting.targets if "q_proj" not in each.name)
+    other = make_layout(targets=targets)
+
+    async def main() -> None:
+        async with start(**settings) as store:
+            ids = [(await store.service.register_layout(each, [1]))[0] for each in (fitting, other)]
+            folder = make_adapter()
+            await register(store, folder)
+            await register(store, folder, "b")
+            await store.precompiler.wait_idle()
+            record, _ = store.catalog.get(AdapterRef(AdapterName("default", "a")))
+            verdicts = {each.layout_id: each for each in record.verdicts}
+            assert [(verdicts[each].state, verdicts[each].fits) for each in ids] == [
+                (ImageState.PENDING, True),
+                (ImageState.INCOMPATIBLE, False),
+            ]
+            assert "has no" in verdicts[ids[1]].reason
+            assert compiles.made == []
+            await pulled_bytes(store, ImageKey(record.digest, ids[0]))
+            await store.images.wait_idle()
+            record, _ = store.catalog.get(AdapterRef(AdapterName("default", "a")))
+            assert ImageState.READY in [each.state for each in record.verdicts]
+
+    asyncio.run(main())
+
+
+def test_compiling_ahead_stops_when_the_last_server_is_gone(
+    start, make_adapter, make_layout, compiles, monkeypatch
+):
+    monkeypatch.setattr(precompile, "PAGE_DIGESTS", 1)
+    served: list[str] = []
+    monkeypatch.setattr(Catalog, "served_layouts", lambda _: served.copy())
+
+    async def main() -> None:
+        async with start() as store:
+            for number in range(3):
+                await register(store, make_adapter(folder=f"a{number}", seed=number), f"a{number}")
+            compiles.gate.clear()
+            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            served.append(layout_id)
+            store.precompiler.queue_layout(layout_id)
+            await until_async(lambda: len(compiles.made) == 1)
+            served.clear()
+            compiles.gate.set()
+            await store.precompiler.wait_idle()
+            assert len(compiles.made) == 1
 
     asyncio.run(main())

@@ -31,6 +31,10 @@ NONE = KnownBaseModels({})
         ("/root/.cache/huggingface/hub/models--meta-llama--Llama-3.1-8B/snapshots/0e9e3", LLAMA),
         ("Qwen/qwen", QWEN),
         ("./qwen", QWEN),
+        ("./Qwen", QWEN),
+        ("meta-llama/llama-3.1-8b", LLAMA),
+        ("LLAMA", LLAMA),
+        ("unsloth/Llama-3.1-8B", LLAMA),
     ],
 )
 def test_base_model_with_a_server_under_a_matching_name(in_config, base_model):
@@ -39,15 +43,45 @@ def test_base_model_with_a_server_under_a_matching_name(in_config, base_model):
     assert repr(in_config) in chosen.reason
 
 
-@pytest.mark.parametrize("in_config", ["unsloth/Llama-3.1-8B", "meta-llama/llama-3.1-8b", "gpt2"])
+@pytest.mark.parametrize("in_config", ["unsloth/Llama-3.1-8B-bnb-4bit", "out/base", "gpt2"])
 @pytest.mark.parametrize("known", [TWO, ONE, NONE])
 def test_model_that_no_server_has_is_recorded_as_named(in_config, known):
     chosen = choose_base_model("", in_config, known)
     assert (chosen.name, chosen.source) == (in_config, BaseModelSource.CONFIG)
     assert all(repr(base_model) in chosen.reason for base_model in known.served)
+    assert ("--base-model NAME" in chosen.reason) is bool(known.served)
 
 
-@pytest.mark.parametrize("in_config", ["", "/mnt/models/x", "..", "~", "/", "./LLAMA"])
+def test_the_whole_name_comes_before_its_last_part():
+    names = ["org/llama", "Other/Llama", "other/llama", "llama"]
+    known = KnownBaseModels({name: frozenset({name}) for name in names})
+    for name in names:
+        assert choose_base_model("", name, known).name == name
+    assert choose_base_model("", "ORG/LLAMA", known).name == "org/llama"
+    assert choose_base_model("", "third/Llama", known).name == "llama"
+
+
+def test_base_models_with_a_server_come_before_those_whose_servers_are_gone():
+    names = {name: frozenset({name}) for name in ("org/llama", "other/llama", QWEN)}
+    known = KnownBaseModels(names, gone=frozenset({"org/llama", QWEN}))
+    assert choose_base_model("", "/mnt/llama", known).name == "other/llama"
+    assert choose_base_model("", "/mnt/x", known).name == "other/llama"
+    assert choose_base_model("", QWEN, known).name == QWEN
+    with pytest.raises(InvalidArgument, match="'org/llama' \\(its servers are gone\\), 'other/"):
+        choose_base_model("", "/mnt/x", KnownBaseModels(names, gone=frozenset({"org/llama"})))
+    all_gone = KnownBaseModels({QWEN: frozenset({QWEN})}, gone=frozenset({QWEN}))
+    assert choose_base_model("", "", all_gone).name == QWEN
+
+
+def test_the_server_that_was_asked_comes_before_the_only_one():
+    for known in (TWO, ONE, NONE):
+        chosen = choose_base_model("", "/mnt/x", known, LLAMA)
+        assert (chosen.name, chosen.source) == (LLAMA, BaseModelSource.DEFAULT)
+    assert choose_base_model("", "/mnt/qwen", TWO, LLAMA).name == QWEN
+    assert choose_base_model("", "gpt2", TWO, LLAMA).name == "gpt2"
+
+
+@pytest.mark.parametrize("in_config", ["", "/mnt/models/x", "..", "~", "/"])
 def test_only_base_model_there_is(in_config):
     chosen = choose_base_model("", in_config, ONE)
     assert (chosen.name, chosen.source) == (QWEN, BaseModelSource.ONLY_SERVED)

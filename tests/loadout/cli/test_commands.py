@@ -136,9 +136,11 @@ def test_register_folder(run, fake_store, adapter_folder):
     }
 
 
-def layout_state(state: int, *servers: store_pb.ServerVerdict) -> store_pb.LayoutState:
+def layout_state(
+    state: int, *servers: store_pb.ServerVerdict, fits: bool = False
+) -> store_pb.LayoutState:
     layout_id = "sha256:" + "5" * 64
-    return store_pb.LayoutState(layout_id=layout_id, state=state, servers=servers)
+    return store_pb.LayoutState(layout_id=layout_id, state=state, servers=servers, fits=fits)
 
 
 LARGE = store_pb.ServerVerdict(max_rank=64, servable=True)
@@ -179,6 +181,15 @@ NONE = store_pb.ServerVerdict(reason="shape [8, 32] has 32 in_features, q_proj h
             ],
             1,
             "no server of its base model can serve it",
+        ),
+        (
+            [layout_state(store_pb.IMAGE_STATE_PENDING, LARGE, fits=True)],  # compiled when pulled
+            [
+                "servable by layout 555555555555, ranks up to 64; "
+                "its image is compiled when it is first used"
+            ],
+            0,
+            "",
         ),
         ([], ["no server serves base model org/base"], 1, "no server serves base model org/base"),
     ],
@@ -221,7 +232,7 @@ def test_register_does_not_wait_for_ever(run, fake_store, registered, monkeypatc
         "servable by layout 555555555555, ranks up to 64, as far as is known: its image is pending",
     )
     code, _, err = run("register", "a", "s3://b/p", "--require-servable")
-    assert (code, "was not compiled within" in err) == (1, True)
+    assert (code, "was not known within" in err) == (1, True)
 
 
 def test_what_is_registered_stays_so_if_it_is_deleted_then(run, fake_store, registered, fail):
