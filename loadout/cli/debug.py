@@ -32,6 +32,7 @@ EXAMPLES = """\b
 Examples:
   loadout debug
   loadout debug --out incident.tar.gz --inference inference-0:7080,inference-1:7080
+  loadout debug --store store-0:7070,store-1:7070
 """
 
 TIMEOUT_S = 60.0
@@ -83,8 +84,8 @@ def debug(
     """Collect diagnostics of both services in one archive.
 
     Settings, versions, slots and extents, residency, queue, work in progress, metrics and the last
-    errors; neither secrets nor prompts. Needs the roles operator and admin for all tenants. Where a
-    service does not answer, the archive says why.
+    errors of every replica that is named; neither secrets nor prompts. Needs the roles operator and
+    admin for all tenants. Where a service does not answer, the archive says why.
     """
     name = f"loadout-debug-{time_stamp()}"
     path = out or Path(f"{name}.tar.gz")
@@ -104,11 +105,12 @@ def _collect_all(
     inference: str, store: str, connection: Connection, timeout_s: float
 ) -> list[Report]:
     """Reads from all at once, so that one that hangs costs no more than its own timeout."""
-    replicas = split("inference", inference)
-    jobs = [("store", "store", store)]
-    for index, address in enumerate(replicas):
-        folder = "inference" if len(replicas) == 1 else f"inference-{index}"
-        jobs.append((folder, "inference", address))
+    jobs = []
+    for kind, given in (("store", store), ("inference", inference)):
+        addresses = split(kind, given)
+        for index, address in enumerate(addresses):
+            folder = kind if len(addresses) == 1 else f"{kind}-{index}"
+            jobs.append((folder, kind, address))
 
     def collect(job: tuple[str, str, str]) -> Report:
         return _collect(*job, connection=connection, timeout_s=timeout_s)

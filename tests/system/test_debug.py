@@ -171,3 +171,7 @@ def test_an_archive_names_refusals_and_services_that_are_down(
     assert secretive.command("--out", str(out), "--inference", replicas) == 0
     found = members(out)
     assert {"inference-0/slots.json", "inference-1.missing.txt", "store/work.json"} <= set(found)
+    replicas = f"127.0.0.1:1,{secretive.services.store_address}"
+    assert secretive.command("--out", str(out), "--store", replicas) == 0
+    found = members(out)
+    assert {"store-0.missing.txt", "store-1/work.json", "inference/slots.json"} <= set(found)
