@@ -212,6 +212,14 @@ async def _upload(request: Any) -> None:
         pass
 
 
+def _register_layout(request: Any) -> None:
+    layouts.validate(store_convert.from_layout(request.layout))
+    announcement = store_convert.from_announcement(request)
+    layouts.validate_announcement(announcement)
+    parse_sha256(layouts.announcement_id(LAYOUT_ID, announcement), "announcement_id")
+
+
+LAYOUT_ID = "sha256:" + "0" * 64
 VOCABULARY, MODEL_LEN = 1000, 64
 _INFERENCE_REQUESTS = request_bounds(MODEL_LEN)
 _STORE_CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
@@ -222,7 +230,7 @@ _STORE_CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
     "DeleteAdapter": lambda request: store_convert.from_name(request, DEFAULT_TENANT),
     "RollbackAdapter": store_convert.from_rollback,
     "PruneVersions": store_convert.from_prune,
-    "RegisterLayout": lambda request: layouts.validate(store_convert.from_layout(request.layout)),
+    "RegisterLayout": _register_layout,
     "ListLayouts": store_convert.from_layout_page,
     "ForgetLayout": store_convert.from_forget_layout,
     "PullAdapter": store_convert.from_pull,
