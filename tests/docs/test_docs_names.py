@@ -3,6 +3,7 @@ commands, calls and links."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -16,6 +17,7 @@ from adapter_store.metrics import definitions as store_metrics
 from bench.gpu_run import __main__ as gpu_run
 from inference_svc.config import InferenceSettings
 from inference_svc.metrics import definitions as inference_metrics
+from loadout import Client
 from loadout.adapter_store.v1 import adapter_store_pb2
 from loadout.cli.app import app
 from loadout.inference.v1 import inference_pb2
@@ -122,6 +124,13 @@ def test_calls() -> None:
     messages = {*adapter_store_pb2.DESCRIPTOR.message_types_by_name}
     messages |= {*inference_pb2.DESCRIPTOR.message_types_by_name}
     assert unknown(pattern, calls | messages) == []
+
+
+def test_python_page_has_every_method() -> None:
+    methods = {name for name, _ in inspect.getmembers(Client, inspect.isfunction)}
+    page = PAGES["docs/python.md"]
+    missing = {name for name in methods if not re.search(rf"(?:`|\.){name}\b", page)}
+    assert {name for name in missing if not name.startswith("_")} == set()
 
 
 @pytest.mark.parametrize("page", PAGES)
