@@ -1,14 +1,22 @@
-"""`python -m inference_svc`, or `loadout serve`: reads settings, then runs the service."""
+"""`python -m inference_svc`, or `loadout serve`: reads settings, then runs the service.
+
+`python -m inference_svc download NAME` downloads a model of the Hugging Face Hub, unless its cache
+has it, and prints its folder.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+import signal
 import sys
+from functools import partial
 
 from inference_svc.config import InferenceSettings
 from inference_svc.errors import EngineFailed, UnsupportedModel
+from inference_svc.model.files import check_files
+from inference_svc.model.hub import download, find_model
 from servicekit import interpreter_gc
 from servicekit.errors import InvalidSetting
 from servicekit.settings.load import load_settings
@@ -23,10 +31,11 @@ pull, or the very thread that it waits for could use."""
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0 after a clean stop, 2 for bad settings, 1 if it cannot start."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["download"]:
+        return _download(arguments[1:])
     try:
-        settings = load_settings(
-            InferenceSettings, sys.argv[1:] if arguments is None else arguments
-        )
+        settings = load_settings(InferenceSettings, arguments)
     except InvalidSetting as error:
         return _fail(error, 2)
     configure_logging(settings.log_format, settings.log_level)
@@ -38,13 +47,28 @@ def _fail(error: Exception, code: int) -> int:
     return code
 
 
+def _download(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        print("usage: python -m inference_svc download NAME", file=sys.stderr)
+        return 2
+    # Ends at once, with whatever threads are downloading; the next download goes on from there.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        print(download(arguments[0], partial(print, file=sys.stderr, flush=True)))
+    except (InvalidSetting, UnsupportedModel, OSError) as error:
+        return _fail(error, 1)
+    return 0
+
+
 def _run(settings: InferenceSettings) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         # Read once, when torch loads; the engine's process inherits it.
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
     try:
         check_ports(settings)
-    except OSError as error:
+        settings = find_model(settings)
+        check_files(settings.model)
+    except (InvalidSetting, UnsupportedModel, OSError) as error:
         return _fail(error, 1)
     interpreter_gc.pause()
     # Importing torch takes seconds: after the settings are known to be good.

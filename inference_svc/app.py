@@ -137,8 +137,10 @@ def _in_process(
     replicas.publish_to(lambda update: engine.send(StoreMessage(update)))
     try:
         yield engine.load
-    finally:
-        engine.stop()
+    except BaseException:
+        engine.stop(timeout_s=0)  # it may be reading gigabytes, for nothing
+        raise
+    engine.stop()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ What is left open is decided once, by `resolve`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +30,8 @@ from servicekit.settings.types import (
     Address,
     Addresses,
     Bytes,
-    Folder,
     Group,
+    Metavar,
     Names,
     OptionalAddress,
     OptionalBytes,
@@ -44,6 +45,11 @@ MIB = 1 << 20
 CPU_SEQUENCES, CPU_BATCH_TOKENS = 64, 512
 CPU_ADAPTER_MEMORY, CPU_KV_MEMORY = 256 * MIB, 512 * MIB
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PART = r"\w(?:\w|[.-](?=\w)){0,95}"
+HUB_NAME = re.compile(rf"{_PART}/{_PART}", re.ASCII)
+"""A model's name on the Hugging Face Hub."""
+_CACHED = "models--"
+"""How the folders of models begin in the hub's cache; their parts are joined by "--"."""
 
 MODEL = Group("Model")
 STORE = Group("Adapter store")
@@ -73,12 +79,14 @@ class InferenceSettings(ServiceSettings):
         *(STORE, TELEMETRY, PROCESS),
     )
 
-    model: Annotated[Folder, BASICS]
+    model: Annotated[Path, Metavar("MODEL"), BASICS]
     """Folder of the base model, as Hugging Face saves one: config.json, safetensors files and
-    tokenizer.json."""
+    tokenizer.json. Or the model's name on the hub, such as Qwen/Qwen3-0.6B, if it is in the hub's
+    cache: loadout download puts it there, and loadout up does so by itself."""
 
     base_model: Annotated[str, BASICS] = ""
-    """Name by which adapters know the base model. Unset: the name of the model's folder."""
+    """Name by which adapters know the base model. Unset: the model's name on
+    the hub, or that of its folder."""
 
     aliases: Annotated[Names, MODEL] = ()
     """Further names of the base model."""
@@ -234,16 +242,21 @@ class InferenceSettings(ServiceSettings):
     log_prompts: Annotated[bool, TELEMETRY] = False
     """Include the prompt in the log line of each finished request."""
 
-    @field_validator("model")
+    @field_validator("model", mode="before")
     @classmethod
-    def _check_model(cls, value: Path) -> Path:
-        if not (value / "config.json").is_file():
-            raise ValueError(f"{value} has no config.json: name the folder of a model")
+    def _check_model(cls, value: object) -> object:
+        if not isinstance(value, str | Path):
+            return value
+        if Path(value).is_dir():
+            if not (Path(value) / "config.json").is_file():
+                raise ValueError(f"{value} has no config.json: name the folder of a model")
+        elif not HUB_NAME.fullmatch(str(value)):
+            raise ValueError(f"there is no folder {value}, and it is no model's name on the hub")
         return value
 
     @model_validator(mode="after")
     def _check_base_model(self) -> Self:
-        if not self.base_model and not self.model.resolve().name:
+        if not self.base_model and not _name_of(self.model):
             raise ValueError("--base-model is required: the model's folder has no name")
         return self
 
@@ -269,8 +282,17 @@ class InferenceSettings(ServiceSettings):
     @property
     def base_model_names(self) -> tuple[str, ...]:
         """The base model's name, then its aliases, each once."""
-        name = self.base_model or self.model.resolve().name
+        name = self.base_model or _name_of(self.model)
         return tuple(dict.fromkeys((name, *self.aliases)))
+
+
+def _name_of(model: Path) -> str:
+    """Returns the name of a model's folder, on the hub if it is one of the hub's cache."""
+    folder = model.resolve()
+    repository = folder.parent.parent.name if folder.parent.name == "snapshots" else ""
+    if repository.startswith(_CACHED):
+        return repository.removeprefix(_CACHED).replace("--", "/", 1)
+    return folder.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,9 +55,11 @@ the service is started in. [store.toml](../examples/settings/store.toml) and
 {commands}
 ```
 
-**Types**: `SIZE` is a number of bytes, such as `64 GiB`, `64Gi` or `536870912`. `SECONDS` and
-`NUMBER` may have a fraction, `N` has none. `HOST:PORT` takes IPv6 addresses in brackets, such as
-`[::1]:7070`. A log level may be written in any case.
+**Types**: `SIZE` is a number of bytes, such as `64 GiB`, `64Gi` or `536870912`. Sizes in
+memory have `memory` in their names, sizes on disk and of files end with `-bytes`.
+`SECONDS` and `NUMBER` may have a fraction, `N` has none. `HOST:PORT` takes IPv6 addresses in
+brackets, such as `[::1]:7070`. `MODEL` is a folder or a name on the Hugging Face Hub. A log level
+may be written in any case.
 
 A wrong value ends the start with exit status 2 and a line for each problem, which names the flag,
 the variable or the file and key where it stands.

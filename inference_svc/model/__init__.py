@@ -1,5 +1,7 @@
 """The base model: its shapes, its weights, and one decoder for the Llama family.
 
+hub                A model by its name on the Hugging Face Hub: found in its cache, or downloaded.
+files              The files that a model's folder has to have, checked before any is loaded.
 architectures      The supported architectures, one row each, and the keys of their config.json.
 generation_config  What generation_config.json says: end tokens, defaults of sampling.
 geometry           The shapes and constants of a decoder, from config.json.

@@ -3,12 +3,12 @@ chosen by default."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from inference_svc.core import SamplingDefaults
 from inference_svc.errors import UnsupportedModel
+from inference_svc.model.files import read_json
 
 FILE_NAME = "generation_config.json"
 GREEDY_BELOW = 0.01
@@ -37,16 +37,3 @@ def read_sampling_defaults(model_dir: Path) -> SamplingDefaults:
     if given.get("top_k") == -1:
         given["top_k"] = 0
     return SamplingDefaults(**given)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object that a file of the model holds. Raises UnsupportedModel."""
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise UnsupportedModel(f"{path} does not exist") from error
-    except (OSError, ValueError) as error:
-        raise UnsupportedModel(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise UnsupportedModel(f"{path} does not hold a JSON object")
-    return content

@@ -17,7 +17,8 @@ from inference_svc.model.architectures import (
     SlidingWindow,
     find_architecture,
 )
-from inference_svc.model.generation_config import read_generation_config, read_json
+from inference_svc.model.files import CONFIG, read_json
+from inference_svc.model.generation_config import read_generation_config
 from inference_svc.model.rope import Rope, parse_rope
 
 
@@ -65,7 +66,7 @@ def load_geometry(model_dir: Path) -> ModelGeometry:
 
     Raises UnsupportedModel naming the key that is malformed or not honoured.
     """
-    config = read_json(model_dir / "config.json")
+    config = read_json(model_dir / CONFIG)
     architecture = find_architecture(config)
     values = {**DEFAULTS, **architecture.defaults, **config}
     if values["hidden_act"] != "silu":

@@ -7,7 +7,6 @@ a projection is made as soon as all its tensors are there.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.errors import UnsupportedModel
+from inference_svc.model.files import weight_files
 from inference_svc.model.geometry import ModelGeometry
 from inference_svc.model.layers import Linear, RMSNorm
 
@@ -262,15 +262,8 @@ def _tensors(model_dir: Path) -> list[_StoredTensor]:
     """Returns the tensors of a model directory, in the order in which they lie in its files."""
     from safetensors import SafetensorError, safe_open
 
-    single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
-    if single.exists():
-        paths = [single]
-    elif index.exists():
-        paths = _shards(index)
-    else:
-        raise UnsupportedModel(f"{model_dir} holds neither {single.name} nor {index.name}")
     found: dict[str, _StoredTensor] = {}
-    for path in paths:
+    for path in weight_files(model_dir):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.offset_keys():
@@ -280,19 +273,6 @@ def _tensors(model_dir: Path) -> list[_StoredTensor]:
         except (OSError, SafetensorError) as error:
             raise UnsupportedModel(f"{path} cannot be read: {error}") from error
     return list(found.values())
-
-
-def _shards(index: Path) -> list[Path]:
-    try:
-        names = sorted(
-            {Path(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UnsupportedModel(f"{index} cannot be read: {error!r}") from error
-    for name in names:
-        if name.name != str(name):
-            raise UnsupportedModel(f"{index} names a file elsewhere: {name}")
-    return [index.parent / name for name in names]
 
 
 def _check(tensors: list[_StoredTensor], parameters: list[_Parameter]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from servicekit.errors import InvalidArgument
 IMPORT_BYTES = 32 << 20
 BYTES_PER_JSON_BYTE = 12
 BYTES_PER_MODEL_BYTE = 100
+MAX_REASON_CHARS = 300
+"""How much is repeated of what transformers says of a tokenizer that it cannot load."""
 COMPOSED_CHARS = 4
 """How many characters a normaliser composes into one at most: a letter and its marks."""
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -78,9 +81,15 @@ class Tokenizer:
                 use_fast=True,
             )
         except Exception as error:
-            raise UnsupportedModel(f"no tokenizer loads from {model_dir}: {error}") from error
+            reason = textwrap.shorten(f"{type(error).__name__}: {error}", MAX_REASON_CHARS)
+            raise UnsupportedModel(
+                f"no tokenizer loads from {model_dir}, whose files are broken or of a kind that "
+                f"transformers cannot read: {reason}"
+            ) from error
         if not getattr(tokenizer, "is_fast", False):
-            raise UnsupportedModel(f"the tokenizer in {model_dir} is not a fast one")
+            raise UnsupportedModel(
+                f"the tokenizer in {model_dir} is not a fast one: it needs a tokenizer.json"
+            )
         self._hf = tokenizer
         self._backend = tokenizer.backend_tokenizer
         # The file may contain truncation and padding of the training; prompts get neither.

@@ -3,6 +3,7 @@
 __main__        runs a command; exit codes
 app             the commands, put together
 demo            demo, up
+download        download
 services        store, serve
 adapters        register, adapters
 verdicts        which servers can serve what was registered

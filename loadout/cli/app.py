@@ -12,6 +12,7 @@ from loadout.cli import (
     bench,
     debug,
     demo,
+    download,
     generate,
     info,
     layouts,
@@ -73,6 +74,7 @@ def root(
 
 app.command("demo", epilog=demo.DEMO_EXAMPLES)(demo.run_demo)
 app.command("up", epilog=demo.UP_EXAMPLES)(demo.run_up)
+app.command("download", epilog=download.EXAMPLES)(download.download)
 app.command("store", add_help_option=False, context_settings=services.PASS_ON)(services.run_store)
 app.command("serve", add_help_option=False, context_settings=services.PASS_ON)(services.run_serve)
 app.command("register", epilog=adapters.REGISTER_EXAMPLES)(adapters.register)

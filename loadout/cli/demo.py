@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 
 from loadout.cli import options
+from loadout.cli.download import fetch_model
 from loadout.cli.output import CommandFailed, table_console
 from loadout.client import Client
 from loadout.demo.adapters import MODEL, register_all
@@ -37,7 +38,7 @@ Examples:
 UP_EXAMPLES = """\b
 Examples:
   loadout up
-  loadout up --model ./Qwen3-0.6B --http 127.0.0.1:8000
+  loadout up --model Qwen/Qwen3-0.6B --http 127.0.0.1:8000
   loadout up --model ./llama --base-model meta-llama/Llama-3.1-8B --source-roots /srv/adapters
   loadout up --store-flags "--no-compile-ahead" --serve-flags "--max-loras 128 --log-level debug"
 """
@@ -69,16 +70,17 @@ def run_demo(
 
 def run_up(
     model: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="DIR",
-            help="Your own model, as Hugging Face saves one. Default: LOADOUT_INFERENCE_MODEL, and "
+            metavar="MODEL",
+            help="Your own model: a folder as Hugging Face saves one, or a name on the hub, which "
+            "is downloaded if it is not in the hub's cache. Default: LOADOUT_INFERENCE_MODEL, and "
             "without that the demo with its adapters.",
         ),
     ] = None,
     base_model: Annotated[
         str,
-        typer.Option(metavar="NAME", help="Name that adapters know the model by, if not DIR's."),
+        typer.Option(metavar="NAME", help="Name that adapters know the model by, if not MODEL's."),
     ] = "",
     source_roots: Annotated[
         str,
@@ -123,7 +125,7 @@ def run_up(
 
 def up_settings(
     *,
-    model: Path | None = None,
+    model: Path | str | None = None,
     base_model: str = "",
     source_roots: str = "",
     http: str = "",
@@ -160,18 +162,26 @@ def _run_until_interrupted(settings: SystemSettings, work_dir: Path) -> None:
             f"{system.other_store}: unset it, or name a --model"
         )
     _check_ports(system)
-    with _failures_in_words(), _sigterm_is_ctrl_c(), system:
-        if is_demo:
-            with Client(store=system.addresses.store) as client:
-                sources = work_dir / "sources"
-                register_all(client, sources, system.addresses.s3_url, lambda job: None)
-        try:
-            typer.echo(_what_runs(system.addresses, work_dir))
-            typer.echo("\n".join(["try:", *_commands(system.addresses, is_demo=is_demo)]))
-            typer.echo("Ctrl-C stops it")
-            system.watch(lambda failure: typer.echo(_store_ended(system, failure), err=True))
-        except KeyboardInterrupt:
-            Console(stderr=True).print("stopping")
+    with _failures_in_words(), _sigterm_is_ctrl_c():
+        if system.model and not Path(system.model).is_dir():
+            fetch_model(system.model)
+        with system:
+            _serve(system, work_dir, is_demo=is_demo)
+
+
+def _serve(system: System, work_dir: Path, *, is_demo: bool) -> None:
+    """Says what runs, and what to try, until Ctrl-C."""
+    if is_demo:
+        with Client(store=system.addresses.store) as client:
+            sources = work_dir / "sources"
+            register_all(client, sources, system.addresses.s3_url, lambda job: None)
+    try:
+        typer.echo(_what_runs(system.addresses, work_dir))
+        typer.echo("\n".join(["try:", *_commands(system.addresses, is_demo=is_demo)]))
+        typer.echo("Ctrl-C stops it")
+        system.watch(lambda failure: typer.echo(_store_ended(system, failure), err=True))
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopping")
 
 
 def _store_ended(system: System, failure: ProcessFailed) -> str:

@@ -34,11 +34,11 @@ class SystemSettings:
     `source_roots` are folders that file:// sources may lie in, besides those that the store's user
     names. Further flags are handed to the services as they are; a setting that they give counts
     more than the same one here, and so does one that variables or a file give if
-    `keeps_environment`. A `model` of None is given so. Where the inference service is told of
-    another store, none is started.
+    `keeps_environment`. `model` is a folder or a name on the hub; one of None is given so. Where
+    the inference service is told of another store, none is started.
     """
 
-    model: Path | None
+    model: Path | str | None
     base_model: str = ""
     s3: bool = False
     source_roots: tuple[Path, ...] = ()
@@ -82,6 +82,12 @@ class System:
         only_flags = not settings.keeps_environment
         self.given_store = Given(STORE_PREFIX, settings.store_flags, only_flags)
         self.given_inference = Given(INFERENCE_PREFIX, settings.inference_flags, only_flags)
+
+    @property
+    def model(self) -> str:
+        """The model's folder, or its name on the hub; "" if none is given."""
+        model = self._settings.model
+        return (self.given_inference.find("model") or "") if model is None else str(model)
 
     @property
     def other_store(self) -> str:
@@ -234,7 +240,7 @@ class System:
         }
         flags = self.given_inference.complete(defaults)
         if settings.model is not None:
-            flags += ["--model", str(settings.model.resolve())]
+            flags += ["--model", str(settings.model)]
         if settings.base_model:
             flags += ["--base-model", settings.base_model]
         if settings.http_listen:

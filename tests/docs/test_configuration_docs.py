@@ -52,3 +52,12 @@ def test_every_setting_has_a_row() -> None:
         for setting in describe(service):
             assert f"| `{setting.flag}`" in PATH.read_text()
             assert PATH.read_text().count(f"| `{setting.variable}` |") == 1
+
+
+def test_names_of_sizes_say_where_they_are() -> None:
+    """In memory, or on disk and in files; the page says so."""
+    for service in EXAMPLES.values():
+        for setting in describe(service):
+            in_memory, of_files = "memory" in setting.name, setting.name.endswith("_bytes")
+            is_size = setting.metavar == "SIZE" and not setting.name.endswith("_rate")
+            assert (in_memory != of_files) == is_size, setting.name

@@ -65,7 +65,10 @@ def test_store_addresses(model: Path) -> None:
         (["--http", "7080"], "--http: '7080' is not HOST:PORT"),
         (["--store", "h:1,7080"], "--store: '7080' is not HOST:PORT"),
         (["--dtype", "int8"], "--dtype: must be 'auto'"),
-        (["--model", "/nowhere"], "--model: /nowhere has no config.json"),
+        (
+            ["--model", "/nowhere"],
+            "--model: there is no folder /nowhere, and it is no model's name",
+        ),
         (["--model", "/"], "--model: / has no config.json"),
         (
             ["--max-sequences", "64", "--max-batch-tokens", "63"],

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -231,6 +232,32 @@ def test_a_start_that_fails_says_why_in_one_line(
     said = capsys.readouterr().err.strip().splitlines()
     assert said[-1].startswith(message)
     assert "Traceback" not in said
+
+
+def test_files_of_the_model_are_checked_before_anything_is_loaded(
+    model: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    monkeypatch.setattr(service, "configure_logging", lambda *settings: None)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    monkeypatch.setitem(sys.modules, "inference_svc.app", None)
+    assert service.main(command(folder)[3:]) == 1
+    [said] = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"loadout: {folder} has no tokenizer.json: put the tokenizer's files")
+
+
+def test_tokenizer_that_its_library_cannot_load_ends_the_start_in_one_line(
+    model: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / "tokenizer.json").write_text('{"model": {"type": "Another", "vocab": {"a": 0}}}')
+    done = subprocess.run(
+        command(folder), capture_output=True, text=True, check=False, timeout=START_SECONDS
+    )
+    assert done.returncode == 1
+    assert f"loadout: no tokenizer loads from {folder}" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
 
 
 def test_an_engine_that_is_killed_while_it_loads_ends_the_start_in_one_line(model: Path) -> None:

@@ -2,6 +2,7 @@
 
 clock         a clock that stands until a test moves it
 forked_store  the adapter store as a process that starts at once
+hub_server    a server that speaks the Hugging Face Hub's API
 native        which variants of the native kernels this machine can run
 otlp          an OTLP receiver, and traces as outlines
 postgres      a real PostgreSQL server for the session

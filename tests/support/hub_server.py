@@ -7,10 +7,13 @@ import json
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 LFS_BYTES = 1000
 """From this size on, files are stored with LFS: their answers redirect to another place."""
+HUB_VARIABLES = ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE")
+"""Variables by which a program finds more than HF_HOME has; see `HubServer.environment`."""
 
 
 def git_blob_id(data: bytes) -> str:
@@ -63,6 +66,10 @@ class HubServer:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self.lfs_url = f"http://localhost:{self._server.server_port}"  # another host, as a CDN is
 
+    def environment(self, home: Path) -> dict[str, str]:
+        """Returns the variables by which a program uses this hub, with its cache below `home`."""
+        return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1,localhost"}
+
     def stop(self) -> None:
         self._server.shutdown()
         self._server.server_close()
@@ -91,6 +98,8 @@ class HubServer:
         commit = repo.refs.get(revision or "main", revision)
         if (kind and not revision) or commit not in repo.commits:
             return _send(handler, 404, {"X-Error-Code": "RevisionNotFound"})
+        if api and kind == "tree":
+            return self._tree(handler, repo.commits[commit])
         if api:
             return self._info(handler, repo_id, commit, repo.commits[commit])
         name = rest.removeprefix(revision).strip("/")
@@ -112,6 +121,19 @@ class HubServer:
         text = json.dumps(body).encode() if self.raw_info is None else self.raw_info
         _send(handler, 200, {"Content-Type": "application/json"}, text)
 
+    def _tree(self, handler: BaseHTTPRequestHandler, files: dict[str, bytes]) -> None:
+        entries = [
+            {
+                "type": "file",
+                "path": name,
+                "size": len(data),
+                "oid": git_blob_id(data),
+                **({"lfs": _lfs_entry(data)} if len(data) >= LFS_BYTES else {}),
+            }
+            for name, data in files.items()
+        ]
+        _send(handler, 200, {"Content-Type": "application/json"}, json.dumps(entries).encode())
+
     def _file(
         self, handler: BaseHTTPRequestHandler, commit: str, data: bytes | None, name: str
     ) -> None:
@@ -132,6 +154,10 @@ class HubServer:
 
 def _lfs_info(data: bytes) -> dict[str, object]:
     return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "pointerSize": 130}
+
+
+def _lfs_entry(data: bytes) -> dict[str, object]:
+    return {"size": len(data), "oid": hashlib.sha256(data).hexdigest(), "pointerSize": 130}
 
 
 def _send_range(handler: BaseHTTPRequestHandler, headers: dict[str, str], data: bytes) -> None:

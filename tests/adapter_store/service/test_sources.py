@@ -6,7 +6,7 @@ import pytest
 from huggingface_hub import constants
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-from tests.adapter_store.sources.hub_server import HubServer, Repo
+from tests.support.hub_server import HubServer, Repo
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,7 @@ from loadout.cli.app import app
 from loadout.inference.v1 import inference_pb2 as inference_pb
 
 COMMANDS = (
-    *("demo", "up", "store", "serve"),
+    *("demo", "up", "download", "store", "serve"),
     *("register", "adapters", "layouts", "versions", "rollback", "prune", "delete", "generate"),
     *("load", "unload", "pin", "unpin", "residents"),
     *("info", "top", "bench", "debug", "profile"),

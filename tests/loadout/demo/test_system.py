@@ -9,7 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from adapter_store.config import StoreSettings
 from loadout.cli.__main__ import main
 from servicekit.settings.load import load_settings
+from tests.support.hub_server import HUB_VARIABLES, HubServer, Repo
 from tests.support.up import Up
 
 PART = """
@@ -117,6 +119,55 @@ def test_ports_are_checked_before_anything_starts(tmp_path, capsys, flag, what):
         "another port\n"
     )
     assert not list((tmp_path / "work").glob("*.log"))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """One with a model, which programs find by their environment."""
+    server = HubServer()
+    server.repos["team/tiny"] = repo = Repo()
+    config = b'{"architectures": ["LlamaForCausalLM"]}'
+    vocabulary = b'{"model": {"vocab": {"a": 0}}}'
+    weights = {"model.safetensors": bytes(5000)}
+    repo.commit({"config.json": config, "tokenizer.json": vocabulary} | weights)
+    for name in HUB_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in server.environment(tmp_path / "hub").items():
+        monkeypatch.setenv(name, value)
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize("way", ["flag", "variable"])
+def test_up_downloads_a_model_by_its_name(hub, tmp_path, monkeypatch, start_up, way):
+    flags = ["--model", "team/tiny"] if way == "flag" else []
+    if not flags:
+        monkeypatch.setenv("LOADOUT_INFERENCE_MODEL", "team/tiny")
+    up = start_up(*flags, "--work-dir", "work", cwd=tmp_path, program=("-c", LOADOUT))
+    _, stderr = up.end(signal.SIGINT)
+    cache = tmp_path / "hub" / "hub"
+    assert stderr == f"downloading team/tiny from {hub.url} into {cache}\nstopping\n"
+    [snapshot] = cache.glob("models--team--tiny/snapshots/*")
+    assert {path.name for path in snapshot.iterdir()} == set(
+        hub.repos["team/tiny"].commits[snapshot.name]
+    )
+
+
+def test_up_without_its_model_starts_nothing(hub, tmp_path, capfd):
+    work = tmp_path / "work"
+    assert main(["up", "--model", "team/none", "--work-dir", str(work)]) == 1
+    assert capfd.readouterr().err.splitlines()[1:] == [
+        f"loadout: there is no model team/none at {hub.url}, or it is private; for a private one "
+        "run: hf auth login"
+    ]
+    assert not list(work.glob("*.log"))
+
+
+def test_download_prints_the_folder(hub, tmp_path, capfd):
+    assert main(["download", "team/tiny"]) == 0
+    folder = Path(capfd.readouterr().out.strip())
+    assert folder.parent == tmp_path / "hub" / "hub" / "models--team--tiny" / "snapshots"
+    assert (folder / "model.safetensors").stat().st_size == 5000
 
 
 def children() -> set[int]:

@@ -1,0 +1,111 @@
+"""Says which files a model's folder has to have, and checks them before anything large is loaded.
+
+The weights themselves are checked by what reads them, and the tokenizer by its library.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from inference_svc.errors import UnsupportedModel
+
+CONFIG = "config.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+VOCABULARIES = (TOKENIZER, "tokenizer.model", "vocab.json")
+"""Files of which a tokenizer has one."""
+_POINTER = b"version https://git-lfs.github.com/"
+"""How a file begins that git has cloned without its content."""
+_COPY = "copy it from where the model came from"
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """Returns the safetensors of a model's folder, which need not be there: `model.safetensors`, or
+    the shards that `model.safetensors.index.json` names. Raises UnsupportedModel for an index that
+    names none, or files elsewhere."""
+    single, index = model_dir / SINGLE, model_dir / INDEX
+    if single.exists() or not index.exists():
+        return [single]
+    try:
+        names = sorted(
+            {Path(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UnsupportedModel(f"{index} cannot be read: {error!r}") from error
+    for name in names:
+        if name.name != str(name):
+            raise UnsupportedModel(f"{index} names a file elsewhere: {name}")
+    return [index.parent / name for name in names]
+
+
+def missing_files(model_dir: Path) -> list[str]:
+    """Returns the names of the files without which nothing can be served and that are not there.
+    Raises UnsupportedModel like `weight_files`."""
+    wanted = [model_dir / CONFIG, *weight_files(model_dir)]
+    missing = [path.name for path in wanted if not path.is_file()]
+    if not any((model_dir / name).is_file() for name in VOCABULARIES):
+        missing.append(TOKENIZER)
+    return missing
+
+
+def check_files(model_dir: Path) -> None:
+    """Raises UnsupportedModel naming the first file that is missing, or that is broken so that it
+    shows in a moment, and saying what to do."""
+    for name in missing_files(model_dir):
+        raise UnsupportedModel(f"{model_dir} has no {name}{_advice(model_dir, name)}")
+    for path in (*weight_files(model_dir), model_dir / TOKENIZER):
+        _check_content(path)
+    tokenizer = _read(model_dir / TOKENIZER)
+    _read(model_dir / TOKENIZER_CONFIG)
+    model = None if tokenizer is None else tokenizer.get("model")
+    if tokenizer is not None and not (isinstance(model, dict) and model.get("vocab")):
+        raise UnsupportedModel(f"{model_dir / TOKENIZER} has no vocabulary: {_COPY}")
+
+
+def _advice(model_dir: Path, name: str) -> str:
+    """Returns what follows the name of a missing file."""
+    if name == TOKENIZER:
+        save = f"AutoTokenizer.from_pretrained(MODEL).save_pretrained({str(model_dir)!r})"
+        return f": put the tokenizer's files there, in Python with {save}"
+    if name == SINGLE:
+        return f" and no {INDEX}: weights are read from safetensors, as save_pretrained writes them"
+    return f": {_COPY}"
+
+
+def _check_content(path: Path) -> None:
+    """Raises UnsupportedModel for a file that git has cloned without its content."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise UnsupportedModel(
+                f"{path} is a pointer of Git LFS in place of the file: run git lfs pull in "
+                f"{path.parent}"
+            )
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Returns the object that a JSON file holds, None if it is not there. Raises
+    UnsupportedModel."""
+    if not path.exists():
+        return None
+    try:
+        content = read_json(path)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{error}; {_COPY}") from error
+    return content
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object that a file of the model holds. Raises UnsupportedModel."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise UnsupportedModel(f"{path} does not exist") from error
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise UnsupportedModel(f"{path} does not hold a JSON object")
+    return content
