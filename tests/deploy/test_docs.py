@@ -110,6 +110,32 @@ def test_the_steps_make_the_secrets(tmp_path):
     )
 
 
+def test_commands_name_what_the_cluster_will_have(example):
+    """Folders, objects and ports, in the namespaces of the overlays that they are about."""
+    manifests = {"loadout-dev": overlay("dev"), "loadout": example}
+    lines = [line for text in blocks("sh") for line in text.splitlines()]
+    commands = [
+        line.split() for line in lines if line.startswith("kubectl") and "secret" not in line
+    ]
+    for command in commands:
+        match command:
+            case ["kubectl", "-n", namespace, "rollout", "status", place]:
+                kind, name = place.split("/")
+                kinds = {"statefulset": "StatefulSet", "deployment": "Deployment"}
+                found = manifests[namespace].named(kinds[kind], name)
+                assert found["metadata"]["namespace"] == namespace
+            case ["kubectl", "-n", namespace, "port-forward", place, port, "&"]:
+                found = manifests[namespace].named("Service", place.removeprefix("service/"))
+                assert int(port) in {each["port"] for each in found["spec"]["ports"]}
+            case ["kubectl", "apply", "-k", folder]:
+                assert folder == "." or (ROOT / folder / "kustomization.yaml").is_file()
+            case ["kubectl", "apply", "-f", path] if path.startswith("../loadout/"):
+                assert (ROOT / path.removeprefix("../loadout/")).is_file()
+            case _:
+                assert command == ["kubectl", "apply", "-f", "base-model.yaml"], "the page's claim"
+    assert {command[1] for command in commands} == {"apply", "-n"}
+
+
 def test_the_example_changes_images_and_settings(example):
     for workload in example.workloads:
         assert workload.container["image"].startswith("registry.example/loadout-")

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import typer.main
@@ -25,12 +26,16 @@ from inference_svc.config import InferenceSettings
 from loadout import Client
 from loadout.cli.__main__ import main
 from loadout.cli.app import app
-from loadout.demo.adapters import ADAPTERS
+from loadout.demo.adapters import ADAPTERS, MODEL
+from loadout.demo.given import INFERENCE_PREFIX, STORE_PREFIX
+from loadout.demo.system import FREE_PORT
 from loadout.health.__main__ import parse_arguments
 from servicekit.settings.describe import describe
 from servicekit.settings.load import parse_flags
 from servicekit.settings.service import ServiceSettings
+from tests.support.hub_server import HUB_VARIABLES, HubServer, Repo
 from tests.support.up import Up
+from tests.support.wait import until
 from tools.cli_docs import MARKER, PATH
 
 ROOT = Path(__file__).parents[2]
@@ -65,24 +70,91 @@ HANDED_ON = {"store_flags": StoreSettings, "serve_flags": InferenceSettings}
 """Options whose values are flags of a service."""
 COMMANDS = {each.command.split()[1]: each for each in SERVICES.values()}
 
-CHECKED_ELSEWHERE = {
-    "kubectl": "tests/deploy/test_docs.py and test_references.py",
-    "docker": "tests/deploy/test_compose.py and test_images.py",
-    "pg_dump": "tests/adapter_store/service/test_backup_drills.py",
-    "pg_restore": "tests/adapter_store/service/test_backup_drills.py",
-    "git": "",
-    "npm": "tests/loadout/test_node_example.py",
-    "node": "tests/loadout/test_node_example.py",
-}
-"""Programs that need what this machine may not have, and where their use is checked."""
+PROGRAMS = {"docker", "git", "kubectl", "node", "npm", "pg_dump", "pg_restore"}
+"""Programs that this machine may not have."""
+
+
+class Elsewhere(NamedTuple):
+    """Commands that this file does not run, by a pattern of `str(Command)`; the test that does, and
+    a text in it that shows so. `why`: what keeps them from running as they are; "" if nothing."""
+
+    pattern: str
+    place: str
+    text: str
+    why: str = ""
+
+
+BY_CI = "a checkout of its own; CI begins with it"
+ELSEWHERE = (
+    Elsewhere(r"README.md: make demo", "tests/loadout/demo/test_demo.py", '"loadout.cli", "demo"'),
+    Elsewhere(r"CONTRIBUTING.md: (git|cd|make) .*", ".ci/run", "make check", BY_CI),
+    Elsewhere(r"docs/cli.md: loadout profile .*", "tests/system/test_profile.py", '"--steps", "3"'),
+    Elsewhere(r"docs/cli.md: loadout bench .*", "tests/system/test_bench_command.py", '"bench", *'),
+    Elsewhere(
+        r"docs/kubernetes.md: (umask|printf|kubectl .* create secret) .*",
+        "tests/deploy/test_docs.py",
+        "def test_the_steps_make_the_secrets",
+    ),
+    Elsewhere(
+        r"docs/kubernetes.md: kubectl .*",
+        "tests/deploy/test_docs.py",
+        "def test_commands_name_what_the_cluster_will_have",
+        "a cluster",
+    ),
+    Elsewhere(
+        r"docs/security.md: loadout register .*",
+        "tests/loadout/test_signing.py",
+        "signature",
+        "a store that trusts the key",
+    ),
+    Elsewhere(
+        r"docs/development/gpu-run.md: make gpu-pack",
+        "tests/bench/test_gpu_run.py",
+        "pack",
+        "a network",
+    ),
+    Elsewhere(
+        r"docs/development/gpu-run.md: tools/gpu_run.sh .*",
+        "tests/bench/test_gpu_run.py",
+        '"--emulate"',
+        "a GPU",
+    ),
+    Elsewhere(
+        r"docs/operations/backup.md: .*",
+        "tests/adapter_store/service/test_backup_drills.py",
+        "backup.md",
+    ),
+    Elsewhere(
+        r"docs/operations/runbook.md: sed .*", "tests/deploy/test_runbook_links.py", "runbook files"
+    ),
+    Elsewhere(
+        r"deploy/README.md: make images",
+        "tests/deploy/test_images.py",
+        "def test_make_builds_what_is_pinned",
+        "docker",
+    ),
+    Elsewhere(
+        r"deploy/README.md: docker compose .*",
+        "tests/deploy/test_compose.py",
+        "def test_settings_are_real_and_understood",
+        "docker",
+    ),
+    Elsewhere(r"examples/node/README.md: .*", "tests/loadout/test_node_example.py", "npm"),
+    Elsewhere(
+        r"examples/python/README.md: python .*",
+        "tests/system/test_python_examples.py",
+        "generate.py",
+    ),
+    Elsewhere(
+        r"examples/python/README.md: loadout up .*", "tests/loadout/demo/test_demo.py", '"--http"'
+    ),
+)
 TOOLS = {".", "cat", "cd", "cp", "curl", "grep", "mkdir", "printf", "sed", "umask"}
 """Programs of the shell and of every machine."""
 LASTING = {"demo", "up", "store", "serve"}
 """Commands that start services."""
-NOT_RUN = {
-    "profile": "needs requests while it runs: tests/system/test_profile.py",
-    "bench": "takes a minute: tests/system/test_bench_command.py",
-}
+NOT_RUN = {"profile", "bench"}
+"""Commands of the client that need requests while they run, or a minute."""
 USUAL = {
     "127.0.0.1:7070": "store",
     "127.0.0.1:7071": "store_metrics",
@@ -152,7 +224,7 @@ def simple_commands(line: str) -> Iterator[list[str]]:
 ALL = [command for page in PAGES for command in commands(page)]
 
 
-INLINE = re.compile(r"`(loadout -?-?[a-z][^`\n]*)`")
+INLINE = re.compile(r"`((?:loadout -?-?[a-z]|python -m )[^`\n]*)`")
 
 
 def mentions() -> Iterator[Command]:
@@ -179,7 +251,7 @@ def test_command_is_understood(command: Command) -> None:
     elif program == "tools/gpu_run.sh":
         gpu_run.make_parser().parse_args(arguments)
     else:
-        assert program in TOOLS | CHECKED_ELSEWHERE.keys()
+        assert program in TOOLS | PROGRAMS
 
 
 def understand_loadout(arguments: list[str]) -> None:
@@ -198,6 +270,12 @@ def understand_loadout(arguments: list[str]) -> None:
 @pytest.mark.parametrize("command", dict.fromkeys(mentions()), ids=str)
 def test_mention_is_of_what_there_is(command: Command) -> None:
     """The command is there and has each flag."""
+    if command.words[0] == "python":
+        _, _, module, *arguments = command.words
+        assert find_spec(module) is not None
+        if arguments:
+            understand_module(["-m", module, *arguments])
+        return
     group = typer.main.get_command(app)
     _, name, *_ = command.words
     given = {word.split("=")[0] for word in command.words[1:] if word.startswith("--")}
@@ -280,17 +358,18 @@ def at(up: Up, text: str) -> str:
     return text
 
 
+def environment_of_shells() -> dict[str, str]:
+    """Returns one in which this environment's programs run this checkout."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+
+
 def run(up: Up, text: str, cwd: Path) -> str:
     """Returns what a shell prints that runs `text`."""
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", at(up, text)],
         cwd=cwd,
-        env={
-            **os.environ,
-            **up.environment,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-        },
+        env={**environment_of_shells(), **up.environment},
         capture_output=True,
         text=True,
         timeout=120,
@@ -321,6 +400,9 @@ CLIENT_COMMANDS = [
     for each in dict.fromkeys(ALL)
     if is_client(each) and each.page not in ("README.md", SECURITY)
 ]
+SERVICE_COMMANDS = [each for each in ALL if each.page == "docs/configuration.md"]
+[SIZING] = [each for each in ALL if each.words[:3] == ("python", "-m", "tools.sizing")]
+SIGNING = ["keygen", "sign"]
 
 
 @pytest.mark.processes
@@ -332,10 +414,10 @@ def test_signing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
     for command in (each for each in ALL if each.page == SECURITY):
         name = command.words[1]
-        if command.words[0] == "loadout" and name in ("keygen", "sign"):
+        if command.words[0] == "loadout" and name in SIGNING:
             assert main(list(command.words[1:])) == 0
             ran.append(name)
-    assert ran == ["keygen", "sign"]
+    assert ran == SIGNING
 
 
 @pytest.mark.slow
@@ -354,9 +436,81 @@ def test_client_command_runs(
 @pytest.mark.slow
 @pytest.mark.processes
 def test_sizing_runs(up: Up, checkout: Path) -> None:
-    [command] = [each for each in ALL if each.words[:3] == ("python", "-m", "tools.sizing")]
-    text = shlex.join(command.words).replace(" DIR", " loadout/demo/assets/model")
+    text = shlex.join(SIZING.words).replace(" DIR", " loadout/demo/assets/model")
     assert "image of one adapter" in run(up, text, checkout)
+
+
+def is_run_here(command: Command) -> bool:
+    """Returns whether a test below runs it."""
+    if command.page == "README.md":
+        return command.words[0] != "make"
+    if command.page == SECURITY:
+        return command.words[1] in SIGNING
+    return command in {*CLIENT_COMMANDS, *SERVICE_COMMANDS, SIZING}
+
+
+def test_every_command_is_run() -> None:
+    """Here, or by another test, which is there and says so."""
+    used = set()
+    for command in dict.fromkeys(ALL):
+        if not is_run_here(command):
+            found = [each for each in ELSEWHERE if re.fullmatch(each.pattern, str(command))]
+            assert found, f"{command}: no test runs it"
+            used.add(found[0])
+    assert used == {*ELSEWHERE}
+    for each in ELSEWHERE:
+        assert each.text in (ROOT / each.place).read_text(), each
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_files_of_settings_are_served(checkout: Path, tmp_path: Path) -> None:
+    """Both services, with the files and commands that the page has; only their ports are free
+    ones, by variables."""
+    started = []
+    for command in SERVICE_COMMANDS:
+        prefix = {"store": STORE_PREFIX, "serve": INFERENCE_PREFIX}[command.words[1]]
+        ready = tmp_path / f"{prefix}ready"
+        free = {f"{prefix}{name}": FREE_PORT for name in ("LISTEN", "METRICS_LISTEN")}
+        environment = {**environment_of_shells(), **free, f"{prefix}READY_FILE": str(ready)}
+        popen = subprocess.Popen(
+            ["bash", "-c", f"exec {shlex.join(command.words)}"],
+            cwd=checkout,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append((popen, ready))
+    for popen, ready in started:
+        until(lambda r=ready, p=popen: r.exists() or p.poll() is not None, what=str(ready))
+        popen.terminate()
+    for popen, _ in started:
+        _, stderr = popen.communicate(timeout=90)
+        assert popen.returncode == 0, stderr
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_model_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """README's command, with a hub of ours that has the demo's model under that name."""
+    [command] = {each for each in mentions() if each.page == "README.md" and "up" in each.words}
+    *_, name = command.words
+    hub = HubServer()
+    hub.repos[name] = repo = Repo()
+    repo.commit({path.name: path.read_bytes() for path in MODEL.iterdir()})
+    for variable in HUB_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in hub.environment(tmp_path / "hub").items():
+        monkeypatch.setenv(variable, value)
+    try:
+        with (
+            Up(command.words[2:], cwd=tmp_path) as system,
+            Client(inference=system.addresses["inference"]) as client,
+        ):
+            assert client.server_info().base_model == name
+            assert client.complete("hello=", max_tokens=1).usage.completion_tokens == 1
+    finally:
+        hub.stop()
 
 
 def test_no_command_hides() -> None:
