@@ -48,6 +48,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PART = r"\w(?:\w|[.-](?=\w)){0,95}"
 HUB_NAME = re.compile(rf"{_PART}/{_PART}", re.ASCII)
 """A model's name on the Hugging Face Hub."""
+NO_MODEL = "{} is neither a folder nor a model's name on the hub, such as Qwen/Qwen3-0.6B"
 _CACHED = "models--"
 """How the folders of models begin in the hub's cache; their parts are joined by "--"."""
 
@@ -251,7 +252,7 @@ class InferenceSettings(ServiceSettings):
             if not (Path(value) / "config.json").is_file():
                 raise ValueError(f"{value} has no config.json: name the folder of a model")
         elif not HUB_NAME.fullmatch(str(value)):
-            raise ValueError(f"there is no folder {value}, and it is no model's name on the hub")
+            raise ValueError(NO_MODEL.format(value))
         return value
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from inference_svc.config import HUB_NAME, InferenceSettings
+from inference_svc.config import HUB_NAME, NO_MODEL, InferenceSettings
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.architectures import find_architecture
 from inference_svc.model.files import CONFIG, INDEX, missing_files, read_json, weight_files
@@ -64,10 +64,7 @@ def download(name: str, say: Callable[[str], None]) -> Path:
     InvalidSetting with the command to run where it cannot be downloaded.
     """
     if not HUB_NAME.fullmatch(name):
-        raise InvalidSetting(
-            f"{name} is neither a folder nor the name of a model on the hub, which is as "
-            "Qwen/Qwen3-0.6B"
-        )
+        raise InvalidSetting(NO_MODEL.format(name))
     folder = cached_folder(name)
     if folder is not None:
         return folder

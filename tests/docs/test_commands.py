@@ -37,12 +37,22 @@ from tests.support.hub_server import HUB_VARIABLES, HubServer, Repo
 from tests.support.up import Up
 from tests.support.wait import until
 from tools.cli_docs import MARKER, PATH
+from tools.house import PACKAGES
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = PATH.read_text().partition(MARKER)[2]
 """The page's examples are those of --help, which tests/loadout/cli/test_commands.py parses."""
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/README.md")),
+    *(
+        ROOT / name
+        for name in (
+            "README.md",
+            "ARCHITECTURE.md",
+            "CONTRIBUTING.md",
+            "SECURITY.md",
+            "bench/README.md",
+        )
+    ),
     *sorted(path for folder in ("docs", "deploy") for path in (ROOT / folder).rglob("*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
 ]
@@ -227,11 +237,18 @@ ALL = [command for page in PAGES for command in commands(page)]
 INLINE = re.compile(r"`((?:loadout -?-?[a-z]|python -m )[^`\n]*)`")
 
 
+SAID = re.compile(r"loadout [a-z]+(?: [\w./{}-]+)*?(?: --[a-z-]+)+")
+"""A command with flags, in help or a message."""
+
+
 def mentions() -> Iterator[Command]:
-    """Yields the commands that sentences and tables mention, of which parts may be left out."""
-    for page in PAGES:
-        for text in INLINE.findall(page.read_text()):
-            yield Command(page.relative_to(ROOT).as_posix(), tuple(text.split()))
+    """Yields the commands that pages' sentences and tables, help and messages mention; parts of
+    them may be left out."""
+    sources = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    for paths, pattern in ((PAGES, INLINE), (sources, SAID)):
+        for path in paths:
+            for text in pattern.findall(path.read_text()):
+                yield Command(path.relative_to(ROOT).as_posix(), tuple(text.split()))
 
 
 def is_client(command: Command) -> bool:

@@ -67,7 +67,7 @@ def test_store_addresses(model: Path) -> None:
         (["--dtype", "int8"], "--dtype: must be 'auto'"),
         (
             ["--model", "/nowhere"],
-            "--model: there is no folder /nowhere, and it is no model's name",
+            "--model: /nowhere is neither a folder nor a model's name on the hub",
         ),
         (["--model", "/"], "--model: / has no config.json"),
         (

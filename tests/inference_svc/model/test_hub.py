@@ -233,9 +233,9 @@ def test_one_line_says_the_command_to_run(
 
 @pytest.mark.parametrize("name", ["nowhere", "./team/tiny", "team/a/b", "team/", "team/a--b"])
 def test_what_is_no_name(hub: HubServer, name: str) -> None:
-    with pytest.raises(InvalidSetting, match="is neither a folder nor the name of a model"):
+    with pytest.raises(InvalidSetting, match="is neither a folder nor a model's name on the hub"):
         fetch(name)
-    with pytest.raises(InvalidSetting, match=f"--model: there is no folder {name}, and it is no"):
+    with pytest.raises(InvalidSetting, match=f"--model: {name} is neither a folder nor"):
         settings(name)
     assert hub.requests == []
 

@@ -3,12 +3,17 @@ the services. test_demo.py has the real ones, more of them in `make test-long`."
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import pty
 import shlex
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -168,6 +173,23 @@ def test_download_prints_the_folder(hub, tmp_path, capfd):
     folder = Path(capfd.readouterr().out.strip())
     assert folder.parent == tmp_path / "hub" / "hub" / "models--team--tiny" / "snapshots"
     assert (folder / "model.safetensors").stat().st_size == 5000
+
+
+def test_download_shows_its_progress_on_a_terminal(hub, tmp_path):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, "-m", "loadout.cli", "download", "team/tiny"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True) as popen:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # at its end
+            while piece := os.read(ours, 1 << 16):
+                shown += piece
+        folder, _ = popen.communicate(timeout=60)
+    os.close(ours)
+    assert b"100%" in shown
+    assert b"5.00kB" in shown
+    assert Path(folder.strip()).is_dir()
 
 
 def children() -> set[int]:
