@@ -151,6 +151,21 @@ def test_no_value_is_the_default() -> None:
             assert setting.name == "config" or value_of(setting) != setting.default
 
 
+def test_options_of_up_reach_the_services(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And count more than variables."""
+    for name in ("MODEL", "BASE_MODEL", "HTTP"):
+        monkeypatch.setenv(f"LOADOUT_INFERENCE_{name}", OTHER_STORE)
+    options = {"model": "org/name", "base_model": "mine", "http": "127.0.0.1:11"}
+    system = System(up_settings(**options, source_roots="/one,/other", work_dir=tmp_path), tmp_path)
+    assert system.model == "org/name"
+    inference = system.inference_command("127.0.0.1:7070")
+    found = load_settings(InferenceSettings, inference[inference.index("-m") + 2 :])
+    assert {name: str(getattr(found, name)) for name in options} == options
+    store = system.store_command("")
+    roots = load_settings(StoreSettings, store[store.index("-m") + 2 :]).source_roots
+    assert roots == (Path("/one"), Path("/other"), tmp_path / "sources")
+
+
 def test_up_uses_the_store_that_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def other_store() -> str:
         return System(up_settings(model=MODEL, work_dir=tmp_path), tmp_path).other_store
