@@ -174,7 +174,7 @@ class AsyncClient:
             )
             return await self._call(call, timeout_s)
         upload = Upload(
-            await tasks.run(open_folder, source),
+            await tasks.run(open_folder, source, name),
             progress,
             name=name,
             base_model=base_model,

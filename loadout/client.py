@@ -175,7 +175,7 @@ class Client:
             )
             return self._call(call, timeout_s)
         upload = Upload(
-            threads.run(open_folder, source),
+            threads.run(open_folder, source, name),
             progress,
             name=name,
             base_model=base_model,

@@ -1,10 +1,17 @@
-"""An adapter folder as the messages of UploadAdapter: one meta, then the files in chunks."""
+"""An adapter folder as the messages of UploadAdapter: one meta, then the files in chunks.
+
+A folder that is no adapter is refused with the adapters that lie below it, as in a trainer's run
+folder, which are looked for in few entries and never through links.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from loadout._rpc.calls import build, signature_message
@@ -15,8 +22,15 @@ from loadout.types import Signature
 CHUNK_BYTES = 512 * 1024
 
 CONFIG = "adapter_config.json"
+MODEL_CONFIG = "config.json"
 WEIGHT_PATTERNS = ("adapter_model*.safetensors*", "adapter_model*.bin*")
 """What PEFT writes, single or sharded with an index; the first pattern that matches wins."""
+
+MAX_SCANNED = 10_000
+"""How many entries of folders are read to find adapters below one that is none."""
+SCANNED_LEVELS = 2
+MAX_LISTED = 8
+_CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})")
 
 Progress = Callable[[int, int], None]
 """Called with (sent bytes, total bytes) after each chunk."""
@@ -38,18 +52,68 @@ def is_uri(source: str | os.PathLike[str]) -> bool:
     return isinstance(source, str) and "://" in source
 
 
-def open_folder(source: str | os.PathLike[str]) -> AdapterFolder:
-    """Raises InvalidArgument, naming the path, unless it is a folder as PEFT saves one."""
+def open_folder(source: str | os.PathLike[str], name: str = "NAME") -> AdapterFolder:
+    """Raises InvalidArgument, naming the path, unless it is a folder as PEFT saves one. Where
+    adapters lie below it, the message has the command to register one of them as `name`."""
     path = Path(source)
     if not path.is_dir():
         raise _invalid(path, "is not a directory (a URI has a scheme, such as s3://bucket/prefix)")
     if not (path / CONFIG).is_file():
-        raise _invalid(path / CONFIG, "does not exist: is this a PEFT adapter?")
+        raise _invalid(path / CONFIG, f"does not exist{_suggest(path, name)}")
     weights = next(filter(None, (sorted(path.glob(pattern)) for pattern in WEIGHT_PATTERNS)), [])
     if not weights:
         raise _invalid(path, "has no adapter_model.safetensors")
     files = [path / CONFIG, *weights]
     return AdapterFolder(path, tuple((file.name, file.stat().st_size) for file in files))
+
+
+def find_adapters(folder: Path) -> list[Path]:
+    """Returns folders below that have an adapter's config, the newest checkpoint first. Reads at
+    most MAX_SCANNED entries, and follows no links to folders."""
+    found: list[Path] = []
+    level, num_left = [folder], MAX_SCANNED
+    for _ in range(SCANNED_LEVELS):
+        others: list[Path] = []
+        for each in level:
+            entries = _scan(each, num_left)
+            num_left -= len(entries)
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False) and entry.name.isprintable():
+                    path = Path(entry.path)
+                    (found if os.path.isfile(path / CONFIG) else others).append(path)
+        level = others
+    return sorted(found, key=lambda each: _newest_first(each.relative_to(folder)))
+
+
+def _scan(folder: Path, max_entries: int) -> list[os.DirEntry[str]]:
+    """Returns entries of a folder; none of one that cannot be read: they are for a message."""
+    if max_entries == 0:
+        return []
+    try:
+        with os.scandir(folder) as entries:
+            return list(islice(entries, max_entries))
+    except OSError:
+        return []
+
+
+def _newest_first(path: Path) -> tuple[int, str]:
+    checkpoint = _CHECKPOINT.fullmatch(path.parts[0])
+    return (-int(checkpoint[1]) if checkpoint else 1), str(path)
+
+
+def _suggest(folder: Path, name: str) -> str:
+    """Returns what to do with a folder that has no adapter's config."""
+    found = find_adapters(folder)
+    if not found:
+        if os.path.isfile(folder / MODEL_CONFIG):
+            return ": this is a whole model; register the adapter that PEFT saves"
+        return ": is this a PEFT adapter?"
+    listed = ", ".join(str(each.relative_to(folder)) for each in found[:MAX_LISTED])
+    if len(found) > MAX_LISTED:
+        listed += f" and {len(found) - MAX_LISTED} others"
+    which = "the latest" if _CHECKPOINT.match(found[0].relative_to(folder).parts[0]) else "one"
+    command = shlex.join(["loadout", "register", name, str(found[0])])
+    return f", but below it are {listed}; to register {which}: {command}"
 
 
 def _invalid(path: Path, why: str) -> InvalidArgument:

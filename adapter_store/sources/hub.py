@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +39,13 @@ MAX_INFO_BYTES = 8 << 20
 READ_TIMEOUT_S = 30
 DEFAULT_REVISION = "main"
 PROBED_FILE = "adapter_config.json"
+WHOLE = "a source is a whole repository; download it, and register one of these folders"
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9_]|[.-](?=[A-Za-z0-9_])){0,94}"
 _URI = re.compile(rf"hf://({_PART})/({_PART})(?:@([A-Za-z0-9][A-Za-z0-9._/-]{{0,127}}))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_FOLDER = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+_CONFIG_BELOW = re.compile(rf"({_FOLDER}(?:/{_FOLDER})?)/{PROBED_FILE}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ class HubSource:
         if constants.HF_HUB_OFFLINE:
             return self._copy_cached(place, staging)
         commit, files = self._resolve(place, staging)
-        names = staging.choose_files(files, str(place))
+        names = staging.choose_files(files, str(place), _adapters_below(files), WHOLE)
         staging.check_sizes({name: files[name].size_bytes for name in names})
         copy_all(names, lambda name: self._copy(place, commit, name, files[name], staging), staging)
         return commit
@@ -205,7 +208,7 @@ class HubSource:
             raise _unavailable(str(place), "the cache folder names no commit")
         cache_dir = Path(self._cache_dir or constants.HF_HUB_CACHE)
         repo_dir = cache_dir / f"models--{place.organization}--{place.name}"
-        LocalSource([repo_dir]).copy_folder(snapshot, str(place), staging)
+        LocalSource([repo_dir]).copy_folder(snapshot, str(place), staging, WHOLE)
         return snapshot.name
 
 
@@ -258,6 +261,11 @@ def _files_of(siblings: Any) -> dict[str, HubFile]:
             sha256 = lfs.get("sha256") if isinstance(lfs, dict) else None
             files[name] = HubFile(size_bytes, str(sha256 or ""), str(blob_id or ""))
     return files
+
+
+def _adapters_below(files: Iterable[str]) -> list[str]:
+    """Returns the folders of a repository that have an adapter's config and plain names."""
+    return [match[1] for match in map(_CONFIG_BELOW.fullmatch, files) if match]
 
 
 def place_of(uri: str) -> HubPlace:

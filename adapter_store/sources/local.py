@@ -12,7 +12,7 @@ from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from adapter_store.errors import SourceUnavailable
-from adapter_store.sources.staging import Staging
+from adapter_store.sources.staging import Staging, find_checkpoints
 from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -47,12 +47,14 @@ class LocalSource:
         self.copy_folder(path_of(uri), uri, staging)
         return ""
 
-    def copy_folder(self, path: Path, uri: str, staging: Staging) -> None:
-        """Copies the adapter in folder `path`; errors call it `uri`. Raises as `fetch`."""
+    def copy_folder(self, path: Path, uri: str, staging: Staging, advice: str = "") -> None:
+        """Copies the adapter in folder `path`; errors call it `uri`, and if only folders below it
+        are adapters, give `advice`. Raises as `fetch`."""
         with _translate_errors(uri):
             folder = self._resolve(path, uri)
             with self._open(folder, uri, _FOLDER_FLAGS) as fd:
-                names = staging.choose_files(os.listdir(fd), uri)
+                present = os.listdir(fd)
+            names = staging.choose_files(present, uri, find_checkpoints(present), advice)
             resolved = {name: self._resolve(folder / name, uri) for name in names}
             staging.check_sizes({name: os.stat(path).st_size for name, path in resolved.items()})
             seen = {name: self._copy(folder / name, uri, staging) for name in names}

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from adapter_store.errors import LimitExceeded, SourceUnavailable
-from adapter_store.sources.staging import StagedFile, Staging
+from adapter_store.sources.staging import StagedFile, Staging, find_checkpoints
 from adapter_store.sources.transfer import (
     CHANGED,
     STEP_BYTES,
@@ -54,6 +54,13 @@ class S3Place:
         return f"s3://{self.bucket}/{self.prefix}"
 
 
+class Listing(NamedTuple):
+    """The objects directly under a prefix, and what lies there as trainers name checkpoints."""
+
+    objects: dict[str, S3Object]
+    checkpoints: list[str]
+
+
 class S3Source:
     """Reads prefixes that `allowed` entries (BUCKET[/PREFIX][@ENDPOINT]) cover.
 
@@ -80,13 +87,13 @@ class S3Source:
         """Fetches the files; the revision names their ETags. See Source.fetch."""
         place = place_of(uri)
         client = self._connect(self._endpoint_of(place))
-        objects = self._list(client, place, staging)
-        names = staging.choose_files(objects, str(place))
+        objects, checkpoints = self._list(client, place, staging)
+        names = staging.choose_files(objects, str(place), checkpoints)
         staging.check_sizes({name: objects[name].size_bytes for name in names})
         copy_all(
             names, lambda name: self._copy(client, place, name, objects[name], staging), staging
         )
-        now = self._list(client, place, staging)
+        now, _ = self._list(client, place, staging)
         for name in names:
             if now.get(name) != objects[name]:
                 raise _changed(f"{place}{name}")
@@ -104,23 +111,23 @@ class S3Source:
             reason="SOURCE_NOT_ALLOWED",
         )
 
-    def _list(self, client: Any, place: S3Place, staging: Staging) -> dict[str, S3Object]:
-        """Returns the objects directly under the prefix. Raises NotFound if there are none."""
+    def _list(self, client: Any, place: S3Place, staging: Staging) -> Listing:
+        """Returns what lies directly under the prefix. Raises NotFound if there is nothing."""
         retry = Retry(self._retry, staging)
         while True:
             try:
                 with translate_errors(str(place)):
-                    objects = _list_once(client, place)
+                    listing = _list_once(client, place)
                 break
             except SourceUnavailable as error:
                 retry.failed(error)
-        if not objects:
+        if not any(listing):
             raise NotFound(
                 f"source_uri: there is nothing at {place}",
                 subject="source_uri",
                 reason="SOURCE_NOT_FOUND",
             )
-        return objects
+        return listing
 
     def _copy(
         self, client: Any, place: S3Place, name: str, expected: S3Object, staging: Staging
@@ -170,8 +177,8 @@ class S3Source:
         )
 
 
-def _list_once(client: Any, place: S3Place) -> dict[str, S3Object]:
-    objects: dict[str, S3Object] = {}
+def _list_once(client: Any, place: S3Place) -> Listing:
+    listing = Listing({}, [])
     pages = client.get_paginator("list_objects_v2").paginate(
         Bucket=place.bucket, Prefix=place.prefix, Delimiter="/"
     )
@@ -180,8 +187,11 @@ def _list_once(client: Any, place: S3Place) -> dict[str, S3Object]:
             raise LimitExceeded(f"{place}: too many objects", subject="source_uri")
         for entry in page.get("Contents", ()):
             name = entry["Key"].removeprefix(place.prefix)
-            objects[name] = S3Object(entry["Size"], entry["ETag"])
-    return objects
+            listing.objects[name] = S3Object(entry["Size"], entry["ETag"])
+        folders = (entry["Prefix"] for entry in page.get("CommonPrefixes", ()))
+        names = (folder.removeprefix(place.prefix).rstrip("/") for folder in folders)
+        listing.checkpoints.extend(find_checkpoints(names))
+    return listing
 
 
 def _read_on(get: Any, where: str, expected: S3Object, file: StagedFile, staging: Staging) -> None:

@@ -39,6 +39,9 @@ FILES_AT_ONCE = 4
 
 _PICKLE = re.compile(r"adapter_model.*\.(bin|pt|pth|pkl|ckpt)")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})")
+MAX_LISTED = 8
+"""How many folders with adapters a refusal lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +259,11 @@ class Staging:
             now_s = time.monotonic() if self._num_working else self._work_start_s
             return self._worked_s + now_s - self._work_start_s
 
-    def choose_files(self, names: Iterable[str], where: str) -> list[str]:
+    def choose_files(
+        self, names: Iterable[str], where: str, below: Iterable[str] = (), advice: str = ""
+    ) -> list[str]:
         """Returns which of a folder's files to fetch. See the function of this name."""
-        return choose_files(names, where, allow_pickle=self.allows_pickle)
+        return choose_files(names, where, below, advice, allow_pickle=self.allows_pickle)
 
     @property
     def allows_pickle(self) -> bool:
@@ -338,8 +343,24 @@ def check_file_name(name: str, subject: str) -> str:
     return name
 
 
-def choose_files(names: Iterable[str], where: str, *, allow_pickle: bool = False) -> list[str]:
+def find_checkpoints(names: Iterable[str]) -> list[str]:
+    """Returns the names that trainers give to checkpoints. A refusal says no others: what else lies
+    in a folder may be another tenant's."""
+    return [name for name in names if _CHECKPOINT.fullmatch(name)]
+
+
+def choose_files(
+    names: Iterable[str],
+    where: str,
+    below: Iterable[str] = (),
+    advice: str = "",
+    *,
+    allow_pickle: bool = False,
+) -> list[str]:
     """Returns which of a folder's files make up the adapter; `where` names the folder in errors.
+
+    `below` are folders in it that may be adapters, which a refusal suggests: with `advice`, or as
+    sources of their own.
 
     A pickle is chosen only if there is nothing better and `allow_pickle`.
 
@@ -349,7 +370,9 @@ def choose_files(names: Iterable[str], where: str, *, allow_pickle: bool = False
     chosen = sorted(name for name in available if is_adapter_file(name))
     if CONFIG_FILE not in chosen:
         raise InvalidAdapter(
-            f"{where}: {CONFIG_FILE} is missing", subject=CONFIG_FILE, reason="FILE_MISSING"
+            f"{where}: {CONFIG_FILE} is missing{_suggest(below, where, advice)}",
+            subject=CONFIG_FILE,
+            reason="FILE_MISSING",
         )
     if len(chosen) == 1:
         if allow_pickle and PICKLE_FILE in available:
@@ -362,6 +385,23 @@ def choose_files(names: Iterable[str], where: str, *, allow_pickle: bool = False
     return chosen
 
 
+def _suggest(below: Iterable[str], where: str, advice: str) -> str:
+    """Returns what a refusal says of adapters in a folder, the newest checkpoint first."""
+    found = sorted(below, key=_step, reverse=True)
+    if not found:
+        return ""
+    listed = ", ".join(found[:MAX_LISTED])
+    if len(found) > MAX_LISTED:
+        listed += f" and {len(found) - MAX_LISTED} others"
+    place = f"{where.rstrip('/')}/{found[0]}"
+    return f"; below it are {listed}: {advice or f'register one of them, such as {place}'}"
+
+
+def _step(folder: str) -> tuple[int, str]:
+    checkpoint = _CHECKPOINT.fullmatch(folder)
+    return (int(checkpoint[1]) if checkpoint else -1), folder
+
+
 def _no_weights(available: set[str], where: str) -> InvalidAdapter:
     pickle = min((name for name in available if _PICKLE.fullmatch(name)), default=None)
     if pickle is None:
@@ -370,7 +410,8 @@ def _no_weights(available: set[str], where: str) -> InvalidAdapter:
         )
     return InvalidAdapter(
         f"{where}: {pickle} is a pickle, which can run code when it is read; "
-        f"save the adapter as {WEIGHTS_FILE}",
+        f"save the adapter as {WEIGHTS_FILE}, or have the store's operator allow it with "
+        "--allow-pickle-files",
         subject=pickle,
         reason="FILE_NOT_SAFETENSORS",
     )

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
+from loadout import upload as upload_module
 from loadout.errors import InvalidArgument
-from loadout.upload import CHUNK_BYTES, Upload, file_chunks, is_uri, open_folder
+from loadout.upload import (
+    CHUNK_BYTES,
+    Upload,
+    file_chunks,
+    find_adapters,
+    is_uri,
+    open_folder,
+)
 
 
 def upload(folder, progress=None, if_current_digest=""):
@@ -109,3 +119,61 @@ def test_uri_or_path(tmp_path):
     assert is_uri("file:///a")
     assert not is_uri("./adapter")
     assert not is_uri(tmp_path)
+
+
+def below(folder, *names):
+    """Makes adapters in folders below."""
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "adapter_config.json").write_text("{}")
+
+
+def refusal(folder) -> str:
+    with pytest.raises(InvalidArgument) as caught:
+        open_folder(folder, "mine")
+    return caught.value.message.removeprefix(f"{folder}/adapter_config.json does not exist")
+
+
+def test_a_run_folder_suggests_its_latest_checkpoint(tmp_path):
+    run = tmp_path / "my run"
+    below(run, "checkpoint-90", "checkpoint-1000", "checkpoint-500/french", "best")
+    (run / "checkpoint-2000").mkdir()  # nothing has been saved there yet
+    assert refusal(run) == (
+        ", but below it are checkpoint-1000, checkpoint-500/french, checkpoint-90, best; "
+        f"to register the latest: loadout register mine '{run}/checkpoint-1000'"
+    )
+
+
+def test_many_adapters_are_not_all_listed(tmp_path):
+    below(tmp_path, *(f"a{number:02}" for number in range(11)))
+    assert refusal(tmp_path) == (
+        ", but below it are a00, a01, a02, a03, a04, a05, a06, a07 and 3 others; "
+        f"to register one: loadout register mine {tmp_path}/a00"
+    )
+
+
+def test_a_whole_model_is_called_one(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert refusal(tmp_path) == ": this is a whole model; register the adapter that PEFT saves"
+
+
+def test_hostile_folders_are_read_in_part(tmp_path, monkeypatch):
+    below(tmp_path, "x/y/too-deep", "\x1b[2J")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "linked").symlink_to(tmp_path / "x" / "y" / "too-deep")
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "adapter_config.json")
+    (tmp_path / "closed").mkdir(mode=0)
+    assert refusal(tmp_path) == ": is this a PEFT adapter?"
+    scanned = []
+    scan = os.scandir
+
+    def counting(folder):
+        scanned.append(folder)
+        return scan(folder)
+
+    below(tmp_path / "many", *map(str, range(50)))
+    monkeypatch.setattr(os, "scandir", counting)
+    monkeypatch.setattr(upload_module, "MAX_SCANNED", 20)
+    assert len(find_adapters(tmp_path / "many")) == 20
+    assert len(scanned) == 1

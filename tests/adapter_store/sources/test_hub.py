@@ -158,6 +158,17 @@ def test_what_is_missing_is_named(source, repo, staging):
         source.fetch("hf://team/adapter", staging)
 
 
+def test_adapters_in_folders_are_listed(source, repo, staging):
+    names = ("best", "checkpoint-5", "checkpoint-10", "a/b/too-deep", "..", "odd name")
+    repo.commit({f"{name}/{CONFIG}": b"{}" for name in names})
+    with pytest.raises(InvalidAdapter) as caught:
+        source.fetch("hf://team/adapter", staging)
+    assert str(caught.value) == (
+        f"hf://team/adapter@main: {CONFIG} is missing; below it are checkpoint-10, checkpoint-5, "
+        "best: a source is a whole repository; download it, and register one of these folders"
+    )
+
+
 def test_a_private_repository_needs_the_chains_token(hub, source, repo, make_staging, monkeypatch):
     repo.token = SECRET
     with pytest.raises(NotFound, match="or needs a token"):

@@ -252,6 +252,23 @@ def test_what_is_missing_is_named(source, root, staging, write_adapter):
         source.fetch(f"file://{root}/a", staging)
 
 
+def test_a_run_folder_suggests_its_latest_checkpoint(source, root, staging, write_adapter):
+    for name in ("checkpoint-90", "checkpoint-1000", "checkpoint-500", "of-another-tenant"):
+        write_adapter(root / "run" / name)
+    with pytest.raises(InvalidAdapter) as caught:
+        source.fetch(f"file://{root}/run/", staging)
+    assert str(caught.value) == (
+        f"file://{root}/run/: {CONFIG} is missing; below it are checkpoint-1000, "
+        f"checkpoint-500, checkpoint-90: register one of them, such as "
+        f"file://{root}/run/checkpoint-1000"
+    )
+    for number in range(2000, 20000):
+        (root / "run" / f"checkpoint-{number}").touch()
+    with pytest.raises(InvalidAdapter, match="checkpoint-19992 and 17995 others: ") as caught:
+        source.fetch(f"file://{root}/run", staging)
+    assert len(str(caught.value)) < 500
+
+
 def test_a_pickle_is_refused_by_name(source, root, staging, write_adapter):
     write_adapter(root / "a")
     (root / "a" / WEIGHTS).rename(root / "a" / "adapter_model.bin")

@@ -138,6 +138,18 @@ def test_what_is_missing_is_named(endpoint, source, bucket, staging):
         source.fetch(f"s3://{bucket[0]}/team/ab", staging)
 
 
+def test_a_run_folder_suggests_its_latest_checkpoint(source, bucket, make_staging):
+    name, client = bucket
+    for key in ("runs/checkpoint-9/x", "runs/checkpoint-10/x", "runs/checkpoint-x/x"):
+        client.put_object(Bucket=name, Key=key, Body=b"")
+    suggested = f"below it are checkpoint-10, checkpoint-9: .* s3://{name}/runs/checkpoint-10$"
+    with pytest.raises(InvalidAdapter, match=suggested):  # also with no object at its top
+        source.fetch(f"s3://{name}/runs", make_staging())
+    client.put_object(Bucket=name, Key="runs/README.md", Body=b"")
+    with pytest.raises(InvalidAdapter, match=suggested):
+        source.fetch(f"s3://{name}/runs", make_staging())
+
+
 def test_a_pickle_is_refused_by_name(source, bucket, staging):
     name, client = bucket
     client.delete_object(Bucket=name, Key=f"team/a/{WEIGHTS}")
