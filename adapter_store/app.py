@@ -245,7 +245,11 @@ def _limits(settings: StoreSettings) -> tuple[FetchLimits, CheckpointLimits]:
         FetchLimits(
             settings.max_adapter_bytes, settings.max_file_bytes, settings.allow_pickle_files
         ),
-        CheckpointLimits(max_source_bytes=settings.max_adapter_bytes, max_rank=settings.max_rank),
+        CheckpointLimits(
+            max_source_bytes=settings.max_adapter_bytes,
+            max_rank=settings.max_rank,
+            allowed_config_keys=frozenset(settings.allow_config_keys),
+        ),
     )
 
 

@@ -123,6 +123,11 @@ class StoreSettings(ServiceSettings):
     """Accept adapter_model.bin where there is no safetensors file. It is read by torch's restricted
     reader in a process with limits, and stored as safetensors."""
 
+    allow_config_keys: Annotated[Names, Metavar("KEY,..."), LIMITS] = ()
+    """Keys of adapter_config.json that this release does not know and that may pass, because they
+    change nothing that is computed. Log and audit say which registrations have some. Keys that it
+    knows keep their verdict."""
+
     tenant_share: Annotated[float, Field(gt=0, le=1), SHARES] = 0.5
     """How much of each place that is finite (memory of requests, answers and pulls, uploads, staged
     bytes, fetch workers, call threads, watches) one tenant may hold, of what others leave. A token

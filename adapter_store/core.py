@@ -367,22 +367,25 @@ class BaseModelChoice:
 
 class Recorded(NamedTuple):
     """A change of a name: the record, the revision at which it is current, the numbers of the older
-    versions that were deleted for it, and of a registration how its base model was chosen."""
+    versions that were deleted for it; of a registration how its base model was chosen, and the
+    unknown keys of its config that the operator lets pass."""
 
     record: AdapterRecord
     revision: int
     deleted_versions: tuple[int, ...] = ()
     base_model: BaseModelChoice | None = None
+    ignored_config_keys: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class StoreAuditEntry(AuditEntry):
-    """Adds the version that was changed, the revision of the catalog, and the older versions that
-    were deleted."""
+    """Adds the version that was changed, the revision of the catalog, the older versions that were
+    deleted, and the unknown keys of the config that the operator lets pass."""
 
     version: int = field(default=0, init=False)
     revision: int = field(default=0, init=False)
     deleted_versions: tuple[int, ...] = field(default=(), init=False)
+    ignored_config_keys: tuple[str, ...] = field(default=(), init=False)
 
     def describe(self, record: AdapterRecord, revision: int) -> None:
         """Notes what was changed, as it is now."""
@@ -392,3 +395,4 @@ class StoreAuditEntry(AuditEntry):
     def set_outcome(self, outcome: Recorded) -> None:
         self.describe(outcome.record, outcome.revision)
         self.deleted_versions = outcome.deleted_versions
+        self.ignored_config_keys = outcome.ignored_config_keys

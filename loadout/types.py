@@ -169,7 +169,8 @@ class Registration:
 
     `deleted_versions` are the older ones that were deleted for it, by `keep` or by the store's
     policy. `base_model_reason` says in words how the adapter's base model was chosen: "" for a
-    rollback.
+    rollback. `ignored_config_keys` are unknown keys of its config that the store's operator lets
+    pass.
     """
 
     adapter: Adapter
@@ -177,6 +178,7 @@ class Registration:
     deleted_versions: tuple[int, ...] = ()
     base_model_source: BaseModelSource = BaseModelSource.UNKNOWN
     base_model_reason: str = ""
+    ignored_config_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

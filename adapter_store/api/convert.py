@@ -256,6 +256,7 @@ def to_registered(recorded: Recorded, kind: type[Registered]) -> Registered:
         deleted_versions=recorded.deleted_versions,
         base_model_source=_BASE_MODEL_SOURCES[chosen.source],
         base_model_reason=chosen.reason,
+        ignored_config_keys=recorded.ignored_config_keys,
     )
 
 

@@ -36,6 +36,8 @@ class CheckpointLimits:
     max_source_bytes: int = 16 << 30
     max_rank: int = 4096
     max_match_seconds: float = 5.0
+    allowed_config_keys: frozenset[str] | None = frozenset()
+    """Keys of a config that may pass although this release does not know them. None: all."""
 
 
 def is_adapter_file(name: str) -> bool:

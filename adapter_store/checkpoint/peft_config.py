@@ -34,8 +34,9 @@ class AdapterConfig:
     """The fields of a PEFT LoraConfig that change the maths, and how to apply them.
 
     `base_model` is "" when the file does not name one; it may be a trainer's local path, see
-    `names_local_path`. The methods raise InvalidAdapter PATTERN_TOO_SLOW when the seconds for
-    matching this adapter's patterns are used up.
+    `names_local_path`. `ignored_keys` are unknown keys that the operator lets pass, sorted. The
+    methods raise InvalidAdapter PATTERN_TOO_SLOW when the seconds for matching this adapter's
+    patterns are used up.
     """
 
     base_model: str
@@ -45,6 +46,7 @@ class AdapterConfig:
     rank_pattern: PatternTable[int]
     alpha_pattern: PatternTable[float]
     modules: ModuleMatcher
+    ignored_keys: tuple[str, ...] = ()
 
     def selects(self, module: str, *, is_embedding: bool) -> bool:
         """Returns whether PEFT would adapt the module."""
@@ -80,7 +82,7 @@ def parse_config(fields: Mapping[str, Any], limits: CheckpointLimits) -> Adapter
     peft_type = fields.get("peft_type")
     if peft_type != "LORA":
         raise _invalid("peft_type", peft_type, "only LORA is supported", "CONFIG_UNSUPPORTED")
-    check_fields(fields, CONFIG_FILE)
+    ignored_keys = check_fields(fields, CONFIG_FILE, limits.allowed_config_keys)
     _flag(fields, "fan_in_fan_out")
     budget = MatchBudget(limits.max_match_seconds)
     return AdapterConfig(
@@ -105,6 +107,7 @@ def parse_config(fields: Mapping[str, Any], limits: CheckpointLimits) -> Adapter
             budget,
         ),
         modules=_modules(fields, budget),
+        ignored_keys=ignored_keys,
     )
 
 

@@ -2,14 +2,15 @@
 
 The rule for `adapter_config.json`: a key that changes the maths is honoured, or refused by name and
 value. A key that this table does not know is refused too, unless its value switches it off (null,
-false, or empty), since a newer PEFT adds features as fields that are off by default.
+false, or empty), since a newer PEFT adds features as fields that are off by default; or unless the
+operator says that it changes nothing.
 
 Source: peft/tuners/lora/config.py and peft/config.py of PEFT 0.21.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 from adapter_store.checkpoint.json import show
@@ -115,12 +116,16 @@ _INIT_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _CONVERT_HINT = "save it with path_initial_model_for_weight_conversion to make a plain LoRA of it"
 
 
-def check_fields(fields: Mapping[str, Any], subject: str) -> None:
-    """Refuses every field that is neither honoured nor without effect.
+def check_fields(
+    fields: Mapping[str, Any], subject: str, allowed: Container[str] | None = frozenset()
+) -> tuple[str, ...]:
+    """Refuses every field that is neither honoured nor without effect, nor unknown and `allowed`
+    (None: all unknown ones are). Returns the keys that passed because they are allowed, sorted.
 
     `subject` names the file. Raises InvalidAdapter with the key as its subject: CONFIG_UNSUPPORTED
     (known to change the maths) or CONFIG_UNKNOWN.
     """
+    ignored = []
     for key, value in fields.items():
         if key in HONOURED or key in NO_EFFECT or _is_off(key, value):
             continue
@@ -131,13 +136,17 @@ def check_fields(fields: Mapping[str, Any], subject: str) -> None:
                 subject=key,
                 reason="CONFIG_UNSUPPORTED",
             )
-        raise InvalidAdapter(
-            f"{subject}: unknown key {show(key)} with value {show(value)}; "
-            "it may change what the adapter computes",
-            subject=key if _is_presentable(key) else subject,
-            reason="CONFIG_UNKNOWN",
-        )
+        if allowed is not None and key not in allowed:
+            raise InvalidAdapter(
+                f"{subject}: unknown key {show(key)} with value {show(value)}; it may change what "
+                "the adapter computes. If you know that it does not, remove it from the file; or "
+                "the store's operator lets it pass with --allow-config-keys",
+                subject=key if _is_presentable(key) else subject,
+                reason="CONFIG_UNKNOWN",
+            )
+        ignored.append(key)
     _check_init(fields.get("init_lora_weights", True), subject)
+    return tuple(sorted(ignored))
 
 
 def _is_presentable(key: str) -> bool:

@@ -47,7 +47,8 @@ MAX_HIDDEN_SECONDS = 60.0
 """The longest build that a new record of known content is shown to take; a build that yields to
 pulls may take longer."""
 
-# Registered adapters stay servable when the limits for new ones become tighter.
+# Registered adapters stay servable when the limits for new ones become tighter, or a key that was
+# allowed is so no more.
 _NO_LIMITS = CheckpointLimits(
     max_config_bytes=1 << 30,
     max_header_bytes=1 << 30,
@@ -55,6 +56,7 @@ _NO_LIMITS = CheckpointLimits(
     max_source_bytes=1 << 62,
     max_rank=1 << 30,
     max_match_seconds=1e9,
+    allowed_config_keys=None,
 )
 
 

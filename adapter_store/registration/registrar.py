@@ -225,9 +225,12 @@ class Registrar:
                 "base_model": base.name,
                 "base_model_source": base.source.value,
                 "deleted_versions": recorded.deleted_versions,
+                "ignored_config_keys": checkpoint.config.ignored_keys,
             },
         )
-        return recorded._replace(base_model=base)
+        return recorded._replace(
+            base_model=base, ignored_config_keys=checkpoint.config.ignored_keys
+        )
 
     def _open(self, staging: Staging) -> Checkpoint:
         if staging.allows_pickle:
@@ -298,7 +301,7 @@ class _ExistingBlob:
     def is_intact(self, path: Path) -> bool:
         """Returns whether the files have the digest."""
         try:
-            opened = open_checkpoint(path, self.limits)
+            opened = open_checkpoint(path, replace(self.limits, allowed_config_keys=None))
         except (InvalidAdapter, CorruptData):
             return False
         if opened.digest == self.digest:

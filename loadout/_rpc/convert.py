@@ -127,7 +127,7 @@ def registration(
     source = BASE_MODEL_SOURCES.get(message.base_model_source, types.BaseModelSource.UNKNOWN)
     return types.Registration(
         *(adapter(message.adapter), message.revision, tuple(message.deleted_versions)),
-        *(source, message.base_model_reason),
+        *(source, message.base_model_reason, tuple(message.ignored_config_keys)),
     )
 
 

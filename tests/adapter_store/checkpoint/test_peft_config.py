@@ -123,7 +123,24 @@ def test_inits_that_leave_the_base_alone_are_accepted(init):
 def test_unknown_key_is_refused_unless_it_is_off():
     error = refusal(use_new_thing=3)
     assert (error.subject, error.reason) == ("use_new_thing", "CONFIG_UNKNOWN")
+    assert "--allow-config-keys" in error.message
     parse(use_new_thing=None, other_thing=False, third={}, fourth=[], fifth="")
+
+
+def test_unknown_keys_may_pass_where_they_are_allowed():
+    allowed = frozenset({"note", "other", "use_dora", "off"})
+    fields = {"peft_type": "LORA", "target_modules": ["q_proj"], "note": 3, "other": "x"}
+    limits = dataclasses.replace(LIMITS, allowed_config_keys=allowed)
+    assert parse_config({**fields, "off": None}, limits).ignored_keys == ("note", "other")
+    for key in ("use_dora", "use_new_thing"):  # the one is known
+        with pytest.raises(InvalidAdapter, match=key):
+            parse_config({**fields, key: True}, limits)
+    everything = dataclasses.replace(LIMITS, allowed_config_keys=None)
+    assert parse_config({**fields, "use_new_thing": True}, everything).ignored_keys == (
+        *("note", "other", "use_new_thing"),
+    )
+    with pytest.raises(InvalidAdapter, match="use_dora"):
+        parse_config({**fields, "use_dora": True}, everything)
 
 
 @pytest.mark.parametrize(

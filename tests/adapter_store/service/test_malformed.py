@@ -141,3 +141,28 @@ def test_hostile_pickle_disturbs_no_other_call(serve, make_adapter, refused, tmp
         client.register("a", folder)
     assert client.get("good").digest == good.digest
     assert list((tmp_path / "data" / "staging").iterdir()) == []
+
+
+def test_unknown_keys_that_the_operator_allows(serve, make_adapter, make_layout, refused, tmp_path):
+    audit_file = tmp_path / "audit.jsonl"
+    store = serve(allow_config_keys=("trainer_note", "other"), audit_file=audit_file)
+    plain = make_adapter(("q_proj",), folder="plain")
+    noted = make_adapter(("q_proj",), folder="noted", rank=2, trainer_note="v3", other=None)
+    files = {path.name: path.read_bytes() for path in noted.iterdir()}
+    made = store.client.register("noted", noted)
+    sent = store.client.upload("sent", files)
+    assert list(made.ignored_config_keys) == list(sent.ignored_config_keys) == ["trainer_note"]
+    assert list(store.client.register("plain", plain).ignored_config_keys) == []
+    with refused("INVALID_ARGUMENT", "use_dora=True is not supported"):
+        store.client.register("dora", make_adapter(("q_proj",), folder="dora", use_dora=True))
+    store.stop()
+    lines = [json.loads(line) for line in audit_file.read_text().splitlines()]
+    found = [line["ignored_config_keys"] for line in lines]
+    assert found == [["trainer_note"], ["trainer_note"], [], []]
+
+    # What was let pass is served on, and no new ones are.
+    client = serve().client
+    layout_id = client.register_layout(make_layout())
+    assert client.pull(made.adapter.digest, layout_id).is_whole
+    with refused("INVALID_ARGUMENT", "trainer_note", "--allow-config-keys"):
+        client.register("again", noted)

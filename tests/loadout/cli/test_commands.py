@@ -120,6 +120,7 @@ def test_register_folder(run, fake_store, adapter_folder):
         revision=5,
         base_model_source=store_pb.BASE_MODEL_SOURCE_ONLY_SERVED,
         base_model_reason="the only one",
+        ignored_config_keys=["note", "x"],
     )
     fake_store.on("UploadAdapter", answer)
     code, out, _ = run("register", "a", str(adapter_folder))
@@ -127,6 +128,7 @@ def test_register_folder(run, fake_store, adapter_folder):
         0,
         "default/a@1 rank 2 sha256:01 at revision 5\n"
         "base model org/base: the only one\n"
+        "keys of its config that are not known, and allowed by the operator: note, x\n"
         "no server serves base model org/base\n",
     )
     [messages] = fake_store.requests["UploadAdapter"]
@@ -522,6 +524,7 @@ def test_json_of_tables(run, fake_store, registered):
         "deleted_versions": [],
         "base_model_source": "unknown",
         "base_model_reason": "",
+        "ignored_config_keys": [],
     }
 
 

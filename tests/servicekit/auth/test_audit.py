@@ -61,6 +61,7 @@ def test_a_line_has_every_fact(audit, path, caplog):
         "digest": "sha256:d",
         "revision": 7,
         "deleted_versions": [],
+        "ignored_config_keys": [],
         "result": "ok",
         "reason": "",
     }
