@@ -129,7 +129,9 @@ def _difference(saved: Any, base: Any) -> str:
     was saved wider is equal if narrowing it loses nothing."""
     shape, wanted = list(saved.get_shape()), list(base.get_shape())
     if shape != wanted:
-        return f"is {shape}, and the base's {wanted}"
+        num_added = shape[0] - wanted[0] if shape[1:] == wanted[1:] else 0
+        added = f": {num_added} tokens were added" if num_added > 0 else ""
+        return f"is {shape}, and the base's {wanted}{added}"
     num_changed = 0
     for start in range(0, shape[0], ROWS_AT_ONCE):
         rows = saved[start : start + ROWS_AT_ONCE]

@@ -44,15 +44,24 @@ _EMBEDDING = re.compile(rf"(?P<module>.+)\.lora_embedding_(?P<side>[AB]){_NAMED}
 _MODULE = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
 _WRAPPED = re.compile(r"(?:model\.)?language_model\.(?P<inner>.+)")
 
-_BASE_WEIGHT = (
-    "a base weight, which PEFT saves beside an embedding or head: `loadout strip IN OUT` makes a "
-    "copy without it; or save with save_embedding_layers=False"
+_ADAPTED = (
+    "a base weight, which PEFT saves beside an adapted embedding or head: `loadout strip IN OUT` "
+    "makes a copy without it; or save with save_embedding_layers=False"
 )
-_BASE_PARTS = (".base_layer.", ".embed_tokens.weight.", ".lm_head.weight.")
+_RESIZED = (
+    "a base weight, which PEFT saves where tokens were added to the vocabulary: no adapter can "
+    "have any of its own; where none were, `loadout strip IN OUT --model DIR` makes a copy "
+    "without it"
+)
+_BASE_PARTS = {
+    ".base_layer.": _ADAPTED,
+    ".embed_tokens.weight.": _RESIZED,
+    ".lm_head.weight.": _RESIZED,
+}
 
 # Tensors that trainers save besides A and B, and what to do about each.
 _HINTS = (
-    *((part, _BASE_WEIGHT) for part in _BASE_PARTS),
+    *_BASE_PARTS.items(),
     (".lora_magnitude_vector", "DoRA is not supported"),
     (".modules_to_save.", "modules_to_save is not supported"),
     (".lora_B.bias", "lora_bias is not supported"),

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from adapter_store.checkpoint.digest import canonical_json, sha256_text
-from adapter_store.checkpoint.module_patterns import path_tails
+from adapter_store.checkpoint.module_patterns import OUTPUT_LAYER, path_tails
 from adapter_store.checkpoint.open import Checkpoint
 from adapter_store.checkpoint.tensors import TargetWeights
 from adapter_store.core import DataType, Layout, Segment, SegmentKind, Target, TargetKind
@@ -28,6 +28,10 @@ COMPILER_REVISION = 1
 """Incremented whenever the same input would compile to other bytes."""
 
 SEGMENT_ALIGNMENT = 256
+
+ADDED_TOKENS = (
+    ": tokens were added to the vocabulary of the base model; an adapter cannot have any of its own"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +153,20 @@ def _check_shapes(weights: TargetWeights, target: Target) -> None:
         (weights.b, "out", weights.out_features, target.out_features),
     ):
         if found != expected:
+            why = ADDED_TOKENS if _is_vocabulary(target, side) and found > expected else ""
             raise _incompatible(
                 record.key,
                 "SHAPE_MISMATCH",
                 f"shape {list(record.shape)} has {found} {side}_features, "
-                f"{target.name} has {expected}",
+                f"{target.name} has {expected}{why}",
             )
+
+
+def _is_vocabulary(target: Target, side: str) -> bool:
+    """Returns whether this side of a target has a feature for each token."""
+    if target.kind is TargetKind.EMBEDDING:
+        return side == "in"
+    return side == "out" and target.name == OUTPUT_LAYER
 
 
 def _check_complete(checkpoint: Checkpoint, layout: Layout) -> None:

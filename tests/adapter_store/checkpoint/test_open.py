@@ -76,8 +76,8 @@ def test_keys_with_the_default_adapter_name(make_adapter):
 
 UNKNOWN_TENSORS = {
     "base_model.model.model.embed_tokens.base_layer.weight": "save_embedding_layers=False",
-    "base_model.model.model.embed_tokens.weight": "save_embedding_layers=False",
-    "base_model.model.lm_head.weight": "save_embedding_layers=False",
+    "base_model.model.model.embed_tokens.weight": "where tokens were added",
+    "base_model.model.lm_head.weight": "where tokens were added",
     f"{Q0}.lora_magnitude_vector": "DoRA",
     f"{Q0}.lora_B.bias": "lora_bias",
     "base_model.model.lm_head.modules_to_save.weight": "modules_to_save",
