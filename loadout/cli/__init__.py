@@ -21,6 +21,7 @@ debug           debug
 profile         profile
 signing         keygen, digest, sign
 strip           strip
+tokenizer       what is said of a tokenizer that lies beside an adapter
 token           token
 help            the help page of a command
 options         options that several commands share

@@ -24,11 +24,12 @@ from loadout.cli.completion import AdapterName
 from loadout.cli.connection import Connection, connects
 from loadout.cli.output import new_table, print_json, table_console
 from loadout.cli.signing import compute_digest
+from loadout.cli.tokenizer import describe_tokenizer, has_tokenizer
 from loadout.cli.verdicts import check_servable, print_verdicts, wait_for_verdicts
 from loadout.cli.versions import number_ranges
 from loadout.signing import SigningKey, parse_signature
 from loadout.types import Adapter, ImageState, Registration, Signature
-from loadout.upload import is_uri
+from loadout.upload import is_uri, open_folder
 
 REGISTER_EXAMPLES = """\b
 Examples:
@@ -57,6 +58,14 @@ RequireServable = Annotated[
     bool,
     typer.Option(
         "--require-servable", help="Fail unless a server can serve it. It stays registered."
+    ),
+]
+ModelFolder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="The base model's folder: says whether a tokenizer beside the adapter is the same. "
+        "Default: what its config names, if it is on this machine.",
     ),
 ]
 Description = Annotated[str, typer.Option(metavar="TEXT", help="Description of the adapter.")]
@@ -92,6 +101,7 @@ def register(
         ),
     ],
     base_model: BaseModel = "",
+    model: ModelFolder = None,
     expected_digest: Annotated[
         str, typer.Option(metavar="DIGEST", help="Digest that the content must have.")
     ] = "",
@@ -115,6 +125,7 @@ def register(
     Returns when it is durably recorded, and it is known which servers can serve it.
     """
     labels = dict(_label(each) for each in label or ())
+    _print_tokenizer(source, name, model, base_model)
     if sign_key is not None:
         expected_digest = expected_digest or _digest_to_sign(source)
     with connection.client(store=store) as client, _upload_bar() as show:
@@ -140,6 +151,20 @@ def register(
         print_verdicts(adapter)
     if require_servable:
         check_servable(adapter)
+
+
+def _print_tokenizer(source: str, name: str, model: Path | None, base_model: str) -> None:
+    """Prints what is not used of a local folder, to stderr and before it is sent: it tells also why
+    an adapter is refused. Raises InvalidArgument for a folder that is no adapter."""
+    if is_uri(source):
+        if model is not None:
+            raise typer.BadParameter("needs a local folder to compare", param_hint="--model")
+        return
+    if model is not None and not has_tokenizer(model):
+        raise typer.BadParameter(f"{model} has no tokenizer", param_hint="--model")
+    line = describe_tokenizer(open_folder(source, name).path, model, base_model)
+    if line:
+        typer.echo(line, err=True)
 
 
 def _print_registration(result: Registration) -> None:
