@@ -33,6 +33,7 @@ VALUES = {
     "BUCKET[/PREFIX],...": "bucket/prefix,other",
     "DIR,...": "/one,/other",
     "NAME,...": "one,other",
+    "KEY,...": "one,other",
     "s3://BUCKET[/PREFIX]": "s3://bucket/prefix",
     "DSN": "postgresql+psycopg://loadout@host/name",
     "URL": "http://127.0.0.1:4317",

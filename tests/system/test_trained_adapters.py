@@ -1,0 +1,407 @@
+"""Adapters in all the ways that people make them: registered with which words, or refused with
+which; where they are served, the greedy tokens are PEFT's."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from adapter_store.checkpoint.strip import strip
+from loadout import errors
+from loadout.cli.__main__ import main
+from tests.system.services import Services
+from tests.system.trained import WEIGHTS, Trainer, as_checkpoint, edited, linked, sharded
+from tests.system.zoo import ALL, AdapterSpec, Zoo, make_zoo
+
+PROMPT = [ord(char) for char in "the quick brown fox"]
+NUM_TOKENS = 12
+MAX_RANK = 16
+STORE_FLAGS = ("--allow-config-keys", "trainer_note,use_dora")
+INFERENCE_FLAGS = ("--aliases", "acme/tiny", "--max-rank", str(MAX_RANK))
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of making a folder. `says` is what `loadout register` prints, in this order. It is
+    served as the name `ref`, unless it is `refused` with this error, or registered without being
+    `servable`. PEFT's tokens are those of the folder, or of `oracle` beside it."""
+
+    make: Callable[[Trainer], Path | str]
+    says: tuple[str, ...] = ("servable by layout",)
+    ref: str = ""
+    refused: type[errors.LoadoutError] | None = None
+    servable: bool = True
+    oracle: str | None = None
+
+
+def refused(make: Callable[[Trainer], Path | str], *says: str, ref: str = "") -> Way:
+    return Way(make, says, ref, refused=errors.InvalidArgument)
+
+
+def unservable(make: Callable[[Trainer], Path | str], *says: str) -> Way:
+    return Way(make, says, servable=False)
+
+
+def lora(**options: Any) -> Callable[[Trainer], Path]:
+    return lambda trainer: trainer.lora(**options)
+
+
+def named(base: str | None) -> Callable[[Trainer], Path]:
+    """With another name of the base model in its config."""
+    return lambda trainer: edited(trainer.lora(), base_model_name_or_path=base)
+
+
+def with_fields(**fields: Any) -> Callable[[Trainer], Path]:
+    return lambda trainer: edited(trainer.lora(), **fields)
+
+
+def checkpoint(change: Callable[[Any], None] | None = None) -> Callable[[Trainer], Path]:
+    return lambda trainer: as_checkpoint(trainer, trainer.lora(), change)
+
+
+def run_folder(trainer: Trainer) -> Path:
+    adapted = trainer.adapt()
+    for step in (500, 1000, 1500):
+        trainer.train(adapted)
+        as_checkpoint(trainer, trainer.save(adapted, f"checkpoint-{step}"), None)
+    return trainer.folder
+
+
+def several(first: str, *others: str) -> Callable[[Trainer], Path]:
+    """Several adapters of one model: one named "default" lies at the top, others below."""
+
+    def make(trainer: Trainer) -> Path:
+        adapted = trainer.adapt(adapter_name=first, is_trained=False)
+        for name in others:
+            adapted.add_adapter(name, adapted.peft_config[first])
+        trainer.train(adapted)
+        return trainer.save(adapted)
+
+    return make
+
+
+def stripped(trainer: Trainer) -> Path:
+    targets = ["q_proj", "embed_tokens", "lm_head"]
+    whole = trainer.save(trainer.adapt(target_modules=targets), "whole")
+    strip(whole, trainer.folder / "stripped", trainer.model_dir)
+    return trainer.folder / "stripped"
+
+
+def split(trainer: Trainer) -> Path:
+    return sharded(trainer.save(trainer.adapt(), "whole"), trainer.folder / "sharded")
+
+
+def pissa_converted(trainer: Trainer) -> Path:
+    """As PEFT documents it: what training began with is subtracted in the end."""
+    adapted = trainer.adapt(init_lora_weights="pissa", is_trained=False)
+    adapted.peft_config["default"].init_lora_weights = True
+    start = trainer.save(adapted, "start")
+    trainer.train(adapted)
+    return trainer.save(adapted, "end", path_initial_model_for_weight_conversion=str(start))
+
+
+def added_tokens(targets: list[str], **save_options: Any) -> Callable[[Trainer], Path]:
+    """Two tokens are added, and the model's embedding resized."""
+
+    def make(trainer: Trainer) -> Path:
+        adapted = trainer.adapt(num_added=2, target_modules=targets)
+        return as_checkpoint(trainer, trainer.save(adapted, **save_options), add_tokens)
+
+    return make
+
+
+def add_tokens(tokenizer: Any) -> None:
+    tokenizer.add_tokens(["<tool>", "</tool>"])
+
+
+def another_template(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ messages[0].content }}"
+
+
+def in_bfloat16(trainer: Trainer) -> Path:
+    adapted = trainer.adapt()
+    return trainer.save(adapted.to(torch.bfloat16))
+
+
+def whole_model(trainer: Trainer) -> Path:
+    trainer.base.save_pretrained(trainer.folder)
+    return trainer.folder
+
+
+def unfinished(trainer: Trainer) -> Path:
+    """A full disk cut the weights off."""
+    folder = trainer.lora()
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(data[: len(data) // 2])
+    return folder
+
+
+def diverged(trainer: Trainer) -> Path:
+    adapted = trainer.adapt()
+    parameter = next(p for name, p in adapted.named_parameters() if "lora_B" in name)
+    parameter.data[0, 0] = float("nan")
+    return trainer.save(adapted)
+
+
+def ia3(trainer: Trainer) -> Path:
+    return trainer.save(
+        trainer.adapt(kind=peft.IA3Config, target_modules=["k_proj"], feedforward_modules=[])
+    )
+
+
+SAME = "note: tokenizer and chat template beside the adapter are not used; the base model in "
+WAYS = {
+    # served
+    "plain, the very path that is served": Way(lora(), ("base model llama: ", "servable by ")),
+    "rslora": Way(lora(use_rslora=True)),
+    "all-linear": Way(lora(target_modules="all-linear")),
+    "all, with patterns": Way(
+        lora(target_modules=ALL, rank_pattern={"q_proj": 7}, alpha_pattern={"layers.1.mlp.*": 3})
+    ),
+    "some layers": Way(lora(target_modules=["down_proj"], layers_to_transform=[1])),
+    "a regular expression": Way(lora(target_modules=r".*self_attn\.[qk]_proj")),
+    "bfloat16": Way(in_bfloat16),
+    "gaussian": Way(lora(init_lora_weights="gaussian")),
+    "checkpoint with optimizer and tokenizer": Way(
+        checkpoint(), (SAME, " has the same\n", "servable by ")
+    ),
+    "another chat template": Way(
+        checkpoint(another_template),
+        (
+            "warning: tokenizer and chat template beside the adapter are not used, and the chat "
+            "template differs from the base model's in ",
+            "chats are formatted with the base model's\n",
+            "servable by ",
+        ),
+    ),
+    "tokens added to the tokenizer alone": Way(
+        checkpoint(add_tokens),
+        (
+            "not used, and the tokenizer differs from the base model's in ",
+            "it has 2 tokens more ('<tool>', '</tool>'), which servers take for other text\n",
+            "servable by ",
+        ),
+    ),
+    "sharded": Way(split, oracle="whole"),
+    "links of a hub's cache": Way(lambda trainer: linked(trainer.lora(), trainer.folder / "hub")),
+    "several in one folder, one at its top": Way(several("default", "other")),
+    "a local path of another machine": Way(
+        named("/mnt/nfs/models/llama"), ("base model llama: ", "'/mnt/nfs/models/llama'\n")
+    ),
+    "an alias": Way(named("acme/tiny"), ("base model llama: ", "'acme/tiny'\n", "servable by ")),
+    "a hub's name": Way(named("meta/llama"), ("base model llama: ", "'meta/llama'\n")),
+    "no base model": Way(named(None), ("base model llama: the only one",)),
+    "capitals in the name": Way(lora(), ("default/French-LoRA@1 rank 4",), "French-LoRA"),
+    "a tenant's name": Way(lora(), ("acme/French@1 rank 4",), "acme/French"),
+    "embedding and head, without base weights": Way(
+        lambda trainer: trainer.save(
+            trainer.adapt(target_modules=["embed_tokens", "lm_head"]), save_embedding_layers=False
+        )
+    ),
+    "default save of embedding and head, stripped": Way(stripped, oracle="whole"),
+    "pissa, converted": Way(pissa_converted, ("rank 8 ", "servable by ")),
+    "an unknown key that the operator allows": Way(
+        with_fields(trainer_note="v3"),
+        ("keys of its config that are not known, and allowed by the operator: trainer_note\n",),
+    ),
+    # registered, and no server can serve it
+    "rank above the server's limit": unservable(
+        lora(r=2 * MAX_RANK), "not servable by layout ", "rank 32 is above this server's limit 16"
+    ),
+    "another model's": unservable(
+        named("other/model"),
+        "base model other/model: as the adapter's config names it",
+        "'llama'",
+        "no server serves base model other/model\n",
+    ),
+    "added tokens, adapted": unservable(
+        added_tokens(["embed_tokens"], save_embedding_layers=False),
+        "warning: ",
+        "it has 2 tokens more ('<tool>', '</tool>')",
+        "not servable by layout ",
+        "has 130 in_features, model.embed_tokens has 128: tokens were added",
+    ),
+    # refused
+    "run folder": refused(
+        run_folder,
+        "adapter_config.json does not exist, but below it are "
+        "checkpoint-1500, checkpoint-1000, checkpoint-500; to register the latest: "
+        "loadout register ",
+        "/checkpoint-1500\n",
+    ),
+    "run folder that the store reads": refused(
+        lambda trainer: f"file://{run_folder(trainer)}",
+        "adapter_config.json is missing; below it are checkpoint-1500, checkpoint-1000, "
+        "checkpoint-500: register one of them, such as file://",
+        "/checkpoint-1500\n",
+    ),
+    "several in one folder, none at its top": refused(
+        several("french", "german"),
+        "adapter_config.json does not exist, but below it are french, german; to register one: "
+        "loadout register ",
+        "/french\n",
+    ),
+    "a whole model": refused(
+        whole_model, "this is a whole model; register the adapter that PEFT saves\n"
+    ),
+    "default save of embedding and head": refused(
+        lora(target_modules=["q_proj", "embed_tokens", "lm_head"]),
+        "base_layer.weight: not a LoRA weight of a module (a base weight, which PEFT saves beside ",
+        "`loadout strip IN OUT` makes a copy without it",
+    ),
+    "added tokens": refused(
+        added_tokens(["q_proj"]),
+        "it has 2 tokens more ('<tool>', '</tool>')",
+        ".weight: not a LoRA weight of a module (a base weight, which PEFT saves where tokens "
+        "were added to the vocabulary: no adapter can have any of its own; where none were, "
+        "`loadout strip IN OUT --model DIR`",
+    ),
+    "dora, though the operator allows its key": refused(
+        lora(use_dora=True), "use_dora=True is not supported: DoRA rescales the base weight"
+    ),
+    "pissa": refused(
+        lora(init_lora_weights="pissa"),
+        "init_lora_weights='pissa' is not supported: it changes the base weights; save it with "
+        "path_initial_model_for_weight_conversion",
+    ),
+    "bias of adapted modules": refused(
+        lora(bias="lora_only"), "bias='lora_only' is not supported: ", "train with bias='none'"
+    ),
+    "all biases": refused(
+        lora(bias="all"), "bias='all' is not supported: ", "train with bias='none'"
+    ),
+    "a bias of B": refused(lora(lora_bias=True), "lora_bias=True is not supported: "),
+    "modules_to_save": refused(
+        lora(modules_to_save=["lm_head"]),
+        "modules_to_save=['lm_head'] is not supported: it replaces whole modules",
+        "naming them in target_modules",
+    ),
+    "trained tokens": refused(
+        lora(trainable_token_indices=[5, 6]),
+        "trainable_token_indices=",
+        "it replaces rows of the embedding",
+    ),
+    "no LoRA": refused(ia3, "peft_type='IA3': only LORA is supported"),
+    "an unknown key": refused(
+        with_fields(use_something_new=True),
+        "unknown key 'use_something_new' with value True",
+        "--allow-config-keys",
+    ),
+    "a pickle": refused(
+        lambda trainer: trainer.save(trainer.adapt(), safe_serialization=False),
+        "adapter_model.bin is a pickle, which can run code when it is read; save the adapter as "
+        "adapter_model.safetensors, or have the store's operator allow it with "
+        "--allow-pickle-files",
+    ),
+    "weights cut off": refused(unfinished, "adapter_model.safetensors: "),
+    "weights that are not numbers": refused(diverged, "lora_B.weight", "finite"),
+    "capitals in the tenant": refused(
+        lora(),
+        "tenant 'Acme' is not of the form",
+        "what is before a slash is the tenant",
+        ref="Acme/a",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    """A model with a head of its own."""
+    unused = [AdapterSpec("unused", 1, ["q_proj"])]
+    return make_zoo("qwen2", tmp_path_factory.mktemp("trained"), unused)
+
+
+@pytest.fixture(scope="module")
+def services(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    folder = tmp_path_factory.mktemp("services")
+    with Services(zoo, folder, STORE_FLAGS, INFERENCE_FLAGS) as made:
+        yield made
+        made.check_exit_codes()
+
+
+@pytest.fixture(scope="module")
+def trainer(zoo: Zoo) -> Trainer:
+    return Trainer.load(zoo.model_dir)
+
+
+@pytest.fixture(scope="module")
+def base_tokens(trainer: Trainer) -> list[int]:
+    return trainer.base_tokens(PROMPT, NUM_TOKENS)
+
+
+@pytest.fixture
+def register(services: Services, capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Runs `loadout register`; (exit code, all that it prints)."""
+
+    def run(name: str, source: str, *options: str) -> tuple[int, str]:
+        capfd.readouterr()
+        code = main(["register", name, source, *options, "--store", services.store_address])
+        printed = capfd.readouterr()
+        return code, printed.err + printed.out
+
+    return run
+
+
+def check_words(printed: str, says: tuple[str, ...]) -> None:
+    """Requires all of them, in this order."""
+    start = 0
+    for each in says:
+        found = printed.find(each, start)
+        assert found >= 0, f"{each!r} is missing in: {printed}"
+        start = found + len(each)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_way_of_making_an_adapter(
+    way: str,
+    services: Services,
+    trainer: Trainer,
+    base_tokens: list[int],
+    register: Callable[..., Any],
+) -> None:
+    expected = WAYS[way]
+    slug = re.sub(r"\W+", "-", way)
+    torch.manual_seed(list(WAYS).index(way))
+    own = replace(trainer, folder=services.sources / slug)
+    source, name = str(expected.make(own)), expected.ref or slug
+    code, printed = register(name, source)
+    check_words(printed, expected.says)
+    assert code == (1 if expected.refused else 0), printed
+    if expected.refused is not None:
+        with pytest.raises(expected.refused) as caught:
+            services.client.register(name, source)
+        assert str(caught.value) in printed
+        return
+    revision = int(re.search(r" at revision (\d+)\n", printed)[1])  # type: ignore[index]
+
+    def generate() -> list[int]:
+        options = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True}
+        done = services.client.complete(PROMPT, adapter=name, min_revision=revision, **options)
+        return list(done.token_ids)
+
+    if not expected.servable:
+        with pytest.raises(errors.FailedPrecondition):
+            generate()
+        return
+    tokens = generate()
+    oracle = Path(source) if expected.oracle is None else own.folder / expected.oracle
+    assert tokens == own.tokens_of(oracle, PROMPT, NUM_TOKENS)
+    assert tokens != base_tokens
+
+
+def test_the_suggested_command_registers_the_latest_checkpoint(
+    services: Services, trainer: Trainer, register: Callable[..., Any]
+) -> None:
+    folder = run_folder(replace(trainer, folder=services.sources / "a run"))
+    _, printed = register("latest", str(folder))
+    command = shlex.split(printed.partition("the latest: ")[2])
+    assert command == ["loadout", "register", "latest", str(folder / "checkpoint-1500")]
+    assert register(*command[2:])[0] == 0

@@ -1,0 +1,148 @@
+"""Folders with adapters as people make them: saved by `peft` of a tiny model, and moved about."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import peft
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.system.zoo import VOCAB
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@dataclass
+class Trainer:
+    """Makes adapters of the model in `model_dir`, which `base` and `tokenizer` are, in `folder`."""
+
+    model_dir: Path
+    folder: Path
+    base: Any
+    tokenizer: Any
+
+    @classmethod
+    def load(cls, model_dir: Path) -> Self:
+        base = transformers.AutoModelForCausalLM.from_pretrained(model_dir).eval()
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(model_dir)
+        return cls(model_dir, model_dir.parent, base, tokenizer)
+
+    def adapt(
+        self,
+        *,
+        num_added: int = 0,
+        kind: type = peft.LoraConfig,
+        is_trained: bool = True,
+        adapter_name: str = "default",
+        **options: Any,
+    ) -> Any:
+        """Returns the model with a new adapter; `num_added` tokens are added to its vocabulary.
+        Other options go to the config."""
+        model = copy.deepcopy(self.base)
+        if num_added:
+            model.resize_token_embeddings(VOCAB + num_added)
+        if kind is peft.LoraConfig:
+            options = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], **options}
+        with _quiet():
+            adapted = peft.get_peft_model(model, kind(**options), adapter_name)
+        if is_trained:
+            self.train(adapted)
+        return adapted
+
+    def train(self, adapted: Any) -> None:
+        """Gives it random weights that change what it generates, others at each call."""
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name and parameter.dim() == 2:
+                torch.nn.init.normal_(parameter, std=0.3 / min(parameter.shape) ** 0.25)
+
+    def save(self, adapted: Any, below: str = "", **options: Any) -> Path:
+        """Saves into a folder below `folder`; returns it."""
+        folder = self.folder / below if below else self.folder
+        with _quiet():
+            adapted.save_pretrained(str(folder), **options)
+        return folder
+
+    def lora(self, **options: Any) -> Path:
+        """Saves a new adapter, by default as people do."""
+        return self.save(self.adapt(**options))
+
+    def tokens_of(self, folder: Path, prompt: list[int], count: int) -> list[int]:
+        """Returns what PEFT continues a prompt with, greedily, past any end token."""
+        with _quiet():
+            model = peft.PeftModel.from_pretrained(copy.deepcopy(self.base), str(folder)).eval()
+        return self._greedy(model, prompt, count)
+
+    def base_tokens(self, prompt: list[int], count: int) -> list[int]:
+        return self._greedy(self.base, prompt, count)
+
+    def _greedy(self, model: Any, prompt: list[int], count: int) -> list[int]:
+        options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None}
+        with torch.no_grad():
+            made = model.generate(input_ids=torch.tensor([prompt]), **options)
+        tokens: list[int] = made[0, len(prompt) :].tolist()
+        return tokens
+
+
+def edited(folder: Path, **fields: Any) -> Path:
+    """Changes fields of an adapter's config."""
+    path = folder / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return folder
+
+
+def as_checkpoint(trainer: Trainer, folder: Path, change: Callable[[Any], None] | None) -> Path:
+    """Adds what trainers save beside an adapter; `change` alters the tokenizer before."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = copy.deepcopy(trainer.tokenizer)
+    if change is not None:
+        change(tokenizer)
+    tokenizer.save_pretrained(folder)
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
+        torch.save({"state": torch.ones(64)}, folder / name)
+    (folder / "trainer_state.json").write_text('{"global_step": 500}')
+    (folder / "README.md").write_text("# Model card")
+    return folder
+
+
+def sharded(whole: Path, folder: Path) -> Path:
+    """Copies an adapter with its weights split into two files with an index."""
+    folder.mkdir()
+    shutil.copy(whole / CONFIG, folder)
+    weights = load_file(whole / WEIGHTS)
+    index = {}
+    for number, names in enumerate([list(weights)[::2], list(weights)[1::2]], start=1):
+        file = f"adapter_model-0000{number}-of-00002.safetensors"
+        save_file({name: weights[name] for name in names}, folder / file)
+        index |= dict.fromkeys(names, file)
+    content = {"metadata": {}, "weight_map": index}
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(content))
+    return folder
+
+
+def linked(folder: Path, cache: Path) -> Path:
+    """Moves an adapter to where a hub's client would have it; returns the folder of links."""
+    files = [path for path in folder.iterdir() if path.is_file()]
+    repository = cache / "models--acme--french"
+    snapshot, blobs = repository / "snapshots" / ("c" * 40), repository / "blobs"
+    for each in (snapshot, blobs, repository / "refs"):
+        each.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(snapshot.name)
+    for number, path in enumerate(sorted(files)):
+        shutil.move(path, blobs / f"{number:064x}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{number:064x}")
+    return snapshot
+
+
+def _quiet() -> AbstractContextManager[Any]:
+    """PEFT warns of what it saves along, and of keys that it does not know."""
+    return warnings.catch_warnings(action="ignore")
