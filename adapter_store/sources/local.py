@@ -7,17 +7,21 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from adapter_store.errors import SourceUnavailable
+from adapter_store.errors import LimitExceeded, SourceUnavailable
 from adapter_store.sources.staging import Staging, find_checkpoints
 from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 _REPLACED = frozenset({errno.ELOOP, errno.ESTALE})  # by a link; on a file server
+
+MAX_ENTRIES = 100_000
+"""How many entries a folder may have."""
 
 COPY_BYTES = 1 << 20
 """Files pass through one buffer of this size, which stays in a processor's cache."""
@@ -53,7 +57,7 @@ class LocalSource:
         with _translate_errors(uri):
             folder = self._resolve(path, uri)
             with self._open(folder, uri, _FOLDER_FLAGS) as fd:
-                present = os.listdir(fd)
+                present = _list(fd, uri)
             names = staging.choose_files(present, uri, find_checkpoints(present), advice)
             resolved = {name: self._resolve(folder / name, uri) for name in names}
             staging.check_sizes({name: os.stat(path).st_size for name, path in resolved.items()})
@@ -119,6 +123,17 @@ class LocalSource:
             yield fd
         finally:
             os.close(fd)
+
+
+def _list(fd: int, uri: str) -> list[str]:
+    """Returns the names in an open folder. Raises LimitExceeded for more than MAX_ENTRIES."""
+    with os.scandir(fd) as entries:
+        names = [entry.name for entry in islice(entries, MAX_ENTRIES + 1)]
+    if len(names) > MAX_ENTRIES:
+        raise LimitExceeded(
+            f"source_uri: {uri} has more than {MAX_ENTRIES} entries", subject="source_uri"
+        )
+    return names
 
 
 def path_of(uri: str) -> Path:

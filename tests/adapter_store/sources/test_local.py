@@ -269,6 +269,16 @@ def test_a_run_folder_suggests_its_latest_checkpoint(source, root, staging, writ
     assert len(str(caught.value)) < 500
 
 
+def test_a_folder_of_very_many_entries_is_not_read_to_its_end(
+    source, root, staging, write_adapter, monkeypatch
+):
+    write_adapter(root / "a")
+    monkeypatch.setattr(local_module, "MAX_ENTRIES", 3)  # it has four
+    with pytest.raises(LimitExceeded, match="/a has more than 3 entries"):
+        source.fetch(f"file://{root}/a", staging)
+    assert names(staging) == []
+
+
 def test_a_pickle_is_refused_by_name(source, root, staging, write_adapter):
     write_adapter(root / "a")
     (root / "a" / WEIGHTS).rename(root / "a" / "adapter_model.bin")
