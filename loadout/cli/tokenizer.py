@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from filecmp import cmp
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class Tokenizer:
 
     @property
     def has_tokens(self) -> bool:
-        return any(_is_file(self.folder / name) for name in (TOKENIZER, *VOCABULARY_FILES))
+        return has_tokenizer(self.folder)
 
     @property
     def parts(self) -> list[str]:
@@ -64,9 +65,11 @@ def describe_tokenizer(folder: Path, model: Path | None, base_model: str) -> str
         "chat template": _compare_templates(saved, base),
     }
     differing = [part for part, found in differences.items() if found]
+    if differences["tokenizer"] is None and not differing:
+        return f"note: {unused}; the tokenizer in {model} is of another form, and not compared"
     if not differing:
         return f"note: {unused}; the base model in {model} has the same"
-    reasons = "; ".join(each for found in differences.values() for each in found)
+    reasons = "; ".join(each for found in differences.values() for each in found or ())
     verb = "differs" if len(differing) == 1 else "differ"
     return (
         f"warning: {unused}, and the {_joined(differing)} {verb} from the base model's in {model}: "
@@ -75,9 +78,8 @@ def describe_tokenizer(folder: Path, model: Path | None, base_model: str) -> str
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Returns whether a base model's folder has what an adapter's can be compared with."""
-    names = (TOKENIZER, TOKENIZER_CONFIG, *VOCABULARY_FILES)
-    return any(_is_file(folder / name) for name in names)
+    """Returns whether a folder has what makes up a tokenizer."""
+    return any(_is_file(folder / name) for name in (TOKENIZER, *VOCABULARY_FILES))
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
@@ -93,9 +95,11 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(folder, tokens, _read_template(folder, config))
 
 
-def _compare_tokens(saved: Tokenizer, base: Tokenizer) -> list[str]:
-    """Returns how the tokenizers differ, in words. Of other parts, such as what splits text before,
-    equal ones are written differently by different releases, and trainers do not change them."""
+def _compare_tokens(saved: Tokenizer, base: Tokenizer) -> list[str] | None:
+    """Returns how the tokenizers differ, in words; None if their files cannot be compared.
+
+    Other parts, such as what splits text before, are not: releases write equal ones differently,
+    and trainers do not change them."""
     if not (saved.tokens and base.tokens):
         return _compare_files(saved.folder, base.folder)
     found = []
@@ -113,12 +117,14 @@ def _compare_tokens(saved: Tokenizer, base: Tokenizer) -> list[str]:
     return found
 
 
-def _compare_files(saved: Path, base: Path) -> list[str]:
-    """Compares tokenizers of other forms."""
+def _compare_files(saved: Path, base: Path) -> list[str] | None:
     both = [name for name in VOCABULARY_FILES if _is_file(saved / name) and _is_file(base / name)]
     if not both:
-        return ["its files are of another form"]
-    others = [name for name in both if (saved / name).read_bytes() != (base / name).read_bytes()]
+        return None
+    try:
+        others = [each for each in both if not cmp(saved / each, base / each, shallow=False)]
+    except OSError:
+        return None
     return [f"it has another {name}" for name in others]
 
 

@@ -112,7 +112,13 @@ def test_another_chat_template(save, base, form):
 def test_tokenizers_of_other_forms(save, base):
     folder = save("adapter")
     (folder / "tokenizer.model").write_bytes(b"one")
-    assert "its files are of another form" in describe_tokenizer(folder, base, "")
+    assert describe_tokenizer(folder, base, "") == (
+        f"note: tokenizer beside the adapter is not used; the tokenizer in {base} is of another "
+        "form, and not compared"
+    )
+    (folder / "chat_template.jinja").write_text("x")
+    assert "chats are formatted with the base model's" in describe_tokenizer(folder, base, "")
+    (folder / "chat_template.jinja").unlink()
     (base / "tokenizer.model").write_bytes(b"two")
     assert "it has another tokenizer.model" in describe_tokenizer(folder, base, "")
     (base / "tokenizer.model").write_bytes(b"one")
@@ -158,6 +164,7 @@ HOSTILE: dict[str, bytes] = {
 @pytest.mark.parametrize("case", HOSTILE)
 def test_malformed_files(save, base, case):
     folder = save("adapter")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.json"):
         (folder / name).write_bytes(HOSTILE[case])
-    assert describe_tokenizer(folder, base, "").startswith("warning: tokenizer ")
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    assert " is of another form, and not compared" in describe_tokenizer(folder, base, "")
