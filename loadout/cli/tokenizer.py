@@ -54,11 +54,11 @@ def describe_tokenizer(folder: Path, model: Path | None, base_model: str) -> str
     parts = saved.parts
     if not parts:
         return ""
-    are = "is" if len(parts) == 1 else "are"
+    are, differ = ("is", "it differs") if len(parts) == 1 else ("are", "they differ")
     unused = f"{_joined(parts)} beside the adapter {are} not used"
     model = model or _find_model(folder, base_model)
     if model is None:
-        return f"note: {unused}; --model DIR, the base model's folder, says whether they differ"
+        return f"note: {unused}; --model DIR, the base model's folder, says whether {differ}"
     base = read_tokenizer(model)
     differences = {
         "tokenizer": _compare_tokens(saved, base) if saved.has_tokens else [],

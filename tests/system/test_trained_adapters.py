@@ -18,7 +18,15 @@ from adapter_store.checkpoint.strip import strip
 from loadout import errors
 from loadout.cli.__main__ import main
 from tests.system.services import Services
-from tests.system.trained import WEIGHTS, Trainer, as_checkpoint, edited, linked, sharded
+from tests.system.trained import (
+    SNAPSHOT,
+    WEIGHTS,
+    Trainer,
+    as_checkpoint,
+    edited,
+    linked,
+    sharded,
+)
 from tests.system.zoo import ALL, AdapterSpec, Zoo, make_zoo
 
 PROMPT = [ord(char) for char in "the quick brown fox"]
@@ -166,6 +174,9 @@ WAYS = {
     "all, with patterns": Way(
         lora(target_modules=ALL, rank_pattern={"q_proj": 7}, alpha_pattern={"layers.1.mlp.*": 3})
     ),
+    "all but some modules": Way(
+        lora(target_modules="all-linear", exclude_modules=["down_proj"], lora_dropout=0.1)
+    ),
     "some layers": Way(lora(target_modules=["down_proj"], layers_to_transform=[1])),
     "a regular expression": Way(lora(target_modules=r".*self_attn\.[qk]_proj")),
     "bfloat16": Way(in_bfloat16),
@@ -192,6 +203,10 @@ WAYS = {
     ),
     "sharded": Way(split, oracle="whole"),
     "links of a hub's cache": Way(lambda trainer: linked(trainer.lora(), trainer.folder / "hub")),
+    "links of a hub's cache that the store reads": Way(
+        lambda trainer: f"file://{linked(trainer.lora(), trainer.folder / 'hub')}",
+        oracle=f"hub/{SNAPSHOT}",
+    ),
     "several in one folder, one at its top": Way(several("default", "other")),
     "a local path of another machine": Way(
         named("/mnt/nfs/models/llama"), ("base model llama: ", "'/mnt/nfs/models/llama'\n")

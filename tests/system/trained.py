@@ -20,6 +20,9 @@ from safetensors.torch import load_file, save_file
 from tests.system.zoo import VOCAB
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+REPOSITORY = "models--acme--french"
+SNAPSHOT = f"{REPOSITORY}/snapshots/{'c' * 40}"
+"""Where a hub's cache has a commit's files, as links."""
 
 
 @dataclass
@@ -132,8 +135,8 @@ def sharded(whole: Path, folder: Path) -> Path:
 def linked(folder: Path, cache: Path) -> Path:
     """Moves an adapter to where a hub's client would have it; returns the folder of links."""
     files = [path for path in folder.iterdir() if path.is_file()]
-    repository = cache / "models--acme--french"
-    snapshot, blobs = repository / "snapshots" / ("c" * 40), repository / "blobs"
+    snapshot, repository = cache / SNAPSHOT, cache / REPOSITORY
+    blobs = repository / "blobs"
     for each in (snapshot, blobs, repository / "refs"):
         each.mkdir(parents=True)
     (repository / "refs" / "main").write_text(snapshot.name)

@@ -67,7 +67,7 @@ def test_without_the_base_model_nothing_is_compared(save):
     folder = save("adapter", WHOLE, adapter_config={"base_model_name_or_path": "/nowhere/llama"})
     assert describe_tokenizer(folder, None, "org/llama") == (
         "note: tokenizer beside the adapter is not used; --model DIR, the base model's folder, "
-        "says whether they differ"
+        "says whether it differs"
     )
 
 
@@ -140,7 +140,7 @@ def test_the_base_model_is_found_on_this_machine(save, base, tmp_path, monkeypat
     by_path = save("a", WHOLE, adapter_config={"base_model_name_or_path": str(base)})
     assert f"in {base} has the same" in describe_tokenizer(by_path, None, "")
     by_name = save("b", WHOLE, adapter_config={"base_model_name_or_path": "org/llama"})
-    assert "says whether they differ" in describe_tokenizer(by_name, None, "")
+    assert "says whether it differs" in describe_tokenizer(by_name, None, "")
     repository = tmp_path / "hub" / "models--org--llama"
     snapshot = repository / "snapshots" / ("c" * 40)
     snapshot.parent.mkdir(parents=True)
