@@ -9,18 +9,15 @@ from datetime import datetime, timedelta
 from sqlalchemy import (
     ColumnElement,
     Connection,
-    and_,
     delete,
     exists,
     func,
     insert,
-    or_,
     select,
     update,
 )
 
 from adapter_store.catalog.database import upsert
-from adapter_store.catalog.layouts import is_live
 from adapter_store.catalog.lookup import to_micros
 from adapter_store.catalog.schema import announcements, layout_bases, layouts
 from adapter_store.core import Announcement
@@ -36,6 +33,7 @@ MAX_PER_LAYOUT = 16
 what others leave."""
 
 _FOR_EVER = 1 << 62
+"""Of what is not renewed: it counts while its layout is live, also once that is live again."""
 
 
 def add(
@@ -44,7 +42,6 @@ def add(
     announcement_id: str,
     announcement: Announcement,
     time: datetime,
-    live_since: int,
     account: str,
     share: float,
 ) -> bool:
@@ -55,7 +52,7 @@ def add(
     Returns whether there are new names, or the layout had no server. Raises LimitExceeded if it has
     too many announcements, or too many of this account.
     """
-    expire(conn, time, live_since, layout_id)
+    expire(conn, time, layout_id)
     of_layout = announcements.c.layout_id == layout_id
     query = select(announcements.c.announcement_id, announcements.c.announced_by)
     known = {row[0]: row[1] for row in conn.execute(query.where(of_layout))}
@@ -124,14 +121,10 @@ def renew(conn: Connection, announcement_id: str, time: datetime) -> str | None:
     return str(row.layout_id)
 
 
-def expire(conn: Connection, time: datetime, live_since: int, layout_id: str = "") -> int:
+def expire(conn: Connection, time: datetime, layout_id: str = "") -> int:
     """Deletes the announcements that have ended, of one layout or of all, with the aliases that no
     other announcement of their layout has; returns their number."""
-    is_in_use = exists().where(
-        layouts.c.layout_id == announcements.c.layout_id, is_live(live_since)
-    )
-    is_over = and_(~announcements.c.is_renewed, ~is_in_use)
-    where = [or_(announcements.c.expire_time <= to_micros(time), is_over)]
+    where = [announcements.c.expire_time <= to_micros(time)]
     if layout_id:
         where.append(announcements.c.layout_id == layout_id)
     ended = select(announcements.c.layout_id, func.count()).where(*where)

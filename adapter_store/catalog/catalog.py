@@ -299,7 +299,6 @@ class Catalog:
         with self._database.write() as conn:
             is_first = announcements.add(
                 *(conn, layout_id, announcement_id, announcement, now),
-                live_since=self._live_since(),
                 account=account,
                 share=share,
             )
@@ -324,7 +323,7 @@ class Catalog:
         """See announcements.expire."""
         now = self._clock()
         with self._database.write() as conn:
-            num_ended = announcements.expire(conn, now, self._live_since())
+            num_ended = announcements.expire(conn, now)
         old = [key for key, last in self._renewals.items() if now - last > announcements.LASTS_FOR]
         for key in old:
             self._renewals.pop(key, None)
@@ -382,7 +381,7 @@ class Catalog:
         """Returns a page of layouts, from the first after the one with this id, and the id that the
         next page is after ("" for the last)."""
         with self._database.read() as conn:
-            page = layouts.page(conn, after, PAGE_LAYOUTS + 1, self._clock())
+            page = layouts.page(conn, after, PAGE_LAYOUTS + 1, self._clock(), self._live_since())
         more = len(page) > PAGE_LAYOUTS
         return page[:PAGE_LAYOUTS], page[PAGE_LAYOUTS - 1].layout_id if more else ""
 
@@ -491,7 +490,8 @@ class Catalog:
     def _all_shown(self, records: Sequence[AdapterRecord]) -> list[AdapterRecord]:
         """See lookup.shown."""
         now = lookup.to_micros(self._clock())
-        return [lookup.shown(record, now) for record in records]
+        live_since = self._live_since()
+        return [lookup.shown(record, now, live_since) for record in records]
 
     def _live_since(self) -> int:
         return layouts.live_since(self._clock(), self._layout_ttl)

@@ -19,6 +19,7 @@ from sqlalchemy import (
     exists,
     func,
     insert,
+    or_,
     select,
     update,
 )
@@ -215,7 +216,9 @@ def forget_unused_images(conn: Connection, since: int) -> int:
     return conn.execute(delete(images).where(*where)).rowcount
 
 
-def page(conn: Connection, after: str, limit: int, time: datetime) -> list[LayoutInfo]:
+def page(
+    conn: Connection, after: str, limit: int, time: datetime, live_since: int
+) -> list[LayoutInfo]:
     """Returns layouts in order of their ids, from the first after `after`, as they are at this
     time."""
     is_ready = images.c.state == ImageState.READY.value
@@ -241,8 +244,12 @@ def page(conn: Connection, after: str, limit: int, time: datetime) -> list[Layou
     for row in conn.execute(of_layouts.order_by(*order)):  # the base model, then its aliases
         names.setdefault(row.layout_id, []).append(row.base_model)
     ranks: dict[str, list[int]] = {}
-    announced = select(announcements.c.layout_id, announcements.c.max_rank).where(
-        announcements.c.layout_id.in_(layout_ids), announcements.c.expire_time > to_micros(time)
+    announced = (
+        select(announcements.c.layout_id, announcements.c.max_rank)
+        .join(layouts, layouts.c.layout_id == announcements.c.layout_id)
+        .where(announcements.c.layout_id.in_(layout_ids))
+        .where(announcements.c.expire_time > to_micros(time))
+        .where(or_(announcements.c.is_renewed, is_live(live_since)))
     )
     for row in conn.execute(announced.order_by(announcements.c.max_rank)):
         ranks.setdefault(row.layout_id, []).append(row.max_rank)

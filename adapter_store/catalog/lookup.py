@@ -18,6 +18,7 @@ from adapter_store.catalog.schema import (
     blobs,
     images,
     layout_bases,
+    layouts,
     versions,
 )
 from adapter_store.core import (
@@ -230,13 +231,18 @@ def _layouts_by_base(conn: Connection, base_models: Iterable[str]) -> dict[str, 
 def _servers(conn: Connection, layout_ids: Iterable[str]) -> dict[str, list[ServerLimits]]:
     """Returns the limits of the servers of each of these layouts, the lowest ranks first."""
     query = (
-        select(announcements)
+        select(announcements, layouts.c.last_use_time)
+        .join(layouts, layouts.c.layout_id == announcements.c.layout_id)
         .where(announcements.c.layout_id.in_(layout_ids))
         .order_by(announcements.c.max_rank, announcements.c.announcement_id)
     )
     result: dict[str, list[ServerLimits]] = {}
     for row in conn.execute(query):
-        limits = ServerLimits(row.announcement_id, row.max_rank, row.expire_time)
+        limits = ServerLimits(
+            *(row.announcement_id, row.max_rank, row.expire_time),
+            is_unrenewed=not row.is_renewed,
+            last_use_time=row.last_use_time,
+        )
         result.setdefault(row.layout_id, []).append(limits)
     return result
 
@@ -270,9 +276,10 @@ def hidden_micros(create_time: int, verdict: LayoutVerdict, now: int) -> int:
     return max(0, lasts - max(0, age))
 
 
-def shown(record: AdapterRecord, now: int) -> AdapterRecord:
+def shown(record: AdapterRecord, now: int, live_since: int) -> AdapterRecord:
     """Returns the record as it is at this time, in microseconds: without the servers that are gone,
-    and with those verdicts as PENDING that it does not show yet."""
+    and with those verdicts as PENDING that it does not show yet. Layouts used since `live_since`
+    are live."""
     create_time = to_micros(record.create_time)
     verdicts = []
     for each in record.verdicts:
@@ -280,6 +287,11 @@ def shown(record: AdapterRecord, now: int) -> AdapterRecord:
         if hidden_micros(create_time, each, now) > 0:
             is_built = each.state is not ImageState.PENDING
             verdict = LayoutVerdict(each.layout_id, ImageState.PENDING, is_hidden=is_built)
-        servers = tuple(server for server in each.servers if server.expire_time > now)
+        servers = tuple(
+            server
+            for server in each.servers
+            if server.expire_time > now
+            and (server.last_use_time >= live_since or not server.is_unrenewed)
+        )
         verdicts.append(replace(verdict, servers=servers))
     return replace(record, verdicts=tuple(verdicts))

@@ -91,12 +91,15 @@ def test_server_that_renews_nothing_is_known_as_long_as_its_layout_is_in_use(sha
     assert shared.use_layout("L") is False  # what is pulled for it shows that it lives
     clock.now += TTL - SECOND
     assert shared.expire_announcements() == 0
-    assert shared.layout_bases("L") == ["alias of old", BASE]
-    assert shared.served_layouts() == ["L"]
+    assert (shared.served_layouts(), limits(names)) == (["L"], [("old", 0)])
     clock.now += 2 * SECOND
-    assert shared.served_layouts() == []
-    assert shared.expire_announcements() == 1
-    assert (shared.layout_bases("L"), limits(names)) == ([BASE], [])
+    assert shared.expire_announcements() == 0
+    assert (shared.served_layouts(), limits(names)) == ([], [])
+    assert [each.max_ranks for each in shared.layout_page()[0]] == [()]
+    assert shared.known_base_models(AdapterName("default", "x")).served == {}
+    assert shared.use_layout("L")  # it had no adapters to pull
+    assert (shared.served_layouts(), limits(names)) == (["L"], [("old", 0)])
+    assert shared.layout_bases("L") == ["alias of old", BASE]
 
 
 def test_server_of_this_release_replaces_those_that_renew_nothing(catalog, names):
