@@ -70,7 +70,7 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(name=names, digest=digests, pinned=st.booleans(), keep=st.sampled_from([0, 1, 2]))
     def register(self, name: AdapterName, digest: str, pinned: bool, keep: int) -> None:
         new = NewVersion(name, digest, "base", "", 1, (), 1, pinned=pinned)
-        record, revision, deleted, _ = self.catalog.register(new, keep=keep)
+        record, revision, deleted, *_ = self.catalog.register(new, keep=keep)
         model = self.models.setdefault(name, Model())
         before = model.revision
         known = [version for version, d in model.versions.items() if d == digest]
