@@ -45,9 +45,7 @@ def add(
     account: str,
     share: float,
 ) -> bool:
-    """Records or renews an announcement, and its aliases as names of the layout's base model. One
-    that is renewed takes the places of those that are not: their servers have been replaced, or
-    announce themselves again when they connect.
+    """Records or renews an announcement, and its aliases as names of the layout's base model.
 
     Returns whether there are new names, or the layout had no server. Raises LimitExceeded if it has
     too many announcements, or too many of this account.
@@ -75,10 +73,6 @@ def add(
             index_elements=["announcement_id"], set_={"expire_time": expire_time}
         )
     )
-    if announcement.is_renewed:
-        unrenewed = delete(announcements).where(of_layout, ~announcements.c.is_renewed)
-        if conn.execute(unrenewed).rowcount:
-            _drop_aliases(conn, [layout_id])
     names = select(layout_bases.c.base_model).where(layout_bases.c.layout_id == layout_id)
     new = set(aliases) - set(conn.scalars(names))
     rows = [{"base_model": name, "layout_id": layout_id, "is_alias": True} for name in sorted(new)]
@@ -91,11 +85,12 @@ def _check_limit(layout_id: str, accounts: Sequence[str], account: str, share: f
     own = accounts.count(account)
     others = len(accounts) - own
     if own >= limit_of(MAX_PER_LAYOUT, others, share) or len(accounts) >= MAX_PER_LAYOUT:
+        of_which = f", of which one tenant's share is {share:.0%} of what others leave"
         raise LimitExceeded(
             f"announcement: {layout_id} has {own} different announcements by "
             f"{account or 'all callers together'} and {others} by others, and the most are "
-            f"{MAX_PER_LAYOUT}, of which one tenant's share is at most {share:.0%} of what others "
-            "leave; one goes an hour after its last server",
+            f"{MAX_PER_LAYOUT}{of_which if share < 1 else ''}; one goes an hour after its last "
+            "server",
             subject="announcement",
             reason="ANNOUNCEMENT_LIMIT",
         )

@@ -108,7 +108,7 @@ class Catalog:
         self._database.check()
         migrate(self._database)
         with self._database.write() as conn:
-            image_states.forget_unfinished(conn)
+            image_states.forget_compiling(conn)
         self._follower: Follower | None = None
         if isinstance(self._database, PostgresDatabase):
             self._follower = Follower(self._database, self.revision(), self._notify)

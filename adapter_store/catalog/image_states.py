@@ -197,12 +197,13 @@ def has_record(
     return conn.execute(query.limit(1)).first() is not None
 
 
-def forget_unfinished(conn: Connection) -> None:
+def forget_compiling(conn: Connection) -> None:
     """Resets the images that were being compiled when a process ended to pending, except those that
     another replica compiles now, and has a lease for."""
     lease = literal("image:") + images.c.digest + ":" + images.c.layout_id
     alive = exists().where(leases.c.key == lease, leases.c.expire_time > now_micros(conn))
-    conn.execute(delete(images).where(images.c.state.not_in(_FINAL), ~alive))
+    is_compiling = images.c.state == ImageState.COMPILING.value
+    conn.execute(delete(images).where(is_compiling, ~alive))
 
 
 def forget_all(conn: Connection) -> None:

@@ -287,11 +287,15 @@ def shown(record: AdapterRecord, now: int, live_since: int) -> AdapterRecord:
         if hidden_micros(create_time, each, now) > 0:
             is_built = each.state is not ImageState.PENDING
             verdict = LayoutVerdict(each.layout_id, ImageState.PENDING, is_hidden=is_built)
-        servers = tuple(
-            server
-            for server in each.servers
-            if server.expire_time > now
-            and (server.last_use_time >= live_since or not server.is_unrenewed)
-        )
-        verdicts.append(replace(verdict, servers=servers))
+        verdicts.append(replace(verdict, servers=_present(each.servers, now, live_since)))
     return replace(record, verdicts=tuple(verdicts))
+
+
+def _present(
+    servers: Sequence[ServerLimits], now: int, live_since: int
+) -> tuple[ServerLimits, ...]:
+    """Returns those that are there. Servers that renew nothing have mostly been replaced by those
+    that do; while there are none, they may be there if their layout is used."""
+    renewed = [each for each in servers if not each.is_unrenewed and each.expire_time > now]
+    unrenewed = (each for each in servers if each.is_unrenewed)
+    return tuple(renewed or (each for each in unrenewed if each.last_use_time >= live_since))

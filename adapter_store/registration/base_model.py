@@ -16,6 +16,8 @@ _SHOWN_CHARS = 160
 
 _CACHED = re.compile(r"models--([^/\\]+)--([^/\\]+)")
 """The folder of a model in the cache of a hub's client, for ORG/NAME."""
+_QUANTIZED = re.compile(r"(?i)(-unsloth)?(-bnb)?-[48]-?bits?$|-(awq|gptq)(-int[48])?$")
+"""What the names of quantized copies end with."""
 
 
 def choose_base_model(
@@ -24,10 +26,11 @@ def choose_base_model(
     """Returns the base model: what the caller has `given`, or else that of the name's current
     version, the one that a server has registered under a name that matches the one `in_config`, a
     name `in_config` that is no local path, the caller's `default`, or the only one that servers
-    have registered. One with a server now comes before those whose servers have gone.
+    have registered. Of several that match, one with a server now comes before those whose servers
+    have gone; else nothing depends on that: an outage must not send an adapter to another model.
 
     A version whose config named another model says nothing about this one. Raises InvalidArgument
-    with the candidates if that leaves it open.
+    with the candidates if that leaves it open, or with a `default` the config names another model.
     """
     if given:
         return BaseModelChoice(given, BaseModelSource.CALLER, "as given")
@@ -40,15 +43,16 @@ def choose_base_model(
         reason = f"registered by a server, and the adapter's config names {_show(in_config)}"
         return BaseModelChoice(matching[0], BaseModelSource.SERVED, reason)
     if in_config and not is_path:
+        if default:  # who is asked to load it cannot serve what it may be
+            raise _undecided(in_config, matching, known)
         reason = "as the adapter's config names it" + _others(matching, known)
         return BaseModelChoice(in_config, BaseModelSource.CONFIG, reason)
     if default:
         reason = "that of the server that was asked to load it"
         return BaseModelChoice(default, BaseModelSource.DEFAULT, reason)
-    candidates = _with_server(known.served, known)
-    if len(candidates) == 1:
+    if len(known.served) == 1:
         reason = "the only one that servers have registered"
-        return BaseModelChoice(candidates[0], BaseModelSource.ONLY_SERVED, reason)
+        return BaseModelChoice(next(iter(known.served)), BaseModelSource.ONLY_SERVED, reason)
     raise _undecided(in_config, matching, known)
 
 
@@ -63,8 +67,14 @@ def _is_as_before(in_config: str, is_path: bool, known: KnownBaseModels) -> bool
 
 def _matching(in_config: str, is_path: bool, known: KnownBaseModels) -> list[str]:
     """Returns the base models with a name that the config has, by the first of the rules that finds
-    any."""
-    candidates = set(_names_in(in_config, is_path))
+    any; or else with that name without what says that it is quantized: such adapters are trained on
+    a quantized copy, and serve the model."""
+    whole = set(_names_in(in_config, is_path))
+    plain = {_QUANTIZED.sub("", name) for name in whole}
+    return _named(whole, known) or _named(plain - whole, known)
+
+
+def _named(candidates: Collection[str], known: KnownBaseModels) -> list[str]:
     for is_match in (_is_equal, _is_equal_but_case, _has_equal_end, _has_equal_end_elsewhere):
         found = [
             base_model
@@ -155,7 +165,8 @@ def _others(matching: Collection[str], known: KnownBaseModels) -> str:
 def _undecided(
     in_config: str, matching: Collection[str], known: KnownBaseModels
 ) -> InvalidArgument:
-    has = f"has a local path, {_show(in_config)}" if in_config else "has none"
+    kind = "a local path, " if names_local_path(in_config) else ""
+    has = f"has {kind}{_show(in_config)}" if in_config else "has none"
     if matching:
         choice = f"which may be {_list(matching, known)}"
     elif known.served:

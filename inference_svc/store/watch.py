@@ -21,6 +21,8 @@ from servicekit.errors import ServiceError
 logger = logging.getLogger(__name__)
 
 MIN_DELAY_SECONDS, MAX_DELAY_SECONDS = 0.1, 1.0
+ANNOUNCE_AGAIN_SECONDS = 300.0
+"""How often a server that the store had no place to announce registers its layout again."""
 BEHIND_SECONDS = 2.0
 """Replicas that share a catalog are never further apart; after this long it is another catalog."""
 
@@ -122,7 +124,11 @@ class CatalogWatch:
             self._knows_history = True
         self._avoid, self._behind_since_s = frozenset(), None
         self._directory.watch_started(revision)
+        registered_s = time.monotonic()
         async for event in session.watch(self._directory.revision, announcement_id):
+            if not announcement_id and time.monotonic() - registered_s >= ANNOUNCE_AGAIN_SECONDS:
+                registered_s = time.monotonic()
+                await session.register_layout(self._layout, self._announcement)
             yield event
 
     def _check_behind(self, source: str, revision: int) -> None:

@@ -29,6 +29,7 @@ class TinyStore(pb_grpc.AdapterStoreServiceServicer):
     oldest: int = 0
     layouts: list[pb.ModelLayout] = field(default_factory=list)
     announcements: list[pb.Announcement] = field(default_factory=list)
+    announcement_id: str = ANNOUNCEMENT
     watched_from: list[int] = field(default_factory=list)
     watched_for: list[str] = field(default_factory=list)
     events: asyncio.Queue = field(default_factory=asyncio.Queue)
@@ -82,7 +83,7 @@ class TinyStore(pb_grpc.AdapterStoreServiceServicer):
         self.layouts.append(request.layout)
         self.announcements.append(request.announcement)
         return pb.RegisterLayoutResponse(
-            layout_id=LAYOUT, image_format=1, announcement_id=ANNOUNCEMENT
+            layout_id=LAYOUT, image_format=1, announcement_id=self.announcement_id
         )
 
     async def WatchAdapters(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802

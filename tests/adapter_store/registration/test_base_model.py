@@ -35,6 +35,9 @@ NONE = KnownBaseModels({})
         ("meta-llama/llama-3.1-8b", LLAMA),
         ("LLAMA", LLAMA),
         ("unsloth/Llama-3.1-8B", LLAMA),
+        ("unsloth/Llama-3.1-8B-unsloth-bnb-4bit", LLAMA),
+        ("/mnt/llama-AWQ", LLAMA),
+        ("qwen-GPTQ-Int4", QWEN),
     ],
 )
 def test_base_model_with_a_server_under_a_matching_name(in_config, base_model):
@@ -43,7 +46,7 @@ def test_base_model_with_a_server_under_a_matching_name(in_config, base_model):
     assert repr(in_config) in chosen.reason
 
 
-@pytest.mark.parametrize("in_config", ["unsloth/Llama-3.1-8B-bnb-4bit", "out/base", "gpt2"])
+@pytest.mark.parametrize("in_config", ["unsloth/Llama-3.2-8B-bnb-4bit", "out/base", "gpt2"])
 @pytest.mark.parametrize("known", [TWO, ONE, NONE])
 def test_model_that_no_server_has_is_recorded_as_named(in_config, known):
     chosen = choose_base_model("", in_config, known)
@@ -65,8 +68,9 @@ def test_base_models_with_a_server_come_before_those_whose_servers_are_gone():
     names = {name: frozenset({name}) for name in ("org/llama", "other/llama", QWEN)}
     known = KnownBaseModels(names, gone=frozenset({"org/llama", QWEN}))
     assert choose_base_model("", "/mnt/llama", known).name == "other/llama"
-    assert choose_base_model("", "/mnt/x", known).name == "other/llama"
     assert choose_base_model("", QWEN, known).name == QWEN
+    with pytest.raises(InvalidArgument, match="are gone"):  # an outage is no choice
+        choose_base_model("", "/mnt/x", known)
     with pytest.raises(InvalidArgument, match="'org/llama' \\(its servers are gone\\), 'other/"):
         choose_base_model("", "/mnt/x", KnownBaseModels(names, gone=frozenset({"org/llama"})))
     all_gone = KnownBaseModels({QWEN: frozenset({QWEN})}, gone=frozenset({QWEN}))
@@ -78,7 +82,8 @@ def test_the_server_that_was_asked_comes_before_the_only_one():
         chosen = choose_base_model("", "/mnt/x", known, LLAMA)
         assert (chosen.name, chosen.source) == (LLAMA, BaseModelSource.DEFAULT)
     assert choose_base_model("", "/mnt/qwen", TWO, LLAMA).name == QWEN
-    assert choose_base_model("", "gpt2", TWO, LLAMA).name == "gpt2"
+    with pytest.raises(InvalidArgument, match="json has 'gpt2', and servers have registered"):
+        choose_base_model("", "gpt2", TWO, LLAMA)
 
 
 @pytest.mark.parametrize("in_config", ["", "/mnt/models/x", "..", "~", "/"])

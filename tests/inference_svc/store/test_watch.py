@@ -43,6 +43,24 @@ class Watched:
         await self.client.close()
 
 
+def test_server_that_is_not_announced_tries_again(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_watch, "ANNOUNCE_AGAIN_SECONDS", 0.0)
+
+    async def body(store: TinyStore, address: str) -> None:
+        store.announcement_id = ""
+        async with Watched(address, engine.layout) as watched:
+            store.emit(6)
+            store.emit(7)
+            await until_async(lambda: watched.directory.revision == 7)
+            assert len(store.layouts) == 3
+            assert watched.layout_ids == [LAYOUT]
+            assert store.watched_for == [""]
+
+    serve(body)
+
+
 def test_layout_is_registered_and_names_are_watched(engine: Any) -> None:
     async def body(store: TinyStore, address: str) -> None:
         async with Watched(address, engine.layout) as watched:
