@@ -1,12 +1,12 @@
 """Writes metrics in Prometheus' text format.
 
 The same bytes as prometheus_client's, which checks and escapes the name of every sample anew, in a
-fifth of its time: a scrape takes it from the calls that its process answers.
+third of its time: a scrape takes it from the calls that its process answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -22,16 +22,15 @@ def exposition(registry: Collector) -> tuple[bytes, str]:
 def write_text(families: Iterable[Metric]) -> bytes:
     """Returns counters, gauges, histograms and summaries in the text format. Names are valid ones
     of Prometheus' data model; samples have no times of their own."""
-    return "".join(line for family in families for line in _lines(family)).encode()
-
-
-def _lines(family: Metric) -> Iterator[str]:
-    name = f"{family.name}_total" if family.type == "counter" else family.name
-    text = family.documentation.replace("\\", r"\\").replace("\n", r"\n")
-    yield f"# HELP {name} {text}\n# TYPE {name} {family.type}\n"
-    for sample in family.samples:
-        labels = _labels(sample.labels) if sample.labels else ""
-        yield f"{sample.name}{labels} {floatToGoString(sample.value)}\n"
+    lines: list[str] = []
+    for family in families:
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        text = family.documentation.replace("\\", r"\\").replace("\n", r"\n")
+        lines.append(f"# HELP {name} {text}\n# TYPE {name} {family.type}\n")
+        for sample in family.samples:
+            labels = _labels(sample.labels) if sample.labels else ""
+            lines.append(f"{sample.name}{labels} {floatToGoString(sample.value)}\n")
+    return "".join(lines).encode()
 
 
 def _labels(labels: dict[str, str]) -> str:
@@ -40,4 +39,6 @@ def _labels(labels: dict[str, str]) -> str:
 
 
 def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+    if "\\" in value or "\n" in value or '"' in value:
+        return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+    return value
