@@ -37,9 +37,8 @@ from adapter_store.images.plan import (
 CHUNK_BYTES = 1 << 20
 TRANSPOSE_BYTES = 32 << 10
 """A transposed copy in blocks of this size stays in the first-level cache."""
-PARTS_AT_ONCE = min(4, 1 + (os.cpu_count() or 1))
-"""Parts of one image that are filled at the same time: one more than there are processors, so that
-none waits for the next."""
+PARTS_AT_ONCE = min(4, os.cpu_count() or 1)
+"""Parts of one image that are begun, besides the one that is waited for."""
 
 # bf16 has no numpy type, and a copy needs none.
 _INTEGERS = {2: torch.int16, 4: torch.int32}
@@ -92,7 +91,7 @@ def compile_parts(
     """Fills `buffer` (uint8 [plan.total_bytes]) and yields each part, in order, once its bytes are
     final. The first `num_final` parts are final already: they are not written and not yielded.
 
-    With `threads`, PARTS_AT_ONCE are filled and hashed concurrently. The image is valid only when
+    With `threads`, several are filled and hashed concurrently. The image is valid only when
     the generator ends without an error: a blob's bytes are compared with its digest at the very
     end. `buffer` is no longer written to when the generator has ended or is closed.
 
