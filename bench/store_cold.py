@@ -31,6 +31,7 @@ from typing import Any
 import boto3
 import torch
 
+from adapter_store.__main__ import SWITCH_S
 from adapter_store.api.convert import from_layout
 from adapter_store.blobs.local import LocalBlobs
 from adapter_store.checkpoint.files import WEIGHTS_FILE
@@ -87,6 +88,7 @@ def measure_phases(sources: Sources, uri: str, folder: Path, layers: int) -> dic
             parts = compile_parts(checkpoint, layout, plan, buffer, threads=threads)
             image = Image(plan, buffer, tuple(parts))
         with phases.timed("keep the source"):
+            staging.wait_durable()
             blobs.put(staging.folder, checkpoint.digest)
         with phases.timed("store"):
             write_image(folder / "image.safetensors", image)
@@ -188,6 +190,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/store_cold.json"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_S)  # as the store does
     result = measure(arguments.rounds, arguments.layers)
     for source, phases in result["milliseconds"].items():
         print(f"{source}, {result['source_bytes'] / 1e6:.1f} MB")
