@@ -31,7 +31,7 @@ from servicekit.telemetry.debug_bundle import (
     describe_settings,
     make_parts,
 )
-from servicekit.telemetry.metrics import exposition
+from servicekit.telemetry.exposition import exposition
 from servicekit.telemetry.recent_errors import RecentErrors
 
 

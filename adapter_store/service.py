@@ -352,10 +352,15 @@ class StoreService:
     async def refresh_pinned(self) -> None:
         """Applies the catalog's pins to the memory tier, and queues the images that layouts with
         servers miss."""
-        missing = self._images.set_pinned(await self._run(self._catalog.pinned_keys))
-        if missing:
-            served = frozenset(await self._run(self._catalog.served_layouts))
-            self._precompiler.queue_pinned(key for key in missing if key.layout_id in served)
+        self._apply_pins(*await self._run(self._served_and_pinned))
+
+    def _served_and_pinned(self) -> tuple[frozenset[str], list[ImageKey]]:
+        """Returns the layouts with servers, and the pinned images."""
+        return frozenset(self._catalog.served_layouts()), self._catalog.pinned_keys()
+
+    def _apply_pins(self, served: frozenset[str], pinned: list[ImageKey]) -> None:
+        missing = self._images.set_pinned(pinned)
+        self._precompiler.queue_pinned(key for key in missing if key.layout_id in served)
 
     async def status(self, caller: Principal = ANYONE) -> StoreStatus:
         return StoreStatus(await self._read(caller, self.read_catalog), self.read_work())
@@ -472,7 +477,8 @@ class StoreService:
         """Queues the images of a new current version, and applies a pin that may have moved."""
         recorded = await job
         record = recorded.record
-        served = frozenset(await self._run(self._catalog.served_layouts))
+        # Read together: the caller waits, and compiling begins as soon as something is queued.
+        served, pinned = await self._run(self._served_and_pinned)
         self._precompiler.queue_current(
             ImageKey(record.digest, verdict.layout_id)
             for verdict in record.verdicts
@@ -480,7 +486,7 @@ class StoreService:
             and not verdict.is_hidden
             and verdict.layout_id in served
         )
-        await self.refresh_pinned()
+        self._apply_pins(served, pinned)
         return recorded
 
     async def _resume(self, layout_id: str) -> None:

@@ -6,11 +6,15 @@ import errno
 import os
 import re
 import stat
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from adapter_store.checkpoint.json import parse_object, show
 from adapter_store.errors import CorruptData, InvalidAdapter, LimitExceeded
@@ -195,3 +199,16 @@ def _not_regular(name: str) -> InvalidAdapter:
 
 def _invalid_index(detail: str) -> InvalidAdapter:
     return InvalidAdapter(f"{INDEX_FILE}: {detail}", subject=INDEX_FILE, reason="INDEX_INVALID")
+
+
+class Scratch(threading.local):
+    """Each thread's bytes in flight, used again and again: to fault in new pages takes longer than
+    to read into them. More than `max_bytes` are not kept."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._data = np.empty(max_bytes, np.uint8)
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Returns bytes, not initialised, that are the caller's until the thread's next call."""
+        is_kept = num_bytes <= len(self._data)
+        return self._data[:num_bytes] if is_kept else np.empty(num_bytes, np.uint8)

@@ -190,12 +190,18 @@ class ModuleMatcher:
 
     def unweighted(self, weighted: Iterable[str]) -> frozenset[str]:
         """Returns the listed modules that match none of the names `weighted`."""
-        return self._entries.difference(tail for name in weighted for tail in path_tails(name))
+        left = set(self._entries)
+        for name in weighted:
+            if not left:
+                break
+            left.difference_update(path_tails(name))
+        return frozenset(left)
 
     def _is_excluded(self, name: str) -> bool:
         if self._exclude is not None:
             return bool(self._budget.match(self._exclude, name, full=True))
-        return not self._exclude_entries.isdisjoint(path_tails(name))
+        entries = self._exclude_entries
+        return bool(entries) and not entries.isdisjoint(path_tails(name))
 
     def _is_in_layers(self, name: str) -> bool:
         if not self._layers:
@@ -220,7 +226,11 @@ class ModuleMatcher:
 
 def path_tails(name: str) -> list[str]:
     """Returns what a list may name this path by: all of it, or the rest after any of its dots."""
-    return [name, *(name[index + 1 :] for index, char in enumerate(name) if char == ".")]
+    tails = [name]
+    while "." in name:
+        name = name.partition(".")[2]
+        tails.append(name)
+    return tails
 
 
 def _entries(value: str | tuple[str, ...]) -> frozenset[str]:

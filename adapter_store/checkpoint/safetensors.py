@@ -8,9 +8,9 @@ the data. Offsets count from the end of the header; tensors cover the data witho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from adapter_store.checkpoint.json import parse_object, show
 from adapter_store.core import DataType
@@ -37,6 +37,43 @@ class TensorRecord:
     shape: tuple[int, ...]
     offset: int
     length_bytes: int
+
+
+class Stored(Protocol):
+    """Bytes of one type in a file."""
+
+    @property
+    def file(self) -> str: ...
+    @property
+    def dtype(self) -> DataType: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def length_bytes(self) -> int: ...
+
+
+StoredT = TypeVar("StoredT", bound=Stored)
+
+
+def group_adjacent(items: Iterable[StoredT], max_bytes: int) -> list[list[StoredT]]:
+    """Groups what lies side by side in a file, of one type, into runs of at most `max_bytes`: what
+    is small costs a call per run, not each. A larger item is a run of its own."""
+    runs: list[list[StoredT]] = []
+    length = 0
+    last: StoredT | None = None
+    for item in sorted(items, key=lambda item: (item.file, item.offset)):
+        length += item.length_bytes
+        if (
+            last is None
+            or (last.file, last.dtype) != (item.file, item.dtype)
+            or last.offset + last.length_bytes != item.offset
+            or length > max_bytes
+        ):
+            runs.append([])
+            length = item.length_bytes
+        runs[-1].append(item)
+        last = item
+    return runs
 
 
 def read_header(

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adapter_store.checkpoint.files import RegularFile
-from adapter_store.checkpoint.safetensors import TensorRecord
+from adapter_store.checkpoint.files import RegularFile, Scratch
+from adapter_store.checkpoint.safetensors import TensorRecord, group_adjacent
 from adapter_store.core import DataType
 from adapter_store.errors import InvalidAdapter
 
@@ -44,6 +44,9 @@ _NOT_FINITE: dict[DataType, tuple[type[np.unsignedinteger], int, int]] = {
 }
 
 
+_scratch = Scratch(CHUNK_BYTES)
+
+
 def scan_tensors(folder: Path, records: Sequence[TensorRecord]) -> dict[str, bytes]:
     """Returns the sha256 of the raw bytes of each tensor, by its key.
 
@@ -52,7 +55,7 @@ def scan_tensors(folder: Path, records: Sequence[TensorRecord]) -> dict[str, byt
     with ExitStack() as stack:
         names = sorted({record.file for record in records})
         files = {name: stack.enter_context(RegularFile(folder, name)) for name in names}
-        runs = _runs(records)
+        runs = group_adjacent(records, CHUNK_BYTES)
         threads = min(MAX_THREADS, os.cpu_count() or 1, len(runs))
         with ThreadPoolExecutor(threads, "scan") as pool:
             scanned = list(pool.map(partial(_scan_run, files), runs))
@@ -69,31 +72,11 @@ def all_finite(data: NDArray[np.uint8], dtype: DataType) -> bool:
     return int((data.view(unsigned) & unsigned(mask)).max(initial=0)) < limit
 
 
-def _runs(records: Sequence[TensorRecord]) -> list[list[TensorRecord]]:
-    """Groups the records into runs of one type that are adjacent and together fill a chunk: small
-    tensors cost a read and a check per chunk, not each. A larger tensor is a run of its own."""
-    runs: list[list[TensorRecord]] = []
-    length = 0
-    for record in sorted(records, key=lambda r: (r.file, r.offset)):
-        last = runs[-1][-1] if runs else None
-        length += record.length_bytes
-        if (
-            last is None
-            or (last.file, last.dtype) != (record.file, record.dtype)
-            or last.offset + last.length_bytes != record.offset
-            or length > CHUNK_BYTES
-        ):
-            runs.append([])
-            length = record.length_bytes
-        runs[-1].append(record)
-    return runs
-
-
 def _scan_run(files: Mapping[str, RegularFile], run: list[TensorRecord]) -> dict[str, bytes]:
     first = run[0]
     if len(run) == 1:
         return {first.key: _scan_one(files[first.file], first)}
-    data = np.empty(sum(record.length_bytes for record in run), np.uint8)
+    data = _scratch.take(sum(record.length_bytes for record in run))
     files[first.file].read_into(first.offset, data.data)
     found = {}
     is_finite = all_finite(data, first.dtype)
@@ -107,7 +90,7 @@ def _scan_run(files: Mapping[str, RegularFile], run: list[TensorRecord]) -> dict
 
 
 def _scan_one(file: RegularFile, record: TensorRecord) -> bytes:
-    buffer = np.empty(min(CHUNK_BYTES, record.length_bytes), np.uint8)
+    buffer = _scratch.take(min(CHUNK_BYTES, record.length_bytes))
     sha256 = hashlib.sha256()
     for start in range(0, record.length_bytes, CHUNK_BYTES):
         chunk = buffer[: min(CHUNK_BYTES, record.length_bytes - start)]

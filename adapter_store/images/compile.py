@@ -1,29 +1,32 @@
 """Compiles a checkpoint into an image, part by part, and hashes the parts.
 
 Of each segment, one saved tensor is sliced, scaled in fp32, cast and transposed. Source rows pass
-through in chunks of about a megabyte, so that what is in flight stays in the processor's cache and
-memory stays near the image's own size.
+through in runs of about a megabyte: what is in flight stays in the processor's cache, small tensors
+that lie side by side are read, cast and checked together, and memory stays near the image's own
+size.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import threading
-from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+import os
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adapter_store.checkpoint.files import RegularFile
+from adapter_store.checkpoint.files import RegularFile, Scratch
 from adapter_store.checkpoint.open import TORCH_DTYPES, Checkpoint
-from adapter_store.checkpoint.safetensors import TensorRecord
-from adapter_store.core import ImagePart, Layout, Segment, SegmentKind, Target, TargetKind
+from adapter_store.checkpoint.safetensors import TensorRecord, group_adjacent
+from adapter_store.core import DataType, ImagePart, Layout, Segment, SegmentKind, TargetKind
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.images.buffers import allocate_buffer
 from adapter_store.images.plan import (
@@ -34,11 +37,16 @@ from adapter_store.images.plan import (
 CHUNK_BYTES = 1 << 20
 TRANSPOSE_BYTES = 32 << 10
 """A transposed copy in blocks of this size stays in the first-level cache."""
+PARTS_AT_ONCE = min(4, os.cpu_count() or 1)
+"""Parts of one image that are begun, besides the one that is waited for."""
 
 # bf16 has no numpy type, and a copy needs none.
 _INTEGERS = {2: torch.int16, 4: torch.int32}
+_NUMPY_INTEGERS: dict[int, type[np.signedinteger]] = {2: np.int16, 4: np.int32}
 
 _Shaped: TypeAlias = tuple[Segment, tuple[int, int]]
+
+_read_bytes, _cast_bytes = Scratch(CHUNK_BYTES), Scratch(CHUNK_BYTES)
 
 
 def use_one_thread_per_image() -> None:
@@ -83,9 +91,9 @@ def compile_parts(
     """Fills `buffer` (uint8 [plan.total_bytes]) and yields each part, in order, once its bytes are
     final. The first `num_final` parts are final already: they are not written and not yielded.
 
-    With `threads`, parts are hashed concurrently. The image is valid only when the generator ends
-    without an error: a blob's bytes are compared with its digest at the very end. `buffer` is no
-    longer written to when the generator has ended or is closed.
+    With `threads`, several are filled and hashed concurrently. The image is valid only when
+    the generator ends without an error: a blob's bytes are compared with its digest at the very
+    end. `buffer` is no longer written to when the generator has ended or is closed.
 
     Raises:
         IncompatibleAdapter: CAST_OVERFLOW (subject: the tensor), a value is not finite after
@@ -94,25 +102,13 @@ def compile_parts(
     """
     hashes: dict[str, bytes] | None = None if checkpoint.is_verified else {}
     with checkpoint.open_files() as files:
-
-        def parts() -> Iterator[ImagePart]:
-            for index, segments in enumerate(_segments_by_part(plan)):
-                part = ImagePart(index, *plan.parts[index], b"")
-                sources = [
-                    _source(checkpoint, layout.targets[segment.target], segment.kind)
-                    for segment, _ in segments
-                ]
-                if index >= num_final:
-                    outputs = _outputs(part, segments, plan, buffer)
-                    for source, output in zip(sources, outputs, strict=True):
-                        compile_segment(files, source, output, hashes)
-                    yield part
-                elif hashes is not None:
-                    for source in sources:
-                        compile_segment(files, source, None, hashes)
-
+        compiler = _PartCompiler(checkpoint, layout, plan, buffer, files, hashes, num_final)
+        parts = enumerate(_segments_by_part(plan))
+        jobs = (partial(compiler.compile, index, segments) for index, segments in parts)
         try:
-            yield from _hashed(parts(), buffer, threads)
+            for part in _in_order(jobs, threads):
+                if part.index >= num_final:
+                    yield part
         except IncompatibleAdapter:
             checkpoint.verify()  # a flipped bit must not look like an overflow
             raise
@@ -120,33 +116,26 @@ def compile_parts(
         raise checkpoint.corrupt()
 
 
-def _hashed(
-    parts: Iterator[ImagePart], buffer: torch.Tensor, threads: Executor | None
+def _in_order(
+    jobs: Iterable[Callable[[], ImagePart]], threads: Executor | None
 ) -> Iterator[ImagePart]:
-    """Yields the parts with their sha256; with `threads`, one is hashed while the next is filled.
-
-    More concurrency does not help: filling a part is many small steps in Python.
-    """
-    data = buffer.numpy().data
-    waiting: tuple[ImagePart, Future[bytes]] | None = None
+    """Yields what the jobs return; with `threads`, a few are done at the same time."""
+    if threads is None:
+        for job in jobs:
+            yield job()
+        return
+    started: deque[Future[ImagePart]] = deque()
     try:
-        for part in parts:
-            if threads is None:
-                yield replace(part, sha256=_sha256(data[part.start : part.end]))
-                continue
-            future = threads.submit(_sha256, data[part.start : part.end])
-            before, waiting = waiting, (part, future)
-            if before is not None:
-                yield replace(before[0], sha256=before[1].result())
-        if waiting is not None:
-            yield replace(waiting[0], sha256=waiting[1].result())
+        for job in jobs:
+            started.append(threads.submit(job))
+            if len(started) > PARTS_AT_ONCE:
+                yield started.popleft().result()
+        while started:
+            yield started.popleft().result()
     finally:
-        if waiting is not None:
-            wait([waiting[1]])
-
-
-def _sha256(data: memoryview) -> bytes:
-    return hashlib.sha256(data).digest()
+        for future in started:
+            future.cancel()
+        wait(started)
 
 
 def _segments_by_part(plan: ImagePlan) -> Iterator[list[_Shaped]]:
@@ -158,33 +147,7 @@ def _segments_by_part(plan: ImagePlan) -> Iterator[list[_Shaped]]:
         yield inside
 
 
-def _outputs(
-    part: ImagePart, segments: list[_Shaped], plan: ImagePlan, buffer: torch.Tensor
-) -> list[torch.Tensor]:
-    """Returns each segment's part of `buffer`, [rows, columns], and zeroes the gaps between."""
-    outputs = []
-    position = part.start
-    for segment, shape in segments:
-        buffer[position : segment.offset].zero_()
-        position = segment.offset + segment.length_bytes
-        values = buffer[segment.offset : position].view(TORCH_DTYPES[plan.dtype])
-        outputs.append(values.view(shape))
-    buffer[position : part.end].zero_()
-    return outputs
-
-
-def _source(checkpoint: Checkpoint, target: Target, kind: SegmentKind) -> Source:
-    weights = checkpoint.targets[target.name]
-    in_slice = target.in_slice or (0, target.in_features)
-    if kind is SegmentKind.A:
-        is_embedding = target.kind is TargetKind.EMBEDDING
-        return Source(weights.a, (0, weights.rank), in_slice, is_embedding, 1.0)
-    out_slice = target.out_slice or (0, target.out_features)
-    return Source(weights.b, out_slice, (0, weights.rank), True, weights.scale)
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
+class _Source(NamedTuple):
     """A saved tensor and how it becomes a segment: sliced, transposed or not, scaled."""
 
     record: TensorRecord
@@ -194,89 +157,174 @@ class Source:
     scale: float
 
 
-class _Scratch(threading.local):
-    """Each thread's chunk of source bytes."""
+class _Rows(NamedTuple):
+    """Some rows of a saved tensor: where they lie, and which of them, `kept`, become rows (or,
+    transposed, columns) of their segment from `start` on. `output` is that segment, [rows, columns]
+    of integers as wide as the layout's dtype; None if the rows are only hashed."""
 
-    def __init__(self) -> None:
-        self._data = np.empty(CHUNK_BYTES, np.uint8)
+    source: _Source
+    output: NDArray[Any] | None
+    num_values: int
+    kept: slice
+    start: int
+    file: str
+    dtype: DataType
+    offset: int
+    length_bytes: int
 
-    def take(self, num_bytes: int) -> NDArray[np.uint8]:
-        return self._data[:num_bytes] if num_bytes <= CHUNK_BYTES else np.empty(num_bytes, np.uint8)
+
+@dataclass(frozen=True, slots=True)
+class _PartCompiler:
+    """Fills parts of `buffer`; threads may fill different parts at the same time. With `hashes`,
+    adds the sha256 of each complete saved tensor, of which the first `num_final` parts need no
+    more."""
+
+    checkpoint: Checkpoint
+    layout: Layout
+    plan: ImagePlan
+    buffer: torch.Tensor
+    files: Mapping[str, RegularFile]
+    hashes: dict[str, bytes] | None
+    num_final: int
+
+    def compile(self, index: int, segments: Sequence[_Shaped]) -> ImagePart:
+        """Raises IncompatibleAdapter CAST_OVERFLOW, CorruptData if a file got shorter."""
+        start, end = self.plan.parts[index]
+        data = self.buffer[start:end].numpy()
+        is_final = index < self.num_final
+        outputs: list[NDArray[Any] | None] = [None] * len(segments)
+        if not is_final:
+            outputs = _outputs(data, start, segments, self.plan.dtype)
+        if not is_final or self.hashes is not None:
+            sources = [self._source(segment) for segment, _ in segments]
+            self._fill(sources, outputs)
+        return ImagePart(index, start, end, b"" if is_final else hashlib.sha256(data.data).digest())
+
+    def _source(self, segment: Segment) -> _Source:
+        target = self.layout.targets[segment.target]
+        weights = self.checkpoint.targets[target.name]
+        in_slice = target.in_slice or (0, target.in_features)
+        if segment.kind is SegmentKind.A:
+            is_embedding = target.kind is TargetKind.EMBEDDING
+            return _Source(weights.a, (0, weights.rank), in_slice, is_embedding, 1.0)
+        out_slice = target.out_slice or (0, target.out_features)
+        return _Source(weights.b, out_slice, (0, weights.rank), True, weights.scale)
+
+    def _fill(self, sources: Iterable[_Source], outputs: Iterable[NDArray[Any] | None]) -> None:
+        """Fills the segments of these sources."""
+        all_rows = self.hashes is not None
+        read = chain.from_iterable(
+            _split(source, output, all_rows=all_rows)
+            for source, output in zip(sources, outputs, strict=True)
+        )
+        hashers: defaultdict[str, Any] = defaultdict(hashlib.sha256)
+        for run in group_adjacent(read, CHUNK_BYTES):
+            data = _read_bytes.take(sum(rows.length_bytes for rows in run))
+            self.files[run[0].file].read_into(run[0].offset, data.data)
+            if self.hashes is not None:
+                position = 0
+                for rows in run:
+                    piece = data[position : position + rows.length_bytes]
+                    hashers[rows.source.record.key].update(piece.data)
+                    position += rows.length_bytes
+            if run[0].output is not None:
+                _compile_run(data, run, TORCH_DTYPES[self.plan.dtype])
+        if self.hashes is not None:
+            self.hashes.update((key, sha256.digest()) for key, sha256 in hashers.items())
 
 
-_scratch = _Scratch()
+def _outputs(
+    data: NDArray[np.uint8], start: int, segments: Sequence[_Shaped], dtype: DataType
+) -> list[NDArray[Any] | None]:
+    """Returns each segment's values in `data`, a part's bytes, which begin at `start` of the image;
+    zeroes the gaps between."""
+    outputs: list[NDArray[Any] | None] = []
+    position = 0
+    for segment, shape in segments:
+        begin = segment.offset - start
+        data[position:begin] = 0
+        position = begin + segment.length_bytes
+        outputs.append(data[begin:position].view(_NUMPY_INTEGERS[dtype.itemsize]).reshape(shape))
+    data[position:] = 0
+    return outputs
 
 
-def compile_segment(
-    files: Mapping[str, RegularFile],
-    source: Source,
-    output: torch.Tensor | None,
-    hashes: dict[str, bytes] | None,
-) -> None:
-    """Fills `output`, if given; with `hashes`, adds the sha256 of the complete saved tensor.
-
-    Raises IncompatibleAdapter CAST_OVERFLOW, CorruptData if the file got shorter.
-    """
-    record = source.record
+def _split(source: _Source, output: NDArray[Any] | None, *, all_rows: bool) -> Iterator[_Rows]:
+    """Yields the rows to be read, a chunk at a time."""
+    record, (begin, end) = source.record, source.rows
     num_rows, num_columns = record.shape
     row_bytes = num_columns * record.dtype.itemsize
-    chunk_rows = max(1, CHUNK_BYTES // row_bytes)
-    sha256 = hashlib.sha256()
-    first, last = (0, num_rows) if hashes is not None else source.rows
-    for row in range(first, last, chunk_rows):
-        end = min(row + chunk_rows, last)
-        data = _scratch.take((end - row) * row_bytes)
-        files[record.file].read_into(record.offset + row * row_bytes, data.data)
-        if hashes is not None:
-            sha256.update(data.data)
-        if output is not None:
-            values = torch.from_numpy(data).view(TORCH_DTYPES[record.dtype]).view(-1, num_columns)
-            _place(values, row, source, output)
-    if hashes is not None:
-        hashes[record.key] = sha256.digest()
+    step = max(1, CHUNK_BYTES // row_bytes)
+    first_read, last_read = (0, num_rows) if all_rows else (begin, end)
+    for first in range(first_read, last_read, step):
+        last = min(first + step, last_read)
+        kept = slice(max(begin - first, 0), max(min(end, last) - first, 0))
+        yield _Rows(
+            *(source, output, (last - first) * num_columns, kept, first + kept.start - begin),
+            *(record.file, record.dtype),
+            *(record.offset + first * row_bytes, (last - first) * row_bytes),
+        )
 
 
-def _place(values: torch.Tensor, row: int, source: Source, output: torch.Tensor) -> None:
-    """Writes saved rows [row, row + len(values)) to their place in `output`."""
-    num_rows, num_columns = values.shape
-    start, end = max(row, source.rows[0]), min(row + num_rows, source.rows[1])
-    if start >= end:
-        return
-    piece = values
-    if end - start < num_rows or source.columns != (0, num_columns):
-        piece = values[start - row : end - row, slice(*source.columns)]
-    if source.scale != 1.0:
-        piece = piece.float() * source.scale
-    elif piece.element_size() == 1:  # fp8: torch computes on it only through a wider type
-        piece = piece.float()
-    begin, finish = start - source.rows[0], end - source.rows[0]
-    if source.is_transposed:
-        piece = piece.to(output.dtype)
-        _check_finite(piece, source)
-        _copy_transposed(piece, output[:, begin:finish])
-    else:
-        part = output[begin:finish]
-        part.copy_(piece)
-        _check_finite(part, source)
+def _compile_run(data: NDArray[np.uint8], run: Sequence[_Rows], dtype: torch.dtype) -> None:
+    """Writes rows that were read in one go, and are scaled here in place, to their segments.
 
-
-def _check_finite(values: torch.Tensor, source: Source) -> None:
+    Raises IncompatibleAdapter CAST_OVERFLOW.
+    """
+    values = torch.from_numpy(data).view(TORCH_DTYPES[run[0].dtype])
+    sizes = [rows.num_values for rows in run]
+    # fp8: torch computes on it only through a wider type.
+    if values.element_size() == 1 or any(rows.source.scale != 1.0 for rows in run):
+        values = values.float()
+        for rows, piece in zip(run, values.split(sizes), strict=True):
+            if rows.source.scale != 1.0:
+                piece.mul_(rows.source.scale)
+    if values.dtype is not dtype:
+        cast = torch.from_numpy(_cast_bytes.take(values.numel() * dtype.itemsize)).view(dtype)
+        values = cast.copy_(values)
     # One pass: a sum is finite only if all values are. It may overflow by itself, or, for halves,
     # be rounded to infinity: only then check each value.
-    if math.isfinite(values.sum().item()) or torch.isfinite(values).all():
+    if not math.isfinite(values.sum().item()):
+        for rows, piece in zip(run, values.split(sizes), strict=True):
+            _check_finite(rows, piece)
+    integers = values.view(_INTEGERS[dtype.itemsize]).numpy()
+    position = 0
+    for rows in run:
+        _place(rows, integers[position : position + rows.num_values])
+        position += rows.num_values
+
+
+def _kept(rows: _Rows, values: Any) -> Any:
+    """Returns what the segment has of these rows' values, as a matrix."""
+    num_columns = rows.source.record.shape[1]
+    return values.reshape(-1, num_columns)[rows.kept, slice(*rows.source.columns)]
+
+
+def _check_finite(rows: _Rows, values: torch.Tensor) -> None:
+    if torch.isfinite(_kept(rows, values)).all():
         return
+    key = rows.source.record.key
     raise IncompatibleAdapter(
-        f"{source.record.key}: values are not finite after scaling by {source.scale:g} "
+        f"{key}: values are not finite after scaling by {rows.source.scale:g} "
         f"and casting to {str(values.dtype).removeprefix('torch.')}",
-        subject=source.record.key,
+        subject=key,
         reason="CAST_OVERFLOW",
     )
 
 
-def _copy_transposed(piece: torch.Tensor, output: torch.Tensor) -> None:
-    """output[:] = piece.T, for two tensors of one type."""
-    integers = _INTEGERS[piece.element_size()]
-    rows, columns = piece.view(integers).numpy(), output.view(integers).numpy()
-    step = max(64, TRANSPOSE_BYTES // max(1, piece.shape[1] * piece.element_size()))
-    for row in range(0, len(rows), step):
-        columns[:, row : row + step] = rows[row : row + step].T
+def _place(rows: _Rows, values: NDArray[Any]) -> None:
+    """Copies values to their place in the segment."""
+    assert rows.output is not None
+    kept = _kept(rows, values)
+    end = rows.start + len(kept)
+    if rows.source.is_transposed:
+        _copy_transposed(kept, rows.output[:, rows.start : end])
+    else:
+        rows.output[rows.start : end] = kept
+
+
+def _copy_transposed(values: NDArray[Any], output: NDArray[Any]) -> None:
+    """output[:] = values.T, for two matrices of one type."""
+    step = max(64, TRANSPOSE_BYTES // max(1, values.shape[1] * values.itemsize))
+    for row in range(0, len(values), step):
+        output[:, row : row + step] = values[row : row + step].T

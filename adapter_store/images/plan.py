@@ -177,6 +177,8 @@ def _check_complete(checkpoint: Checkpoint, layout: Layout) -> None:
     """
     config = checkpoint.config
     lost = checkpoint.lost_modules
+    if not lost:
+        return
     for target in layout.targets:
         entry = next((tail for tail in path_tails(target.name) if tail in lost), None)
         is_embedding = target.kind is TargetKind.EMBEDDING

@@ -211,8 +211,10 @@ class Registrar:
             if request.signature is not None:
                 signed_by = self._verify_signature(request, new.digest)
                 new = replace(new, signed_by=signed_by, signature=request.signature.value)
-        with child_span("commit"), self._blobs.guard(new.digest), _translate_disk_full():
-            recorded = self._commit(request, new, checkpoint)
+        with child_span("commit"), _translate_disk_full():
+            staging.wait_durable()  # they were being written to the disk during the check
+            with self._blobs.guard(new.digest):
+                recorded = self._commit(request, new, checkpoint)
         record = recorded.record
         logger.info(
             "adapter registered",
@@ -235,6 +237,7 @@ class Registrar:
     def _open(self, staging: Staging) -> Checkpoint:
         if staging.allows_pickle:
             with _translate_disk_full():
+                staging.wait_durable()  # a file that is replaced must not be missed by that
                 converted = convert_pickle(
                     staging.folder, self._checkpoint_limits, check_cancelled=staging.check_cancelled
                 )

@@ -1,4 +1,4 @@
-"""The folder where an adapter's files arrive: limited while written, durable when closed."""
+"""The folder where an adapter's files arrive: limited while written, durable soon after."""
 
 from __future__ import annotations
 
@@ -99,8 +99,9 @@ class Stop:
 
 
 class StagedFile:
-    """A file being written. Leaving the context makes it durable, unless an exception is raised.
-    While nothing is written it may be closed: see `suspend`."""
+    """A file being written. Leaving the context closes it, unless an exception is raised; then it
+    becomes durable: see `Staging.wait_durable`. While nothing is written it may be closed: see
+    `suspend`."""
 
     def __init__(self, staging: Staging, path: Path) -> None:
         self._staging = staging
@@ -132,12 +133,9 @@ class StagedFile:
             self._file = None
 
     def close(self) -> None:
-        """Makes the file durable."""
-        with self._staging.local_work():
-            try:
-                os.fsync(self._opened().fileno())
-            finally:
-                self.suspend()
+        """Ends the file, and starts to make it durable."""
+        self.suspend()
+        self._staging.start_sync(self._path)
         self._staging.add(SourceFile(self.name, self.size_bytes, self._sha256.hexdigest()))
 
     def _opened(self) -> FileIO:
@@ -189,15 +187,16 @@ class Staging:
         self._lock = threading.Lock()
         self._abandoned = threading.Event()
         self._files: list[SourceFile] = []
-        # Its threads start with the first large write.
-        self._hashers = ThreadPoolExecutor(FILES_AT_ONCE, "sha256")
+        self._syncs: list[Future[None]] = []
+        # Its threads start with the first large write, or the first file that is complete.
+        self._threads = ThreadPoolExecutor(FILES_AT_ONCE, "staging")
         self._num_working = 0
         self._worked_s = 0.0
         self._work_start_s = 0.0
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
-        """The files that are complete and durable, by name."""
+        """The files that are complete, by name."""
         with self._lock:
             return tuple(sorted(self._files, key=lambda file: file.name))
 
@@ -222,7 +221,7 @@ class Staging:
         """Removes the folder, unless it has become a blob, and gives back the staged bytes.
         Idempotent."""
         self.abandon()
-        self._hashers.shutdown(wait=False)
+        self._threads.shutdown(wait=False)
         shutil.rmtree(self.folder, ignore_errors=True)
         if self._staged is not None:
             self._staged.release()
@@ -230,8 +229,33 @@ class Staging:
     def start_hashing(self, update: Callable[[bytes], None], data: Any) -> Future[None]:
         """Calls a hash's `update` with data in a thread. Raises as `check_cancelled`, and
         RuntimeError if there are no more threads."""
+        return self._start(update, data)
+
+    def start_sync(self, path: Path) -> None:
+        """Makes a complete file durable in a thread: it is read meanwhile. Raises as
+        `start_hashing`."""
+        syncing = self._start(self._sync, path)
+        with self._lock:
+            self._syncs.append(syncing)
+
+    def wait_durable(self) -> None:
+        """Returns when all complete files are durable. Raises OSError."""
+        with self._lock:
+            syncs = [*self._syncs]
+        for syncing in syncs:
+            syncing.result()
+
+    def _sync(self, path: Path) -> None:
+        with self.local_work():
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def _start(self, work: Callable[[Any], None], subject: Any) -> Future[None]:
         try:
-            return self._hashers.submit(update, data)
+            return self._threads.submit(work, subject)
         except RuntimeError:
             self.check_cancelled()
             raise

@@ -55,7 +55,7 @@ class Upload:
                 self._write(chunk)
 
     def finish(self) -> None:
-        """Makes the files durable. Raises InvalidAdapter if they do not make up an adapter."""
+        """Ends the files. Raises InvalidAdapter if they do not make up an adapter."""
         with self._lock:
             chosen = self.staging.choose_files(self._sizes, "upload")
             for name, file in self._files.items():

@@ -33,7 +33,7 @@ MARGIN = 1.5
 """Factor by which a prefetched image must be more popular than what it displaces: else two equals
 would displace each other for ever."""
 CHECK_INTERVAL_S = 0.25
-"""Least time between two searches for something to prefetch."""
+"""Least time between two searches for something to prefetch, unless a name moves."""
 BACKOFF_S = 10.0
 """Time before an image that found no memory is tried again."""
 
@@ -114,10 +114,11 @@ class PrefetchPolicy:
         self._schedule_check(now_s)
 
     def on_repointed(self, old_digest: str, new_digest: str, now_s: float) -> None:
-        """Records that a name moved from one digest to the other."""
+        """Records that a name moved from one digest to the other. What is to be prefetched then is
+        searched at once: whoever registered the new one may request it in a few milliseconds."""
         self.popularity.inherit(new_digest, old_digest)
         self._backoff_until_s.pop(new_digest, None)
-        self._schedule_check(now_s)
+        self._next_check_s = now_s
 
     # The choice.
 

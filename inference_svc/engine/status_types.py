@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from servicekit.telemetry.histogram import HistogramState
 
 
-@dataclass(frozen=True, slots=True)
-class ResidentAdapter:
-    """`tier` is "device" or "host"; times are `time.time()` seconds."""
+class ResidentAdapter(NamedTuple):
+    """`tier` is "device" or "host"; times are `time.time()` seconds.
+
+    A tuple, since the engine pickles hundreds of them between two steps."""
 
     digest: str
     tier: str

@@ -45,7 +45,7 @@ TIER_GAUGES: dict[str, Callable[[TierStatus], float]] = {
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Describes the engine at `taken_time_s`, a unix time. `names` maps digests to the names that
-    point to them."""
+    point to them, in full."""
 
     status: EngineStatus
     residents: tuple[ResidentAdapter, ...]
@@ -105,7 +105,7 @@ async def _take_snapshot(engine: AsyncEngine, directory: Directory, max_resident
     return Snapshot(
         status,
         residents,
-        {digest: _short_names(directory.names_of(ANYONE, digest, MAX_NAMES)) for digest in digests},
+        {digest: directory.names_of(ANYONE, digest, MAX_NAMES) for digest in digests},
         directory.is_live,
         time.time(),
     )
@@ -139,8 +139,10 @@ def engine_metrics(
 
 
 def snapshot_gateway_metrics(snapshot: Snapshot, max_loras: int) -> Iterator[Metric]:
+    # Here and not where the snapshot is taken: on the event loop all calls wait.
+    names = {digest: _short_names(found) for digest, found in snapshot.names.items()}
     return gateway_metrics(
-        *(snapshot.status, snapshot.residents, snapshot.names),
+        *(snapshot.status, snapshot.residents, names),
         max_loras=max_loras,
         taken_time_s=snapshot.taken_time_s,
     )

@@ -18,8 +18,9 @@ from inference_svc.errors import QueueFull
 from inference_svc.metrics.definitions import DEFINITIONS
 from inference_svc.metrics.engine import Snapshot, engine_metrics, snapshot_gateway_metrics
 from inference_svc.metrics.top_adapters import AdapterCounts, TopAdapters
+from servicekit.telemetry.exposition import exposition
 from servicekit.telemetry.histogram import WAIT_BOUNDS_S, Histogram
-from servicekit.telemetry.metrics import MetricRegistry, ScrapeCollector, exposition
+from servicekit.telemetry.metrics import MetricRegistry, ScrapeCollector
 
 MAX_ADAPTERS = 50
 """Default number of adapters with series of their own."""

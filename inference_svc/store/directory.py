@@ -311,7 +311,8 @@ class Directory:
             self._changed_at[event.name] = event.revision
 
     def _move(self, event: NameEvent) -> None:
-        """Forgets what a name points to, and what that was if it is in use here."""
+        """Forgets what a name points to, and what that was if it is in use here: then it looks up
+        the new one, before somebody has to wait for it."""
         cached = self._cache.get(event.name)
         self._cache.remove_name(event.name)
         old = self._superseded.previous(event.name)
@@ -323,6 +324,9 @@ class Directory:
         new = Version(f"{event.name}@{event.version}", event.digest) if event.digest else None
         if new is not None and new.digest != old.digest:
             self.on_repointed(old.digest, new.digest)
+            key = LookupKey(parse_ref(event.name, "adapter"), None)
+            if cached is not None and key not in self._lookups:
+                self._start_lookup(key)
         is_used = any(True for _ in self._cache.refs_of(old.digest))
         self._superseded.move(event.name, old, new, is_used=is_used)
 

@@ -8,6 +8,7 @@ otlp            sends spans over OTLP; imports OpenTelemetry, loaded on demand
 metrics         defines metrics, and the registry that makes and exports them
 histogram       durations counted in buckets, cheap enough for every step
 place_metrics   metrics of what tenants share, the same for each service
+exposition      writes metrics in the text format
 metrics_server  serves metrics over HTTP
 recent_errors   the calls that failed most recently, by method and reason
 debug_bundle    makes the parts of a debug bundle, without secrets

@@ -20,7 +20,6 @@ from prometheus_client.core import (
     Metric,
     SummaryMetricFamily,
 )
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -205,8 +204,3 @@ class MetricRegistry(CollectorRegistry):
             return [self._definitions.samples(key, values) for key, values in by_key.items()]
 
         self.collect_families(collect)
-
-
-def exposition(registry: CollectorRegistry) -> tuple[bytes, str]:
-    """Returns a scrape in the text format, and its media type. It may block on what is scraped."""
-    return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4

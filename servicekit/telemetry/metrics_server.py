@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import socket
 import threading
@@ -9,12 +10,14 @@ import time
 from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
 from typing import Any
+from urllib.parse import parse_qs
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry
 
 from servicekit.errors import ShareExceeded
 from servicekit.shares import Reservation, Shares
+from servicekit.telemetry.exposition import exposition
 
 POLL_SECONDS = 0.05
 """How often the server's thread checks whether to stop; closing takes this long."""
@@ -24,6 +27,8 @@ ones are closed."""
 REQUEST_SECONDS = 10.0
 """How long a request may take to arrive, and its answer to be read."""
 MAX_HEADER_BYTES = 16 << 10
+GZIP_LEVEL = 1
+"""The lowest: higher ones take several times as long, and a scraper is near."""
 _END_OF_HEADERS = b"\r\n\r\n"
 
 
@@ -93,14 +98,27 @@ class _ServerV6(_Server):
 
 
 def _text_app(registry: CollectorRegistry) -> Callable[..., Iterable[bytes]]:
-    """Returns an application that always answers in the text format: prometheus_client's
-    OpenMetrics replaces the colons in the names that gateways expect."""
-    app = make_wsgi_app(registry)
+    """Returns an application that always answers in the text format: OpenMetrics has no colons in
+    names, which gateways expect."""
 
     def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        return app({**environ, "HTTP_ACCEPT": ""}, start_response)
+        if environ["REQUEST_METHOD"] != "GET":
+            start_response("405 Method Not Allowed", [("Allow", "GET")])
+            return [b""]
+        names = parse_qs(environ.get("QUERY_STRING", "")).get("name[]")
+        data, media_type = exposition(registry.restricted_registry(names) if names else registry)
+        headers = [("Content-Type", media_type)]
+        if _accepts_gzip(environ.get("HTTP_ACCEPT_ENCODING", "")):
+            data = gzip.compress(data, GZIP_LEVEL)
+            headers.append(("Content-Encoding", "gzip"))
+        start_response("200 OK", headers)
+        return [data]
 
     return answer
+
+
+def _accepts_gzip(encodings: str) -> bool:
+    return any(each.partition(";")[0].strip() == "gzip" for each in encodings.split(","))
 
 
 class MetricsServer:

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -252,6 +253,38 @@ def test_parts_hash_the_image(make_adapter, make_layout):
         assert part.sha256 == hashlib.sha256(data[part.start : part.end]).digest()
     joined = b"".join(part.sha256 for part in image.parts)
     assert image.sha256 == trailer_sha256(image.parts) == hashlib.sha256(joined).digest()
+
+
+@pytest.mark.parametrize("is_blob", [False, True])
+def test_parts_are_the_same_from_several_threads(make_adapter, make_layout, is_blob):
+    """In order, also behind those that are final already."""
+    folder = make_adapter((*ALL, "embed_tokens", "lm_head"), rank=3)
+    checkpoint, layout = open_checkpoint(folder), make_layout(DataType.BFLOAT16)
+    expected = compile_image(checkpoint, layout)
+    if is_blob:
+        checkpoint = open_checkpoint(folder, digest=checkpoint.digest)
+    for num_final in range(len(expected.parts) + 1):
+        buffer = torch.full_like(expected.buffer, 0xFF)
+        end = expected.plan.parts[num_final - 1][1] if num_final else 0
+        with ThreadPoolExecutor(4) as threads:
+            parts = compile_parts(
+                *(checkpoint, layout, expected.plan, buffer), num_final=num_final, threads=threads
+            )
+            assert tuple(parts) == expected.parts[num_final:]
+        assert torch.equal(buffer[end:], expected.buffer[end:])
+        assert (buffer[:end] == 0xFF).all(), "a final part was written"
+
+
+def test_nothing_is_written_after_the_end(make_adapter, make_layout):
+    checkpoint, layout = open_checkpoint(make_adapter(ALL, rank=3)), make_layout()
+    plan = plan_image(checkpoint, layout)
+    buffer = torch.empty(plan.total_bytes, dtype=torch.uint8)
+    with ThreadPoolExecutor(4) as threads:
+        parts = compile_parts(checkpoint, layout, plan, buffer, threads=threads)
+        assert next(parts).index == 0
+        parts.close()
+        buffer.zero_()
+    assert not buffer.any()
 
 
 def refusal(checkpoint, layout) -> IncompatibleAdapter:

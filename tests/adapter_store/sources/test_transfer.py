@@ -148,6 +148,7 @@ def test_what_files_take_is_local_work(staging, monkeypatch):
     monkeypatch.setattr(os, "fsync", slow_sync)
     with staging.create("adapter_config.json") as file:
         file.write(b"{}")
+    staging.wait_durable()
     assert staging.local_seconds >= STALL_S
 
 

@@ -98,6 +98,27 @@ def test_repointed_name_is_reported_with_both_digests() -> None:
     assert moves == [(A, B)]
 
 
+def test_new_version_of_a_name_in_use_is_looked_up_before_it_is_requested() -> None:
+    catalog, directory, _ = make()
+
+    async def body() -> None:
+        directory.apply(NameEvent(6, "default/upper", A, 1))
+        await asyncio.sleep(0)
+        assert catalog.lookups == [], "nobody has used the name here"
+        catalog.revision = 6
+        await directory.resolve(ANYONE, "upper")
+        catalog.records["default/upper"] = replace(UPPER, version=2, digest=B)
+        catalog.revision = 7
+        directory.apply(NameEvent(7, "default/upper", B, 2))
+        await until_lookups(catalog, 2)
+        assert (await directory.resolve(ANYONE, "upper", min_revision=7)).digest == B
+        directory.apply(NameEvent(8, "default/upper"))
+        await asyncio.sleep(0)
+        assert catalog.lookups == ["default/upper"] * 2
+
+    run(body)
+
+
 def test_superseded_versions_are_told_until_they_are_used_again() -> None:
     catalog, directory, _ = make()
     told: list[tuple[str, bool]] = []
@@ -114,6 +135,7 @@ def test_superseded_versions_are_told_until_they_are_used_again() -> None:
         assert directory.names_of(ANYONE, B) == ["default/upper@2"]
         assert directory.is_superseded(ANYONE, B)
         catalog.revision = 8
+        catalog.records["default/upper"] = replace(UPPER, version=3, digest=C)
         catalog.records["default/upper@1"] = UPPER
         await directory.resolve(ANYONE, "upper@1")  # a version by name is as good as any
         directory.apply(NameEvent(9, "default/upper", B, 2))  # and so is a rollback

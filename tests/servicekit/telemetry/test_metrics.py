@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import socket
 import threading
+import urllib.error
 import urllib.request
 from contextlib import ExitStack, closing, suppress
 
 import pytest
 
 from servicekit.telemetry import metrics_server
+from servicekit.telemetry.exposition import exposition
 from servicekit.telemetry.histogram import Histogram
 from servicekit.telemetry.metrics import (
     PROCESS,
@@ -17,7 +20,6 @@ from servicekit.telemetry.metrics import (
     MetricRegistry,
     Namespace,
     Sample,
-    exposition,
 )
 from servicekit.telemetry.metrics_server import (
     MAX_CONNECTIONS,
@@ -107,6 +109,36 @@ def test_the_server_always_answers_in_the_text_format() -> None:
         request = urllib.request.Request(f"http://127.0.0.1:{server.port}/metrics", headers=accept)
         with urllib.request.urlopen(request, timeout=60) as response:
             assert b'\ngateway:queue{name="a"} 3.0\n' in response.read()
+
+
+def test_a_scrape_is_compressed_for_those_that_accept_it() -> None:
+    registry = MetricRegistry(DEFINITIONS)
+    scraping: list[str] = []
+
+    def read() -> list[Sample]:
+        scraping.append(threading.current_thread().name)
+        return [Sample("gateway:queue", 3, ("a",))]
+
+    registry.collect_samples(read)
+    with closing(MetricsServer(registry, "127.0.0.1", 0)) as server:
+        for encodings, is_compressed in (("", False), ("br, gzip;q=0.5", True), ("gzipped", False)):
+            url = f"http://127.0.0.1:{server.port}/metrics"
+            request = urllib.request.Request(url, headers={"Accept-Encoding": encodings})
+            with urllib.request.urlopen(request, timeout=60) as response:
+                data = response.read()
+                assert (response.headers["Content-Encoding"] == "gzip") == is_compressed
+            text = (gzip.decompress(data) if is_compressed else data).decode()
+            assert 'gateway:queue{name="a"} 3.0' in text.splitlines()
+    assert scraping == ["scrape"] * 3, "in threads of their own, on no event loop"
+
+
+def test_only_scrapes_are_answered() -> None:
+    with closing(MetricsServer(MetricRegistry(DEFINITIONS), "127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.port}/metrics"
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(url, data=b"{}", timeout=60)
+    with refused.value as answer:
+        assert (answer.code, answer.headers["Allow"]) == (405, "GET")
 
 
 def test_a_port_in_use_is_named() -> None:
