@@ -96,8 +96,8 @@ LIST_PROCESSORS, LIST_WAIT_SECONDS = 0.2, 2.0
 """What one account's lists may take on average: fifty pages of a hundred adapters each second; and
 how long one waits for its turn, which inference services that list for others wait for."""
 FETCHES_PER_WORKER = 4
-"""Of a worker that leaves a source, the fetch goes on until it notices. Few enough for the pools of
-connections of the sources' clients."""
+"""Fetches that a worker may have: those of sources it has left go on until they notice. Few enough
+for the pools of connections of the sources' clients."""
 HELPER_THREADS = 4
 """For small tasks concurrent to compiling: hashing, recording the start."""
 

@@ -33,7 +33,7 @@ MAX_PER_LAYOUT = 16
 what others leave."""
 
 _FOR_EVER = 1 << 62
-"""Of what is not renewed: it counts while its layout is live, also once that is live again."""
+"""The end of what is not renewed: it counts while its layout is live, or is so again."""
 
 
 def add(
