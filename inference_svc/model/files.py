@@ -6,6 +6,7 @@ The weights themselves are checked by what reads them, and the tokenizer by its 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +20,27 @@ VOCABULARIES = (TOKENIZER, "tokenizer.model", "vocab.json")
 _POINTER = b"version https://git-lfs.github.com/"
 """How a file begins that git has cloned without its content."""
 _COPY = "copy it from where the model came from"
+_SHARD = re.compile(r"[^/*?\[\x00-\x1f]+\.safetensors")
+"""The name of a shard: of a file beside the index, and nothing that a download would take for a
+pattern."""
 
 
 def weight_files(model_dir: Path) -> list[Path]:
     """Returns the safetensors of a model's folder, which need not be there: `model.safetensors`, or
     the shards that `model.safetensors.index.json` names. Raises UnsupportedModel for an index that
-    names none, or files elsewhere."""
+    names none, or anything but safetensors beside it."""
     single, index = model_dir / SINGLE, model_dir / INDEX
     if single.exists() or not index.exists():
         return [single]
     try:
-        names = sorted(
-            {Path(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()), key=str)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UnsupportedModel(f"{index} cannot be read: {error!r}") from error
+    if not names:
+        raise UnsupportedModel(f"{index} names no file: {_COPY}")
     for name in names:
-        if name.name != str(name):
-            raise UnsupportedModel(f"{index} names a file elsewhere: {name}")
+        if not (isinstance(name, str) and _SHARD.fullmatch(name)):
+            raise UnsupportedModel(f"{index} names no safetensors file beside it: {name!r}")
     return [index.parent / name for name in names]
 
 
@@ -45,9 +49,13 @@ def missing_files(model_dir: Path) -> list[str]:
     Raises UnsupportedModel like `weight_files`."""
     wanted = [model_dir / CONFIG, *weight_files(model_dir)]
     missing = [path.name for path in wanted if not path.is_file()]
-    if not any((model_dir / name).is_file() for name in VOCABULARIES):
+    if not has_vocabulary(model_dir):
         missing.append(TOKENIZER)
     return missing
+
+
+def has_vocabulary(model_dir: Path) -> bool:
+    return any((model_dir / name).is_file() for name in VOCABULARIES)
 
 
 def check_files(model_dir: Path) -> None:
@@ -55,8 +63,14 @@ def check_files(model_dir: Path) -> None:
     shows in a moment, and saying what to do."""
     for name in missing_files(model_dir):
         raise UnsupportedModel(f"{model_dir} has no {name}{_advice(model_dir, name)}")
-    for path in (*weight_files(model_dir), model_dir / TOKENIZER):
+    for path in (*weight_files(model_dir), *(model_dir / name for name in VOCABULARIES)):
         _check_content(path)
+    check_tokenizer(model_dir)
+
+
+def check_tokenizer(model_dir: Path) -> None:
+    """Raises UnsupportedModel for a tokenizer.json without a vocabulary, and for JSON of the
+    tokenizer that cannot be read."""
     tokenizer = _read(model_dir / TOKENIZER)
     _read(model_dir / TOKENIZER_CONFIG)
     model = None if tokenizer is None else tokenizer.get("model")
@@ -104,7 +118,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise UnsupportedModel(f"{path} does not exist") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UnsupportedModel(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise UnsupportedModel(f"{path} does not hold a JSON object")

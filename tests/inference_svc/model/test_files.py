@@ -34,6 +34,9 @@ def test_a_whole_folder(folder: Path) -> None:
 def test_vocabularies_of_other_forms_are_for_the_library(folder: Path, vocabulary: str) -> None:
     (folder / "tokenizer.json").rename(folder / vocabulary)
     check_files(folder)
+    (folder / vocabulary).write_text(POINTER)
+    with pytest.raises(UnsupportedModel, match=f"{vocabulary} is a pointer of Git LFS"):
+        check_files(folder)
 
 
 def test_shards(folder: Path) -> None:
@@ -57,6 +60,7 @@ def test_shards(folder: Path) -> None:
         ("tokenizer.json", "", r"tokenizer.json cannot be read: .*; copy it from where the model"),
         ("tokenizer.json", TOKENIZER[:-9], "tokenizer.json cannot be read: .* column"),
         ("tokenizer.json", POINTER, "tokenizer.json is a pointer of Git LFS in place of the file"),
+        ("tokenizer.json", "[" * 200_000, "tokenizer.json cannot be read: "),
         ("tokenizer.json", "[]", "tokenizer.json does not hold a JSON object; copy it"),
         ("tokenizer.json", "{}", "tokenizer.json has no vocabulary: copy it from where the model"),
         ("tokenizer.json", '{"model": {"vocab": {}}}', "tokenizer.json has no vocabulary"),

@@ -167,8 +167,17 @@ def test_truncated_file(model_dir):
     [
         ("{", "cannot be read"),
         ('{"weight_map": ["a"]}', "cannot be read"),
-        ('{"weight_map": {"a": 1}}', "cannot be read"),
-        (json.dumps({"weight_map": {"a": "../b.safetensors"}}), r"elsewhere: \.\./b"),
+        ('{"weight_map": {"a": ["b.safetensors"]}}', "cannot be read"),
+        ("[" * 200_000, "cannot be read"),
+        ('{"weight_map": {}}', "names no file: copy it from where the model came from"),
+        *(
+            (json.dumps({"weight_map": {"a": name}}), "names no safetensors file beside it: ")
+            for name in (1, "", "..", "../b.safetensors", "b.bin", "*", "*.safetensors")
+        ),
+        *(
+            (json.dumps({"weight_map": {"a": name}}), "names no safetensors file beside it: ")
+            for name in ("b?.safetensors", "[b].safetensors", "a\nb.safetensors")
+        ),
         (json.dumps({"weight_map": {"a": "b.safetensors"}}), r"b\.safetensors cannot be read"),
     ],
 )
