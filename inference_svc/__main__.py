@@ -1,7 +1,7 @@
 """`python -m inference_svc`, or `loadout serve`: reads settings, then runs the service.
 
-`python -m inference_svc download NAME` downloads a model of the Hugging Face Hub, unless its cache
-has it, and prints its folder.
+`python -m inference_svc download [--or-folder] NAME` downloads a model of the Hugging Face Hub,
+unless its cache has it, and prints its folder.
 """
 
 from __future__ import annotations
@@ -48,13 +48,16 @@ def _fail(error: Exception, code: int) -> int:
 
 
 def _download(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        print("usage: python -m inference_svc download NAME", file=sys.stderr)
+    or_folder = arguments[:1] == ["--or-folder"]
+    names = arguments[or_folder:]
+    if len(names) != 1:
+        print("usage: python -m inference_svc download [--or-folder] NAME", file=sys.stderr)
         return 2
     # Ends at once, with whatever threads are downloading; the next download goes on from there.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        print(download(arguments[0], partial(print, file=sys.stderr, flush=True)))
+        say = partial(print, file=sys.stderr, flush=True)
+        print(download(names[0], say, or_folder=or_folder))
     except (InvalidSetting, UnsupportedModel, OSError) as error:
         return _fail(error, 1)
     return 0

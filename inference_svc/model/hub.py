@@ -7,6 +7,7 @@ HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +16,15 @@ from typing import Any
 
 from inference_svc.config import HUB_NAME, NO_MODEL, InferenceSettings
 from inference_svc.errors import UnsupportedModel
-from inference_svc.model.architectures import find_architecture
-from inference_svc.model.files import CONFIG, INDEX, missing_files, read_json, weight_files
+from inference_svc.model.files import (
+    CONFIG,
+    INDEX,
+    TOKENIZER,
+    check_tokenizer,
+    has_vocabulary,
+    missing_files,
+    weight_files,
+)
 from inference_svc.model.generation_config import FILE_NAME as GENERATION_CONFIG
 from servicekit.errors import InvalidSetting
 
@@ -26,6 +34,7 @@ SMALL_FILES = (
     *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
 """What is downloaded of a model before its weights, as far as it has them."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def find_model(settings: InferenceSettings) -> InferenceSettings:
@@ -37,8 +46,8 @@ def find_model(settings: InferenceSettings) -> InferenceSettings:
     folder = cached_folder(name)
     if folder is None:
         raise InvalidSetting(
-            f"{name} is no folder here, and it is not complete in the hub's cache, "
-            f"{_cache_dir()}; to download it: loadout download {name}"
+            f"no folder {name} here, and it is not complete in the hub's cache, {_cache_dir()}; "
+            f"to download it: loadout download {name}"
         )
     return settings.model_copy(update={"model": folder})
 
@@ -56,18 +65,25 @@ def cached_folder(name: str) -> Path | None:
     return None if missing_files(folder) else folder
 
 
-def download(name: str, say: Callable[[str], None]) -> Path:
+def download(name: str, say: Callable[[str], None], *, or_folder: bool = False) -> Path:
     """Returns the folder of a model of the hub, after downloading what of it is served and not in
     the hub's cache; `say` gets a line that tells of it.
 
     Raises UnsupportedModel for a model that is not served, before its weights are downloaded, and
-    InvalidSetting with the command to run where it cannot be downloaded.
+    InvalidSetting with the command to run where it cannot be downloaded. `or_folder`: the name was
+    looked for as a folder's first, and InvalidSetting says so.
     """
     if not HUB_NAME.fullmatch(name):
         raise InvalidSetting(NO_MODEL.format(name))
-    folder = cached_folder(name)
-    if folder is not None:
-        return folder
+    try:
+        return cached_folder(name) or _download(name, say)
+    except InvalidSetting as error:
+        if or_folder:
+            raise InvalidSetting(f"no folder {name} here, and {error}") from error
+        raise
+
+
+def _download(name: str, say: Callable[[str], None]) -> Path:
     with _explained(name):
         from huggingface_hub import constants, snapshot_download
 
@@ -77,24 +93,62 @@ def download(name: str, say: Callable[[str], None]) -> Path:
                 f"set; to download it: HF_HUB_OFFLINE=0 loadout download {name}"
             )
         say(f"downloading {name} from {constants.ENDPOINT} into {_cache_dir()}")
+        commit = _find_commit(name)
         bars = _bars(are_shown=False)
-        folder = Path(snapshot_download(name, allow_patterns=list(SMALL_FILES), tqdm_class=bars))
-        _check_config(name, folder)
-        weights = [path.name for path in weight_files(folder)]
+        folder = Path(
+            snapshot_download(
+                name, revision=commit, allow_patterns=list(SMALL_FILES), tqdm_class=bars
+            )
+        )
+    _check_small_files(name, folder)
+    weights = [path.name for path in weight_files(folder)]
+    with _explained(name):
         bars = _bars(are_shown=sys.stderr.isatty())
-        snapshot_download(name, revision=folder.name, allow_patterns=weights, tqdm_class=bars)
+        snapshot_download(name, revision=commit, allow_patterns=weights, tqdm_class=bars)
     for missing in missing_files(folder):
-        raise UnsupportedModel(f"{name} has no {missing} on the hub, and cannot be served without")
+        raise _incomplete(name, missing)
+    _write_ref(name, commit)
     return folder
 
 
-def _check_config(name: str, folder: Path) -> None:
+def _find_commit(name: str) -> str:
+    """Returns the commit that is the model's newest. The hub's library makes paths of it, without a
+    look at what the server called so. Raises ValueError, and what the library raises."""
+    from huggingface_hub import HfApi
+
+    commit = HfApi().model_info(name).sha
+    if not _COMMIT.fullmatch(commit or ""):
+        raise ValueError(f"the server names no commit: {str(commit)[:80]!r}")
+    return str(commit)
+
+
+def _write_ref(name: str, commit: str) -> None:
+    """Names the commit in the hub's cache as the model's newest, as the hub's library does for a
+    download without a commit."""
+    ref = Path(_cache_dir()) / f"models--{name.replace('/', '--')}" / "refs" / "main"
+    if not (ref.is_file() and ref.read_text() == commit):
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        ref.write_text(commit)
+
+
+def _check_small_files(name: str, folder: Path) -> None:
+    """Raises UnsupportedModel for what shows without the weights that the model is not served."""
+    # Imports torch, which a start of the service does after its settings are known to be good.
+    from inference_svc.model.geometry import load_geometry
+
     if not (folder / CONFIG).is_file():
         raise UnsupportedModel(f"{name} has no {CONFIG} on the hub: it is no model of transformers")
+    if not has_vocabulary(folder):
+        raise _incomplete(name, TOKENIZER)
     try:
-        find_architecture(read_json(folder / CONFIG))
+        load_geometry(folder)
+        check_tokenizer(folder)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: {error}") from error
+
+
+def _incomplete(name: str, missing: str) -> UnsupportedModel:
+    return UnsupportedModel(f"{name} has no {missing} on the hub, and cannot be served without")
 
 
 def _bars(*, are_shown: bool) -> type[Any]:
@@ -116,7 +170,8 @@ def _cache_dir() -> str:
 
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Raises InvalidSetting for what the hub's library raises."""
+    """Raises InvalidSetting for what the hub's library raises: whatever it stumbles over in the
+    answers of a server that is no hub, too."""
     try:
         from huggingface_hub import constants, errors
     except ImportError:
@@ -125,6 +180,8 @@ def _explained(name: str) -> Iterator[None]:
         ) from None
     # The base class of the errors of the HTTP library underneath, whichever that is.
     transport_error: type[Exception] = errors.HfHubHTTPError.__bases__[0]
+    # Those of the hub's library are OSErrors, too.
+    of_the_hub = (transport_error, errors.EntryNotFoundError, errors.HFValidationError)
     try:
         yield
     except errors.GatedRepoError as error:
@@ -137,7 +194,10 @@ def _explained(name: str) -> Iterator[None]:
             f"there is no model {name} at {constants.ENDPOINT}, or it is private; for a private "
             "one run: hf auth login"
         ) from error
-    except (transport_error, errors.EntryNotFoundError, errors.HFValidationError) as error:
+    except Exception as error:
+        is_ours = isinstance(error, InvalidSetting | UnsupportedModel | OSError)
+        if is_ours and not isinstance(error, of_the_hub):
+            raise
         cause = error.__cause__ or error
         reason = f"{type(cause).__name__}: {cause}".partition("\n")[0]
         raise InvalidSetting(

@@ -28,5 +28,6 @@ options         options that several commands share
 connection      the options for token and TLS, and the clients they make
 completion      completion of adapter names in a shell
 config          what commands read from the environment
+signals         SIGTERM for a command that has started processes
 output          tables, JSON, files, and the one line of a failure
 """

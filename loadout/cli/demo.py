@@ -5,13 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import shlex
-import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -20,6 +18,7 @@ from rich.console import Console
 from loadout.cli import options
 from loadout.cli.download import fetch_model
 from loadout.cli.output import CommandFailed, table_console
+from loadout.cli.signals import sigterm_is_ctrl_c
 from loadout.client import Client
 from loadout.demo.adapters import MODEL, register_all
 from loadout.demo.given import INFERENCE_PREFIX, Given
@@ -162,9 +161,9 @@ def _run_until_interrupted(settings: SystemSettings, work_dir: Path) -> None:
             f"{system.other_store}: unset it, or name a --model"
         )
     _check_ports(system)
-    with _failures_in_words(), _sigterm_is_ctrl_c():
+    with _failures_in_words(), sigterm_is_ctrl_c():
         if system.model and not Path(system.model).is_dir():
-            fetch_model(system.model)
+            fetch_model(system.model, or_folder=True)
         with system:
             _serve(system, work_dir, is_demo=is_demo)
 
@@ -280,15 +279,3 @@ def _failures_in_words() -> Iterator[None]:
         yield
     except ProcessFailed as failure:
         raise CommandFailed(str(failure)) from failure
-
-
-@contextmanager
-def _sigterm_is_ctrl_c() -> Iterator[None]:
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

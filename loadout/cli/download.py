@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from loadout.cli.signals import sigterm_is_ctrl_c
+
 EXAMPLES = """\b
 Examples:
   loadout download Qwen/Qwen3-0.6B
@@ -25,15 +27,17 @@ def download(
     there, and prints the folder. `loadout serve --model NAME` then finds it. The hub's variables
     count: HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
     """
-    typer.echo(fetch_model(name))
+    with sigterm_is_ctrl_c():
+        typer.echo(fetch_model(name))
 
 
-def fetch_model(name: str) -> str:
+def fetch_model(name: str, *, or_folder: bool = False) -> str:
     """Returns the folder of a model of the hub, downloaded if it is not in the hub's cache, by the
     service's own code in a process, which shows the progress. Raises typer.Exit when that has said
-    why it cannot be had."""
+    why it cannot be had; `or_folder`: also that there is no folder of that name."""
+    flags = ["--or-folder"] if or_folder else []
     done = subprocess.run(
-        [sys.executable, "-m", "inference_svc", "download", name],
+        [sys.executable, "-m", "inference_svc", "download", *flags, name],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,

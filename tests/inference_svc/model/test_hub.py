@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -137,17 +138,92 @@ def test_serving_uses_no_network(repo: Repo, hub: HubServer) -> None:
     with pytest.raises(InvalidSetting) as caught:
         find_model(settings())
     assert str(caught.value) == (
-        f"{NAME} is no folder here, and it is not complete in the hub's cache, {cache()}; to "
+        f"no folder {NAME} here, and it is not complete in the hub's cache, {cache()}; to "
         f"download it: loadout download {NAME}"
     )
     assert hub.requests == []
 
 
-def test_what_cannot_be_served_is_refused_before_its_weights(repo: Repo, hub: HubServer) -> None:
-    repo.commit(FILES | {"config.json": b'{"architectures": ["GPT2LMHeadModel"]}'})
-    with pytest.raises(UnsupportedModel, match=rf"{NAME}: config.json: architectures = \['GPT2"):
+def index_of(name: str) -> dict[str, bytes]:
+    return {"model.safetensors.index.json": json.dumps({"weight_map": {"a": name}}).encode()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"config.json": b'{"architectures": ["GPT2LMHeadModel"]}'},
+            rf"{NAME}: config.json: architectures = \['GPT2",
+        ),
+        (
+            {"config.json": CONFIG[:-1] + b', "hidden_act": "gelu"}'},
+            rf"{NAME}: config.json: hidden_act = 'gelu'",
+        ),
+        ({"tokenizer.json": None}, "has no tokenizer.json on the hub"),
+        ({"tokenizer.json": b"{}"}, rf"{NAME}: .*tokenizer.json has no vocabulary"),
+        (index_of("*"), r"names no safetensors file beside it: '\*'"),
+        (index_of("../../a.safetensors"), "names no safetensors file beside it: '../../a"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_its_weights(
+    repo: Repo, hub: HubServer, change: dict[str, bytes | None], message: str
+) -> None:
+    changed = {**FILES, **change}
+    repo.commit({name: data for name, data in changed.items() if data is not None})
+    with pytest.raises(UnsupportedModel, match=message):
         fetch()
-    assert not any("safetensors" in path or "/lfs/" in path for path, _ in hub.requests)
+    assert not any(path.endswith(".safetensors") or "/lfs/" in path for path in asked(hub))
+
+
+def asked(hub: HubServer) -> list[str]:
+    return [path for path, _ in hub.requests]
+
+
+def info(**changes: object) -> bytes:
+    """What a hub says of the model, with other words."""
+    siblings = [{"rfilename": name} for name in FILES]
+    return json.dumps({"id": NAME, "sha": "c" * 40, "siblings": siblings} | changes).encode()
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (b"<html>Welcome to our network</html>", "JSONDecodeError: Expecting value: .*"),
+        (b"[]", "TypeError: .*"),
+        (info(sha=None), "ValueError: the server names no commit: 'None'"),
+        (info(sha="../../../evil"), "ValueError: the server names no commit: '../../../evil'"),
+        (info(sha="c" * 41), "ValueError: the server names no commit: .*"),
+        (info(sha=["c" * 40]), "TypeError: .*"),
+        (info(siblings=[{"size": 1}]), "KeyError: 'rfilename'"),
+    ],
+)
+def test_what_is_no_hub_is_told_in_one_line(
+    repo: Repo, hub: HubServer, tmp_path: Path, said: bytes, reason: str
+) -> None:
+    """A captive portal, say. Nothing is written."""
+    hub.raw_info = said
+    line = f"{NAME} cannot be downloaded from {hub.url} now ({{}}); to try again: loadout download "
+    before, after = map(re.escape, line.split("{}"))
+    with pytest.raises(InvalidSetting, match=f"^{before}{reason}{after}{NAME}$"):
+        fetch()
+    assert asked(hub) == [f"/api/models/{NAME}"]
+    assert list(tmp_path.rglob("*")) == []
+
+
+@pytest.mark.parametrize("endpoint", ["http://[::1", "http://127.0.0.1:99999", "nowhere"])
+def test_an_endpoint_that_is_no_address(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    message = rf"^{NAME} cannot be downloaded from {re.escape(endpoint)} now \(.*\); to try again: "
+    with pytest.raises(InvalidSetting, match=message):
+        fetch()
+
+
+def test_what_could_be_a_folder_is_said_to_be_none(hub: HubServer) -> None:
+    with pytest.raises(InvalidSetting) as caught:
+        download("models/typo", lambda line: None, or_folder=True)
+    assert str(caught.value).startswith("no folder models/typo here, and there is no model models/")
 
 
 @pytest.mark.parametrize(

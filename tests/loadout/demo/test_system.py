@@ -162,8 +162,8 @@ def test_up_without_its_model_starts_nothing(hub, tmp_path, capfd):
     work = tmp_path / "work"
     assert main(["up", "--model", "team/none", "--work-dir", str(work)]) == 1
     assert capfd.readouterr().err.splitlines()[1:] == [
-        f"loadout: there is no model team/none at {hub.url}, or it is private; for a private one "
-        "run: hf auth login"
+        f"loadout: no folder team/none here, and there is no model team/none at {hub.url}, or it "
+        "is private; for a private one run: hf auth login"
     ]
     assert not list(work.glob("*.log"))
 
@@ -173,6 +173,22 @@ def test_download_prints_the_folder(hub, tmp_path, capfd):
     folder = Path(capfd.readouterr().out.strip())
     assert folder.parent == tmp_path / "hub" / "hub" / "models--team--tiny" / "snapshots"
     assert (folder / "model.safetensors").stat().st_size == 5000
+
+
+def test_sigterm_ends_a_download(hub, monkeypatch):
+    """With the process that downloads, from a hub that does not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        command = [sys.executable, "-m", "loadout.cli", "download", "team/tiny"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as popen:
+            silent.settimeout(60)
+            connection, _ = silent.accept()
+            [child] = psutil.Process(popen.pid).children()
+            popen.terminate()
+            _, stderr = popen.communicate(timeout=60)
+        connection.close()
+    assert (popen.returncode, len(stderr.splitlines())) == (130, 1), stderr
+    assert not child.is_running()
 
 
 def test_download_shows_its_progress_on_a_terminal(hub, tmp_path):
