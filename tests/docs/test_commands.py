@@ -113,14 +113,14 @@ ELSEWHERE = (
     ),
     Elsewhere(
         r"docs/security.md: loadout register .*",
-        "tests/loadout/test_signing.py",
-        "signature",
+        "tests/loadout/cli/test_commands.py",
+        "def test_register_with_a_signature",
         "a store that trusts the key",
     ),
     Elsewhere(
         r"docs/development/gpu-run.md: make gpu-pack",
         "tests/bench/test_gpu_run.py",
-        "pack",
+        "pack.make(folder",
         "a network",
     ),
     Elsewhere(
@@ -149,7 +149,17 @@ ELSEWHERE = (
         "def test_settings_are_real_and_understood",
         "docker",
     ),
-    Elsewhere(r"examples/node/README.md: .*", "tests/loadout/test_node_example.py", "npm"),
+    Elsewhere(
+        r"examples/node/README.md: npm .*",
+        "tests/loadout/test_node_example.py",
+        '"npm", "ci"',
+        "a registry",
+    ),
+    Elsewhere(
+        r"examples/node/README.md: node .*",
+        "tests/loadout/test_node_example.py",
+        "def test_streams_a_generation",
+    ),
     Elsewhere(
         r"examples/python/README.md: python .*",
         "tests/system/test_python_examples.py",
@@ -424,7 +434,7 @@ SIGNING = ["keygen", "sign"]
 
 @pytest.mark.processes
 def test_signing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a store that trusts the key: tests/loadout/test_signing.py registers with one."""
+    """Without the registration, which needs a store that trusts the key."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "french").symlink_to(ADAPTERS / "upper")
     monkeypatch.chdir(tmp_path)

@@ -22,6 +22,7 @@ from loadout.cli import demo, verdicts
 from loadout.cli.__main__ import main
 from loadout.cli.app import app
 from loadout.inference.v1 import inference_pb2 as inference_pb
+from loadout.signing import SigningKey, format_signature
 
 COMMANDS = (
     *("demo", "up", "download", "store", "serve"),
@@ -136,6 +137,17 @@ def test_register_folder(run, fake_store, adapter_folder):
         "adapter_config.json",
         "adapter_model.safetensors",
     }
+
+
+def test_register_with_a_signature(run, fake_store, adapter_folder, tmp_path):
+    signed = SigningKey.create(tmp_path / "release.pem").sign("sha256:" + "01" * 32)
+    (tmp_path / "a.sig").write_text(f"{format_signature(signed)}\n")
+    fake_store.on("UploadAdapter", store_pb.UploadAdapterResponse())
+    arguments = ("register", "a", str(adapter_folder), "--signature", str(tmp_path / "a.sig"))
+    assert run(*arguments)[0] == 0
+    [messages] = fake_store.requests["UploadAdapter"]
+    sent = messages[0].meta.signature
+    assert (sent.key_id, sent.value) == ("release", signed.value)
 
 
 def layout_state(
