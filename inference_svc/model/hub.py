@@ -178,6 +178,11 @@ def _explained(name: str) -> Iterator[None]:
         raise InvalidSetting(
             f"{name}: for models by name install the hub's library: pip install huggingface_hub"
         ) from None
+    except ValueError as error:
+        raise InvalidSetting(
+            f"{name}: the hub's library does not take its variables, HF_ENDPOINT and others, as "
+            f"they are ({error}); when they are right: loadout download {name}"
+        ) from error
     # The base class of the errors of the HTTP library underneath, whichever that is.
     transport_error: type[Exception] = errors.HfHubHTTPError.__bases__[0]
     # Those of the hub's library are OSErrors, too.

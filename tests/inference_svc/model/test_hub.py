@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -210,7 +212,7 @@ def test_what_is_no_hub_is_told_in_one_line(
     assert list(tmp_path.rglob("*")) == []
 
 
-@pytest.mark.parametrize("endpoint", ["http://[::1", "http://127.0.0.1:99999", "nowhere"])
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:99999", "nowhere"])
 def test_an_endpoint_that_is_no_address(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch, endpoint: str
 ) -> None:
@@ -218,6 +220,23 @@ def test_an_endpoint_that_is_no_address(
     message = rf"^{NAME} cannot be downloaded from {re.escape(endpoint)} now \(.*\); to try again: "
     with pytest.raises(InvalidSetting, match=message):
         fetch()
+
+
+@pytest.mark.processes
+def test_a_variable_that_the_library_does_not_take() -> None:
+    """It reads them when it is imported."""
+    done = subprocess.run(
+        [sys.executable, "-m", "inference_svc", "download", NAME],
+        env={**os.environ, "HF_ENDPOINT": "http://[::1"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (
+        1,
+        "",
+        f"loadout: {NAME}: the hub's library does not take its variables, HF_ENDPOINT and others, "
+        f"as they are (Invalid IPv6 URL); when they are right: loadout download {NAME}\n",
+    )
 
 
 def test_what_could_be_a_folder_is_said_to_be_none(hub: HubServer) -> None:
