@@ -31,6 +31,7 @@ MAX_SCANNED = 10_000
 SCANNED_LEVELS = 2
 MAX_LISTED = 8
 _CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})")
+_NUMBER = re.compile(r"([0-9]+)")
 
 Progress = Callable[[int, int], None]
 """Called with (sent bytes, total bytes) after each chunk."""
@@ -85,6 +86,23 @@ def find_adapters(folder: Path) -> list[Path]:
     return sorted(found, key=lambda each: _newest_first(each.relative_to(folder)))
 
 
+def _find_checkpoint(path: Path) -> tuple[Path, int] | None:
+    """Returns the run that a path below the folder belongs to, and the step of its deepest
+    checkpoint."""
+    for number in reversed(range(len(path.parts))):
+        if match := _CHECKPOINT.fullmatch(path.parts[number]):
+            return Path(*path.parts[:number]), int(match[1])
+    return None
+
+
+def _newest_first(path: Path) -> tuple[int, list[str | int]]:
+    """Returns a key: the highest step first, then by name, in which higher numbers are first."""
+    checkpoint = _find_checkpoint(path)
+    pieces = enumerate(_NUMBER.split(str(path)))
+    name = [-int(piece) if index % 2 else piece for index, piece in pieces]
+    return (1 if checkpoint is None else -checkpoint[1]), name
+
+
 def _scan(folder: Path, max_entries: int) -> list[os.DirEntry[str]]:
     """Returns entries of a folder; none of one that cannot be read: they are for a message."""
     if max_entries == 0:
@@ -96,11 +114,6 @@ def _scan(folder: Path, max_entries: int) -> list[os.DirEntry[str]]:
         return []
 
 
-def _newest_first(path: Path) -> tuple[int, str]:
-    checkpoint = _CHECKPOINT.fullmatch(path.parts[0])
-    return (-int(checkpoint[1]) if checkpoint else 1), str(path)
-
-
 def _suggest(folder: Path, name: str) -> str:
     """Returns what to do with a folder that has no adapter's config."""
     found = find_adapters(folder)
@@ -108,10 +121,12 @@ def _suggest(folder: Path, name: str) -> str:
         if os.path.isfile(folder / MODEL_CONFIG):
             return ": this is a whole model; register the adapter that PEFT saves"
         return ": is this a PEFT adapter?"
-    listed = ", ".join(str(each.relative_to(folder)) for each in found[:MAX_LISTED])
+    paths = [each.relative_to(folder) for each in found]
+    listed = ", ".join(map(str, paths[:MAX_LISTED]))
     if len(found) > MAX_LISTED:
         listed += f" and {len(found) - MAX_LISTED} others"
-    which = "the latest" if _CHECKPOINT.match(found[0].relative_to(folder).parts[0]) else "one"
+    runs = {checkpoint[0] for checkpoint in map(_find_checkpoint, paths) if checkpoint}
+    which = "the latest" if len(runs) == 1 else "one"
     command = shlex.join(["loadout", "register", name, str(found[0])])
     return f", but below it are {listed}; to register {which}: {command}"
 

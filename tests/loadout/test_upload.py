@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -147,8 +148,26 @@ def test_a_run_folder_suggests_its_latest_checkpoint(tmp_path):
 def test_many_adapters_are_not_all_listed(tmp_path):
     below(tmp_path, *(f"a{number:02}" for number in range(11)))
     assert refusal(tmp_path) == (
-        ", but below it are a00, a01, a02, a03, a04, a05, a06, a07 and 3 others; "
-        f"to register one: loadout register mine {tmp_path}/a00"
+        ", but below it are a10, a09, a08, a07, a06, a05, a04, a03 and 3 others; "
+        f"to register one: loadout register mine {tmp_path}/a10"
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "which"),
+    [
+        (("myrun/checkpoint-1500", "myrun/checkpoint-1000", "myrun/checkpoint-500"), "the latest"),
+        (("b/checkpoint-1000", "a/checkpoint-500", "final"), "one"),  # of two runs
+        (("epoch_10", "epoch_2", "epoch_1"), "one"),
+        (("run-2/epoch-3", "run-2/epoch-1", "run-1/epoch-20"), "one"),
+        (("checkpoint-9/b", "checkpoint-9/c", "checkpoint-8/a"), "the latest"),
+    ],
+)
+def test_the_highest_number_is_first(tmp_path, names, which):
+    below(tmp_path, *reversed(names))
+    assert refusal(tmp_path) == (
+        f", but below it are {', '.join(names)}; "
+        f"to register {which}: loadout register mine {tmp_path}/{names[0]}"
     )
 
 
@@ -163,17 +182,21 @@ def test_hostile_folders_are_read_in_part(tmp_path, monkeypatch):
     (tmp_path / "linked").symlink_to(tmp_path / "x" / "y" / "too-deep")
     (tmp_path / "pipe").mkdir()
     os.mkfifo(tmp_path / "pipe" / "adapter_config.json")
-    (tmp_path / "closed").mkdir(mode=0)
-    assert refusal(tmp_path) == ": is this a PEFT adapter?"
+    below(tmp_path, "closed/inner")
     scanned = []
     scan = os.scandir
 
     def counting(folder):
         scanned.append(folder)
+        if Path(folder).name == "closed":  # to root no folder is
+            raise PermissionError
         return scan(folder)
 
-    below(tmp_path / "many", *map(str, range(50)))
     monkeypatch.setattr(os, "scandir", counting)
+    assert refusal(tmp_path) == ": is this a PEFT adapter?"
+    assert str(tmp_path / "closed") in map(str, scanned)
+    below(tmp_path / "many", *map(str, range(50)))
+    scanned.clear()
     monkeypatch.setattr(upload_module, "MAX_SCANNED", 20)
     assert len(find_adapters(tmp_path / "many")) == 20
     assert len(scanned) == 1
