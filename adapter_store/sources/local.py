@@ -57,8 +57,8 @@ class LocalSource:
         with _translate_errors(uri):
             folder = self._resolve(path, uri)
             with self._open(folder, uri, _FOLDER_FLAGS) as fd:
-                present = _list(fd, uri)
-            names = staging.choose_files(present, uri, find_checkpoints(present), advice)
+                present, folders = _list(fd, uri)
+            names = staging.choose_files(present, uri, folders, advice)
             resolved = {name: self._resolve(folder / name, uri) for name in names}
             staging.check_sizes({name: os.stat(path).st_size for name, path in resolved.items()})
             seen = {name: self._copy(folder / name, uri, staging) for name in names}
@@ -125,15 +125,18 @@ class LocalSource:
             os.close(fd)
 
 
-def _list(fd: int, uri: str) -> list[str]:
-    """Returns the names in an open folder. Raises LimitExceeded for more than MAX_ENTRIES."""
-    with os.scandir(fd) as entries:
-        names = [entry.name for entry in islice(entries, MAX_ENTRIES + 1)]
-    if len(names) > MAX_ENTRIES:
-        raise LimitExceeded(
-            f"source_uri: {uri} has more than {MAX_ENTRIES} entries", subject="source_uri"
-        )
-    return names
+def _list(fd: int, uri: str) -> tuple[list[str], list[str]]:
+    """Returns the names in an open folder, and those of checkpoints' folders, links not among them.
+    Raises LimitExceeded for more than MAX_ENTRIES."""
+    with os.scandir(fd) as listing:
+        entries = {entry.name: entry for entry in islice(listing, MAX_ENTRIES + 1)}
+        if len(entries) > MAX_ENTRIES:
+            raise LimitExceeded(
+                f"source_uri: {uri} has more than {MAX_ENTRIES} entries", subject="source_uri"
+            )
+        checkpoints = find_checkpoints(entries)
+        folders = [name for name in checkpoints if entries[name].is_dir(follow_symlinks=False)]
+    return list(entries), folders
 
 
 def path_of(uri: str) -> Path:

@@ -262,11 +262,14 @@ def test_a_run_folder_suggests_its_latest_checkpoint(source, root, staging, writ
         f"checkpoint-500, checkpoint-90: register one of them, such as "
         f"file://{root}/run/checkpoint-1000"
     )
-    for number in range(2000, 20000):
-        (root / "run" / f"checkpoint-{number}").touch()
-    with pytest.raises(InvalidAdapter, match="checkpoint-19992 and 17995 others: ") as caught:
+    for number in range(2000, 2100):
+        (root / "run" / f"checkpoint-{number}").mkdir()
+    (root / "run" / "checkpoint-3000").touch()
+    (root / "run" / "checkpoint-4000").symlink_to(root / "run" / "checkpoint-90")
+    with pytest.raises(InvalidAdapter, match=r"checkpoint-2099, .*-2092 and 95 others: ") as caught:
         source.fetch(f"file://{root}/run", staging)
     assert len(str(caught.value)) < 500
+    assert "000, " not in str(caught.value), "a file and a link"
 
 
 def test_a_folder_of_very_many_entries_is_not_read_to_its_end(
