@@ -191,7 +191,10 @@ class ReplicaSession:
             self._channels.release(pooled)
         self._channels.report_success(pooled)
         return Registered(
-            response.revision, response.adapter.base_model, response.base_model_reason
+            response.revision,
+            response.adapter.base_model,
+            response.base_model_reason,
+            tuple(response.ignored_config_keys),
         )
 
     async def get_revision(self) -> int:

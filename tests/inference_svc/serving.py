@@ -54,7 +54,10 @@ class NameStore(store_pb_grpc.AdapterStoreServiceServicer):
     async def RegisterAdapter(self, request: Any, context: Any) -> Any:  # noqa: N802
         adapter = store_pb.Adapter(name=request.name, base_model="base")
         return store_pb.RegisterAdapterResponse(
-            adapter=adapter, revision=3, base_model_reason="the only one"
+            adapter=adapter,
+            revision=3,
+            base_model_reason="the only one",
+            ignored_config_keys=["note", "other"],
         )
 
     async def RegisterLayout(self, request: Any, context: Any) -> Any:  # noqa: N802

@@ -73,6 +73,7 @@ class TinyStore(pb_grpc.AdapterStoreServiceServicer):
             adapter=pb.Adapter(base_model="org/base"),
             revision=self.revision,
             base_model_reason="the only one",
+            ignored_config_keys=["note"],
         )
 
     async def GetStoreStatus(self, request: Any, context: Any) -> Any:  # noqa: N802

@@ -13,7 +13,7 @@ from inference_svc.api.http.disconnect import cancel_on_disconnect
 from inference_svc.api.http.errors import set_names
 from inference_svc.api.http.request import Body, admit, authenticated, read_body
 from inference_svc.api.service import Service
-from inference_svc.store.types import Source
+from inference_svc.store.types import Registered, Source
 
 MAX_REF_CHARS = 512
 MAX_PATH_CHARS = 4096
@@ -73,9 +73,8 @@ class Adapters:
             ),
         )
         text = f"Success: LoRA adapter '{body.lora_name}' added successfully."
-        if loaded.registered is not None and loaded.registered.base_model_reason:
-            base_model, why = loaded.registered.base_model, loaded.registered.base_model_reason
-            text += f" Its base model is {base_model}: {why}."
+        if loaded.registered is not None:
+            text += _describe(loaded.registered)
         return PlainTextResponse(text)
 
     async def unload(self, request: Request) -> Response:
@@ -88,3 +87,14 @@ class Adapters:
             self._service.unload(caller, body.lora_name, subject="lora_name"),
         )
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _describe(registered: Registered) -> str:
+    """Returns what a registration says besides its success."""
+    text = ""
+    if registered.base_model_reason:
+        text += f" Its base model is {registered.base_model}: {registered.base_model_reason}."
+    if registered.ignored_config_keys:
+        keys = ", ".join(registered.ignored_config_keys)
+        text += f" Keys of its config that are not known, and allowed by the operator: {keys}."
+    return text

@@ -244,7 +244,10 @@ def test_load_and_unload(serve_http, tmp_path: Path) -> None:
         assert (await front.post("/v1/unload_lora_adapter", again)).status_code == 200
         assert not front.engine.resident
         named = await front.post("/v1/load_lora_adapter", {"lora_name": "upper", "lora_path": "/x"})
-        assert "Its base model is base: the only one." in named.text
+        assert named.text.endswith(
+            " Its base model is base: the only one. Keys of its config that are not known, and "
+            "allowed by the operator: note, other."
+        )
         assert (await front.post("/v1/unload_lora_adapter", again)).status_code == 200
         answer = await front.post("/v1/unload_lora_adapter", again)
         assert answer.status_code == 404
