@@ -38,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _strip(arguments[1:])
     try:
         settings = load_settings(StoreSettings, arguments)
+        _check_config_keys(settings.allow_config_keys)
     except InvalidSetting as error:
         return _fail(error, 2)
     configure_logging(settings.log_format, settings.log_level, NOISY_LOGGERS)
@@ -49,6 +50,18 @@ def _fail(error: Exception, code: int) -> int:
     return code
 
 
+def _check_config_keys(allowed: tuple[str, ...]) -> None:
+    """Raises InvalidSetting for keys that no operator can let pass."""
+    from adapter_store.checkpoint.peft_fields import KNOWN
+
+    known = ", ".join(sorted(KNOWN.intersection(allowed)))
+    if known:
+        raise InvalidSetting(
+            f"--allow-config-keys: leave out {known}: known to this release, which accepts or "
+            "refuses such keys by their values"
+        )
+
+
 def _print_digest(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m adapter_store digest DIR", file=sys.stderr)
@@ -56,8 +69,10 @@ def _print_digest(arguments: list[str]) -> int:
     from adapter_store.checkpoint.files import CheckpointLimits
     from adapter_store.checkpoint.open import open_checkpoint
 
+    # A digest is no verdict: what a store's operator allows is known to that store alone.
+    limits = CheckpointLimits(allowed_config_keys=None)
     try:
-        print(open_checkpoint(Path(arguments[0]), CheckpointLimits()).digest)
+        print(open_checkpoint(Path(arguments[0]), limits).digest)
     except (ServiceError, OSError) as error:
         print(f"{arguments[0]}: {error}", file=sys.stderr)
         return 1

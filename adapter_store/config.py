@@ -126,7 +126,7 @@ class StoreSettings(ServiceSettings):
     allow_config_keys: Annotated[Names, Metavar("KEY,..."), LIMITS] = ()
     """Keys of adapter_config.json that this release does not know and that may pass, because they
     change nothing that is computed. Log and audit say which registrations have some. Keys that it
-    knows keep their verdict."""
+    knows keep their verdict, and are refused here."""
 
     tenant_share: Annotated[float, Field(gt=0, le=1), SHARES] = 0.5
     """How much of each place that is finite (memory of requests, answers and pulls, uploads, staged

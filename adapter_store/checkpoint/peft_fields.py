@@ -110,6 +110,9 @@ SUBCONFIGS = frozenset(
 )
 """Refused fields that PEFT takes as switched on, with all defaults, if they are an empty object."""
 
+KNOWN = HONOURED | NO_EFFECT.keys() | REFUSED.keys()
+"""What has a verdict, which no operator changes."""
+
 # Initialisations that leave the base weight unchanged, besides the original ones, true and false.
 INIT_ACCEPTED = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 _INIT_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -140,7 +143,7 @@ def check_fields(
             raise InvalidAdapter(
                 f"{subject}: unknown key {show(key)} with value {show(value)}; it may change what "
                 "the adapter computes. If you know that it does not, remove it from the file; or "
-                "the store's operator lets it pass with --allow-config-keys",
+                "the store's operator can let it pass with --allow-config-keys",
                 subject=key if _is_presentable(key) else subject,
                 reason="CONFIG_UNKNOWN",
             )

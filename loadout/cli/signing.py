@@ -12,6 +12,7 @@ import typer
 
 from loadout.cli.output import CommandFailed
 from loadout.signing import SigningKey, format_signature
+from loadout.upload import open_folder
 
 KEYGEN_EXAMPLES = """\b
 Examples:
@@ -64,7 +65,8 @@ def digest(
 ) -> None:
     """Print the digest of a local adapter.
 
-    The files are checked as the store checks them.
+    The files are checked as the store checks them, but for unknown keys of the config, which its
+    operator may allow.
     """
     typer.echo(compute_digest(folder))
 
@@ -86,8 +88,8 @@ def sign(
 
 
 def compute_digest(folder: Path) -> str:
-    """Raises CommandFailed."""
-    return run_store_code("digest", str(folder))
+    """Raises CommandFailed, and InvalidArgument for a folder that is no adapter."""
+    return run_store_code("digest", str(open_folder(folder).path))
 
 
 def run_store_code(*arguments: str) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from loadout.cli.signing import run_store_code
+from loadout.upload import open_folder
 
 EXAMPLES = """\b
 Examples:
@@ -35,5 +36,5 @@ def strip(
     says whether each equals the base model's, and makes no copy if one differs: without it the
     adapter would compute something else.
     """
-    paths = [source, target, *([] if model is None else [model])]
+    paths = [open_folder(source).path, target, *([] if model is None else [model])]
     typer.echo(run_store_code("strip", *map(str, paths), *(["--force"] if force else [])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import shutil
 import stat
 import tomllib
 
@@ -100,10 +101,13 @@ def test_a_folder_is_signed_by_its_digest(tmp_path, capfd, monkeypatch) -> None:
     assert made == types.Signature("other", key.sign(digest).value)
 
 
-@pytest.mark.processes
-def test_a_folder_that_is_no_adapter_is_not_signed(tmp_path, capfd) -> None:
+@pytest.mark.parametrize("command", ["digest RUN", "sign RUN --key KEY", "strip RUN OUT"])
+def test_what_lies_below_a_run_folder_is_said(tmp_path, capfd, command) -> None:
     SigningKey.create(tmp_path / "k.pem")
-    assert main(["sign", str(tmp_path), "--key", str(tmp_path / "k.pem")]) == 1
+    run = tmp_path / "run"
+    shutil.copytree(ADAPTER, run / "checkpoint-10")
+    places = {"RUN": str(run), "KEY": str(tmp_path / "k.pem"), "OUT": str(tmp_path / "out")}
+    assert main([places.get(word, word) for word in command.split()]) == 1
     captured = capfd.readouterr()
-    assert "adapter_config.json" in captured.err
+    assert "adapter_config.json does not exist, but below it are checkpoint-10;" in captured.err
     assert captured.out == ""

@@ -32,7 +32,7 @@ from tests.system.zoo import ALL, AdapterSpec, Zoo, make_zoo
 PROMPT = [ord(char) for char in "the quick brown fox"]
 NUM_TOKENS = 12
 MAX_RANK = 16
-STORE_FLAGS = ("--allow-config-keys", "trainer_note,use_dora")
+STORE_FLAGS = ("--allow-config-keys", "trainer_note")
 INFERENCE_FLAGS = ("--aliases", "acme/tiny", "--max-rank", str(MAX_RANK))
 
 
@@ -279,7 +279,7 @@ WAYS = {
         "were added to the vocabulary: no adapter can have any of its own; where none were, "
         "`loadout strip IN OUT --model DIR`",
     ),
-    "dora, though the operator allows its key": refused(
+    "dora": refused(
         lora(use_dora=True), "use_dora=True is not supported: DoRA rescales the base weight"
     ),
     "pissa": refused(

@@ -7,6 +7,7 @@ import base64
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from adapter_store.__main__ import main
 from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.open import open_checkpoint
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
@@ -61,6 +62,17 @@ def test_a_signed_adapter_is_recorded_as_verified(served, make_adapter, how) -> 
     assert adapter.signature_state == pb.SIGNATURE_STATE_VERIFIED
     assert adapter.signed_by == "release"
     assert client.get("french") == adapter
+
+
+def test_unknown_keys_that_the_operator_allows(serve, make_adapter, tmp_path, capsys) -> None:
+    policy_file = write_policy(tmp_path, TOKENS, TRUSTED, STRICT)
+    served = serve(policy_file=policy_file, allow_config_keys=("trainer_note",))
+    folder = make_adapter(trainer_note="v3")
+    assert main(["digest", str(folder)]) == 0
+    digest = capsys.readouterr().out.strip()
+    made = served.connect(token_of("a")).register("french", folder, signature=sign(digest))
+    assert list(made.ignored_config_keys) == ["trainer_note"]
+    assert made.adapter.signature_state == pb.SIGNATURE_STATE_VERIFIED
 
 
 @pytest.mark.parametrize(
