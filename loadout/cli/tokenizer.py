@@ -16,13 +16,15 @@ from typing import Any
 
 from loadout.upload import CONFIG
 
-MAX_FILE_BYTES = 256 << 20
+MAX_FILE_BYTES = 64 << 20
 MAX_SHOWN = 3
 """How many added tokens are named."""
+MAX_TOKEN_CHARS = 40
+MAX_ID_DIGITS = 18
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-VOCABULARY_FILES = ("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model")
-"""What tokenizers without a tokenizer.json are made of."""
+VOCABULARY_FILES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+"""What has the tokens of tokenizers without a tokenizer.json."""
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
 
@@ -59,22 +61,32 @@ def describe_tokenizer(folder: Path, model: Path | None, base_model: str) -> str
     model = model or _find_model(folder, base_model)
     if model is None:
         return f"note: {unused}; --model DIR, the base model's folder, says whether {differ}"
-    base = read_tokenizer(model)
-    differences = {
-        "tokenizer": _compare_tokens(saved, base) if saved.has_tokens else [],
-        "chat template": _compare_templates(saved, base),
-    }
+    return _compare(saved, read_tokenizer(model), unused)
+
+
+def _compare(saved: Tokenizer, base: Tokenizer, unused: str) -> str:
+    """Returns the line of a folder that has one of the parts; `unused` is its beginning."""
+    differences: dict[str, list[str] | None] = {}
+    if saved.has_tokens:
+        differences["tokenizer"] = _compare_tokens(saved, base)
+    if saved.template:
+        differences["chat template"] = _compare_templates(saved, base)
     differing = [part for part, found in differences.items() if found]
-    if differences["tokenizer"] is None and not differing:
-        return f"note: {unused}; the tokenizer in {model} is of another form, and not compared"
-    if not differing:
-        return f"note: {unused}; the base model in {model} has the same"
-    reasons = "; ".join(each for found in differences.values() for each in found or ())
-    verb = "differs" if len(differing) == 1 else "differ"
-    return (
-        f"warning: {unused}, and the {_joined(differing)} {verb} from the base model's in {model}: "
-        f"{reasons}"
-    )
+    same = [part for part, found in differences.items() if found == []]
+    model = _printable(base.folder)
+    clauses = [each for found in differences.values() for each in found or ()]
+    if "tokenizer" in differences and differences["tokenizer"] is None:
+        where = "the tokenizer there" if clauses or same else f"the tokenizer in {model}"
+        clauses.append(f"{where} is of another form, and not compared")
+    if differing:
+        verb = "differs" if len(differing) == 1 else "differ"
+        unused += f", and the {_joined(differing)} {verb} from the base model's in {model}"
+        return f"warning: {unused}: {'; '.join(clauses)}"
+    if same:
+        # Merges, and what else a tokenizer has, are not compared.
+        parts = _joined("tokens" if part == "tokenizer" else part for part in same)
+        clauses.insert(0, f"the base model in {model} has the same {parts}")
+    return "; ".join([f"note: {unused}", *clauses])
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -105,7 +117,7 @@ def _compare_tokens(saved: Tokenizer, base: Tokenizer) -> list[str] | None:
     found = []
     added = sorted(saved.tokens.keys() - base.tokens.keys(), key=saved.tokens.__getitem__)
     if added:
-        shown = ", ".join(map(ascii, added[:MAX_SHOWN])) + ", ..." * (len(added) > MAX_SHOWN)
+        shown = ", ".join(map(_shown, added[:MAX_SHOWN])) + ", ..." * (len(added) > MAX_SHOWN)
         found.append(f"it has {_count(added)} more ({shown}), which servers take for other text")
     missing = base.tokens.keys() - saved.tokens.keys()
     if missing:
@@ -129,7 +141,7 @@ def _compare_files(saved: Path, base: Path) -> list[str] | None:
 
 
 def _compare_templates(saved: Tokenizer, base: Tokenizer) -> list[str]:
-    if not saved.template or saved.template.strip() == base.template.strip():
+    if saved.template.strip() == base.template.strip():
         return []
     how = "with the base model's" if base.template else "not at all, as the base model has none"
     return [f"chats are formatted {how}"]
@@ -153,7 +165,7 @@ def _cached(name: str) -> Path | None:
 
     try:
         found = try_to_load_from_cache(name, TOKENIZER_CONFIG)
-    except ValueError:  # no name of the hub's
+    except (OSError, ValueError):  # a cache that cannot be read; no name of the hub's
         return None
     return Path(found).parent if isinstance(found, str) else None
 
@@ -161,18 +173,27 @@ def _cached(name: str) -> Path | None:
 def _read_json(path: Path) -> Mapping[str, Any]:
     """Returns a file's object; an empty one where there is none."""
     try:
-        if not _is_file(path) or path.stat().st_size > MAX_FILE_BYTES:
-            return {}
-        return _mapping(json.loads(path.read_bytes()))
+        return _mapping(json.loads(_read(path)))
     except (OSError, ValueError, RecursionError):
         return {}
+
+
+def _read(path: Path) -> bytes:
+    """Raises OSError, and ValueError for what is no file, or a larger one than is read."""
+    if not _is_file(path):  # but a pipe, which might never end
+        raise ValueError(f"{path} is no file")
+    with path.open("rb") as file:
+        data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes")
+    return data
 
 
 def _read_template(folder: Path, config: Mapping[str, Any]) -> str:
     """Returns the default chat template, as transformers finds it."""
     try:
         if _is_file(folder / TEMPLATES[0]):
-            return (folder / TEMPLATES[0]).read_text(encoding="utf-8")
+            return _read(folder / TEMPLATES[0]).decode()
     except (OSError, ValueError):
         return ""
     found = _read_json(folder / TEMPLATES[1]).get("chat_template", config.get("chat_template"))
@@ -216,7 +237,16 @@ def _sequence(value: object) -> Sequence[Any]:
 
 
 def _number(text: str) -> int:
-    return int(text) if text.isdecimal() else -1
+    return int(text) if len(text) <= MAX_ID_DIGITS and text.isdecimal() else -1
+
+
+def _shown(token: str) -> str:
+    return ascii(token[:MAX_TOKEN_CHARS]) + "..." * (len(token) > MAX_TOKEN_CHARS)
+
+
+def _printable(path: Path) -> str:
+    """Returns a path as it can be printed: its name may be of an adapter's making."""
+    return str(path) if str(path).isprintable() else ascii(str(path))
 
 
 def _joined(parts: Iterable[str]) -> str:

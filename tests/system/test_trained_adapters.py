@@ -3,6 +3,7 @@ which; where they are served, the greedy tokens are PEFT's."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import peft
 import pytest
 import torch
@@ -33,20 +35,25 @@ PROMPT = [ord(char) for char in "the quick brown fox"]
 NUM_TOKENS = 12
 MAX_RANK = 16
 STORE_FLAGS = ("--allow-config-keys", "trainer_note")
-INFERENCE_FLAGS = ("--aliases", "acme/tiny", "--max-rank", str(MAX_RANK))
+INFERENCE_FLAGS = (
+    *("--aliases", "acme/tiny", "--max-rank", str(MAX_RANK)),
+    *("--http", "127.0.0.1:0"),
+)
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way of making a folder. `says` is what `loadout register` prints, in this order. It is
-    served as the name `ref`, unless it is `refused` with this error, or registered without being
-    `servable`. PEFT's tokens are those of the folder, or of `oracle` beside it."""
+    """A way of making a folder. `says` is what `loadout register` prints, in this order, or
+    `/v1/load_lora_adapter` if it is registered `over_http`. It is served as the name `ref`, unless
+    it is `refused` with this error, or registered without being `servable`. PEFT's tokens are those
+    of the folder, or of `oracle` beside it."""
 
     make: Callable[[Trainer], Path | str]
     says: tuple[str, ...] = ("servable by layout",)
     ref: str = ""
     refused: type[errors.LoadoutError] | None = None
     servable: bool = True
+    over_http: bool = False
     oracle: str | None = None
 
 
@@ -182,7 +189,7 @@ WAYS = {
     "bfloat16": Way(in_bfloat16),
     "gaussian": Way(lora(init_lora_weights="gaussian")),
     "checkpoint with optimizer and tokenizer": Way(
-        checkpoint(), (SAME, " has the same\n", "servable by ")
+        checkpoint(), (SAME, " has the same tokens and chat template\n", "servable by ")
     ),
     "another chat template": Way(
         checkpoint(another_template),
@@ -213,6 +220,21 @@ WAYS = {
     ),
     "an alias": Way(named("acme/tiny"), ("base model llama: ", "'acme/tiny'\n", "servable by ")),
     "a hub's name": Way(named("meta/llama"), ("base model llama: ", "'meta/llama'\n")),
+    "a relative path": Way(
+        named("./out/base"), ("base model llama: the only one that servers have registered\n",)
+    ),
+    "another organisation's copy": Way(
+        named("unsloth/tiny"),
+        (
+            "base model llama: registered by a server, and the adapter's config names "
+            "'unsloth/tiny'\n",
+            "servable by ",
+        ),
+    ),
+    "a quantized copy": Way(
+        named("unsloth/tiny-bnb-4bit"),
+        ("base model llama: registered by a server, ", "'unsloth/tiny-bnb-4bit'\n", "servable by "),
+    ),
     "no base model": Way(named(None), ("base model llama: the only one",)),
     "capitals in the name": Way(lora(), ("default/French-LoRA@1 rank 4",), "French-LoRA"),
     "a tenant's name": Way(lora(), ("acme/French@1 rank 4",), "acme/French"),
@@ -227,14 +249,23 @@ WAYS = {
         with_fields(trainer_note="v3"),
         ("keys of its config that are not known, and allowed by the operator: trainer_note\n",),
     ),
+    "over HTTP, with an unknown key that the operator allows": Way(
+        with_fields(trainer_note="v3", base_model_name_or_path="acme/tiny"),
+        (
+            "added successfully. Its base model is llama: registered by a server, and the "
+            "adapter's config names 'acme/tiny'. Keys of its config that are not known, and "
+            "allowed by the operator: trainer_note.",
+        ),
+        over_http=True,
+    ),
     # registered, and no server can serve it
     "rank above the server's limit": unservable(
         lora(r=2 * MAX_RANK), "not servable by layout ", "rank 32 is above this server's limit 16"
     ),
     "another model's": unservable(
         named("other/model"),
-        "base model other/model: as the adapter's config names it",
-        "'llama'",
+        "base model other/model: as the adapter's config names it; servers have registered ",
+        "'llama': if it is one of them, say so (loadout register --base-model NAME)\n",
         "no server serves base model other/model\n",
     ),
     "added tokens, adapted": unservable(
@@ -316,7 +347,13 @@ WAYS = {
         "adapter_model.safetensors, or have the store's operator allow it with "
         "--allow-pickle-files",
     ),
-    "weights cut off": refused(unfinished, "adapter_model.safetensors: "),
+    "weights cut off": refused(
+        unfinished,
+        "adapter_model.safetensors: ",
+        ": ends at byte ",
+        " of a file of ",
+        "(truncated?)\n",
+    ),
     "weights that are not numbers": refused(diverged, "lora_B.weight", "finite"),
     "capitals in the tenant": refused(
         lora(),
@@ -365,6 +402,14 @@ def register(services: Services, capfd: pytest.CaptureFixture[str]) -> Callable[
     return run
 
 
+def load_over_http(services: Services, name: str, source: str) -> tuple[int, str]:
+    """Registers with `/v1/load_lora_adapter`; (0 or 1, the answer)."""
+    address = json.loads((services.folder / "inference.json").read_text())["http"]
+    body = {"lora_name": name, "lora_path": source}
+    answer = httpx2.post(f"http://{address}/v1/load_lora_adapter", json=body, timeout=60)
+    return int(answer.status_code != 200), answer.text
+
+
 def check_words(printed: str, says: tuple[str, ...]) -> None:
     """Requires all of them, in this order."""
     start = 0
@@ -387,7 +432,10 @@ def test_a_way_of_making_an_adapter(
     torch.manual_seed(list(WAYS).index(way))
     own = replace(trainer, folder=services.sources / slug)
     source, name = str(expected.make(own)), expected.ref or slug
-    code, printed = register(name, source)
+    if expected.over_http:
+        code, printed = load_over_http(services, name, source)
+    else:
+        code, printed = register(name, source)
     check_words(printed, expected.says)
     assert code == (1 if expected.refused else 0), printed
     if expected.refused is not None:
@@ -395,7 +443,9 @@ def test_a_way_of_making_an_adapter(
             services.client.register(name, source)
         assert str(caught.value) in printed
         return
-    revision = int(re.search(r" at revision (\d+)\n", printed)[1])  # type: ignore[index]
+    revision = 0  # the server itself knows what it has loaded
+    if not expected.over_http:
+        revision = int(re.search(r" at revision (\d+)\n", printed)[1])  # type: ignore[index]
 
     def generate() -> list[int]:
         options = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from loadout.cli import tokenizer as tokenizer_module
 from loadout.cli.tokenizer import describe_tokenizer
 
 VOCAB = {"a": 0, "b": 1, "ab": 2}
@@ -59,7 +60,7 @@ def test_what_trainers_change_makes_no_difference(save, base):
     (folder / "chat_template.jinja").write_text("{{ messages }}\n")
     assert describe_tokenizer(folder, base, "") == (
         "note: tokenizer and chat template beside the adapter are not used; the base model in "
-        f"{base} has the same"
+        f"{base} has the same tokens and chat template"
     )
 
 
@@ -116,13 +117,22 @@ def test_tokenizers_of_other_forms(save, base):
         f"note: tokenizer beside the adapter is not used; the tokenizer in {base} is of another "
         "form, and not compared"
     )
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert describe_tokenizer(folder, base, "").endswith(
+        f"the base model in {base} has the same chat template; the tokenizer there is of another "
+        "form, and not compared"
+    )
     (folder / "chat_template.jinja").write_text("x")
-    assert "chats are formatted with the base model's" in describe_tokenizer(folder, base, "")
+    assert describe_tokenizer(folder, base, "") == (
+        "warning: tokenizer and chat template beside the adapter are not used, and the chat "
+        f"template differs from the base model's in {base}: chats are formatted with the base "
+        "model's; the tokenizer there is of another form, and not compared"
+    )
     (folder / "chat_template.jinja").unlink()
     (base / "tokenizer.model").write_bytes(b"two")
     assert "it has another tokenizer.model" in describe_tokenizer(folder, base, "")
     (base / "tokenizer.model").write_bytes(b"one")
-    assert "has the same" in describe_tokenizer(folder, base, "")
+    assert describe_tokenizer(folder, base, "").endswith(" has the same tokens")
 
 
 def test_unigram_and_older_forms(save):
@@ -168,3 +178,72 @@ def test_malformed_files(save, base, case):
         (folder / name).write_bytes(HOSTILE[case])
     (folder / "chat_template.jinja").write_bytes(b"\xff")
     assert " is of another form, and not compared" in describe_tokenizer(folder, base, "")
+
+
+LONG = "9" * 5000
+ODD = (
+    *(None, True, -1, 10**4000, 1e300, "", "\ud800", "\0", "\x1b[2J", "x" * 5000, LONG, [], {}),
+    *([[]], {"a": None}),
+)
+
+
+def hostile_files(value: Any) -> list[tuple[str, Any]]:
+    """Every place of every file with this value in it."""
+    key = value if isinstance(value, str) else "7"
+    added = [value, [value], [{"id": value, "content": "x"}], [{"id": 4, "content": value}]]
+    vocabs = [value, {"a": value}, {key: 1}, [value], [[value]], [[value, 0.0]]]
+    decoders = [value, {"7": value}, {"7": {"content": value}}, {key: {"content": "x"}}]
+    templates = [value, [value], [{"name": value}], [{"name": "default", "template": value}]]
+    return [
+        ("tokenizer.json", value),
+        ("tokenizer.json", {"model": value}),
+        *(("tokenizer.json", {"model": {"vocab": vocab}}) for vocab in vocabs),
+        *(("tokenizer.json", WHOLE | {"added_tokens": each}) for each in added),
+        *(("tokenizer_config.json", {"added_tokens_decoder": each}) for each in decoders),
+        *(("tokenizer_config.json", {"chat_template": each}) for each in templates),
+        *(("chat_template.json", {"chat_template": each}) for each in templates),
+        ("added_tokens.json", {key: value}),
+        ("adapter_config.json", {"base_model_name_or_path": value}),
+    ]
+
+
+@pytest.mark.parametrize("side", ["adapter", "base"])
+def test_nothing_in_a_folder_raises(save, base, side):
+    """Nor does it end in a long line, or one that a terminal cannot show."""
+    folders = {"adapter": save("adapter", WHOLE, SETTINGS), "base": base}
+    for value in ODD:
+        for name, content in hostile_files(value):
+            path = folders[side] / name
+            before = path.read_bytes() if path.exists() else None
+            path.write_text(json.dumps(content))
+            for model in (base, None):
+                line = describe_tokenizer(folders["adapter"], model, "")
+                assert line.isprintable()
+                assert 0 < len(line) < 1000
+            path.unlink() if before is None else path.write_bytes(before)
+
+
+@pytest.mark.parametrize("key", [LONG, "\u0663", "\xb2", "-3", ""])
+def test_numbers_of_added_tokens(save, base, key):
+    decoder = {"added_tokens_decoder": {key: {"content": "<tool>"}}}
+    said = describe_tokenizer(save("adapter", WHOLE, decoder), base, "")
+    assert "it has 1 token more ('<tool>')" in said
+
+
+def test_long_and_unprintable_names(save, base, tmp_path):
+    tokens = [{"id": 4, "content": "x" * (1 << 20)}, {"id": 5, "content": "\x1b[2J\ud800"}]
+    added = {"added_tokens": [*WHOLE["added_tokens"], *tokens]}
+    odd = base.rename(tmp_path / "\x1b[2J\udc80")
+    folder = save("adapter", WHOLE | added, adapter_config={"base_model_name_or_path": str(odd)})
+    said = describe_tokenizer(folder, None, "")
+    assert f"it has 2 tokens more ('{'x' * 40}'..., '\\x1b[2J\\ud800')" in said
+    assert said.isprintable()
+
+
+def test_files_that_are_too_large(save, base, monkeypatch):
+    monkeypatch.setattr(tokenizer_module, "MAX_FILE_BYTES", 1000)
+    folder = save("adapter", None, None)
+    (folder / "chat_template.jinja").write_text("x" * 1001)
+    assert describe_tokenizer(folder, base, "") == ""
+    (folder / "chat_template.jinja").write_text("x" * 1000)
+    assert "the chat template differs" in describe_tokenizer(folder, base, "")
