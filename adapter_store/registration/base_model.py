@@ -32,9 +32,10 @@ def choose_base_model(
     A version whose config named another model says nothing about this one. Raises InvalidArgument
     with the candidates if that leaves it open, or with a `default` the config names another model.
     """
-    if given:
-        return BaseModelChoice(given, BaseModelSource.CALLER, "as given")
     is_path = names_local_path(in_config)
+    if given:
+        reason = "as given" + _unlike(in_config, is_path, given, known)
+        return BaseModelChoice(given, BaseModelSource.CALLER, reason)
     if _is_as_before(in_config, is_path, known):
         reason = "as in the version before"
         return BaseModelChoice(known.current, BaseModelSource.CURRENT_VERSION, reason)
@@ -49,10 +50,14 @@ def choose_base_model(
         return BaseModelChoice(in_config, BaseModelSource.CONFIG, reason)
     if default:
         reason = "that of the server that was asked to load it"
+        reason += _unlike(in_config, is_path, default, known)
         return BaseModelChoice(default, BaseModelSource.DEFAULT, reason)
     if len(known.served) == 1:
-        reason = "the only one that servers have registered"
-        return BaseModelChoice(next(iter(known.served)), BaseModelSource.ONLY_SERVED, reason)
+        name = next(iter(known.served))
+        reason = "the only one that servers have registered" + _unlike(
+            in_config, is_path, name, known
+        )
+        return BaseModelChoice(name, BaseModelSource.ONLY_SERVED, reason)
     raise _undecided(in_config, matching, known)
 
 
@@ -84,6 +89,17 @@ def _named(candidates: Collection[str], known: KnownBaseModels) -> list[str]:
         if found:
             return _with_server(found, known)
     return []
+
+
+def _unlike(in_config: str, is_path: bool, chosen: str, known: KnownBaseModels) -> str:
+    """Returns what to add where the config names a model whose last part is another than those of
+    the chosen one's names: an adapter of another model may fit, and compute nonsense."""
+    names = set(_names_in(in_config, is_path))
+    names |= {_QUANTIZED.sub("", name) for name in names}
+    own = known.served.get(chosen, frozenset()) | {chosen}
+    if not names or any(_has_equal_end_elsewhere(name, each) for name in names for each in own):
+        return ""
+    return f"; the adapter's config names {_show(in_config)}: make sure that it is the same model"
 
 
 def _with_server(base_models: Collection[str], known: KnownBaseModels) -> list[str]:

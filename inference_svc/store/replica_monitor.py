@@ -113,5 +113,5 @@ class ReplicaMonitor:
         except Exception:  # one failed probe must not end the monitor
             logger.exception("probing the store at %s failed", endpoint.address)
         if is_healthy:
-            logger.info("the store at %s is healthy again", endpoint.address)
+            logger.info("the store at %s answers", endpoint.address)
         self._replicas.report_probe(endpoint.address, is_healthy)

@@ -161,6 +161,7 @@ def _run_until_interrupted(settings: SystemSettings, work_dir: Path) -> None:
             f"{system.other_store}: unset it, or name a --model"
         )
     _check_ports(system)
+    _check_token(system)
     with _failures_in_words(), sigterm_is_ctrl_c():
         if system.model and not Path(system.model).is_dir():
             fetch_model(system.model, or_folder=True)
@@ -266,6 +267,18 @@ def _check_ports(system: System) -> None:
                 f"{what}: {address} is in use already; stop what listens there, or choose another "
                 "port"
             )
+
+
+def _check_token(system: System) -> None:
+    """Raises CommandFailed if the store tells callers apart, and the inference service has nothing
+    to show it."""
+    policy = system.given_store.find("policy-file")
+    if policy and not (system.other_store or system.given_inference.find("store-token-file")):
+        raise CommandFailed(
+            f"the store's policy {policy} needs a token of the inference service: put one with the "
+            'role server into a file, and name that in --serve-flags "--store-token-file FILE" '
+            "(docs/security.md)"
+        )
 
 
 def _need_moto() -> None:

@@ -221,7 +221,11 @@ WAYS = {
     "an alias": Way(named("acme/tiny"), ("base model llama: ", "'acme/tiny'\n", "servable by ")),
     "a hub's name": Way(named("meta/llama"), ("base model llama: ", "'meta/llama'\n")),
     "a relative path": Way(
-        named("./out/base"), ("base model llama: the only one that servers have registered\n",)
+        named("./out/base"),
+        (
+            "base model llama: the only one that servers have registered; the adapter's config "
+            "names './out/base': make sure that it is the same model\n",
+        ),
     ),
     "another organisation's copy": Way(
         named("unsloth/tiny"),

@@ -77,6 +77,23 @@ def test_base_models_with_a_server_come_before_those_whose_servers_are_gone():
     assert choose_base_model("", "", all_gone).name == QWEN
 
 
+def test_config_that_names_another_model_than_the_chosen_one_is_told():
+    for in_config, is_told in (
+        ("/runs/x", True),
+        ("gpt2", True),
+        ("unsloth/llama-3.1-8b-bnb-4bit", False),
+        ("/mnt/Llama-3.1-8B/", False),
+        ("llama", False),
+        ("", False),
+        ("..", True),
+    ):
+        chosen = choose_base_model(LLAMA, in_config, TWO)
+        assert ("make sure that it is the same model" in chosen.reason) is is_told, in_config
+        assert (repr(in_config) in chosen.reason) is is_told
+    assert "names '/mnt/x'" in choose_base_model("", "/mnt/x", ONE).reason
+    assert "names '/mnt/x'" in choose_base_model("", "/mnt/x", TWO, QWEN).reason
+
+
 def test_the_server_that_was_asked_comes_before_the_only_one():
     for known in (TWO, ONE, NONE):
         chosen = choose_base_model("", "/mnt/x", known, LLAMA)

@@ -126,6 +126,16 @@ def test_ports_are_checked_before_anything_starts(tmp_path, capsys, flag, what):
     assert not list((tmp_path / "work").glob("*.log"))
 
 
+def test_store_that_asks_for_tokens_and_a_service_without_one(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("LOADOUT_STORE_POLICY_FILE", "p.toml")
+    folder = str(tmp_path / "work")
+    assert main(["up", "--model", str(tmp_path), "--work-dir", folder]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("loadout: the store's policy p.toml needs a token of the inference")
+    assert "--store-token-file FILE" in line
+    assert not list((tmp_path / "work").glob("*.log"))
+
+
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """One with a model, which programs find by their environment."""
