@@ -18,6 +18,7 @@ RESOLVE_S = 5.0
 """How long a resolved name is used: about as long as clusters cache the addresses of pods."""
 
 _URL = re.compile(r"(?i:https?)://(?P<host>[^/]*).*")
+_NO_PORT = re.compile(r"[\w.-]+|\[[^]]*\]")  # gRPC would take 443
 _SCHEME = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):")
 
 
@@ -42,6 +43,13 @@ def split(argument: str, address: str | Sequence[str]) -> list[str]:
             raise InvalidArgument(
                 f"{argument}: {target} is the form of a web address; give the address of gRPC as "
                 f"HOST:PORT, without http://, such as {url['host']}",
+                code="INVALID_ARGUMENT",
+                subject=argument,
+            )
+        if _NO_PORT.fullmatch(target):
+            port = 7070 if argument == "store" else 7080
+            raise InvalidArgument(
+                f"{argument}: {target} has no port; give HOST:PORT, such as {target}:{port}",
                 code="INVALID_ARGUMENT",
                 subject=argument,
             )

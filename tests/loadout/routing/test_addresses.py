@@ -21,6 +21,8 @@ from loadout.errors import InvalidArgument
         (["a:1", "b:1"], ["a:1", "b:1"]),
         ("ipv4:127.0.0.1:1,127.0.0.2:1", ["ipv4:127.0.0.1:1,127.0.0.2:1"]),
         ("unix:/run/loadout", ["unix:/run/loadout"]),
+        ("dns:///replicas", ["dns:///replicas"]),
+        ("[::1]:1", ["[::1]:1"]),
     ],
 )
 def test_addresses_are_split(given, targets):
@@ -32,6 +34,14 @@ def test_an_empty_address_is_refused(given):
     with pytest.raises(InvalidArgument, match="inference") as caught:
         split("inference", given)
     assert caught.value.subject == "inference"
+
+
+@pytest.mark.parametrize("given", ["localhost", "a:1,replicas.example", "127.0.0.1", "[::1]"])
+def test_an_address_without_a_port_is_refused(given):
+    host = given.split(",")[-1]
+    with pytest.raises(InvalidArgument) as caught:
+        split("store", given)
+    assert str(caught.value) == f"store: {host} has no port; give HOST:PORT, such as {host}:7070"
 
 
 @pytest.mark.parametrize(
