@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from pathlib import Path
 
 from adapter_store.config import StoreSettings
 from servicekit import interpreter_gc
 from servicekit.errors import InvalidSetting, ServiceError
-from servicekit.settings.load import load_settings
+from servicekit.settings.load import load_settings, unknown_variables
 from servicekit.settings.ports import check_ports
 from servicekit.telemetry.logs import configure_logging
 
@@ -42,6 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     except InvalidSetting as error:
         return _fail(error, 2)
     configure_logging(settings.log_format, settings.log_level, NOISY_LOGGERS)
+    for line in unknown_variables(StoreSettings):
+        logging.getLogger(__name__).warning(line)
     return _run(settings)
 
 

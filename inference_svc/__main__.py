@@ -19,7 +19,7 @@ from inference_svc.model.files import check_files
 from inference_svc.model.hub import download, find_model
 from servicekit import interpreter_gc
 from servicekit.errors import InvalidSetting
-from servicekit.settings.load import load_settings
+from servicekit.settings.load import load_settings, unknown_variables
 from servicekit.settings.ports import check_ports
 from servicekit.telemetry.logs import configure_logging
 
@@ -39,6 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     except InvalidSetting as error:
         return _fail(error, 2)
     configure_logging(settings.log_format, settings.log_level)
+    for line in unknown_variables(InferenceSettings):
+        logging.getLogger(__name__).warning(line)
     return _run(settings)
 
 

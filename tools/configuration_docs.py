@@ -47,7 +47,8 @@ switch are `true` or `false`.
 
 **File**: `--config FILE.toml`, or the variable `LOADOUT_STORE_CONFIG` or
 `LOADOUT_INFERENCE_CONFIG`. Its keys are the flags' names without `--`; `_` may stand for `-`.
-Lists may be arrays. An unknown key is refused by its name. Paths are relative to the folder that
+Lists may be arrays. An unknown key is refused by its name; a variable with the service's prefix
+that is no setting is logged as a warning at start. Paths are relative to the folder that
 the service is started in. [store.toml](../examples/settings/store.toml) and
 [inference.toml](../examples/settings/inference.toml) have every setting with its default:
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,12 @@ from servicekit.settings.types import check_endpoint
 
 _OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _OTLP_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+
+# What has a service's prefix and is none of its settings: an option of `loadout top`, and what
+# Kubernetes sets for a Service.
+_OTHER_VARIABLES = re.compile(
+    r"LOADOUT_INFERENCE_METRICS|.*_SERVICE_HOST|.*_SERVICE_PORT(_.*)?|.*_PORT(_\d+_.*)?"
+)
 
 S = TypeVar("S", bound=ServiceSettings)
 
@@ -124,6 +131,19 @@ def _read_environment(
         for variable, value in os.environ.items()
         if variable.lower() in names
     }
+
+
+def unknown_variables(service: type[ServiceSettings]) -> list[str]:
+    """Returns a line for each variable with the service's prefix that sets nothing, such as one
+    that is misspelled; with the nearest name."""
+    prefix = service.model_config["env_prefix"].upper()
+    known = [setting.variable for setting in describe(service)]
+    names = sorted(name for name in os.environ if name.upper().startswith(prefix))
+    return [
+        _no_such(name, known, "setting")
+        for name in names
+        if name.upper() not in known and not _OTHER_VARIABLES.fullmatch(name.upper())
+    ]
 
 
 def _read_file(

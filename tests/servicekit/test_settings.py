@@ -15,7 +15,7 @@ from adapter_store.config import StoreSettings
 from inference_svc.config import InferenceSettings
 from servicekit.errors import InvalidSetting
 from servicekit.settings.describe import describe, duration, help_text, size
-from servicekit.settings.load import load_settings, standard_endpoint
+from servicekit.settings.load import load_settings, standard_endpoint, unknown_variables
 from servicekit.settings.service import ServiceSettings
 from servicekit.settings.types import check_endpoint, split_address
 
@@ -188,7 +188,18 @@ def test_wrong_variables(service: type[ServiceSettings], load: Load, monkeypatch
     # A variable of something else, such as those that Kubernetes sets for a Service.
     monkeypatch.setenv(name, "1")
     monkeypatch.setenv(variable(service, "PORT"), "tcp://10.0.0.1:7070")
+    monkeypatch.setenv(variable(service, "PORT_7070_TCP_ADDR"), "10.0.0.1")
+    monkeypatch.setenv(variable(service, "SERVICE_PORT_GRPC"), "7070")
+    monkeypatch.setenv("LOADOUT_INFERENCE_METRICS", "127.0.0.1:9091")
     load()
+    assert unknown_variables(service) == []
+
+
+def test_misspelled_variables(service: type[ServiceSettings], monkeypatch) -> None:
+    wrong, right = variable(service, "LISTN"), variable(service, "LISTEN")
+    monkeypatch.setenv(wrong, "h:1")
+    expected = f"{wrong}: there is no such setting; did you mean {right}?"
+    assert unknown_variables(service) == [expected]
 
 
 def test_former_names(
