@@ -47,4 +47,7 @@ def main(name: str, source: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        print("usage: python register_from_trainer.py NAME URI|DIR", file=sys.stderr)
+        sys.exit(2)
     main(*sys.argv[1:])

@@ -109,4 +109,9 @@ def main(name: str, model_dir: str, base_model: str, out_dir: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 5:
+        print(
+            "usage: python train_and_register.py NAME MODEL_DIR BASE_MODEL OUT_DIR", file=sys.stderr
+        )
+        sys.exit(2)
     main(*sys.argv[1:])

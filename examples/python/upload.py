@@ -30,4 +30,7 @@ def main(name: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        print("usage: python upload.py NAME DIR", file=sys.stderr)
+        sys.exit(2)
     main(*sys.argv[1:])

@@ -101,6 +101,15 @@ def test_output(run: Callable[..., str], name: str, tmp_path: Path) -> None:
     assert [each for each in expected if each not in out] == [], out
 
 
+@pytest.mark.parametrize("name", [name for name, (arguments, _) in RUNS.items() if arguments])
+def test_without_arguments_is_a_usage_line(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].startswith(f"usage: python {name} NAME ")
+
+
 def test_watch(start: Callable[..., subprocess.Popen[str]], addresses: Addresses) -> None:
     process = start("watch.py")
     try:
