@@ -138,6 +138,7 @@ $(BIN)/python:
 
 # One stamp per extra; protos are inputs, because installing compiles them.
 $(VENV)/.installed-%: pyproject.toml constraints.txt setup.py $(PROTOS) | $(BIN)/python
+	@echo "Installing Loadout into $(VENV): this takes some minutes, and prints little meanwhile."
 	$(PIP) install --constraint constraints.txt --editable '.[$*]'
 	touch $@
 

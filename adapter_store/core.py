@@ -171,7 +171,7 @@ class ServerLimits:
     def refusal(self, rank: int) -> str:
         """Returns why an adapter of this rank cannot be served; "" if it can."""
         if self.max_rank and rank > self.max_rank:
-            return f"rank {rank} is above this server's limit {self.max_rank}"
+            return f"rank {rank} is above this server's limit {self.max_rank} (--max-rank)"
         return ""
 
 

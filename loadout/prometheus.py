@@ -90,4 +90,9 @@ def scrape(address: str) -> Metrics:
             raise ValueError(f"more than {MAX_BYTES} bytes")
         return parse(text.decode())
     except (urllib.error.URLError, HTTPException, OSError, ValueError) as error:
-        raise Unavailable(f"no metrics at {address}: {error}", code="UNAVAILABLE") from error
+        reason = getattr(error, "reason", error)
+        reason = getattr(reason, "strerror", None) or reason
+        raise Unavailable(
+            f"no metrics at {address}: {reason}; is it a running service's --metrics-listen?",
+            code="UNAVAILABLE",
+        ) from error

@@ -54,6 +54,11 @@ def strip(
     """
     if target.exists():
         raise InvalidArgument(f"{target} exists: nothing is overwritten", subject=str(target))
+    if not source.is_dir():
+        raise InvalidArgument(
+            f"{source} is no folder: give one with {CONFIG_FILE}, as PEFT saves it",
+            subject=str(source),
+        )
     files, _ = find_weight_files(source, CheckpointLimits())
     base = {} if model is None else _tensors(model)
     kept: dict[str, torch.Tensor] = {}

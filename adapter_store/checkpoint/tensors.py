@@ -45,8 +45,8 @@ _MODULE = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
 _WRAPPED = re.compile(r"(?:model\.)?language_model\.(?P<inner>.+)")
 
 _ADAPTED = (
-    "a base weight, which PEFT saves beside an adapted embedding or head: `loadout strip IN OUT` "
-    "makes a copy without it; or save with save_embedding_layers=False"
+    "a base weight, which PEFT saves beside an adapted embedding or head: `loadout strip IN OUT "
+    "--model DIR` makes a copy without it; or save with save_embedding_layers=False"
 )
 _RESIZED = (
     "a base weight, which PEFT saves where tokens were added to the vocabulary: no adapter can "

@@ -62,7 +62,10 @@ class Commands:
         if call.command is Command.INSPECT:
             return self.inspect(call.limit)
         if not self.residency.is_resident(call.digest):
-            raise AdapterNotFound(f"adapter {call.digest} is not on the device", subject="ref")
+            hint = "; `loadout load --pin` loads and pins it" if call.command is Command.PIN else ""
+            raise AdapterNotFound(
+                f"adapter {call.digest} is not on the device{hint}", subject="ref"
+            )
         change = device.pin if call.command is Command.PIN else device.unpin
         return _view(change(call.digest), "device")
 

@@ -130,7 +130,9 @@ class StepProfiler:
                 return []
             if not tracing.num_done:
                 self._drop()
-                error = NoSteps("no step ran in this time", subject="timeout_seconds")
+                error = NoSteps(
+                    "no step ran in this time: send requests meanwhile", subject="timeout_seconds"
+                )
                 return [Reply(tracing.call_id, error=error)]
             self._write(tracing)
         if tracing.answer is None or (tracing.writer is not None and tracing.writer.is_alive()):

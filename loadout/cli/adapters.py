@@ -57,7 +57,9 @@ BaseModel = Annotated[
 RequireServable = Annotated[
     bool,
     typer.Option(
-        "--require-servable", help="Fail unless a server can serve it. It stays registered."
+        "--require-servable",
+        help="Fail unless a server that was there within the last hour can serve it. It stays "
+        "registered.",
     ),
 ]
 ModelFolder = Annotated[

@@ -264,7 +264,9 @@ WAYS = {
     ),
     # registered, and no server can serve it
     "rank above the server's limit": unservable(
-        lora(r=2 * MAX_RANK), "not servable by layout ", "rank 32 is above this server's limit 16"
+        lora(r=2 * MAX_RANK),
+        "not servable by layout ",
+        "rank 32 is above this server's limit 16 (--max-rank)",
     ),
     "another model's": unservable(
         named("other/model"),
@@ -305,7 +307,7 @@ WAYS = {
     "default save of embedding and head": refused(
         lora(target_modules=["q_proj", "embed_tokens", "lm_head"]),
         "base_layer.weight: not a LoRA weight of a module (a base weight, which PEFT saves beside ",
-        "`loadout strip IN OUT` makes a copy without it",
+        "`loadout strip IN OUT --model DIR` makes a copy without it",
     ),
     "added tokens": refused(
         added_tokens(["q_proj"]),

@@ -146,7 +146,7 @@ def test_verdict_is_of_the_adapter_and_the_announcement(announced, names):
     (verdict,) = names.get("a").verdicts
     assert [server.refusal(12) for server in verdict.servers] == [
         "",
-        "rank 12 is above this server's limit 8",
+        "rank 12 is above this server's limit 8 (--max-rank)",
         "",
     ]
     announced.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256))

@@ -43,7 +43,7 @@ def folders(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pa
 
 def test_a_default_save_is_refused_and_its_copy_is_not(folders, tmp_path: Path, capsys) -> None:
     model, adapter = folders
-    with pytest.raises(InvalidAdapter, match="`loadout strip IN OUT` makes a copy"):
+    with pytest.raises(InvalidAdapter, match="`loadout strip IN OUT --model DIR` makes a copy"):
         open_checkpoint(adapter)
     assert main(["strip", str(adapter), str(tmp_path / "out"), str(model)]) == 0
     printed = capsys.readouterr().out
@@ -91,7 +91,7 @@ def test_without_a_model_nothing_is_compared(folders, tmp_path: Path, capsys) ->
 def test_bad_folders_are_named(folders, tmp_path: Path, capsys) -> None:
     model, adapter = folders
     for arguments, message in (
-        ([str(tmp_path / "none"), str(tmp_path / "out")], "No such file"),
+        ([str(tmp_path / "none"), str(tmp_path / "out")], "none is no folder: give one "),
         ([str(adapter), str(model)], f"{model} exists: nothing is overwritten"),
         ([str(adapter), str(tmp_path / "out"), str(tmp_path)], f"{tmp_path} has no *.safetensors"),
         ([str(adapter)], "usage: "),

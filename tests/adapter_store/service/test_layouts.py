@@ -30,7 +30,7 @@ def test_layout_state_has_a_verdict_for_every_server(served, make_adapter, make_
         (small.announcement_id, 2, False),
         (large.announcement_id, 16, True),
     ]
-    assert state.servers[0].reason == "rank 4 is above this server's limit 2"
+    assert state.servers[0].reason == "rank 4 is above this server's limit 2 (--max-rank)"
 
 
 def test_announcement_lasts_as_long_as_the_watch(served, make_layout, monkeypatch, refused):

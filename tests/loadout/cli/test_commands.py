@@ -158,7 +158,9 @@ def layout_state(
 
 
 LARGE = store_pb.ServerVerdict(max_rank=64, servable=True)
-SMALL = store_pb.ServerVerdict(max_rank=4, reason="rank 8 is above this server's limit 4")
+SMALL = store_pb.ServerVerdict(
+    max_rank=4, reason="rank 8 is above this server's limit 4 (--max-rank)"
+)
 NONE = store_pb.ServerVerdict(reason="shape [8, 32] has 32 in_features, q_proj has 64")
 
 
@@ -170,7 +172,7 @@ NONE = store_pb.ServerVerdict(reason="shape [8, 32] has 32 in_features, q_proj h
             [
                 "servable by layout 555555555555, ranks up to 64",
                 "not servable by layout 555555555555, ranks up to 4: "
-                "rank 8 is above this server's limit 4",
+                "rank 8 is above this server's limit 4 (--max-rank)",
             ],
             0,
             "",
@@ -179,7 +181,7 @@ NONE = store_pb.ServerVerdict(reason="shape [8, 32] has 32 in_features, q_proj h
             [layout_state(store_pb.IMAGE_STATE_PENDING, SMALL)],  # not waited for
             [
                 "not servable by layout 555555555555, ranks up to 4: "
-                "rank 8 is above this server's limit 4"
+                "rank 8 is above this server's limit 4 (--max-rank)"
             ],
             1,
             "no server of its base model can serve it",
