@@ -75,7 +75,8 @@ REFUSED: Mapping[str, Refusal] = {
     ),
     "modules_to_save": Refusal(
         "it replaces whole modules of the base model",
-        "adapt these modules with LoRA by naming them in target_modules",
+        "adapt these modules with LoRA by naming them in target_modules (for the embedding or the "
+        "head, save with save_embedding_layers=False)",
     ),
     "trainable_token_indices": Refusal(
         "it replaces rows of the embedding", "adapt embed_tokens with LoRA in target_modules"
