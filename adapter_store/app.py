@@ -99,7 +99,7 @@ FETCHES_PER_WORKER = 4
 """Fetches that a worker may have: those of sources it has left go on until they notice. Few enough
 for the pools of connections of the sources' clients."""
 HELPER_THREADS = 4
-"""For small tasks concurrent to compiling: hashing, recording the start."""
+"""They fill and hash the parts of images that workers compile, and record that they began."""
 
 
 @dataclass(frozen=True, slots=True)

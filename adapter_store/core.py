@@ -160,12 +160,12 @@ class Announcement:
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
     """The limits of one announcement, which lasts until `expire_time`, in microseconds since the
-    epoch, and if it `is_unrenewed` while its layout, last used at `last_use_time`, is live."""
+    epoch, and unless it `is_renewed` while its layout, last used at `last_use_time`, is live."""
 
     announcement_id: str
     max_rank: int
     expire_time: int = field(default=0, compare=False)
-    is_unrenewed: bool = field(default=False, compare=False)
+    is_renewed: bool = field(default=True, compare=False)
     last_use_time: int = field(default=0, compare=False)
 
     def refusal(self, rank: int) -> str:

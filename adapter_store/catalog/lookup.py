@@ -240,7 +240,7 @@ def _servers(conn: Connection, layout_ids: Iterable[str]) -> dict[str, list[Serv
     for row in conn.execute(query):
         limits = ServerLimits(
             *(row.announcement_id, row.max_rank, row.expire_time),
-            is_unrenewed=not row.is_renewed,
+            is_renewed=row.is_renewed,
             last_use_time=row.last_use_time,
         )
         result.setdefault(row.layout_id, []).append(limits)
@@ -296,6 +296,6 @@ def _present(
 ) -> tuple[ServerLimits, ...]:
     """Returns those that are there. Servers that renew nothing have mostly been replaced by those
     that do; while there are none, they may be there if their layout is used."""
-    renewed = [each for each in servers if not each.is_unrenewed and each.expire_time > now]
-    unrenewed = (each for each in servers if each.is_unrenewed)
-    return tuple(renewed or (each for each in unrenewed if each.last_use_time >= live_since))
+    renewed = [each for each in servers if each.is_renewed and each.expire_time > now]
+    others = (each for each in servers if not each.is_renewed)
+    return tuple(renewed or (each for each in others if each.last_use_time >= live_since))

@@ -41,8 +41,7 @@ PARTS_AT_ONCE = min(4, os.cpu_count() or 1)
 """Parts of one image that are begun, besides the one that is waited for."""
 
 # bf16 has no numpy type, and a copy needs none.
-_INTEGERS = {2: torch.int16, 4: torch.int32}
-_NUMPY_INTEGERS: dict[int, type[np.signedinteger]] = {2: np.int16, 4: np.int32}
+_INTEGERS: dict[int, type[np.signedinteger]] = {2: np.int16, 4: np.int32}
 
 _Shaped: TypeAlias = tuple[Segment, tuple[int, int]]
 
@@ -128,7 +127,7 @@ def _in_order(
     try:
         for job in jobs:
             started.append(threads.submit(job))
-            if len(started) > PARTS_AT_ONCE:
+            if len(started) == PARTS_AT_ONCE:
                 yield started.popleft().result()
         while started:
             yield started.popleft().result()
@@ -244,7 +243,7 @@ def _outputs(
         begin = segment.offset - start
         data[position:begin] = 0
         position = begin + segment.length_bytes
-        outputs.append(data[begin:position].view(_NUMPY_INTEGERS[dtype.itemsize]).reshape(shape))
+        outputs.append(data[begin:position].view(_INTEGERS[dtype.itemsize]).reshape(shape))
     data[position:] = 0
     return outputs
 
@@ -287,7 +286,7 @@ def _compile_run(data: NDArray[np.uint8], run: Sequence[_Rows], dtype: torch.dty
     if not math.isfinite(values.sum().item()):
         for rows, piece in zip(run, values.split(sizes), strict=True):
             _check_finite(rows, piece)
-    integers = values.view(_INTEGERS[dtype.itemsize]).numpy()
+    integers = values.view(torch.uint8).numpy().view(_INTEGERS[dtype.itemsize])
     position = 0
     for rows in run:
         _place(rows, integers[position : position + rows.num_values])

@@ -20,6 +20,8 @@ from inference_svc.model.files import (
     CONFIG,
     INDEX,
     TOKENIZER,
+    TOKENIZER_CONFIG,
+    VOCABULARIES,
     check_tokenizer,
     has_vocabulary,
     missing_files,
@@ -29,9 +31,9 @@ from inference_svc.model.generation_config import FILE_NAME as GENERATION_CONFIG
 from servicekit.errors import InvalidSetting
 
 SMALL_FILES = (
-    *(CONFIG, GENERATION_CONFIG, INDEX),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+    *(CONFIG, GENERATION_CONFIG, INDEX, *VOCABULARIES, TOKENIZER_CONFIG),
+    *("merges.txt", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json"),
 )
 """What is downloaded of a model before its weights, as far as it has them."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -161,11 +161,13 @@ def _find_model(folder: Path, base_model: str) -> Path | None:
 
 
 def _cached(name: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache  # slow to import, and rarely needed
-
     try:
+        from huggingface_hub import try_to_load_from_cache  # slow to import, and rarely needed
+
         found = try_to_load_from_cache(name, TOKENIZER_CONFIG)
-    except (OSError, ValueError):  # a cache that cannot be read; no name of the hub's
+    # Without the library, or with variables that it does not take; a cache that cannot be read; no
+    # name of the hub's.
+    except (ImportError, OSError, ValueError):
         return None
     return Path(found).parent if isinstance(found, str) else None
 

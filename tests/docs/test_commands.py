@@ -113,7 +113,7 @@ ELSEWHERE = (
     ),
     Elsewhere(
         r"docs/security.md: loadout register .*",
-        "tests/loadout/cli/test_commands.py",
+        "tests/loadout/cli/test_register.py",
         "def test_register_with_a_signature",
         "a store that trusts the key",
     ),

@@ -9,7 +9,6 @@ import grpc
 import pytest
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
-from loadout.cli.__main__ import main
 from loadout.inference.v1 import inference_pb2 as pb
 from tests.loadout.fakes import FakeReplica
 
@@ -19,19 +18,6 @@ DEVICE, HOST = pb.ADAPTER_TIER_DEVICE, pb.ADAPTER_TIER_HOST
 def resident(name: str, **fields: Any) -> pb.ResidentAdapter:
     fields = {"tier": DEVICE, "bytes": 2000, "rank": 8, "load_seconds": 0.25, **fields}
     return pb.ResidentAdapter(names=[f"default/{name}@1"], digest=f"sha256:{name}", **fields)
-
-
-@pytest.fixture
-def run(capfd, monkeypatch, store_server, inference_server):
-    monkeypatch.setenv("LOADOUT_STORE", store_server.address)
-    monkeypatch.setenv("LOADOUT_INFERENCE", inference_server.address)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = main(list(arguments))
-        captured = capfd.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,10 @@ def test_what_trainers_change_makes_no_difference(save, base):
     )
 
 
-def test_without_the_base_model_nothing_is_compared(save):
+@pytest.mark.parametrize("has_library", [True, False])
+def test_without_the_base_model_nothing_is_compared(save, monkeypatch, has_library):
+    if not has_library:
+        monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     folder = save("adapter", WHOLE, adapter_config={"base_model_name_or_path": "/nowhere/llama"})
     assert describe_tokenizer(folder, None, "org/llama") == (
         "note: tokenizer beside the adapter is not used; --model DIR, the base model's folder, "

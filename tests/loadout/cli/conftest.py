@@ -1,0 +1,21 @@
+"""Commands in this process, against scripted servers."""
+
+from __future__ import annotations
+
+import pytest
+
+from loadout.cli.__main__ import main
+
+
+@pytest.fixture
+def run(capfd, monkeypatch, store_server, inference_server):
+    """Runs one command in this process: (exit code, stdout, stderr)."""
+    monkeypatch.setenv("LOADOUT_STORE", store_server.address)
+    monkeypatch.setenv("LOADOUT_INFERENCE", inference_server.address)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(list(arguments))
+        captured = capfd.readouterr()
+        return code, captured.out, captured.err
+
+    return run
