@@ -83,7 +83,8 @@ class SamplingParams:
 class Request:
     """One generation.
 
-    `digest` is "" for the base model. `cache_seed` separates prefix caches (tenants and salt).
+    `digest` is "" for the base model; `adapter` is what errors call it. `cache_seed` separates
+    prefix caches (tenants and salt).
     `tenant` is the caller's: tenants share the machine in equal parts. `trace` is the SpanContext
     that loads for it belong to, None if it is not traced.
     Times are `time.monotonic()` seconds, which processes of one machine share.
@@ -99,6 +100,7 @@ class Request:
     deadline_s: float | None = None
     tenant: str = ""
     trace: Any = None
+    adapter: str = ""
 
 
 class SequenceState(enum.Enum):

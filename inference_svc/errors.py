@@ -41,6 +41,10 @@ from servicekit.errors import (
     Unavailable,
 )
 
+TRY_LATER = "try again later (this server's log has the store's address)"
+"""What callers are told of a store that does not answer: no address of it, which is for operators.
+"""
+
 PROMPT_SUBJECTS = frozenset({"chat", "messages"})
 """Subjects of errors whose messages could quote the prompt."""
 

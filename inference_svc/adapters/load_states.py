@@ -63,6 +63,18 @@ class Load:
     def is_cancelled(self) -> bool:
         return self.job is not None and self.job.is_cancelled
 
+    def wait_reason(self, now_s: float) -> str:
+        """Says what it waits for, as a caller may know it."""
+        if self.job is None:
+            return "other adapters are pulled first"
+        failure = self.job.failure
+        if failure is not None:
+            return f"{failure.message}, for {max(0.0, now_s - self.job.failed_s):.0f} s now"
+        if self.header is None:
+            return "the adapter store has sent nothing of it yet"
+        arrived = f"{self.job.progress.offset:,} of {self.header.total_bytes:,} bytes"
+        return f"its pull is under way, {arrived} have arrived"
+
     def wait_for_room(self, state: LoadState, now_s: float) -> None:
         self.state, self.room_wait_since_s = state, now_s
         assert self.needs_room

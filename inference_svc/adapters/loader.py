@@ -85,6 +85,12 @@ class Loader:
         else:
             self._has_new = True
 
+    def wait_reason(self, digest: str, now_s: float) -> str:
+        """Says what the load of this adapter, which waits for the store, waits for."""
+        if not self._layout_id:
+            return "the adapter store has not answered since this server started"
+        return self.loads[digest].wait_reason(now_s)
+
     def abandon(self, digest: str) -> None:
         """Ends a load that nobody waits for."""
         load = self.loads[digest]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from inference_svc.adapters.extents import Extent
 from inference_svc.adapters.image_source import ImageHeader, PullStream
+from inference_svc.errors import StoreUnavailable
 from servicekit.errors import ServiceError
 from servicekit.telemetry.spans import CANCELLED, OpenSpan, Span, use_span
 
@@ -82,7 +83,9 @@ class PullJob:
     the pull thread that works on it.
 
     `last_progress_s` is when bytes last arrived, on the monotonic clock. `avoid` are sources to be
-    tried last. `trace` is set where the load is traced: each attempt is then one of `spans`.
+    tried last. `failure` is how the store has failed it since `failed_s`, without a byte since;
+    None while bytes come. `trace` is set where the load is traced: each attempt is then one of
+    `spans`.
     """
 
     def __init__(self, digest: str, layout_id: str, avoid: frozenset[str] = frozenset()) -> None:
@@ -92,6 +95,8 @@ class PullJob:
         self.trace: OpenSpan | None = None
         self.spans: list[Span] = []
         self.last_progress_s = time.monotonic()
+        self.failure: StoreUnavailable | None = None
+        self.failed_s = 0.0
         self._grants: queue.SimpleQueue[ImageSink | _Denied | None] = queue.SimpleQueue()
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
@@ -126,6 +131,17 @@ class PullJob:
             self._grants.put(None)
             was_parked, self._is_parked = self._is_parked, False
             return was_parked
+
+    def on_message(self) -> None:
+        """Records that bytes, or a size, came."""
+        self.last_progress_s = time.monotonic()
+        self.failure = None
+
+    def on_failure(self, failure: StoreUnavailable) -> None:
+        """Records that the store failed an attempt."""
+        if self.failure is None:
+            self.failed_s = time.monotonic()
+        self.failure = failure
 
     def attach(self, stream: PullStream) -> None:
         self._attached_s = time.monotonic()

@@ -15,7 +15,6 @@ import os
 import queue
 import sys
 import threading
-import time
 from collections.abc import Callable
 
 from inference_svc.adapters.image_source import (
@@ -136,7 +135,8 @@ class Puller:
                 return None
             except _Cancelled:
                 break
-            except StoreUnavailable:
+            except StoreUnavailable as error:
+                job.on_failure(error)
                 job.progress.avoid_source()
                 num_failed = 0 if job.progress.offset > verified else num_failed
                 delay_s = RETRY_DELAYS_S[min(num_failed, len(RETRY_DELAYS_S) - 1)]
@@ -173,7 +173,7 @@ class Puller:
             hasher = hashlib.sha256()
             position = progress.offset
             for message in messages:
-                job.last_progress_s = time.monotonic()
+                job.on_message()
                 if isinstance(message, ImageChunk):
                     position = _write(progress, message, position)
                     hasher.update(message.data)
@@ -201,7 +201,7 @@ class Puller:
         if header.offset != 0 or (header.digest, header.layout_id) != (job.digest, job.layout_id):
             raise CorruptImage("the store sent another image than was requested")
         self._check_header(header)
-        job.last_progress_s = time.monotonic()
+        job.on_message()
         progress.begin(header)
         self._post(PullOpened(job, header))
         progress.sink = self._wait_for_room(job)

@@ -107,6 +107,10 @@ class Residency:
         """Returns when the wait for the store began; None while it does not wait for the store."""
         return self.loads.store_wait_since_s(digest)
 
+    def wait_reason(self, digest: str, now_s: float) -> str:
+        """Says what an adapter that waits for the store waits for, as a caller may know it."""
+        return self.loader.wait_reason(digest, now_s)
+
     def last_progress_s(self, digest: str) -> float | None:
         """Returns when bytes last arrived, or the load began; None while it does not wait for the
         store."""

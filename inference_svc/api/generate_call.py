@@ -74,13 +74,16 @@ class GenerateCall:
         The first has the call's seed, so that it equals a single choice; the others have the next
         ones.
         """
-        tenant, digest = ("", "") if binding is None else (binding.tenant, binding.digest)
+        tenant = digest = label = ""
+        if binding is not None:
+            tenant, digest, label = binding.tenant, binding.digest, binding.label
         max_tokens = min(self.sampling.max_tokens, max_model_len - len(prompt_token_ids))
         request = Request(
             request_id=self.request_id,
             prompt_token_ids=prompt_token_ids,
             sampling=_shortened(self.sampling, max_tokens),
             digest=digest,
+            adapter=label,
             # Neither tenants that share an adapter nor the adapters of one caller share prefixes.
             # Tenants have no "/", so that no two triples give one seed.
             cache_seed=f"{home_tenant}/{tenant}/{self.cache_salt}",

@@ -267,7 +267,7 @@ class Service:
                 revision = registered.revision
             binding = await self._directory.resolve(principal, ref, revision, subject)
             entry.digest = binding.digest
-            adapter = await self._engine.load(entry.digest, pin)
+            adapter = await self._engine.load(entry.digest, pin, binding.label)
             return Loaded(self._named(principal, adapter), registered)
 
     async def unload(self, caller: Caller, ref: str, *, subject: str = "ref") -> int:

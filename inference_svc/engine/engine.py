@@ -33,7 +33,7 @@ from inference_svc.engine.runner import Runner
 from inference_svc.engine.scheduler import Scheduler
 from inference_svc.engine.settle import Settler
 from inference_svc.engine.step_times import StepPhases, StepTimes
-from inference_svc.errors import AdapterUnavailable, DuplicateRequest, OutOfDeviceMemory
+from inference_svc.errors import TRY_LATER, AdapterUnavailable, DuplicateRequest, OutOfDeviceMemory
 from servicekit.errors import Draining, ServiceError
 
 RETRY_S = 1.0
@@ -192,7 +192,7 @@ class Engine:
         for sequence in self._adapter_waits.due(now_s):
             expiry_s = self._adapter_expiry_s(sequence)
             if expiry_s is not None and now_s >= expiry_s:
-                self._end(sequence, now_s, error=self._unavailable(sequence), expired=True)
+                self._end(sequence, now_s, error=self._unavailable(sequence, now_s), expired=True)
             else:  # it may wait for the store again later
                 again_s = now_s + self.adapter_wait_s / 4
                 self._adapter_waits.add(sequence, again_s if expiry_s is None else expiry_s)
@@ -207,9 +207,12 @@ class Engine:
             return None
         return max(since_s, sequence.adapter_wanted_s) + self.adapter_wait_s
 
-    def _unavailable(self, sequence: Sequence) -> ServiceError:
+    def _unavailable(self, sequence: Sequence, now_s: float) -> ServiceError:
+        request = sequence.request
         return AdapterUnavailable(
-            f"adapter {sequence.request.digest} was not resident after {self.adapter_wait_s:g} s",
+            f"adapter {request.adapter or request.digest} was not loaded within "
+            f"{self.adapter_wait_s:g} s: {self.residency.wait_reason(request.digest, now_s)}; "
+            f"{TRY_LATER}",
             subject="adapter",
         )
 

@@ -63,8 +63,8 @@ class Call:
     LIST_RESIDENT a tuple of ResidentAdapter, DESCRIBE an EngineStatus, INSPECT EngineDetails,
     PROFILE a StepTrace. `limit` is the maximum of what LIST_RESIDENT returns, 0 for all: those on
     the device before the others, the last used of each tier first; of the rows of each list that
-    INSPECT returns; and of the steps that PROFILE traces, within `timeout_s`. `trace` is as in a
-    Request.
+    INSPECT returns; and of the steps that PROFILE traces, within `timeout_s`. `trace` and `adapter`
+    are as in a Request.
     """
 
     call_id: int
@@ -74,6 +74,7 @@ class Call:
     limit: int = 0
     timeout_s: float = 0.0
     trace: Any = None
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)

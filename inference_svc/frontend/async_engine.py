@@ -153,9 +153,9 @@ class AsyncEngine:
 
     # --- commands -------------------------------------------------------------------------------
 
-    async def load(self, digest: str, pin: bool) -> ResidentAdapter:
-        """Returns once the adapter is resident."""
-        return await self._call(Command.LOAD, digest, pin)
+    async def load(self, digest: str, pin: bool, adapter: str = "") -> ResidentAdapter:
+        """Returns once the adapter, which errors call `adapter`, is resident."""
+        return await self._call(Command.LOAD, digest, pin, adapter=adapter)
 
     async def unload(self, digest: str) -> int:
         """Returns the bytes freed, once they are free."""
@@ -196,12 +196,13 @@ class AsyncEngine:
         pin: bool = False,
         limit: int = 0,
         timeout_s: float = 0.0,
+        adapter: str = "",
     ) -> Any:
         if self.failed.is_set():
             raise EngineFailed("the engine failed")
         span = spans.current_sampled() if command is Command.LOAD else None
         trace = None if span is None else span.context
-        call = Call(next(self._numbers), command, digest, pin, limit, timeout_s, trace)
+        call = Call(next(self._numbers), command, digest, pin, limit, timeout_s, trace, adapter)
         future: asyncio.Future[Any] = self._loop.create_future()
         self._calls[call.call_id] = future
         self._engine.send(call)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from inference_svc.core import Principal
-from inference_svc.errors import AdapterNotFound, AdapterUnusable, StoreUnavailable
+from inference_svc.errors import TRY_LATER, AdapterNotFound, AdapterUnusable, StoreUnavailable
 from inference_svc.store.content_owners import OwnershipCache
 from inference_svc.store.name_cache import CachedName, LookupKey, NameCache
 from inference_svc.store.superseded import SupersededVersions, Version
@@ -198,9 +198,10 @@ class Directory:
         except StoreUnavailable as unavailable:
             error = unavailable
         stale = self._cached_if_recent(key, min_revision)
-        if stale is None:
-            raise error
-        return stale
+        if stale is not None:
+            return stale
+        message = f"adapter {key.ref} cannot be looked up: {error.message}; {TRY_LATER}"
+        raise StoreUnavailable(message, subject=error.subject) from error
 
     def _cached_if_recent(self, key: LookupKey, min_revision: int) -> AdapterRecord | None:
         entry = self._cached(key, min_revision)

@@ -72,6 +72,7 @@ class CatalogWatch:
         self._on_layout = on_layout
         self._knows_history = False
         self._is_down = False
+        self._source = ""
         self._avoid: frozenset[str] = frozenset()
         self._behind_since_s: float | None = None
 
@@ -100,12 +101,13 @@ class CatalogWatch:
         """Logs once per outage."""
         if not self._is_down:
             notes = " ".join(getattr(error, "__notes__", ()))
-            logger.warning("no connection to the store: %s %s", error, notes)
+            logger.warning("no connection to the store at %s: %s %s", self._source, error, notes)
         self._is_down = True
 
     async def _connect(self) -> AsyncIterator[NameEvent]:
         """Yields a watch's events. All calls go to one replica: its revision is its watch's."""
         session = await self._catalog.connect(self._avoid)
+        self._source = session.source
         layout_id, announcement_id = await session.register_layout(self._layout, self._announcement)
         if layout_id != self._directory.layout_id:
             logger.info("the store accepted layout %s", layout_id)

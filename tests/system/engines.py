@@ -124,6 +124,11 @@ class CompilingStore:
         return Stream(self, digest, offset, image_id)
 
 
+def label_of(adapter: str) -> str:
+    """Returns what errors call an adapter; "" for the base model, and what is a digest."""
+    return f"acme/{adapter}@3" if adapter and ":" not in adapter else ""
+
+
 @dataclass
 class Running:
     """An engine in its thread, and its outputs."""
@@ -154,6 +159,7 @@ class Running:
             tuple(prompt),
             SamplingParams(**(sampling | {k: v for k, v in options.items() if k not in fields})),
             digest=self.digests.get(adapter, adapter),
+            adapter=label_of(adapter),
             arrival_s=time.monotonic(),
             **{k: v for k, v in options.items() if k in fields},
         )
@@ -165,7 +171,8 @@ class Running:
     def call(self, command: Command, adapter: str = "", pin: bool = False) -> Reply:
         self.num_calls += 1
         number = self.num_calls
-        self.engine.send(Call(number, command, self.digests.get(adapter, adapter), pin))
+        digest = self.digests.get(adapter, adapter)
+        self.engine.send(Call(number, command, digest, pin, adapter=label_of(adapter)))
         self.until(lambda: number in self.replies)
         return self.replies.pop(number)
 

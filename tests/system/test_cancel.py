@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -188,6 +189,8 @@ def test_an_unreachable_store_is_waited_for_so_long_and_no_longer(start: Callabl
     assert len(running.result("base")[0]) == 3
     error = running.result("adapter")[1].error
     assert isinstance(error, AdapterUnavailable)
+    words = r"adapter acme/r16@3 was not loaded within 0.3 s: the store is down, for 0 s now; try"
+    assert re.match(words, error.message)
     assert 0.3 <= time.monotonic() - began < 20
     running.check_idle()
     running.store.is_down = False

@@ -115,7 +115,10 @@ def test_load_answers_errors(start: Callable) -> None:
     assert isinstance(running.call(Command.LOAD, "sha256:none").error, AdapterNotFound)
     running.store.is_down = True
     began = time.monotonic()
-    assert isinstance(running.call(Command.LOAD, "r16").error, AdapterUnavailable)
+    error = running.call(Command.LOAD, "r16").error
+    assert isinstance(error, AdapterUnavailable)
+    assert error.message.startswith("adapter acme/r16@3 cannot be loaded, nothing of it has come")
+    assert "0.2 s: the store is down, for 0 s now; try again later" in error.message
     assert time.monotonic() - began < 20
     running.check_idle()
 

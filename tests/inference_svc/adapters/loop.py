@@ -22,7 +22,14 @@ LAYOUT_ID = "sha256:layout"
 class Loop:
     """Does the engine's part: hands events to a residency and applies its changes."""
 
-    def __init__(self, store, layout: ModelLayout, arena_bytes: int, host_bytes: int) -> None:
+    def __init__(
+        self,
+        store,
+        layout: ModelLayout,
+        arena_bytes: int,
+        host_bytes: int,
+        layout_id: str = LAYOUT_ID,
+    ) -> None:
         self.events: queue.SimpleQueue[PullEvent] = queue.SimpleQueue()
         self.puller = Puller(store, 2, self.events.put, layout.check_header)
         host = HostTier(host_bytes, pin_memory=False) if host_bytes else None
@@ -32,7 +39,7 @@ class Loop:
         self.residency = build_residency(
             Slots(arena_bytes, 4), host, memory, self.puller, max_rank=64, stall_s=10.0
         )
-        self.residency.set_layout(LAYOUT_ID)
+        self.residency.set_layout(layout_id)
         self.failures: list[tuple[str, Exception]] = []
         self.queue: list[str] = []
 

@@ -61,6 +61,35 @@ def test_lost_stream_resumes_at_the_last_verified_part(loop: Loop, store) -> Non
     assert [offset for _, offset in store.pulls] == [0, 0, image.ends[0]]
 
 
+def test_wait_for_the_store_has_a_reason(loop: Loop, store) -> None:
+    image = store.add("aaaa")
+    store.gate.clear()
+    loop.residency.add_waiter("aaaa", 0.0)
+    assert loop.residency.wait_reason("aaaa", 0.0) == "other adapters are pulled first"
+    load = loop.residency.loads["aaaa"]
+    loop.until(lambda: load.granted_s is not None)
+    arrived = f"its pull is under way, 0 of {len(image.data):,} bytes have arrived"
+    assert loop.residency.wait_reason("aaaa", 0.0) == arrived
+    store.lose_after = [0] * 1000
+    store.gate.set()
+    assert load.job is not None
+    loop.until(lambda: len(store.pulls) > 2)
+    now_s = load.job.failed_s + 7.2
+    assert loop.residency.wait_reason("aaaa", now_s) == "stream lost, for 7 s now"
+    store.lose_after = []
+    loop.until(lambda: loop.residency.is_resident("aaaa"))
+    loop.residency.acquire("aaaa")
+
+
+def test_store_that_never_answered_is_the_reason(store, layout: ModelLayout) -> None:
+    loop = Loop(store, layout, 16384, 0, layout_id="")
+    loop.residency.add_waiter("aaaa", 0.0)
+    reason = "the adapter store has not answered since this server started"
+    assert loop.residency.wait_reason("aaaa", 1.0) == reason
+    loop.residency.remove_waiter("aaaa")
+    loop.puller.close()
+
+
 def test_corrupt_pull_is_retried_once(loop: Loop, store) -> None:
     store.add("aaaa")
     store.corrupt = 1

@@ -22,7 +22,10 @@ def test_names_resolve_for_their_ttl_while_the_store_is_unreachable() -> None:
         directory.watch_lost()
         clock.now_s += 299
         assert (await directory.resolve(ANYONE, "upper")).digest == A
-        with pytest.raises(StoreUnavailable):
+        words = (
+            r"adapter default/other cannot be looked up: down; try again later \(this server's log"
+        )
+        with pytest.raises(StoreUnavailable, match=words):
             await directory.resolve(ANYONE, "other")
         with pytest.raises(StoreUnavailable):
             await directory.resolve(ANYONE, "upper", min_revision=6)

@@ -105,6 +105,17 @@ def test_forgotten_layout_is_registered_again(engine: Any) -> None:
     serve(body)
 
 
+def test_log_of_an_outage_has_the_address(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async def body(store: TinyStore, address: str) -> None:
+        store.refuse["RegisterLayout"] = grpc.StatusCode.UNAVAILABLE
+        async with Watched(address, engine.layout):
+            await until_async(lambda: store.refused["RegisterLayout"] >= 2)
+        (line,) = [each for each in caplog.messages if "no connection" in each]
+        assert line.startswith(f"no connection to the store at {address}: the adapter store does")
+
+    serve(body)
+
+
 def test_refused_layout_is_retried(engine: Any) -> None:
     async def body(store: TinyStore, address: str) -> None:
         store.refuse["RegisterLayout"] = grpc.StatusCode.FAILED_PRECONDITION
