@@ -128,12 +128,16 @@ class Directory:
 
     def names_of(self, principal: Principal, digest: str, limit: int | None = None) -> list[str]:
         """Returns the caller's names, with or without version, known to point to a digest, sorted;
-        at most the `limit` longest cached ones. Of a superseded one its last version."""
+        at most the `limit` longest cached ones. Of a superseded one its last version; of one that
+        nothing has requested since a name moved to it, the version that the watch told of."""
         label = self._superseded.label(digest)
         refs = chain(filter(None, (label,)), self._cache.refs_of(digest))
         names = (ref for ref in refs if not ref.endswith(digest))
-        own = (name for name in names if principal.is_for(tenant_of(name)))
-        return sorted(set(islice(own, limit)))
+        own = set(islice((name for name in names if principal.is_for(tenant_of(name))), limit))
+        if not own:
+            moved = self._superseded.moved_to(digest)
+            own = set(islice((name for name in moved if principal.is_for(tenant_of(name))), limit))
+        return sorted(own)
 
     def is_superseded(self, principal: Principal, digest: str) -> bool:
         """Returns whether one of the caller's names in use here pointed to this digest, none of

@@ -208,3 +208,24 @@ def test_callers_of_different_tenants_do_not_share_a_lookup() -> None:
         assert catalog.lookup_tenants == [(), ("a",)]
 
     run(body)
+
+
+def test_content_that_a_name_moved_to_has_that_name() -> None:
+    """Also before anybody has requested it, and while the store cannot be asked."""
+    catalog, directory, _ = make()
+
+    async def body() -> None:
+        await directory.resolve(ANYONE, "upper")
+        catalog.down = True
+        directory.apply(NameEvent(6, "default/upper", B, 2))
+        assert directory.names_of(ANYONE, B) == ["default/upper@2"]
+        assert directory.names_of(principal_of("a"), B) == []
+        directory.apply(NameEvent(7, "default/upper", "sha256:" + "c" * 64, 3))
+        assert directory.names_of(ANYONE, B) == ["default/upper@2"], "as the old one"
+        assert directory.is_superseded(ANYONE, B)
+        directory.apply(NameEvent(8, "default/upper", B, 4))
+        assert directory.names_of(ANYONE, B) == ["default/upper@4"]
+        directory.apply(NameEvent(9, "default/upper"))
+        assert directory.names_of(ANYONE, B) == ["default/upper@4"], "deleted, and still resident"
+
+    run(body)
