@@ -80,12 +80,13 @@ def _run(settings: InferenceSettings) -> int:
     from inference_svc.app import serve
 
     try:
-        return asyncio.run(serve(settings))
+        asyncio.run(serve(settings))
     except (UnsupportedModel, EngineFailed, InvalidSetting, ValueError, OSError) as error:
-        logging.getLogger(__name__).debug("start failed", exc_info=True)
+        logging.getLogger(__name__).debug("ended by an error", exc_info=True)
         return _fail(error, 1)
     finally:
         interpreter_gc.resume()
+    return 0
 
 
 if __name__ == "__main__":

@@ -92,11 +92,11 @@ MIN_END_S = 2.0
 PACKAGES = ("loadout", "torch", "transformers", "grpcio")
 
 
-async def serve(config: InferenceSettings) -> int:
-    """Returns the process's exit status, after SIGTERM or SIGINT.
+async def serve(config: InferenceSettings) -> None:
+    """Serves until SIGTERM or SIGINT.
 
     Raises UnsupportedModel, or ValueError or OSError for settings that cannot be met; EngineFailed
-    if the engine's process dies before it serves.
+    if the engine ends before.
     """
     stop = stop_on_signals()
     geometry = load_geometry(config.model)
@@ -113,7 +113,7 @@ async def serve(config: InferenceSettings) -> int:
             engine = await asyncio.to_thread(load)
             await server.start(engine, text, facts)
             interpreter_gc.resume()
-            return await server.run(stop)
+            await server.run(stop)
         finally:
             await server.close()
 
@@ -332,9 +332,8 @@ class InferenceServer:
         self._metrics.describe_server(facts.base_model, facts.dtype, facts.device, facts.versions)
         self._announce()
 
-    async def run(self, stop: asyncio.Event) -> int:
-        """Serves until `stop`, then drains; the process's exit status. An engine that fails ends
-        it with 1."""
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serves until `stop`, then drains. Raises EngineFailed when the engine has ended."""
         assert self._async_engine is not None, "start comes before run"
         failed = self._async_engine.failed
         waits = [asyncio.create_task(event.wait()) for event in (stop, failed)]
@@ -359,9 +358,8 @@ class InferenceServer:
             if self._http is not None:
                 drains.append(self._http.drain(left_seconds))
             await asyncio.gather(*drains)
-        if failed.is_set():
-            logger.error("the engine failed: ending")
-        return int(failed.is_set())
+        if self._async_engine.failure is not None:
+            raise self._async_engine.failure
 
     async def close(self) -> None:
         """Frees everything, in the reverse order of use. Also after a start that failed."""

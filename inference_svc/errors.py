@@ -17,11 +17,10 @@ DeadlineExceeded
  └─ NoSteps              no step ran that could be traced
 Unavailable
  ├─ AdapterUnavailable   it did not become resident in time
- └─ StoreUnavailable     the adapter store does not answer
+ ├─ StoreUnavailable     the adapter store does not answer
+ └─ EngineFailed         the engine has ended, and the server with it: try again, or another one
 DataLoss
  └─ CorruptImage         pulled bytes fail their hash
-Internal
- └─ EngineFailed         our bug: the step raised
 
 UnsupportedModel, a FailedPrecondition, is raised at start only: the model directory holds something
 that this decoder does not compute.
@@ -34,7 +33,6 @@ from servicekit.errors import (
     DataLoss,
     DeadlineExceeded,
     FailedPrecondition,
-    Internal,
     InvalidArgument,
     NotFound,
     ResourceExhausted,
@@ -97,8 +95,15 @@ class CorruptImage(DataLoss):
     reason = "CORRUPT_IMAGE"
 
 
-class EngineFailed(Internal):
+class EngineFailed(Unavailable):
     reason = "ENGINE_FAILED"
+
+    @classmethod
+    def because(cls, why: str) -> EngineFailed:
+        return cls(
+            f"the engine of this server has ended ({why}), and the server ends with it: try again "
+            "later, or another server"
+        )
 
 
 class UnsupportedModel(FailedPrecondition):

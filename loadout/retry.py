@@ -16,6 +16,8 @@ from loadout.errors import (
 
 DRAINING = "DRAINING"
 """Reason of a service that refused because it stops: its successor or a peer will answer."""
+ENGINE_FAILED = "ENGINE_FAILED"
+"""Reason of a server whose engine ended while it had the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Attempts:
         self._chance = chance
         self._deadline_s = None if timeout_s is None else clock() + timeout_s
         self._num_failed = 0
+        self._num_engines = 0
 
     @property
     def remaining_s(self) -> float | None:
@@ -88,7 +91,12 @@ class Attempts:
             return error.retry_after_s * (1 + 0.1 * self._chance())
         if not repeatable:
             return None
-        if isinstance(error, StreamLost) or error.reason == DRAINING:
+        if error.reason == ENGINE_FAILED:
+            # A request that was there when two engines ended may be why: it gets no third.
+            self._num_engines += 1
+            if self._num_engines > 1:
+                return None
+        if isinstance(error, StreamLost) or error.reason in (DRAINING, ENGINE_FAILED):
             return 0.0 if elsewhere else self._backoff_s()
         return None
 

@@ -33,7 +33,13 @@ from inference_svc.engine.runner import Runner
 from inference_svc.engine.scheduler import Scheduler
 from inference_svc.engine.settle import Settler
 from inference_svc.engine.step_times import StepPhases, StepTimes
-from inference_svc.errors import TRY_LATER, AdapterUnavailable, DuplicateRequest, OutOfDeviceMemory
+from inference_svc.errors import (
+    TRY_LATER,
+    AdapterUnavailable,
+    DuplicateRequest,
+    EngineFailed,
+    OutOfDeviceMemory,
+)
 from servicekit.errors import Draining, ServiceError
 
 RETRY_S = 1.0
@@ -243,7 +249,7 @@ class Engine:
         self.residency.cancel_all()
         return self._flush_outputs()
 
-    def give_up(self, error: Exception) -> StepOutputs:
+    def give_up(self, error: EngineFailed) -> StepOutputs:
         """Returns the outputs so far, and `error` for what is open. Removes the files of a trace;
         touches no other structure: after a bug they may be broken."""
         flushed = self._flush_outputs()

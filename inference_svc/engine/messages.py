@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from inference_svc.core import FinishReason, Request, TokenLogprobs
+from inference_svc.errors import EngineFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ class StepOutputs:
 
     outputs: tuple[Output, ...] = ()
     replies: tuple[Reply, ...] = ()
-    failure: Exception | None = None
+    failure: EngineFailed | None = None
     spans: tuple[Any, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -188,7 +189,7 @@ def _rebuild(
     token_ids: tuple[tuple[int, ...], ...],
     others: tuple[Output, ...],
     replies: tuple[Reply, ...],
-    failure: Exception | None,
+    failure: EngineFailed | None,
     spans: tuple[Any, ...],
 ) -> StepOutputs:
     return StepOutputs((*map(Output, request_ids, token_ids), *others), replies, failure, spans)

@@ -177,5 +177,6 @@ class EngineProcess:
             self._process.kill()
         if not self._is_stopping:
             self._failed = True
-            logger.error("the engine's process %s", self._wait_for_end())
-            self._on_outputs(StepOutputs(failure=EngineFailed("the engine failed")))
+            how = self._wait_for_end()
+            logger.error("the engine's process %s", how)
+            self._on_outputs(StepOutputs(failure=EngineFailed.because(f"its process {how}")))

@@ -98,7 +98,7 @@ class EngineThread:
         except Exception:
             logger.exception("the engine failed")
             self._failed = True
-            error = EngineFailed("the engine failed")
+            error = EngineFailed.because("a step failed")
             self._on_outputs(engine.give_up(error))
             self.built.residency.cancel_all()
             engine.commands.profiler.close()

@@ -64,11 +64,13 @@ class RequestObserver(Protocol):
 
 
 class AsyncEngine:
-    """`failed` is set when the engine has died: nothing works then. `on_spans` is called with the
-    spans that the engine has recorded. `unread_bytes` bounds what accounts do not read."""
+    """`failed` is set when the engine has died, of `failure`: nothing works then. `on_spans` is
+    called with the spans that the engine has recorded. `unread_bytes` bounds what accounts do not
+    read."""
 
     def __init__(self, engine: EngineHandle, decoder: Decoder, unread_bytes: Shares) -> None:
         self.failed = asyncio.Event()
+        self.failure: EngineFailed | None = None
         self._engine = engine
         self._decoder = decoder
         self._unread_bytes = unread_bytes
@@ -146,8 +148,8 @@ class AsyncEngine:
             )
 
     def _check_serving(self) -> None:
-        if self.failed.is_set():
-            raise EngineFailed("the engine failed")
+        if self.failure is not None:  # nothing has been done for the request
+            raise Draining(self.failure.message)
         if self._draining:
             raise Draining("the server is shutting down", retry_after_s=1.0)
 
@@ -198,8 +200,8 @@ class AsyncEngine:
         timeout_s: float = 0.0,
         adapter: str = "",
     ) -> Any:
-        if self.failed.is_set():
-            raise EngineFailed("the engine failed")
+        if self.failure is not None:
+            raise EngineFailed(self.failure.message)
         span = spans.current_sampled() if command is Command.LOAD else None
         trace = None if span is None else span.context
         call = Call(next(self._numbers), command, digest, pin, limit, timeout_s, trace, adapter)
@@ -289,7 +291,7 @@ class AsyncEngine:
         for reply in outputs.replies:
             self._reply(reply)
         if outputs.failure is not None:
-            self._fail()
+            self._fail(outputs.failure)
 
     def _notify_finished(self, output: Output) -> None:
         observer = self._observers.pop(output.request_id, None)
@@ -307,14 +309,15 @@ class AsyncEngine:
         else:
             future.set_result(reply.result)
 
-    def _fail(self) -> None:
+    def _fail(self, failure: EngineFailed) -> None:
+        self.failure = failure
         self.failed.set()
         for generation in self._generations.values():
-            generation.fail(EngineFailed("the engine failed"))
+            generation.fail(EngineFailed(failure.message))
         self._generations.clear()
         for observer in self._observers.values():
             observer.finished(None)
         self._observers.clear()
         for future in self._calls.values():
             if not future.done():
-                future.set_exception(EngineFailed("the engine failed"))
+                future.set_exception(EngineFailed(failure.message))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -12,9 +13,13 @@ POLL_S = 0.05
 LOG_TAIL_LINES = 15
 
 
+LAST_WORD = "loadout: "
+"""How the line begins in which a part says why it ends."""
+
+
 class ProcessFailed(Exception):
-    """A part of the system died, did not start, or did not stop properly; the message has the end
-    of its log."""
+    """A part of the system died, did not start, or did not stop properly; the message has what it
+    said of that, or the end of its log."""
 
 
 class Process:
@@ -60,7 +65,7 @@ class Process:
         """Raises ProcessFailed if it ended by itself."""
         code = self._popen.poll()
         if code is not None:
-            raise self._failure(f"ended with exit code {code}")
+            raise self._failure(_ending(code))
 
     def stop(self, grace_s: float) -> int:
         """Sends SIGTERM, and SIGKILL after the grace or on Ctrl-C; returns the exit code."""
@@ -78,5 +83,14 @@ class Process:
 
     def _failure(self, what: str) -> ProcessFailed:
         lines = self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        if lines and lines[-1].startswith(LAST_WORD):
+            why = lines[-1].removeprefix(LAST_WORD)
+            return ProcessFailed(f"{self.name} {what}: {why}; see the log {self.log_path}")
         tail = "".join(f"\n  {line}" for line in lines) or " empty"
         return ProcessFailed(f"{self.name} {what}; the end of {self.log_path}:{tail}")
+
+
+def _ending(code: int) -> str:
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"

@@ -3,9 +3,13 @@
 import asyncio
 
 import grpc
+import pytest
 
+from inference_svc.api.load_report import REFUSED_HEADER
 from inference_svc.app import SERVICE
+from inference_svc.errors import EngineFailed
 from inference_svc.frontend import watchdog
+from loadout._rpc.status import read_details
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 from servicekit.rpc.interceptor import QUIET_SECONDS
@@ -71,7 +75,7 @@ def test_an_engine_that_hangs_is_not_serving_until_it_answers(serve, monkeypatch
         await becomes(running, SERVING)
         assert await running.generate()
         running.stop.set()
-        assert await ended == 0
+        await ended
 
     serve(body)
 
@@ -94,7 +98,7 @@ def test_drain_finishes_what_runs_and_refuses_what_comes(serve) -> None:
         assert "shutting down" in error.details()
         running.engine.hold.clear()
         assert "".join(r.text for r in await first) == "abc"
-        assert await ended == 0
+        await ended
 
     serve(body)
 
@@ -111,7 +115,7 @@ def test_drain_waits_for_what_operators_have_asked_for(serve) -> None:
         assert not done
         running.engine.hold.clear()
         assert (await loading).adapter.digest == digest_of("upper")
-        assert await ended == 0
+        await ended
 
     serve(body, store=True)
 
@@ -122,7 +126,7 @@ def test_when_the_grace_is_over_the_rest_ends_with_a_status(serve) -> None:
         first = asyncio.create_task(running.generate())
         await until_async(lambda: running.engine.num_running == 1)
         running.stop.set()
-        assert await running.server.run(running.stop) == 0
+        await running.server.run(running.stop)
         error = await error_of(first)
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         await until_async(lambda: running.engine.num_running == 0)
@@ -130,7 +134,7 @@ def test_when_the_grace_is_over_the_rest_ends_with_a_status(serve) -> None:
     serve(body, grace_seconds=0.1)
 
 
-def test_a_failed_engine_answers_all_and_ends_the_process_with_1(serve) -> None:
+def test_a_failed_engine_answers_all_and_ends_the_server(serve) -> None:
     async def body(running: Running) -> None:
         running.engine.hold.set()
         calls = [asyncio.create_task(running.generate(request_id=f"r{i}")) for i in range(3)]
@@ -140,10 +144,14 @@ def test_a_failed_engine_answers_all_and_ends_the_process_with_1(serve) -> None:
         running.engine.fail.set()
         for call in calls:
             error = await error_of(call)
-            assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, "internal error")
-        assert await ended == 1
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+            assert error.details() == "the engine failed"
+            assert read_details(error.trailing_metadata()).reason == "ENGINE_FAILED"
+        with pytest.raises(EngineFailed):
+            await ended
         assert await running.health_of() == NOT_SERVING
         error = await error_of(running.generate())
-        assert error.code() is grpc.StatusCode.INTERNAL
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert dict(error.trailing_metadata())[REFUSED_HEADER] == "DRAINING", "for a proxy"
 
     serve(body)

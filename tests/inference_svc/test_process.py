@@ -35,6 +35,10 @@ from tests.support.wait import until
 pytestmark = pytest.mark.processes
 
 START_SECONDS = 60
+ENDED = (
+    "the engine of this server has ended (its process was ended by SIGKILL), and the server ends "
+    "with it: try again later, or another server"
+)
 REQUESTS_INFO = "vllm:lora_requests_info"
 
 
@@ -162,11 +166,13 @@ def test_an_engine_that_is_killed_answers_everybody_and_ends_the_server(process:
         for call in calls:
             with pytest.raises(grpc.RpcError) as caught:
                 list(call)
-            assert caught.value.code() is grpc.StatusCode.INTERNAL
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert caught.value.details() == ENDED
         assert next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING
     _, stderr = process.popen.communicate(timeout=START_SECONDS)
     assert process.popen.returncode == 1
-    assert "was ended by SIGKILL" in stderr
+    assert stderr.splitlines()[-1] == f"loadout: {ENDED}"
+    assert "Traceback" not in stderr
 
 
 def test_who_calls_again_and_again_while_it_ends_is_told_unavailable(process: Process) -> None:

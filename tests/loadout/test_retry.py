@@ -62,12 +62,22 @@ def test_draining_service_is_left_for_its_successor():
     assert tries.delay_s(draining, repeatable=False) is None
 
 
+def test_request_that_was_there_when_two_engines_ended_gets_no_third():
+    tries, _ = attempts(first_backoff_s=0.1)
+    failed = errors.Unavailable("the engine has ended", reason="ENGINE_FAILED")
+    assert tries.delay_s(failed, repeatable=True) == pytest.approx(0.1)
+    assert tries.delay_s(failed, repeatable=True) is None
+    tries, _ = attempts(first_backoff_s=0.1)
+    assert tries.delay_s(failed, repeatable=True, elsewhere=True) == 0.0
+    assert tries.delay_s(failed, repeatable=False) is None
+
+
 @pytest.mark.parametrize(
     "error",
     [
         errors.NotFound("x"),
         errors.InvalidArgument("x"),
-        errors.ServerError("x", reason="ENGINE_FAILED"),
+        errors.ServerError("x"),
         errors.Unavailable("the service has already waited", reason="ADAPTER_UNAVAILABLE"),
         errors.DeadlineExceeded("x"),
         errors.Cancelled("x"),

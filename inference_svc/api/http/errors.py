@@ -75,7 +75,7 @@ ERROR_STATUSES: dict[type[errors.ServiceError], ErrorStatus] = {
     ProfileRunning: ErrorStatus(409, _INVALID, "profile_running"),
     NoSteps: ErrorStatus(504, "server_error", "no_steps"),
     errors.Draining: ErrorStatus(503, "server_error", "draining"),
-    EngineFailed: INTERNAL,
+    EngineFailed: ErrorStatus(503, "server_error", "engine_failed"),
 }
 """Every error that a request ends with; any other is a bug. The codes are our reasons, except for
 the two that OpenAI's clients know. Only temporary errors have statuses that those clients retry."""

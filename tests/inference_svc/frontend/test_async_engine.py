@@ -356,7 +356,7 @@ def test_engine_failure_ends_all_requests(engine, tokenizers) -> None:
         with pytest.raises(EngineFailed):
             await running
         assert async_engine.failed.is_set()
-        with pytest.raises(EngineFailed):
+        with pytest.raises(Draining, match="the engine failed"):  # another server may take it
             await collect(async_engine, make_request(tokenizer, "abc", "new"))
         with pytest.raises(EngineFailed):
             await async_engine.describe()

@@ -63,8 +63,8 @@ def test_demo_says_which_part_died(tmp_path):
     done = run_demo("--requests", "9", "--work-dir", str(tmp_path))
     assert done.returncode == 1
     assert "loadout: store ended with exit code" in done.stderr
-    assert f"the end of {tmp_path}/store.log" in done.stderr
-    assert "Traceback" not in done.stderr.partition("the end of")[0]
+    assert f"; see the log {tmp_path}/store.log" in done.stderr
+    assert "Traceback" not in done.stderr
     assert children() == before
 
 
@@ -180,5 +180,5 @@ def test_up_ends_when_a_part_dies(tmp_path, start_up):
     os.kill(victim.pid, signal.SIGKILL)
     _, stderr = up.popen.communicate(timeout=90)
     assert up.popen.returncode == 1
-    assert stderr.startswith("loadout: inference ended with exit code -9")
+    assert stderr.startswith("loadout: inference was ended by SIGKILL")
     assert not any(psutil.pid_exists(part.pid) for part in parts)

@@ -54,6 +54,15 @@ def test_death_before_ready_shows_the_log(start):
     assert "\n  line 1\n  cannot bind" in str(caught.value)
 
 
+def test_last_word_stands_for_the_log(start):
+    part = start("print('Traceback'); print('loadout: the engine has ended'); raise SystemExit(1)")
+    with pytest.raises(ProcessFailed) as caught:
+        part.wait_ready(60)
+    assert str(caught.value) == (
+        f"part ended with exit code 1: the engine has ended; see the log {part.log_path}"
+    )
+
+
 def test_never_ready(start):
     part = start("import time; time.sleep(60)")
     with pytest.raises(ProcessFailed, match=r"part was not ready after 0 s.* empty"):

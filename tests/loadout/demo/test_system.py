@@ -81,7 +81,7 @@ def test_up_ends_when_the_inference_service_dies(up, parts):
     os.kill(parts["inference"], signal.SIGKILL)
     _, stderr = up.popen.communicate(timeout=90)
     assert up.popen.returncode == 1
-    assert stderr.startswith("loadout: inference ended with exit code -9")
+    assert stderr.startswith("loadout: inference was ended by SIGKILL")
     assert not any(psutil.pid_exists(pid) for pid in parts.values())
 
 
@@ -93,7 +93,7 @@ def test_up_goes_on_when_the_store_dies(up, parts, tmp_path):
         lines.append(line)
         if line.startswith("  loadout store "):
             break
-    assert lines[0].startswith("loadout: store ended with exit code -9")
+    assert lines[0].startswith("loadout: store was ended by SIGKILL")
     assert "The inference service goes on" in "".join(lines)
     words = shlex.split(lines[-1])
     settings = load_settings(StoreSettings, words[2:])

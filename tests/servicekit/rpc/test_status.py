@@ -63,7 +63,7 @@ INFERENCE_CODES = {
     "AdapterUnavailable": "UNAVAILABLE",
     "StoreUnavailable": "UNAVAILABLE",
     "CorruptImage": "DATA_LOSS",
-    "EngineFailed": "INTERNAL",
+    "EngineFailed": "UNAVAILABLE",
 }
 
 

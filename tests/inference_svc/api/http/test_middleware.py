@@ -34,21 +34,21 @@ def test_stream_that_fails_has_the_reason(serve_http, receiver: Receiver) -> Non
         stream = await front.complete(max_tokens=40, stream=True, extra_body={"ignore_eos": True})
         await anext(stream)
         front.engine.fail.set()
-        with pytest.raises(openai.APIError, match="internal error") as caught:
+        with pytest.raises(openai.APIError, match="the engine failed") as caught:
             async for _ in stream:
                 pass
-        assert caught.value.code == "internal_error"
-        await front.until_metric('http_requests_total{route="/v1/completions",status="500"} 1.0')
+        assert caught.value.code == "engine_failed"
+        await front.until_metric('http_requests_total{route="/v1/completions",status="503"} 1.0')
         text = (await asyncio.to_thread(front.running.scrape)).splitlines()
         lines = [line for line in text if line.startswith(f"{PREFIX}http_requests_total{{")]
         counted = [line for line in lines if not line.endswith(" 0.0")]
         assert counted == [
-            f'{PREFIX}http_requests_total{{route="/v1/completions",status="500"}} 1.0'
+            f'{PREFIX}http_requests_total{{route="/v1/completions",status="503"}} 1.0'
         ]
         rejected = '{method="/v1/completions",reason="ENGINE_FAILED"}'
         assert f"{PREFIX}rejections_total{rejected} 1.0" in text
         (error,) = await shown_errors(front)
-        assert (error["method"], error["code"]) == ("/v1/completions", "500")
+        assert (error["method"], error["code"]) == ("/v1/completions", "503")
         assert (error["reason"], error["message"]) == ("ENGINE_FAILED", "the engine failed")
 
     serve_http(body, **traced(receiver))

@@ -332,7 +332,7 @@ def test_drain_finishes_running_requests_and_refuses_new_ones(serve_http) -> Non
         assert caught.value.response.headers["retry-after"] == "1"
         front.engine.hold.clear()
         assert (await first).choices[0].text == "abc"
-        assert await ended == 0
+        await ended
 
     serve_http(body)
 
@@ -348,7 +348,7 @@ def test_drain_waits_for_operators_calls(serve_http) -> None:
         assert not done
         front.engine.hold.clear()
         assert (await loading).status_code == 200
-        assert await ended == 0
+        await ended
 
     serve_http(body, store=True)
 
@@ -360,7 +360,7 @@ def test_streams_end_with_an_error_after_the_grace(serve_http) -> None:
         await anext(stream)
         front.engine.hold.set()
         front.running.stop.set()
-        assert await front.running.server.run(front.running.stop) == 0
+        await front.running.server.run(front.running.stop)
         with pytest.raises(openai.APIError, match="shutting down"):
             async for _ in stream:
                 pass
