@@ -105,6 +105,7 @@ async def serve(config: InferenceSettings) -> None:
     access = read_store_access(config)
     facts = _facts(config, geometry)
     server = InferenceServer(config, access)
+    facts = replace(facts, metrics_port=split_address(server.metrics_address)[1])
     reload_on_sighup(config, server.reload)
     make_engine = _in_process if config.engine == "process" else _in_thread
     with make_engine(config, server.replicas, access) as load:

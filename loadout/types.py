@@ -424,6 +424,8 @@ class ServerInfo:
     """The computing device, such as "NVIDIA H200"; "": the server is too old to report it."""
     sampling_defaults: SamplingDefaults | None = None
     """None: the server is too old to report them."""
+    metrics_port: int = 0
+    """The port of its Prometheus metrics; 0: the server is too old to report it."""
 
 
 # --- for operators of both ----------------------------------------------------------------------

@@ -50,6 +50,7 @@ class ServerFacts:
     versions: dict[str, str] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     sampling: SamplingDefaults = NO_DEFAULTS
+    metrics_port: int = 0
 
 
 @dataclass(frozen=True, slots=True)

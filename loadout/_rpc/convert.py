@@ -307,6 +307,7 @@ def server_info(message: inference_pb.GetServerInfoResponse) -> types.ServerInfo
         kernels=message.kernels,
         machine=message.machine,
         sampling_defaults=_sampling_defaults(message),
+        metrics_port=message.metrics_port,
     )
 
 

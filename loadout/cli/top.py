@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, TypeVar
 
 import typer
@@ -19,8 +19,9 @@ from loadout.cli.output import CommandFailed, print_json, table_console
 from loadout.cli.top_overview import Sample, overview
 from loadout.cli.top_view import MAX_RESIDENTS, View
 from loadout.client import Client
-from loadout.errors import LoadoutError
+from loadout.errors import LoadoutError, Unavailable
 from loadout.prometheus import scrape
+from loadout.types import ServerInfo
 
 EXAMPLES = """\b
 Examples:
@@ -47,14 +48,15 @@ def top(
     ] = False,
     inference: options.Inference = options.DEFAULT_INFERENCE,
     inference_metrics: Annotated[
-        str,
+        str | None,
         typer.Option(
             envvar="LOADOUT_INFERENCE_METRICS",
             metavar="ADDR",
-            help="Prometheus address of the inference service.",
+            help="Prometheus address of the inference service. Default: the port that the service "
+            "says, on the host of --inference.",
             rich_help_panel=CONNECTION,
         ),
-    ] = options.DEFAULT_INFERENCE_METRICS,
+    ] = None,
     store: options.Store = options.DEFAULT_STORE,
     *,
     connection: Connection,
@@ -66,16 +68,16 @@ def top(
     """
     console = table_console()
     replica = only_replica(inference)
-    view = View(replica)
+    view, place = View(replica), MetricsPlace(replica, inference_metrics)
     with (
         connection.client(inference=replica, store=store, timeout_s=TIMEOUT_S) as client,
         ThreadPoolExecutor(4) as pool,
     ):
-        before = take_sample(client, inference_metrics, pool)
+        before = take_sample(client, place, pool)
         if once or as_json or not sys.stdout.isatty():
             if not isinstance(before.metrics, LoadoutError):
                 time.sleep(interval)
-            now = take_sample(client, inference_metrics, pool)
+            now = take_sample(client, place, pool)
             if as_json:
                 print_json(overview(now, before))
             else:
@@ -88,17 +90,40 @@ def top(
             live.refresh()
             while True:
                 time.sleep(interval)
-                now = take_sample(client, inference_metrics, pool)
+                now = take_sample(client, place, pool)
                 screen = dataclasses.replace(view.update(overview(now, before)), fills=True)
                 live.update(screen, refresh=True)
                 before = now
 
 
-def take_sample(client: Client, inference_metrics: str, pool: ThreadPoolExecutor) -> Sample:
-    """Reads everything at once: what does not answer delays nothing else."""
+class MetricsPlace:
+    """The address of a replica's metrics: as given, else from the port that the replica says."""
+
+    def __init__(self, replica: str, given: str | None) -> None:
+        self._replica = replica
+        self._address = given
+
+    def address(self, server: Future[ServerInfo | LoadoutError]) -> str:
+        """Returns it; of an unknown one waits for what the `server` says. Raises LoadoutError."""
+        if self._address is None:
+            info = server.result()
+            if isinstance(info, LoadoutError):
+                raise info
+            host = self._replica.rpartition(":")[0]
+            if not info.metrics_port or not host or "/" in host:
+                raise Unavailable(
+                    f"{self._replica} does not say where its metrics are: name --inference-metrics"
+                )
+            self._address = f"{host}:{info.metrics_port}"
+        return self._address
+
+
+def take_sample(client: Client, place: MetricsPlace, pool: ThreadPoolExecutor) -> Sample:
+    """Reads everything at once: what does not answer delays nothing else, except for the server
+    whose metrics have not been found yet."""
     server = pool.submit(_try, client.server_info)
     residents = pool.submit(_try, lambda: client.residents(MAX_RESIDENTS))
-    metrics = pool.submit(_try, lambda: scrape(inference_metrics))
+    metrics = pool.submit(_try, lambda: scrape(place.address(server)))
     store = pool.submit(_try, client.store_status)
     return Sample(
         server.result(), residents.result(), metrics.result(), store.result(), time.monotonic()

@@ -48,7 +48,7 @@ def arguments(services: Services) -> Iterator[list[str]]:
     thread = threading.Thread(target=generate)
     thread.start()
     places = ("--inference", services.inference_address, "--store", services.store_address)
-    yield ["top", *places, "--inference-metrics", services.inference_metrics, "--interval", "1"]
+    yield ["top", *places, "--interval", "1"]
     stop.set()
     thread.join()
 

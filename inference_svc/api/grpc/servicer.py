@@ -128,6 +128,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 top_k=facts.sampling.top_k,
                 top_p=facts.sampling.top_p,
             ),
+            metrics_port=facts.metrics_port,
         )
 
     async def GetDebugInfo(  # noqa: N802
