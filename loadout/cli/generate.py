@@ -10,7 +10,7 @@ from loadout._rpc.calls import Prompt
 from loadout.cli import options
 from loadout.cli.completion import adapter_names
 from loadout.cli.connection import Connection, connects
-from loadout.types import ChatMessage, Chunk, SamplingParams
+from loadout.types import ChatMessage, Chunk, FinishReason, SamplingParams
 
 EXAMPLES = """\b
 Examples:
@@ -33,7 +33,11 @@ Chat = Annotated[
 ]
 MaxTokens = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="Most tokens to generate. Default: the server's."),
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Most tokens to generate, cut to what the context leaves. Default: the server's, 256.",
+    ),
 ]
 Temperature = Annotated[
     float | None, typer.Option(metavar="NUMBER", min=0, help="Sampling temperature; 0 is greedy.")
@@ -102,8 +106,21 @@ def generate(
         for last in stream:
             typer.echo(last.text, nl=False)
     typer.echo()
+    if last is not None and last.finish_reason is FinishReason.LENGTH and last.usage:
+        _explain_length(last.usage.completion_tokens, max_tokens)
     if stats and last is not None:
         typer.echo(_stats(last), err=True)
+
+
+def _explain_length(num_tokens: int, max_tokens: int | None) -> None:
+    """Says on stderr why a text is cut off where the caller asked for no such limit."""
+    if max_tokens is None:
+        why = f"{num_tokens} tokens; --max-tokens asks for more, as far as the context goes"
+    elif num_tokens < max_tokens:
+        why = f"{num_tokens} tokens, the end of the model's context"
+    else:
+        return
+    typer.echo(f"loadout: the text was cut off after {why}", err=True)
 
 
 def _stats(last: Chunk) -> str:

@@ -204,6 +204,23 @@ def test_generate(run, fake_inference, chunks):
     )
 
 
+def test_generate_says_when_no_limit_of_the_callers_cut_the_text_off(run, fake_inference, chunks):
+    chunks[-1].finish_reason = inference_pb.FINISH_REASON_LENGTH
+    fake_inference.on("Generate", lambda request, context: iter(chunks))
+    by_default, by_context = (
+        run("generate", *flags, "hello=") for flags in ([], ["--max-tokens", "4"])
+    )
+    assert by_default == (
+        *(0, "hey\n"),
+        "loadout: the text was cut off after 3 tokens; --max-tokens asks for more, as far as the "
+        "context goes\n",
+    )
+    assert by_context[2] == (
+        "loadout: the text was cut off after 3 tokens, the end of the model's context\n"
+    )
+    assert run("generate", "--max-tokens", "3", "hello=") == (0, "hey\n", "")
+
+
 def test_generate_chat_leaves_the_rest_to_the_server(run, fake_inference, chunks):
     fake_inference.on("Generate", lambda request, context: iter(chunks))
     assert run("generate", "--chat", "hello") == (0, "hey\n", "")
