@@ -95,7 +95,7 @@ def _download(name: str, say: Callable[[str], None]) -> Path:
                 f"set; to download it: HF_HUB_OFFLINE=0 loadout download {name}"
             )
         say(f"downloading {name} from {constants.ENDPOINT} into {_cache_dir()}")
-        commit = _find_commit(name)
+        commit, on_the_hub = _find_commit(name)
         bars = _bars(are_shown=False)
         folder = Path(
             snapshot_download(
@@ -104,6 +104,8 @@ def _download(name: str, say: Callable[[str], None]) -> Path:
         )
     _check_small_files(name, folder)
     weights = [path.name for path in weight_files(folder)]
+    for missing in sorted(set(weights) - on_the_hub):  # before gigabytes of the others
+        raise _incomplete(name, missing)
     with _explained(name):
         bars = _bars(are_shown=sys.stderr.isatty())
         snapshot_download(name, revision=commit, allow_patterns=weights, tqdm_class=bars)
@@ -113,15 +115,17 @@ def _download(name: str, say: Callable[[str], None]) -> Path:
     return folder
 
 
-def _find_commit(name: str) -> str:
-    """Returns the commit that is the model's newest. The hub's library makes paths of it, without a
-    look at what the server called so. Raises ValueError, and what the library raises."""
+def _find_commit(name: str) -> tuple[str, frozenset[str]]:
+    """Returns the commit that is the model's newest, and the names of its files. The hub's library
+    makes paths of the commit, without a look at what the server called so. Raises ValueError, and
+    what the library raises."""
     from huggingface_hub import HfApi
 
-    commit = HfApi().model_info(name).sha
+    info = HfApi().model_info(name)
+    commit, files = info.sha, info.siblings or ()
     if not _COMMIT.fullmatch(commit or ""):
         raise ValueError(f"the server names no commit: {str(commit)[:80]!r}")
-    return str(commit)
+    return str(commit), frozenset(file.rfilename for file in files)
 
 
 def _write_ref(name: str, commit: str) -> None:

@@ -176,6 +176,8 @@ def _serve(system: System, work_dir: Path, *, is_demo: bool) -> None:
             sources = work_dir / "sources"
             register_all(client, sources, system.addresses.s3_url, lambda job: None)
     try:
+        for line in system.warnings():
+            typer.echo(f"loadout: {line}", err=True)
         typer.echo(_what_runs(system.addresses, work_dir))
         typer.echo("\n".join(["try:", *_commands(system.addresses, is_demo=is_demo)]))
         typer.echo("Ctrl-C stops it")
@@ -211,10 +213,7 @@ def _commands(addresses: Addresses, *, is_demo: bool) -> list[str]:
     """Commands to try; an address is part of one only where it is not the usual one."""
     store = _flag("--store", addresses.store, options.DEFAULT_STORE)
     inference = _flag("--inference", addresses.inference, options.DEFAULT_INFERENCE)
-    metrics = _flag(
-        "--inference-metrics", addresses.inference_metrics, options.DEFAULT_INFERENCE_METRICS
-    )
-    watch = f"  loadout top{inference}{metrics}{store}"
+    watch = f"  loadout top{inference}{store}"
     if is_demo:
         text = prompt("loadout")
         return [

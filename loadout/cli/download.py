@@ -26,6 +26,9 @@ def download(
     Puts what of it is served, config, tokenizer and safetensors, into the hub's cache, unless it is
     there, and prints the folder. `loadout serve --model NAME` then finds it. The hub's variables
     count: HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
+
+    It is the newest revision; what is downloaded stays as it is until it is removed. For a certain
+    one: `hf download NAME --revision COMMIT --local-dir DIR`, then `loadout serve --model DIR`.
     """
     with sigterm_is_ctrl_c():
         typer.echo(fetch_model(name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -13,6 +14,8 @@ POLL_S = 0.05
 LOG_TAIL_LINES = 15
 
 
+_NO_SETTING = re.compile(r"LOADOUT_\w+: there is no such setting; [^\n\"]*")
+"""How a service names a variable that it does not know, in a line of text or JSON."""
 LAST_WORD = "loadout: "
 """How the line begins in which a part says why it ends."""
 
@@ -60,6 +63,11 @@ class Process:
                 return addresses
             time.sleep(POLL_S)
         raise self._failure(f"was not ready after {timeout_s:.0f} s")
+
+    def warnings(self) -> list[str]:
+        """Returns what its log says of variables that are no settings."""
+        found = _NO_SETTING.findall(self.log_path.read_text(errors="replace"))
+        return list(dict.fromkeys(found))
 
     def check_alive(self) -> None:
         """Raises ProcessFailed if it ended by itself."""

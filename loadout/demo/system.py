@@ -129,6 +129,10 @@ class System:
         if failure is not None and kind is None:
             raise failure
 
+    def warnings(self) -> list[str]:
+        """Returns what the parts have said of variables that are no settings."""
+        return [line for process in self._processes for line in process.warnings()]
+
     def check_alive(self) -> None:
         """Raises ProcessFailed if a part ended by itself."""
         for process in self._processes:

@@ -259,6 +259,16 @@ def test_a_repository_that_is_no_whole_model(repo: Repo, missing: str, message: 
         fetch()
 
 
+def test_a_shard_that_is_missing_shows_before_the_others_are_downloaded(
+    repo: Repo, hub: HubServer
+) -> None:
+    missing, other = "model-2-of-2.safetensors", "model-1-of-2.safetensors"
+    repo.commit({name: data for name, data in SHARDED.items() if name != missing})
+    with pytest.raises(UnsupportedModel, match=f"has no {missing} on the hub"):
+        fetch()
+    assert not [path for path, _ in hub.requests if path.endswith(other)]
+
+
 def gated(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.repos[NAME].is_gated = True
 
