@@ -174,7 +174,7 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
             catalog, registrar, images, precompiler, watch, metrics, policies, places
         )
         service.shared_counts = None if storage.images is None else storage.images.counts
-        stack.push_async_callback(service.layout_usage.wait_idle)
+        stack.push_async_callback(service.close)
 
         await service.precompile_missing()
         work = _collect_periodically(

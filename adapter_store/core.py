@@ -149,8 +149,8 @@ class Layout:
 @dataclass(frozen=True, slots=True)
 class Announcement:
     """What a server says beside its layout: further names of the base model, and the highest rank
-    that it accepts, 0 for any. It lasts as long as the server's watch, and an hour; of servers that
-    do not renew it, as long as the layout."""
+    that it accepts, 0 for any. It counts for as long as the server watches, and lasts an hour
+    more; of servers that do not renew it, as long as the layout."""
 
     aliases: tuple[str, ...] = ()
     max_rank: int = 0
@@ -160,7 +160,8 @@ class Announcement:
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
     """The limits of one announcement, which lasts until `expire_time`, in microseconds since the
-    epoch, and unless it `is_renewed` while its layout, last used at `last_use_time`, is live."""
+    epoch (its servers are there until shortly after they last renewed it, see lookup), and unless
+    it `is_renewed` while its layout, last used at `last_use_time`, is live."""
 
     announcement_id: str
     max_rank: int
@@ -227,8 +228,8 @@ class LayoutVerdict:
 
 @dataclass(frozen=True, slots=True)
 class LayoutInfo:
-    """A layout, and what the store has for it. `max_ranks` are its servers', one for each
-    announcement, 0 for any rank; `last_use_time` is known to the hour."""
+    """A layout, and what the store has for it. `max_ranks` are those of the servers that
+    are there, one for each announcement, 0 for any rank; `last_use_time` is known to the hour."""
 
     layout_id: str
     base_model: str

@@ -22,6 +22,7 @@ from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.database import Interrupt
 from adapter_store.catalog.layout_usage import LayoutUsage
 from adapter_store.catalog.lookup import VersionsPage
+from adapter_store.catalog.presence import Presence
 from adapter_store.catalog.usage import CatalogCounts
 from adapter_store.catalog.watch import Watch
 from adapter_store.core import (
@@ -38,7 +39,7 @@ from adapter_store.core import (
     Pruned,
     Recorded,
 )
-from adapter_store.errors import CatalogUnavailable, LimitExceeded, UploadStalled
+from adapter_store.errors import LimitExceeded, UploadStalled
 from adapter_store.images import layout as layouts
 from adapter_store.images.cache import ImageCache
 from adapter_store.images.disk_tier import TierCounts
@@ -52,7 +53,7 @@ from adapter_store.registration.signatures import Signature, require_signed
 from adapter_store.registration.tenant_policy import StorePolicyFile
 from adapter_store.sources.upload import FileChunk, Upload
 from adapter_store.store_status import StoreStatus, Work, WorkDetails
-from servicekit.errors import FailedPrecondition, NotFound, ServiceError
+from servicekit.errors import FailedPrecondition, ServiceError
 from servicekit.refs import AdapterName, AdapterRef
 from servicekit.shares import INTERNAL, FairExecutor, MinimumRate, Pace, Shares
 from servicekit.telemetry import spans
@@ -137,6 +138,7 @@ class StoreService:
         self._registrar = registrar
         self._images = images
         self.layout_usage = LayoutUsage(catalog, places.calls.of(INTERNAL), self._resume)
+        self.presence = Presence(catalog, places.calls.of(INTERNAL), self.layout_usage.record)
         self._pulls = Pulls(images, metrics, self.layout_usage.record, places.pulled_bytes)
         self._precompiler = precompiler
         self._watch = watch
@@ -148,6 +150,11 @@ class StoreService:
         """The counts of the tier that replicas share, if there is one."""
         self._changes: set[asyncio.Task[Recorded]] = set()
         self._served_layouts: frozenset[str] = frozenset()
+
+    async def close(self) -> None:
+        """Ends what the service does on its own."""
+        await self.presence.close()
+        await self.layout_usage.wait_idle()
 
     # Names
 
@@ -269,27 +276,11 @@ class StoreService:
     async def _renewing(
         self, events: AsyncGenerator[AdapterEvent], announcement_id: str
     ) -> AsyncGenerator[AdapterEvent]:
-        async with aclosing(events):
-            async for event in events:
-                await self._renew(announcement_id)
-                yield event
-
-    async def _renew(self, announcement_id: str) -> None:
-        """Renews an announcement if that is due. A catalog that does not answer is asked again with
-        the next event. Raises NotFound."""
-        if not self._catalog.is_renewal_due(announcement_id):
-            return
-        try:
-            layout_id = await self._run(partial(self._catalog.renew, announcement_id))
-        except CatalogUnavailable:
-            logger.warning("an announcement was not renewed: the catalog does not answer")
-            return
-        if layout_id is None:
-            raise NotFound(
-                f"announcement_id: no announcement {announcement_id}: register the layout again",
-                subject="announcement_id",
-            )
-        self.layout_usage.record(layout_id)
+        with self.presence.watching(announcement_id):
+            async with aclosing(events):
+                async for event in events:
+                    await self.presence.renew(announcement_id)
+                    yield event
 
     # Layouts and images
 

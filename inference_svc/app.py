@@ -344,6 +344,8 @@ class InferenceServer:
             task.cancel()
         self._is_serving = False
         self._grpc.announce_end()
+        if self._store is not None:
+            await self._store.leave()
         if not failed.is_set():
             grace_seconds = self._config.grace_seconds
             logger.info("draining", extra={"grace_seconds": grace_seconds})

@@ -74,8 +74,8 @@ class ServerVerdict:
 @dataclass(frozen=True, slots=True)
 class LayoutState:
     """State of one adapter's image under one layout; `reason` says why it is INCOMPATIBLE.
-    `servers` are those of the layout; `fits` says whether the adapter is known to fit it, also
-    before the image is compiled."""
+    `servers` are those of the layout that are there now; `fits` says whether the adapter is known
+    to fit it, also before the image is compiled."""
 
     layout_id: str
     state: ImageState
@@ -90,7 +90,7 @@ class Layout:
     """A base model as some servers compute it, and the images that the store has compiled for it.
 
     `max_ranks` are the highest ranks that its servers accept, 0 for any: one for all that have
-    announced the same, none if the last has been gone for an hour.
+    announced the same, none if no server is there now.
     """
 
     layout_id: str

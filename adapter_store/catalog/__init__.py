@@ -14,6 +14,7 @@ follower       receives the events of other replicas' commits
 base_models    base models that servers have registered, with all their names
 layouts        layouts, and which of them are in use
 announcements  what the servers of a layout say beside it
+presence       renews that while servers watch, and withdraws it when they have gone
 layout_usage   records that layouts are used, while pulls go on
 image_states   the state of each image, and who may pull it
 work_leases    what only one replica may do at a time

@@ -1,4 +1,8 @@
-"""Announcements: what the servers of a layout say beside it, for as long as they live."""
+"""Announcements: what the servers of a layout say beside it, for as long as they live.
+
+They count as there for PRESENT_FOR after a renewal. The announcement lasts for LASTS_FOR: so long
+its layout is compiled ahead for, and its aliases are known.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +22,17 @@ from sqlalchemy import (
 )
 
 from adapter_store.catalog.database import upsert
-from adapter_store.catalog.lookup import to_micros
+from adapter_store.catalog.lookup import LASTS_FOR, PRESENT_FOR, to_micros
 from adapter_store.catalog.schema import announcements, layout_bases, layouts
 from adapter_store.core import Announcement
 from adapter_store.errors import LimitExceeded
 from servicekit.shares import limit_of
 
-LASTS_FOR = timedelta(hours=1)
-"""How long an announcement lasts without being renewed: a server may be away for a while."""
-RENEW_AFTER = timedelta(minutes=5)
-"""How often it is renewed while a server is connected."""
+RENEW_AFTER = timedelta(seconds=20)
+"""How often an announcement is renewed while a server is connected: three times within
+PRESENT_FOR. Servers that announce the same share one row, and so its writes."""
+REPLICA_RENEWS_WITHIN = RENEW_AFTER + timedelta(seconds=5)
+"""Within what time another replica renews it if it has servers of the same announcement."""
 MAX_PER_LAYOUT = 16
 """Servers of one layout that say the same share an announcement. An account may have its share of
 what others leave."""
@@ -114,6 +119,25 @@ def renew(conn: Connection, announcement_id: str, time: datetime) -> str | None:
     if row.expire_time < expire_time:
         conn.execute(update(announcements).where(key).values(expire_time=expire_time))
     return str(row.layout_id)
+
+
+def withdraw(
+    conn: Connection,
+    announcement_id: str,
+    last_renewal: datetime,
+    time: datetime,
+    stays_for: timedelta,
+) -> bool:
+    """Counts an announcement's servers as gone after `stays_for`, unless it was renewed after
+    `last_renewal`; returns whether it was not. It still lasts about as long as LASTS_FOR."""
+    expire_time = to_micros(time + LASTS_FOR - PRESENT_FOR + stays_for)
+    statement = update(announcements).where(
+        announcements.c.announcement_id == announcement_id,
+        announcements.c.is_renewed,
+        announcements.c.expire_time <= to_micros(last_renewal + LASTS_FOR),
+        announcements.c.expire_time > expire_time,
+    )
+    return conn.execute(statement.values(expire_time=expire_time)).rowcount > 0
 
 
 def expire(conn: Connection, time: datetime, layout_id: str = "") -> int:

@@ -307,8 +307,12 @@ class Catalog:
 
     def is_renewal_due(self, announcement_id: str) -> bool:
         """Returns whether an announcement has to be renewed. Does not block."""
-        last = self._renewals.get(announcement_id)
+        last = self.last_renewal(announcement_id)
         return last is None or self._clock() - last >= announcements.RENEW_AFTER
+
+    def last_renewal(self, announcement_id: str) -> datetime | None:
+        """Returns when this replica last renewed an announcement."""
+        return self._renewals.get(announcement_id)
 
     def renew(self, announcement_id: str) -> str | None:
         """See announcements.renew."""
@@ -319,12 +323,24 @@ class Catalog:
             self._renewals[announcement_id] = now
         return layout_id
 
+    def withdraw(self, announcement_id: str, last_renewal: datetime) -> None:
+        """Counts the servers of an announcement as gone, unless it was renewed after this one's
+        `last_renewal`; in a shared catalog once other replicas would have renewed it."""
+        now = self._clock()
+        stays_for = announcements.REPLICA_RENEWS_WITHIN if self.is_shared else timedelta(0)
+        with self._database.write() as conn:
+            is_withdrawn = announcements.withdraw(
+                conn, announcement_id, last_renewal, now, stays_for
+            )
+        if is_withdrawn:
+            self._renewals.pop(announcement_id, None)  # a server that comes back renews it at once
+
     def expire_announcements(self) -> int:
         """See announcements.expire."""
         now = self._clock()
         with self._database.write() as conn:
             num_ended = announcements.expire(conn, now)
-        old = [key for key, last in self._renewals.items() if now - last > announcements.LASTS_FOR]
+        old = [key for key, last in self._renewals.items() if now - last > lookup.LASTS_FOR]
         for key in old:
             self._renewals.pop(key, None)
         return num_ended

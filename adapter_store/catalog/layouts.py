@@ -24,7 +24,7 @@ from sqlalchemy import (
     update,
 )
 
-from adapter_store.catalog.lookup import from_micros, to_micros
+from adapter_store.catalog.lookup import from_micros, present_after, to_micros
 from adapter_store.catalog.schema import announcements, images, layout_bases, layouts, versions
 from adapter_store.core import ImageState, LayoutInfo
 from adapter_store.errors import LimitExceeded
@@ -248,7 +248,7 @@ def page(
         select(announcements.c.layout_id, announcements.c.max_rank)
         .join(layouts, layouts.c.layout_id == announcements.c.layout_id)
         .where(announcements.c.layout_id.in_(layout_ids))
-        .where(announcements.c.expire_time > to_micros(time))
+        .where(announcements.c.expire_time > present_after(to_micros(time)))
         .where(or_(announcements.c.is_renewed, is_live(live_since)))
     )
     for row in conn.execute(announced.order_by(announcements.c.max_rank)):

@@ -47,6 +47,10 @@ class VersionsPage:
 MIN_HIDDEN_MICROS = 50_000
 """The shortest build that a new record of known content is shown to take. About as long as it takes
 until a worker finds that new content is incompatible."""
+LASTS_FOR = timedelta(hours=1)
+"""How long an announcement lasts without being renewed: a server may be away for a while."""
+PRESENT_FOR = timedelta(minutes=1)
+"""How long its servers count as there without renewing it."""
 MAX_SKEW_MICROS = 60_000_000
 """By how much replicas' clocks may differ. A record that seems to come from further ahead was made
 before the clock was set back."""
@@ -61,6 +65,12 @@ def to_micros(time: datetime) -> int:
 
 def from_micros(micros: int) -> datetime:
     return _EPOCH + timedelta(microseconds=micros)
+
+
+def present_after(now: int) -> int:
+    """Returns the earliest end, in microseconds as `now`, of announcements whose servers are
+    there."""
+    return now + (LASTS_FOR - PRESENT_FOR) // _MICROSECOND
 
 
 def find(conn: Connection, ref: AdapterRef, tenants: Tenants = None) -> AdapterRecord:
@@ -296,6 +306,7 @@ def _present(
 ) -> tuple[ServerLimits, ...]:
     """Returns those that are there. Servers that renew nothing have mostly been replaced by those
     that do; while there are none, they may be there if their layout is used."""
-    renewed = [each for each in servers if each.is_renewed and each.expire_time > now]
+    earliest_end = present_after(now)
+    renewed = [each for each in servers if each.is_renewed and each.expire_time > earliest_end]
     others = (each for each in servers if not each.is_renewed)
     return tuple(renewed or (each for each in others if each.last_use_time >= live_since))

@@ -34,7 +34,8 @@ class StoreConnection:
     def __init__(self, addresses: Sequence[str], replicas: Replicas, access: StoreAccess) -> None:
         self.catalog = CatalogClient(replicas, access)
         self._monitor = ReplicaMonitor(replicas, addresses, self.catalog.probe)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._monitoring: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     def start(
         self,
@@ -45,13 +46,24 @@ class StoreConnection:
     ) -> None:
         """Keeps `directory` current from now on. See CatalogWatch for `on_layout`."""
         watch = CatalogWatch(self.catalog, directory, layout, announcement, on_layout)
-        self._tasks = [asyncio.create_task(self._monitor.run()), asyncio.create_task(watch.run())]
+        self._monitoring = asyncio.create_task(self._monitor.run())
+        self._watching = asyncio.create_task(watch.run())
+
+    async def leave(self) -> None:
+        """Ends the watch, so that the store counts this server as gone. Requests that are still
+        being resolved go on as when a watch is interrupted."""
+        await _cancel(self._watching)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.leave()
+        await _cancel(self._monitoring)
         await self.catalog.close()
+
+
+async def _cancel(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 class CatalogWatch:

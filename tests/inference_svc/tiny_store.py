@@ -32,6 +32,7 @@ class TinyStore(pb_grpc.AdapterStoreServiceServicer):
     announcement_id: str = ANNOUNCEMENT
     watched_from: list[int] = field(default_factory=list)
     watched_for: list[str] = field(default_factory=list)
+    watches_ended: int = 0
     events: asyncio.Queue = field(default_factory=asyncio.Queue)
     refuse: dict[str, grpc.StatusCode] = field(default_factory=dict)
     refused: Counter[str] = field(default_factory=Counter)
@@ -93,8 +94,11 @@ class TinyStore(pb_grpc.AdapterStoreServiceServicer):
         await self._check("WatchAdapters", context)
         if request.since_revision < self.oldest:
             await context.abort(grpc.StatusCode.OUT_OF_RANGE, "list again")
-        while (event := await self.events.get()) is not None:
-            yield pb.WatchAdaptersResponse(event=event)
+        try:
+            while (event := await self.events.get()) is not None:
+                yield pb.WatchAdaptersResponse(event=event)
+        finally:
+            self.watches_ended += 1
 
     async def PullAdapter(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         try:

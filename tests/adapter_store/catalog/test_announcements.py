@@ -6,9 +6,14 @@ from datetime import timedelta
 
 import pytest
 
-from adapter_store.catalog.announcements import LASTS_FOR, MAX_PER_LAYOUT, RENEW_AFTER
+from adapter_store.catalog.announcements import (
+    MAX_PER_LAYOUT,
+    RENEW_AFTER,
+    REPLICA_RENEWS_WITHIN,
+)
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.layouts import LayoutLimits
+from adapter_store.catalog.lookup import LASTS_FOR, PRESENT_FOR
 from adapter_store.core import Announcement, ImageState, LayoutVerdict
 from adapter_store.errors import LimitExceeded
 from servicekit.refs import AdapterName
@@ -45,16 +50,61 @@ def limits(names) -> list[tuple[str, int]]:
     return [(server.announcement_id, server.max_rank) for server in verdict.servers]
 
 
-def test_announcement_lasts_an_hour_after_its_renewals(announced, names, clock):
+def test_servers_are_there_for_a_minute_after_a_renewal(announced, names, clock):
     names.register("a", "d1")
     assert limits(names) == [("A", 16)]
+    clock.now += PRESENT_FOR - SECOND
+    assert announced.renew("A") == "L"
+    clock.now += PRESENT_FOR - SECOND
+    assert limits(names) == [("A", 16)]
+    clock.now += 2 * SECOND
+    assert limits(names) == []
+    assert [each.max_ranks for each in announced.layout_page()[0]] == [()]
+    assert announced.renew("A") == "L"
+    assert limits(names) == [("A", 16)]
+
+
+def test_servers_that_have_gone_are_there_no_more(announced, names, clock):
+    names.register("a", "d1")
+    clock.now += SECOND
+    announced.withdraw("A", announced.last_renewal("A"))
+    if announced.is_shared:  # another replica may have servers that announce the same
+        assert limits(names) == [("A", 16)]
+        clock.now += REPLICA_RENEWS_WITHIN
+    assert limits(names) == []
+    assert announced.served_layouts() == ["L"]
+    assert announced.is_renewal_due("A")
+    announced.renew("A")
+    assert limits(names) == [("A", 16)]
+
+
+def test_what_was_renewed_meanwhile_is_not_withdrawn(announced, names, clock):
+    names.register("a", "d1")
+    last_renewal = announced.last_renewal("A")
+    clock.now += SECOND
+    announced.announce("L", "A", Announcement(("alias", "both"), 16))
+    announced.withdraw("A", last_renewal)
+    clock.now += REPLICA_RENEWS_WITHIN
+    assert limits(names) == [("A", 16)]
+
+
+def test_server_that_renews_nothing_is_not_withdrawn(catalog, names, clock):
+    catalog.add_layout("L", BASE, "{}")
+    catalog.announce("L", "old", Announcement(is_renewed=False))
+    names.register("a", "d1")
+    catalog.withdraw("old", catalog.last_renewal("old"))
+    clock.now += LASTS_FOR
+    assert limits(names) == [("old", 0)]
+
+
+def test_announcement_lasts_an_hour_after_its_renewals(announced, clock):
     clock.now += LASTS_FOR - SECOND
     assert announced.renew("A") == "L"
     clock.now += LASTS_FOR - SECOND
-    assert limits(names) == [("A", 16)]
+    assert announced.served_layouts() == ["L"]
     assert announced.expire_announcements() == 0
     clock.now += 2 * SECOND
-    assert limits(names) == []
+    assert announced.served_layouts() == []
     assert announced.layout_bases("L") == ["alias", "both", BASE]  # the store may have been away
     assert announced.expire_announcements() == 1
     assert announced.layout_bases("L") == [BASE]
@@ -73,9 +123,10 @@ def test_alias_stays_while_a_server_has_it(announced, clock):
     }
 
 
-def test_renewals_are_due_every_few_minutes(announced, clock):
+def test_renewals_are_due_thrice_while_servers_count_as_there(announced, clock):
     assert not announced.is_renewal_due("A")
     assert announced.is_renewal_due("unknown")
+    assert 3 * RENEW_AFTER <= PRESENT_FOR
     clock.now += RENEW_AFTER
     assert announced.is_renewal_due("A")
     announced.renew("A")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
+import grpc
 import pytest
 
-from adapter_store.catalog import announcements
+from adapter_store.catalog import announcements, presence
 from adapter_store.catalog import catalog as catalog_module
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.adapter_store.service.conftest import layout_message
+from tests.support.wait import until
 
 
 @pytest.fixture
@@ -52,6 +54,40 @@ def test_announcement_lasts_as_long_as_the_watch(served, make_layout, monkeypatc
     with refused("NOT_FOUND", "announcement_id", "register the layout again"):
         for _ in range(3):
             next(watch)
+
+
+@pytest.fixture
+def watched(served, make_adapter, make_layout, monkeypatch):
+    """A watch of the only server that could serve the adapter "a"."""
+    monkeypatch.setattr(presence, "GONE_AFTER_SECONDS", 0.0)
+    accepted = served.client.announce(make_layout())
+    served.client.register("a", make_adapter())
+    request = pb.WatchAdaptersRequest(announcement_id=accepted.announcement_id)
+    watch = served.client.stub.WatchAdapters(request)
+    next(watch)
+    return watch
+
+
+def servers(client) -> list[pb.ServerVerdict]:
+    (state,) = client.get("a").layout_states
+    return list(state.servers)
+
+
+def test_server_that_leaves_is_there_no_more(served, watched):
+    """But its layout is compiled for: it may come back."""
+    assert servers(served.client)
+    watched.cancel()
+    until(lambda: not servers(served.client))
+    assert served.running.store.catalog.served_layouts()
+
+
+def test_servers_are_there_while_their_store_restarts(served, watched, serve):
+    served.begin_stop()
+    with pytest.raises(grpc.RpcError):
+        for _ in watched:
+            pass
+    served.stop()
+    assert servers(serve().client)
 
 
 def test_layout_of_a_server_that_announces_nothing(served, make_adapter, make_layout):

@@ -11,10 +11,11 @@ from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.store import client as store_client
 from inference_svc.store import watch as store_watch
 from inference_svc.store.client import CatalogClient
+from inference_svc.store.credentials import NO_ACCESS
 from inference_svc.store.directory import Directory, Servable
 from inference_svc.store.replicas import Replicas, rank
 from inference_svc.store.types import Announcement, HistoryGone, NameEvent
-from inference_svc.store.watch import CatalogWatch
+from inference_svc.store.watch import CatalogWatch, StoreConnection
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.inference_svc.tiny_store import ANNOUNCEMENT, LAYOUT, TinyStore, running, serve
 from tests.support.wait import until_async
@@ -57,6 +58,24 @@ def test_server_that_is_not_announced_tries_again(
             assert len(store.layouts) == 3
             assert watched.layout_ids == [LAYOUT]
             assert store.watched_for == [""]
+
+    serve(body)
+
+
+def test_server_that_leaves_ends_its_watch_and_still_resolves(engine: Any) -> None:
+    async def body(store: TinyStore, address: str) -> None:
+        connection = StoreConnection([address], Replicas.at(address), NO_ACCESS)
+        directory = Directory(connection.catalog, Servable(("base",), 16), 300.0)
+        connection.start(directory, engine.layout, ANNOUNCED, lambda _: None)
+        await until_async(lambda: store.watched_for == [ANNOUNCEMENT])
+        store.emit(5)
+        await until_async(lambda: directory.is_live)
+        await connection.leave()
+        assert not directory.is_live
+        await until_async(lambda: store.watches_ended == 1)
+        assert (await connection.catalog.get_adapter("upper")).version == 2
+        assert store.watched_for == [ANNOUNCEMENT]
+        await connection.close()
 
     serve(body)
 
