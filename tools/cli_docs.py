@@ -18,7 +18,7 @@ from loadout import types
 from loadout.cli import top_overview
 from loadout.cli.app import app
 from loadout.cli.connection import Connection
-from loadout.cli.help import default_of, is_argument, name_of, usage_of
+from loadout.cli.help import CONNECTION, SECURITY, default_of, is_argument, name_of, usage_of
 
 PATH = Path(__file__).parent.parent / "docs" / "cli.md"
 MARKER = "<!-- From here on written by `make docs`: change loadout/cli. -->"
@@ -66,16 +66,22 @@ def render() -> str:
     return by_hand + "\n".join([MARKER, "", *_reference(), *_json_output()])
 
 
+def _is_shared(option: Any) -> bool:
+    """Returns whether it is of the connection; other commands have a --tenant of their own."""
+    panel = getattr(option, "rich_help_panel", None)
+    return option.opts[0] in SHARED and panel in (CONNECTION, SECURITY)
+
+
 def _reference() -> Iterator[str]:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     yield "## Reference"
     yield ""
     yield "Every command that calls a service takes these options, too:"
     yield ""
-    shared = [each for each in commands["generate"].params if each.opts[0] in SHARED]
+    shared = [each for each in commands["generate"].params if _is_shared(each)]
     yield from _options(shared)
     for name, command in commands.items():
-        own = [each for each in command.params if each.opts[0] not in SHARED]
+        own = [each for each in command.params if not _is_shared(each)]
         arguments = [each for each in own if is_argument(each)]
         usage = [f"loadout {name}", *map(usage_of, arguments)]
         options = [each for each in own if not is_argument(each)]

@@ -25,10 +25,15 @@ from loadout.cli.connection import Connection, connects
 from loadout.cli.output import new_table, print_json, table_console
 from loadout.cli.signing import compute_digest
 from loadout.cli.tokenizer import describe_tokenizer, has_tokenizer
-from loadout.cli.verdicts import check_servable, print_verdicts, wait_for_verdicts
+from loadout.cli.verdicts import (
+    check_servable,
+    print_verdicts,
+    short_verdicts,
+    wait_for_verdicts,
+)
 from loadout.cli.versions import number_ranges
 from loadout.signing import SigningKey, parse_signature
-from loadout.types import Adapter, ImageState, Registration, Signature
+from loadout.types import Adapter, Registration, Signature
 from loadout.upload import is_uri, open_folder
 
 REGISTER_EXAMPLES = """\b
@@ -58,7 +63,7 @@ RequireServable = Annotated[
     bool,
     typer.Option(
         "--require-servable",
-        help="Fail unless a server that was there within the last hour can serve it. It stays "
+        help="Fail unless a server that is connected to the store now can serve it. It stays "
         "registered.",
     ),
 ]
@@ -235,7 +240,7 @@ def list_adapters(
     *,
     connection: Connection,
 ) -> None:
-    """List the store's adapters."""
+    """List the adapters, and whether servers can serve them."""
     with connection.client(store=store) as client:
         adapters = list(client.list(filter))
     if as_json:
@@ -244,7 +249,7 @@ def list_adapters(
     if not adapters:
         typer.echo("no adapters")
         return
-    columns = ("adapter", "rank", "size", "base model", "targets", "images", "pinned")
+    columns = ("adapter", "rank", "size", "base model", "targets", "servers", "pinned")
     table = new_table(*columns, right=("rank", "size"))
     for adapter in adapters:
         table.add_row(*_cells(adapter))
@@ -258,15 +263,6 @@ def _cells(adapter: Adapter) -> tuple[str, ...]:
         decimal(adapter.source_bytes),
         adapter.base_model,
         " ".join(adapter.targets),
-        _images(adapter),
+        short_verdicts(adapter),
         "yes" if adapter.pinned else "",
     )
-
-
-def _images(adapter: Adapter) -> str:
-    """Returns the states over all layouts, as in "2 ready, 1 incompatible: rank 128 ..."."""
-    states = [each.state for each in adapter.layout_states]
-    counts = {state: states.count(state) for state in ImageState if state in states}
-    text = ", ".join(f"{count} {state.value}" for state, count in counts.items())
-    reason = next((each.reason for each in adapter.layout_states if each.reason), "")
-    return f"{text}: {reason}" if reason else text

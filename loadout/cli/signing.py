@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -11,13 +12,14 @@ from typing import Annotated
 import typer
 
 from loadout.cli.output import CommandFailed
+from loadout.cli.token import check_tenants
 from loadout.signing import SigningKey, format_signature
-from loadout.upload import open_folder
+from loadout.upload import is_uri, open_folder
 
 KEYGEN_EXAMPLES = """\b
 Examples:
   loadout keygen release-2026.pem
-  loadout keygen /keys/release-2026.pem >> policy.toml
+  loadout keygen /keys/release-2026.pem --tenant team-a >> policy.toml
 """
 
 DIGEST_EXAMPLES = """\b
@@ -45,11 +47,21 @@ def keygen(
         Path,
         typer.Argument(metavar="FILE", help="File to write the private key to; names the key."),
     ],
+    tenant: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TENANT",
+            help='Tenant whose adapters it may sign; may be repeated; "*" is all. '
+            "Default: default.",
+        ),
+    ] = None,
 ) -> None:
     """Make a key to sign adapters with.
 
     Prints the lines for the store's policy file; the private key is not printed.
     """
+    tenants = tenant or ["default"]
+    check_tenants(tenants)
     try:
         key = SigningKey.create(file)
     except FileExistsError as error:
@@ -57,7 +69,7 @@ def keygen(
     # A name with a dot in it would be two tables of TOML.
     typer.echo(f'[keys."{key.key_id}"]')
     typer.echo(f'ed25519 = "{key.public_key}"')
-    typer.echo('tenants = ["default"]  # whose adapters it may sign; "*" for all')
+    typer.echo(f"tenants = {json.dumps(tenants)}  # whose adapters it may sign")
 
 
 def digest(
@@ -82,6 +94,11 @@ def sign(
 
     Prints one line, which `loadout register --signature` reads from a file.
     """
+    if is_uri(what):
+        raise CommandFailed(
+            f"{what}: signing needs a local folder, or the digest of one: sign the folder before "
+            "it is copied there, or copy it from there first"
+        )
     signing_key = SigningKey.load(key, key_id)
     value = what if re.match(r"sha256:", what) else compute_digest(Path(what))
     typer.echo(format_signature(signing_key.sign(value)))

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import secrets
+from collections.abc import Iterable
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from loadout.cli.output import CommandFailed
 
 EXAMPLES = """\b
 Examples:
   loadout token trainer-a --role publisher --tenant team-a >> policy.toml
   loadout token gateway --role caller --tenant team-a --tenant team-b
+  loadout token trainer-a --role publisher --out trainer-a.token >> policy.toml
 """
 
 TOKEN_BYTES = 32
@@ -50,23 +56,50 @@ def token(
             "Default: default.",
         ),
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File to write the token to, for --token-file; only its owner may read it. "
+            "Default: stderr.",
+        ),
+    ] = None,
 ) -> None:
     """Make a bearer token.
 
-    The lines for the policy file go to stdout, the token to stderr. It is stored nowhere.
+    The lines for the policy file go to stdout, the token to stderr or a file of its own. It is
+    stored nowhere else.
     """
     if not _NAME.fullmatch(name):
         raise typer.BadParameter(f"{name!r} is not of the form {_NAME.pattern}", param_hint="NAME")
     tenants = tenant or ["default"]
+    check_tenants(tenants)
+    made = secrets.token_urlsafe(TOKEN_BYTES)
+    roles = [each.value for each in role or [Role.READER]]
+    if out is not None:
+        _write(out, made)  # first: a policy with a token that nobody has is of no use
+    typer.echo(policy_lines(name, made, roles, tenants))
+    said = f"token of {name}, shown this once: {made}" if out is None else f"token of {name}: {out}"
+    typer.echo(said, err=True)
+
+
+def check_tenants(tenants: Iterable[str]) -> None:
+    """Raises BadParameter for what is no tenant of a policy."""
     for each in tenants:
         if not _TENANT.fullmatch(each):
             raise typer.BadParameter(
                 f"{each!r} is not of the form {_TENANT.pattern}", param_hint="--tenant"
             )
-    made = secrets.token_urlsafe(TOKEN_BYTES)
-    roles = [each.value for each in role or [Role.READER]]
-    typer.echo(policy_lines(name, made, roles, tenants))
-    typer.echo(f"token of {name}, shown this once: {made}", err=True)
+
+
+def _write(file: Path, token: str) -> None:
+    """Writes a new file that only its owner may read."""
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError as error:
+        raise CommandFailed(f"--out: {file} exists: tokens are not overwritten") from error
+    with open(descriptor, "w", encoding="ascii") as opened:
+        opened.write(f"{token}\n")
 
 
 def policy_lines(name: str, token: str, roles: list[str], tenants: list[str]) -> str:

@@ -1,8 +1,9 @@
-"""What `loadout register` says of the servers that could serve an adapter."""
+"""What `loadout register` and `loadout adapters` say of the servers that could serve an adapter."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 import typer
 
@@ -15,6 +16,7 @@ WAIT_S = 5.0
 """How long a command waits for images, from which verdicts follow."""
 REQUIRED_WAIT_S = 60.0
 """And how long if its exit code depends on them."""
+SERVABLE, NOT_SERVABLE, AS_FAR_AS_KNOWN = "servable", "not servable", "as far as is known"
 MIN_DELAY_S, MAX_DELAY_S = 0.05, 1.0
 
 
@@ -42,6 +44,16 @@ def print_verdicts(adapter: Adapter) -> None:
     ] or [f"no server serves base model {adapter.base_model}"]
     for line in lines:
         typer.echo(line)
+
+
+def short_verdicts(adapter: Adapter) -> str:
+    """Returns the lines of `print_verdicts` for a column: alike ones once, with the number of the
+    servers' announcements that they are about if there are several."""
+    counts = Counter(
+        _summary(state, server) for state in adapter.layout_states for server in state.servers
+    )
+    words = (text if count == 1 else f"{count} {text}" for text, count in counts.items())
+    return ", ".join(words) or "no server"
 
 
 def check_servable(adapter: Adapter) -> None:
@@ -72,9 +84,15 @@ def _line(state: LayoutState, server: ServerVerdict) -> str:
     if server.max_rank:
         where += f", ranks up to {server.max_rank}"
     if not server.servable:
-        return f"not servable by {where}: {server.reason}"
+        return f"{NOT_SERVABLE} by {where}: {server.reason}"
     if state.state is ImageState.READY:
-        return f"servable by {where}"
+        return f"{SERVABLE} by {where}"
     if not _is_open(state):
-        return f"servable by {where}; its image is compiled when it is first used"
-    return f"servable by {where}, as far as is known: its image is {state.state.value}"
+        return f"{SERVABLE} by {where}; its image is compiled when it is first used"
+    return f"{SERVABLE} by {where}, {AS_FAR_AS_KNOWN}: its image is {state.state.value}"
+
+
+def _summary(state: LayoutState, server: ServerVerdict) -> str:
+    if not server.servable:
+        return f"{NOT_SERVABLE}: {server.reason}"
+    return f"{SERVABLE}, {AS_FAR_AS_KNOWN}" if _is_open(state) else SERVABLE

@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+from adapter_store.registration.tenant_policy import parse_policy
 from loadout import types
 from loadout._rpc.calls import signature_message
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
@@ -85,6 +86,24 @@ def test_keygen_prints_a_table_of_the_policy(tmp_path, capfd) -> None:
     assert table["ed25519"] == SigningKey.load(tmp_path / "release.2026.pem").public_key
     assert main(["keygen", str(tmp_path / "release.2026.pem")]) == 1
     assert "exists" in capfd.readouterr().err
+
+
+def test_keygen_prints_the_tenants_of_the_key(tmp_path, capfd) -> None:
+    tenants = ("--tenant", "team-a", "--tenant", "team-b")
+    assert main(["keygen", str(tmp_path / "k.pem"), *tenants]) == 0
+    table = capfd.readouterr().out
+    assert tomllib.loads(table)["keys"]["k"]["tenants"] == ["team-a", "team-b"]
+    assert parse_policy(table).keys["k"].tenants == {"team-a", "team-b"}
+    assert main(["keygen", str(tmp_path / "other.pem"), "--tenant", "Team"]) == 2
+    assert "--tenant" in capfd.readouterr().err
+    assert not (tmp_path / "other.pem").exists()
+
+
+def test_a_place_is_not_signed(tmp_path, capfd) -> None:
+    SigningKey.create(tmp_path / "k.pem")
+    assert main(["sign", "s3://bucket/french", "--key", str(tmp_path / "k.pem")]) == 1
+    error = "loadout: s3://bucket/french: signing needs a local folder, or the digest of one: "
+    assert capfd.readouterr().err.startswith(error)
 
 
 @pytest.mark.processes

@@ -88,10 +88,16 @@ def test_service_that_is_not_there(run):
 
 
 def test_adapters_table(run, fake_store):
-    ready = store_pb.LayoutState(layout_id="l", state=store_pb.IMAGE_STATE_READY)
-    bad = store_pb.LayoutState(
-        layout_id="m", state=store_pb.IMAGE_STATE_INCOMPATIBLE, reason="rank 128"
+    too_high = "rank 8 is above 4"
+    small = store_pb.ServerVerdict(max_rank=4, reason=too_high)
+    large = store_pb.ServerVerdict(max_rank=16, servable=True)
+    ready = store_pb.LayoutState(
+        layout_id="l", state=store_pb.IMAGE_STATE_READY, servers=[small, large, large]
     )
+    unknown = store_pb.LayoutState(
+        layout_id="m", state=store_pb.IMAGE_STATE_PENDING, servers=[large]
+    )
+    left = store_pb.LayoutState(layout_id="n", state=store_pb.IMAGE_STATE_READY)
     adapters = [
         store_pb.Adapter(
             name="default/a",
@@ -100,10 +106,10 @@ def test_adapters_table(run, fake_store):
             source_bytes=1500,
             base_model="m",
             targets=["k_proj", "q_proj"],
-            layout_states=[ready, bad],
+            layout_states=[ready, unknown],
             pinned=True,
         ),
-        store_pb.Adapter(name="acme/b", version=1, rank=16),
+        store_pb.Adapter(name="acme/b", version=1, rank=16, layout_states=[left]),
     ]
     fake_store.on("ListAdapters", store_pb.ListAdaptersResponse(adapters=adapters))
     code, out, _ = run("adapters", "--filter", "tenant=acme")
@@ -116,13 +122,16 @@ def test_adapters_table(run, fake_store):
         "base",
         "model",
         "targets",
-        "images",
+        "servers",
         "pinned",
     ]
     assert first.split("  ")[0] == "default/a@3"
-    for cell in ("8", "1.5 kB", "k_proj q_proj", "1 ready, 1 incompatible: rank 128", "yes"):
+    assert first.split()[-1] == "yes"
+    servers = f"not servable: {too_high}, 2 servable, servable, as far as is known"
+    for cell in ("8", "1.5 kB", "k_proj q_proj", servers):
         assert cell in first
     assert second.startswith("acme/b@1")
+    assert "no server" in second
     assert fake_store.requests["ListAdapters"][0].filter == "tenant=acme"
 
 

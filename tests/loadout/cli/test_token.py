@@ -65,3 +65,18 @@ def test_what_no_policy_takes_makes_no_token(run, arguments, text):
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
     assert text in err
+
+
+def test_token_in_a_file_of_its_own(run, tmp_path):
+    file = tmp_path / "ci.token"
+    code, out, err = run("ci", "--out", str(file))
+    assert (code, err) == (0, f"token of ci: {file}\n")
+    assert file.stat().st_mode & 0o777 == 0o600
+    token = file.read_text().strip()
+    assert token not in out
+    assert parse_policy(out).authenticate(token).name == "ci"
+    assert run("ci", "--out", str(file)) == (
+        *(1, ""),
+        f"loadout: --out: {file} exists: tokens are not overwritten\n",
+    )
+    assert file.read_text().strip() == token
