@@ -208,7 +208,7 @@ def sweep(settings: StoreSettings, catalog: Catalog, storage: Storage) -> None:
     was_recorded = storage.blobs.was_recorded()
     if was_recorded and catalog.revision() == 0 and not settings.allow_empty_catalog:
         raise FailedPrecondition(
-            "data_dir: the catalog is empty, but sources are stored "
+            "--data-dir: the catalog is empty, but sources are stored "
             f"({settings.shared_s3 or settings.data_dir}): restore the catalog from a "
             "backup, or start with --allow-empty-catalog, which removes them",
             subject="allow_empty_catalog",
@@ -261,7 +261,7 @@ def _lock_folder(folder: Path) -> int:
     except OSError as exc:
         os.close(fd)
         raise FailedPrecondition(
-            f"data_dir: another store is using {folder}: stop it, or choose another folder",
+            f"--data-dir: another store is using {folder}: stop it, or choose another folder",
             subject="data_dir",
         ) from exc
     return fd

@@ -583,6 +583,6 @@ async def _with_minimum_rate(
 def _upload_stalled(pace: Pace) -> UploadStalled:
     return UploadStalled(
         f"the upload has sent nothing for {pace.stall_seconds:g} seconds, or less than "
-        f"{pace.bytes_per_second} bytes per second for too long (transfer_stall_seconds, "
-        "min_transfer_rate)"
+        f"{pace.bytes_per_second} bytes per second for too long (--transfer-stall-seconds, "
+        "--min-transfer-rate)"
     )

@@ -447,7 +447,7 @@ class InferenceServer:
         if self._http is not None:
             addresses["http"] = self.http_address
         if self._config.log_prompts:
-            logger.warning("log_prompts is on: callers' prompts are written into this log")
+            logger.warning("--log-prompts is on: callers' prompts are written into this log")
         announce_ready(addresses, self._config.ready_file)
 
 

@@ -213,7 +213,7 @@ class PostgresDatabase:
             self.engine = self._make_engine(dsn)
         except (ImportError, ArgumentError) as exc:
             raise FailedPrecondition(
-                f"catalog_dsn: {type(exc).__name__}: it needs the extra loadout[postgres] and an "
+                f"--catalog-dsn: {type(exc).__name__}: it needs the extra loadout[postgres] and an "
                 "address postgresql+psycopg://USER:PASSWORD@HOST/NAME",
                 subject="catalog_dsn",
             ) from None

@@ -126,7 +126,7 @@ def _check_limits(
         counts.setdefault(base_model, {})[name] = count
     for base_model, by_account in counts.items():
         of = repr(base_model)
-        _check_limit(by_account, account, limits.max_per_base, limits.share, of, "max_layouts")
+        _check_limit(by_account, account, limits.max_per_base, limits.share, of, "--max-layouts")
 
 
 def _check_limit(
@@ -135,7 +135,7 @@ def _check_limit(
     most: int,
     share: float,
     of: str,
-    setting: str = "max_layouts_in_all",
+    setting: str = "--max-layouts-in-all",
 ) -> None:
     own = by_account.get(account, 0)
     others = sum(by_account.values()) - own
@@ -144,7 +144,7 @@ def _check_limit(
             f"layout.base_model: {own} layouts in use for {of} are registered by "
             f"{account or 'all callers together'}, {others} by others, and the most are {most} "
             f"({setting}), of which one tenant's share is at most {share:.0%} of what others "
-            "leave; one that is not used goes after layout_ttl_seconds",
+            "leave; one that is not used goes after --layout-ttl-seconds",
             subject="layout.base_model",
             reason="LAYOUT_LIMIT",
         )

@@ -104,7 +104,7 @@ class HubSource:
         if place.organization not in self._allowed:
             raise InvalidArgument(
                 f"source_uri: {place} is not of an organisation that this store may read "
-                "(hf_organizations)",
+                "(--hf-organizations)",
                 subject="source_uri",
                 reason="SOURCE_NOT_ALLOWED",
             )

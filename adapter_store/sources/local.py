@@ -97,7 +97,7 @@ class LocalSource:
         if resolved is None or self._root_of(resolved) is None:
             raise InvalidArgument(
                 f"source_uri: {uri}: {path.name} does not lie in one of the folders that this "
-                "store may read (source_roots)",
+                "store may read (--source-roots)",
                 subject="source_uri",
                 reason="SOURCE_NOT_ALLOWED",
             )

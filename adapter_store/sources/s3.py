@@ -106,7 +106,7 @@ class S3Source:
                 return endpoint_url
         raise InvalidArgument(
             f"source_uri: {place} does not lie in one of the buckets that this store may read "
-            "(s3_buckets)",
+            "(--s3-buckets)",
             subject="source_uri",
             reason="SOURCE_NOT_ALLOWED",
         )

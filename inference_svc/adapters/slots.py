@@ -190,7 +190,7 @@ class Slots:
             return resident
         if len(self._pinned) + 1 >= self.max_images:
             raise NoRoom(
-                f"pinning would take the last of {self.max_images} rows; raise max_loras or "
+                f"pinning would take the last of {self.max_images} rows; raise --max-loras or "
                 "unpin another adapter",
                 subject="max_loras",
             )
@@ -199,7 +199,7 @@ class Slots:
             raise NoRoom(
                 f"pinning {resident.num_bytes} bytes would leave no room for the largest "
                 f"admissible adapter ({self.largest.num_bytes} bytes) in {self.capacity} bytes; "
-                "raise adapter_memory or unpin another adapter",
+                "raise --adapter-memory or unpin another adapter",
                 subject="adapter_memory",
             )
         resident.pinned = True

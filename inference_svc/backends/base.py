@@ -166,8 +166,8 @@ def allocate_kv_cache(
     if num_tokens < config.max_model_len:
         needed = (-(-config.max_model_len // config.page_size) + num_padding) * num_bytes
         raise ValueError(
-            f"kv_memory of {config.kv_bytes} bytes holds {num_tokens} tokens of sequences, "
-            f"less than max_model_len {config.max_model_len}: give it at least {needed} bytes"
+            f"--kv-memory of {config.kv_bytes} bytes holds {num_tokens} tokens of sequences, "
+            f"less than --max-model-len {config.max_model_len}: give it at least {needed} bytes"
         )
     return KVCache.allocate(
         num_layers=geometry.num_layers,

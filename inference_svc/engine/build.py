@@ -63,7 +63,7 @@ def build_engine(
     Raises UnsupportedModel; ValueError when the memory given does not suffice.
     """
     if not 0 < config.max_sequences <= config.max_batch_tokens:
-        raise ValueError("max_sequences must be above 0 and at most max_batch_tokens")
+        raise ValueError("--max-sequences must be above 0 and at most --max-batch-tokens")
     # Torch counts the machine's cores, not those that this process may use.
     num_threads = config.num_threads or min(torch.get_num_threads(), usable_cpus())
     torch.set_num_threads(num_threads)
@@ -132,5 +132,5 @@ def _allocate_host_tier(config: EngineConfig, *, pin_memory: bool) -> HostTier |
         except OSError as error:
             raise ValueError(f"--host-memory: {error.strerror}") from error
     if pin_memory:
-        raise ValueError("host_memory must be above 0 on this device: images are pulled into it")
+        raise ValueError("--host-memory must be above 0 on this device: images are pulled into it")
     return None

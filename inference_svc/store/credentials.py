@@ -94,7 +94,7 @@ def read_store_access(config: InferenceSettings) -> StoreAccess:
         raise invalid_setting(
             "store_token_file",
             f"the token would be sent to {exposed} in the clear: "
-            "set store_tls_ca_file, or store_allow_insecure_token",
+            "set --store-tls-ca-file, or --store-allow-insecure-token",
         )
     return StoreAccess(TokenFile(config.store_token_file), certificates)
 

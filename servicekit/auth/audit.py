@@ -168,8 +168,8 @@ class Audit(Generic[EntryT]):
         except OSError as error:
             self._logger.error("audit file not writable: refused", extra={"why": str(error)})
             raise Unavailable(
-                "audit_file: this service may change nothing while its audit file cannot be "
-                "written (audit_required)",
+                "--audit-file: this service may change nothing while its audit file cannot be "
+                "written (--audit-required)",
                 subject="audit_file",
                 reason="AUDIT_UNAVAILABLE",
             ) from error

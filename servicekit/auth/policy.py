@@ -117,10 +117,10 @@ class PolicyFile(Generic[PolicyT]):
         try:
             self.policy = self._parse(self._path.read_text(encoding="utf-8"))
         except InvalidSetting as error:
-            message = f"policy_file {self._path}: {error.message}"
+            message = f"--policy-file {self._path}: {error.message}"
             raise InvalidSetting(message, subject=error.subject, reason=error.reason) from error
         except UnicodeDecodeError as exc:
-            raise _invalid("", f"policy_file {self._path}: not UTF-8") from exc
+            raise _invalid("", f"--policy-file {self._path}: not UTF-8") from exc
 
 
 def confined_to(tenants: list[str]) -> frozenset[str] | None:

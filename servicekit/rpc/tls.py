@@ -95,7 +95,7 @@ def check_exposure(settings: ServiceSettings, **addresses: str) -> None:
             raise invalid_setting(
                 setting,
                 f"{address} can be reached from other machines, which could do everything: "
-                "set policy_file, or allow_open_access",
+                "set --policy-file, or --allow-open-access",
             )
 
 
@@ -108,5 +108,5 @@ def is_loopback(host: str) -> bool:
 
 
 def invalid_setting(setting: str, message: str) -> InvalidSetting:
-    """Returns the error to raise for a setting by name."""
-    return InvalidSetting(f"{setting}: {message}", subject=setting)
+    """Returns the error to raise for a setting by name, which it shows as a flag."""
+    return InvalidSetting(f"--{setting.replace('_', '-')}: {message}", subject=setting)

@@ -47,7 +47,7 @@ def open_tracing(
         from servicekit.telemetry.otlp import OtlpTracing
     except ImportError as error:
         raise InvalidSetting(
-            "otlp_endpoint: tracing needs OpenTelemetry, which is not installed: "
+            "--otlp-endpoint: tracing needs OpenTelemetry, which is not installed: "
             f"pip install 'loadout[otel]' ({error})",
             subject="otlp_endpoint",
         ) from error

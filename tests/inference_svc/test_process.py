@@ -212,9 +212,9 @@ def test_who_calls_again_and_again_while_it_ends_is_told_unavailable(process: Pr
         ),
         (
             ["--listen", "0.0.0.0:0"],
-            "loadout: listen: 0.0.0.0:0 can be reached from other machines",
+            "loadout: --listen: 0.0.0.0:0 can be reached from other machines",
         ),
-        (["--http", "0.0.0.0:0"], "loadout: http: 0.0.0.0:0 can be reached from other machines"),
+        (["--http", "0.0.0.0:0"], "loadout: --http: 0.0.0.0:0 can be reached from other machines"),
         (
             ["--http", "192.0.2.1:1", "--allow-open-access"],
             "loadout: --http: cannot listen on 192.0.2.1:1: ",

@@ -112,7 +112,7 @@ def config_at(model_dir: str) -> EngineConfig:
     ("change", "kind", "message"),
     [
         (lambda folder: (folder / "config.json").write_text("{}"), UnsupportedModel, "arch"),
-        (lambda folder: None, ValueError, "kv_memory of 1024 bytes"),
+        (lambda folder: None, ValueError, "--kv-memory of 1024 bytes"),
     ],
 )
 def test_a_start_that_fails_raises_here_as_there(

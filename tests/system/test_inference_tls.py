@@ -77,5 +77,5 @@ def test_renewed_certificates_need_no_restart(
 
 def test_a_bad_start_is_said(serve_base: Any, authority: Authority) -> None:
     cert, _ = authority.issue("service")
-    with pytest.raises(InvalidSetting, match="tls_key_file: "):
+    with pytest.raises(InvalidSetting, match="--tls-key-file: "):
         serve_base(tls_cert_file=cert)

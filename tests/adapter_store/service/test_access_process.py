@@ -187,10 +187,10 @@ def test_no_log_holds_a_token_or_a_credential(spawn, connect, make_adapter, tmp_
 def test_what_is_wrong_with_access_is_one_plain_line(tmp_path, capsys):
     policy = write_policy(tmp_path, ROOT, token_lines("a", ["owner"]))
     problems = [
-        ({"listen": "0.0.0.0:0"}, "listen: 0.0.0.0:0 can be reached from other machines"),
-        ({"policy_file": policy}, f"policy_file {policy}: tokens.a.roles.0: "),
+        ({"listen": "0.0.0.0:0"}, "--listen: 0.0.0.0:0 can be reached from other machines"),
+        ({"policy_file": policy}, f"--policy-file {policy}: tokens.a.roles.0: "),
         ({"policy_file": tmp_path / "nowhere"}, "nowhere"),
-        ({"tls_cert_file": tmp_path / "cert"}, "tls_key_file: "),
+        ({"tls_cert_file": tmp_path / "cert"}, "--tls-key-file: "),
         ({"audit_file": tmp_path / "nowhere" / "audit"}, "nowhere"),
     ]
     for settings, expected in problems:

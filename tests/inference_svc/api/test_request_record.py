@@ -199,7 +199,7 @@ def test_prompts_are_logged_with_the_setting(
     serve(body, log_prompts=True)
     [line] = request_lines(log)
     assert line["prompt"] == shown
-    assert "log_prompts is on" in log.getvalue(), "a warning at start"
+    assert "--log-prompts is on" in log.getvalue(), "a warning at start"
 
 
 def test_quiet_log_has_no_line(serve: Any, log: io.StringIO) -> None:

@@ -44,7 +44,9 @@ def test_token_is_sent_with_calls_and_not_shown(
 @pytest.mark.parametrize("store", ["far:7070", "localhost:7070, 10.0.0.1:7070", "[fe80::1]:7070"])
 def test_token_is_not_sent_unencrypted(tmp_path: Path, token: Path, store: str) -> None:
     fields = {"store": store, "store_token_file": token}
-    with pytest.raises(InvalidSetting, match="store_tls_ca_file, or store_allow_insecure_token"):
+    with pytest.raises(
+        InvalidSetting, match="--store-tls-ca-file, or --store-allow-insecure-token"
+    ):
         read_store_access(config(tmp_path, **fields))
     assert read_store_access(config(tmp_path, store_allow_insecure_token=True, **fields)).token
     authority = Authority(tmp_path)
@@ -103,11 +105,11 @@ def test_certificates_are_checked_at_start(tmp_path: Path) -> None:
     nonsense.write_text("nonsense")
     ca = authority.path
     cases = [
-        ({"ca": nonsense}, "store_tls_ca_file: .* has no PEM certificate"),
-        ({"cert": chain, "key": key}, "store_tls_ca_file: required by a client certificate"),
-        ({"ca": ca, "cert": chain}, "store_tls_key_file: required by a client certificate"),
-        ({"ca": ca, "key": key}, "store_tls_cert_file: required by a client certificate"),
-        ({"ca": ca, "cert": nonsense, "key": key}, "store_tls_cert_file: .* not a PEM chain"),
+        ({"ca": nonsense}, "--store-tls-ca-file: .* has no PEM certificate"),
+        ({"cert": chain, "key": key}, "--store-tls-ca-file: required by a client certificate"),
+        ({"ca": ca, "cert": chain}, "--store-tls-key-file: required by a client certificate"),
+        ({"ca": ca, "key": key}, "--store-tls-cert-file: required by a client certificate"),
+        ({"ca": ca, "cert": nonsense, "key": key}, "--store-tls-cert-file: .* not a PEM chain"),
     ]
     for files, message in cases:
         fields = {f"store_tls_{name}_file": path for name, path in files.items()}

@@ -206,7 +206,7 @@ def full(path):
 
 def test_what_cannot_be_audited_is_refused(full, caplog):
     entry = full.entry("PinAdapter")
-    with pytest.raises(Unavailable, match="audit_required"), full.record(entry):
+    with pytest.raises(Unavailable, match="--audit-required"), full.record(entry):
         full.begin(entry)
     assert "audit file not writable" in caplog.text
 

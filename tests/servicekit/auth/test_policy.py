@@ -103,7 +103,7 @@ def test_a_bad_file_at_reload_keeps_the_policy(service: Service, tmp_path: Path)
     file = PolicyFile(path, service.parse, service.unguarded)
     before = file.policy
     path.write_text("tokens = 3")
-    with pytest.raises(InvalidSetting, match=r"policy_file .*policy\.toml: tokens: "):
+    with pytest.raises(InvalidSetting, match=r"--policy-file .*policy\.toml: tokens: "):
         file.reload()
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(InvalidSetting, match="not UTF-8"):

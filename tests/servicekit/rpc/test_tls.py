@@ -38,10 +38,10 @@ def test_loopback_needs_no_policy(settings: Any, address: str) -> None:
 def test_other_addresses_need_a_policy_or_leave(
     settings: Any, address: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(InvalidSetting, match="policy_file, or allow_open_access") as caught:
+    with pytest.raises(InvalidSetting, match="--policy-file, or --allow-open-access") as caught:
         check_exposure(settings(), listen=address)
-    assert str(caught.value).startswith(f"listen: {address} ")
-    with pytest.raises(InvalidSetting, match=re.escape(f"http: {address} ")):
+    assert str(caught.value).startswith(f"--listen: {address} ")
+    with pytest.raises(InvalidSetting, match=re.escape(f"--http: {address} ")):
         check_exposure(settings(), listen="127.0.0.1:0", http=address)
     check_exposure(settings(allow_open_access=True), listen=address)
     check_exposure(settings(policy_file=tmp_path / "policy.toml"), listen=address)
@@ -64,7 +64,8 @@ def test_what_is_wrong_with_certificates_is_named(settings: Any, tmp_path: Path)
         ),
     ]
     for setting, files in cases:
-        with pytest.raises(InvalidSetting, match=f"^{setting}: ") as caught:
+        flag = f"--{setting.replace('_', '-')}"
+        with pytest.raises(InvalidSetting, match=f"^{flag}: ") as caught:
             read_certificates(settings(**files))
         assert (caught.value.subject, caught.value.reason) == (setting, "SETTING_INVALID")
     assert read_certificates(settings()) is None

@@ -43,7 +43,7 @@ def receiver() -> Iterator[Receiver]:
         (
             "from servicekit.telemetry.tracing import open_tracing\n"
             "open_tracing('http://h:1', None, service='s', version='1')",
-            "otlp_endpoint: tracing needs OpenTelemetry, which is not installed: "
+            "--otlp-endpoint: tracing needs OpenTelemetry, which is not installed: "
             "pip install 'loadout[otel]'",
         ),
         (
