@@ -6,7 +6,7 @@ demo            demo, up
 download        download
 services        store, serve
 adapters        register, adapters
-verdicts        which servers can serve what was registered
+verdicts        which servers can serve an adapter
 layouts         layouts
 versions        versions, rollback, prune, delete
 generate        generate
@@ -26,6 +26,7 @@ token           token
 help            the help page of a command
 options         options that several commands share
 connection      the options for token and TLS, and the clients they make
+suggestions     close names and versions for an adapter that is not there
 completion      completion of adapter names in a shell
 config          what commands read from the environment
 signals         SIGTERM for a command that has started processes

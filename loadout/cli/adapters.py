@@ -22,7 +22,7 @@ from rich.progress import (
 from loadout.cli import options
 from loadout.cli.completion import AdapterName
 from loadout.cli.connection import Connection, connects
-from loadout.cli.output import new_table, print_json, table_console
+from loadout.cli.output import new_table, number_ranges, print_json, table_console
 from loadout.cli.signing import compute_digest
 from loadout.cli.tokenizer import describe_tokenizer, has_tokenizer
 from loadout.cli.verdicts import (
@@ -31,7 +31,6 @@ from loadout.cli.verdicts import (
     short_verdicts,
     wait_for_verdicts,
 )
-from loadout.cli.versions import number_ranges
 from loadout.signing import SigningKey, parse_signature
 from loadout.types import Adapter, Registration, Signature
 from loadout.upload import is_uri, open_folder

@@ -15,10 +15,8 @@ from loadout.cli.connection import Connection
 from loadout.cli.output import CommandFailed
 from loadout.client import Client
 from loadout.errors import LoadoutError
-from loadout.retry import RetryPolicy
 
 MAX_NAMES = 100
-TIMEOUT_S = 1.0
 
 
 def adapter_names(context: typer.Context, incomplete: str) -> list[str]:
@@ -58,9 +56,8 @@ def _names(
     shared = {field.name for field in dataclasses.fields(Connection)}
     connection = Connection(**{name: given[name] for name in shared & given.keys()})
     address = {service: given.get(service, default)}
-    retry = RetryPolicy(max_attempts=1)
     try:
-        with connection.client(**address, timeout_s=TIMEOUT_S, retry=retry) as client:
+        with connection.quick_client(**address) as client:
             return list(islice(read(client, connection.tenant), MAX_NAMES))
     except (LoadoutError, CommandFailed):
         return []

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -17,11 +17,17 @@ from loadout._routing.metadata import DEFAULT_TENANT
 from loadout._routing.replicas import Endpoint
 from loadout._rpc import threads
 from loadout.aio import AsyncClient
-from loadout.cli.config import check_environment, environment_token
+from loadout.cli import options
+from loadout.cli.config import check_environment, environment_store, environment_token
 from loadout.cli.help import CONNECTION, SECURITY
 from loadout.cli.output import CommandFailed
+from loadout.cli.suggestions import suggest
 from loadout.client import Client
+from loadout.errors import NotFound
+from loadout.retry import RetryPolicy
 from loadout.security import ChannelOptions, TlsConfig
+
+QUICK_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,11 @@ class Connection:
         """Returns a Client of these `arguments`, with token and TLS. Raises CommandFailed or
         LoadoutError."""
         return Client(**self._arguments(), **arguments)
+
+    def quick_client(self, **arguments: Any) -> Client:
+        """Returns a client that waits for no service that does not answer at once."""
+        retry = RetryPolicy(max_attempts=1)
+        return self.client(**arguments, timeout_s=QUICK_TIMEOUT_S, retry=retry)
 
     def replica_client(self, replica: Endpoint, **arguments: Any) -> Client:
         """Returns a client of one replica, which is known by an IP address where several share a
@@ -191,7 +202,15 @@ def connects(command: Callable[..., None]) -> Callable[..., None]:
     def connected(**arguments: Any) -> None:
         check_environment()
         values = {name: arguments.pop(name) for name in _OPTIONS}
-        command(connection=Connection(**values), **arguments)
+        connection = Connection(**values)
+        try:
+            command(connection=connection, **arguments)
+        except NotFound as error:
+            store = arguments.get("store") or environment_store() or options.DEFAULT_STORE
+            hint = suggest(error, partial(connection.quick_client, store=store))
+            if not hint:
+                raise
+            raise CommandFailed(f"{error}; {hint}") from error
 
     parameters = [*own, *shared]
     connected.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

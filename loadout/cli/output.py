@@ -7,7 +7,7 @@ import enum
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -84,3 +84,14 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 def time_stamp() -> str:
     """Returns the time for the name of a file."""
     return datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+
+
+def number_ranges(ascending: Sequence[int]) -> str:
+    """Returns numbers as text, neighbours joined: "1-3, 5"."""
+    ranges: list[tuple[int, int]] = []
+    for number in ascending:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1] = ranges[-1][0], number
+        else:
+            ranges.append((number, number))
+    return ", ".join(f"{first}-{last}" if first < last else f"{first}" for first, last in ranges)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -11,7 +10,7 @@ from rich.filesize import decimal
 from loadout.cli import options
 from loadout.cli.completion import AdapterName
 from loadout.cli.connection import Connection, connects
-from loadout.cli.output import new_table, print_json, table_console
+from loadout.cli.output import new_table, number_ranges, print_json, table_console
 from loadout.types import Adapter
 
 VERSIONS_EXAMPLES = """\b
@@ -158,14 +157,3 @@ def _state(adapter: Adapter, current_version: int) -> str:
         f"signed by {adapter.signed_by}" if adapter.signed_by else "",
     )
     return ", ".join(filter(None, facts))
-
-
-def number_ranges(ascending: Sequence[int]) -> str:
-    """Returns numbers as text, neighbours joined: "1-3, 5"."""
-    ranges: list[tuple[int, int]] = []
-    for number in ascending:
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1] = ranges[-1][0], number
-        else:
-            ranges.append((number, number))
-    return ", ".join(f"{first}-{last}" if first < last else f"{first}" for first, last in ranges)
