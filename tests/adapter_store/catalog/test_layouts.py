@@ -181,7 +181,7 @@ def add(catalog: Catalog, account: str, *numbers: int) -> None:
 
 def test_layouts_of_all_base_models_are_shared(limited):
     add(limited, "a", 1, 2, 3)
-    with pytest.raises(LimitExceeded, match="max_layouts_in_all") as refusal:
+    with pytest.raises(LimitExceeded, match="--max-layouts-in-all") as refusal:
         add(limited, "a", 4)
     assert refusal.value.reason == "LAYOUT_LIMIT"
     add(limited, "a", 1)  # known
@@ -199,7 +199,7 @@ def test_layouts_that_come_back_count_as_new_ones(limited, clock):
     add(limited, "a", 1, 2, 3)
     clock.now += TTL
     add(limited, "a", 4, 5, 6)
-    with pytest.raises(LimitExceeded, match="max_layouts_in_all"):
+    with pytest.raises(LimitExceeded, match="--max-layouts-in-all"):
         add(limited, "a", 1)
     assert not limited.use_layout("a2")  # a pull is served, but nothing is compiled ahead
     assert live_layouts(limited) == ["a4", "a5", "a6"]
