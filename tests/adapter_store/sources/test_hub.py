@@ -130,7 +130,7 @@ def test_a_revision_that_moves_while_it_is_read_is_not_mixed(shaky, proxy, repo,
 
 def test_other_organisations_are_refused_without_a_request(hub, staging):
     hub.repos["other/adapter"] = Repo()
-    with pytest.raises(InvalidArgument, match="hf_organizations") as caught:
+    with pytest.raises(InvalidArgument, match="--hf-organizations") as caught:
         HubSource(["team"], hub.url).fetch("hf://other/adapter", staging)
     assert caught.value.reason == "SOURCE_NOT_ALLOWED"
     assert hub.requests == []
@@ -286,7 +286,7 @@ def test_offline_what_is_not_cached_is_not_there(hub, cache, staging, monkeypatc
     for uri in ("hf://team/other", "hf://team/adapter@v9"):
         with pytest.raises(NotFound, match="HF_HUB_OFFLINE"):
             HubSource(["team"], hub.url, cache).fetch(uri, staging)
-    with pytest.raises(InvalidArgument, match="hf_organizations"):
+    with pytest.raises(InvalidArgument, match="--hf-organizations"):
         HubSource(["else"], hub.url, cache).fetch("hf://team/adapter", staging)
 
 

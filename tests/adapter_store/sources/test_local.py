@@ -83,7 +83,7 @@ def test_nothing_outside_the_roots_is_read(source, root, staging, write_adapter,
     write_adapter(root.parent / "outside")
     write_adapter(root.parent)
     (root / "a").mkdir()
-    with pytest.raises(InvalidArgument, match="source_roots") as caught:
+    with pytest.raises(InvalidArgument, match="--source-roots") as caught:
         source.fetch(f"file://{root}{place}", staging)
     assert caught.value.reason == "SOURCE_NOT_ALLOWED"
     assert names(staging) == []
@@ -101,14 +101,14 @@ def test_existence_outside_is_not_revealed(source, root, staging, write_adapter)
 
 def test_without_roots_there_are_no_local_sources(root, staging, write_adapter):
     write_adapter(root / "a")
-    with pytest.raises(InvalidArgument, match="source_roots"):
+    with pytest.raises(InvalidArgument, match="--source-roots"):
         LocalSource([]).fetch(f"file://{root}/a", staging)
 
 
 def test_a_folder_link_that_leads_out_is_refused(source, root, staging, write_adapter):
     write_adapter(root.parent / "outside")
     (root / "a").symlink_to(root.parent / "outside")
-    with pytest.raises(InvalidArgument, match="source_roots"):
+    with pytest.raises(InvalidArgument, match="--source-roots"):
         source.fetch(f"file://{root}/a", staging)
 
 
