@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := loadout servicekit adapter_store inference_svc kernels tests bench fuzz tools deploy examples setup.py
 PROTOS := $(shell find protos -name '*.proto')
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PYTHON_NEEDED = $(shell sed -n 's/^requires-python = ">=\(.*\)"/\1/p' pyproject.toml)
 # Processes that tests run in, each of a file's in one. Most wait for services that they have started.
 TEST_WORKERS ?= 2
 # One more without such services: it computes while others wait for threads and timers.
@@ -14,7 +14,7 @@ BUF_VERSION := 1.75.0
 # Tests start the real Prometheus. This says that there is one: on PATH, or Debian's under .tools.
 PROMETHEUS := .tools/.prometheus
 
-.PHONY: demo up test test-unit test-long test-gpu-versions gpu-emulate gpu-pack check format client docs docs-site dashboards dashboards-preview lint-protos images bench bench-peers soak fuzz clean
+.PHONY: demo up test test-unit test-long test-gpu-versions gpu-emulate gpu-pack check format client docs docs-site dashboards dashboards-preview lint-protos images wheel bench bench-peers soak fuzz clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/loadout demo
@@ -103,6 +103,10 @@ images:
 	$(IMAGE_BUILD) --target cpu --tag loadout-cpu:$(IMAGE_TAG) .
 	$(IMAGE_BUILD) --target cuda --tag loadout-cuda:$(IMAGE_TAG) .
 
+# What `pip install` takes: the source distribution, and the wheel that is built from it, in dist/.
+wheel: $(VENV)/.installed-dev
+	$(BIN)/python -m tools.wheel
+
 # A million executions of what reads strangers' bytes; FUZZ=--help tells how to run less or more.
 fuzz: $(VENV)/.installed-fuzz
 	$(BIN)/python -m fuzz $(FUZZ)
@@ -133,19 +137,20 @@ soak: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.soak.store --kills 200 --catalog postgresql $(SOAK)
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --upgrade pip
+	@$(PYTHON) -c 'import sys; needed = "$(PYTHON_NEEDED)"; \
+	is_old = sys.version_info < tuple(map(int, needed.split("."))); \
+	sys.exit(is_old and "error: $(PYTHON) is older than Python %s: make PYTHON=python%s ... takes another" % (needed, needed))'
+	@$(PYTHON) -m venv $(VENV)
 
 # One stamp per extra; protos are inputs, because installing compiles them.
 $(VENV)/.installed-%: pyproject.toml constraints.txt setup.py $(PROTOS) | $(BIN)/python
-	@echo "Installing Loadout into $(VENV): this takes some minutes, and prints little meanwhile."
-	$(PIP) install --constraint constraints.txt --editable '.[$*]'
-	touch $@
+	@$(BIN)/python tools/install.py $*
+	@touch $@
 
 $(PROMETHEUS): tools/prometheus_package.py | $(BIN)/python
 	$(BIN)/python -m tools.prometheus_package
 	mkdir -p $(@D) && touch $@
 
 clean:
-	rm -rf $(VENV) build .bench .gpu-pack .tools .loadout *.egg-info
+	rm -rf $(VENV) build dist .bench .gpu-pack .tools .loadout *.egg-info
 	find . -name '*_pb2*' -not -path './$(VENV)/*' -delete

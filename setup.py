@@ -1,6 +1,7 @@
 """Compiles the protos and the native kernels before Python packages are collected; the rest is in
 pyproject.toml."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -42,6 +43,9 @@ class BuildWithStubs(build_py):
     def run(self) -> None:
         generate_stubs()
         compile_kernels()
+        if not self.editable_mode:
+            # What an earlier build left there would be in the wheel: modules that are gone, too.
+            shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
 
 

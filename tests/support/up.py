@@ -12,17 +12,25 @@ from typing import Self
 
 class Up:
     """A running `loadout up`: its addresses, and its commands to try. `program`: what is given to
-    python in place of the command line's own module."""
+    `python` in place of the command line's own module. `environment` replaces that of this
+    process."""
 
     def __init__(
         self,
         arguments: tuple[str, ...],
         cwd: Path,
         program: tuple[str, ...] = ("-m", "loadout.cli"),
+        python: str = sys.executable,
+        environment: dict[str, str] | None = None,
     ) -> None:
-        command = [sys.executable, "-u", *program, "up", *arguments]
+        command = [python, "-u", *program, "up", *arguments]
         self.popen = subprocess.Popen(
-            command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            cwd=cwd,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert self.popen.stdout is not None
         lines = []

@@ -4,6 +4,7 @@
 #include <sched.h>
 #endif
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -25,20 +26,23 @@ struct Places {
   std::vector<uint64_t> masks;
   int64_t num_words;
   int num_threads;
+  uint64_t id;  // never given twice, as addresses are; 0 is nobody's
 };
 
-thread_local std::shared_ptr<const Places> places_of_my_teams;
-thread_local std::shared_ptr<const Places> my_places;  // those that this thread has taken
+std::atomic<uint64_t> last_places{0};
+// Not std::shared_ptr: its counts ask for a symbol of glibc 2.32, which Linux of 2020 lacks.
+thread_local std::unique_ptr<const Places> places_of_my_teams;
+thread_local uint64_t my_places = 0;  // those that this thread has taken
 
 // A team's threads come and go with its size, so that each sees to itself.
-void take_place(const std::shared_ptr<const Places>& places, int thread, int num_threads) {
+void take_place(const Places* places, int thread, int num_threads) {
 #if defined(__linux__)
-  if (!places || places == my_places || places->num_threads != num_threads) return;
+  if (!places || places->id == my_places || places->num_threads != num_threads) return;
   const uint64_t* mask = places->masks.data() + thread * places->num_words;
   // A processor that is gone meanwhile leaves the thread where it was: slower, not wrong.
   sched_setaffinity(0, places->num_words * sizeof(uint64_t),
                     reinterpret_cast<const cpu_set_t*>(mask));
-  my_places = places;
+  my_places = places->id;
 #endif
 }
 
@@ -50,8 +54,8 @@ extern "C" __attribute__((visibility("default"))) void loadout_place_threads(con
                                                                               int64_t num_words,
                                                                               int num_threads) {
   if (omp_get_proc_bind() != omp_proc_bind_false) return;
-  places_of_my_teams = std::make_shared<const Places>(
-      Places{{masks, masks + num_words * num_threads}, num_words, num_threads});
+  places_of_my_teams = std::make_unique<const Places>(
+      Places{{masks, masks + num_words * num_threads}, num_words, num_threads, ++last_places});
 }
 
 // `counters` has one zeroed Counter per operation, and is zeroed again at the end.
@@ -60,7 +64,7 @@ extern "C" __attribute__((visibility("default"))) void loadout_run(const Op* ops
                                                                     Counter* counters,
                                                                     int num_threads,
                                                                     double* seconds) {
-  const std::shared_ptr<const Places> places = places_of_my_teams;
+  const Places* places = places_of_my_teams.get();  // only this thread, busy here, replaces it
 #pragma omp parallel num_threads(num_threads)
   {
     const int thread = omp_get_thread_num();
