@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -26,12 +26,12 @@ LARGE_BYTES = 10e6
 """Downloads from this size on are shown by name."""
 _UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 _STEPS = (
-    (r"Collecting ", "finding what it needs"),
+    (r"Collecting ", "finding and downloading what it needs"),
     (r"Installing build dependencies", "fetching what builds it: setuptools, grpcio-tools"),
-    (r"Building (editable|wheel) for loadout", "compiling the protos and the native kernels"),
+    (r"Preparing editable metadata", "compiling the protos and the native kernels"),
     (r"Building wheel for (\S+)", "building {0}"),
-    (r"WARNING: Retrying ", "waiting for the package index: it does not answer, pip tries again"),
 )
+_RETRY = "WARNING: Retrying "
 _DOWNLOAD = re.compile(r"\s*Downloading (\S+?)-(\d[^-]*)-\S+ \(([\d.]+) (kB|MB|GB)\)")
 _COLLECTED = re.compile(r"Installing collected packages: (.*)")
 
@@ -47,10 +47,10 @@ def main(arguments: list[str] | None = None) -> int:
     log = environment / LOG_NAME
     progress = Progress(sys.stdout)
     with log.open("w") as file:
-        for wanted in (["--upgrade", "pip"], project):
-            status = run([*pip, "--progress-bar", "off", *wanted], progress, file)
-            if status:
-                break
+        progress.show("upgrading pip")
+        status = run([*pip, "--upgrade", "pip"], progress, file, retry_of)
+        if status == 0:
+            status = run([*pip, "--progress-bar", "off", *project], progress, file, step_of)
     progress.end()
     if status:
         print(*failure(log.read_text().splitlines()), sep="\n", file=sys.stderr)
@@ -105,8 +105,9 @@ class Progress:
         self._out.flush()
 
 
-def run(command: list[str], progress: Progress, log: IO[str]) -> int:
-    """Runs pip with its output in `log`; returns its exit status."""
+def run(command: list[str], progress: Progress, log: IO[str], step_of: Callable[[str], str]) -> int:
+    """Runs pip with its output in `log`; shows what `step_of` says of a line, if anything. Returns
+    its exit status."""
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -144,20 +145,24 @@ def ticking(lines: IO[str], progress: Progress) -> Iterator[str]:
         yield line
 
 
+def retry_of(line: str) -> str:
+    """Returns that pip cannot reach the index, if a line of its says so."""
+    is_retry = line.startswith(_RETRY)
+    return "waiting for the package index: it does not answer, pip tries again" * is_retry
+
+
 def step_of(line: str) -> str:
     """Returns what a line of pip's says that it waits for now, if it says so."""
     if found := _DOWNLOAD.match(line):
         name, version, size, unit = found.groups()
         is_large = float(size) * _UNITS[unit] >= LARGE_BYTES
-        return (
-            f"downloading {name} {version} ({size} {unit})" if is_large else "downloading the rest"
-        )
+        return f"downloading {name} {version} ({size} {unit})" if is_large else ""
     if found := _COLLECTED.match(line):
         return f"unpacking {len(found.group(1).split(','))} packages"
     for pattern, step in _STEPS:
         if found := re.search(pattern, line):
             return step.format(*found.groups())
-    return ""
+    return retry_of(line)
 
 
 def failure(said: list[str]) -> list[str]:
