@@ -80,7 +80,7 @@ HANDED_ON = {"store_flags": StoreSettings, "serve_flags": InferenceSettings}
 """Options whose values are flags of a service."""
 COMMANDS = {each.command.split()[1]: each for each in SERVICES.values()}
 
-PROGRAMS = {"docker", "git", "kubectl", "node", "npm", "pg_dump", "pg_restore"}
+PROGRAMS = {"docker", "git", "kubectl", "node", "npm", "pg_dump", "pg_restore", "pip"}
 """Programs that this machine may not have."""
 
 
@@ -98,6 +98,14 @@ BY_CI = "a checkout of its own; CI begins with it"
 ELSEWHERE = (
     Elsewhere(r"README.md: make demo", "tests/loadout/demo/test_demo.py", '"loadout.cli", "demo"'),
     Elsewhere(r"CONTRIBUTING.md: (git|cd|make) .*", ".ci/run", "make check", BY_CI),
+    Elsewhere(r"docs/installation.md: make wheel", "tests/tools/test_wheel.py", '"tools.wheel"'),
+    Elsewhere(
+        r"docs/installation.md: pip install .*",
+        "tests/tools/test_wheel.py",
+        '"install", "--no-deps"',
+        "a network",
+    ),
+    Elsewhere(r"docs/installation.md: loadout demo", "tests/tools/test_wheel.py", '"demo", "--req'),
     Elsewhere(r"docs/cli.md: loadout profile .*", "tests/system/test_profile.py", '"--steps", "3"'),
     Elsewhere(r"docs/cli.md: loadout bench .*", "tests/system/test_bench_command.py", '"bench", *'),
     Elsewhere(

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from kernels.native.build import installed_variants, runnable_variants
+from loadout.demo.system import FREE_PORT
 from tests.support.up import Up
 from tools.wheel import BuildFailed, check_libraries
 
@@ -234,7 +235,9 @@ def test_installed_without_a_compiler_it_serves_with_native_kernels(
     assert run(loadout, "--version", **where) == f"loadout {VERSION}\n"
     assert "all services exited with 0" in run(loadout, "demo", "--requests", "45", **where)
     python = str(installed / "python")
-    with Up((), cwd=tmp_path, python=python, environment=without_compiler) as up:
+    free = f"--listen {FREE_PORT} --metrics-listen {FREE_PORT}"
+    flags = ("--store-flags", free, "--serve-flags", free)
+    with Up(flags, cwd=tmp_path, python=python, environment=without_compiler) as up:
         of_up = {**without_compiler, **up.environment}
         info = json.loads(run(loadout, "info", "--json", env=of_up, cwd=tmp_path))
     variant = next(iter(runnable_variants()), None)
