@@ -56,15 +56,22 @@ def main(arguments: list[str] | None = None) -> int:
         print(*failure(log.read_text().splitlines()), sep="\n", file=sys.stderr)
         print(f"error: pip ended with {status}; {log} has all that it said", file=sys.stderr)
         return 1
-    if note := kernels_note(ROOT / "kernels" / "native" / "lib"):
+    if note := kernels_note():
         print(note)
     return 0
 
 
-def kernels_note(libraries: Path) -> str:
-    """Returns what to do if the native kernels could not be compiled, else nothing."""
-    if any(libraries.glob("*.so")):
+def kernels_note() -> str:
+    """Returns what to do if there are no native kernels for this processor's kind, else nothing."""
+    sys.path.insert(0, str(ROOT))
+    from kernels.native import build
+
+    if all(build.library_path(variant).exists() for variant in build.installed_variants()):
         return ""
+    if build.find_compiler():
+        return (
+            f"note: not all native kernels compile: {LOG_NAME} says why; torch may have to compute"
+        )
     return (
         "note: there is no C++ compiler for the native kernels, so that torch computes, more "
         "slowly; with g++ installed the next start compiles them"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kernels.native import build
 from tools import install
 from tools.install import Progress
 
@@ -96,10 +97,17 @@ def test_a_failure_is_shown_from_its_first_error_on() -> None:
     ]
 
 
-def test_without_compiled_kernels_it_says_what_to_install(tmp_path: Path) -> None:
-    assert "g++" in install.kernels_note(tmp_path)
-    (tmp_path / "avx2-0.so").touch()
-    assert install.kernels_note(tmp_path) == ""
+@pytest.mark.parametrize(("compiler", "text"), [(None, "g++ installed"), ("g++", "says why")])
+def test_without_native_kernels_it_says_what_to_do(
+    compiler: str | None, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(build, "LIBRARIES", tmp_path)
+    monkeypatch.setattr(build, "find_compiler", lambda: compiler)
+    monkeypatch.setattr(build, "installed_variants", lambda: ["avx2"])
+    assert text in install.kernels_note()
+    build.library_path("avx2").touch()
+    assert install.kernels_note() == ""
 
 
 @pytest.mark.processes
