@@ -72,8 +72,10 @@ def sources(checkout: Path) -> set[str]:
 
 def leave_behind(checkout: Path) -> None:
     """Writes what an earlier state of the code, its builds and its tests would have left."""
+    platform = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
     for name in (
         "build/lib/loadout/gone.py",
+        f"build/lib.{platform}/loadout/gone.py",
         "kernels/native/lib/avx2-0123456789abcdef.so",
         "kernels/native/lib/avx2.lock",
         "loadout/gone/v1/gone_pb2.py",
