@@ -1,7 +1,7 @@
 """`python -m inference_svc`, or `loadout serve`: reads settings, then runs the service.
 
-`python -m inference_svc download [--or-folder] NAME` downloads a model of the Hugging Face Hub,
-unless its cache has it, and prints its folder.
+`python -m inference_svc download [--or-folder] NAME[@REVISION]` downloads a model of the Hugging
+Face Hub, unless its cache has it, and prints its folder.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def _download(arguments: list[str]) -> int:
     or_folder = arguments[:1] == ["--or-folder"]
     names = arguments[or_folder:]
     if len(names) != 1:
-        print("usage: python -m inference_svc download [--or-folder] NAME", file=sys.stderr)
+        usage = "usage: python -m inference_svc download [--or-folder] NAME[@REVISION]"
+        print(usage, file=sys.stderr)
         return 2
     # Ends at once, with whatever threads are downloading; the next download goes on from there.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

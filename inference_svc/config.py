@@ -46,9 +46,11 @@ CPU_SEQUENCES, CPU_BATCH_TOKENS = 64, 512
 CPU_ADAPTER_MEMORY, CPU_KV_MEMORY = 256 * MIB, 512 * MIB
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PART = r"\w(?:\w|[.-](?=\w)){0,95}"
-HUB_NAME = re.compile(rf"{_PART}/{_PART}", re.ASCII)
-"""A model's name on the Hugging Face Hub."""
-NO_MODEL = "{} is neither a folder nor a model's name on the hub, such as Qwen/Qwen3-0.6B"
+_HUB_NAME = re.compile(rf"({_PART}/{_PART})(?:@({_PART}(?:/{_PART}){{0,3}}))?", re.ASCII)
+NO_MODEL = (
+    "{} is neither a folder nor a model's name on the hub, such as Qwen/Qwen3-0.6B, "
+    "or with a revision Qwen/Qwen3-0.6B@main"
+)
 _CACHED = "models--"
 """How the folders of models begin in the hub's cache; their parts are joined by "--"."""
 
@@ -83,7 +85,8 @@ class InferenceSettings(ServiceSettings):
     model: Annotated[Path, Metavar("MODEL"), BASICS]
     """Folder of the base model, as Hugging Face saves one: config.json, safetensors files and
     tokenizer.json. Or the model's name on the hub, such as Qwen/Qwen3-0.6B, if it is in the hub's
-    cache: loadout download puts it there, and loadout up does so by itself."""
+    cache: loadout download puts it there, and loadout up does so by itself. NAME@REVISION is a
+    certain commit, tag or branch."""
 
     base_model: Annotated[str, BASICS] = ""
     """Name by which adapters know the base model. Unset: the model's name on
@@ -251,8 +254,8 @@ class InferenceSettings(ServiceSettings):
         if Path(value).is_dir():
             if not (Path(value) / "config.json").is_file():
                 raise ValueError(f"{value} has no config.json: name the folder of a model")
-        elif not HUB_NAME.fullmatch(str(value)):
-            raise ValueError(NO_MODEL.format(value))
+        else:
+            split_hub_name(str(value))
         return value
 
     @model_validator(mode="after")
@@ -285,6 +288,15 @@ class InferenceSettings(ServiceSettings):
         """The base model's name, then its aliases, each once."""
         name = self.base_model or _name_of(self.model)
         return tuple(dict.fromkeys((name, *self.aliases)))
+
+
+def split_hub_name(model: str) -> tuple[str, str | None]:
+    """Returns a model's name on the Hugging Face Hub and its revision, of NAME or NAME@REVISION.
+    Raises ValueError for what is neither."""
+    found = _HUB_NAME.fullmatch(model)
+    if found is None:
+        raise ValueError(NO_MODEL.format(model))
+    return found[1], found[2]
 
 
 def _name_of(model: Path) -> str:

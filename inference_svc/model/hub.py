@@ -1,5 +1,5 @@
-"""Finds a model by its name on the Hugging Face Hub, such as Qwen/Qwen3-0.6B: in the hub's cache
-folder, or by a download into it.
+"""Finds a model by its name on the Hugging Face Hub, such as Qwen/Qwen3-0.6B, or NAME@REVISION: in
+the hub's cache folder, or by a download into it.
 
 The hub's library decides where cache, server and token are, by its own variables: HF_HOME and
 HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE.
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from inference_svc.config import HUB_NAME, NO_MODEL, InferenceSettings
+from inference_svc.config import InferenceSettings, split_hub_name
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.files import (
     CONFIG,
@@ -57,10 +58,11 @@ def find_model(settings: InferenceSettings) -> InferenceSettings:
 def cached_folder(name: str) -> Path | None:
     """Returns the folder of a model in the hub's cache, None unless everything is there that is
     served."""
+    repo, revision = split_hub_name(name)
     with _explained(name):
         from huggingface_hub import try_to_load_from_cache
 
-        config = try_to_load_from_cache(name, CONFIG)
+        config = try_to_load_from_cache(repo, CONFIG, revision=revision)
     if not isinstance(config, str):
         return None
     folder = Path(config).parent
@@ -75,8 +77,10 @@ def download(name: str, say: Callable[[str], None], *, or_folder: bool = False) 
     InvalidSetting with the command to run where it cannot be downloaded. `or_folder`: the name was
     looked for as a folder's first, and InvalidSetting says so.
     """
-    if not HUB_NAME.fullmatch(name):
-        raise InvalidSetting(NO_MODEL.format(name))
+    try:
+        split_hub_name(name)
+    except ValueError as error:
+        raise InvalidSetting(str(error)) from None
     try:
         return cached_folder(name) or _download(name, say)
     except InvalidSetting as error:
@@ -86,6 +90,7 @@ def download(name: str, say: Callable[[str], None], *, or_folder: bool = False) 
 
 
 def _download(name: str, say: Callable[[str], None]) -> Path:
+    repo, revision = split_hub_name(name)
     with _explained(name):
         from huggingface_hub import constants, snapshot_download
 
@@ -95,11 +100,11 @@ def _download(name: str, say: Callable[[str], None]) -> Path:
                 f"set; to download it: HF_HUB_OFFLINE=0 loadout download {name}"
             )
         say(f"downloading {name} from {constants.ENDPOINT} into {_cache_dir()}")
-        commit, on_the_hub = _find_commit(name)
+        commit, on_the_hub = _find_commit(repo, revision)
         bars = _bars(are_shown=False)
         folder = Path(
             snapshot_download(
-                name, revision=commit, allow_patterns=list(SMALL_FILES), tqdm_class=bars
+                repo, revision=commit, allow_patterns=list(SMALL_FILES), tqdm_class=bars
             )
         )
     _check_small_files(name, folder)
@@ -108,33 +113,35 @@ def _download(name: str, say: Callable[[str], None]) -> Path:
         raise _incomplete(name, missing)
     with _explained(name):
         bars = _bars(are_shown=sys.stderr.isatty())
-        snapshot_download(name, revision=commit, allow_patterns=weights, tqdm_class=bars)
+        snapshot_download(repo, revision=commit, allow_patterns=weights, tqdm_class=bars)
     for missing in missing_files(folder):
         raise _incomplete(name, missing)
-    _write_ref(name, commit)
+    _write_ref(repo, revision or "main", commit)
     return folder
 
 
-def _find_commit(name: str) -> tuple[str, frozenset[str]]:
-    """Returns the commit that is the model's newest, and the names of its files. The hub's library
-    makes paths of the commit, without a look at what the server called so. Raises ValueError, and
-    what the library raises."""
+def _find_commit(repo: str, revision: str | None) -> tuple[str, frozenset[str]]:
+    """Returns the commit of a revision, of the model's newest without one, and the names of its
+    files. The hub's library makes paths of the commit, without a look at what the server called so.
+    Raises ValueError, and what the library raises."""
     from huggingface_hub import HfApi
 
-    info = HfApi().model_info(name)
+    info = HfApi().model_info(repo, revision=revision)
     commit, files = info.sha, info.siblings or ()
     if not _COMMIT.fullmatch(commit or ""):
         raise ValueError(f"the server names no commit: {str(commit)[:80]!r}")
     return str(commit), frozenset(file.rfilename for file in files)
 
 
-def _write_ref(name: str, commit: str) -> None:
-    """Names the commit in the hub's cache as the model's newest, as the hub's library does for a
-    download without a commit."""
-    ref = Path(_cache_dir()) / f"models--{name.replace('/', '--')}" / "refs" / "main"
-    if not (ref.is_file() and ref.read_text() == commit):
+def _write_ref(repo: str, revision: str, commit: str) -> None:
+    """Names the commit of a revision in the hub's cache, as the hub's library does for a download
+    without a commit. At once: servers that share the cache read it meanwhile."""
+    ref = Path(_cache_dir()) / f"models--{repo.replace('/', '--')}" / "refs" / revision
+    if revision != commit and not (ref.is_file() and ref.read_text() == commit):
         ref.parent.mkdir(parents=True, exist_ok=True)
-        ref.write_text(commit)
+        partial = ref.with_name(uuid.uuid4().hex)
+        partial.write_text(commit)
+        partial.replace(ref)
 
 
 def _check_small_files(name: str, folder: Path) -> None:
@@ -197,8 +204,13 @@ def _explained(name: str) -> Iterator[None]:
         yield
     except errors.GatedRepoError as error:
         raise InvalidSetting(
-            f"{name} is gated: ask for access at {constants.ENDPOINT}/{name}, then run: "
+            f"{name} is gated: ask for access at {constants.ENDPOINT}/{split_hub_name(name)[0]}, "
+            "then run: "
             "hf auth login"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise InvalidSetting(
+            f"{name}: the model has no such commit, tag or branch at {constants.ENDPOINT}"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise InvalidSetting(

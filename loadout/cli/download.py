@@ -13,12 +13,18 @@ from loadout.cli.signals import sigterm_is_ctrl_c
 EXAMPLES = """\b
 Examples:
   loadout download Qwen/Qwen3-0.6B
+  loadout download Qwen/Qwen3-0.6B@c1899de289a04d12100db370d81485cdf75e47ca
 """
 
 
 def download(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="The model's name, such as Qwen/Qwen3-0.6B.")
+        str,
+        typer.Argument(
+            metavar="NAME[@REVISION]",
+            help="The model's name, such as Qwen/Qwen3-0.6B. "
+            "With a revision, a certain commit, tag or branch of it.",
+        ),
     ],
 ) -> None:
     """Download a model of the Hugging Face Hub.
@@ -27,8 +33,8 @@ def download(
     there, and prints the folder. `loadout serve --model NAME` then finds it. The hub's variables
     count: HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
 
-    It is the newest revision; what is downloaded stays as it is until it is removed. For a certain
-    one: `hf download NAME --revision COMMIT --local-dir DIR`, then `loadout serve --model DIR`.
+    Without a revision it is the newest; what is downloaded stays as it is until it is removed. To
+    pin a model, name its commit, here and for `loadout serve --model NAME@COMMIT`.
     """
     with sigterm_is_ctrl_c():
         typer.echo(fetch_model(name))

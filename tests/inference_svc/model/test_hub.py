@@ -336,7 +336,40 @@ def test_one_line_says_the_command_to_run(
     assert str(caught.value) == message.format(name=NAME, url=hub.url, cache=cache())
 
 
-@pytest.mark.parametrize("name", ["nowhere", "./team/tiny", "team/a/b", "team/", "team/a--b"])
+def test_a_revision_is_downloaded_and_found_without_network(repo: Repo, hub: HubServer) -> None:
+    """By commit, tag or branch; the newest is another, and stays so."""
+    newest = fetch()
+    old = repo.commit({**FILES, "model.safetensors": bytes(6000)}, "v1")
+    repo.commit({**FILES, "model.safetensors": bytes(7000)}, "refs/pr/1")
+    with pytest.raises(InvalidSetting, match=f"to download it: loadout download {NAME}@{old}$"):
+        find_model(settings(f"{NAME}@{old}"))
+    assert fetch(f"{NAME}@{old}").name == old
+    assert fetch(f"{NAME}@v1").name == old
+    assert fetch(f"{NAME}@refs/pr/1").name == repo.refs["refs/pr/1"]
+    hub.requests.clear()
+    for revision in (old, "v1"):
+        found = find_model(settings(f"{NAME}@{revision}"))
+        assert (found.model.name, found.base_model_names) == (old, (NAME,))
+    assert find_model(settings()).model == newest == find_model(settings(f"{NAME}@main")).model
+    assert hub.requests == []
+    refs = Path(cache(), f"models--{NAME.replace('/', '--')}", "refs")
+    assert sorted(contents(refs)) == ["main", "refs/pr/1", "v1"]
+
+
+def test_a_revision_that_is_not_there(repo: Repo, hub: HubServer) -> None:
+    with pytest.raises(InvalidSetting) as caught:
+        fetch(f"{NAME}@v9")
+    line = f"{NAME}@v9: the model has no such commit, tag or branch at {hub.url}"
+    assert str(caught.value) == line
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("nowhere", "./team/tiny", "team/a/b", "team/", "team/a--b"),
+        *(f"{NAME}@", f"{NAME}@../../x", f"{NAME}@/etc", f"{NAME}@a@b", f"{NAME}@-x"),
+    ],
+)
 def test_what_is_no_name(hub: HubServer, name: str) -> None:
     with pytest.raises(InvalidSetting, match="is neither a folder nor a model's name on the hub"):
         fetch(name)
