@@ -21,7 +21,11 @@ OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
 COMPONENTS = sorted(path.name for path in (KUBERNETES / "components").iterdir())
 EVERYTHING = "production-everything"
 """Not one that we ship: `production` with every component that it does not have."""
-BUILDS = [*OVERLAYS, EVERYTHING]
+SCALED_TO_ZERO = "production-keda-scaled-to-zero"
+"""Not one that we ship: `production-keda` with the component for it."""
+BUILDS = [*OVERLAYS, EVERYTHING, SCALED_TO_ZERO]
+HUB_MODEL = "Qwen/Qwen3-0.6B@c1899de289a04d12100db370d81485cdf75e47ca"
+"""What EVERYTHING serves: its component model-download leaves open which model."""
 
 Object = dict[str, Any]
 Labels = dict[str, str]
@@ -42,7 +46,8 @@ def kustomize(folder: Path) -> list[Object]:
 
 @dataclass(frozen=True)
 class Workload:
-    """What runs pods: a Deployment, StatefulSet or DaemonSet. Each has one container."""
+    """What runs pods: a Deployment, StatefulSet or DaemonSet. Each has one container, and inference
+    may have one that runs before."""
 
     object: Object
     manifests: Manifests
@@ -67,6 +72,14 @@ class Workload:
     def container(self) -> Object:
         [container] = self.pod["containers"]
         return dict(container)
+
+    @property
+    def init_containers(self) -> list[Object]:
+        return [dict(each) for each in self.pod.get("initContainers", [])]
+
+    @property
+    def all_containers(self) -> list[Object]:
+        return [*self.init_containers, self.container]
 
     @property
     def module(self) -> str:
@@ -118,12 +131,16 @@ class Workload:
     @property
     def mounts(self) -> dict[str, Object]:
         """Path in the container -> the volume there, with its mount as "mount"."""
+        return self.mounts_in(self.container)
+
+    def mounts_in(self, container: Object) -> dict[str, Object]:
+        """Returns what `mounts` is, of any container of the pod."""
         volumes = {volume["name"]: volume for volume in self.pod["volumes"]}
         for claim in self.spec.get("volumeClaimTemplates", []):
             volumes[claim["metadata"]["name"]] = {"claim": claim["spec"]}
         return {
             mount["mountPath"]: {**volumes[mount["name"]], "mount": mount}
-            for mount in self.container["volumeMounts"]
+            for mount in container["volumeMounts"]
         }
 
     def mount_of(self, path: str) -> Object:
@@ -160,19 +177,30 @@ class Manifests:
         return [each for each in self.workloads if labels.items() <= each.labels.items()]
 
 
+HUB_SETTINGS = {
+    "name": "inference-config",
+    "behavior": "merge",
+    "literals": [f"LOADOUT_INFERENCE_MODEL={HUB_MODEL}"],
+}
+
+
 @cache
 def overlay(name: str) -> Manifests:
     """One that we ship, or EVERYTHING."""
     if name == EVERYTHING:
-        return compose("production", *(f"kubernetes/components/{each}" for each in _further()))
+        folders = [f"kubernetes/components/{each}" for each in _further()]
+        return compose("production", *folders, configMapGenerator=[HUB_SETTINGS])
+    if name == SCALED_TO_ZERO:
+        return compose("production-keda", "kubernetes/components/keda-scale-to-zero")
     return Manifests.build(KUBERNETES / "overlays" / name)
 
 
 def _further() -> list[str]:
-    """Without keda: it is there in place of hpa."""
+    """Without keda, which is there in place of hpa, and without what takes the stores away."""
     text = (KUBERNETES / "overlays" / "production" / "kustomization.yaml").read_text()
     present = {Path(each).name for each in yaml.safe_load(text)["components"]}
-    return [each for each in COMPONENTS if each not in present | {"keda"}]
+    left_out = {"keda", "keda-scale-to-zero", "inference-only"}
+    return [each for each in COMPONENTS if each not in present | left_out]
 
 
 def compose(name: str, *components: str, **fields: Any) -> Manifests:

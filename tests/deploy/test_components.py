@@ -23,7 +23,8 @@ def test_everything_has_them_all(everything):
     assert {"ServiceMonitor", "HorizontalPodAutoscaler", "Certificate"} <= kinds
     names = {each["metadata"]["name"] for each in everything.objects}
     assert {"inference-http", "loadout-tracing", "loadout-dashboard-fleet"} <= names
-    assert len(COMPONENTS) == 8, "say what another one leaves"
+    assert "model-cache" in names
+    assert len(COMPONENTS) == 11, "say what another one leaves"
 
 
 def test_http_is_a_port_of_pods_and_services(everything):

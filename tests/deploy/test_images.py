@@ -105,7 +105,9 @@ def test_ports_are_those_of_the_pods(target):
 def test_pods_run_images_of_this_version():
     tag = PYPROJECT["project"]["version"]
     for _, workload in all_workloads():
-        assert workload.container["image"] in {f"loadout-{target}:{tag}" for target in TARGETS}
+        images = {each["image"] for each in workload.all_containers}
+        assert len(images) == 1, "the overlay's, for both"
+        assert images <= {f"loadout-{target}:{tag}" for target in TARGETS}
     assert f"VERSION={tag}" in IMAGES.stages["runtime"].all("ARG")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -48,9 +49,11 @@ def test_named_ports_are_the_pods(manifests):
 
 
 def test_inference_reaches_the_store_and_nobody_else_does_unasked(manifests):
-    [inference] = [each for each in manifests.workloads if each.module == "inference_svc"]
+    services = [each for each in manifests.workloads if each.module == "inference_svc"]
     stores = [each for each in manifests.workloads if each.module == "adapter_store"]
-    for store in stores:
+    assert services
+    assert stores
+    for inference, store in itertools.product(services, stores):
         out = list(rules(manifests, inference, "egress"))
         assert any(allows(rule, "to", store.labels, store.ports["grpc"]) for rule in out)
         into = list(rules(manifests, store, "ingress"))
@@ -90,3 +93,10 @@ def test_a_store_with_a_catalog_elsewhere_reaches_it(workload):
         out = list(rules(workload.manifests, workload, "egress"))
         assert any(allows(rule, "to", {}, 5432) for rule in out)
         assert any(allows(rule, "to", {}, 443) for rule in out), "S3"
+
+
+def test_inference_reaches_the_hub_only_where_it_downloads(workload):
+    if workload.module == "inference_svc":
+        out = list(rules(workload.manifests, workload, "egress"))
+        reaches = any(allows(rule, "to", {}, 443) for rule in out)
+        assert reaches == bool(workload.init_containers)

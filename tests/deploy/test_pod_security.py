@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from tests.deploy import dockerfile
-from tests.deploy.manifests import ROOT
+from tests.deploy.manifests import ROOT, Object, gibibytes
 
 ALLOWED_VOLUMES = {"emptyDir", "secret", "configMap", "persistentVolumeClaim"}
 HOST_FIELDS = ("hostNetwork", "hostPID", "hostIPC", "hostUsers", "shareProcessNamespace")
+
+
+def variables(container: Object) -> dict[str, str]:
+    """Returns the values of the container's own variables."""
+    return {each["name"]: each["value"] for each in container.get("env", ()) if "value" in each}
 
 
 def test_nobody_is_root(workload):
@@ -21,10 +26,11 @@ def test_nobody_is_root(workload):
 
 def test_nothing_is_gained(workload):
     assert workload.pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    context = workload.container["securityContext"]
-    assert context["allowPrivilegeEscalation"] is False
-    assert context["capabilities"] == {"drop": ["ALL"]}
-    assert context.get("privileged", False) is False
+    for container in workload.all_containers:
+        context = container["securityContext"]
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["capabilities"] == {"drop": ["ALL"]}
+        assert context.get("privileged", False) is False
     assert not [field for field in HOST_FIELDS if workload.pod.get(field)]
     assert not [port for port in workload.container["ports"] if "hostPort" in port]
     for volume in workload.pod["volumes"]:
@@ -32,15 +38,18 @@ def test_nothing_is_gained(workload):
 
 
 def test_only_named_folders_can_be_written(workload):
-    assert workload.container["securityContext"]["readOnlyRootFilesystem"] is True
-    writable = {
-        path: volume
-        for path, volume in workload.mounts.items()
-        if not volume["mount"].get("readOnly")
-    }
     data_dir = workload.environment.get("LOADOUT_STORE_DATA_DIR")
-    assert set(writable) == {"/tmp", data_dir} - {None}
-    assert "sizeLimit" in writable["/tmp"]["emptyDir"]
+    allowed = [(workload.container, data_dir)]
+    allowed += [(each, variables(each)["HF_HOME"]) for each in workload.init_containers]
+    for container, folder in allowed:
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        writable = {
+            path: volume
+            for path, volume in workload.mounts_in(container).items()
+            if not volume["mount"].get("readOnly")
+        }
+        assert set(writable) == {"/tmp", folder} - {None}
+        assert "sizeLimit" in writable["/tmp"]["emptyDir"]
 
 
 def test_the_images_caches_lie_in_folders_that_can_be_written(workload):
@@ -63,10 +72,16 @@ def test_services_add_no_variables(workload):
 
 
 def test_pods_ask_for_what_they_use(workload):
-    resources = workload.container["resources"]
-    assert {"cpu", "memory", "ephemeral-storage"} <= resources["requests"].keys()
-    # More than was asked for is what the kernel kills first.
-    assert resources["limits"]["memory"] == resources["requests"]["memory"]
+    for container in workload.all_containers:
+        resources = container["resources"]
+        assert {"cpu", "memory", "ephemeral-storage"} <= resources["requests"].keys()
+        # More than was asked for is what the kernel kills first.
+        assert resources["limits"]["memory"] == resources["requests"]["memory"]
+    # What runs before takes nothing that the pod does not have anyway.
+    most = gibibytes(workload.container["resources"]["limits"]["memory"])
+    for container in workload.init_containers:
+        assert gibibytes(container["resources"]["limits"]["memory"]) <= most
+        assert "nvidia.com/gpu" not in container["resources"]["limits"]
 
 
 def test_a_gpu_is_asked_for_where_one_computes(workload):

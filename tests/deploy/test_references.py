@@ -11,6 +11,7 @@ from tests.deploy.manifests import ROOT, Labels, Manifests, Object, Workload, al
 DOCS = (ROOT / "docs" / "kubernetes.md").read_text()
 DOCUMENTED = set(re.findall(r"^\| `([a-z0-9-]+)` \| (?:Secret|PersistentVolumeClaim)", DOCS, re.M))
 """What the overlays expect to be there: the first column of the page's table."""
+CLAIM = "PersistentVolumeClaim"
 
 
 def matches(selector: Object, labels: Labels) -> bool:
@@ -70,7 +71,8 @@ def test_service_accounts_are_there_and_mount_no_token(manifests):
 def test_config_maps_are_there_and_roll_the_pods(workload):
     names = [
         source["configMapRef"]["name"]
-        for source in workload.container["envFrom"]
+        for container in workload.all_containers
+        for source in container["envFrom"]
         if "configMapRef" in source
     ]
     assert names
@@ -80,18 +82,30 @@ def test_config_maps_are_there_and_roll_the_pods(workload):
 
 
 def test_secrets_and_volumes_are_made_by_nobody_and_documented(workload):
-    claims = {
+    assert not workload.manifests.of_kind("Secret"), "secrets do not lie in a repository"
+    assert (workload.secrets | claims(workload)) <= DOCUMENTED
+
+
+def claims(workload: Workload) -> set[str]:
+    """Returns the claims of a pod that the manifests do not have."""
+    made = {each["metadata"]["name"] for each in workload.manifests.of_kind(CLAIM)}
+    used = {
         volume["persistentVolumeClaim"]["claimName"]
         for volume in workload.pod["volumes"]
         if "persistentVolumeClaim" in volume
     }
-    assert not workload.manifests.of_kind("Secret"), "secrets do not lie in a repository"
-    assert (workload.secrets | claims) <= DOCUMENTED
+    return used - made
+
+
+def test_claims_are_for_all_replicas(manifests):
+    for claim in manifests.of_kind(CLAIM):
+        assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
 def test_nothing_else_is_documented_as_needed():
-    used = {name for _, workload in all_workloads() for name in workload.secrets}
-    assert used | {"base-model"} == DOCUMENTED
+    found = [workload for _, workload in all_workloads()]
+    used = {name for workload in found for name in workload.secrets | claims(workload)}
+    assert used == DOCUMENTED
 
 
 def test_listening_ports_are_the_containers(workload):
@@ -101,8 +115,10 @@ def test_listening_ports_are_the_containers(workload):
         assert address == f"0.0.0.0:{workload.ports[name]}"
 
 
-def test_inference_finds_a_store(manifests):
-    [inference] = [each for each in manifests.workloads if each.module == "inference_svc"]
+def test_inference_finds_a_store(workload):
+    if workload.module != "inference_svc":
+        return
+    inference, manifests = workload, workload.manifests
     host, _, port = inference.environment["LOADOUT_INFERENCE_STORE"].partition(":")
     service = manifests.named("Service", host)
     [store] = manifests.workloads_with(service["spec"]["selector"])

@@ -9,12 +9,21 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.deploy.manifests import KUBERNETES, ROOT, Manifests, Object, overlay
+from tests.deploy.manifests import (
+    KUBERNETES,
+    ROOT,
+    SCALED_TO_ZERO,
+    Manifests,
+    Object,
+    overlay,
+)
 from tests.deploy.test_references import matches
 
 pytestmark = pytest.mark.processes  # kubectl builds what they read
 
 METRIC = re.compile(r"\b(?:loadout_(?:store|inference)_|vllm:)\w+")
+WOKEN_BY = "envoy_http_downstream_rq_total"
+"""A real Envoy exports it: tests/system/test_routing.py."""
 PREFIXES = {"adapter_store": "loadout_store_", "inference_svc": "loadout_inference_"}
 
 
@@ -48,15 +57,20 @@ def autoscalers(manifests: Manifests) -> list[Object]:
 
 def test_one_autoscaler_scales_inference_where_there_are_gpus(manifests):
     found = autoscalers(manifests)
-    [inference] = [each for each in manifests.workloads if each.module == "inference_svc"]
-    assert len(found) == (inference.environment["LOADOUT_INFERENCE_DEVICE"] == "cuda")
+    on_gpus = [
+        each.name
+        for each in manifests.workloads
+        if each.environment.get("LOADOUT_INFERENCE_DEVICE") == "cuda"
+    ]
+    assert sorted(each["spec"]["scaleTargetRef"]["name"] for each in found) == sorted(on_gpus)
     for each in found:
         reference = each["spec"]["scaleTargetRef"]
         target = manifests.named(reference["kind"], reference["name"])
         assert target["apiVersion"] == reference["apiVersion"]
         assert "replicas" not in target["spec"], "an apply would undo the autoscaler's decision"
         least, most = scaled_replicas(each)
-        assert 2 <= least < most
+        assert least < most
+        assert least == (0 if manifests is overlay(SCALED_TO_ZERO) else 2)
 
 
 def targets(autoscaler: Object) -> dict[str, int]:
@@ -117,10 +131,34 @@ def test_keda_asks_about_its_own_namespace():
         assert f'namespace="{scaled["metadata"]["namespace"]}"' in trigger["metadata"]["query"]
 
 
+def test_without_replicas_what_comes_to_envoy_wakes_one():
+    manifests = overlay(SCALED_TO_ZERO)
+    [scaled] = manifests.of_kind("ScaledObject")
+    *watched, arriving = scaled["spec"]["triggers"]
+    assert targets(overlay("production-keda").of_kind("ScaledObject")[0]) == {
+        metric: int(trigger["metadata"]["threshold"])
+        for trigger in watched
+        for metric in METRIC.findall(trigger["metadata"]["query"])
+    }
+    # Inference has no series then; Envoy always has.
+    assert {each["metadata"]["ignoreNullValues"] for each in watched} == {"true"}
+    assert arriving["metadata"]["ignoreNullValues"] == "false"
+    assert f'namespace="{scaled["metadata"]["namespace"]}"' in arriving["metadata"]["query"]
+    assert f"{WOKEN_BY}{{" in arriving["metadata"]["query"]
+    # One replica for however many requests: how many there are to be, the others say.
+    assert int(arriving["metadata"]["threshold"]) >= 10**9
+    # Longer than the longest start, so that what woke a replica does not have to come again.
+    [inference] = [each for each in manifests.workloads if each.module == "inference_svc"]
+    startup = inference.probes["startup"]
+    longest_s = startup["periodSeconds"] * startup["failureThreshold"]
+    assert scaled["spec"]["cooldownPeriod"] >= longest_s
+    assert scaled["spec"]["fallback"]["replicas"] >= 1
+
+
 def test_every_pod_is_scraped_once(manifests):
     monitors = manifests.of_kind("ServiceMonitor")
     if not monitors:
-        assert manifests is overlay("dev")
+        assert manifests in (overlay("dev"), overlay("dev-two-models"))
         return
     scraped = []
     for monitor in monitors:

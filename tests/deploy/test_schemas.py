@@ -17,13 +17,22 @@ from tests.deploy.manifests import BUILDS, Object, overlay
 pytestmark = pytest.mark.processes  # kubectl builds what they read
 
 SCHEMAS = Path(__file__).parent / "schemas"
-SUPPORTED_MINORS = 3
-"""Kubernetes maintains its three newest minor releases."""
+OLDEST = "1.30"
+"""The oldest Kubernetes that has everything on by default: since then `preStop` may sleep."""
+
+
+def _parts(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
 
 VERSIONS = sorted(
-    {utils.major_minor(version) for version in utils.all_versions()},
-    key=lambda version: [int(part) for part in version.split(".")],
-)[-SUPPORTED_MINORS:]
+    {
+        minor
+        for version in utils.all_versions()
+        if _parts(minor := utils.major_minor(version)) >= _parts(OLDEST)
+    },
+    key=_parts,
+)
 CUSTOM = {json.loads(path.read_text())["title"]: path for path in SCHEMAS.glob("*.json")}
 """apiVersion/kind -> schema."""
 

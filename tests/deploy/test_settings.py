@@ -7,7 +7,7 @@ import os
 import pytest
 
 from adapter_store.config import StoreSettings
-from inference_svc.config import InferenceSettings
+from inference_svc.config import InferenceSettings, split_hub_name
 from loadout.health.__main__ import parse_arguments
 from servicekit.rpc.tls import check_exposure
 from tests.deploy.manifests import ROOT, Workload, gibibytes
@@ -20,6 +20,8 @@ DEMO_MODEL = "/opt/loadout/demo/model"
 """Where the images have the demo's model; see finish.sh."""
 SAMPLE_SECRETS = {"LOADOUT_STORE_CATALOG_DSN": "postgresql+psycopg://loadout:x@postgres/loadout"}
 GIB = 1 << 30
+OF_THE_HUB = {"HF_HOME", "HF_TOKEN_PATH"}
+"""Variables of the hub's library."""
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def settings(workload, monkeypatch, tmp_path):
 
 def test_every_variable_is_a_setting(workload):
     prefix, kind = CLASSES[workload.module]
-    names = {*workload.environment, *workload.secret_variables}
+    names = {*workload.environment, *workload.secret_variables} - OF_THE_HUB
     assert names
     for name in names:
         assert name.startswith(prefix)
@@ -49,7 +51,7 @@ def test_every_variable_is_a_setting(workload):
 
 def test_every_value_is_understood(workload, settings):
     prefix, _ = CLASSES[workload.module]
-    names = {*workload.environment, *workload.secret_variables}
+    names = {*workload.environment, *workload.secret_variables} - OF_THE_HUB
     given = {name.removeprefix(prefix).lower() for name in names}
     assert settings.model_fields_set == given
 
@@ -84,7 +86,9 @@ def test_files_lie_on_what_is_mounted(workload, settings):
 def test_the_model_is_in_the_image_or_on_a_volume(workload):
     if workload.module == "inference_svc":
         model = workload.environment["LOADOUT_INFERENCE_MODEL"]
-        if model != DEMO_MODEL:
+        if workload.init_containers:
+            assert split_hub_name(model)
+        elif model != DEMO_MODEL:
             assert workload.mount_of(model)["mount"]["readOnly"] is True
         assert "/opt/loadout/demo" in (ROOT / "deploy/images/finish.sh").read_text()
         assert (ROOT / "loadout/demo/assets/model/config.json").is_file()
