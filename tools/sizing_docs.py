@@ -1,4 +1,5 @@
-"""Writes the tables of docs/operations/sizing.md, computed by the services' own code.
+"""Writes the tables of docs/operations/sizing.md and the one of docs/kubernetes.md, computed by the
+services' own code.
 
 python -m tools.sizing_docs
 """
@@ -10,6 +11,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from adapter_store.config import StoreSettings
@@ -20,6 +22,7 @@ from tools.sizing_models import BENCH_200M, CARDS, LLAMA_8B, MODELS, card_bytes
 
 ROOT = Path(__file__).parent.parent
 PATH = ROOT / "docs" / "operations" / "sizing.md"
+KUBERNETES_PATH = ROOT / "docs" / "kubernetes.md"
 OVERLAY = ROOT / "deploy" / "kubernetes" / "overlays" / "production"
 
 DEVICE_BYTES = 79 << 30
@@ -33,6 +36,8 @@ CATALOG_BYTES = 2048
 """Most bytes of one adapter with one version, indexes and its event included."""
 GIGABIT_BYTES = 10**9 / 8
 SEQUENCE_TOKENS = 2048
+FULL_SEQUENCES = 256
+"""Sequences of a step unless a card makes it less."""
 NAMED_TARGETS = {
     "q, v": ("q_proj", "v_proj"),
     "all linear layers": LINEAR,
@@ -40,6 +45,11 @@ NAMED_TARGETS = {
 }
 RANKS = (8, 16, 32, 64)
 ALPHAS = (1.0, 0.6, 0.3)
+GIB = 1 << 30
+NUM_ON_HOST, NUM_ON_DISK = 200, 1000
+"""Adapters of one kind that the pods of docs/kubernetes.md have room for."""
+PROCESS_GIB = 8
+"""What inference takes of its container beside host tier and the model's files, with room."""
 
 
 def render() -> dict[str, str]:
@@ -57,6 +67,57 @@ def render() -> dict[str, str]:
         "hits": _hits(ours, 1000),
         "store": _stores(ours),
     }
+
+
+def render_kubernetes() -> dict[str, str]:
+    """The tables of docs/kubernetes.md by name."""
+    whole = [model for model in MODELS if not model.startswith("half")]
+    lines = [_pods(model, *found) for model in whole if (found := _smallest_card(model))]
+    columns = (
+        *("model", "GPU", "`memory` of inference", "`ADAPTER_MEMORY`", "`HOST_MEMORY`"),
+        *("adapters on GPU, host", "tokens of keys and values", "model's volume"),
+        f"each store's volume, {NUM_ON_DISK:,} adapters",
+    )
+    return {"pods": _table(columns, lines)}
+
+
+def _smallest_card(model: str) -> tuple[int, Plan] | None:
+    """Returns gigabytes and the plan of the smallest card on which nothing has to be halved."""
+    for gigabytes in CARDS:
+        planned = plan_card(model, gigabytes, {"max_loras": "256"})
+        if planned is not None and planned.config.max_sequences == FULL_SEQUENCES:
+            return gigabytes, planned
+    return None
+
+
+def _pods(model: str, gigabytes: int, by_default: Plan) -> list[str]:
+    image = image_bytes(by_default.layout, USUAL)
+    host_gib = _gib(NUM_ON_HOST * image)
+    settings = {
+        "max_loras": "256",
+        "adapter_memory": f"{by_default.config.adapter_memory // GIB}GiB",
+        "host_memory": f"{host_gib}GiB",
+    }
+    planned = _plan(MODELS[model], settings, card_bytes(gigabytes))
+    weights_gib = _gib(planned.bytes_of("weights"))
+    memory_gib = max(2 * host_gib, host_gib + weights_gib + PROCESS_GIB)
+    held = [planned.num_adapters(area, USUAL) for area in ("arena", "host_tier")]
+    # Images, and half as much for copies of sources, on nine tenths of the volume.
+    store_gib = _gib(NUM_ON_DISK * image * 3 // 2 * 10 // 9)
+    return [
+        *(model, f"{gigabytes} GB", f"{_up(memory_gib, 8)}Gi"),
+        *(settings["adapter_memory"], settings["host_memory"]),
+        *(f"{held[0]}, {held[1]}", f"{planned.kv_tokens:,}"),
+        *(f"{weights_gib + 1}Gi", f"{_up(store_gib, 10)}Gi"),
+    ]
+
+
+def _gib(num_bytes: int) -> int:
+    return -(-num_bytes // GIB)
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step
 
 
 def replaced(page: str, tables: Mapping[str, str]) -> str:
@@ -84,10 +145,12 @@ def _plan(model: Mapping[str, Any], settings: Mapping[str, str], device_bytes: i
         return plan(config, device_bytes, HOST_BYTES)
 
 
-def plan_card(model: str, gigabytes: int) -> Plan | None:
-    """Plans one of MODELS with default settings; None: it does not fit."""
+def plan_card(
+    model: str, gigabytes: int, settings: Mapping[str, str] = MappingProxyType({})
+) -> Plan | None:
+    """Plans one of MODELS with default settings but for these; None: it does not fit."""
     try:
-        return _plan(MODELS[model], {}, card_bytes(gigabytes))
+        return _plan(MODELS[model], settings, card_bytes(gigabytes))
     except ValueError:
         return None
 
@@ -189,6 +252,7 @@ def _tier(replica_bytes: int, num_images: int) -> str:
 
 def main() -> None:
     PATH.write_text(replaced(PATH.read_text(), render()))
+    KUBERNETES_PATH.write_text(replaced(KUBERNETES_PATH.read_text(), render_kubernetes()))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from base64 import b64decode
+from collections.abc import Callable
 from pathlib import Path
 
 import kubernetes_validate
@@ -15,7 +16,16 @@ import yaml
 
 from adapter_store.config import StoreSettings
 from adapter_store.registration.tenant_policy import parse_policy
-from tests.deploy.manifests import COMPONENTS, OVERLAYS, ROOT, Manifests, Object, overlay
+from inference_svc.config import split_hub_name
+from tests.deploy.manifests import (
+    COMPONENTS,
+    OVERLAYS,
+    ROOT,
+    Manifests,
+    Object,
+    gibibytes,
+    overlay,
+)
 from tests.deploy.test_references import DOCS, DOCUMENTED
 from tests.deploy.test_schemas import VERSIONS, is_custom
 from tests.deploy.test_settings import CLASSES
@@ -33,10 +43,13 @@ OBJECTS = [yaml.safe_load(text) for text in blocks("yaml")]
 
 def built(folder: Path, change: Object) -> Manifests:
     """The kustomization that the page shows, beside this checkout, with a change."""
-    text = yaml.safe_dump(OBJECTS[0] | change)
-    here = os.path.relpath(ROOT, folder)
-    (folder / "kustomization.yaml").write_text(text.replace("../loadout/", f"{here}/"))
+    _write(folder, yaml.safe_dump(OBJECTS[0] | change))
     return Manifests.build(folder)
+
+
+def _write(folder: Path, text: str, checkout: str = "../loadout/") -> None:
+    here = os.path.relpath(ROOT, folder)
+    (folder / "kustomization.yaml").write_text(text.replace(checkout, f"{here}/"))
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +57,18 @@ def example(tmp_path_factory) -> Manifests:
     return built(tmp_path_factory.mktemp("own"), {})
 
 
-def change_of(*fields: str) -> Object:
-    [found] = [each for each in OBJECTS[1:] if set(each) == set(fields)]
+def change_of(*fields: str, naming: str = "") -> Object:
+    """Returns the change of these fields, the one that names something if there are several."""
+    [found] = [
+        each
+        for each in OBJECTS[1:]
+        if set(each) == set(fields) and naming in yaml.safe_dump(each, width=1000)
+    ]
     return found
 
 
 def test_the_label_of_a_prometheus_reaches_monitors_and_rules(tmp_path):
-    made = built(tmp_path, change_of("patches"))
+    made = built(tmp_path, change_of("patches", naming="release"))
     found = made.of_kind("ServiceMonitor", "PrometheusRule")
     assert len(found) == 3
     for each in found:
@@ -66,9 +84,94 @@ def test_another_namespace_is_whole(tmp_path):
 
 
 def test_spans_go_to_a_collector_of_ones_own(tmp_path):
-    for workload in built(tmp_path, change_of("components", "patches")).workloads:
+    change = change_of("components", "patches", naming="OTLP")
+    for workload in built(tmp_path, change).workloads:
         prefix, _ = CLASSES[workload.module]
         assert workload.environment[f"{prefix}OTLP_ENDPOINT"] == "http://collector.tracing.svc:4317"
+
+
+def test_the_model_comes_from_the_hub(tmp_path):
+    made = built(tmp_path, change_of("components", "configMapGenerator"))
+    [inference] = [each for each in made.workloads if each.module == "inference_svc"]
+    [downloader] = inference.init_containers
+    assert downloader["image"] == inference.container["image"]
+    assert downloader["image"].startswith("registry.example/")
+    assert split_hub_name(inference.environment["LOADOUT_INFERENCE_MODEL"])[1] == "COMMIT"
+    assert made.named("PersistentVolumeClaim", "model-cache")
+
+
+def test_the_models_volume_can_be_the_pods_own(tmp_path):
+    made = built(tmp_path, change_of("components", "patches", naming="emptyDir"))
+    assert not made.of_kind("PersistentVolumeClaim")
+    [inference] = [each for each in made.workloads if each.module == "inference_svc"]
+    for container in inference.all_containers:
+        volume = inference.mounts_in(container)["/models/huggingface"]
+        assert volume.keys() == {"name", "emptyDir", "mount"}
+        size = gibibytes(volume["emptyDir"]["sizeLimit"])
+    tmp = gibibytes(inference.mounts["/tmp"]["emptyDir"]["sizeLimit"])
+    requests = inference.container["resources"]["requests"]
+    assert gibibytes(requests["ephemeral-storage"]) >= size + tmp
+    assert kubernetes_validate.validate(inference.object, VERSIONS[0], strict=True)
+
+
+@pytest.fixture
+def two_models(tmp_path) -> Callable[[Object], Manifests]:
+    """`two_models(change)`: the page's folders `first`, with a change, and `second`, together."""
+
+    def build(change: Object) -> Manifests:
+        built(_folder(tmp_path / "first"), change)
+        [second] = [each for each in OBJECTS if "nameSuffix" in each]
+        _write(_folder(tmp_path / "second"), yaml.safe_dump(second), "../../loadout/")
+        _write(tmp_path, yaml.safe_dump({"resources": ["first", "second"]}))
+        return Manifests.build(tmp_path)
+
+    return build
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def test_two_models_share_what_is_not_inferences(two_models):
+    made = two_models(change_of("patches", naming="Certificate"))
+    names = {
+        name for each in made.of_kind("Certificate") for name in each["spec"].get("dnsNames", [])
+    }
+    for service in made.of_kind("Service"):
+        name = service["metadata"]["name"]
+        assert {name, f"{name}.loadout.svc"} <= names
+    services = {each.name: each for each in made.workloads if each.module == "inference_svc"}
+    models = {
+        name: each.environment["LOADOUT_INFERENCE_BASE_MODEL"] for name, each in services.items()
+    }
+    assert models == {"inference": "Qwen/Qwen3-8B", "inference-second": "Qwen/Qwen3-4B"}
+    assert len({each.container["image"] for each in services.values()}) == 1
+    kinds = [each["kind"] for each in made.objects]
+    shipped = [each["kind"] for each in overlay("two-models").objects]
+    of_cert_manager = kinds.count("Certificate") + kinds.count("Issuer")
+    assert len(kinds) == len(shipped) + of_cert_manager
+
+
+def test_two_models_share_the_cache_of_what_is_downloaded(two_models, tmp_path):
+    change = change_of("components", "configMapGenerator")
+    [second] = [each for each in OBJECTS if "nameSuffix" in each]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(second, "patches")
+        made = two_models(change)
+    assert len(made.of_kind("PersistentVolumeClaim")) == 1
+    for workload in made.workloads:
+        if workload.module == "inference_svc":
+            volume = workload.mounts["/models/huggingface"]
+            assert volume["persistentVolumeClaim"]["claimName"] == "model-cache"
+            [downloader] = workload.init_containers
+            assert downloader["envFrom"] == workload.container["envFrom"]
+
+
+def test_the_clusters_of_kind_get_the_image_that_dev_runs():
+    [loading] = [text for text in blocks("sh") if "kind load" in text]
+    image = loading.splitlines()[-1].split()[-1]
+    assert {each.container["image"] for each in overlay("dev").workloads} == {image}
 
 
 def test_the_claim_is_what_pods_mount(example):
@@ -201,5 +304,5 @@ def test_numbers_are_the_overlays():
         sleep = workload.container["lifecycle"]["preStop"]["sleep"]["seconds"]
         assert sleep == 10, "the page says ten seconds"
     assert f"Kubernetes {VERSIONS[0]} or newer" in DOCS
-    assert len(DOCUMENTED) == 7
+    assert len(DOCUMENTED) == 9
     assert any(is_custom(each) for each in production.objects)

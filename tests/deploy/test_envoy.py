@@ -13,9 +13,11 @@ from inference_svc.api.load_report import REFUSED_HEADER
 from loadout._routing.metadata import ADAPTER_HEADER
 from loadout.inference.v1 import inference_pb2
 from tests.adapter_store.certificates import Authority
+from tests.deploy.manifests import SCALED_TO_ZERO, overlay
 from tests.system.envoy import (
     CERTIFICATES,
     CONFIG,
+    STATS,
     TLS_CONFIG,
     configuration,
     round_robin,
@@ -73,6 +75,35 @@ def test_with_tls_it_is_the_same_but_for_that() -> None:
     for part in parts:
         assert part.pop("transport_socket")["name"] == "envoy.transport_sockets.tls"
     assert found == yaml.safe_load(CONFIG.read_text())
+
+
+@pytest.mark.processes
+def test_its_metrics_can_be_scraped_and_nothing_else_of_its_administration() -> None:
+    done = validate(CONFIG, "--config-yaml", STATS.read_text())
+    assert done.returncode == 0, done.stderr
+    added = yaml.safe_load(STATS.read_text())["static_resources"]
+    [cluster], [listener] = added["clusters"], added["listeners"]
+    [endpoints] = cluster["load_assignment"]["endpoints"]
+    [endpoint] = endpoints["lb_endpoints"]
+    administration = yaml.safe_load(CONFIG.read_text())["admin"]["address"]
+    assert endpoint["endpoint"]["address"] == administration
+    [chain] = listener["filter_chains"]
+    [found] = chain["filters"]
+    [host] = found["typed_config"]["route_config"]["virtual_hosts"]
+    [route] = host["routes"]
+    assert route == {
+        "match": {"path": "/stats/prometheus"},
+        "route": {"cluster": cluster["name"]},
+    }
+    assert found["typed_config"]["stat_prefix"] != manager()["stat_prefix"], "no request of callers"
+
+
+@pytest.mark.processes
+def test_requests_are_counted_under_the_name_that_keda_asks_for() -> None:
+    [scaled] = overlay(SCALED_TO_ZERO).of_kind("ScaledObject")
+    *_, arriving = scaled["spec"]["triggers"]
+    prefix = f'envoy_http_conn_manager_prefix="{manager()["stat_prefix"]}"'
+    assert prefix in arriving["metadata"]["query"]
 
 
 @pytest.mark.processes

