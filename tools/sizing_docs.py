@@ -92,10 +92,10 @@ def _smallest_card(model: str) -> tuple[int, Plan] | None:
 
 def _pods(model: str, gigabytes: int, by_default: Plan) -> list[str]:
     image = image_bytes(by_default.layout, USUAL)
-    host_gib = _gib(NUM_ON_HOST * image)
+    arena_gib, host_gib = by_default.bytes_of("arena") // GIB, _gib(NUM_ON_HOST * image)
     settings = {
         "max_loras": "256",
-        "adapter_memory": f"{by_default.config.adapter_memory // GIB}GiB",
+        "adapter_memory": f"{arena_gib}GiB",
         "host_memory": f"{host_gib}GiB",
     }
     planned = _plan(MODELS[model], settings, card_bytes(gigabytes))

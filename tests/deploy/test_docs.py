@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -9,11 +10,13 @@ import sys
 from base64 import b64decode
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import kubernetes_validate
 import pytest
 import yaml
 
+import inference_svc.api.http.app
 from adapter_store.config import StoreSettings
 from adapter_store.registration.tenant_policy import parse_policy
 from inference_svc.config import split_hub_name
@@ -237,6 +240,12 @@ def test_commands_name_what_the_cluster_will_have(example):
             case _:
                 assert command == ["kubectl", "apply", "-f", "base-model.yaml"], "the page's claim"
     assert {command[1] for command in commands} == {"apply", "-n"}
+    [url] = [each for line in lines if line.startswith("curl") for each in line.split()[1:2]]
+    address = urlsplit(url)
+    assert ["kubectl", "-n", "loadout-dev", "port-forward", "service/inference"] in [
+        command[:5] for command in commands if str(address.port) in command
+    ]
+    assert f'Route("{address.path}"' in inspect.getsource(inference_svc.api.http.app)
 
 
 def test_the_example_changes_images_and_settings(example):

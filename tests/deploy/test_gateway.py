@@ -40,7 +40,7 @@ def dev() -> Manifests:
 
 @pytest.fixture(scope="module")
 def production() -> Manifests:
-    return compose("production", "gateway", "gateway/tls")
+    return compose("production", "kubernetes/components/http", "gateway", "gateway/tls")
 
 
 @pytest.fixture(scope="module", params=["dev", "production"])

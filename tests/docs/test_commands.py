@@ -80,7 +80,7 @@ HANDED_ON = {"store_flags": StoreSettings, "serve_flags": InferenceSettings}
 """Options whose values are flags of a service."""
 COMMANDS = {each.command.split()[1]: each for each in SERVICES.values()}
 
-PROGRAMS = {"docker", "git", "kubectl", "node", "npm", "pg_dump", "pg_restore", "pip"}
+PROGRAMS = {"docker", "git", "kind", "kubectl", "node", "npm", "pg_dump", "pg_restore", "pip"}
 """Programs that this machine may not have."""
 
 
@@ -114,10 +114,16 @@ ELSEWHERE = (
         "def test_the_steps_make_the_secrets",
     ),
     Elsewhere(
-        r"docs/kubernetes.md: kubectl .*",
+        r"docs/kubernetes.md: (kubectl|curl) .*",
         "tests/deploy/test_docs.py",
         "def test_commands_name_what_the_cluster_will_have",
         "a cluster",
+    ),
+    Elsewhere(
+        r"docs/kubernetes.md: (make images|kind .*)",
+        "tests/deploy/test_docs.py",
+        "def test_the_clusters_of_kind_get_the_image_that_dev_runs",
+        "docker and kind",
     ),
     Elsewhere(
         r"docs/security.md: loadout register .*",

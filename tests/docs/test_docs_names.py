@@ -34,9 +34,9 @@ PAGES = {
 }
 SUFFIXES = ("", "_total", "_bucket", "_sum", "_count")
 ELSEWHERE = {
-    # Of programs that are not ours: kubectl, PostgreSQL's, docker, hf, pip.
+    # Of programs that are not ours: kubectl, PostgreSQL's, docker, Envoy, pip.
     "--from-file", "--previous", "--format", "--file", "--exit-on-error", "--single-transaction",
-    "--no-owner", "--dbname", "--env-file", "--build", "--revision", "--local-dir",
+    "--no-owner", "--dbname", "--env-file", "--build", "--config-yaml",
     "--index-url", "--constraint", "--no-deps", "--upgrade",
     # Of modules that are run with `python -m`; their own --help names them.
     "--device-memory", "--rank", "--systems", "--help", "--cert", "--key", "--pid",
