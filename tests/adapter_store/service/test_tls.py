@@ -114,7 +114,7 @@ async def run_soon(function) -> None:
 def test_files_that_cannot_serve_keep_it_from_starting(serve, authority, tmp_path, files, subject):
     authority.issue("server")
     authority.issue("other")
-    with pytest.raises(FailedPrecondition, match=f"^{subject}: ") as caught:
+    with pytest.raises(FailedPrecondition, match=f"^--{subject.replace('_', '-')}: ") as caught:
         serve(**{name: tmp_path / file for name, file in files.items()})
     assert caught.value.subject == subject
 
