@@ -69,11 +69,10 @@ from servicekit.auth.authenticator import Authenticator
 from servicekit.errors import FailedPrecondition
 from servicekit.rpc.interceptor import CallInterceptor, TokenInterceptor
 from servicekit.rpc.places import CallPlaces
+from servicekit.rpc.reload import Reloader, reloading
 from servicekit.rpc.server import (
-    Reload,
     RpcServer,
     announce_ready,
-    reload_on_sighup,
     stop_on_signals,
     with_port,
     withdraw_ready,
@@ -348,15 +347,14 @@ class RunningStore:
     grpc_address: str
     metrics_address: str
     store: Store
-    reload: Reload
+    reloader: Reloader
 
 
 async def serve(settings: StoreSettings) -> None:
-    """Serves until SIGTERM or SIGINT. SIGHUP: see Reload."""
+    """Serves until SIGTERM or SIGINT."""
     use_one_thread_per_image()
     stop = stop_on_signals()
-    async with running_store(settings) as running:
-        reload_on_sighup(settings, running.reload)
+    async with running_store(settings) as running, reloading(settings, running.reloader):
         addresses = {"grpc": running.grpc_address, "metrics": running.metrics_address}
         announce_ready(addresses, settings.ready_file)
         interpreter_gc.resume()
@@ -370,7 +368,7 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
     """A store that serves while the context lasts. Leaving it drains: NOT_SERVING, no new calls,
     those in progress finish within the grace.
 
-    Raises as `open_store`, `check_exposure`, `read_certificates` and `open_tracing`, and OSError if
+    Raises as `open_store`, `check_exposure`, `CertificateFiles` and `open_tracing`, and OSError if
     an address is taken.
     """
     check_exposure(settings, listen=settings.listen)
@@ -406,14 +404,15 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
             options=OPTIONS,
         )
         debug = DebugInfo(settings, store.service, store.metrics, errors)
+        reloader = Reloader(store.policies, certificates, audit)
+        store.metrics.registry.collect_samples(reloader.samples)
         servicer = AdapterStoreServicer(
             *(store.service, authenticator, audit, places.parsers_of, debug)
         )
         await server.start(partial(add_AdapterStoreServiceServicer_to_server, servicer))
         server.set_serving(True)
         try:
-            reload = Reload(store.policies, certificates, audit)
-            yield RunningStore(server.address, metrics_address, store, reload)
+            yield RunningStore(server.address, metrics_address, store, reloader)
         finally:
             server.announce_end()
             store.watch.close()

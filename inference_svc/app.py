@@ -61,11 +61,10 @@ from servicekit.auth.policy import Policy, PolicyFile, parse_policy
 from servicekit.errors import InvalidArgument
 from servicekit.rpc.interceptor import CallInterceptor, TokenInterceptor, code_name
 from servicekit.rpc.places import CallPlaces
+from servicekit.rpc.reload import Reloader, reloading
 from servicekit.rpc.server import (
-    Reload,
     RpcServer,
     announce_ready,
-    reload_on_sighup,
     stop_on_signals,
     with_port,
     withdraw_ready,
@@ -106,17 +105,17 @@ async def serve(config: InferenceSettings) -> None:
     facts = _facts(config, geometry)
     server = InferenceServer(config, access)
     facts = replace(facts, metrics_port=split_address(server.metrics_address)[1])
-    reload_on_sighup(config, server.reload)
     make_engine = _in_process if config.engine == "process" else _in_thread
-    with make_engine(config, server.replicas, access) as load:
-        try:
-            text = await asyncio.to_thread(Tokenizer, config.model)
-            engine = await asyncio.to_thread(load)
-            await server.start(engine, text, facts)
-            interpreter_gc.resume()
-            await server.run(stop)
-        finally:
-            await server.close()
+    async with reloading(config, server.reloader):
+        with make_engine(config, server.replicas, access) as load:
+            try:
+                text = await asyncio.to_thread(Tokenizer, config.model)
+                engine = await asyncio.to_thread(load)
+                await server.start(engine, text, facts)
+                interpreter_gc.resume()
+                await server.run(stop)
+            finally:
+                await server.close()
 
 
 Load: TypeAlias = Callable[[], EngineThread | EngineProcess]
@@ -232,7 +231,7 @@ class InferenceServer:
     `start` to `close`. `config` is resolved.
 
     Raises InvalidSetting for what is wrong with policy, certificates or exposure, and OSError if
-    it cannot listen or read a file. `reload` is for SIGHUP, on the event loop.
+    it cannot listen or read a file. `reloader` is for `reloading`.
     """
 
     def __init__(self, config: InferenceSettings, store_access: StoreAccess = NO_ACCESS) -> None:
@@ -245,7 +244,7 @@ class InferenceServer:
         self._audit = Audit(
             *(config.audit_file, AuditEntry, AUDITED, audit_log), is_required=config.audit_required
         )
-        self.reload = Reload(policies, certificates, self._audit)
+        self.reloader = Reloader(policies, certificates, self._audit)
         self._config = config
         self.replicas = Replicas.at(*config.store_addresses)
         self._store_access = store_access
@@ -286,6 +285,7 @@ class InferenceServer:
         self._prompts: PromptEncoder | None = None
         self._store: StoreConnection | None = None
         self._metrics.registry.collect_samples(self._place_samples)
+        self._metrics.registry.collect_samples(self.reloader.samples)
 
     async def start(self, engine: Engine, text: TextModel, facts: ServerFacts) -> None:
         """Starts the engine, the link to the store, and answering. The server stops the engine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from servicekit.telemetry.metrics import PROCESS, Definitions, Namespace
+from servicekit.telemetry.metrics import PROCESS, Definitions, Namespace, define_reloads
 from servicekit.telemetry.place_metrics import define_places
 
 PREFIX = "loadout_store_"
@@ -94,6 +94,7 @@ ABOUT = (
         "python",
         "compiler",
     ),
+    define_reloads(_OWN),
     *PROCESS,
 )
 

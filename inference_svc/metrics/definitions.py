@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from servicekit.telemetry.histogram import QUEUE_BOUNDS_S, REQUEST_BOUNDS_S
-from servicekit.telemetry.metrics import PROCESS, Definitions, Namespace
+from servicekit.telemetry.metrics import PROCESS, Definitions, Namespace, define_reloads
 from servicekit.telemetry.place_metrics import define_places
 
 PREFIX = "loadout_inference_"
@@ -207,6 +207,7 @@ ABOUT = (
         "python",
         "torch",
     ),
+    define_reloads(_OWN),
     *PROCESS,
 )
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from servicekit.auth.principal import ActionT, Principal, Roles
 from servicekit.errors import InvalidSetting, Unauthenticated
 from servicekit.refs import DEFAULT_TENANT
+from servicekit.settings.files import Contents, ReloadableFiles
 
 ALL = "*"
 """Stands for all tenants."""
@@ -98,7 +99,7 @@ def read_tables(
     return found, _principals(found.tokens, roles)
 
 
-class PolicyFile(Generic[PolicyT]):
+class PolicyFile(ReloadableFiles, Generic[PolicyT]):
     """The policy in force. Without a path it is `unguarded`, and a reload changes nothing."""
 
     def __init__(
@@ -108,19 +109,26 @@ class PolicyFile(Generic[PolicyT]):
         self._path = path
         self._parse = parse
         self.policy = unguarded
-        self.reload()
+        super().__init__("policy_file", *([] if path is None else [path]))
 
-    def reload(self) -> None:
-        """Takes over the file as it is now. Raises as the constructor; the policy then stays."""
-        if self._path is None:
-            return
-        try:
-            self.policy = self._parse(self._path.read_text(encoding="utf-8"))
-        except InvalidSetting as error:
-            message = f"--policy-file {self._path}: {error.message}"
-            raise InvalidSetting(message, subject=error.subject, reason=error.reason) from error
-        except UnicodeDecodeError as exc:
-            raise _invalid("", f"--policy-file {self._path}: not UTF-8") from exc
+    def _use(self, contents: Contents) -> None:
+        for data in contents:
+            try:
+                self.policy = self._parse(_text(data))
+            except InvalidSetting as error:
+                message = f"--policy-file {self._path}: {error.message}"
+                raise InvalidSetting(message, subject=error.subject, reason=error.reason) from error
+
+
+def _text(data: bytes) -> str:
+    """Returns the text of a policy file. An empty one is refused: a write that failed leaves it,
+    and it would lock everybody out."""
+    if not data.strip():
+        raise _invalid("", "empty; write a comment into a policy without tokens")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as exc:
+        raise _invalid("", "not UTF-8") from exc
 
 
 def confined_to(tenants: list[str]) -> frozenset[str] | None:

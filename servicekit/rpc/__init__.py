@@ -1,6 +1,7 @@
 """Serving gRPC.
 
-server        a gRPC server: rotating TLS, health, reflection, ready file, reload on SIGHUP
+server        a gRPC server: rotating TLS, health, reflection, ready file
+reload        takes over policy and certificates that change: on SIGHUP, and by watching the files
 health        health checks, bounded for callers without a token
 interceptor   answers, counts, logs and traces each call; refuses callers without a token; drains
 places        what calls share: memory, the thread that parses, how many of a method run

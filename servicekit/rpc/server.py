@@ -1,4 +1,4 @@
-"""A gRPC server: rotating TLS, health, reflection, reload on SIGHUP, and an orderly end."""
+"""A gRPC server: rotating TLS, health, reflection, and an orderly end."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import grpc
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
-from servicekit.auth.audit import Audit
-from servicekit.auth.policy import PolicyFile
-from servicekit.errors import ServiceError
 from servicekit.rpc.call import Trailers
 from servicekit.rpc.health import Health
 from servicekit.rpc.requests import RequestTable, largest_request
 from servicekit.rpc.tls import CertificateFiles, Certificates
-from servicekit.settings.service import ServiceSettings
 from servicekit.settings.types import split_address
 
 logger = logging.getLogger(__name__)
@@ -98,49 +93,12 @@ class RpcServer:
         await self._server.stop(ANSWER_SECONDS)
 
 
-class Reload:
-    """Reads policy and certificates again, and opens the audit file anew. Call it on the event
-    loop. What cannot be read is logged as an error, and stays as it was."""
-
-    def __init__(
-        self, policies: PolicyFile[Any], certificates: CertificateFiles, audit: Audit[Any]
-    ) -> None:
-        self._policies = policies
-        self._certificates = certificates
-        self._audit = audit
-
-    def __call__(self) -> None:
-        _attempt("audit_file", self._audit.reopen)
-        _attempt("policy_file", self._reload_policy)
-        _attempt("tls_cert_file", self._certificates.reload)
-
-    def _reload_policy(self) -> None:
-        with self._audit.record(self._audit.entry("ReloadPolicy")):
-            self._policies.reload()
-
-
-def _attempt(setting: str, action: Callable[[], None]) -> None:
-    try:
-        action()
-    except (ServiceError, OSError) as error:
-        logger.error("not reloaded", extra={"setting": setting, "why": str(error)})
-    else:
-        logger.info("reloaded", extra={"setting": setting})
-
-
 def stop_on_signals() -> asyncio.Event:
     """Returns an event that SIGTERM and SIGINT set."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     return stop
-
-
-def reload_on_sighup(settings: ServiceSettings, reload: Reload) -> None:
-    """Does nothing if there is nothing to read again: a terminal that closes then ends the
-    process, as usual."""
-    if settings.policy_file or settings.tls_cert_file or settings.audit_file:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
 
 
 def withdraw_ready(ready_file: Path | None) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ipaddress
 import ssl
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from servicekit.errors import InvalidSetting
+from servicekit.settings.files import Contents, ReloadableFiles
 from servicekit.settings.service import ServiceSettings
 from servicekit.settings.types import split_address
 
@@ -22,51 +24,55 @@ class Certificates:
     context: ssl.SSLContext = field(repr=False, compare=False)
 
 
-class CertificateFiles:
+class CertificateFiles(ReloadableFiles):
     """The certificates in force; None: no TLS."""
 
     def __init__(self, settings: ServiceSettings) -> None:
-        """Raises as `read_certificates`."""
-        self._settings = settings
+        """Raises InvalidSetting naming the setting, and OSError for a file that cannot be read."""
         self.current: Certificates | None = None
-        self.reload()
+        super().__init__("tls_cert_file", *_paths(settings))
 
-    def reload(self) -> None:
-        """Takes over the files as they are now. Raises as the constructor; the old ones stay."""
-        self.current = read_certificates(self._settings)
+    def _use(self, contents: Contents) -> None:
+        if contents:
+            self.current = self._checked(*contents)
+
+    def _checked(self, chain: bytes, key: bytes, client_ca: bytes | None = None) -> Certificates:
+        # gRPC takes whatever it is given, and refuses every handshake later.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        chain_path, key_path, *client_ca_paths = self._paths
+        try:
+            context.load_cert_chain(chain_path, key_path, password="")
+        except ssl.SSLError as exc:
+            raise invalid_setting(
+                "tls_cert_file",
+                f"{chain_path} and {key_path} are not a PEM chain and its plain key",
+            ) from exc
+        for path in client_ca_paths:
+            try:
+                context.load_verify_locations(path)
+            except ssl.SSLError as exc:
+                raise invalid_setting(
+                    "tls_client_ca_file", f"{path} has no PEM certificate"
+                ) from exc
+            context.verify_mode = ssl.CERT_REQUIRED
+        # Python's ssl has read the files itself: what it has checked must be what gRPC gets.
+        if self.read() != ((chain, key) if client_ca is None else (chain, key, client_ca)):
+            raise invalid_setting("tls_cert_file", "the files changed while they were read")
+        return Certificates(chain, key, client_ca, context)
 
 
-def read_certificates(settings: ServiceSettings) -> Certificates | None:
-    """Returns None without TLS. Raises InvalidSetting naming the setting, and OSError for a file
-    that cannot be read."""
+def _paths(settings: ServiceSettings) -> list[Path]:
+    """Returns chain, key and, if there is one, client CA; nothing without TLS. Raises
+    InvalidSetting for one without the others."""
     chain, key = settings.tls_cert_file, settings.tls_key_file
     client_ca = settings.tls_client_ca_file
     if chain is None and key is None and client_ca is None:
-        return None
+        return []
     if chain is None:
         raise invalid_setting("tls_cert_file", "required for TLS")
     if key is None:
         raise invalid_setting("tls_key_file", "required for TLS")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    found = Certificates(
-        chain.read_bytes(), key.read_bytes(), client_ca.read_bytes() if client_ca else None, context
-    )
-    # gRPC takes whatever it is given, and refuses every handshake later.
-    try:
-        context.load_cert_chain(chain, key, password="")
-    except ssl.SSLError as exc:
-        raise invalid_setting(
-            "tls_cert_file", f"{chain} and {key} are not a PEM chain and its plain key"
-        ) from exc
-    if client_ca is not None:
-        try:
-            context.load_verify_locations(client_ca)
-        except ssl.SSLError as exc:
-            raise invalid_setting(
-                "tls_client_ca_file", f"{client_ca} has no PEM certificate"
-            ) from exc
-        context.verify_mode = ssl.CERT_REQUIRED
-    return found
+    return [chain, key] if client_ca is None else [chain, key, client_ca]
 
 
 def rotating_context(files: CertificateFiles) -> ssl.SSLContext | None:

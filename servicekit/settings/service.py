@@ -42,8 +42,8 @@ class ServiceSettings(BaseSettings):
     """Address of the HTTP server for Prometheus metrics. Port 0 takes a free port."""
 
     policy_file: Annotated[Path | None, SECURITY] = None
-    """TOML file with tokens, roles, quotas and trusted keys; read again on SIGHUP. Without it every
-    caller may do everything."""
+    """TOML file with tokens, roles, quotas and trusted keys. Without it every caller may do
+    everything."""
 
     allow_open_access: Annotated[bool, SECURITY] = False
     """Accept calls from other machines also without --policy-file."""
@@ -58,7 +58,7 @@ class ServiceSettings(BaseSettings):
     error."""
 
     tls_cert_file: Annotated[Path | None, SECURITY] = None
-    """Certificate chain of this service, PEM; read again on SIGHUP. Without it there is no TLS."""
+    """Certificate chain of this service, PEM. Without it there is no TLS."""
 
     tls_key_file: Annotated[Path | None, SECURITY] = None
     """Private key of --tls-cert-file, PEM."""
@@ -66,6 +66,10 @@ class ServiceSettings(BaseSettings):
     tls_client_ca_file: Annotated[Path | None, SECURITY] = None
     """CA certificates, PEM. With it every caller needs a client certificate that one of them
     signed."""
+
+    reload_seconds: Annotated[Seconds, SECURITY] = 10.0
+    """Time within which changes of the files of --policy-file, --tls-cert-file, --tls-key-file and
+    --tls-client-ca-file are taken over. 0: on SIGHUP only."""
 
     log_format: Annotated[Literal["text", "json"], BeforeValidator(lower), TELEMETRY] = "text"
     """Form of a log line: text for people, json for machines."""

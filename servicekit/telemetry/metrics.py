@@ -98,6 +98,18 @@ PROCESS = (
 """What every MetricRegistry exports of its process."""
 
 
+FILES_REFUSED = "files_refused"
+
+
+def define_reloads(namespace: Namespace) -> Definition:
+    return namespace.gauge(
+        FILES_REFUSED,
+        "1 while the files of this setting hold what cannot be taken over, and their previous "
+        "contents stay in force; else 0.",
+        "setting",
+    )
+
+
 class Definitions(Mapping[str, Definition]):
     """Holds a service's definitions by key, and by the sections of their documentation."""
 

@@ -79,11 +79,8 @@ class Inference:
 
     def reload(self) -> None:
         """What SIGHUP does; returns when it is done."""
-
-        async def call() -> None:
-            self.server.reload()
-
-        asyncio.run_coroutine_threadsafe(call(), self._loop).result(START_SECONDS)
+        reload = self.server.reloader.reload()
+        asyncio.run_coroutine_threadsafe(reload, self._loop).result(START_SECONDS)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)

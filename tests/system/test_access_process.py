@@ -48,6 +48,7 @@ class Guarded:
         flags = [
             *("--policy-file", str(self.policy), "--tls-cert-file", str(cert)),
             *("--tls-key-file", str(key), "--tls-client-ca-file", str(self.authority.path)),
+            *("--reload-seconds", "0"),
         ]
         to_store = [
             *("--store-token-file", str(token), "--store-tls-ca-file", str(self.authority.path)),

@@ -46,7 +46,8 @@ def test_sighup_reads_the_policy_and_opens_the_audit_file_anew(
         token_lines("mover", ["reader"]),
         token_lines("stayer", ["reader"]),
     )
-    process = spawn("--policy-file", str(policy), "--audit-file", str(audit))
+    files = ("--policy-file", str(policy), "--audit-file", str(audit))
+    process = spawn(*files, "--reload-seconds", "0")
     address = process.wait_until_ready()["grpc"]
     clients = {
         name: connect(address, token_of(name))
@@ -155,7 +156,14 @@ def test_no_log_holds_a_token_or_a_credential(spawn, connect, make_adapter, tmp_
     }
     process = spawn(
         *("--policy-file", str(policy), "--audit-file", str(audit), "--log-level", "DEBUG"),
-        *("--s3-buckets", "bucket", "--s3-endpoint-url", "http://127.0.0.1:9"),
+        *(
+            "--reload-seconds",
+            "0",
+            "--s3-buckets",
+            "bucket",
+            "--s3-endpoint-url",
+            "http://127.0.0.1:9",
+        ),
         **secrets,
     )
     address = process.wait_until_ready()["grpc"]

@@ -74,7 +74,7 @@ def test_renewed_certificates_need_no_restart(serve, authority, tmp_path, caplog
     kept.stub.GetStoreStatus(pb.GetStoreStatusRequest())
 
     def reload() -> None:
-        served.run(run_soon(served.running.reload))
+        served.run(served.running.reloader.reload())
 
     cert.write_text("nonsense")
     with caplog.at_level(logging.ERROR):
@@ -87,10 +87,6 @@ def test_renewed_certificates_need_no_restart(serve, authority, tmp_path, caplog
     assert is_reached(served, credentials=credentials(new.pem))
     assert not is_reached(served, credentials=old)
     kept.stub.GetStoreStatus(pb.GetStoreStatusRequest())  # connections go on
-
-
-async def run_soon(function) -> None:
-    function()
 
 
 @pytest.mark.parametrize(

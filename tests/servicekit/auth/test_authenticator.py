@@ -77,6 +77,6 @@ def test_a_long_lived_call_follows_the_policy(authenticator, policies, tmp_path:
     change(token_lines("r", ["caller"]))
     with pytest.raises(PermissionDenied):
         call.revalidate()
-    change("")
+    change("# nobody")
     with pytest.raises(Unauthenticated):
         call.revalidate()

@@ -108,6 +108,9 @@ def test_a_bad_file_at_reload_keeps_the_policy(service: Service, tmp_path: Path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(InvalidSetting, match="not UTF-8"):
         file.reload()
+    path.write_text(" \n")
+    with pytest.raises(InvalidSetting, match="empty"):
+        file.reload()
     path.unlink()
     with pytest.raises(OSError, match=r"policy\.toml"):
         file.reload()
@@ -116,6 +119,10 @@ def test_a_bad_file_at_reload_keeps_the_policy(service: Service, tmp_path: Path)
     file.reload()
     assert file.policy.authenticate("secret").name == "a"
     assert HASH not in repr(file.policy)
+    path.write_text("# nobody")
+    file.reload()
+    with pytest.raises(Unauthenticated):
+        file.policy.authenticate("secret")
 
 
 @each_service

@@ -12,7 +12,7 @@ import pytest
 from adapter_store.config import StoreSettings
 from inference_svc.config import InferenceSettings
 from servicekit.errors import InvalidSetting
-from servicekit.rpc.tls import CertificateFiles, check_exposure, read_certificates
+from servicekit.rpc.tls import CertificateFiles, check_exposure
 from servicekit.settings.service import ServiceSettings
 from tests.adapter_store.certificates import Authority
 
@@ -66,9 +66,9 @@ def test_what_is_wrong_with_certificates_is_named(settings: Any, tmp_path: Path)
     for setting, files in cases:
         flag = f"--{setting.replace('_', '-')}"
         with pytest.raises(InvalidSetting, match=f"^{flag}: ") as caught:
-            read_certificates(settings(**files))
+            CertificateFiles(settings(**files))
         assert (caught.value.subject, caught.value.reason) == (setting, "SETTING_INVALID")
-    assert read_certificates(settings()) is None
+    assert CertificateFiles(settings()).current is None
 
 
 def test_bad_files_at_reload_keep_the_certificates(settings: Any, tmp_path: Path) -> None:
