@@ -26,9 +26,10 @@ class SlidingWindow(enum.Enum):
     that `layer_types` names, or else those from `max_window_layers` on.
     """
 
-    NO_LAYER = ()
-    EVERY_LAYER = ("sliding_window",)
-    SOME_LAYERS = ("use_sliding_window", "sliding_window", "max_window_layers")
+    # Sets: Python 3.11.2, Debian's, makes an object() of a member whose value is an empty tuple.
+    NO_LAYER = frozenset[str]()
+    EVERY_LAYER = frozenset({"sliding_window"})
+    SOME_LAYERS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers"})
 
 
 @dataclass(frozen=True, slots=True)
