@@ -1,0 +1,112 @@
+"""A cluster of one node, as far as our manifests need one: its controllers, Services and DNS are
+here, its pods are Podman's. NetworkPolicies are not enforced, nothing is scheduled, and the address
+of a Service is that of a ready pod."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from tests.containers.dns import Dns
+from tests.containers.play import Provided
+from tests.containers.pods import NETWORK, Pod
+from tests.deploy.manifests import Manifests, Workload
+from tools.containers.engine import GATEWAY, NAMESPACE, SUBNET, ContainersFailed, podman
+
+START_S = 180.0
+
+
+class Cluster:
+    """Applies manifests and keeps their pods and names in line until it is closed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.provided = Provided(folder)
+        self.pods: dict[str, list[Pod]] = {}
+        """By the workload's name, the oldest first."""
+        self._ready: set[Pod] = set()
+        self._manifests: Manifests | None = None
+        self._numbers = itertools.count()
+        self._changed = threading.Lock()
+        _remove_all()
+        options = ("--disable-dns", "--subnet", SUBNET, "--gateway", GATEWAY)
+        podman("network", "create", *options, NETWORK)
+        self._dns = Dns(folder, NAMESPACE)
+
+    def apply(self, manifests: Manifests, replicas: dict[str, int] | None = None) -> None:
+        """Brings workloads to what `manifests` say, the stores first, each as its strategy has it.
+        `replicas` are those of workloads that leave them to an autoscaler."""
+        self._manifests = manifests
+        for workload in sorted(manifests.workloads, key=lambda each: each.name):
+            count = workload.spec.get("replicas", (replicas or {}).get(workload.name, 1))
+            self._roll(workload, count)
+
+    def _roll(self, workload: Workload, count: int) -> None:
+        """Replaces pods one by one: those of a StatefulSet under their own names, and of a
+        Deployment a new one first where its strategy allows one more."""
+        old = self.pods.setdefault(workload.name, [])[:]
+        surge = workload.spec.get("strategy", {}).get("rollingUpdate", {}).get("maxSurge", 0)
+        for index in range(max(count, len(old))):
+            before = old[index] if index < len(old) else None
+            if before and not surge:
+                self.terminate(before)
+            if index < count:
+                self.start(workload, index)
+            if before and surge:
+                self.terminate(before)
+
+    def start(self, workload: Workload, index: int) -> Pod:
+        """Starts one pod and waits until it is ready."""
+        stable = workload.object["kind"] != "Deployment"
+        name = f"{workload.name}-{index if stable else next(self._numbers)}"
+        pod = Pod(workload, name, self.provided)
+        self.pods[workload.name].append(pod)
+        self.wait_ready(pod)
+        return pod
+
+    def wait_ready(self, pod: Pod) -> None:
+        """By its startup and readiness probes, at their periods; it is then in its Services."""
+        end = time.monotonic() + START_S
+        for kind in ("startup", "readiness"):
+            while not pod.probe(kind):
+                assert time.monotonic() < end, f"{pod.name} is not {kind}:\n{pod.logs()[-4000:]}"
+                time.sleep(pod.workload.probes[kind]["periodSeconds"])
+        self._publish(ready=pod)
+
+    def terminate(self, pod: Pod) -> tuple[int, float]:
+        """Takes it out of its Services and ends it; see `Pod.terminate`."""
+        self._publish(gone=pod)
+        self.pods[pod.workload.name].remove(pod)
+        return pod.terminate()
+
+    def addresses(self, service: str) -> list[str]:
+        """The addresses of the ready pods of a Service."""
+        assert self._manifests is not None
+        selector = self._manifests.named("Service", service)["spec"]["selector"]
+        found = [pod for pods in self.pods.values() for pod in pods if pod in self._ready]
+        return [pod.ip for pod in found if selector.items() <= pod.workload.labels.items()]
+
+    def _publish(self, ready: Pod | None = None, gone: Pod | None = None) -> None:
+        assert self._manifests is not None
+        with self._changed:
+            self._ready = (self._ready | {ready} if ready else self._ready) - {gone}
+            names = [each["metadata"]["name"] for each in self._manifests.of_kind("Service")]
+            self._dns.publish({name: self.addresses(name) for name in names})
+
+    def close(self) -> None:
+        self._dns.close()
+        _remove_all()
+
+
+def _remove_all() -> None:
+    """What this or an earlier run left."""
+    for pod in podman("pod", "ls", "--filter", "label=loadout-test", "--quiet").split():
+        podman("pod", "rm", "--force", "--time", "0", pod)
+    for container in podman("ps", "--all", "--quiet", "--filter", "label=loadout-test").split():
+        podman("rm", "--force", "--time", "0", container)
+    for volume in podman("volume", "ls", "--quiet", "--filter", "label=loadout-test").split():
+        podman("volume", "rm", "--force", volume)
+    with suppress(ContainersFailed):
+        podman("network", "rm", NETWORK)

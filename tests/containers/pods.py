@@ -1,0 +1,82 @@
+"""Pods that Podman plays, and what a kubelet does to them beyond that."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+import grpc
+import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.containers.play import Provided, pod_objects
+from tests.deploy.manifests import Object, Workload
+from tools.containers.engine import environment, podman
+
+NETWORK = "loadout-test"
+
+
+class Pod:
+    """A pod of `workload`, from its creation until it is terminated or removed."""
+
+    def __init__(self, workload: Workload, name: str, provided: Provided) -> None:
+        self.workload, self.name = workload, name
+        self.container = f"{name}-{workload.container['name']}"
+        file = provided.folder / f"{name}.yaml"
+        file.write_text(yaml.safe_dump_all(pod_objects(workload, name, provided)))
+        podman("kube", "play", "--network", NETWORK, str(file))
+        infra = podman("pod", "inspect", name, "--format", "{{.InfraContainerID}}").strip()
+        [found] = yaml.safe_load(podman("inspect", infra))
+        self.ip = str(found["NetworkSettings"]["Networks"][NETWORK]["IPAddress"])
+
+    def probe(self, kind: str) -> bool:
+        """Asks once what the probe asks: "startup", "readiness" or "liveness"."""
+        probe = self.workload.probes[kind]
+        if "exec" in probe:
+            return self.execute(*probe["exec"]["command"]).returncode == 0
+        request = health_pb2.HealthCheckRequest(service=probe["grpc"].get("service", ""))
+        with grpc.insecure_channel(f"{self.ip}:{probe['grpc']['port']}") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            try:
+                answer = stub.Check(request, timeout=probe["timeoutSeconds"])
+            except grpc.RpcError:
+                return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def execute(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Runs a command in the container."""
+        return _try("exec", self.container, *command)
+
+    def inspect(self) -> Object:
+        """What Podman knows of the container."""
+        [found] = yaml.safe_load(podman("inspect", self.container))
+        return dict(found)
+
+    def logs(self) -> str:
+        done = _try("logs", self.container)
+        return done.stdout + done.stderr
+
+    def terminate(self) -> tuple[int, float]:
+        """Ends it as a kubelet does: preStop, SIGTERM, and SIGKILL at the end of the grace. Returns
+        the exit code and the seconds that it took."""
+        start = time.monotonic()
+        time.sleep(self.workload.container["lifecycle"]["preStop"]["sleep"]["seconds"])
+        grace = self.workload.pod["terminationGracePeriodSeconds"]
+        left = round(grace - (time.monotonic() - start))
+        podman("stop", "--time", str(left), self.container)
+        seconds = time.monotonic() - start
+        code = int(self.inspect()["State"]["ExitCode"])
+        self.remove()
+        return code, seconds
+
+    def kill(self) -> None:
+        """SIGKILL to the container's first process: it starts again, as in a cluster."""
+        podman("kill", "--signal", "KILL", self.container)
+
+    def remove(self) -> None:
+        podman("pod", "rm", "--force", "--time", "0", self.name)
+
+
+def _try(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["podman", *arguments]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)

@@ -1,0 +1,71 @@
+"""Base images of Debian's packages, under the names and build arguments of the published ones."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.containers.engine import FOLDER, ContainersFailed, podman, run
+
+MIRROR = "http://deb.debian.org/debian"
+CERTIFICATES = "etc/ssl/certs/ca-certificates.crt"
+"""This machine's, copied so that builds reach what it reaches, through a proxy also."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """Debian's packages and an image's settings that stand in for a published image."""
+
+    name: str
+    packages: Sequence[str]
+    changes: Sequence[str]
+    links: Sequence[tuple[str, str]] = ()
+    """(path, what it points to) of symbolic links that the published image has."""
+
+
+PYTHON = Base(
+    "docker.io/library/python:debian-bookworm",
+    ("python3", "python3-dev", "python3-venv", "ca-certificates"),
+    ('CMD ["python3"]',),
+    (("usr/bin/python", "python3"),),
+)
+PROMETHEUS = Base(
+    "docker.io/prom/prometheus:debian-bookworm",
+    ("prometheus", "ca-certificates"),
+    (
+        "USER 65534",
+        'ENTRYPOINT ["/usr/bin/prometheus"]',
+        "VOLUME /prometheus",
+        "WORKDIR /prometheus",
+    ),
+)
+
+
+def digest(base: Base) -> str:
+    """The digest that the image is pinned by: "sha256:..."; makes the image if it is not there.
+    Raises ContainersFailed."""
+    try:
+        podman("image", "exists", base.name)
+    except ContainersFailed:
+        _make(base)
+    return podman("image", "inspect", base.name, "--format", "{{.Digest}}").strip()
+
+
+def _make(base: Base) -> None:
+    print(f"making {base.name} of {' '.join(base.packages)}", flush=True)
+    with tempfile.TemporaryDirectory(dir=FOLDER, prefix="base-") as folder:
+        root = Path(folder, "root")
+        include = f"--include={','.join(base.packages)}"
+        run("debootstrap", "--variant=minbase", include, "bookworm", str(root), MIRROR)
+        shutil.copyfile(Path("/", CERTIFICATES), root / CERTIFICATES)
+        for path, target in base.links:
+            (root / path).unlink(missing_ok=True)
+            (root / path).symlink_to(target)
+        archive = Path(folder, "root.tar")
+        left_out = ("--exclude=./var/cache/apt/archives/*.deb", "--exclude=./var/lib/apt/lists/*")
+        run("tar", "--directory", str(root), *left_out, "--create", "--file", str(archive), ".")
+        changes = [argument for each in base.changes for argument in ("--change", each)]
+        podman("import", *changes, str(archive), base.name)

@@ -1,0 +1,114 @@
+"""Podman from Debian's packages, with a configuration and a storage of its own under `.tools`."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+from contextlib import nullcontext
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".tools" / "containers"
+PACKAGES = (
+    *("podman", "buildah", "runc", "catatonit", "netavark", "iptables"),
+    "dnsmasq-base",  # the tests' cluster DNS
+    "debootstrap",  # makes the base images
+    "podman-compose",
+)
+"""What is installed in the system, which takes root."""
+
+_CONTAINERS_CONF = """\
+[containers]
+default_ulimits = ["nofile={files}:{files}", "nproc={processes}:{processes}"]
+dns_servers = ["{dns}"]
+dns_searches = ["{namespace}.svc.cluster.local", "svc.cluster.local", "cluster.local"]
+dns_options = ["ndots:5"]
+[engine]
+runtime = "runc"
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+[network]
+network_backend = "netavark"
+network_config_dir = "{folder}/networks"
+"""
+_STORAGE_CONF = """\
+[storage]
+driver = "overlay"
+graphroot = "{folder}/storage"
+runroot = "/run/loadout-containers"
+"""
+SUBNET = "10.119.0.0/24"
+GATEWAY = "10.119.0.1"
+"""This machine, as pods see it: DNS is here, and whatever else of a cluster is not a pod."""
+NAMESPACE = "loadout-dev"
+
+
+class ContainersFailed(Exception):
+    """A command of the container engine, or an installation, failed; the message has its output."""
+
+
+def install_packages() -> None:
+    """Installs those of `PACKAGES` that are missing. Raises ContainersFailed, without apt too."""
+    known = "${db:Status-Status} ${Package}\n"
+    listed = run("dpkg-query", "--show", f"--showformat={known}").splitlines()
+    present = {line.split()[1] for line in listed if line.startswith("installed ")}
+    missing = [each for each in PACKAGES if each not in present]
+    if not missing:
+        return
+    if os.geteuid() != 0:
+        raise ContainersFailed(f"as root: apt-get install {' '.join(missing)}")
+    print(f"installing {' '.join(missing)}", flush=True)
+    run("apt-get", "--quiet", "update")
+    run("apt-get", "--quiet", "--yes", "install", "--no-install-recommends", *missing)
+
+
+def write_configuration() -> None:
+    """Limits are within this machine's: a container engine that may not raise them fails."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    limits = {"files": _limit(files, 65536), "processes": _limit(processes, 4096)}
+    text = _CONTAINERS_CONF.format(folder=FOLDER, dns=GATEWAY, namespace=NAMESPACE, **limits)
+    (FOLDER / "containers.conf").write_text(text)
+    (FOLDER / "storage.conf").write_text(_STORAGE_CONF.format(folder=FOLDER))
+
+
+def _limit(hard: int, wanted: int) -> int:
+    return wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+
+
+def environment() -> dict[str, str]:
+    """Variables with which podman and what calls it use our configuration."""
+    return {
+        **os.environ,
+        "CONTAINERS_CONF": str(FOLDER / "containers.conf"),
+        "CONTAINERS_STORAGE_CONF": str(FOLDER / "storage.conf"),
+    }
+
+
+def podman(*arguments: str) -> str:
+    """Returns the standard output. Raises ContainersFailed."""
+    return run("podman", *arguments)
+
+
+def run(*command: str, folder: Path | None = None, log: Path | None = None) -> str:
+    """Returns the standard output; with `log` it goes into that file. Raises ContainersFailed."""
+    if shutil.which(command[0]) is None:
+        raise ContainersFailed(f"there is no {command[0]}: run `python -m tools.containers`")
+    with open(log, "w") if log else nullcontext(subprocess.PIPE) as output:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT if log else subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    if done.returncode != 0:
+        said = log.read_text() if log else done.stdout + done.stderr
+        last = "\n".join(said.splitlines()[-40:])
+        raise ContainersFailed(f"`{' '.join(command)}` failed:\n{last}")
+    return done.stdout or ""

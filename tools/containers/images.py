@@ -1,0 +1,58 @@
+"""Our images, built by the Dockerfile's targets as `make images` builds them."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from tools.containers import bases, pip_sources
+from tools.containers.engine import FOLDER, ROOT, run
+
+CPU_IMAGE = "localhost/loadout-cpu:0.2.0"
+CUDA_IMAGE = "localhost/loadout-cuda:0.2.0"
+PREVIOUS_IMAGE = "localhost/loadout-cpu:previous"
+PREVIOUS_COMMIT = "9a54c74"
+"""0.2.0, from which a cluster is upgraded to this checkout."""
+PYTHON_INDEX = "https://pypi.org/simple"
+
+
+def build(target: str, tag: str, context: Path = ROOT) -> None:
+    """Builds `target` of the Dockerfile in `context`. Raises ContainersFailed."""
+    log = FOLDER / f"build-{tag.rpartition('/')[2].replace(':', '-')}.log"
+    print(f"building {tag}, see {log}", flush=True)
+    pins = {
+        "PYTHON_IMAGE": bases.PYTHON.name,
+        "PYTHON_DIGEST": bases.digest(bases.PYTHON),
+        # Debian has no index of torch for CPUs; where pip is configured with such a build, that is
+        # taken, for the CUDA image also: its packages of several gigabytes are not what is tested.
+        "CPU_TORCH_INDEX": PYTHON_INDEX,
+    }
+    arguments = [
+        part for name, value in pins.items() for part in ("--build-arg", f"{name}={value}")
+    ]
+    run(
+        *(
+            "podman",
+            "build",
+            "--network",
+            "host",
+            "--file",
+            str(context / "deploy/images/Dockerfile"),
+        ),
+        *(*pip_sources.build_options(), *arguments),
+        *("--target", target, "--tag", tag, str(context)),
+        log=log,
+    )
+
+
+def build_previous() -> None:
+    """Builds the release before, with the one line that Debian's Python 3.11.2 needs otherwise."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive = Path(folder, "previous.tar")
+        run("git", "archive", "--output", str(archive), PREVIOUS_COMMIT, folder=ROOT)
+        context = Path(folder, "previous")
+        context.mkdir()
+        run("tar", "--extract", "--file", str(archive), "--directory", str(context))
+        file = context / "inference_svc/model/architectures.py"
+        file.write_text(file.read_text().replace("NO_LAYER = ()", "NO_LAYER = frozenset()"))
+        build("cpu", PREVIOUS_IMAGE, context)

@@ -1,0 +1,58 @@
+"""What pip is configured with on this machine, made known within an image's build: packages in
+local folders, and the authority that signs a proxy's certificates."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tools.containers.engine import FOLDER
+
+MOUNTED = "/machine"
+"""Folders of this machine lie below it during a build."""
+
+
+def build_options() -> list[str]:
+    """Options of `podman build`; writes the configuration that they mount."""
+    found = _options()
+    options: list[str] = []
+    for folder in sorted({each for value in found.values() for each in _folders(value)}):
+        options += ["--volume", f"{folder}:{MOUNTED}{folder}:ro"]
+    lines = [f"{name} = {_relocated(value)}" for name, value in found.items()]
+    file = FOLDER / "pip.conf"
+    file.write_text("\n".join(["[global]", *lines, ""]))
+    return [*options, "--volume", f"{file}:/etc/pip.conf:ro"]
+
+
+def _options() -> dict[str, str]:
+    """The options of pip that say where packages come from."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        key, _, value = line.partition("=")
+        name = key.strip(":.").rpartition(".")[2].strip(".")
+        if name in ("find-links", "index-url", "extra-index-url"):
+            values = found.setdefault(name, [])
+            values += [each for each in value.strip("'").split() if each not in values]
+    return {name: " ".join(values) for name, values in found.items()}
+
+
+def _folders(value: str) -> list[Path]:
+    """An index's folder links to files beside it, so its parent."""
+    paths = [Path(each.removeprefix("file://")) for each in value.split() if _is_local(each)]
+    return [path.parent if path.name == "simple" else path for path in paths]
+
+
+def _relocated(value: str) -> str:
+    return " ".join(_relocate(each) if _is_local(each) else each for each in value.split())
+
+
+def _relocate(place: str) -> str:
+    scheme = "file://" if place.startswith("file://") else ""
+    return f"{scheme}{MOUNTED}{place.removeprefix('file://')}"
+
+
+def _is_local(place: str) -> bool:
+    return place.startswith(("/", "file:///"))
