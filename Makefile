@@ -14,7 +14,7 @@ BUF_VERSION := 1.75.0
 # Tests start the real Prometheus. This says that there is one: on PATH, or Debian's under .tools.
 PROMETHEUS := .tools/.prometheus
 
-.PHONY: demo up test test-unit test-long test-gpu-versions gpu-emulate gpu-pack check format client docs docs-site dashboards dashboards-preview lint-protos images wheel bench bench-peers soak fuzz clean
+.PHONY: demo up test test-unit test-long test-containers test-gpu-versions gpu-emulate gpu-pack check format client docs docs-site dashboards dashboards-preview lint-protos images wheel bench bench-peers soak fuzz clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/loadout demo
@@ -28,15 +28,21 @@ export PYTHONDONTWRITEBYTECODE =
 PYTEST = $(BIN)/python -m pytest -q --dist loadfile --numprocesses
 
 test: $(VENV)/.installed-dev $(PROMETHEUS)
-	$(PYTEST) $(TEST_WORKERS) -m "not long"
+	$(PYTEST) $(TEST_WORKERS) -m "not long and not containers"
 
 # What starts no process, for the inner loop.
 test-unit: $(VENV)/.installed-dev
-	$(PYTEST) $(UNIT_WORKERS) -m "not processes and not slow and not long"
+	$(PYTEST) $(UNIT_WORKERS) -m "not processes and not slow and not long and not containers"
 
 # Heavier proof: run it in full before an issue is closed.
 test-long: $(VENV)/.installed-dev $(PROMETHEUS) soak gpu-emulate
 	$(PYTEST) $(TEST_WORKERS) -m long
+
+# The container images as pods of a cluster of one node. Installs Podman and what else it needs from
+# Debian's packages, as root, and keeps images under .tools: some gigabytes, and half an hour at first.
+test-containers: $(VENV)/.installed-dev
+	$(BIN)/python -m tools.containers
+	$(BIN)/python -m pytest -q --numprocesses 0 -m containers tests/containers
 
 # What must hold on a GPU, without one: through Triton's interpreter. So does the GPU run, beside the
 # peers' kernels where they can be had.
@@ -96,7 +102,7 @@ dashboards-preview: $(VENV)/.installed-dev $(PROMETHEUS)
 
 # Both container images, upon what versions.env pins. The tag is the project's version.
 IMAGE_BUILD = docker build --file deploy/images/Dockerfile \
-	$(foreach pin,$(shell sed -n 's/^\(PYTHON_IMAGE\|PYTHON_DIGEST\|CPU_TORCH_INDEX\)=/&/p' deploy/images/versions.env),--build-arg $(pin))
+	$(foreach pin,$(shell sed -n 's/^\(PYTHON_IMAGE\|PYTHON_DIGEST\|CPU_TORCH_INDEX\|CUDA_TRITON\)=/&/p' deploy/images/versions.env),--build-arg $(pin))
 IMAGE_TAG = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 images:

@@ -16,8 +16,8 @@ END_S = 120.0
 
 
 class Callers:
-    """`texts`, by adapter, each with its count, and `failures` are known when the block has ended.
-    An adapter of no name is the base model."""
+    """All adapters have been served when the block begins. `texts`, by adapter, each with its count,
+    and `failures` are known when it has ended. An adapter of no name is the base model."""
 
     def __init__(self, inference: str, *adapters: str) -> None:
         self._arguments = [inference, *adapters]
@@ -27,14 +27,16 @@ class Callers:
     def __enter__(self) -> Self:
         mount = f"{SCRIPT}:/mnt/load.py:ro"
         options = ["--rm", "--interactive", "--network", NETWORK, "--label", "loadout-test"]
+        command = ["python", "/mnt/load.py", *self._arguments]
         self._process = subprocess.Popen(
-            ["podman", "run", *options, "--volume", mount, CPU_IMAGE]
-            + ["python", "/mnt/load.py", *self._arguments],
+            ["podman", "run", *options, "--volume", mount, CPU_IMAGE, *command],
             env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "served\n"
         return self
 
     def __exit__(self, *_: object) -> None:

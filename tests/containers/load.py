@@ -1,5 +1,6 @@
 """Callers of a cluster, run in a pod: `python load.py INFERENCE ADAPTER...` generates until its
-standard input ends, then prints how many requests were answered, and every failure."""
+standard input ends. It prints a line once each adapter was served, and at the end how many requests
+were answered with which text, and every failure."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from loadout.errors import LoadoutError
 CALLERS = 4
 
 
-async def call(client: AsyncClient, adapter: str, ended: threading.Event, result: dict) -> None:
+async def call(
+    client: AsyncClient, adapter: str, ended: threading.Event, first: asyncio.Event, result: dict
+) -> None:
     while not ended.is_set():
         try:
             stream = client.generate("hello=", adapter=adapter, max_tokens=24, temperature=0)
@@ -24,16 +27,21 @@ async def call(client: AsyncClient, adapter: str, ended: threading.Event, result
         else:
             result["texts"].setdefault(adapter, {}).setdefault(text, 0)
             result["texts"][adapter][text] += 1
+            first.set()
 
 
 async def main(inference: str, adapters: list[str]) -> None:
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
     result: dict = {"texts": {}, "failures": []}
+    firsts = [asyncio.Event() for _ in range(CALLERS)]
     async with AsyncClient(inference=inference) as client, asyncio.TaskGroup() as group:
         for number in range(CALLERS):
             adapter = adapters[number % len(adapters)]
-            group.create_task(call(client, adapter, ended, result))
+            group.create_task(call(client, adapter, ended, firsts[number], result))
+        for first in firsts:
+            await first.wait()
+        print("served", flush=True)
     print(json.dumps(result))
 
 

@@ -181,7 +181,7 @@ def test_make_builds_what_is_pinned():
     assert [line.partition("--target ")[2].split()[0] for line in commands] == list(TARGETS)
     tag = PYPROJECT["project"]["version"]
     for target, command in zip(TARGETS, commands, strict=True):
-        for name in (*IMAGES.arguments, "CPU_TORCH_INDEX"):
+        for name in (*IMAGES.arguments, "CPU_TORCH_INDEX", "CUDA_TRITON"):
             assert f"--build-arg {name}={versions()[name]}" in command
         assert f"--tag loadout-{target}:{tag} ." in command
 

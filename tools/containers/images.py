@@ -26,6 +26,7 @@ def build(target: str, tag: str, context: Path = ROOT) -> None:
         # Debian has no index of torch for CPUs; where pip is configured with such a build, that is
         # taken, for the CUDA image also: its packages of several gigabytes are not what is tested.
         "CPU_TORCH_INDEX": PYTHON_INDEX,
+        "CUDA_TRITON": _pinned("CUDA_TRITON"),
     }
     arguments = [
         part for name, value in pins.items() for part in ("--build-arg", f"{name}={value}")
@@ -43,6 +44,11 @@ def build(target: str, tag: str, context: Path = ROOT) -> None:
         *("--target", target, "--tag", tag, str(context)),
         log=log,
     )
+
+
+def _pinned(name: str) -> str:
+    lines = (ROOT / "deploy/images/versions.env").read_text().splitlines()
+    return next(line.partition("=")[2] for line in lines if line.startswith(f"{name}="))
 
 
 def build_previous() -> None:
