@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any, Self
 
-from tests.containers.pods import NETWORK
+from tests.containers.cluster import Cluster
 from tools.containers.engine import environment
 from tools.containers.images import CPU_IMAGE
 
@@ -16,20 +16,20 @@ END_S = 120.0
 
 
 class Callers:
-    """All adapters have been served when the block begins. `texts`, by adapter, each with its count,
-    and `failures` are known when it has ended. An adapter of no name is the base model."""
+    """All adapters have been served when the block begins. `texts`, by adapter, each with its
+    count, and `failures` are known when it has ended. An adapter of no name is the base model."""
 
-    def __init__(self, inference: str, *adapters: str) -> None:
-        self._arguments = [inference, *adapters]
+    def __init__(self, cluster: Cluster, *adapters: str, token: str = "") -> None:
+        self._options = [*cluster.run_options(token), "--interactive"]
+        self._adapters = adapters
         self.texts: dict[str, dict[str, int]] = {}
         self.failures: list[str] = []
 
     def __enter__(self) -> Self:
         mount = f"{SCRIPT}:/mnt/load.py:ro"
-        options = ["--rm", "--interactive", "--network", NETWORK, "--label", "loadout-test"]
-        command = ["python", "/mnt/load.py", *self._arguments]
+        command = ["python", "/mnt/load.py", *self._adapters]
         self._process = subprocess.Popen(
-            ["podman", "run", *options, "--volume", mount, CPU_IMAGE, *command],
+            ["podman", "run", *self._options, "--volume", mount, CPU_IMAGE, *command],
             env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

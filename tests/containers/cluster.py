@@ -10,20 +10,24 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from tests.containers.dns import Dns
+from tests.containers.dns import GATEWAY, SUBNET, Dns
 from tests.containers.play import Provided
 from tests.containers.pods import NETWORK, Pod
 from tests.deploy.manifests import Manifests, Workload
-from tools.containers.engine import GATEWAY, NAMESPACE, SUBNET, ContainersFailed, podman
+from tools.containers.engine import ContainersFailed, podman
 
 START_S = 180.0
+NAMESPACE = "loadout-dev"
+GROUP = 65532
+"""Of our pods, which may read Secrets."""
 
 
 class Cluster:
     """Applies manifests and keeps their pods and names in line until it is closed."""
 
     def __init__(self, folder: Path) -> None:
-        self.provided = Provided(folder)
+        self._dns = Dns(folder, NAMESPACE)
+        self.provided = Provided(folder, self._dns.resolv_conf)
         self.pods: dict[str, list[Pod]] = {}
         """By the workload's name, the oldest first."""
         self._ready: set[Pod] = set()
@@ -33,7 +37,23 @@ class Cluster:
         _remove_all()
         options = ("--disable-dns", "--subnet", SUBNET, "--gateway", GATEWAY)
         podman("network", "create", *options, NETWORK)
-        self._dns = Dns(folder, NAMESPACE)
+
+    def run_options(self, token: str = "") -> list[str]:
+        """Options of `podman run` for a pod of a user's: the services' addresses, and with a token
+        what TLS needs."""
+        resolv_conf = f"{self._dns.resolv_conf}:/etc/resolv.conf:ro"
+        options = ["--rm", "--network", NETWORK, "--label", "loadout-test", "--volume", resolv_conf]
+        variables = {
+            "LOADOUT_STORE": "adapter-store:7070",
+            "LOADOUT_INFERENCE": "inference-replicas:7080",
+        }
+        if token:
+            folder = self.provided.secret_folder("inference-tls")
+            options += ["--group-add", str(GROUP), "--volume", f"{folder}:/mnt/tls:ro"]
+            variables |= {"LOADOUT_TOKEN": token, "LOADOUT_TLS_CA_FILE": "/mnt/tls/ca.crt"}
+        for name, value in variables.items():
+            options += ["--env", f"{name}={value}"]
+        return options
 
     def apply(self, manifests: Manifests, replicas: dict[str, int] | None = None) -> None:
         """Brings workloads to what `manifests` say, the stores first, each as its strategy has it.

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.containers.cluster import Cluster
-from tests.containers.pods import NETWORK
 from tools.containers.engine import environment
 from tools.containers.images import CPU_IMAGE
 
@@ -25,19 +23,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster.close()
 
 
-@pytest.fixture(scope="session")
-def command() -> Command:
+@pytest.fixture(scope="module")
+def command(cluster: Cluster) -> Command:
     """Runs `command("loadout", "adapters", ...)` in a pod of the cluster, which knows the services
     by their names: its output. Fails as it fails."""
 
-    def run(*arguments: str, mount: Path | None = None) -> str:
-        options = ["--rm", "--network", NETWORK, "--label", "loadout-test"]
-        if mount is not None:
-            options += ["--volume", f"{mount}:/mnt/{mount.name}:ro"]
-        for name, address in (("STORE", "adapter-store:7070"), ("INFERENCE", "inference:7080")):
-            options += ["--env", f"LOADOUT_{name}={address}"]
+    def run(*arguments: str, token: str = "") -> str:
         done = subprocess.run(
-            ["podman", "run", *options, CPU_IMAGE, *arguments],
+            ["podman", "run", *cluster.run_options(token), CPU_IMAGE, *arguments],
             env=environment(),
             capture_output=True,
             text=True,

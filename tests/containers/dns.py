@@ -7,18 +7,24 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tools.containers.engine import GATEWAY
-
+SUBNET = "10.119.0.0/24"
+GATEWAY = "10.119.0.1"
+"""This machine on the pods' network."""
 DOMAIN = "svc.cluster.local"
 
 
 class Dns:
-    """Answers `NAME.NAMESPACE.svc.cluster.local` with the addresses that it was last given."""
+    """Answers `NAME.NAMESPACE.svc.cluster.local` with the addresses that it was last given.
+    `resolv_conf` is the file for pods."""
 
     def __init__(self, folder: Path, namespace: str) -> None:
         self._namespace = namespace
         self._hosts = folder / "hosts"
         self._hosts.write_text("")
+        self.resolv_conf = folder / "resolv.conf"
+        search = f"{namespace}.{DOMAIN} {DOMAIN} cluster.local"
+        lines = (f"nameserver {GATEWAY}", f"search {search}", "options ndots:5", "")
+        self.resolv_conf.write_text("\n".join(lines))
         command = [
             *("dnsmasq", "--keep-in-foreground", "--no-resolv", "--no-hosts", "--local-ttl=1"),
             *(f"--addn-hosts={self._hosts}", f"--listen-address={GATEWAY}", "--bind-dynamic"),

@@ -1,4 +1,4 @@
-"""Callers of a cluster, run in a pod: `python load.py INFERENCE ADAPTER...` generates until its
+"""Callers of a cluster, run in a pod: `python load.py ADAPTER...` generates until its
 standard input ends. It prints a line once each adapter was served, and at the end how many requests
 were answered with which text, and every failure."""
 
@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import threading
 
-from loadout import AsyncClient
+from loadout import AsyncClient, TlsConfig
 from loadout.errors import LoadoutError
 
 CALLERS = 4
@@ -30,12 +31,18 @@ async def call(
             first.set()
 
 
-async def main(inference: str, adapters: list[str]) -> None:
+async def main(adapters: list[str]) -> None:
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
     result: dict = {"texts": {}, "failures": []}
+    token = os.environ.get("LOADOUT_TOKEN")
+    authority = os.environ.get("LOADOUT_TLS_CA_FILE")
+    tls = TlsConfig(ca_file=authority) if authority else None
     firsts = [asyncio.Event() for _ in range(CALLERS)]
-    async with AsyncClient(inference=inference) as client, asyncio.TaskGroup() as group:
+    async with (
+        AsyncClient(os.environ["LOADOUT_INFERENCE"], token=token, tls=tls) as client,
+        asyncio.TaskGroup() as group,
+    ):
         for number in range(CALLERS):
             adapter = adapters[number % len(adapters)]
             group.create_task(call(client, adapter, ended, firsts[number], result))
@@ -46,4 +53,4 @@ async def main(inference: str, adapters: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2:]))
+    asyncio.run(main(sys.argv[1:]))

@@ -5,7 +5,7 @@ with this machine's volumes. What Podman does not know goes: probes over gRPC an
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,10 +21,11 @@ DATA = "..data"
 
 @dataclass(frozen=True)
 class Provided:
-    """What a cluster's users bring, under `folder`: Secrets, and claims by the folder of this
-    machine that they mount."""
+    """What pods find: the cluster's DNS, and what its users bring, under `folder`: Secrets, and
+    claims by the folder of this machine that they mount."""
 
     folder: Path
+    resolv_conf: Path
     secrets: dict[str, Mapping[str, bytes]] = field(default_factory=dict)
     claims: Mapping[str, Path] = field(default_factory=dict)
 
@@ -58,10 +59,14 @@ def pod_objects(workload: Workload, name: str, provided: Provided) -> list[Objec
     spec["volumes"] = [
         _volume(each, name, group, provided) for each in [*spec.get("volumes", []), *claims]
     ]
+    resolv_conf = {"path": str(provided.resolv_conf), "type": "File"}
+    spec["volumes"].append({"name": "resolv-conf", "hostPath": resolv_conf})
     for container in [*spec["containers"], *spec.get("initContainers", [])]:
         for key in NOT_PLAYED:
             container.pop(key, None)
-        container["env"] = [_variable(each, provided) for each in container.get("env", [])]
+        mount = {"name": "resolv-conf", "mountPath": "/etc/resolv.conf", "readOnly": True}
+        container["volumeMounts"] = [*container.get("volumeMounts", []), mount]
+        container["env"] = list(_variables(container, provided))
         container["envFrom"] = [
             each for each in container.get("envFrom", []) if "configMapRef" in each
         ]
@@ -95,9 +100,17 @@ def _folder(name: str, folder: Path) -> Object:
     return {"name": name, "hostPath": {"path": str(folder), "type": "Directory"}}
 
 
-def _variable(variable: Object, provided: Provided) -> Object:
-    if "valueFrom" not in variable:
-        return variable
-    source = variable["valueFrom"]["secretKeyRef"]
-    value = provided.secrets[source["name"]][source["key"]].decode()
-    return {"name": variable["name"], "value": value}
+def _variables(container: Object, provided: Provided) -> Iterator[Object]:
+    """The container's own, and those of Secrets by their values."""
+    for source in container.get("envFrom", []):
+        if "secretRef" in source:
+            for key, value in provided.secrets.get(source["secretRef"]["name"], {}).items():
+                yield {"name": key, "value": value.decode()}
+    for variable in container.get("env", []):
+        if "valueFrom" in variable:
+            reference = variable["valueFrom"]["secretKeyRef"]
+            secret = provided.secrets.get(reference["name"])
+            if secret is not None or not reference.get("optional"):
+                yield {"name": variable["name"], "value": secret[reference["key"]].decode()}
+        else:
+            yield variable

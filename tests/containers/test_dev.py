@@ -84,7 +84,7 @@ def test_probes_are_answered(pod, kind):
 def test_inference_goes_on_when_the_store_is_killed(dev, adapters):
     """It is started again with its data, and what is registered afterwards is served."""
     [store] = dev.pods["adapter-store"]
-    with Callers("inference-replicas:7080", *adapters) as callers:
+    with Callers(dev, *adapters) as callers:
         store.kill()
         dev.wait_ready(store)
     assert callers.failures == []
@@ -100,7 +100,7 @@ def test_after_the_kill_adapters_are_there_and_new_ones_are_served(dev, adapters
 def test_a_drained_replica_ends_its_requests_within_the_grace(dev, adapters):
     """Other callers go to the replica that remains; nobody notices."""
     leaving = dev.pods["inference"][0]
-    with Callers("inference-replicas:7080", *adapters) as callers:
+    with Callers(dev, *adapters) as callers:
         code, seconds = dev.terminate(leaving)
     assert code == 0
     assert seconds < leaving.workload.pod["terminationGracePeriodSeconds"]

@@ -18,7 +18,7 @@ def test_store_and_inference_are_upgraded_under_load(cluster, command):
     command("loadout", "register", "upper", "/opt/loadout/demo/adapters/upper")
     command("loadout", "register", "reverse", "/opt/loadout/demo/adapters/reverse")
     old = [pod.inspect()["Image"] for pods in cluster.pods.values() for pod in pods]
-    with Callers("inference-replicas:7080", "upper", "reverse", "") as callers:
+    with Callers(cluster, "upper", "reverse", "") as callers:
         cluster.apply(overlay("dev"), REPLICAS)
     new = [pod.inspect()["Image"] for pods in cluster.pods.values() for pod in pods]
     assert len(new) == len(old) == 3

@@ -11,7 +11,8 @@ def main() -> int:
     try:
         engine.install_packages()
         engine.write_configuration()
-        bases.digest(bases.PROMETHEUS)
+        for base in (bases.PROMETHEUS, bases.POSTGRES):
+            bases.digest(base)
         images.build_previous()
         images.build("cpu", images.CPU_IMAGE)
         images.build("cuda", images.CUDA_IMAGE)

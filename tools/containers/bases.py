@@ -42,6 +42,11 @@ PROMETHEUS = Base(
         "WORKDIR /prometheus",
     ),
 )
+POSTGRES = Base(
+    "docker.io/library/postgres:debian-bookworm",
+    ("postgresql", "ca-certificates"),
+    ("USER postgres", "ENV PATH=/usr/lib/postgresql/15/bin:/usr/bin:/bin"),
+)
 
 
 def digest(base: Base) -> str:

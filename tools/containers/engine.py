@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".tools" / "containers"
 PACKAGES = (
-    *("podman", "buildah", "runc", "catatonit", "netavark", "iptables"),
+    *("podman", "buildah", "runc", "catatonit", "netavark", "aardvark-dns", "iptables"),
     "dnsmasq-base",  # the tests' cluster DNS
     "debootstrap",  # makes the base images
     "podman-compose",
@@ -22,9 +22,6 @@ PACKAGES = (
 _CONTAINERS_CONF = """\
 [containers]
 default_ulimits = ["nofile={files}:{files}", "nproc={processes}:{processes}"]
-dns_servers = ["{dns}"]
-dns_searches = ["{namespace}.svc.cluster.local", "svc.cluster.local", "cluster.local"]
-dns_options = ["ndots:5"]
 [engine]
 runtime = "runc"
 cgroup_manager = "cgroupfs"
@@ -39,10 +36,6 @@ driver = "overlay"
 graphroot = "{folder}/storage"
 runroot = "/run/loadout-containers"
 """
-SUBNET = "10.119.0.0/24"
-GATEWAY = "10.119.0.1"
-"""This machine, as pods see it: DNS is here, and whatever else of a cluster is not a pod."""
-NAMESPACE = "loadout-dev"
 
 
 class ContainersFailed(Exception):
@@ -70,7 +63,7 @@ def write_configuration() -> None:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     limits = {"files": _limit(files, 65536), "processes": _limit(processes, 4096)}
-    text = _CONTAINERS_CONF.format(folder=FOLDER, dns=GATEWAY, namespace=NAMESPACE, **limits)
+    text = _CONTAINERS_CONF.format(folder=FOLDER, **limits)
     (FOLDER / "containers.conf").write_text(text)
     (FOLDER / "storage.conf").write_text(_STORAGE_CONF.format(folder=FOLDER))
 

@@ -1,0 +1,92 @@
+"""The compose file with the images: both services and Prometheus. Grafana is not in Debian."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loadout import Client
+from tests.deploy.manifests import DEPLOY, ROOT
+from tools.containers import bases
+from tools.containers.engine import environment, podman
+
+pytestmark = [pytest.mark.containers, pytest.mark.processes, pytest.mark.timeout(600)]
+
+ASSETS = ROOT / "loadout" / "demo" / "assets"
+START_S = 120.0
+SERVED = ("adapter-store", "inference")
+
+
+def compose(variables: Path, *arguments: str) -> str:
+    program = str(Path(sys.executable).parent / "podman-compose")
+    file = str(DEPLOY / "compose" / "compose.yaml")
+    command = [program, "--env-file", str(variables), "--file", file, *arguments]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def is_healthy(service: str) -> bool:
+    command = ["podman", "healthcheck", "run", f"loadout_{service}_1"]
+    done = subprocess.run(command, env=environment(), capture_output=True, check=False)
+    return done.returncode == 0
+
+
+@pytest.fixture(scope="module")
+def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Up, and healthy by the checks of the file."""
+    variables = tmp_path_factory.mktemp("compose") / "versions.env"
+    pins = {
+        "PYTHON_IMAGE": bases.PYTHON.name,
+        "PYTHON_DIGEST": bases.digest(bases.PYTHON),
+        "CPU_TORCH_INDEX": "unused",
+        "PROMETHEUS_IMAGE": bases.PROMETHEUS.name,
+        "PROMETHEUS_DIGEST": bases.digest(bases.PROMETHEUS),
+        "GRAFANA_IMAGE": "unused",
+        "GRAFANA_DIGEST": "unused",
+    }
+    variables.write_text("".join(f"{name}={value}\n" for name, value in pins.items()))
+    compose(variables, "up", "--detach", "--no-build", *SERVED, "prometheus")
+    end = time.monotonic() + START_S
+    for service in SERVED:
+        while not is_healthy(service):
+            assert time.monotonic() < end, podman("logs", f"loadout_{service}_1")
+            time.sleep(1)
+    yield
+    compose(variables, "down", "--volumes")
+
+
+def test_registers_and_generates(composed):
+    with Client("127.0.0.1:7080", "127.0.0.1:7070") as client:
+        client.register("shout", str(ASSETS / "adapters" / "upper"))
+        chunks = client.generate("hello=", adapter="shout", temperature=0, max_tokens=8)
+        assert "".join(chunk.text for chunk in chunks).startswith("HELLO")
+
+
+def test_prometheus_scrapes_both(composed):
+    end = time.monotonic() + START_S
+    while (health := target_health()) != dict.fromkeys(SERVED, "up"):
+        assert time.monotonic() < end, health
+        time.sleep(1)
+
+
+def target_health() -> dict[str, str]:
+    url = "http://127.0.0.1:9090/api/v1/targets"
+    with urllib.request.urlopen(url, timeout=10) as response:
+        targets = json.load(response)["data"]["activeTargets"]
+    return {each["labels"]["job"]: each["health"] for each in targets}
+
+
+@pytest.mark.parametrize("service", SERVED)
+def test_roots_are_read_only_and_nothing_is_gained(composed, service):
+    [found] = json.loads(podman("inspect", f"loadout_{service}_1"))
+    assert found["HostConfig"]["ReadonlyRootfs"]
+    assert found["EffectiveCaps"] in (None, [])
+    assert found["Config"]["User"] == "65532:65532"

@@ -1,0 +1,117 @@
+"""The overlay `node-local-store`, which is `production` and a store beside each GPU node's
+inference, from the images: PostgreSQL, S3, TLS, tokens. Inference runs the CUDA image, on CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.adapter_store.certificates import Authority
+from tests.adapter_store.service.guarded import token_lines, token_of
+from tests.containers.backing import KEYS, S3Server, start_postgres
+from tests.containers.callers import Callers
+from tests.containers.cluster import Cluster
+from tests.containers.pods import Pod
+from tests.deploy.manifests import ROOT, Manifests, compose
+
+pytestmark = [pytest.mark.containers, pytest.mark.processes, pytest.mark.timeout(900)]
+
+MODEL = ROOT / "loadout" / "demo" / "assets" / "model"
+STORE_SIZES = (
+    "LOADOUT_STORE_IMAGE_MEMORY=64MiB",
+    "LOADOUT_STORE_DISK_CACHE_BYTES=1GiB",
+    "LOADOUT_STORE_FETCHED_BYTES=1GiB",
+)
+INFERENCE = (
+    "LOADOUT_INFERENCE_DEVICE=cpu",
+    "LOADOUT_INFERENCE_BASE_MODEL=loadout-demo",
+    "LOADOUT_INFERENCE_ADAPTER_MEMORY=32MiB",
+    "LOADOUT_INFERENCE_HOST_MEMORY=0",
+    "LOADOUT_INFERENCE_KV_MEMORY=32MiB",
+)
+
+
+def manifests() -> Manifests:
+    """As somebody's own overlay has them, with sizes of this machine."""
+    store = (
+        "LOADOUT_STORE_SHARED_S3=s3://loadout-store/test",
+        f"LOADOUT_STORE_SHARED_S3_ENDPOINT_URL={S3Server.url}",
+        *STORE_SIZES,
+    )
+    changes = {"adapter-store": store, "adapter-store-node": STORE_SIZES, "inference": INFERENCE}
+    return compose(
+        "node-local-store",
+        configMapGenerator=[
+            {"name": f"{name}-config", "behavior": "merge", "literals": list(literals)}
+            for name, literals in changes.items()
+        ],
+    )
+
+
+def put_secrets(cluster: Cluster, folder: Path, dsn: str) -> None:
+    """The Secrets that docs/kubernetes.md names."""
+    authority = Authority(folder)
+    for service, others in (
+        ("adapter-store", ("adapter-store-replicas", "adapter-store-node")),
+        ("inference", ("inference-replicas",)),
+    ):
+        chain, key = authority.issue(service, service, *others)
+        files = {"tls.crt": chain.read_bytes(), "tls.key": key.read_bytes()}
+        put(cluster, f"{service}-tls", {**files, "ca.crt": authority.pem})
+    lines = (
+        token_lines("inference", ["server"], ["*"]),
+        token_lines("trainer", ["publisher"], ["default"]),
+        token_lines("backend", ["caller"], ["default"]),
+    )
+    put(cluster, "loadout-policy", {"policy.toml": "\n".join(lines).encode()})
+    put(cluster, "inference-store-token", {"token": token_of("inference").encode()})
+    put(cluster, "adapter-store-catalog", {"dsn": dsn.encode()})
+    put(cluster, "adapter-store-s3", KEYS)
+
+
+def put(cluster: Cluster, name: str, values: dict[str, bytes]) -> None:
+    cluster.provided.put_secret(name, values, group=65532)
+
+
+@pytest.fixture(scope="module")
+def production(cluster: Cluster, tmp_path_factory) -> Iterator[Cluster]:
+    storage = S3Server("loadout-store")
+    put_secrets(cluster, tmp_path_factory.mktemp("secrets"), start_postgres())
+    cluster.provided.claims["base-model"] = MODEL
+    cluster.apply(manifests(), {"inference": 1, "adapter-store-node": 1})
+    yield cluster
+    storage.close()
+
+
+@pytest.fixture
+def pods(production) -> list[Pod]:
+    return [pod for pods in production.pods.values() for pod in pods]
+
+
+def test_every_replica_is_there_and_answers_its_probes(production, pods):
+    counts = {name: len(found) for name, found in production.pods.items()}
+    assert counts == {"adapter-store": 3, "adapter-store-node": 1, "inference": 1}
+    for pod in pods:
+        assert all(pod.probe(kind) for kind in pod.workload.probes)
+
+
+def test_trainers_register_and_backends_generate(production, command):
+    trainer, backend = token_of("trainer"), token_of("backend")
+    source = "/opt/loadout/demo/adapters/upper"
+    said = command("loadout", "register", "upper", source, token=trainer)
+    assert "servable by" in said
+    text = command(
+        "loadout", "generate", "--adapter", "upper", "--temperature", "0", "hello=", token=backend
+    )
+    assert text.startswith("HELLO")
+
+
+def test_inference_goes_on_when_its_nodes_store_is_killed(production, pods):
+    [store] = production.pods["adapter-store-node"]
+    with Callers(production, "upper", "", token=token_of("backend")) as callers:
+        store.kill()
+        production.wait_ready(store)
+    assert callers.failures == []
+    assert callers.answered > 0
