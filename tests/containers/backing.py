@@ -21,7 +21,7 @@ START_S = 60.0
 S3_PORT = 5959
 KEYS = {"AWS_ACCESS_KEY_ID": b"test", "AWS_SECRET_ACCESS_KEY": b"test"}
 SERVE_POSTGRES = """
-initdb --pgdata /tmp/data --auth trust --username loadout &&
+initdb --pgdata /tmp/data --encoding UTF8 --auth trust --username loadout &&
 echo 'host all all 0.0.0.0/0 trust' >> /tmp/data/pg_hba.conf &&
 exec postgres -D /tmp/data -h 0.0.0.0 -k /tmp
 """

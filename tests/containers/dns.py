@@ -10,6 +10,8 @@ from pathlib import Path
 SUBNET = "10.119.0.0/24"
 GATEWAY = "10.119.0.1"
 """This machine on the pods' network."""
+MACHINE = "machine.test"
+"""Another name of it, for pods."""
 DOMAIN = "svc.cluster.local"
 
 
@@ -29,6 +31,7 @@ class Dns:
             *("dnsmasq", "--keep-in-foreground", "--no-resolv", "--no-hosts", "--local-ttl=1"),
             *(f"--addn-hosts={self._hosts}", f"--listen-address={GATEWAY}", "--bind-dynamic"),
             *("--conf-file=/dev/null", "--pid-file=", "--user=root", "--local=/cluster.local/"),
+            f"--address=/{MACHINE}/{GATEWAY}",
         ]
         # A SIGHUP must not end it before it handles them.
         self._process = subprocess.Popen(["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", *command])

@@ -5,6 +5,7 @@ with this machine's volumes. What Podman does not know goes: probes over gRPC an
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +67,7 @@ def pod_objects(workload: Workload, name: str, provided: Provided) -> list[Objec
             container.pop(key, None)
         mount = {"name": "resolv-conf", "mountPath": "/etc/resolv.conf", "readOnly": True}
         container["volumeMounts"] = [*container.get("volumeMounts", []), mount]
+        container["args"] = [_expanded(each, workload) for each in container["args"]]
         container["env"] = list(_variables(container, provided))
         container["envFrom"] = [
             each for each in container.get("envFrom", []) if "configMapRef" in each
@@ -74,6 +76,11 @@ def pod_objects(workload: Workload, name: str, provided: Provided) -> list[Objec
     pod = {"apiVersion": "v1", "kind": "Pod", "spec": spec}
     pod["metadata"] = {"name": name, "labels": labels}
     return [*map(_unscoped, workload.manifests.of_kind("ConfigMap")), pod]
+
+
+def _expanded(argument: str, workload: Workload) -> str:
+    """`$(NAME)` is a variable, which the kubelet knows and Podman does not."""
+    return re.sub(r"\$\((\w+)\)", lambda found: workload.environment[found[1]], argument)
 
 
 def _unscoped(item: Object) -> Object:

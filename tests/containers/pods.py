@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import time
 
@@ -11,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.containers.play import Provided, pod_objects
 from tests.deploy.manifests import Object, Workload
-from tools.containers.engine import environment, podman
+from tools.containers.engine import ContainersFailed, environment, podman
 
 NETWORK = "loadout-test"
 
@@ -24,7 +26,12 @@ class Pod:
         self.container = f"{name}-{workload.container['name']}"
         file = provided.folder / f"{name}.yaml"
         file.write_text(yaml.safe_dump_all(pod_objects(workload, name, provided)))
-        podman("kube", "play", "--network", NETWORK, str(file))
+        try:
+            podman("kube", "play", "--network", NETWORK, str(file))
+        except ContainersFailed as error:
+            names = [each["name"] for each in workload.all_containers]
+            logs = [_try("logs", f"{name}-{each}").stderr for each in names]
+            raise ContainersFailed("\n".join([str(error), *logs])) from None
         infra = podman("pod", "inspect", name, "--format", "{{.InfraContainerID}}").strip()
         [found] = yaml.safe_load(podman("inspect", infra))
         self.ip = str(found["NetworkSettings"]["Networks"][NETWORK]["IPAddress"])
@@ -71,7 +78,7 @@ class Pod:
 
     def kill(self) -> None:
         """SIGKILL to the container's first process: it starts again, as in a cluster."""
-        podman("kill", "--signal", "KILL", self.container)
+        os.kill(int(self.inspect()["State"]["Pid"]), signal.SIGKILL)
 
     def remove(self) -> None:
         podman("pod", "rm", "--force", "--time", "0", self.name)

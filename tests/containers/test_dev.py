@@ -7,12 +7,11 @@ import pytest
 
 from tests.containers.callers import Callers
 from tests.containers.cluster import Cluster
+from tests.containers.pod_checks import CHECKS
 from tests.containers.pods import Pod
-from tests.deploy.manifests import gibibytes, overlay
+from tests.deploy.manifests import overlay
 
 pytestmark = [pytest.mark.containers, pytest.mark.processes, pytest.mark.timeout(900)]
-
-STATUS = "/proc/1/status"
 
 
 @pytest.fixture(scope="module")
@@ -40,45 +39,9 @@ def test_generates(adapters, command):
     assert text.startswith("HELLO")
 
 
-def test_the_process_may_do_what_the_manifest_allows(pod):
-    context = pod.workload.pod["securityContext"]
-    status = dict(line.split(":\t", 1) for line in pod.execute("cat", STATUS).stdout.splitlines())
-    assert set(status["Uid"].split()) == {str(context["runAsUser"])}
-    assert set(status["Gid"].split()) == {str(context["runAsGroup"])}
-    assert int(status["CapBnd"], 16) == int(status["CapEff"], 16) == 0
-    assert status["NoNewPrivs"] == "1"
-    assert status["Seccomp"] == "2"  # filtered
-
-
-def test_only_what_is_mounted_can_be_written(pod):
-    probe = "import os, sys; print(os.access(sys.argv[1], os.W_OK))"
-    writable = set()
-    for folder in ("/", "/opt/loadout", "/etc", "/usr", "/var/lib/loadout", "/tmp"):
-        if pod.execute("python", "-c", probe, folder).stdout.strip() == "True":
-            writable.add(folder)
-    mounted = {
-        path for path, each in pod.workload.mounts.items() if not each["mount"].get("readOnly")
-    }
-    assert writable == mounted
-
-
-def test_limits_are_those_of_the_container(pod):
-    limits = pod.workload.container["resources"]["limits"]
-    given = pod.inspect()["HostConfig"]
-    assert given["Memory"] == gibibytes(limits["memory"]) * 2**30
-    if "cpu" in limits:
-        assert given["NanoCpus"] == int(limits["cpu"]) * 10**9
-
-
-def test_command_is_the_manifests(pod):
-    command = pod.execute("cat", "/proc/1/cmdline").stdout.rstrip("\0").split("\0")
-    # Python is what the image's path finds.
-    assert command[1:] == pod.workload.container["args"][1:]
-
-
-@pytest.mark.parametrize("kind", ["startup", "readiness", "liveness"])
-def test_probes_are_answered(pod, kind):
-    assert pod.probe(kind)
+@pytest.mark.parametrize("check", CHECKS)
+def test_containers_are_as_the_manifest_says(pod, check):
+    check(pod)
 
 
 def test_inference_goes_on_when_the_store_is_killed(dev, adapters):

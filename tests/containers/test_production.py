@@ -3,6 +3,7 @@ inference, from the images: PostgreSQL, S3, TLS, tokens. Inference runs the CUDA
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tests.adapter_store.service.guarded import token_lines, token_of
 from tests.containers.backing import KEYS, S3Server, start_postgres
 from tests.containers.callers import Callers
 from tests.containers.cluster import Cluster
+from tests.containers.pod_checks import CHECKS
 from tests.containers.pods import Pod
 from tests.deploy.manifests import ROOT, Manifests, compose
 
@@ -78,11 +80,13 @@ def put(cluster: Cluster, name: str, values: dict[str, bytes]) -> None:
 @pytest.fixture(scope="module")
 def production(cluster: Cluster, tmp_path_factory) -> Iterator[Cluster]:
     storage = S3Server("loadout-store")
-    put_secrets(cluster, tmp_path_factory.mktemp("secrets"), start_postgres())
-    cluster.provided.claims["base-model"] = MODEL
-    cluster.apply(manifests(), {"inference": 1, "adapter-store-node": 1})
-    yield cluster
-    storage.close()
+    try:
+        put_secrets(cluster, tmp_path_factory.mktemp("secrets"), start_postgres())
+        cluster.provided.claims["base-model"] = MODEL
+        cluster.apply(manifests(), {"inference": 1, "adapter-store-node": 1})
+        yield cluster
+    finally:
+        storage.close()
 
 
 @pytest.fixture
@@ -90,11 +94,15 @@ def pods(production) -> list[Pod]:
     return [pod for pods in production.pods.values() for pod in pods]
 
 
-def test_every_replica_is_there_and_answers_its_probes(production, pods):
+def test_every_replica_is_there(production):
     counts = {name: len(found) for name, found in production.pods.items()}
     assert counts == {"adapter-store": 3, "adapter-store-node": 1, "inference": 1}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_containers_are_as_the_manifest_says(pods, check):
     for pod in pods:
-        assert all(pod.probe(kind) for kind in pod.workload.probes)
+        check(pod)
 
 
 def test_trainers_register_and_backends_generate(production, command):
@@ -115,3 +123,21 @@ def test_inference_goes_on_when_its_nodes_store_is_killed(production, pods):
         production.wait_ready(store)
     assert callers.failures == []
     assert callers.answered > 0
+
+
+def test_a_replaced_secret_is_taken_over(production, command):
+    """A Secret's new content appears by a link; nobody sends a signal."""
+    lines = [token_lines(name, ["caller"], ["default"]) for name in ("backend", "another")]
+    lines.append(token_lines("inference", ["server"], ["*"]))
+    put(production, "loadout-policy", {"policy.toml": "\n".join(lines).encode()})
+    end = time.monotonic() + 60
+    while True:
+        try:
+            command(
+                "loadout", "generate", "--temperature", "0", "hello=", token=token_of("another")
+            )
+        except AssertionError:
+            assert time.monotonic() < end
+            time.sleep(1)
+        else:
+            break

@@ -38,7 +38,8 @@ class Repo:
 
 
 class HubServer:
-    def __init__(self) -> None:
+    def __init__(self, address: str = "127.0.0.1") -> None:
+        """`address` is that by which its clients reach this machine."""
         self.repos: dict[str, Repo] = {}
         self.moved: dict[str, str] = {}
         self.requests: list[tuple[str, str]] = []
@@ -60,10 +61,12 @@ class HubServer:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(
+            ("127.0.0.1" if address == "127.0.0.1" else "", 0), Handler
+        )
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
         self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self.url = f"http://{address}:{self._server.server_port}"
         self.lfs_url = f"http://localhost:{self._server.server_port}"  # another host, as a CDN is
 
     def environment(self, home: Path) -> dict[str, str]:

@@ -1,0 +1,40 @@
+"""The component `model-download` over `dev`: the init container downloads, inference serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.containers.dns import GATEWAY, MACHINE
+from tests.deploy.manifests import ROOT, compose
+from tests.support.hub_server import HubServer, Repo
+
+pytestmark = [pytest.mark.containers, pytest.mark.processes, pytest.mark.timeout(600)]
+
+MODEL = ROOT / "loadout" / "demo" / "assets" / "model"
+NAME = "team/demo"
+TOKEN = "hf_ours"
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    """A hub with the demo's model, for a token only."""
+    hub = HubServer(GATEWAY)
+    hub.lfs_url = hub.url.replace(GATEWAY, MACHINE)  # another host, as a CDN is
+    hub.repos[NAME] = repo = Repo(token=TOKEN)
+    repo.commit({path.name: path.read_bytes() for path in MODEL.iterdir()})
+    yield hub
+    hub.stop()
+
+
+def test_a_gated_model_is_downloaded_and_served(cluster, command, hub):
+    literals = (f"LOADOUT_INFERENCE_MODEL={NAME}", f"HF_ENDPOINT={hub.url}")
+    settings = {"name": "inference-config", "behavior": "merge", "literals": list(literals)}
+    manifests = compose(
+        "dev", "kubernetes/components/model-download", configMapGenerator=[settings]
+    )
+    cluster.provided.put_secret("hf-token", {"token": f"{TOKEN}\n".encode()}, group=65532)
+    cluster.apply(manifests)
+    assert command("loadout", "generate", "--temperature", "0", "hello=")
+    assert hub.requests
