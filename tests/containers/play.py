@@ -74,7 +74,9 @@ def pod_objects(workload: Workload, name: str, provided: Provided) -> list[Objec
         ]
     labels = {**workload.labels, "loadout-test": "true"}
     pod = {"apiVersion": "v1", "kind": "Pod", "spec": spec}
-    pod["metadata"] = {"name": name, "labels": labels}
+    # Podman 4.3 fails to remove init containers that ran once.
+    annotations = {"io.podman.annotations.init.container.type": "always"}
+    pod["metadata"] = {"name": name, "labels": labels, "annotations": annotations}
     return [*map(_unscoped, workload.manifests.of_kind("ConfigMap")), pod]
 
 
