@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 from contextlib import nullcontext
+from hashlib import sha256
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -15,7 +16,6 @@ PACKAGES = (
     *("podman", "buildah", "runc", "catatonit", "netavark", "aardvark-dns", "iptables"),
     "dnsmasq-base",  # the tests' cluster DNS
     "debootstrap",  # makes the base images
-    "podman-compose",
 )
 """What is installed in the system, which takes root."""
 
@@ -34,7 +34,7 @@ _STORAGE_CONF = """\
 [storage]
 driver = "overlay"
 graphroot = "{folder}/storage"
-runroot = "/run/loadout-containers"
+runroot = "{run}"
 """
 
 
@@ -65,7 +65,9 @@ def write_configuration() -> None:
     limits = {"files": _limit(files, 65536), "processes": _limit(processes, 4096)}
     text = _CONTAINERS_CONF.format(folder=FOLDER, **limits)
     (FOLDER / "containers.conf").write_text(text)
-    (FOLDER / "storage.conf").write_text(_STORAGE_CONF.format(folder=FOLDER))
+    # Of this checkout alone, and short: sockets lie in it.
+    run = f"/run/loadout-{sha256(str(FOLDER).encode()).hexdigest()[:8]}"
+    (FOLDER / "storage.conf").write_text(_STORAGE_CONF.format(folder=FOLDER, run=run))
 
 
 def _limit(hard: int, wanted: int) -> int:
