@@ -152,7 +152,9 @@ LOADS = (
     _OWN.counter("prefetch_bytes", "Bytes of prefetched adapters."),
     _OWN.counter("prefetch_hits", "Prefetched adapters that a request then used."),
     _OWN.counter("prefetch_wasted_bytes", "Bytes of prefetched adapters that were evicted unused."),
-    _OWN.gauge("store_connected", "1 while the watch on the store is live."),
+    _OWN.gauge(
+        "store_connected", "1 while the watch on the store is live; absent while the server drains."
+    ),
     _OWN.gauge(
         "store_replicas_healthy",
         "Replicas of the store: 1 if in use, 0 while avoided as unhealthy.",

@@ -45,12 +45,12 @@ TIER_GAUGES: dict[str, Callable[[TierStatus], float]] = {
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Describes the engine at `taken_time_s`, a unix time. `names` maps digests to the names that
-    point to them, in full."""
+    point to them, in full. `store_connected` is None for a server that has left the store."""
 
     status: EngineStatus
     residents: tuple[ResidentAdapter, ...]
     names: dict[str, list[str]]
-    store_connected: bool
+    store_connected: bool | None
     taken_time_s: float
 
 
@@ -106,7 +106,7 @@ async def _take_snapshot(engine: AsyncEngine, directory: Directory, max_resident
         status,
         residents,
         {digest: directory.names_of(ANYONE, digest, MAX_NAMES) for digest in digests},
-        directory.is_live,
+        None if directory.has_left else directory.is_live,
         time.time(),
     )
 
@@ -129,7 +129,8 @@ def engine_metrics(
     yield _by_label("loads_in_progress", status.loads)
     for key, place in (("memory_used_bytes", 0), ("memory_capacity_bytes", 1)):
         yield _by_label(key, {area: sizes[place] for area, sizes in status.memory.items()})
-    yield DEFINITIONS.sample("store_connected", snapshot.store_connected)
+    if snapshot.store_connected is not None:
+        yield DEFINITIONS.sample("store_connected", snapshot.store_connected)
     age_s = time.time() - snapshot.taken_time_s
     yield DEFINITIONS.sample("snapshot_age_seconds", max(0.0, age_s))  # clocks are set back
     for made in snapshot_gateway_metrics(snapshot, max_loras):

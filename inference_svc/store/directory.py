@@ -61,7 +61,8 @@ class Directory:
     `layout_id` is set once the store has accepted the layout. `on_repointed` is called with the old
     and the new digest when a name in use here moves, `on_superseded` with a digest that no name in
     use here points to any more (True), or that is used again (False), `on_lookup` with the seconds
-    that a caller waited for the store's answer.
+    that a caller waited for the store's answer. `has_left` is set before this server ends its watch
+    on purpose.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Directory:
     ) -> None:
         self.layout_id = ""
         self.revision = 0
+        self.has_left = False
         self.on_repointed: Callable[[str, str], None] = lambda old_digest, new_digest: None
         self.on_superseded: Callable[[str, bool], None] = lambda digest, is_superseded: None
         self.on_lookup: Callable[[float], None] = lambda seconds: None

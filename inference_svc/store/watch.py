@@ -36,6 +36,7 @@ class StoreConnection:
         self._monitor = ReplicaMonitor(replicas, addresses, self.catalog.probe)
         self._monitoring: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._directory: Directory | None = None
 
     def start(
         self,
@@ -45,6 +46,7 @@ class StoreConnection:
         on_layout: Callable[[str], None],
     ) -> None:
         """Keeps `directory` current from now on. See CatalogWatch for `on_layout`."""
+        self._directory = directory
         watch = CatalogWatch(self.catalog, directory, layout, announcement, on_layout)
         self._monitoring = asyncio.create_task(self._monitor.run())
         self._watching = asyncio.create_task(watch.run())
@@ -52,6 +54,8 @@ class StoreConnection:
     async def leave(self) -> None:
         """Ends the watch, so that the store counts this server as gone. Requests that are still
         being resolved go on as when a watch is interrupted."""
+        if self._directory is not None:
+            self._directory.has_left = True
         await _cancel(self._watching)
 
     async def close(self) -> None:

@@ -103,6 +103,36 @@ def test_drain_finishes_what_runs_and_refuses_what_comes(serve) -> None:
     serve(body)
 
 
+STORE_CONNECTED = "loadout_inference_store_connected"
+
+
+def test_server_that_has_left_the_store_is_not_shown_as_cut_off(serve) -> None:
+    """A drain takes longer than the alert on `store_connected` waits."""
+
+    async def body(running: Running) -> None:
+        async def connected() -> list[str]:
+            lines = (await asyncio.to_thread(running.scrape)).splitlines()
+            return [line for line in lines if line.startswith(f"{STORE_CONNECTED} ")]
+
+        async def is_absent() -> bool:
+            return not await connected()
+
+        while await connected() != [f"{STORE_CONNECTED} 1.0"]:
+            await asyncio.sleep(0.01)
+        running.engine.hold.set()
+        last = asyncio.create_task(running.generate())
+        await until_async(lambda: running.engine.num_running == 1)
+        running.stop.set()
+        ended = asyncio.create_task(running.server.run(running.stop))
+        await until_async(is_absent)
+        assert not ended.done()
+        running.engine.hold.clear()
+        await last
+        await ended
+
+    serve(body, store=True)
+
+
 def test_drain_waits_for_what_operators_have_asked_for(serve) -> None:
     async def body(running: Running) -> None:
         running.engine.hold.set()
