@@ -18,7 +18,7 @@ DeadlineExceeded
 Unavailable
  ├─ AdapterUnavailable   it did not become resident in time
  ├─ StoreUnavailable     the adapter store does not answer
- └─ EngineFailed         the engine has ended, and the server with it: try again, or another one
+ └─ EngineFailed         the engine has ended, and the server with it: try another server
 DataLoss
  └─ CorruptImage         pulled bytes fail their hash
 
@@ -36,12 +36,15 @@ from servicekit.errors import (
     InvalidArgument,
     NotFound,
     ResourceExhausted,
+    ServiceError,
     Unavailable,
 )
 
-TRY_LATER = "try again later (this server's log has the store's address)"
-"""What callers are told of a store that does not answer: no address of it, which is for operators.
-"""
+TRY_LATER = "try again later"
+TRY_LATER_SEE_LOG = f"{TRY_LATER} (this server's log has the store's address)"
+"""What callers are told of a failure of the store that was logged: no address of it, which is for
+operators."""
+ENGINE_ADVICE = ": try again later, or another server"
 
 PROMPT_SUBJECTS = frozenset({"chat", "messages"})
 """Subjects of errors whose messages could quote the prompt."""
@@ -101,10 +104,20 @@ class EngineFailed(Unavailable):
     @classmethod
     def because(cls, why: str) -> EngineFailed:
         return cls(
-            f"the engine of this server has ended ({why}), and the server ends with it: try again "
-            "later, or another server"
+            f"the engine of this server has ended ({why}), and the server ends with it"
+            f"{ENGINE_ADVICE}"
         )
+
+    @property
+    def for_operator(self) -> str:
+        """The message with what operators can do in place of what callers can."""
+        return f"{self.message.removesuffix(ENGINE_ADVICE)}; its log says more"
 
 
 class UnsupportedModel(FailedPrecondition):
     reason = "UNSUPPORTED_MODEL"
+
+
+def notes_of(error: ServiceError) -> str:
+    """Returns what was added to an error for this server's log, such as addresses."""
+    return " ".join(getattr(error, "__notes__", ()))

@@ -13,6 +13,7 @@ from itertools import chain
 from inference_svc.adapters.image_source import ImageHeader
 from inference_svc.adapters.load_metrics import LoadSource, LoadTraces
 from inference_svc.adapters.pull import PullJob
+from inference_svc.errors import TRY_LATER, TRY_LATER_SEE_LOG
 from servicekit.telemetry.spans import SpanContext
 
 
@@ -64,16 +65,17 @@ class Load:
         return self.job is not None and self.job.is_cancelled
 
     def wait_reason(self, now_s: float) -> str:
-        """Says what it waits for, as a caller may know it."""
+        """See Residency.wait_reason."""
         if self.job is None:
-            return "other adapters are pulled first"
+            return f"other adapters are pulled first; {TRY_LATER}"
         failure = self.job.failure
         if failure is not None:
-            return f"{failure.message}, for {max(0.0, now_s - self.job.failed_s):.0f} s now"
+            failed_for_s = max(0.0, now_s - self.job.failed_s)
+            return f"{failure.message}, for {failed_for_s:.0f} s now; {TRY_LATER_SEE_LOG}"
         if self.header is None:
-            return "the adapter store has sent nothing of it yet"
+            return f"the adapter store has sent nothing of it yet; {TRY_LATER}"
         arrived = f"{self.job.progress.offset:,} of {self.header.total_bytes:,} bytes"
-        return f"its pull is under way, {arrived} have arrived"
+        return f"its pull is under way, {arrived} have arrived; {TRY_LATER}"
 
     def wait_for_room(self, state: LoadState, now_s: float) -> None:
         self.state, self.room_wait_since_s = state, now_s

@@ -28,7 +28,7 @@ from inference_svc.adapters.pull_threads import Puller
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import inadmissible_reason
 from inference_svc.adapters.tiers import MemoryTiers
-from inference_svc.errors import AdapterUnusable
+from inference_svc.errors import TRY_LATER_SEE_LOG, AdapterUnusable
 from servicekit.errors import ServiceError
 
 logger = logging.getLogger(__name__)
@@ -86,9 +86,10 @@ class Loader:
             self._has_new = True
 
     def wait_reason(self, digest: str, now_s: float) -> str:
-        """Says what the load of this adapter, which waits for the store, waits for."""
+        """See Residency.wait_reason."""
         if not self._layout_id:
-            return "the adapter store has not answered since this server started"
+            reason = "the adapter store has not answered since this server started"
+            return f"{reason}; {TRY_LATER_SEE_LOG}"
         return self.loads[digest].wait_reason(now_s)
 
     def abandon(self, digest: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 import time
@@ -11,9 +12,11 @@ from dataclasses import dataclass, field
 
 from inference_svc.adapters.extents import Extent
 from inference_svc.adapters.image_source import ImageHeader, PullStream
-from inference_svc.errors import StoreUnavailable
+from inference_svc.errors import StoreUnavailable, notes_of
 from servicekit.errors import ServiceError
 from servicekit.telemetry.spans import CANCELLED, OpenSpan, Span, use_span
+
+logger = logging.getLogger(__name__)
 
 PULL_METHOD = "loadout.adapter_store.v1.AdapterStoreService/PullAdapter"
 """The RPC's name in traces."""
@@ -138,7 +141,13 @@ class PullJob:
         self.failure = None
 
     def on_failure(self, failure: StoreUnavailable) -> None:
-        """Records that the store failed an attempt."""
+        """Records that the store failed an attempt; logs the first failure, with the source."""
+        if self.is_cancelled:
+            return  # this is how its stream ends
+        if not self.failed_s:
+            facts = {"digest": self.digest, "source": self.progress.source}
+            facts["notes"] = notes_of(failure)
+            logger.warning("pull: %s; trying again", failure.message, extra=facts)
         if self.failure is None:
             self.failed_s = time.monotonic()
         self.failure = failure

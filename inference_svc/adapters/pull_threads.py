@@ -185,13 +185,13 @@ class Puller:
         finally:
             job.detach()
             stream.cancel()
-        raise StoreUnavailable("the image stream ended before its trailer")
+        raise StoreUnavailable("the adapter store breaks off before it has sent all of it")
 
     def _open(self, job: PullJob, header: PullMessage | None) -> None:
         """Checks that the stream resumes at the requested offset; restarts the image if not."""
         progress = job.progress
         if not isinstance(header, ImageHeader):
-            raise StoreUnavailable("the image stream ended before its header")
+            raise StoreUnavailable("the adapter store breaks off before it has sent anything of it")
         known = progress.header
         if known is not None and known.image_id == header.image_id and progress.sink is not None:
             if header.offset == 0:

@@ -108,7 +108,8 @@ class Residency:
         return self.loads.store_wait_since_s(digest)
 
     def wait_reason(self, digest: str, now_s: float) -> str:
-        """Says what an adapter that waits for the store waits for, as a caller may know it."""
+        """Says what an adapter that waits for the store waits for, as a caller may know it, and
+        what the caller can do."""
         return self.loader.wait_reason(digest, now_s)
 
     def last_progress_s(self, digest: str) -> float | None:

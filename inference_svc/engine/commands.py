@@ -11,7 +11,7 @@ from inference_svc.adapters.resident import Resident
 from inference_svc.engine.messages import Call, Command, Reply
 from inference_svc.engine.profiler import StepProfiler
 from inference_svc.engine.status_types import EngineDetails, EngineStatus, ResidentAdapter
-from inference_svc.errors import TRY_LATER, AdapterNotFound, AdapterUnavailable
+from inference_svc.errors import AdapterNotFound, AdapterUnavailable
 from servicekit.errors import ServiceError
 
 
@@ -111,8 +111,7 @@ class Commands:
         if expiry_s is not None and now_s >= expiry_s:
             message = (
                 f"adapter {call.adapter or call.digest} cannot be loaded, nothing of it has come "
-                f"for {self.adapter_wait_s:g} s: {self.residency.wait_reason(call.digest, now_s)}; "
-                f"{TRY_LATER}"
+                f"for {self.adapter_wait_s:g} s: {self.residency.wait_reason(call.digest, now_s)}"
             )
             return Reply(call.call_id, error=AdapterUnavailable(message, subject="ref"))
         return None

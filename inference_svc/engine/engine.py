@@ -34,7 +34,6 @@ from inference_svc.engine.scheduler import Scheduler
 from inference_svc.engine.settle import Settler
 from inference_svc.engine.step_times import StepPhases, StepTimes
 from inference_svc.errors import (
-    TRY_LATER,
     AdapterUnavailable,
     DuplicateRequest,
     EngineFailed,
@@ -217,8 +216,7 @@ class Engine:
         request = sequence.request
         return AdapterUnavailable(
             f"adapter {request.adapter or request.digest} was not loaded within "
-            f"{self.adapter_wait_s:g} s: {self.residency.wait_reason(request.digest, now_s)}; "
-            f"{TRY_LATER}",
+            f"{self.adapter_wait_s:g} s: {self.residency.wait_reason(request.digest, now_s)}",
             subject="adapter",
         )
 

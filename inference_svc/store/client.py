@@ -6,6 +6,7 @@ Both choose among the replicas by the same policy, and report to it how each cal
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from inference_svc.adapters.image_source import (
 )
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.config import InferenceSettings
-from inference_svc.errors import AdapterNotFound, StoreUnavailable
+from inference_svc.errors import AdapterNotFound, StoreUnavailable, notes_of
 from inference_svc.store.channel_pool import ChannelPool, PooledChannel
 from inference_svc.store.convert import (
     from_announcement,
@@ -52,6 +53,8 @@ from servicekit.errors import ServiceError
 from servicekit.telemetry.logs import configure_logging
 from servicekit.telemetry.spans import outgoing_headers
 
+logger = logging.getLogger(__name__)
+
 CALL_SECONDS = 5.0
 """A store that takes longer for a catalog call counts as unreachable."""
 FAILOVER_SECONDS = 2.0
@@ -74,6 +77,7 @@ class CatalogClient:
         self._channels = ChannelPool(grpc.aio, replicas, access)
         # A random one, so that the inference services spread over the replicas.
         self._key = secrets.token_hex(8)
+        self._is_down = False
 
     async def close(self) -> None:
         for channel in self._channels.pop_all():
@@ -122,15 +126,27 @@ class CatalogClient:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def _try_replicas(self, call: Callable[[ReplicaSession, float], Awaitable[T]]) -> T:
-        """Makes `call` to one replica after the other until one answers; passes it the timeout."""
+        """Makes `call` to one replica after the other until one answers; passes it the timeout.
+        Logs once per outage that none does: callers are told that this server's log has more."""
         await self._close_unused()
         *others, last = self._replicas.order(self._key)
         for endpoint in others:
             try:
-                return await call(self._session(endpoint), FAILOVER_SECONDS)
+                answer = await call(self._session(endpoint), FAILOVER_SECONDS)
+                self._is_down = False
+                return answer
             except StoreUnavailable:
                 self._replicas.count_failover()
-        return await call(self._session(last), CALL_SECONDS)
+        try:
+            answer = await call(self._session(last), CALL_SECONDS)
+        except StoreUnavailable as error:
+            if not self._is_down:
+                facts = {"source": last.address, "notes": notes_of(error)}
+                logger.warning("a call to the store failed: %s", error.message, extra=facts)
+            self._is_down = True
+            raise
+        self._is_down = False
+        return answer
 
     def _session(self, endpoint: Endpoint) -> ReplicaSession:
         return ReplicaSession(self._channels, endpoint, self._access)
@@ -358,9 +374,11 @@ class _ImageStream:
         self._channels.report_failure(self._pooled, error.code())
         if is_about(error, self._layout_id):
             # A store that lost our layout gets it again when the watch reconnects.
-            return StoreUnavailable("the store does not know our layout")
+            return StoreUnavailable(
+                "the adapter store does not know the model that this server runs"
+            )
         if error.code() is grpc.StatusCode.NOT_FOUND and not self._is_last:
-            return StoreUnavailable("this replica does not know the adapter; trying the others")
+            return StoreUnavailable("a replica of the adapter store does not know the adapter")
         return to_error(error)
 
 

@@ -17,7 +17,13 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from inference_svc.core import Principal
-from inference_svc.errors import TRY_LATER, AdapterNotFound, AdapterUnusable, StoreUnavailable
+from inference_svc.errors import (
+    TRY_LATER,
+    TRY_LATER_SEE_LOG,
+    AdapterNotFound,
+    AdapterUnusable,
+    StoreUnavailable,
+)
 from inference_svc.store.content_owners import OwnershipCache
 from inference_svc.store.name_cache import CachedName, LookupKey, NameCache
 from inference_svc.store.superseded import SupersededVersions, Version
@@ -25,6 +31,8 @@ from inference_svc.store.types import AdapterRecord, Catalog, NameEvent
 from servicekit.errors import ServiceError
 from servicekit.refs import parse_ref, tenant_of
 
+MIN_REVISION = "min_revision"
+"""The subject of errors about a store that is behind."""
 LIVE_SECONDS = 2.0
 """The watch sends events every second; silent for longer it counts as lost."""
 STALE_WAIT_SECONDS = 1.0
@@ -206,7 +214,9 @@ class Directory:
         stale = self._cached_if_recent(key, min_revision)
         if stale is not None:
             return stale
-        message = f"adapter {key.ref} cannot be looked up: {error.message}; {TRY_LATER}"
+        # A store that is behind has not failed: nothing of it is logged.
+        advice = TRY_LATER if error.subject == MIN_REVISION else TRY_LATER_SEE_LOG
+        message = f"adapter {key.ref} cannot be looked up: {error.message}; {advice}"
         raise StoreUnavailable(message, subject=error.subject) from error
 
     def _cached_if_recent(self, key: LookupKey, min_revision: int) -> AdapterRecord | None:
@@ -231,7 +241,7 @@ class Directory:
                 return record
         raise StoreUnavailable(
             f"the store has not reached revision {max(min_revision, self.revision)}",
-            subject="min_revision",
+            subject=MIN_REVISION,
         )
 
     def _start_lookup(self, key: LookupKey) -> asyncio.Task[AdapterRecord | None]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.errors import StoreUnavailable
+from inference_svc.errors import StoreUnavailable, notes_of
 from inference_svc.store.client import CatalogClient
 from inference_svc.store.credentials import StoreAccess
 from inference_svc.store.directory import Directory
@@ -116,7 +116,7 @@ class CatalogWatch:
     def _log_outage(self, error: ServiceError) -> None:
         """Logs once per outage."""
         if not self._is_down:
-            notes = " ".join(getattr(error, "__notes__", ()))
+            notes = notes_of(error)
             logger.warning("no connection to the store at %s: %s %s", self._source, error, notes)
         self._is_down = True
 

@@ -61,21 +61,31 @@ def test_lost_stream_resumes_at_the_last_verified_part(loop: Loop, store) -> Non
     assert [offset for _, offset in store.pulls] == [0, 0, image.ends[0]]
 
 
-def test_wait_for_the_store_has_a_reason(loop: Loop, store) -> None:
+SEE_LOG = "; try again later (this server's log has the store's address)"
+
+
+def test_wait_for_the_store_has_a_reason(
+    loop: Loop, store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log has what callers are referred to, once for each pull."""
     image = store.add("aaaa")
     store.gate.clear()
     loop.residency.add_waiter("aaaa", 0.0)
-    assert loop.residency.wait_reason("aaaa", 0.0) == "other adapters are pulled first"
+    assert loop.residency.wait_reason("aaaa", 0.0) == (
+        "other adapters are pulled first; try again later"
+    )
     load = loop.residency.loads["aaaa"]
     loop.until(lambda: load.granted_s is not None)
-    arrived = f"its pull is under way, 0 of {len(image.data):,} bytes have arrived"
+    arrived = f"its pull is under way, 0 of {len(image.data):,} bytes have arrived; try again later"
     assert loop.residency.wait_reason("aaaa", 0.0) == arrived
     store.lose_after = [0] * 1000
     store.gate.set()
     assert load.job is not None
     loop.until(lambda: len(store.pulls) > 2)
     now_s = load.job.failed_s + 7.2
-    assert loop.residency.wait_reason("aaaa", now_s) == "stream lost, for 7 s now"
+    assert loop.residency.wait_reason("aaaa", now_s) == f"stream lost, for 7 s now{SEE_LOG}"
+    [failed] = [record for record in caplog.records if "stream lost" in record.message]
+    assert (failed.message, failed.source) == ("pull: stream lost; trying again", "memory")
     store.lose_after = []
     loop.until(lambda: loop.residency.is_resident("aaaa"))
     loop.residency.acquire("aaaa")
@@ -84,7 +94,7 @@ def test_wait_for_the_store_has_a_reason(loop: Loop, store) -> None:
 def test_store_that_never_answered_is_the_reason(store, layout: ModelLayout) -> None:
     loop = Loop(store, layout, 16384, 0, layout_id="")
     loop.residency.add_waiter("aaaa", 0.0)
-    reason = "the adapter store has not answered since this server started"
+    reason = f"the adapter store has not answered since this server started{SEE_LOG}"
     assert loop.residency.wait_reason("aaaa", 1.0) == reason
     loop.residency.remove_waiter("aaaa")
     loop.puller.close()
@@ -120,7 +130,7 @@ def test_failing_loads_leak_nothing(loop: Loop, store) -> None:
     assert_computes(loop, store, "good", loop.load("good"))
 
 
-def test_cancelled_load_leaks_nothing(loop: Loop, store) -> None:
+def test_cancelled_load_leaks_nothing(loop: Loop, store, caplog: pytest.LogCaptureFixture) -> None:
     store.add("aaaa")
     store.gate.clear()
     loop.residency.add_waiter("aaaa", 0.0)
@@ -129,6 +139,7 @@ def test_cancelled_load_leaks_nothing(loop: Loop, store) -> None:
     loop.residency.remove_waiter("aaaa")
     loop.until(lambda: loop.residency.loads.num_jobs == 0)
     assert memory.used_bytes == 0
+    assert not caplog.records, "its stream was ended here: the store has not failed"
     store.gate.set()
     assert_computes(loop, store, "aaaa", loop.load("aaaa"))
 

@@ -81,6 +81,27 @@ def test_codes_become_errors(code: str, error: type[ServiceError]) -> None:
     serve(body)
 
 
+def test_outage_is_logged_once_with_the_address(caplog: pytest.LogCaptureFixture) -> None:
+    """Callers are told that the server's log has it."""
+
+    async def body(store: TinyStore, address: str) -> None:
+        client = CatalogClient(Replicas.at(address))
+        for _ in range(2):
+            store.refuse["GetAdapter"] = grpc.StatusCode.UNAVAILABLE
+            for _ in range(3):
+                with pytest.raises(StoreUnavailable):
+                    await client.get_adapter("upper")
+            del store.refuse["GetAdapter"]
+            await client.get_adapter("upper")
+        logged = [record for record in caplog.records if "call to the store" in record.message]
+        assert [(record.source, record.notes) for record in logged] == [
+            (address, "refused, because")
+        ] * 2
+        await client.close()
+
+    serve(body)
+
+
 def test_adapters_are_listed_page_by_page_for_tenants() -> None:
     async def body(store: TinyStore, address: str) -> None:
         client = CatalogClient(Replicas.at(address))
@@ -279,7 +300,7 @@ def test_store_that_lost_the_layout_is_unavailable() -> None:
     async def main() -> None:
         async with running(Forgetful()) as (_, address):
             images = ImageClient(Replicas.at(address))
-            with pytest.raises(StoreUnavailable, match="does not know our layout"):
+            with pytest.raises(StoreUnavailable, match="the model that this server runs"):
                 await asyncio.to_thread(list, images.pull(A, LAYOUT))
             images.close()
 

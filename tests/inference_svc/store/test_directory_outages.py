@@ -36,6 +36,12 @@ def test_names_resolve_for_their_ttl_while_the_store_is_unreachable() -> None:
     run(body)
 
 
+def test_store_that_is_behind_has_nothing_in_the_log() -> None:
+    _, directory, _ = make()
+    with pytest.raises(StoreUnavailable, match=r"revision 6; try again later$"):
+        run(lambda: directory.resolve(ANYONE, "upper", min_revision=6))
+
+
 def test_unreachable_store_is_not_called_for_every_request() -> None:
     catalog, directory, clock = make()
 
