@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     return _run(settings)
 
 
-def _fail(error: Exception, code: int) -> int:
+def _fail(error: Exception | str, code: int) -> int:
     print(f"loadout: {error}", file=sys.stderr)
     return code
 
@@ -84,7 +84,7 @@ def _run(settings: InferenceSettings) -> int:
         asyncio.run(serve(settings))
     except (UnsupportedModel, EngineFailed, InvalidSetting, ValueError, OSError) as error:
         logging.getLogger(__name__).debug("ended by an error", exc_info=True)
-        return _fail(error, 1)
+        return _fail(error.for_operator if isinstance(error, EngineFailed) else error, 1)
     finally:
         interpreter_gc.resume()
     return 0

@@ -147,9 +147,12 @@ class AsyncEngine:
                 f"a request with id {own_id[1]!r} is running", subject="request_id"
             )
 
-    def _check_serving(self) -> None:
-        if self.failure is not None:  # nothing has been done for the request
+    def _check_engine(self) -> None:
+        if self.failure is not None:  # nothing has been done for the caller
             raise Draining(self.failure.message)
+
+    def _check_serving(self) -> None:
+        self._check_engine()
         if self._draining:
             raise Draining("the server is shutting down", retry_after_s=1.0)
 
@@ -200,8 +203,7 @@ class AsyncEngine:
         timeout_s: float = 0.0,
         adapter: str = "",
     ) -> Any:
-        if self.failure is not None:
-            raise EngineFailed(self.failure.message)
+        self._check_engine()
         span = spans.current_sampled() if command is Command.LOAD else None
         trace = None if span is None else span.context
         call = Call(next(self._numbers), command, digest, pin, limit, timeout_s, trace, adapter)

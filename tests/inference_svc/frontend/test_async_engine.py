@@ -358,8 +358,9 @@ def test_engine_failure_ends_all_requests(engine, tokenizers) -> None:
         assert async_engine.failed.is_set()
         with pytest.raises(Draining, match="the engine failed"):  # another server may take it
             await collect(async_engine, make_request(tokenizer, "abc", "new"))
-        with pytest.raises(EngineFailed):
-            await async_engine.describe()
+        for call in (async_engine.load("digest", pin=False), async_engine.describe()):
+            with pytest.raises(Draining, match="the engine failed"):
+                await call
 
     run(body)
 
