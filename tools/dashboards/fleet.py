@@ -169,7 +169,8 @@ def _errors() -> list[Panel]:
         lines(
             "Calls that failed",
             "gRPC calls that did not end OK, by status code. RESOURCE_EXHAUSTED: the queue was "
-            "full; UNAVAILABLE: an adapter did not come in time, or the server drains.",
+            "full; UNAVAILABLE: an adapter did not come in time, the server drains, or its engine "
+            "has ended.",
             "reqps",
             Query(
                 INFERENCE.or_zero(INFERENCE.rate("rpcs_total", "code", 'code!="OK"')), "{{code}}"
