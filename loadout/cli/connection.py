@@ -179,6 +179,15 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
+def _known_store(arguments: dict[str, Any]) -> str:
+    """Returns the store that the command has called, or else one that the user has named; "" for
+    none: the default's address may be anybody's, who would get the token."""
+    store: str = arguments.get("store", "")
+    if "inference" in arguments and store == options.DEFAULT_STORE:
+        store = ""
+    return store or environment_store()
+
+
 def connects(command: Callable[..., None]) -> Callable[..., None]:
     """Adds the options of a connection to a command, which gets their values as `connection`."""
     hints = get_type_hints(command, include_extras=True)
@@ -206,8 +215,8 @@ def connects(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(connection=connection, **arguments)
         except NotFound as error:
-            store = arguments.get("store") or environment_store() or options.DEFAULT_STORE
-            hint = suggest(error, partial(connection.quick_client, store=store))
+            store = _known_store(arguments)
+            hint = suggest(error, partial(connection.quick_client, store=store)) if store else ""
             if not hint:
                 raise
             raise CommandFailed(f"{error}; {hint}") from error

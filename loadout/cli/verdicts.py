@@ -17,6 +17,7 @@ WAIT_S = 5.0
 REQUIRED_WAIT_S = 60.0
 """And how long if its exit code depends on them."""
 SERVABLE, NOT_SERVABLE, AS_FAR_AS_KNOWN = "servable", "not servable", "as far as is known"
+SERVERS_NOT_SAID = "this store, of an earlier release, does not say which servers can serve it"
 MIN_DELAY_S, MAX_DELAY_S = 0.05, 1.0
 
 
@@ -38,10 +39,15 @@ def wait_for_verdicts(client: Client, adapter: Adapter, *, is_required: bool) ->
 
 def print_verdicts(adapter: Adapter) -> None:
     """Prints a line for every server of the adapter's base model; servers that have announced the
-    same are one."""
-    lines = [
-        _line(state, server) for state in adapter.layout_states for server in state.servers
-    ] or [f"no server serves base model {adapter.base_model}"]
+    same are one. Of an earlier store a line for every image."""
+    states = adapter.layout_states
+    if _is_of_earlier_store(adapter):
+        lines = [
+            f"{_where(state)}: image {state.state.value}, {SERVERS_NOT_SAID}" for state in states
+        ]
+    else:
+        lines = [_line(state, server) for state in states for server in state.servers]
+    lines = lines or [f"no server serves base model {adapter.base_model}"]
     for line in lines:
         typer.echo(line)
 
@@ -49,15 +55,19 @@ def print_verdicts(adapter: Adapter) -> None:
 def short_verdicts(adapter: Adapter) -> str:
     """Returns the lines of `print_verdicts` for a column: alike ones once, with the number of the
     servers' announcements that they are about if there are several."""
-    counts = Counter(
-        _summary(state, server) for state in adapter.layout_states for server in state.servers
-    )
+    states = adapter.layout_states
+    if _is_of_earlier_store(adapter):
+        images = ", ".join(dict.fromkeys(state.state.value for state in states))
+        return f"not said by this store (images: {images})"
+    counts = Counter(_summary(state, server) for state in states for server in state.servers)
     words = (text if count == 1 else f"{count} {text}" for text, count in counts.items())
     return ", ".join(words) or "no server"
 
 
 def check_servable(adapter: Adapter) -> None:
     """Raises CommandFailed unless a server can serve the adapter."""
+    if _is_of_earlier_store(adapter):
+        raise CommandFailed(f"{adapter.ref} is registered, but {SERVERS_NOT_SAID}")
     states = [state for state in adapter.layout_states if state.servers]
     settled = [state for state in states if not _is_open(state)]
     if any(server.servable for state in settled for server in state.servers):
@@ -71,6 +81,13 @@ def check_servable(adapter: Adapter) -> None:
     raise CommandFailed(f"{adapter.ref} is registered, but {why}")
 
 
+def _is_of_earlier_store(adapter: Adapter) -> bool:
+    """Returns whether the store is of 0.2, which says nothing of servers: later ones say that what
+    is ready fits."""
+    states = adapter.layout_states
+    return any(state.state is ImageState.READY and not state.fits for state in states)
+
+
 def _is_open(state: LayoutState) -> bool:
     """Returns whether it may still turn out that no server of the layout can serve the adapter."""
     is_settled = state.state in (ImageState.READY, ImageState.INCOMPATIBLE) or (
@@ -80,7 +97,7 @@ def _is_open(state: LayoutState) -> bool:
 
 
 def _line(state: LayoutState, server: ServerVerdict) -> str:
-    where = f"layout {state.layout_id.removeprefix('sha256:')[:12]}"
+    where = _where(state)
     if server.max_rank:
         where += f", ranks up to {server.max_rank}"
     if not server.servable:
@@ -90,6 +107,10 @@ def _line(state: LayoutState, server: ServerVerdict) -> str:
     if not _is_open(state):
         return f"{SERVABLE} by {where}; its image is compiled when it is first used"
     return f"{SERVABLE} by {where}, {AS_FAR_AS_KNOWN}: its image is {state.state.value}"
+
+
+def _where(state: LayoutState) -> str:
+    return f"layout {state.layout_id.removeprefix('sha256:')[:12]}"
 
 
 def _summary(state: LayoutState, server: ServerVerdict) -> str:

@@ -92,12 +92,16 @@ def test_adapters_table(run, fake_store):
     small = store_pb.ServerVerdict(max_rank=4, reason=too_high)
     large = store_pb.ServerVerdict(max_rank=16, servable=True)
     ready = store_pb.LayoutState(
-        layout_id="l", state=store_pb.IMAGE_STATE_READY, servers=[small, large, large]
+        layout_id="l",
+        state=store_pb.IMAGE_STATE_READY,
+        servers=[small, large, large],
+        fits=True,
     )
     unknown = store_pb.LayoutState(
         layout_id="m", state=store_pb.IMAGE_STATE_PENDING, servers=[large]
     )
-    left = store_pb.LayoutState(layout_id="n", state=store_pb.IMAGE_STATE_READY)
+    left = store_pb.LayoutState(layout_id="n", state=store_pb.IMAGE_STATE_READY, fits=True)
+    earlier = store_pb.LayoutState(layout_id="o", state=store_pb.IMAGE_STATE_READY)
     adapters = [
         store_pb.Adapter(
             name="default/a",
@@ -110,11 +114,12 @@ def test_adapters_table(run, fake_store):
             pinned=True,
         ),
         store_pb.Adapter(name="acme/b", version=1, rank=16, layout_states=[left]),
+        store_pb.Adapter(name="acme/c", version=1, rank=16, layout_states=[earlier] * 2),
     ]
     fake_store.on("ListAdapters", store_pb.ListAdaptersResponse(adapters=adapters))
     code, out, _ = run("adapters", "--filter", "tenant=acme")
     assert code == 0
-    header, first, second = out.splitlines()
+    header, first, second, third = out.splitlines()
     assert header.split() == [
         "adapter",
         "rank",
@@ -132,6 +137,8 @@ def test_adapters_table(run, fake_store):
         assert cell in first
     assert second.startswith("acme/b@1")
     assert "no server" in second
+    assert "not said by this store (images: ready)" in third
+    assert "no server" not in third
     assert fake_store.requests["ListAdapters"][0].filter == "tenant=acme"
 
 

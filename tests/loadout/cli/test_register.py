@@ -70,7 +70,16 @@ def layout_state(
     state: int, *servers: store_pb.ServerVerdict, fits: bool = False
 ) -> store_pb.LayoutState:
     layout_id = "sha256:" + "5" * 64
+    fits = fits or state == store_pb.IMAGE_STATE_READY
     return store_pb.LayoutState(layout_id=layout_id, state=state, servers=servers, fits=fits)
+
+
+def earlier_states(*states: int) -> list[store_pb.LayoutState]:
+    """As a store of 0.2 sends them."""
+    return [
+        store_pb.LayoutState(layout_id="sha256:" + str(number) * 64, state=state)
+        for number, state in enumerate(states, start=1)
+    ]
 
 
 LARGE = store_pb.ServerVerdict(max_rank=64, servable=True)
@@ -123,6 +132,17 @@ NONE = store_pb.ServerVerdict(reason="shape [8, 32] has 32 in_features, q_proj h
             0,
             "",
         ),
+        (
+            earlier_states(store_pb.IMAGE_STATE_READY, store_pb.IMAGE_STATE_PENDING),
+            [
+                "layout 111111111111: image ready, "
+                "this store, of an earlier release, does not say which servers can serve it",
+                "layout 222222222222: image pending, "
+                "this store, of an earlier release, does not say which servers can serve it",
+            ],
+            1,
+            "this store, of an earlier release, does not say which servers can serve it",
+        ),
         ([], ["no server serves base model org/base"], 1, "no server serves base model org/base"),
     ],
 )
@@ -146,6 +166,7 @@ def test_register_waits_for_the_images(run, fake_store, registered):
     done = store_pb.Adapter()
     done.CopyFrom(registered.adapter)
     done.layout_states[0].state = store_pb.IMAGE_STATE_READY
+    done.layout_states[0].fits = True
     fake_store.on("GetAdapter", store_pb.GetAdapterResponse(adapter=done))
     code, out, _ = run("register", "a", "s3://b/p", "--require-servable", "--json")
     assert code == 0

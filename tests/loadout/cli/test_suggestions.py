@@ -49,6 +49,19 @@ def test_adapter_of_a_generation(run, fake_store, fake_inference, missing):
     assert err == "loadout: no adapter acme/frnch; did you mean acme/french?\n"
 
 
+@pytest.mark.parametrize("command", [("generate", "x", "--adapter"), ("pin",)])
+def test_store_that_nobody_named_is_not_asked(run, fake_inference, missing, monkeypatch, command):
+    """It would get the token."""
+    asked = []
+    monkeypatch.delenv("LOADOUT_STORE")
+    monkeypatch.setattr("loadout.cli.connection.suggest", lambda *call: asked.append(call))
+    for method in ("Generate", "PinAdapter"):
+        fake_inference.on(method, missing("acme/frnch"))
+    err = run(*command, "acme/frnch")[2]
+    assert err == "loadout: no adapter acme/frnch\n"
+    assert asked == []
+
+
 def test_versions_that_there_are(run, fake_store, missing):
     adapters = [store_pb.Adapter(name="acme/french", version=each) for each in (5, 3, 2, 1)]
     adapters[1].delete_time.CopyFrom(Timestamp(seconds=1))
