@@ -39,13 +39,19 @@ def compile_kernels() -> None:
             print(f"the native kernels for {variant} do not compile: {error}", file=sys.stderr)
 
 
+def remove_earlier_build(folder: Path) -> None:
+    """Removes what would be in the wheel otherwise: also modules that are gone. What --build-lib
+    names elsewhere may hold anything, and stays."""
+    if ROOT.resolve() / "build" in folder.resolve().parents:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 class BuildWithStubs(build_py):
     def run(self) -> None:
         generate_stubs()
         compile_kernels()
         if not self.editable_mode:
-            # What an earlier build left there would be in the wheel: modules that are gone, too.
-            shutil.rmtree(self.build_lib, ignore_errors=True)
+            remove_earlier_build(Path(self.build_lib))
         super().run()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -14,8 +15,10 @@ import tomllib
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import setuptools
 
 from kernels.native.build import installed_variants, runnable_variants
 from loadout.demo.system import FREE_PORT
@@ -100,6 +103,17 @@ def run(*command: str | Path, **further: object) -> str:
     return done.stdout
 
 
+def load_setup(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Returns setup.py as a module; it builds nothing."""
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
+    spec = importlib.util.spec_from_file_location("setup_of_loadout", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def in_source_distribution(path: Path) -> set[str]:
     with tarfile.open(path) as archive:
         names = [member.name for member in archive if member.isfile()]
@@ -110,6 +124,22 @@ def in_source_distribution(path: Path) -> set[str]:
 def in_wheel(path: Path) -> set[str]:
     with zipfile.ZipFile(path) as archive:
         return {name for name in archive.namelist() if not name.endswith("/")}
+
+
+@pytest.mark.parametrize(
+    ("folder", "is_removed"),
+    [("build/lib", True), ("build/lib.linux", True), ("build", False), ("elsewhere", False)],
+)
+def test_only_an_earlier_build_is_removed(
+    folder: str, is_removed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--build-lib may name any folder."""
+    setup = load_setup(monkeypatch)
+    monkeypatch.setattr(setup, "ROOT", tmp_path / "checkout")
+    held = tmp_path / "checkout" / folder / "held"
+    held.mkdir(parents=True)
+    setup.remove_earlier_build(held.parent)
+    assert held.exists() is not is_removed
 
 
 @pytest.mark.slow
