@@ -175,7 +175,7 @@ def test_pins_that_would_block_others_are_refused() -> None:
     for digest in "ab":
         ready(slots, digest, 3)
     slots.pin("a")
-    with pytest.raises(NoRoom, match="adapter_memory"):
+    with pytest.raises(NoRoom, match="raise --adapter-memory"):
         slots.pin("b")
 
 
