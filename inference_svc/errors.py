@@ -111,7 +111,7 @@ class EngineFailed(Unavailable):
     @property
     def for_operator(self) -> str:
         """The message with what operators can do in place of what callers can."""
-        return f"{self.message.removesuffix(ENGINE_ADVICE)}; its log says more"
+        return self.message.replace(ENGINE_ADVICE, "; its log says more")
 
 
 class UnsupportedModel(FailedPrecondition):
