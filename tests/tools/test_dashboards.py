@@ -42,6 +42,8 @@ NOT_SHOWN = {
     "vllm:num_gpu_loaded_lora_adapters": "shown as tier_images",
     "vllm:max_gpu_lora_adapters": "a setting, not a measurement",
     "vllm:lora_adapter_load_seconds": "shown as load_seconds, with percentiles",
+    "loadout_inference_files_refused": "0 or 1, of which LoadoutFilesRefused alerts",
+    "loadout_store_files_refused": "0 or 1, of which LoadoutFilesRefused alerts",
     "process_virtual_memory_bytes": "says nothing: models and arenas are mapped, not used",
 }
 """Why no panel has it. A new metric belongs on a panel, or here with a reason."""
