@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from adapter_store.catalog import presence
-from adapter_store.catalog.announcements import REPLICA_RENEWS_WITHIN
+from adapter_store.catalog.announcements import RENEW_AFTER, REPLICA_RENEWS_WITHIN
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.presence import Presence
 from adapter_store.core import Announcement
-from adapter_store.errors import CatalogUnavailable
+from adapter_store.errors import CatalogUnavailable, disk_full
 from servicekit.errors import Draining, NotFound
-from tests.adapter_store.catalog.conftest import BASE
+from tests.adapter_store.catalog.conftest import BASE, WAIT_SECONDS
 
 
 @pytest.fixture
@@ -91,23 +94,134 @@ def test_stop_of_the_store_withdraws_nothing(announced, is_there, announcement_i
     run(announced, body)
 
 
-def test_catalog_that_does_not_answer_ends_no_watch(announced, is_there, monkeypatch, caplog):
-    def fail(*_: object) -> None:
-        raise CatalogUnavailable("the catalog does not answer")
+class SlowRenewals:
+    """Renewals of a catalog, in which a renewal waits until it may go on."""
 
-    monkeypatch.setattr(announced, "renew", fail)
+    def __init__(self, catalog: Catalog) -> None:
+        self.count = 0
+        self.has_begun = threading.Event()
+        self.may_go_on = threading.Event()
+        self._renew = catalog.renew
+
+    def renew(self, announcement_id: str) -> str | None:
+        self.count += 1
+        self.has_begun.set()
+        assert self.may_go_on.wait(WAIT_SECONDS)
+        return self._renew(announcement_id)
+
+
+@pytest.fixture
+def slow(announced, clock, monkeypatch):
+    """Renewals of a catalog in which one of "A" is due."""
+    slow = SlowRenewals(announced)
+    monkeypatch.setattr(announced, "renew", slow.renew)
+    clock.now += RENEW_AFTER
+    assert announced.is_renewal_due("A")
+    return slow
+
+
+async def turns() -> None:
+    """Lets all tasks run until they wait for something."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_event_that_wakes_all_watches_renews_once(announced, slow):
+    async def body(seen: Presence) -> None:
+        watches = [asyncio.create_task(seen.renew("A")) for _ in range(50)]
+        await turns()
+        slow.may_go_on.set()
+        await asyncio.gather(*watches)
+        assert not announced.is_renewal_due("A")
+        assert slow.count == 1
+
+    run(announced, body)
+
+
+def test_server_that_leaves_while_it_is_renewed_is_withdrawn(announced, slow, is_there):
+    async def body(seen: Presence) -> None:
+        async def watch() -> None:
+            with seen.watching("A"):
+                await seen.renew("A")
+
+        watching = asyncio.create_task(watch())
+        loop = asyncio.get_running_loop()
+        assert await loop.run_in_executor(None, slow.has_begun.wait, WAIT_SECONDS)
+        watching.cancel()
+        await turns()
+        slow.may_go_on.set()
+        await others_end()
+        assert slow.count == 1
+        assert not is_there()
+
+    run(announced, body)
+
+
+def refuse_renewals(catalog, patch: pytest.MonkeyPatch, error: Exception) -> list[str]:
+    """Lets all renewals fail; returns the list of those that are asked for."""
+    asked: list[str] = []
+
+    def fail(announcement_id: str) -> None:
+        asked.append(announcement_id)
+        raise error
+
+    patch.setattr(catalog, "renew", fail)
+    return asked
+
+
+@pytest.mark.parametrize("error", [disk_full(), ValueError("a bug")])
+def test_outage_ends_no_watch_and_is_logged_once(announced, clock, monkeypatch, caplog, error):
+    caplog.set_level(logging.INFO, presence.__name__)
+    monkeypatch.setattr(presence, "RETRY_SECONDS", 0.0)
+    clock.now += RENEW_AFTER
+
+    async def body(seen: Presence) -> None:
+        with monkeypatch.context() as patch:
+            asked = refuse_renewals(announced, patch, error)
+            for _ in range(3):
+                await seen.renew("A")
+            assert asked == ["A"] * 3
+        await seen.renew("A")
+        assert not announced.is_renewal_due("A")
+
+    run(announced, body)
+    assert [each.message for each in caplog.records] == [
+        "announcements cannot be renewed; trying again",
+        "announcements are renewed again",
+    ]
+
+
+def test_catalog_that_refuses_renewals_is_asked_seldom(announced, clock, monkeypatch):
+    monkeypatch.setattr(presence, "RETRY_SECONDS", 3600.0)
+    asked = refuse_renewals(announced, monkeypatch, disk_full())
+    announced.announce("L", "B", Announcement(max_rank=8))
+    clock.now += RENEW_AFTER
+
+    async def body(seen: Presence) -> None:
+        for announcement_id in ("A", "B", "A"):
+            await seen.renew(announcement_id)
+
+    run(announced, body)
+    assert asked == ["A"]
+
+
+@pytest.mark.parametrize("error", [CatalogUnavailable("no answer"), ValueError("a bug")])
+def test_announcement_that_cannot_be_withdrawn_is_logged(
+    announced, is_there, monkeypatch, caplog, error
+):
+    def fail(*_: object) -> None:
+        raise error
+
     monkeypatch.setattr(announced, "withdraw", fail)
-    monkeypatch.setattr(announced, "is_renewal_due", lambda _: True)
 
     async def body(seen: Presence) -> None:
         with seen.watching("A"):
-            await seen.renew("A")
+            pass
         await others_end()
 
     run(announced, body)
     assert [each.message for each in caplog.records] == [
-        "an announcement was not renewed: the catalog does not answer",
-        "an announcement was not withdrawn: it expires",
+        "an announcement was not withdrawn: it counts until it expires"
     ]
     assert is_there()
 
