@@ -150,7 +150,8 @@ class Layout:
 class Announcement:
     """What a server says beside its layout: further names of the base model, and the highest rank
     that it accepts, 0 for any. It counts for as long as the server watches, and lasts an hour
-    more; of servers that do not renew it, as long as the layout."""
+    more; of servers that do not renew it, as long as the layout, or until those that have replaced
+    them have gone for an hour."""
 
     aliases: tuple[str, ...] = ()
     max_rank: int = 0
@@ -159,9 +160,9 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """The limits of one announcement, which lasts until `expire_time`, in microseconds since the
-    epoch (its servers are there until shortly after they last renewed it, see lookup), and unless
-    it `is_renewed` while its layout, last used at `last_use_time`, is live."""
+    """The limits of one announcement. `expire_time`, in microseconds since the epoch, is an hour
+    after it was last made or renewed, and `last_use_time` is that of its layout: they decide
+    whether its servers are there, see lookup.present."""
 
     announcement_id: str
     max_rank: int

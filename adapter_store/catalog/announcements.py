@@ -17,6 +17,7 @@ from sqlalchemy import (
     exists,
     func,
     insert,
+    or_,
     select,
     update,
 )
@@ -29,16 +30,14 @@ from adapter_store.errors import LimitExceeded
 from servicekit.shares import limit_of
 
 RENEW_AFTER = timedelta(seconds=20)
-"""How often an announcement is renewed while a server is connected: three times within
-PRESENT_FOR. Servers that announce the same share one row, and so its writes."""
+"""After what time an announcement is renewed, with the next event of a server's watch. PRESENT_FOR
+allows for three of that beside the difference of clocks. Servers that announce the same share one
+row, and so its writes."""
 REPLICA_RENEWS_WITHIN = RENEW_AFTER + timedelta(seconds=5)
 """Within what time another replica renews it if it has servers of the same announcement."""
 MAX_PER_LAYOUT = 16
 """Servers of one layout that say the same share an announcement. An account may have its share of
 what others leave."""
-
-_FOR_EVER = 1 << 62
-"""The end of what is not renewed: it counts while its layout is live, or is so again."""
 
 
 def add(
@@ -61,7 +60,7 @@ def add(
     known = {row[0]: row[1] for row in conn.execute(query.where(of_layout))}
     if announcement_id not in known:
         _check_limit(layout_id, list(known.values()), account, share)
-    expire_time = to_micros(time + LASTS_FOR) if announcement.is_renewed else _FOR_EVER
+    expire_time = to_micros(time + LASTS_FOR)
     aliases = sorted(set(announcement.aliases))
     conn.execute(
         upsert(conn, announcements)
@@ -102,10 +101,11 @@ def _check_limit(layout_id: str, accounts: Sequence[str], account: str, share: f
 
 
 def has_server(time: datetime) -> ColumnElement[bool]:
-    """Returns whether a layout, of the row that a query reads, has an announcement at this time."""
+    """Returns whether a layout, of the row that a query reads, has an announcement at this time.
+    What is not renewed counts while its layout is live, or is so again."""
     return exists().where(
         announcements.c.layout_id == layouts.c.layout_id,
-        announcements.c.expire_time > to_micros(time),
+        or_(~announcements.c.is_renewed, announcements.c.expire_time > to_micros(time)),
     )
 
 
@@ -142,27 +142,32 @@ def withdraw(
 
 def expire(conn: Connection, time: datetime, layout_id: str = "") -> int:
     """Deletes the announcements that have ended, of one layout or of all, with the aliases that no
-    other announcement of their layout has; returns their number."""
-    where = [announcements.c.expire_time <= to_micros(time)]
+    other announcement of their layout has; returns their number.
+
+    With them go those that are not renewed and were made before their last renewal: these servers
+    have been replaced. One that is there all the same announces itself when it connects again.
+    """
+    of_layout = announcements.c.layout_id
+    where = [announcements.c.is_renewed, announcements.c.expire_time <= to_micros(time)]
     if layout_id:
-        where.append(announcements.c.layout_id == layout_id)
-    ended = select(announcements.c.layout_id, func.count()).where(*where)
-    counts = {row[0]: row[1] for row in conn.execute(ended.group_by(announcements.c.layout_id))}
-    if counts:
-        conn.execute(delete(announcements).where(*where))
-        _drop_aliases(conn, sorted(counts))
-    return sum(counts.values())
+        where.append(of_layout == layout_id)
+    ended = select(of_layout, func.max(announcements.c.expire_time)).where(*where)
+    num_deleted = 0
+    for ended_layout, last_end in conn.execute(ended.group_by(of_layout).order_by(of_layout)).all():
+        gone = (of_layout == ended_layout, announcements.c.expire_time <= last_end)
+        num_deleted += conn.execute(delete(announcements).where(*gone)).rowcount
+        _drop_aliases(conn, ended_layout)
+    return num_deleted
 
 
-def _drop_aliases(conn: Connection, layout_ids: Sequence[str]) -> None:
-    """Deletes the aliases of these layouts that no announcement has."""
-    for layout_id in layout_ids:
-        of_layout = select(announcements.c.aliases).where(announcements.c.layout_id == layout_id)
-        kept = {alias for text in conn.scalars(of_layout) for alias in json.loads(text)}
-        conn.execute(
-            delete(layout_bases).where(
-                layout_bases.c.layout_id == layout_id,
-                layout_bases.c.is_alias,
-                layout_bases.c.base_model.not_in(kept),
-            )
+def _drop_aliases(conn: Connection, layout_id: str) -> None:
+    """Deletes the aliases of a layout that no announcement has."""
+    of_layout = select(announcements.c.aliases).where(announcements.c.layout_id == layout_id)
+    kept = {alias for text in conn.scalars(of_layout) for alias in json.loads(text)}
+    conn.execute(
+        delete(layout_bases).where(
+            layout_bases.c.layout_id == layout_id,
+            layout_bases.c.is_alias,
+            layout_bases.c.base_model.not_in(kept),
         )
+    )

@@ -19,12 +19,11 @@ from sqlalchemy import (
     exists,
     func,
     insert,
-    or_,
     select,
     update,
 )
 
-from adapter_store.catalog.lookup import from_micros, present_after, to_micros
+from adapter_store.catalog.lookup import from_micros, present, servers, to_micros
 from adapter_store.catalog.schema import announcements, images, layout_bases, layouts, versions
 from adapter_store.core import ImageState, LayoutInfo
 from adapter_store.errors import LimitExceeded
@@ -243,22 +242,17 @@ def page(
     order = (layout_bases.c.is_alias, layout_bases.c.base_model)
     for row in conn.execute(of_layouts.order_by(*order)):  # the base model, then its aliases
         names.setdefault(row.layout_id, []).append(row.base_model)
-    ranks: dict[str, list[int]] = {}
-    announced = (
-        select(announcements.c.layout_id, announcements.c.max_rank)
-        .join(layouts, layouts.c.layout_id == announcements.c.layout_id)
-        .where(announcements.c.layout_id.in_(layout_ids))
-        .where(announcements.c.expire_time > present_after(to_micros(time)))
-        .where(or_(announcements.c.is_renewed, is_live(live_since)))
-    )
-    for row in conn.execute(announced.order_by(announcements.c.max_rank)):
-        ranks.setdefault(row.layout_id, []).append(row.max_rank)
+    now = to_micros(time)
+    ranks = {
+        layout_id: tuple(each.max_rank for each in present(announced, now, live_since))
+        for layout_id, announced in servers(conn, layout_ids).items()
+    }
     return [
         LayoutInfo(
             layout_id,
             names[layout_id][0],
             tuple(names[layout_id][1 : 1 + MAX_SHOWN_ALIASES]),
-            tuple(ranks.get(layout_id, ())),
+            ranks.get(layout_id, ()),
             num_images,
             int(image_bytes or 0),
             from_micros(create_time),

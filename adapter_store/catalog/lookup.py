@@ -49,8 +49,9 @@ MIN_HIDDEN_MICROS = 50_000
 until a worker finds that new content is incompatible."""
 LASTS_FOR = timedelta(hours=1)
 """How long an announcement lasts without being renewed: a server may be away for a while."""
-PRESENT_FOR = timedelta(minutes=1)
-"""How long its servers count as there without renewing it."""
+PRESENT_FOR = timedelta(minutes=2)
+"""How long its servers count as there without renewing it: three renewals, also if the replica that
+is asked has a clock ahead of theirs by MAX_SKEW_MICROS."""
 MAX_SKEW_MICROS = 60_000_000
 """By how much replicas' clocks may differ. A record that seems to come from further ahead was made
 before the clock was set back."""
@@ -190,7 +191,7 @@ def _to_records(conn: Connection, rows: Sequence[Row[Any]]) -> list[AdapterRecor
     layouts_by_base = _layouts_by_base(conn, {row.base_model for row in rows})
     verdicts = _verdicts(conn, {row.digest for row in rows}) if layouts_by_base else {}
     layout_ids = {each for found in layouts_by_base.values() for each in found}
-    servers = _servers(conn, layout_ids) if layout_ids else {}
+    found_servers = servers(conn, layout_ids) if layout_ids else {}
     return [
         AdapterRecord(
             name=AdapterName(row.tenant, row.name),
@@ -209,7 +210,7 @@ def _to_records(conn: Connection, rows: Sequence[Row[Any]]) -> list[AdapterRecor
                 replace(
                     verdicts.get((row.digest, layout_id))
                     or LayoutVerdict(layout_id, ImageState.PENDING),
-                    servers=tuple(servers.get(layout_id, ())),
+                    servers=tuple(found_servers.get(layout_id, ())),
                 )
                 for layout_id in layouts_by_base.get(row.base_model, ())
             ),
@@ -238,8 +239,9 @@ def _layouts_by_base(conn: Connection, base_models: Iterable[str]) -> dict[str, 
     return result
 
 
-def _servers(conn: Connection, layout_ids: Iterable[str]) -> dict[str, list[ServerLimits]]:
-    """Returns the limits of the servers of each of these layouts, the lowest ranks first."""
+def servers(conn: Connection, layout_ids: Iterable[str]) -> dict[str, list[ServerLimits]]:
+    """Returns the limits of the servers of each of these layouts, the lowest ranks first, with
+    those that are gone; see present."""
     query = (
         select(announcements, layouts.c.last_use_time)
         .join(layouts, layouts.c.layout_id == announcements.c.layout_id)
@@ -297,16 +299,21 @@ def shown(record: AdapterRecord, now: int, live_since: int) -> AdapterRecord:
         if hidden_micros(create_time, each, now) > 0:
             is_built = each.state is not ImageState.PENDING
             verdict = LayoutVerdict(each.layout_id, ImageState.PENDING, is_hidden=is_built)
-        verdicts.append(replace(verdict, servers=_present(each.servers, now, live_since)))
+        verdicts.append(replace(verdict, servers=present(each.servers, now, live_since)))
     return replace(record, verdicts=tuple(verdicts))
 
 
-def _present(
-    servers: Sequence[ServerLimits], now: int, live_since: int
-) -> tuple[ServerLimits, ...]:
-    """Returns those that are there. Servers that renew nothing have mostly been replaced by those
-    that do; while there are none, they may be there if their layout is used."""
+def present(servers: Sequence[ServerLimits], now: int, live_since: int) -> tuple[ServerLimits, ...]:
+    """Returns a layout's servers that are there at this time, in microseconds.
+
+    Those that renew nothing have been replaced if others renewed after they registered. Else they
+    may be there if their layout is used.
+    """
     earliest_end = present_after(now)
-    renewed = [each for each in servers if each.is_renewed and each.expire_time > earliest_end]
-    others = (each for each in servers if not each.is_renewed)
-    return tuple(renewed or (each for each in others if each.last_use_time >= live_since))
+    renewed = [each for each in servers if each.is_renewed]
+    found = tuple(each for each in renewed if each.expire_time > earliest_end)
+    if found:
+        return found
+    last_end = max((each.expire_time for each in renewed), default=0)
+    others = (each for each in servers if not each.is_renewed and each.expire_time > last_end)
+    return tuple(each for each in others if each.last_use_time >= live_since)
