@@ -63,7 +63,8 @@ RequireServable = Annotated[
     typer.Option(
         "--require-servable",
         help="Fail unless a server that is connected to the store now can serve it. It stays "
-        "registered.",
+        "registered. A server that has stopped counts for half a minute where replicas of the "
+        "store share a catalog, else for a few seconds.",
     ),
 ]
 ModelFolder = Annotated[
