@@ -115,7 +115,7 @@ def test_empty_chunks_are_no_progress(start, tenants) -> None:
         trickle.begin()
         until(lambda: trickle.refusals())
         assert trickle.refusals()[0].code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "min_transfer_rate" in trickle.refusals()[0].details()
+        assert "--min-transfer-rate" in trickle.refusals()[0].details()
     finally:
         trickle.end()
 
@@ -301,6 +301,6 @@ def test_layouts_of_one_tenant_leave_others_theirs(start, tenants, make_layout) 
     with pytest.raises(grpc.RpcError) as refusal:
         register(a, 4)
     assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "max_layouts" in refusal.value.details()
+    assert "--max-layouts" in refusal.value.details()
     assert register(a, 0) == ids[0]  # known
     assert register(b, 5)
