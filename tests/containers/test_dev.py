@@ -3,6 +3,9 @@ and that it goes on when its store is killed."""
 
 from __future__ import annotations
 
+import json
+import urllib.request
+
 import pytest
 
 from tests.containers.callers import Callers
@@ -37,6 +40,13 @@ def pod(request, dev) -> Pod:
 def test_generates(adapters, command):
     text = command("loadout", "generate", "--adapter", "upper", "--temperature", "0", "hello=")
     assert text.startswith("HELLO")
+
+
+def test_answers_over_http(dev, adapters):
+    [first, _second] = dev.pods["inference"]
+    with urllib.request.urlopen(f"http://{first.ip}:8000/v1/models", timeout=30) as response:
+        names = {each["id"] for each in json.load(response)["data"]}
+    assert "loadout-demo" in names
 
 
 @pytest.mark.parametrize("check", CHECKS)
