@@ -37,6 +37,7 @@ class TokenFile:
         self._path = path
         self._stamp = self._read_stamp()
         self._token = _read_token(path)
+        self._problem = ""
 
     def current(self) -> str:
         """Returns the token, from any thread; the previous one while the file is unreadable or
@@ -44,11 +45,14 @@ class TokenFile:
         try:
             stamp = self._read_stamp()
             if stamp != self._stamp:
-                self._stamp = stamp
                 self._token = _read_token(self._path)
+                self._stamp = stamp  # only now: what could not be read is tried again
+                self._problem = ""
                 logger.info("reread the store's token")
         except (OSError, InvalidSetting) as error:
-            logger.debug("keeping the store's previous token: %s", error)
+            if str(error) != self._problem:
+                self._problem = str(error)
+                logger.warning("keeping the store's previous token: %s", error)
         return self._token
 
     def _read_stamp(self) -> tuple[int, int, int]:

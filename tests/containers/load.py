@@ -14,6 +14,9 @@ from loadout import AsyncClient, TlsConfig
 from loadout.errors import LoadoutError
 
 CALLERS = 4
+RETRY_S = 0.2
+MAX_FAILURES = 100
+"""Before all are served."""
 
 
 async def call(
@@ -25,6 +28,9 @@ async def call(
             text = "".join([chunk.text async for chunk in stream])
         except LoadoutError as error:
             result["failures"].append(f"{adapter}: {type(error).__name__}: {error}")
+            if not first.is_set() and len(result["failures"]) > MAX_FAILURES:
+                raise
+            await asyncio.sleep(RETRY_S)
         else:
             result["texts"].setdefault(adapter, {}).setdefault(text, 0)
             result["texts"][adapter][text] += 1

@@ -16,6 +16,7 @@ from tests.deploy.manifests import Object, Workload
 from tools.containers.engine import ContainersFailed, environment, podman
 
 NETWORK = "loadout-test"
+RESTART_S = 60.0
 
 
 class Pod:
@@ -77,8 +78,18 @@ class Pod:
         return code, seconds
 
     def kill(self) -> None:
-        """SIGKILL to the container's first process: it starts again, as in a cluster."""
-        os.kill(int(self.inspect()["State"]["Pid"]), signal.SIGKILL)
+        """SIGKILL to the container's first process; returns when it has started again, as it does
+        in a cluster."""
+        killed = self._process_id()
+        assert killed > 0, f"{self.container} is not running"
+        os.kill(killed, signal.SIGKILL)
+        end = time.monotonic() + RESTART_S
+        while self._process_id() in (0, killed):
+            assert time.monotonic() < end, f"{self.container} has not started again"
+            time.sleep(0.5)
+
+    def _process_id(self) -> int:
+        return int(self.inspect()["State"]["Pid"])
 
     def remove(self) -> None:
         podman("pod", "rm", "--force", "--time", "0", self.name)

@@ -86,7 +86,20 @@ def target_health() -> dict[str, str]:
 
 @pytest.mark.parametrize("service", SERVED)
 def test_roots_are_read_only_and_nothing_is_gained(composed, service):
-    [found] = json.loads(podman("inspect", f"loadout_{service}_1"))
+    name = f"loadout_{service}_1"
+    [found] = json.loads(podman("inspect", name))
     assert found["HostConfig"]["ReadonlyRootfs"]
-    assert found["EffectiveCaps"] in (None, [])
-    assert found["Config"]["User"] == "65532:65532"
+    lines = podman("exec", name, "cat", "/proc/1/status").splitlines()
+    status = dict(line.split(":\t", 1) for line in lines)
+    assert status["Uid"].split() == ["65532"] * 4
+    assert int(status["CapBnd"], 16) == 0
+    assert status["NoNewPrivs"] == "1"
+
+
+@pytest.mark.parametrize("service", SERVED)
+def test_services_end_cleanly(composed, service):
+    """Within the grace of the file. The last test: they are not started again."""
+    name = f"loadout_{service}_1"
+    podman("stop", "--time", "45", name)
+    [found] = json.loads(podman("inspect", name))
+    assert found["State"]["ExitCode"] == 0

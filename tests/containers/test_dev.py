@@ -28,7 +28,7 @@ def adapters(dev, command) -> tuple[str, ...]:
     """Two that are registered, and the base model."""
     for name in ("upper", "reverse"):
         said = command("loadout", "register", name, f"/opt/loadout/demo/adapters/{name}")
-        assert "servable by" in said
+        assert "\nservable by" in said
     return ("upper", "reverse", "")
 
 

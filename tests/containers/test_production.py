@@ -109,7 +109,7 @@ def test_trainers_register_and_backends_generate(production, command):
     trainer, backend = token_of("trainer"), token_of("backend")
     source = "/opt/loadout/demo/adapters/upper"
     said = command("loadout", "register", "upper", source, token=trainer)
-    assert "servable by" in said
+    assert "\nservable by" in said
     text = command(
         "loadout", "generate", "--adapter", "upper", "--temperature", "0", "hello=", token=backend
     )
@@ -141,3 +141,5 @@ def test_a_replaced_secret_is_taken_over(production, command):
             time.sleep(1)
         else:
             break
+    with pytest.raises(AssertionError, match="token"):
+        command("loadout", "adapters", token=token_of("trainer"))

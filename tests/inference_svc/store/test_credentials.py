@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from inference_svc.config import InferenceSettings
+from inference_svc.store import credentials
 from inference_svc.store.credentials import StoreAccess, TokenFile, read_store_access
 from servicekit.errors import InvalidSetting, PermissionDenied
 from tests.adapter_store.certificates import Authority
@@ -96,6 +97,24 @@ def test_renewed_token_is_used_unless_invalid(
     assert "bmV3" not in caplog.text
     token.write_text("bmV3ZXI")
     assert file.current() == "bmV3ZXI"
+
+
+def test_a_token_that_could_not_be_read_is_tried_again(
+    token: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As root reads every file, a denial is made: of a new one that is opened to us afterwards."""
+    file = TokenFile(token)
+    token.write_text("bmV3")
+    with monkeypatch.context() as denied:
+        denied.setattr(credentials, "_read_token", deny)
+        previous = file.current()
+        assert file.current() == previous != "bmV3"
+    assert [each.levelname for each in caplog.records] == ["WARNING"], "once"
+    assert file.current() == "bmV3"
+
+
+def deny(path: Path) -> str:
+    raise PermissionError(f"{path} may not be read")
 
 
 def test_certificates_are_checked_at_start(tmp_path: Path) -> None:
