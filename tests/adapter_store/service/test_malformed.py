@@ -101,9 +101,9 @@ def test_config_with_duplicate_keys(client, make_adapter, refused):
 
 
 def test_a_source_outside_the_roots(client, refused):
-    with refused("INVALID_ARGUMENT", "source_uri", "source_roots"):
+    with refused("INVALID_ARGUMENT", "source_uri", "--source-roots"):
         client.register("a", "/etc")
-    with refused("INVALID_ARGUMENT", "source_uri", "s3_buckets"):
+    with refused("INVALID_ARGUMENT", "source_uri", "--s3-buckets"):
         request = pb.RegisterAdapterRequest(name="a", source_uri="s3://bucket/prefix")
         client.stub.RegisterAdapter(request)
     with refused("INVALID_ARGUMENT", "source_uri", "http://"):

@@ -118,7 +118,7 @@ def test_the_allow_list(endpoint, bucket, staging, allowed, prefix, is_allowed):
     if is_allowed:
         source.fetch(f"s3://{bucket[0]}/{prefix}", staging)
         return
-    with pytest.raises(InvalidArgument, match="s3_buckets") as caught:
+    with pytest.raises(InvalidArgument, match="--s3-buckets") as caught:
         source.fetch(f"s3://{bucket[0]}/{prefix}", staging)
     assert caught.value.reason == "SOURCE_NOT_ALLOWED"
 
