@@ -43,7 +43,7 @@ def test_an_adapter_from_the_hub(hub, serve, make_adapter, refused):
     assert [file.name for file in old.files] == ["adapter_config.json", "adapter_model.safetensors"]
     new = register("hf://team/adapter")
     assert (new.version, new.source_revision) == (2, commits[1])
-    with refused("INVALID_ARGUMENT", "source_uri", "hf_organizations"):
+    with refused("INVALID_ARGUMENT", "source_uri", "--hf-organizations"):
         register("hf://other/adapter")
     with refused("NOT_FOUND", "source_uri", "hf://team/adapter@v9"):
         register("hf://team/adapter@v9")
