@@ -278,6 +278,9 @@ class PostgresDatabase:
 
 
 _CONNECTION = {
+    # A database of another encoding is converted to and from by its server. One of none, SQL_ASCII,
+    # keeps our UTF-8 as it is; the driver would return bytes from it.
+    "client_encoding": "utf8",
     "connect_timeout": CONNECT_SECONDS,
     # The limits below are enforced by the server; these are for a server that is gone.
     "tcp_user_timeout": SILENCE_SECONDS * 1000,

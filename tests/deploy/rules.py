@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from tests.deploy.manifests import ROOT
+from tools.prometheus_package import programs
 from tools.prometheus_rule import rule_files
 
 Rule = dict[str, Any]
@@ -59,6 +62,13 @@ def metric(selector: str) -> str:
 def matchers(selector: str) -> list[tuple[str, str, str]]:
     """Returns label, operator and value of each matcher of a selector."""
     return [(found[1], found[2], found[3]) for found in _MATCHER.finditer(selector)]
+
+
+def promtool(*words: str | Path) -> None:
+    """Fails with what it says."""
+    command = [str(programs().promtool), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _is_quoted(text: str, position: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from inference_svc.config import InferenceSettings
@@ -59,7 +61,9 @@ def test_spans_reach_the_collector(everything):
 
 
 def test_another_namespace_reaches_names_within_texts():
-    components = ("kubernetes/components/cert-manager",)
+    components = [
+        f"kubernetes/components/{each}" for each in ("cert-manager", "keda-scale-to-zero")
+    ]
     others = {"namespace": "elsewhere", "transformers": ["deploy/kubernetes/namespace"]}
     made = compose("production-keda", *components, **others)
     assert made.of_kind("Namespace")[0]["metadata"]["name"] == "elsewhere"
@@ -73,12 +77,13 @@ def test_another_namespace_reaches_names_within_texts():
     }
     assert names == {name.replace(".loadout.", ".elsewhere.") for name in before} != before
     [scaled] = made.of_kind("ScaledObject")
-    for trigger in scaled["spec"]["triggers"]:
-        assert 'namespace="elsewhere"' in trigger["metadata"]["query"]
+    queries = [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
+    assert len(queries) == 4
+    for query in queries:
+        assert re.findall(r'namespace="(\w+)"', query) == ["elsewhere"]
 
 
-def test_where_nothing_is_to_be_replaced_that_is_no_mistake():
-    made = compose(
-        "production", namespace="elsewhere", transformers=["deploy/kubernetes/namespace"]
-    )
+@pytest.mark.parametrize("name", ["production", "two-models"])
+def test_where_nothing_is_to_be_replaced_that_is_no_mistake(name):
+    made = compose(name, namespace="elsewhere", transformers=["deploy/kubernetes/namespace"])
     assert {each["metadata"].get("namespace") for each in made.objects} == {None, "elsewhere"}

@@ -101,7 +101,7 @@ def test_its_metrics_can_be_scraped_and_nothing_else_of_its_administration() -> 
 @pytest.mark.processes
 def test_requests_are_counted_under_the_name_that_keda_asks_for() -> None:
     [scaled] = overlay(SCALED_TO_ZERO).of_kind("ScaledObject")
-    *_, arriving = scaled["spec"]["triggers"]
+    [arriving] = [each for each in scaled["spec"]["triggers"] if each["name"] == "arriving"]
     prefix = f'envoy_http_conn_manager_prefix="{manager()["stat_prefix"]}"'
     assert prefix in arriving["metadata"]["query"]
 

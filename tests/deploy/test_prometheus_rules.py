@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,17 @@ import yaml
 from adapter_store.metrics.definitions import SECTIONS as STORE_SECTIONS
 from inference_svc.metrics.definitions import SECTIONS as INFERENCE_SECTIONS
 from tests.deploy.manifests import ROOT, overlay
-from tests.deploy.rules import UNIT_TESTS, Rule, groups, metric, rules, selectors, unit_tests
+from tests.deploy.rules import (
+    UNIT_TESTS,
+    Rule,
+    groups,
+    metric,
+    promtool,
+    rules,
+    selectors,
+    unit_tests,
+)
 from tools import prometheus_rule
-from tools.prometheus_package import programs
 
 ALERTS, RECORDS = rules("alert"), rules("record")
 COMPOSE = ROOT / "deploy" / "compose"
@@ -25,12 +32,6 @@ MOUNTED = "/etc/prometheus/rules"
 GRAFANA = ROOT / "deploy" / "grafana" / "dashboards"
 RUNBOOK = (ROOT / "docs" / "operations" / "runbook.md").read_text()
 SUFFIXES = re.compile(r"_(bucket|sum|count)$")
-
-
-def promtool(*words: str | Path) -> None:
-    command = [str(programs().promtool), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.processes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.deploy.manifests import (
     Object,
     overlay,
 )
+from tests.deploy.rules import promtool
 from tests.deploy.test_references import matches
 
 pytestmark = pytest.mark.processes  # kubectl builds what they read
@@ -134,7 +136,7 @@ def test_keda_asks_about_its_own_namespace():
 def test_without_replicas_what_comes_to_envoy_wakes_one():
     manifests = overlay(SCALED_TO_ZERO)
     [scaled] = manifests.of_kind("ScaledObject")
-    *watched, arriving = scaled["spec"]["triggers"]
+    *watched, arriving, _ = scaled["spec"]["triggers"]
     assert targets(overlay("production-keda").of_kind("ScaledObject")[0]) == {
         metric: int(trigger["metadata"]["threshold"])
         for trigger in watched
@@ -153,6 +155,20 @@ def test_without_replicas_what_comes_to_envoy_wakes_one():
     longest_s = startup["periodSeconds"] * startup["failureThreshold"]
     assert scaled["spec"]["cooldownPeriod"] >= longest_s
     assert scaled["spec"]["fallback"]["replicas"] >= 1
+
+
+def test_when_no_replica_is_a_failure_and_which_keep_their_place(tmp_path):
+    """By promtool, over what the operator and KEDA get."""
+    manifests = overlay(SCALED_TO_ZERO)
+    [scaled] = manifests.of_kind("ScaledObject")
+    [rules] = manifests.of_kind("PrometheusRule")
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump(rules["spec"]))
+    text = Path(__file__).with_name("prometheus").joinpath("scaled-to-zero.yml").read_text()
+    queries = {each["name"]: each["metadata"]["query"] for each in scaled["spec"]["triggers"]}
+    for name, query in queries.items():
+        text = text.replace(f"<{name}>", json.dumps(query))
+    (tmp_path / "tests.yml").write_text(text)
+    promtool("test", "rules", tmp_path / "tests.yml")
 
 
 def test_every_pod_is_scraped_once(manifests):

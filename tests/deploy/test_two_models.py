@@ -3,13 +3,37 @@ else twice."""
 
 from __future__ import annotations
 
-import pytest
+import os
+from pathlib import Path
 
-from tests.deploy.manifests import Manifests, overlay
+import pytest
+import yaml
+
+from tests.deploy.manifests import KUBERNETES, Manifests, overlay
 
 pytestmark = pytest.mark.processes  # kubectl builds what they read
 
 PAIRS = {"two-models": "production", "dev-two-models": "dev"}
+
+
+OWN = """\
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: gateway}
+spec: {template: {spec: {containers: [{name: gateway, image: gateway}]}}}
+---
+apiVersion: v1
+kind: Service
+metadata: {name: gateway}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: Role
+metadata: {name: gateway}
+---
+apiVersion: batch/v1
+kind: CronJob
+metadata: {name: cleaning}
+"""
 
 
 @pytest.fixture(params=PAIRS)
@@ -36,6 +60,35 @@ def test_only_inference_is_there_twice(name: str) -> None:
     second = {(kind, f"inference{part}-second") for kind, part in own}
     assert objects(overlay(name)) - first == second
     assert first <= objects(overlay(name))
+
+
+def test_what_an_overlay_of_ones_own_adds_is_not_there_twice(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    kubernetes = os.path.relpath(KUBERNETES, first)
+    (first / "own.yaml").write_text(OWN)
+    write(
+        first,
+        resources=[f"{kubernetes}/overlays/dev", "own.yaml"],
+        secretGenerator=[{"name": "hf-token", "literals": ["token=secret"]}],
+        components=[f"{kubernetes}/components/model-download"],
+    )
+    inference_only = f"{kubernetes}/components/inference-only"
+    write(second, nameSuffix="-second", resources=["../first"], components=[inference_only])
+    built = Manifests.build(second)
+    assert not built.of_kind("CronJob", "StatefulSet", "Role", "PersistentVolumeClaim")
+    [deployment] = built.workloads
+    assert deployment.name == "inference-second"
+    # What inference may refer to stays, or its name would lead nowhere.
+    [kept] = built.of_kind("Secret")
+    assert kept["metadata"]["name"] in deployment.secrets
+
+
+def write(folder: Path, **fields: object) -> None:
+    (folder / "kustomization.yaml").write_text(
+        yaml.safe_dump({"namespace": "loadout-dev", **fields})
+    )
 
 
 def test_they_are_two_models_over_one_store(name: str) -> None:

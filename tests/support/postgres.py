@@ -69,13 +69,16 @@ class PostgresServer:
         """Ends every connection."""
         self._run("pg_ctl", "stop", "-D", self._data, "-m", "immediate")
 
-    def create_database(self, copy_of: str = "") -> str:
+    def create_database(self, copy_of: str = "", encoding: str = "") -> str:
         """The address of a new database, as SQLAlchemy reads it: empty, or a copy of one that
-        nobody is connected to."""
+        nobody is connected to. Its encoding is UTF8, or the one given, with the locale C."""
         name = f"test{next(self._numbers)}"
         template = _name_of(copy_of) if copy_of else "template1"
+        options = f"TEMPLATE {template}"
+        if encoding:
+            options = f"TEMPLATE template0 ENCODING '{encoding}' LOCALE 'C'"
         with self.connect() as connection:
-            connection.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+            connection.execute(f"CREATE DATABASE {name} {options}")
         return f"postgresql+psycopg://postgres@/{name}?host={self._folder}"
 
     def drop_database(self, dsn: str) -> None:

@@ -62,6 +62,19 @@ def test_a_change_that_fails_leaves_no_gap(replicas):
     assert Names(replicas[1]).register("a", "d2")[1] == 2
 
 
+@pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])
+def test_the_databases_encoding_is_its_own_matter(postgres, encoding):
+    """SQL_ASCII is what a server has that was set up without a locale."""
+    dsn = postgres.create_database(encoding=encoding)
+    catalog = Catalog(dsn, event_retention=10)
+    try:
+        Names(catalog).register("a", "d1", labels={"für": "größe"})
+        assert Names(catalog).get("a").labels == {"für": "größe"}
+    finally:
+        catalog.close()
+        postgres.drop_database(dsn)
+
+
 def test_a_restart_of_the_database_is_survived(postgres, replicas):
     received = [ReceivedEvents(catalog) for catalog in replicas]
     Names(replicas[0]).register("a", "d1")
