@@ -95,11 +95,11 @@ class Cluster:
                 time.sleep(pod.workload.probes[kind]["periodSeconds"])
         self._publish(ready=pod)
 
-    def terminate(self, pod: Pod) -> tuple[int, float]:
+    def terminate(self, pod: Pod) -> None:
         """Takes it out of its Services and ends it; see `Pod.terminate`."""
         self._publish(gone=pod)
         self.pods[pod.workload.name].remove(pod)
-        return pod.terminate()
+        pod.terminate()
 
     def addresses(self, service: str) -> list[str]:
         """The addresses of the ready pods of a Service."""

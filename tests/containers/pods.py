@@ -41,7 +41,11 @@ class Pod:
         """Asks once what the probe asks: "startup", "readiness" or "liveness"."""
         probe = self.workload.probes[kind]
         if "exec" in probe:
-            return self.execute(*probe["exec"]["command"]).returncode == 0
+            try:
+                done = self.execute(*probe["exec"]["command"], timeout_s=probe["timeoutSeconds"])
+            except subprocess.TimeoutExpired:
+                return False
+            return done.returncode == 0
         request = health_pb2.HealthCheckRequest(service=probe["grpc"].get("service", ""))
         with grpc.insecure_channel(f"{self.ip}:{probe['grpc']['port']}") as channel:
             stub = health_pb2_grpc.HealthStub(channel)
@@ -51,22 +55,25 @@ class Pod:
                 return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
-    def execute(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Runs a command in the container."""
-        return _try("exec", self.container, *command)
+    def execute(
+        self, *command: str, timeout_s: float | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a command in the container. Raises TimeoutExpired."""
+        return _try("exec", self.container, *command, timeout_s=timeout_s)
 
-    def inspect(self) -> Object:
-        """What Podman knows of the container."""
-        [found] = yaml.safe_load(podman("inspect", self.container))
+    def inspect(self, container: str = "") -> Object:
+        """What Podman knows of its container, or of another one of the pod."""
+        name = f"{self.name}-{container}" if container else self.container
+        [found] = yaml.safe_load(podman("inspect", name))
         return dict(found)
 
     def logs(self) -> str:
         done = _try("logs", self.container)
         return done.stdout + done.stderr
 
-    def terminate(self) -> tuple[int, float]:
-        """Ends it as a kubelet does: preStop, SIGTERM, and SIGKILL at the end of the grace. Returns
-        the exit code and the seconds that it took."""
+    def terminate(self) -> None:
+        """Ends it as a kubelet does: preStop, SIGTERM, and SIGKILL at the end of the grace, which
+        it must not need."""
         start = time.monotonic()
         time.sleep(self.workload.container["lifecycle"]["preStop"]["sleep"]["seconds"])
         grace = self.workload.pod["terminationGracePeriodSeconds"]
@@ -74,8 +81,8 @@ class Pod:
         podman("stop", "--time", str(left), self.container)
         seconds = time.monotonic() - start
         code = int(self.inspect()["State"]["ExitCode"])
+        assert (code, seconds < grace) == (0, True), f"{self.name}: {seconds} s\n{self.logs()}"
         self.remove()
-        return code, seconds
 
     def kill(self) -> None:
         """SIGKILL to the container's first process; returns when it has started again, as it does
@@ -95,6 +102,12 @@ class Pod:
         podman("pod", "rm", "--force", "--time", "0", self.name)
 
 
-def _try(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = ["podman", *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+def _try(*arguments: str, timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["podman", *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+    )

@@ -1,4 +1,5 @@
-"""The compose file with the images: both services and Prometheus. Grafana is not in Debian."""
+"""The compose file with the images: both services and Prometheus, upgraded from the release before.
+Grafana is not in Debian."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from loadout import Client
 from tests.deploy.manifests import DEPLOY, ROOT
 from tools.containers import bases
 from tools.containers.engine import environment, podman
+from tools.containers.images import CPU_IMAGE, PREVIOUS_IMAGE
 
 pytestmark = [pytest.mark.containers, pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -24,10 +27,11 @@ START_S = 120.0
 SERVED = ("adapter-store", "inference")
 
 
-def compose(variables: Path, *arguments: str) -> str:
+def compose(variables: Path, *arguments: str, override: Path | None = None) -> str:
     program = str(Path(sys.executable).parent / "podman-compose")
-    file = str(DEPLOY / "compose" / "compose.yaml")
-    command = [program, "--env-file", str(variables), "--file", file, *arguments]
+    files = [DEPLOY / "compose" / "compose.yaml", *([override] if override else [])]
+    options = [part for file in files for part in ("--file", str(file))]
+    command = [program, "--env-file", str(variables), *options, *arguments]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -41,8 +45,9 @@ def is_healthy(service: str) -> bool:
 
 @pytest.fixture(scope="module")
 def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Up, and healthy by the checks of the file."""
-    variables = tmp_path_factory.mktemp("compose") / "versions.env"
+    """Up with the release before, with an adapter; then upgraded."""
+    folder = tmp_path_factory.mktemp("compose")
+    variables = folder / "versions.env"
     pins = {
         "PYTHON_IMAGE": bases.PYTHON.name,
         "PYTHON_DIGEST": bases.digest(bases.PYTHON),
@@ -53,21 +58,41 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         "GRAFANA_DIGEST": "unused",
     }
     variables.write_text("".join(f"{name}={value}\n" for name, value in pins.items()))
-    compose(variables, "up", "--detach", "--no-build", *SERVED, "prometheus")
+    previous = folder / "previous.yaml"
+    services = {service: {"image": PREVIOUS_IMAGE} for service in SERVED}
+    previous.write_text(yaml.safe_dump({"services": services}))
+    start(variables, previous)
+    with Client("127.0.0.1:7080", "127.0.0.1:7070") as client:
+        client.register("before", str(ASSETS / "adapters" / "upper"))
+    start(variables)
+    yield
+    compose(variables, "down", "--volumes")
+
+
+def start(variables: Path, override: Path | None = None) -> None:
+    """Returns when both are healthy by the checks of the file."""
+    up = ("up", "--detach", "--no-build", *SERVED, "prometheus")
+    compose(variables, *up, override=override)
     end = time.monotonic() + START_S
     for service in SERVED:
         while not is_healthy(service):
             assert time.monotonic() < end, podman("logs", f"loadout_{service}_1")
             time.sleep(1)
-    yield
-    compose(variables, "down", "--volumes")
+
+
+@pytest.mark.parametrize("service", SERVED)
+def test_services_are_of_the_new_image(composed, service):
+    [found] = json.loads(podman("inspect", f"loadout_{service}_1"))
+    assert found["ImageName"] == CPU_IMAGE
 
 
 def test_registers_and_generates(composed):
+    """What was registered before the upgrade is there."""
     with Client("127.0.0.1:7080", "127.0.0.1:7070") as client:
-        client.register("shout", str(ASSETS / "adapters" / "upper"))
-        chunks = client.generate("hello=", adapter="shout", temperature=0, max_tokens=8)
-        assert "".join(chunk.text for chunk in chunks).startswith("HELLO")
+        client.register("after", str(ASSETS / "adapters" / "upper"))
+        for adapter in ("before", "after"):
+            chunks = client.generate("hello=", adapter=adapter, temperature=0, max_tokens=8)
+            assert "".join(chunk.text for chunk in chunks).startswith("HELLO")
 
 
 def test_prometheus_scrapes_both(composed):

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.containers.dns import GATEWAY, MACHINE
+from tests.containers.pod_checks import is_mounted_read_only
+from tests.containers.pods import Pod
 from tests.deploy.manifests import ROOT, compose
 from tests.support.hub_server import HubServer, Repo
 
@@ -38,3 +40,21 @@ def test_a_gated_model_is_downloaded_and_served(cluster, command, hub):
     cluster.apply(manifests)
     assert command("loadout", "generate", "--temperature", "0", "hello=")
     assert hub.requests
+    [pod] = cluster.pods["inference"]
+    check_downloader(pod)
+
+
+def check_downloader(pod: Pod) -> None:
+    """It ran as the manifest says, as far as the engine tells of what has ended."""
+    [declared] = pod.workload.init_containers
+    ended = pod.inspect(declared["name"])
+    assert ended["State"]["ExitCode"] == 0
+    assert ended["Config"]["User"] == "65532:65532"
+    assert ended["HostConfig"]["ReadonlyRootfs"]
+    assert "no-new-privileges" in ended["HostConfig"]["SecurityOpt"]
+    assert not ended["BoundingCaps"]
+    mounted = {each["Destination"]: not each["RW"] for each in ended["Mounts"]}
+    wanted = pod.workload.mounts_in(declared)
+    assert {path: mounted[path] for path in wanted} == {
+        path: is_mounted_read_only(each) for path, each in wanted.items()
+    }

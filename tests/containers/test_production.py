@@ -21,6 +21,7 @@ from tests.deploy.manifests import ROOT, Manifests, compose
 pytestmark = [pytest.mark.containers, pytest.mark.processes, pytest.mark.timeout(900)]
 
 MODEL = ROOT / "loadout" / "demo" / "assets" / "model"
+REPLICAS = {"inference": 1, "adapter-store-node": 1}
 STORE_SIZES = (
     "LOADOUT_STORE_IMAGE_MEMORY=64MiB",
     "LOADOUT_STORE_DISK_CACHE_BYTES=1GiB",
@@ -83,7 +84,7 @@ def production(cluster: Cluster, tmp_path_factory) -> Iterator[Cluster]:
     try:
         put_secrets(cluster, tmp_path_factory.mktemp("secrets"), start_postgres())
         cluster.provided.claims["base-model"] = MODEL
-        cluster.apply(manifests(), {"inference": 1, "adapter-store-node": 1})
+        cluster.apply(manifests(), REPLICAS)
         yield cluster
     finally:
         storage.close()
@@ -121,6 +122,18 @@ def test_inference_goes_on_when_its_nodes_store_is_killed(production, pods):
     with Callers(production, "upper", "", token=token_of("backend")) as callers:
         store.kill()
         production.wait_ready(store)
+    assert callers.failures == []
+    assert callers.answered > 0
+
+
+def test_every_pod_is_replaced_under_load(production, pods):
+    """As an upgrade replaces them: stores one by one, inference after a new replica is ready."""
+    old = {pod.inspect()["Id"] for pod in pods}
+    with Callers(production, "upper", "", token=token_of("backend")) as callers:
+        production.apply(manifests(), REPLICAS)
+    new = {pod.inspect()["Id"] for pods in production.pods.values() for pod in pods}
+    assert len(new) == len(old)
+    assert new.isdisjoint(old)
     assert callers.failures == []
     assert callers.answered > 0
 

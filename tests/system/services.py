@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from loadout import Client
+from loadout import Client, TlsConfig
 from loadout.demo.process import Process
 from loadout.prometheus import scrape
+from loadout.retry import RetryPolicy
 from tests.system.zoo import Zoo
 
 READY_S = 120.0
@@ -69,6 +70,16 @@ class Services:
         self.inference = Process("inference", command, self.folder, ready)
         found = self.inference.wait_ready(READY_S)
         self.inference_address, self.inference_metrics = found["grpc"], found["metrics"]
+
+    def secure_client(self, token: str, ca_file: Path) -> Client:
+        """Of services with TLS and a policy; what fails is not tried again."""
+        return Client(
+            inference=self.inference_address,
+            store=self.store_address,
+            token=token,
+            tls=TlsConfig(ca_file),
+            retry=RetryPolicy(max_attempts=1),
+        )
 
     def num_waiting(self) -> int:
         """Returns how many requests wait for their adapter."""

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from loadout import Client, TlsConfig
+from loadout import Client
 from loadout.cli.__main__ import main
-from loadout.retry import RetryPolicy
 from tests.adapter_store.certificates import Authority
 from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
 from tests.system.secretive import HELD, LOOK_SECRET, fail_with
@@ -62,13 +61,7 @@ class Secretive:
         )
 
     def client(self, name: str) -> Client:
-        return Client(
-            inference=self.services.inference_address,
-            store=self.services.store_address,
-            token=token_of(name),
-            tls=TlsConfig(self.authority.path),
-            retry=RetryPolicy(max_attempts=1),
-        )
+        return self.services.secure_client(token_of(name), self.authority.path)
 
     def command(self, *arguments: str) -> int:
         places = ("--inference", self.services.inference_address)

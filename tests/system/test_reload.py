@@ -13,9 +13,8 @@ import grpc
 import psutil
 import pytest
 
-from loadout import Client, TlsConfig, errors
+from loadout import Client, errors
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
-from loadout.retry import RetryPolicy
 from servicekit.settings.types import split_address
 from tests.adapter_store.certificates import Authority
 from tests.adapter_store.service.conftest import Client as StoreClient
@@ -72,13 +71,7 @@ class Pods:
         return [self.services.store_address, self.services.inference_address]
 
     def client(self, name: str) -> Client:
-        return Client(
-            inference=self.services.inference_address,
-            store=self.services.store_address,
-            token=token_of(name),
-            tls=TlsConfig(self.authority.path),
-            retry=RetryPolicy(max_attempts=1),
-        )
+        return self.services.secure_client(token_of(name), self.authority.path)
 
     def store_client(self, name: str) -> StoreClient:
         credentials = grpc.ssl_channel_credentials(self.authority.pem)

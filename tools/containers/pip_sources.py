@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from ast import literal_eval
 from pathlib import Path
 
 from tools.containers.engine import FOLDER
@@ -35,7 +36,7 @@ def _options() -> dict[str, str]:
         name = key.strip(":.").rpartition(".")[2].strip(".")
         if name in ("find-links", "index-url", "extra-index-url"):
             values = found.setdefault(name, [])
-            values += [each for each in value.strip("'").split() if each not in values]
+            values += [each for each in literal_eval(value).split() if each not in values]
     return {name: " ".join(values) for name, values in found.items()}
 
 
