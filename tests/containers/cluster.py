@@ -14,7 +14,8 @@ from tests.containers.dns import GATEWAY, SUBNET, Dns
 from tests.containers.play import Provided
 from tests.containers.pods import NETWORK, Pod
 from tests.deploy.manifests import Manifests, Workload
-from tools.containers.engine import ContainersFailed, podman
+from tools.containers.engine import ContainersFailed, podman, run
+from tools.containers.images import CPU_IMAGE
 
 START_S = 180.0
 NAMESPACE = "loadout-dev"
@@ -37,6 +38,7 @@ class Cluster:
         _remove_all()
         options = ("--disable-dns", "--subnet", SUBNET, "--gateway", GATEWAY)
         podman("network", "create", *options, NETWORK)
+        _fix_gateway_address()
 
     def run_options(self, token: str = "") -> list[str]:
         """Options of `podman run` for a pod of a user's: the services' addresses, and with a token
@@ -118,6 +120,16 @@ class Cluster:
     def close(self) -> None:
         self._dns.close()
         _remove_all()
+
+
+def _fix_gateway_address() -> None:
+    """A bridge takes the lowest hardware address of its ports, until it is given one: as pods come
+    and go, others would lose DNS for seconds. A container keeps the bridge there."""
+    labels = ("--label", "loadout-test", "--network", NETWORK)
+    podman("run", "--detach", *labels, CPU_IMAGE, "sleep", "infinity")
+    bridge = podman("network", "inspect", NETWORK, "--format", "{{.NetworkInterface}}").strip()
+    address = Path("/sys/class/net", bridge, "address").read_text().strip()
+    run("ip", "link", "set", "dev", bridge, "address", address)
 
 
 def _remove_all() -> None:

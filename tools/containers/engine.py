@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".tools" / "containers"
 PACKAGES = (
     *("podman", "buildah", "runc", "catatonit", "netavark", "aardvark-dns", "iptables"),
+    "iproute2",
     "dnsmasq-base",  # the tests' cluster DNS
     "debootstrap",  # makes the base images
 )
