@@ -55,23 +55,40 @@ class ImageKey(NamedTuple):
 class TargetKind(enum.Enum):
     LINEAR = "linear"
     EMBEDDING = "embedding"
+    EXPERTS = "experts"
+    VECTOR = "vector"
+
+
+class Held(enum.Enum):
+    """Who computes a target: this server, another rank of it, or nobody."""
+
+    HERE = "here"
+    ELSEWHERE = "elsewhere"
+    UNUSED = "unused"
 
 
 class SegmentKind(enum.Enum):
+    """What a segment's bytes are, in the order of one target's segments."""
+
     A = "a"
     B = "b"
-    MAGNITUDE = "magnitude"
     BIAS = "bias"
+    MAGNITUDE = "magnitude"
+    ROW_IDS = "row_ids"
+    ROWS = "rows"
+    FULL = "full"
 
 
 class DataType(enum.Enum):
-    """Element types; the value is the safetensors name. Adapters may be saved in all of them."""
+    """Element types; the value is the safetensors name. Adapters may be saved in all of them but
+    INT32."""
 
     FLOAT32 = "F32"
     FLOAT16 = "F16"
     BFLOAT16 = "BF16"
     FLOAT8_E4M3 = "F8_E4M3"
     FLOAT8_E5M2 = "F8_E5M2"
+    INT32 = "I32"
 
     @property
     def itemsize(self) -> int:
@@ -79,8 +96,8 @@ class DataType(enum.Enum):
 
     @property
     def is_computable(self) -> bool:
-        """Whether an image may have this type: one that models compute in."""
-        return self.itemsize > 1
+        """Whether models compute in it."""
+        return self in (DataType.FLOAT32, DataType.FLOAT16, DataType.BFLOAT16)
 
 
 _ITEMSIZE = {
@@ -89,6 +106,7 @@ _ITEMSIZE = {
     DataType.BFLOAT16: 2,
     DataType.FLOAT8_E4M3: 1,
     DataType.FLOAT8_E5M2: 1,
+    DataType.INT32: 4,
 }
 
 
@@ -109,8 +127,27 @@ class EventKind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class OtherName:
+    """How else adapters may call a target. A module that computes several targets is another name
+    of each: `outputs` are this target's, or, of blocks of these sizes that follow one another, the
+    part `block_part` of each; neither: all. `transposed`: it is saved as [in, out], where shapes
+    cannot tell."""
+
+    name: str
+    outputs: tuple[int, int] | None = None
+    block_sizes: tuple[int, ...] = ()
+    block_part: int = 0
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
-    """One weight that LoRA may change. Slices are half-open; None means all features."""
+    """One weight that an adapter may change. Slices are half-open; None means all of them.
+
+    `rank_part` (index, count) is the part of A's rank that this layout holds: ceil(rank / count),
+    the last may be smaller. `base_hashes` are the sha256 of each HASHED_ROWS rows of the base's own
+    weight, in `base_dtype`; none: not known. Format 1 knows what comes before `other_names`.
+    """
 
     name: str
     layer: int | None
@@ -121,18 +158,63 @@ class Target:
     experts: int = 1
     in_slice: tuple[int, int] | None = None
     out_slice: tuple[int, int] | None = None
+    other_names: tuple[OtherName, ...] = ()
+    space: str = ""
+    expert_slice: tuple[int, int] | None = None
+    rank_part: tuple[int, int] | None = None
+    held: Held = Held.HERE
+    base_hashes: tuple[bytes, ...] = ()
+    base_dtype: DataType | None = None
+
+    @property
+    def inputs(self) -> tuple[int, int]:
+        """The input features that this layout holds."""
+        return self.in_slice or (0, self.in_features)
+
+    @property
+    def outputs(self) -> tuple[int, int]:
+        """The output features that this layout holds."""
+        return self.out_slice or (0, self.out_features)
 
     @property
     def num_in(self) -> int:
-        """Input features this layout holds."""
-        return self.in_features if self.in_slice is None else self.in_slice[1] - self.in_slice[0]
+        return self.inputs[1] - self.inputs[0]
 
     @property
     def num_out(self) -> int:
-        """Output features this layout holds."""
-        return (
-            self.out_features if self.out_slice is None else self.out_slice[1] - self.out_slice[0]
-        )
+        return self.outputs[1] - self.outputs[0]
+
+    @property
+    def held_experts(self) -> tuple[int, int]:
+        """The experts that this layout holds."""
+        return self.expert_slice or (0, self.experts)
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of the base's weight; a vector is one."""
+        if self.kind is TargetKind.VECTOR:
+            return 1
+        return self.in_features if self.kind is TargetKind.EMBEDDING else self.out_features
+
+    def ranks(self, rank: int) -> tuple[int, int]:
+        """Returns the range of an adapter's rank that this layout holds of A."""
+        if self.rank_part is None:
+            return 0, rank
+        index, count = self.rank_part
+        size = -(-rank // count)
+        return min(rank, index * size), min(rank, (index + 1) * size)
+
+    @property
+    def needs_format_2(self) -> bool:
+        """Whether format 1 could not say this."""
+        is_new_kind = self.kind in (TargetKind.EXPERTS, TargetKind.VECTOR)
+        says_more = self.other_names or self.space or self.base_hashes or self.rank_part
+        is_elsewhere = self.held is not Held.HERE or not self.out_features
+        return is_new_kind or bool(says_more) or is_elsewhere
+
+
+HASHED_ROWS = 256
+"""How many rows of a base weight one hash is of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +261,18 @@ class ServerLimits:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One A or B in an image: `offset` and `length_bytes` in bytes, offset a multiple of 256."""
+    """One matrix or vector in an image: `offset` and `length_bytes` in bytes, offset a multiple of
+    256. Values are multiplied by `scale`, which is 1 but for float8. Format 1 leaves out dtype and
+    shape, which follow from the layout."""
 
     target: int
     kind: SegmentKind
     rank: int
     offset: int
     length_bytes: int
+    dtype: DataType
+    shape: tuple[int, ...]
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from adapter_store.core import (
 )
 from adapter_store.errors import LimitExceeded, UploadStalled
 from adapter_store.images import layout as layouts
+from adapter_store.images import layout_checks
 from adapter_store.images.cache import ImageCache
 from adapter_store.images.disk_tier import TierCounts
 from adapter_store.images.plan import IMAGE_FORMATS
@@ -490,8 +491,8 @@ class StoreService:
         self, layout: Layout, announcement: Announcement, account: str
     ) -> tuple[str, str, bool]:
         """Returns the ids of both, and whether images may be missing that were not before."""
-        layouts.validate(layout)
-        layouts.validate_announcement(announcement)
+        layout_checks.validate(layout)
+        layout_checks.validate_announcement(announcement)
         body = layouts.to_text(layout)
         layout_id = layouts.text_id(body)
         announcement_id = layouts.announcement_id(layout_id, announcement)

@@ -40,7 +40,7 @@ from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.images.buffers import resident_buffer
 from adapter_store.images.compile import Image, compile_parts
 from adapter_store.images.file import write_image
-from adapter_store.images.plan import IMAGE_FORMAT, plan_image
+from adapter_store.images.plan import IMAGE_FORMATS, plan_image
 from adapter_store.sources import Sources
 from adapter_store.sources.local import LocalSource
 from adapter_store.sources.s3 import S3Source
@@ -71,7 +71,7 @@ class Phases:
 
 def measure_phases(sources: Sources, uri: str, folder: Path, layers: int) -> dict[str, float]:
     """One adapter through the store's own steps, in this process."""
-    layout = replace(from_layout(make_layout(BENCH_200M, layers)), image_format=IMAGE_FORMAT)
+    layout = replace(from_layout(make_layout(BENCH_200M, layers)), image_format=IMAGE_FORMATS[-1])
     blobs = LocalBlobs(folder)
     phases = Phases()
     with ThreadPoolExecutor(4) as threads:

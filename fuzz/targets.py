@@ -27,6 +27,7 @@ from adapter_store.checkpoint.safetensors import LENGTH_BYTES, read_header
 from adapter_store.checkpoint.tensors import parse_key
 from adapter_store.errors import InvalidAdapter, LimitExceeded
 from adapter_store.images import layout as layouts
+from adapter_store.images import layout_checks
 from adapter_store.registration.tenant_policy import parse_policy
 from adapter_store.sources import Sources, hub, local, s3
 from inference_svc.api.grpc import convert as inference_convert
@@ -213,9 +214,9 @@ async def _upload(request: Any) -> None:
 
 
 def _register_layout(request: Any) -> None:
-    layouts.validate(store_convert.from_layout(request.layout))
+    layout_checks.validate(store_convert.from_layout(request.layout))
     announcement = store_convert.from_announcement(request)
-    layouts.validate_announcement(announcement)
+    layout_checks.validate_announcement(announcement)
     parse_sha256(layouts.announcement_id(LAYOUT_ID, announcement), "announcement_id")
 
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from adapter_store.catalog.catalog import PAGE_BYTES
 from adapter_store.catalog.filters import MAX_FILTER_CHARS, MAX_LABELS
-from adapter_store.images.layout import MAX_ALIASES, MAX_TARGETS
+from adapter_store.images.layout_checks import (
+    MAX_ALIASES,
+    MAX_ALL_HASHES,
+    MAX_ALL_OTHER_NAMES,
+    MAX_TARGETS,
+)
 from adapter_store.images.pull import CHUNK_BYTES
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.rpc.requests import RequestBounds, RequestTable
@@ -18,6 +23,8 @@ MAX_TENANTS = 1024
 MAX_TOKEN_CHARS = 8192
 """Of a page token, which repeats the filter."""
 MAX_IMAGE_FORMATS = 64
+MAX_SEGMENT_KINDS = 64
+MAX_LORA_TARGETS = 256
 DEBUG_BYTES = 2 << 20
 """The largest part of a debug bundle has a thousand rows."""
 RECORD_BYTES = 128 << 10
@@ -62,7 +69,12 @@ REQUESTS: RequestTable = {
             "layout.targets": MAX_TARGETS,
             "layout.aliases": MAX_ALIASES,
             "layout.image_formats": MAX_IMAGE_FORMATS,
+            "layout.targets.other_names": MAX_ALL_OTHER_NAMES,
+            "layout.targets.other_names.block_sizes": MAX_ALL_OTHER_NAMES,
+            "layout.targets.base_hashes": MAX_ALL_HASHES,
             "announcement.aliases": MAX_ALIASES,
+            "announcement.segment_kinds": MAX_SEGMENT_KINDS,
+            "announcement.lora_targets": MAX_LORA_TARGETS,
         },
         max_running=2,  # a large one takes a second of a processor, and 50 MB
     ),

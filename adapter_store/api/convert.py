@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from datetime import datetime
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -17,11 +17,13 @@ from adapter_store.core import (
     BaseModelSource,
     DataType,
     EventKind,
+    Held,
     ImageKey,
     ImageState,
     Layout,
     LayoutInfo,
     LayoutVerdict,
+    OtherName,
     Recorded,
     Segment,
     SegmentKind,
@@ -46,6 +48,7 @@ from servicekit.refs import (
     parse_sha256,
 )
 
+V = TypeVar("V")
 Registered = TypeVar("Registered", pb.RegisterAdapterResponse, pb.UploadAdapterResponse)
 
 _STATES = {
@@ -73,8 +76,11 @@ _EVENT_KINDS = {
 _SEGMENT_KINDS = {
     SegmentKind.A: pb.SEGMENT_KIND_A,
     SegmentKind.B: pb.SEGMENT_KIND_B,
-    SegmentKind.MAGNITUDE: pb.SEGMENT_KIND_MAGNITUDE,
     SegmentKind.BIAS: pb.SEGMENT_KIND_BIAS,
+    SegmentKind.MAGNITUDE: pb.SEGMENT_KIND_MAGNITUDE,
+    SegmentKind.ROW_IDS: pb.SEGMENT_KIND_ROW_IDS,
+    SegmentKind.ROWS: pb.SEGMENT_KIND_ROWS,
+    SegmentKind.FULL: pb.SEGMENT_KIND_FULL,
 }
 _SIGNATURE_STATES = {
     SignatureState.UNSIGNED: pb.SIGNATURE_STATE_UNSIGNED,
@@ -84,10 +90,21 @@ _DATA_TYPES = {
     pb.DATA_TYPE_FLOAT32: DataType.FLOAT32,
     pb.DATA_TYPE_FLOAT16: DataType.FLOAT16,
     pb.DATA_TYPE_BFLOAT16: DataType.BFLOAT16,
+    pb.DATA_TYPE_FLOAT8_E4M3: DataType.FLOAT8_E4M3,
+    pb.DATA_TYPE_INT32: DataType.INT32,
 }
+_DATA_TYPE_NUMBERS = {dtype: number for number, dtype in _DATA_TYPES.items()}
 _TARGET_KINDS = {
     pb.TARGET_KIND_LINEAR: TargetKind.LINEAR,
     pb.TARGET_KIND_EMBEDDING: TargetKind.EMBEDDING,
+    pb.TARGET_KIND_EXPERTS: TargetKind.EXPERTS,
+    pb.TARGET_KIND_VECTOR: TargetKind.VECTOR,
+}
+_HELD = {
+    pb.HELD_UNSPECIFIED: Held.HERE,
+    pb.HELD_HERE: Held.HERE,
+    pb.HELD_ELSEWHERE: Held.ELSEWHERE,
+    pb.HELD_UNUSED: Held.UNUSED,
 }
 
 
@@ -221,25 +238,57 @@ def from_forget_layout(message: pb.ForgetLayoutRequest) -> str:
 
 
 def _from_target(index: int, message: pb.Target) -> Target:
-    kind = _TARGET_KINDS.get(message.kind)
-    if kind is None:
-        field = f"layout.targets[{index}].kind"
-        raise InvalidArgument(f"{field}: {message.kind} is not known", subject=field)
+    field = f"layout.targets[{index}]"
+    dtype = None
+    if message.base_dtype:
+        dtype = _known(_DATA_TYPES, message.base_dtype, f"{field}.base_dtype")
     return Target(
         name=message.name,
         layer=message.layer if message.HasField("layer") else None,
         group=message.group,
-        kind=kind,
+        kind=_known(_TARGET_KINDS, message.kind, f"{field}.kind"),
         in_features=message.in_features,
         out_features=message.out_features,
         experts=message.experts or 1,
-        in_slice=_from_slice(message.in_slice) if message.HasField("in_slice") else None,
-        out_slice=_from_slice(message.out_slice) if message.HasField("out_slice") else None,
+        in_slice=_from_slice(message, "in_slice"),
+        out_slice=_from_slice(message, "out_slice"),
+        other_names=tuple(map(_from_other_name, message.other_names)),
+        space=message.space,
+        expert_slice=_from_slice(message, "expert_slice"),
+        rank_part=_from_rank_part(message),
+        held=_known(_HELD, message.held, f"{field}.held"),
+        base_hashes=tuple(message.base_hashes),
+        base_dtype=dtype,
     )
 
 
-def _from_slice(message: pb.Slice) -> tuple[int, int]:
-    return message.start, message.end
+def _known(values: Mapping[Any, V], number: int, field: str) -> V:
+    if number not in values:
+        raise InvalidArgument(f"{field}: {number} is not known", subject=field)
+    return values[number]
+
+
+def _from_slice(message: pb.Target | pb.OtherName, field: str) -> tuple[int, int] | None:
+    if not message.HasField(field):
+        return None
+    part = getattr(message, field)
+    return part.start, part.end
+
+
+def _from_rank_part(message: pb.Target) -> tuple[int, int] | None:
+    if not message.HasField("rank_part"):
+        return None
+    return message.rank_part.index, message.rank_part.count
+
+
+def _from_other_name(message: pb.OtherName) -> OtherName:
+    return OtherName(
+        name=message.name,
+        outputs=_from_slice(message, "outputs"),
+        block_sizes=tuple(message.block_sizes),
+        block_part=message.block_part,
+        transposed=message.transposed,
+    )
 
 
 def _optional_digest(text: str, field: str) -> str:
@@ -394,19 +443,25 @@ def _to_header(header: ImageHeader) -> pb.ImageHeader:
         layout_id=header.layout_id,
         image_format=header.image_format,
         total_bytes=header.total_bytes,
-        segments=[_to_segment(segment) for segment in header.segments],
+        segments=[_to_segment(segment, header.image_format) for segment in header.segments],
         offset=header.offset,
     )
 
 
-def _to_segment(segment: Segment) -> pb.Segment:
-    return pb.Segment(
+def _to_segment(segment: Segment, image_format: int) -> pb.Segment:
+    message = pb.Segment(
         target=segment.target,
         kind=_SEGMENT_KINDS[segment.kind],
         rank=segment.rank,
         offset=segment.offset,
         length_bytes=segment.length_bytes,
     )
+    if image_format > 1:
+        message.dtype = _DATA_TYPE_NUMBERS[segment.dtype]
+        message.shape.extend(segment.shape)
+        if segment.scale != 1.0:
+            message.scale = segment.scale
+    return message
 
 
 def to_tier_status(counts: TierCounts) -> pb.TierStatus:

@@ -6,6 +6,7 @@ files              which files make up an adapter, and how they are read safely
 safetensors        the header of a .safetensors file
 json               JSON objects with caps and without surprises
 tensors            the names of PEFT's tensors, and their pairing into targets
+weights            what an adapter has for the modules it changes, as views of tensors
 scan               one pass over the weights: hashes, and no value that is not finite
 digest             loadout-digest-v1, the identity of an adapter's content
 peft_config        adapter_config.json as one typed, checked object

@@ -24,7 +24,8 @@ from adapter_store.checkpoint.peft_config import AdapterConfig, read_config
 from adapter_store.checkpoint.safetensors import TensorRecord
 from adapter_store.checkpoint.scan import scan_tensors
 from adapter_store.checkpoint.tensors import TargetWeights, pair_targets, read_tensors, target_of
-from adapter_store.core import DataType
+from adapter_store.checkpoint.weights import Changes, ExpertWeights, Replacement
+from adapter_store.core import DataType, SegmentKind
 from adapter_store.errors import CorruptData, InvalidAdapter
 
 TORCH_DTYPES: Mapping[DataType, torch.dtype] = {
@@ -50,6 +51,8 @@ class Checkpoint:
     digest: str
     source_bytes: int
     is_verified: bool
+    experts: tuple[ExpertWeights, ...] = ()
+    replacements: tuple[Replacement, ...] = ()
 
     @property
     def base_model(self) -> str:
@@ -59,24 +62,37 @@ class Checkpoint:
     @property
     def rank(self) -> int:
         """The largest rank of any target."""
-        return max(target.rank for target in self.targets.values())
+        return max((changes.rank for changes in self.changes), default=0)
 
     @property
     def module_names(self) -> tuple[str, ...]:
         """Distinct last components of the target names, sorted, such as "q_proj"."""
-        return tuple(sorted({name.rpartition(".")[2] for name in self.targets}))
+        return tuple(sorted({changes.name.rpartition(".")[2] for changes in self.changes}))
 
     @property
     def lost_modules(self) -> frozenset[str]:
         """Modules that target_modules lists although the adapter has no weight for them, named as
         targets are."""
-        modules = [target.module for target in self.targets.values()]
+        modules = [changes.module for changes in self.changes]
         return frozenset(map(target_of, self.config.modules.unweighted(modules)))
+
+    @property
+    def changes(self) -> Iterator[Changes]:
+        """What the adapter has for each module."""
+        yield from self.targets.values()
+        yield from self.experts
+        yield from self.replacements
 
     @property
     def records(self) -> tuple[TensorRecord, ...]:
         """All tensors, A before B, in order of target name."""
-        return tuple(record for t in self.targets.values() for record in (t.a, t.b))
+        return tuple(record for changes in self.changes for _role, record in changes.records())
+
+    @property
+    def segment_kinds(self) -> tuple[SegmentKind, ...]:
+        """What it changes besides adding B A, in order."""
+        kinds = {kind for changes in self.changes for kind in changes.kinds}
+        return tuple(kind for kind in SegmentKind if kind in kinds - {SegmentKind.A, SegmentKind.B})
 
     @contextmanager
     def open_files(self) -> Iterator[Mapping[str, RegularFile]]:

@@ -24,7 +24,7 @@ _MAX_COMMAS = 2 * MAX_DIMENSIONS
 """Per tensor: between its fields, in its shape and offsets, and some for the metadata."""
 
 _METADATA = "__metadata__"
-_DTYPES = {dtype.value: dtype for dtype in DataType}
+_DTYPES = {dtype.value: dtype for dtype in DataType if dtype is not DataType.INT32}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ Source: peft/utils/save_and_load.py `get_peft_model_state_dict` of PEFT 0.21.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,6 +134,28 @@ class TargetWeights:
     scale: float
     a: TensorRecord
     b: TensorRecord
+    bias: TensorRecord | None = None
+    magnitude: TensorRecord | None = None
+
+    @property
+    def kinds(self) -> frozenset[SegmentKind]:
+        """What it needs a server to apply."""
+        kinds = {SegmentKind.A, SegmentKind.B}
+        if self.bias is not None:
+            kinds.add(SegmentKind.BIAS)
+        if self.magnitude is not None:
+            kinds.add(SegmentKind.MAGNITUDE)
+        return frozenset(kinds)
+
+    def records(self) -> Iterator[tuple[str, TensorRecord]]:
+        """Yields each saved tensor with its role in the digest."""
+        prefix = "embedding_" if self.kind is TargetKind.EMBEDDING else ""
+        yield f"{prefix}A", self.a
+        yield f"{prefix}B", self.b
+        if self.bias is not None:
+            yield "B_bias", self.bias
+        if self.magnitude is not None:
+            yield "magnitude", self.magnitude
 
     @property
     def in_features(self) -> int:

@@ -1,7 +1,11 @@
 """Compiled images: one contiguous range of bytes per adapter and layout, ready to be copied.
 
-layout         validates layouts, and gives them their identity
-plan           where everything lies in an image, decided from shapes alone
+layout         gives layouts their identity
+layout_checks  validates layouts and announcements
+fit            which targets of a layout an adapter changes
+base_rows      which rows of the base's own weights it changes
+sources        what a target's segments consist of
+plan           where everything lies in an image, before a byte is compiled
 compile        fills an image from a checkpoint, part by part
 file           an image on disk, which is a valid .safetensors file
 builder        makes one image: from the disk tier, the shared tier, or the blob

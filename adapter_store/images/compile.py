@@ -1,6 +1,6 @@
 """Compiles a checkpoint into an image, part by part, and hashes the parts.
 
-Of each segment, one saved tensor is sliced, scaled in fp32, cast and transposed. Source rows pass
+Of each segment, saved matrices are cut, scaled in fp32, cast and transposed. Source rows pass
 through in runs of about a megabyte: what is in flight stays in the processor's cache, small tensors
 that lie side by side are read, cast and checked together, and memory stays near the image's own
 size.
@@ -25,14 +25,13 @@ from numpy.typing import NDArray
 
 from adapter_store.checkpoint.files import RegularFile, Scratch
 from adapter_store.checkpoint.open import TORCH_DTYPES, Checkpoint
-from adapter_store.checkpoint.safetensors import TensorRecord, group_adjacent
-from adapter_store.core import DataType, ImagePart, Layout, Segment, SegmentKind, TargetKind
+from adapter_store.checkpoint.safetensors import group_adjacent
+from adapter_store.checkpoint.weights import Matrix
+from adapter_store.core import DataType, ImagePart, Layout, Segment
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.images.buffers import allocate_buffer
-from adapter_store.images.plan import (
-    ImagePlan,
-    plan_image,
-)
+from adapter_store.images.plan import ImagePlan, plan_image, sources_of, uses_of
+from adapter_store.images.sources import Piece, SegmentSource, Selection
 
 CHUNK_BYTES = 1 << 20
 TRANSPOSE_BYTES = 32 << 10
@@ -41,9 +40,9 @@ PARTS_AT_ONCE = min(4, os.cpu_count() or 1)
 """Parts of one image that are begun, besides the one that is waited for."""
 
 # bf16 has no numpy type, and a copy needs none.
-_INTEGERS: dict[int, type[np.signedinteger]] = {2: np.int16, 4: np.int32}
+_INTEGERS: dict[int, type[np.signedinteger]] = {1: np.int8, 2: np.int16, 4: np.int32}
 
-_Shaped: TypeAlias = tuple[Segment, tuple[int, int]]
+_Sourced: TypeAlias = tuple[Segment, SegmentSource]
 
 _read_bytes, _cast_bytes = Scratch(CHUNK_BYTES), Scratch(CHUNK_BYTES)
 
@@ -99,10 +98,20 @@ def compile_parts(
             folding the scale and casting to the layout's dtype.
         CorruptData: the source differs from its digest, or got shorter.
     """
-    hashes: dict[str, bytes] | None = None if checkpoint.is_verified else {}
+    sources = [
+        source
+        for use in uses_of(checkpoint, layout)
+        for source in sources_of(checkpoint, use, layout)
+    ]
+    hashes: dict[str, bytes] | None = None
+    if not checkpoint.is_verified:
+        if _reads_all_once(checkpoint, sources):
+            hashes = {}
+        else:
+            checkpoint.verify()
     with checkpoint.open_files() as files:
-        compiler = _PartCompiler(checkpoint, layout, plan, buffer, files, hashes, num_final)
-        parts = enumerate(_segments_by_part(plan))
+        compiler = _PartCompiler(plan, buffer, files, hashes, num_final)
+        parts = enumerate(_segments_by_part(plan, sources))
         jobs = (partial(compiler.compile, index, segments) for index, segments in parts)
         try:
             for part in _in_order(jobs, threads):
@@ -137,8 +146,23 @@ def _in_order(
         wait(started)
 
 
-def _segments_by_part(plan: ImagePlan) -> Iterator[list[_Shaped]]:
-    segments = deque(zip(plan.segments, plan.shapes, strict=True))
+def _reads_all_once(checkpoint: Checkpoint, sources: Iterable[SegmentSource]) -> bool:
+    """Returns whether the segments are made of all saved tensors, each as a whole and once, so that
+    what is read for them is all that the digest is of."""
+    keys = []
+    for source in sources:
+        for piece in source.pieces:
+            matrix = piece.matrix
+            if matrix.offset != matrix.record.offset or len(matrix.record.shape) > 2:
+                return False
+            keys.append(matrix.record.key)
+    return len(keys) == len(set(keys)) == len(checkpoint.records)
+
+
+def _segments_by_part(
+    plan: ImagePlan, sources: Sequence[SegmentSource]
+) -> Iterator[list[_Sourced]]:
+    segments = deque(zip(plan.segments, sources, strict=True))
     for _, end in plan.parts:
         inside = []
         while segments and segments[0][0].offset < end:
@@ -147,24 +171,25 @@ def _segments_by_part(plan: ImagePlan) -> Iterator[list[_Shaped]]:
 
 
 class _Source(NamedTuple):
-    """A saved tensor and how it becomes a segment: sliced, transposed or not, scaled."""
+    """A saved matrix and how it becomes values of a segment: which of its rows and columns, as they
+    are saved, transposed or not, scaled."""
 
-    record: TensorRecord
-    rows: tuple[int, int]
-    columns: tuple[int, int]
+    matrix: Matrix
+    rows: Selection
+    columns: Selection
     is_transposed: bool
     scale: float
 
 
 class _Rows(NamedTuple):
-    """Some rows of a saved tensor: where they lie, and which of them, `kept`, become rows (or,
-    transposed, columns) of their segment from `start` on. `output` is that segment, [rows, columns]
-    of integers as wide as the layout's dtype; None if the rows are only hashed."""
+    """Some rows of a saved matrix: where they lie, and which of them, `kept`, become rows (or,
+    transposed, columns) of their piece of a segment from `start` on. `output` is that piece,
+    [rows, columns] of integers as wide as its dtype; None if the rows are only hashed."""
 
     source: _Source
     output: NDArray[Any] | None
     num_values: int
-    kept: slice
+    kept: slice | NDArray[np.int64]
     start: int
     file: str
     dtype: DataType
@@ -178,43 +203,30 @@ class _PartCompiler:
     adds the sha256 of each complete saved tensor, of which the first `num_final` parts need no
     more."""
 
-    checkpoint: Checkpoint
-    layout: Layout
     plan: ImagePlan
     buffer: torch.Tensor
     files: Mapping[str, RegularFile]
     hashes: dict[str, bytes] | None
     num_final: int
 
-    def compile(self, index: int, segments: Sequence[_Shaped]) -> ImagePart:
+    def compile(self, index: int, segments: Sequence[_Sourced]) -> ImagePart:
         """Raises IncompatibleAdapter CAST_OVERFLOW, CorruptData if a file got shorter."""
         start, end = self.plan.parts[index]
         data = self.buffer[start:end].numpy()
         is_final = index < self.num_final
-        outputs: list[NDArray[Any] | None] = [None] * len(segments)
         if not is_final:
-            outputs = _outputs(data, start, segments, self.plan.dtype)
+            _fill_gaps(data, start, segments)
         if not is_final or self.hashes is not None:
-            sources = [self._source(segment) for segment, _ in segments]
-            self._fill(sources, outputs)
+            for dtype in dict.fromkeys(segment.dtype for segment, _ in segments):
+                pieces = [each for each in segments if each[0].dtype is dtype]
+                self._fill(list(_pieces(data, start, pieces, is_final=is_final)), dtype)
         return ImagePart(index, start, end, b"" if is_final else hashlib.sha256(data.data).digest())
 
-    def _source(self, segment: Segment) -> _Source:
-        target = self.layout.targets[segment.target]
-        weights = self.checkpoint.targets[target.name]
-        in_slice = target.in_slice or (0, target.in_features)
-        if segment.kind is SegmentKind.A:
-            is_embedding = target.kind is TargetKind.EMBEDDING
-            return _Source(weights.a, (0, weights.rank), in_slice, is_embedding, 1.0)
-        out_slice = target.out_slice or (0, target.out_features)
-        return _Source(weights.b, out_slice, (0, weights.rank), True, weights.scale)
-
-    def _fill(self, sources: Iterable[_Source], outputs: Iterable[NDArray[Any] | None]) -> None:
-        """Fills the segments of these sources."""
+    def _fill(self, pieces: Sequence[tuple[_Source, NDArray[Any] | None]], dtype: DataType) -> None:
+        """Fills pieces of segments, which are of this type."""
         all_rows = self.hashes is not None
         read = chain.from_iterable(
-            _split(source, output, all_rows=all_rows)
-            for source, output in zip(sources, outputs, strict=True)
+            _split(source, output, all_rows=all_rows) for source, output in pieces
         )
         hashers: defaultdict[str, Any] = defaultdict(hashlib.sha256)
         for run in group_adjacent(read, CHUNK_BYTES):
@@ -224,45 +236,99 @@ class _PartCompiler:
                 position = 0
                 for rows in run:
                     piece = data[position : position + rows.length_bytes]
-                    hashers[rows.source.record.key].update(piece.data)
+                    hashers[rows.source.matrix.record.key].update(piece.data)
                     position += rows.length_bytes
             if run[0].output is not None:
-                _compile_run(data, run, TORCH_DTYPES[self.plan.dtype])
+                _compile_run(data, run, TORCH_DTYPES[dtype])
         if self.hashes is not None:
             self.hashes.update((key, sha256.digest()) for key, sha256 in hashers.items())
 
 
-def _outputs(
-    data: NDArray[np.uint8], start: int, segments: Sequence[_Shaped], dtype: DataType
-) -> list[NDArray[Any] | None]:
-    """Returns each segment's values in `data`, a part's bytes, which begin at `start` of the image;
-    zeroes the gaps between."""
-    outputs: list[NDArray[Any] | None] = []
+def _fill_gaps(data: NDArray[np.uint8], start: int, segments: Sequence[_Sourced]) -> None:
+    """Zeroes in `data`, a part's bytes, which begin at `start` of the image, what no values come
+    to; writes what segments begin with."""
     position = 0
-    for segment, shape in segments:
+    for segment, source in segments:
         begin = segment.offset - start
         data[position:begin] = 0
         position = begin + segment.length_bytes
-        outputs.append(data[begin:position].view(_INTEGERS[dtype.itemsize]).reshape(shape))
+        if source.prefix:
+            data[begin:position] = 0  # pieces begin on 256 bytes
+            data[begin : begin + len(source.prefix)] = np.frombuffer(source.prefix, np.uint8)
     data[position:] = 0
-    return outputs
+
+
+def _pieces(
+    data: NDArray[np.uint8], start: int, segments: Iterable[_Sourced], *, is_final: bool
+) -> Iterator[tuple[_Source, NDArray[Any] | None]]:
+    """Yields each piece of these segments with its values in `data`, a part's bytes, which begin at
+    `start` of the image; None if these are final."""
+    for segment, source in segments:
+        for piece in source.pieces:
+            output = None
+            if not is_final:
+                begin = segment.offset - start + piece.offset
+                length = math.prod(piece.shape) * segment.dtype.itemsize
+                values = data[begin : begin + length].view(_INTEGERS[segment.dtype.itemsize])
+                output = values.reshape(piece.shape)
+            yield _source(piece), output
+
+
+def _source(piece: Piece) -> _Source:
+    """Returns a piece in terms of the matrix as it is saved."""
+    matrix = piece.matrix
+    rows: Selection = piece.rows
+    columns: Selection = piece.columns
+    if matrix.is_transposed:
+        rows, columns = columns, rows
+    return _Source(
+        matrix,
+        _compose(matrix.rows, rows),
+        _compose(matrix.columns, columns),
+        piece.is_transposed is not matrix.is_transposed,
+        piece.scale,
+    )
+
+
+def _compose(outer: range, inner: Selection) -> Selection:
+    if isinstance(inner, range):
+        return outer[inner.start : inner.stop : inner.step]
+    return outer.start + inner * outer.step
 
 
 def _split(source: _Source, output: NDArray[Any] | None, *, all_rows: bool) -> Iterator[_Rows]:
     """Yields the rows to be read, a chunk at a time."""
-    record, (begin, end) = source.record, source.rows
-    num_rows, num_columns = record.shape
+    matrix, record = source.matrix, source.matrix.record
+    num_columns = matrix.num_columns
     row_bytes = num_columns * record.dtype.itemsize
     step = max(1, CHUNK_BYTES // row_bytes)
-    first_read, last_read = (0, num_rows) if all_rows else (begin, end)
+    wanted = source.rows
+    first_read, last_read = 0, 0
+    if all_rows:
+        last_read = record.length_bytes // row_bytes
+    elif len(wanted):
+        first_read, last_read = int(wanted[0]), int(wanted[-1]) + 1
     for first in range(first_read, last_read, step):
         last = min(first + step, last_read)
-        kept = slice(max(begin - first, 0), max(min(end, last) - first, 0))
+        kept, start = _kept_between(wanted, first, last)
         yield _Rows(
-            *(source, output, (last - first) * num_columns, kept, first + kept.start - begin),
+            *(source, output, (last - first) * num_columns, kept, start),
             *(record.file, record.dtype),
-            *(record.offset + first * row_bytes, (last - first) * row_bytes),
+            *(matrix.offset + first * row_bytes, (last - first) * row_bytes),
         )
+
+
+def _kept_between(
+    wanted: Selection, first: int, last: int
+) -> tuple[slice | NDArray[np.int64], int]:
+    """Returns which rows of [first, last) are wanted, counted from `first`, and how many wanted
+    ones come before them."""
+    if isinstance(wanted, range) and wanted.step == 1:
+        begin, end = max(wanted.start, first), min(wanted.stop, last)
+        return slice(begin - first, max(begin, end) - first), begin - wanted.start
+    indices = np.asarray(wanted)
+    begin, end = np.searchsorted(indices, (first, last))
+    return indices[begin:end] - first, int(begin)
 
 
 def _compile_run(data: NDArray[np.uint8], run: Sequence[_Rows], dtype: torch.dtype) -> None:
@@ -295,14 +361,17 @@ def _compile_run(data: NDArray[np.uint8], run: Sequence[_Rows], dtype: torch.dty
 
 def _kept(rows: _Rows, values: Any) -> Any:
     """Returns what the segment has of these rows' values, as a matrix."""
-    num_columns = rows.source.record.shape[1]
-    return values.reshape(-1, num_columns)[rows.kept, slice(*rows.source.columns)]
+    matrix = values.reshape(-1, rows.source.matrix.num_columns)
+    columns = rows.source.columns
+    if isinstance(columns, range):
+        return matrix[rows.kept, columns.start : columns.stop : columns.step]
+    return matrix[rows.kept][:, columns]
 
 
 def _check_finite(rows: _Rows, values: torch.Tensor) -> None:
     if torch.isfinite(_kept(rows, values)).all():
         return
-    key = rows.source.record.key
+    key = rows.source.matrix.record.key
     raise IncompatibleAdapter(
         f"{key}: values are not finite after scaling by {rows.source.scale:g} "
         f"and casting to {str(values.dtype).removeprefix('torch.')}",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import os
 import uuid
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from adapter_store.blobs.fsync import sync_folder, write_atomically
-from adapter_store.core import ImagePart
+from adapter_store.core import ImagePart, Segment
 from adapter_store.errors import CorruptData
 from adapter_store.images.buffers import allocate_buffer
 from adapter_store.images.compile import Image
@@ -139,19 +140,22 @@ def _header(plan: ImagePlan, parts: tuple[ImagePart, ...]) -> bytes:
     }
     position = 0
     pads = 0
-    tensors = zip(plan.names, plan.shapes, plan.segments, strict=True)
-    for name, shape, segment in tensors:
+    for name, segment in zip(plan.names, plan.segments, strict=True):
         pads = _add_pad(fields, position, segment.offset, pads)
         position = segment.offset + segment.length_bytes
-        fields[name] = {
-            "dtype": plan.dtype.value,
-            "shape": list(shape),
-            "data_offsets": [segment.offset, position],
-        }
+        fields[name] = _tensor_info(segment, position)
     _add_pad(fields, position, plan.total_bytes, pads)
     text = json.dumps(fields, separators=(",", ":")).encode()
     padded = -(-(_LENGTH_BYTES + len(text)) // DATA_ALIGNMENT) * DATA_ALIGNMENT - _LENGTH_BYTES
     return padded.to_bytes(_LENGTH_BYTES, "little") + text.ljust(padded)
+
+
+def _tensor_info(segment: Segment, end: int) -> dict[str, Any]:
+    """Bytes of experts, which begin with an index, are no matrix of the format."""
+    dtype, shape = segment.dtype.value, list(segment.shape)
+    if math.prod(shape) * segment.dtype.itemsize != segment.length_bytes:
+        dtype, shape = "U8", [segment.length_bytes]
+    return {"dtype": dtype, "shape": shape, "data_offsets": [segment.offset, end]}
 
 
 def _add_pad(fields: dict[str, Any], start: int, end: int, pads: int) -> int:

@@ -1,26 +1,26 @@
-"""Layouts: their validation, their identity, and their form in the catalog."""
+"""Layouts: their identity, and their form in the catalog."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from adapter_store.checkpoint.digest import canonical_json, sha256_text
-from adapter_store.core import Announcement, DataType, Layout, Target, TargetKind
-from servicekit.errors import InvalidArgument
+from adapter_store.core import (
+    Announcement,
+    DataType,
+    Held,
+    Layout,
+    OtherName,
+    Target,
+    TargetKind,
+)
 
-MAX_TARGETS = 1 << 17
-MAX_ALIASES = 64
-MAX_FEATURES = 1 << 28
-MAX_RANK = 1 << 30
-MAX_NAME_CHARS = 512
-
-_NAME = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
 _TARGETS = re.compile(r'"targets":\s*\[')  # in a string its quotes would be escaped
 _BETWEEN = re.compile(r"[\s,]*")
-_SHA256 = re.compile(r"(sha256:)?[0-9a-f]{64}")
 
 
 def layout_id(layout: Layout) -> str:
@@ -34,22 +34,24 @@ def text_id(text: str) -> str:
 
 
 def to_text(layout: Layout) -> str:
-    """Returns the layout's canonical JSON. Absent slices and layers are null. Aliases, which are
-    announced, are an empty list, so that layouts without any have the ids that they always had.
+    """Returns the layout's canonical JSON. In format 1 absent slices and layers are null, and
+    aliases, which are announced, are an empty list, so that layouts without any have the ids that
+    they always had. From format 2 on what is absent is left out, and so is the base model's name,
+    which is announced.
 
     It is written, and `from_text` reads it, one target at a time: a hundred thousand in one call
     would stop all other threads of the process.
     """
-    head = canonical_json(
-        {
-            "base_model": layout.base_model,
-            "aliases": [],
-            "config_sha256": layout.config_sha256,
-            "dtype": layout.dtype.value,
-            "image_format": layout.image_format,
-        }
-    )
-    targets = ",".join(canonical_json(_target_fields(target)) for target in layout.targets)
+    fields: dict[str, Any] = {
+        "config_sha256": layout.config_sha256,
+        "dtype": layout.dtype.value,
+        "image_format": layout.image_format,
+    }
+    if layout.image_format == 1:
+        fields |= {"base_model": layout.base_model, "aliases": []}
+    head = canonical_json(fields)
+    to_fields = _format_1_fields if layout.image_format == 1 else _target_fields
+    targets = ",".join(canonical_json(to_fields(target)) for target in layout.targets)
     return f'{head[:-1]},"targets":[{targets}]}}'  # the last of the sorted keys
 
 
@@ -59,7 +61,7 @@ def announcement_id(layout_id: str, announcement: Announcement) -> str:
     return sha256_text(canonical_json(["loadout-announcement", layout_id, *fields]))
 
 
-def _target_fields(target: Target) -> dict[str, Any]:
+def _format_1_fields(target: Target) -> dict[str, Any]:
     return {
         "name": target.name,
         "layer": target.layer,
@@ -73,14 +75,46 @@ def _target_fields(target: Target) -> dict[str, Any]:
     }
 
 
+def _target_fields(target: Target) -> dict[str, Any]:
+    fields = {
+        "name": target.name,
+        "layer": target.layer,
+        "group": target.group,
+        "kind": target.kind.value,
+        "in_features": target.in_features,
+        "out_features": target.out_features,
+        "experts": target.experts if target.experts > 1 else None,
+        "in_slice": target.in_slice,
+        "out_slice": target.out_slice,
+        "other_names": [_without_defaults(asdict(each)) for each in target.other_names],
+        "space": target.space,
+        "expert_slice": target.expert_slice,
+        "rank_part": target.rank_part,
+        "held": None if target.held is Held.HERE else target.held.value,
+        "base_hashes": b"".join(target.base_hashes).hex(),
+        "base_dtype": target.base_dtype and target.base_dtype.value,
+    }
+    kept = ("name", "group", "in_features", "out_features")
+    return {key: fields[key] for key in kept} | _without_defaults(fields)
+
+
+def _without_defaults(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in fields.items()
+        if value is not None and value is not False and value not in ("", [], ())
+    }
+
+
 def from_text(text: str) -> Layout:
     """Parses what `to_text` returned, or an earlier release wrote: the same with aliases, and maybe
-    with spaces, and unsorted but for the targets, which come last. The text is trusted."""
+    with spaces, and unsorted but for the targets, which come last. From format 2 on the base model
+    is "". The text is trusted."""
     start = _TARGETS.search(text)
     assert start is not None
     data = json.loads(text[: start.start()] + '"targets":[]}')
     return Layout(
-        base_model=data["base_model"],
+        base_model=data.get("base_model", ""),
         config_sha256=data["config_sha256"],
         dtype=DataType(data["dtype"]),
         image_format=data["image_format"],
@@ -96,11 +130,30 @@ def _read_targets(text: str, position: int) -> Iterator[Target]:
         if text[between.end()] == "]":
             return
         fields, position = decode(text, between.end())
-        slices = {
-            key: None if fields[key] is None else (int(fields[key][0]), int(fields[key][1]))
-            for key in ("in_slice", "out_slice")
-        }
-        yield Target(**{**fields, **slices, "kind": TargetKind(fields["kind"])})
+        yield _read_target(fields)
+
+
+def _read_target(fields: dict[str, Any]) -> Target:
+    found = {"layer": None, **fields, "kind": TargetKind(fields["kind"])}
+    for key in ("in_slice", "out_slice", "expert_slice", "rank_part"):
+        found[key] = _pair(fields.get(key))
+    found["held"] = Held(fields.get("held", Held.HERE.value))
+    hashes = bytes.fromhex(fields.get("base_hashes", ""))
+    found["base_hashes"] = tuple(hashes[at : at + 32] for at in range(0, len(hashes), 32))
+    dtype = fields.get("base_dtype")
+    found["base_dtype"] = None if dtype is None else DataType(dtype)
+    found["other_names"] = tuple(map(_read_other_name, fields.get("other_names", ())))
+    return Target(**found)
+
+
+def _read_other_name(fields: dict[str, Any]) -> OtherName:
+    sizes = tuple(fields.get("block_sizes", ()))
+    outputs = _pair(fields.get("outputs"))
+    return OtherName(**{**fields, "outputs": outputs, "block_sizes": sizes})
+
+
+def _pair(value: list[int] | None) -> tuple[int, int] | None:
+    return None if value is None else (value[0], value[1])
 
 
 def runs(layout: Layout) -> Iterator[tuple[int, int]]:
@@ -114,105 +167,3 @@ def runs(layout: Layout) -> Iterator[tuple[int, int]]:
         ):
             yield start, index
             start = index
-
-
-def validate(layout: Layout) -> None:
-    """Raises InvalidArgument (subject: the field, such as "targets[3].in_features")."""
-    _require(0 < len(layout.base_model) <= MAX_NAME_CHARS, "base_model", "1 to 512 characters")
-    _require(layout.base_model.isprintable(), "base_model", "not printable")
-    _require(
-        _SHA256.fullmatch(layout.config_sha256) is not None,
-        "config_sha256",
-        "not a sha256 in lower-case hex",
-    )
-    _require(layout.dtype.is_computable, "dtype", "not one that models compute in")
-    _require(0 < len(layout.targets) <= MAX_TARGETS, "targets", f"needs 1 to {MAX_TARGETS}")
-    seen: dict[str, int] = {}
-    for index, target in enumerate(layout.targets):
-        _validate_target(target, f"targets[{index}]")
-        first = seen.setdefault(target.name, index)
-        _require(first == index, f"targets[{index}].name", f"same as targets[{first}]")
-    _validate_order(layout)
-    _validate_groups(layout)
-
-
-def validate_announcement(announcement: Announcement) -> None:
-    """Raises InvalidArgument (subject: the field, such as "announcement.aliases[3]")."""
-    message = "announcement" if announcement.is_renewed else "layout"
-    too_many = len(announcement.aliases) > MAX_ALIASES
-    _require(not too_many, "aliases", f"more than {MAX_ALIASES}", message)
-    for index, alias in enumerate(announcement.aliases):
-        is_name = 0 < len(alias) <= MAX_NAME_CHARS and alias.isprintable()
-        _require(is_name, f"aliases[{index}]", "not a printable name", message)
-    is_rank = announcement.max_rank <= MAX_RANK
-    _require(is_rank, "max_rank", f"above {MAX_RANK}", message)
-
-
-def _validate_target(target: Target, field: str) -> None:
-    is_name = len(target.name) <= MAX_NAME_CHARS and _NAME.fullmatch(target.name) is not None
-    _require(is_name, f"{field}.name", "not a module path")
-    _require(
-        0 < len(target.group) <= MAX_NAME_CHARS and target.group.isprintable(),
-        f"{field}.group",
-        "not a printable name",
-    )
-    _require(target.layer is None or target.layer >= 0, f"{field}.layer", "negative")
-    _require(target.experts == 1, f"{field}.experts", "mixtures of experts are not supported")
-    for side, size, part in (
-        ("in", target.in_features, target.in_slice),
-        ("out", target.out_features, target.out_slice),
-    ):
-        _require(0 < size <= MAX_FEATURES, f"{field}.{side}_features", f"1 to {MAX_FEATURES}")
-        if part is not None:
-            _require(
-                0 <= part[0] < part[1] <= size,
-                f"{field}.{side}_slice",
-                f"[{part[0]}, {part[1]}) is not within {size} features",
-            )
-
-
-def _validate_order(layout: Layout) -> None:
-    """Requires the order embedding, layers ascending, head, each in one run, with embeddings only
-    in the first."""
-    previous: int | None = None
-    for number, (start, _) in enumerate(runs(layout)):
-        layer = layout.targets[start].layer
-        field = f"targets[{start}].layer"
-        if layer is None:
-            is_last = all(target.layer is None for target in layout.targets[start:])
-            _require(number == 0 or is_last, field, "targets without a layer lie between layers")
-        else:
-            _require(previous is None or layer > previous, field, "layers are not in order of use")
-            previous = layer
-    _, end_of_first = next(runs(layout))
-    for index, target in enumerate(layout.targets):
-        comes_first = index < end_of_first and target.layer is None
-        _require(
-            target.kind is not TargetKind.EMBEDDING or comes_first,
-            f"targets[{index}].kind",
-            "an embedding comes before the layers",
-        )
-
-
-def _validate_groups(layout: Layout) -> None:
-    """Requires that targets of a group are neighbours in one layer and read the same slice of one
-    input."""
-    last: dict[tuple[int | None, str], int] = {}
-    for index, target in enumerate(layout.targets):
-        key = (target.layer, target.group)
-        if key in last:
-            first = layout.targets[last[key]]
-            field = f"targets[{index}].group"
-            _require(last[key] == index - 1, field, "targets of a group are not neighbours")
-            _require(
-                (first.kind, first.in_features, first.in_slice)
-                == (target.kind, target.in_features, target.in_slice),
-                field,
-                f"does not read the same input as {first.name}",
-            )
-        last[key] = index
-
-
-def _require(condition: bool, field: str, detail: str, message: str = "layout") -> None:
-    if not condition:
-        raise InvalidArgument(f"{message}.{field}: {detail}", subject=f"{message}.{field}")

@@ -11,9 +11,8 @@ to itself and to the last message, which then lives on until a collection of cyc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, Protocol, TypeAlias
 
 import grpc
@@ -89,12 +88,22 @@ class RequestBounds:
         # Packed numbers are counted here: before, only the bytes that they may take.
         for limits, what in ((self.max_items, "entries"), (self.max_chars, "characters")):
             for path, limit in limits.items():
-                size = len(attrgetter(path)(message))
+                size = _size(message, path.split("."))
                 if size > limit:
                     raise InvalidArgument(
                         f"{path}: {size} {what} are more than {limit}", subject=path
                     )
         return message
+
+
+def _size(message: Any, path: Sequence[str]) -> int:
+    """Returns how many entries or characters a field has, of all messages that repeat on its way
+    together."""
+    value = getattr(message, path[0])
+    if len(path) == 1:
+        return len(value)
+    entries = [value] if isinstance(value, Message) else value
+    return sum(_size(entry, path[1:]) for entry in entries)
 
 
 RequestTable: TypeAlias = Mapping[str, RequestBounds]

@@ -14,6 +14,9 @@ MAX_OTHER_FIELDS = 1024
 MAX_UNPACKED = 4096
 """Numbers of a repeated field that come one by one. Every client of ours packs them; each takes as
 long to count as a thousand that are packed."""
+MAX_FIELDS_PER_ENTRY = 16
+"""Fields that are not counted of the messages that repeat, on average, if what repeats within them
+is counted."""
 MAX_VARINT_BYTES = 10
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
 
@@ -32,17 +35,21 @@ class TooMany(ValueError):
 
 @dataclass(slots=True)
 class _Node:
-    """A field that is counted, or a message whose fields are; `limit` None: it is not itself."""
+    """A field that is counted, or a message whose fields are; `limit` None: it is not itself.
+    `others` is what fields of the message that are not counted are counted as, and how many there
+    may be."""
 
     path: str = ""
     limit: int | None = None
     is_packable: bool = False
     children: dict[int, _Node] = field(default_factory=dict)
+    others: tuple[str, int] = ("request", MAX_OTHER_FIELDS)
 
 
 class Counter:
-    """Counts the fields of a message and of the messages in it, down to the first that repeats.
-    `limits` has the paths of those that do, such as "layout.targets"."""
+    """Counts the fields of a message and of the messages in it. `limits` has the paths of those
+    that repeat, such as "layout.targets", and of what repeats within these, such as
+    "layout.targets.other_names": of all of them together."""
 
     def __init__(self, message: type[Message], limits: Mapping[str, int]) -> None:
         self._root = _node(message.DESCRIPTOR, "", limits)
@@ -65,6 +72,11 @@ class Counter:
 def _node(message: Any, path: str, limits: Mapping[str, int]) -> _Node:
     """Returns the node of a message of this descriptor."""
     node = _Node(path.removesuffix("."))
+    _add_children(node, message, path, limits)
+    return node
+
+
+def _add_children(node: _Node, message: Any, path: str, limits: Mapping[str, int]) -> None:
     for found in message.fields:
         own = f"{path}{found.name}"
         if found.is_repeated:
@@ -73,10 +85,16 @@ def _node(message: Any, path: str, limits: Mapping[str, int]) -> _Node:
                 *(FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_STRING),
                 FieldDescriptor.TYPE_BYTES,
             )
-            node.children[found.number] = _Node(own, limits[own], is_packable)
+            child = node.children[found.number] = _Node(own, limits[own], is_packable)
+            child.others = f"{own}.*", MAX_FIELDS_PER_ENTRY * limits[own]
+            entry = found.message_type
+            if entry is not None and not entry.GetOptions().map_entry:
+                _add_children(child, entry, f"{own}.", limits)
         elif found.message_type is not None:
-            node.children[found.number] = _node(found.message_type, f"{own}.", limits)
-    return node
+            child = _Node(own, others=node.others)
+            _add_children(child, found.message_type, f"{own}.", limits)
+            if not path or child.children:  # else there is nothing in it to count
+                node.children[found.number] = child
 
 
 class _Scan:
@@ -97,7 +115,7 @@ class _Scan:
                 tag, position = self._varint(position - 1, end)
             child = node.children.get(tag >> 3)
             kind = tag & 7
-            self._count(child, kind)
+            self._count(child, kind, node.others)
             if kind == _VARINT:
                 _, position = self._varint(position, end)
             elif kind == _DELIMITED:
@@ -115,17 +133,17 @@ class _Scan:
             raise Malformed
 
     def _enter(self, position: int, end: int, node: _Node) -> None:
-        if node.limit is None:
+        if node.limit is None or node.children:
             self.walk(position, end, node)
         elif node.is_packable:
             limit = node.limit * MAX_VARINT_BYTES if self._most is None else self._most
             if end - position > limit:
                 raise TooMany(node.path, node.limit)
 
-    def _count(self, node: _Node | None, kind: int) -> None:
-        path, limit, what = "request", MAX_OTHER_FIELDS, "entries"
+    def _count(self, node: _Node | None, kind: int, others: tuple[str, int]) -> None:
+        path, limit, what = *others, "entries"
         if self._most is not None:
-            limit = self._most
+            path, limit = "request", self._most
         elif node is not None and node.limit is not None:
             path, limit = node.path, node.limit
             if node.is_packable and kind != _DELIMITED and limit > MAX_UNPACKED:

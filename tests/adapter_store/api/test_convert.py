@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -10,6 +11,7 @@ from adapter_store.api import convert
 from adapter_store.core import (
     AdapterEvent,
     AdapterRecord,
+    DataType,
     EventKind,
     ImageState,
     LayoutVerdict,
@@ -133,12 +135,22 @@ def response(message) -> pb.PullAdapterResponse:
 
 
 def test_pull_messages():
-    segments = tuple(Segment(i, kind, 4, 256 * i, 100) for i, kind in enumerate(SegmentKind))
-    header = ImageHeader("i", DIGEST, "L", 1, 1 << 33, segments, 512)
+    bf16 = DataType.BFLOAT16
+    segments = tuple(
+        Segment(i, kind, 4, 256 * i, 100, bf16, (4, 25), 0.5) for i, kind in enumerate(SegmentKind)
+    )
+    header = ImageHeader("i", DIGEST, "L", 2, 1 << 33, segments, 512)
     message = response(header).header
     assert [pb.SegmentKind.Name(s.kind)[13:].lower() for s in message.segments] == [
         kind.value for kind in SegmentKind
     ]
+    assert {(s.dtype, tuple(s.shape), s.scale) for s in message.segments} == {
+        (pb.DATA_TYPE_BFLOAT16, (4, 25), 0.5)
+    }
+    message = response(replace(header, image_format=1)).header
+    assert {(s.dtype, len(s.shape), s.HasField("scale")) for s in message.segments} == {
+        (0, 0, False)
+    }
     assert (message.total_bytes, message.offset) == (1 << 33, 512)
     assert response(ImageChunk(5, memoryview(b"ab"))).chunk.data == b"ab"
     assert response(LayerEnd(0, 9, b"h")).layer_end.end_offset == 9

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.core import DataType, Layout, SegmentKind, Target, TargetKind
 from adapter_store.images.compile import compile_image
-from adapter_store.images.layout import validate
+from adapter_store.images.layout_checks import validate
 from servicekit.errors import InvalidArgument
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"

@@ -6,7 +6,8 @@ import pytest
 from adapter_store.checkpoint.digest import canonical_json
 from adapter_store.core import DataType, Target, TargetKind
 from adapter_store.images import layout as layout_module
-from adapter_store.images.layout import from_text, layout_id, runs, to_text, validate
+from adapter_store.images.layout import from_text, layout_id, runs, to_text
+from adapter_store.images.layout_checks import validate
 from servicekit.errors import InvalidArgument
 
 

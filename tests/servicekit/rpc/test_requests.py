@@ -44,10 +44,13 @@ def layout_of(num_targets: int) -> bytes:
 
 
 def repeated_fields(message: Descriptor, path: str = "") -> Iterator[str]:
-    """Yields the paths of a message's repeated fields and maps, down to the first on each."""
+    """Yields the paths of a message's repeated fields and maps, and of what repeats within them."""
     for field in message.fields:
         if field.is_repeated:
             yield path + field.name
+            entry = field.message_type
+            if entry is not None and not entry.GetOptions().map_entry:
+                yield from repeated_fields(entry, f"{path}{field.name}.")
         elif field.message_type is not None:
             yield from repeated_fields(field.message_type, f"{path}{field.name}.")
 
@@ -60,6 +63,28 @@ def test_every_rpc_has_bounds_of_all_that_repeats(service: str) -> None:
         expected = descriptor.methods_by_name[name].input_type
         assert bounds.message.DESCRIPTOR is expected
         assert bounds.max_items.keys() == set(repeated_fields(expected)), name
+
+
+def test_what_repeats_within_what_repeats_is_counted_of_all_together() -> None:
+    """Two bytes each, in one target or in many."""
+    most = LAYOUT.max_items["layout.targets.other_names"]
+    for num_targets in (1, 1000):
+        share = b"\x52\x00" * (most // num_targets + 1)
+        raw = delimited(1, delimited(5, share) * num_targets)
+        with pytest.raises(InvalidArgument, match="more than") as caught:
+            LAYOUT.parse(raw)
+        assert caught.value.subject == "layout.targets.other_names"
+    raw = delimited(1, delimited(5, delimited(10, delimited(3, b"\x01" * (most * 10 + 1)))))
+    with pytest.raises(InvalidArgument) as caught:
+        LAYOUT.parse(raw)
+    assert caught.value.subject == "layout.targets.other_names.block_sizes"
+
+
+def test_the_other_fields_of_what_repeats_are_bounded() -> None:
+    """A layer each, again and again."""
+    raw = delimited(1, delimited(5, b"\x10\x01" * (3 << 20)))
+    with pytest.raises(InvalidArgument, match=r"layout\.targets\.\*: more than"):
+        LAYOUT.parse(raw)
 
 
 def test_only_layouts_may_be_large() -> None:

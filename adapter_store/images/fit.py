@@ -1,0 +1,222 @@
+"""Which targets of a layout an adapter changes, and whether all of it has a place there."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+from adapter_store.checkpoint.module_patterns import OUTPUT_LAYER, path_tails
+from adapter_store.checkpoint.open import Checkpoint
+from adapter_store.checkpoint.tensors import TargetWeights
+from adapter_store.checkpoint.weights import Changes, ExpertWeights, Matrix, Replacement
+from adapter_store.core import Layout, OtherName, SegmentKind, Target, TargetKind
+from adapter_store.errors import IncompatibleAdapter
+
+ADDED_TOKENS = (
+    ": tokens were added to the vocabulary of the base model; an adapter cannot have any of its own"
+)
+_PLAIN_KINDS = frozenset({SegmentKind.A, SegmentKind.B})
+
+_Named: TypeAlias = tuple[int, OtherName | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What an adapter has for the target at `index` of a layout, under another name than its own or
+    not. `module_outputs` are those of the module that has this name."""
+
+    index: int
+    target: Target
+    changes: Changes
+    other: OtherName | None = None
+    module_outputs: int = 0
+
+
+def fit(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
+    """Returns what the adapter changes of the layout, in the layout's order; of one target LoRA
+    before what replaces it.
+
+    Raises IncompatibleAdapter, with the tensor or target as subject: FORMAT_TOO_OLD,
+    TARGET_UNKNOWN, TARGET_TWICE, KIND_MISMATCH, SHAPE_MISMATCH or TARGET_MISSING.
+    """
+    names = _Names(layout)
+    uses: list[Use] = []
+    for changes in checkpoint.changes:
+        if layout.image_format == 1:
+            _check_format_1(changes)
+        found = names.lookup(changes, layout.base_model)
+        outputs = _module_outputs(layout, found)
+        for index, other in found:
+            use = Use(index, layout.targets[index], changes, other, outputs)
+            _check_use(use)
+            uses.append(use)
+    uses.sort(key=lambda use: (use.index, isinstance(use.changes, Replacement)))
+    _check_once(uses)
+    _check_complete(checkpoint, layout)
+    return uses
+
+
+class _Names:
+    """The targets of a layout by name."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._targets = layout.targets
+        self._own = {target.name: index for index, target in enumerate(layout.targets)}
+        self._others: defaultdict[str, list[_Named]] | None = None
+
+    def lookup(self, changes: Changes, base_model: str) -> list[_Named]:
+        """Returns the targets that a module is, or computes. Raises IncompatibleAdapter."""
+        index = self._own.get(changes.name)
+        if index is not None:
+            return [(index, None)]
+        if self._others is None:  # most adapters need none
+            self._others = defaultdict(list)
+            for index, target in enumerate(self._targets):
+                for other in target.other_names:
+                    self._others[other.name].append((index, other))
+        found = self._others.get(changes.name)
+        if not found:
+            base = base_model or "the base model"
+            raise incompatible(_key(changes), "TARGET_UNKNOWN", f"{base} has no {changes.name}")
+        return found
+
+
+def _module_outputs(layout: Layout, found: Iterable[_Named]) -> int:
+    """Returns the outputs of a module that computes these targets."""
+    return sum(layout.targets[index].out_features for index, _ in found)
+
+
+def _check_format_1(changes: Changes) -> None:
+    if changes.kind in (TargetKind.EXPERTS, TargetKind.VECTOR) or changes.kinds - _PLAIN_KINDS:
+        kinds = ", ".join(sorted(kind.value for kind in changes.kinds - _PLAIN_KINDS)) or "experts"
+        detail = f"the server reads images of format 1, which have no {kinds}: upgrade it"
+        raise incompatible(_key(changes), "FORMAT_TOO_OLD", detail)
+
+
+def _check_use(use: Use) -> None:
+    target, changes = use.target, use.changes
+    if target.kind is not changes.kind:
+        kind = target.kind.value
+        raise incompatible(_key(changes), "KIND_MISMATCH", f"{target.name} is of kind {kind}")
+    if isinstance(changes, TargetWeights):
+        _check_lora(use, changes)
+    elif isinstance(changes, ExpertWeights):
+        _check_experts(use, changes)
+    else:
+        assert isinstance(changes, Replacement)
+        _check_replacement(use, changes)
+
+
+def _check_lora(use: Use, weights: TargetWeights) -> None:
+    target = use.target
+    _check_size(use, weights.a.key, weights.a.shape, "in", weights.in_features, target.in_features)
+    expected = use.module_outputs or weights.out_features  # its own: of any size
+    _check_size(use, weights.b.key, weights.b.shape, "out", weights.out_features, expected)
+    for record in (weights.bias, weights.magnitude):
+        if record is not None:
+            found = record.shape[-1]
+            _check_size(use, record.key, record.shape, "out", found, weights.out_features)
+
+
+def _check_experts(use: Use, experts: ExpertWeights) -> None:
+    target = use.target
+    if experts.num_experts != target.experts:
+        detail = f"{experts.num_experts} experts, {target.name} has {target.experts}"
+        raise incompatible(_key(experts), "SHAPE_MISMATCH", detail)
+    for a, b in pairs_of(use, experts).values():
+        shape = a.record.shape
+        _check_size(use, a.record.key, shape, "in", a.shape[1], target.in_features)
+        _check_size(use, b.record.key, b.record.shape, "out", b.shape[0], use.module_outputs)
+
+
+def _check_replacement(use: Use, replacement: Replacement) -> None:
+    target, record = use.target, replacement.record
+    is_embedding = target.kind is TargetKind.EMBEDDING
+    rows, columns = (1, *record.shape)[-2:]
+    if replacement.row_ids is None:
+        expected = target.in_features if is_embedding else target.out_features
+        if target.kind is TargetKind.VECTOR:
+            _check_size(use, record.key, record.shape, "out", columns, expected)
+            return
+        # Rows behind the base's are of added tokens.
+        is_more = rows > expected and _is_vocabulary(target, "in" if is_embedding else "out")
+        if not is_more:
+            side = "in" if is_embedding else "out"
+            _check_size(use, record.key, record.shape, side, rows, expected)
+    elif len(replacement.row_ids) != rows:
+        detail = f"{rows} rows for {len(replacement.row_ids)} ids"
+        raise incompatible(record.key, "SHAPE_MISMATCH", detail)
+    side, expected = ("out", target.out_features) if is_embedding else ("in", target.in_features)
+    _check_size(use, record.key, record.shape, side, columns, expected)
+
+
+def pairs_of(use: Use, experts: ExpertWeights) -> dict[int, tuple[Matrix, Matrix]]:
+    """Returns A [rank, in] and B [out, rank] of each expert, as the target has them."""
+    is_turned = experts.is_parameter and not (use.other is not None and use.other.transposed)
+    return experts.turned() if is_turned else experts.pairs
+
+
+def _check_size(
+    use: Use, key: str, shape: Iterable[int], side: str, found: int, expected: int
+) -> None:
+    if found == expected:
+        return
+    target = use.target
+    why = ADDED_TOKENS if _is_vocabulary(target, side) and found > expected else ""
+    name = target.name if use.other is None else use.other.name
+    detail = f"shape {list(shape)} has {found} {side}_features, {name} has {expected}{why}"
+    raise incompatible(key, "SHAPE_MISMATCH", detail)
+
+
+def _is_vocabulary(target: Target, side: str) -> bool:
+    """Returns whether this side of a target has a feature for each token."""
+    if target.kind is TargetKind.EMBEDDING:
+        return side == "in"
+    return side == "out" and target.name == OUTPUT_LAYER
+
+
+def _check_once(uses: list[Use]) -> None:
+    """Requires that no target is changed twice in one way, under different names."""
+    for before, use in pairwise(uses):
+        if before.index == use.index and type(before.changes) is type(use.changes):
+            detail = f"{before.changes.name} changes {use.target.name}, too"
+            raise incompatible(_key(use.changes), "TARGET_TWICE", detail)
+
+
+def _check_complete(checkpoint: Checkpoint, layout: Layout) -> None:
+    """Requires that every listed module of this model has weights in some layer.
+
+    A list may name modules of other models, and weights may be pruned in some layers; but a module
+    that is listed, present in the model and absent from the adapter was lost on the way.
+    """
+    config = checkpoint.config
+    lost = checkpoint.lost_modules
+    if not lost:
+        return
+    for target in layout.targets:
+        for name in _names_of(target):
+            entry = next((tail for tail in path_tails(name) if tail in lost), None)
+            is_embedding = target.kind is TargetKind.EMBEDDING
+            if entry is not None and config.selects(name, is_embedding=is_embedding):
+                raise IncompatibleAdapter(
+                    f"target_modules lists {entry!r}, but the adapter has no weights for it",
+                    subject=name,
+                    reason="TARGET_MISSING",
+                )
+
+
+def _names_of(target: Target) -> Iterator[str]:
+    yield target.name
+    yield from (other.name for other in target.other_names)
+
+
+def _key(changes: Changes) -> str:
+    _role, record = next(changes.records())
+    return record.key
+
+
+def incompatible(key: str, reason: str, detail: str) -> IncompatibleAdapter:
+    return IncompatibleAdapter(f"{key}: {detail}", subject=key, reason=reason)

@@ -1,0 +1,216 @@
+"""What the segments of a target consist of: saved matrices, cut, turned and scaled.
+
+The order of a target's segments, and their forms:
+
+    A          [rank, in]; of an embedding [vocabulary, rank]; of experts see below
+    B          [rank, out], transposed, the scale folded in
+    BIAS       float32 [out], the scale folded in
+    MAGNITUDE  float32 [out]
+    ROW_IDS    int32 [rows], ascending
+    ROWS       [rows, features]
+    FULL       as the base's weight: [out, in], of an embedding [vocabulary, features], [out]
+
+All are row-major in the layout's dtype where none is given, and cut to the layout's slices; A to
+its part of the rank. A and B of experts begin with an index, int32 [experts held, 4]: granule of
+the expert's matrix within the segment, rank, bits of the scale (float32 1), 0. Each matrix begins
+on 256 bytes; those with the same bytes lie there once. An expert that the adapter lacks has rank 0.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adapter_store.checkpoint.tensors import TargetWeights
+from adapter_store.checkpoint.weights import ExpertWeights, Matrix, Replacement
+from adapter_store.core import DataType, SegmentKind, Target, TargetKind
+from adapter_store.images.base_rows import Kept
+from adapter_store.images.fit import Use, pairs_of
+
+SEGMENT_ALIGNMENT = 256
+_ONE = struct.unpack("<i", struct.pack("<f", 1.0))[0]
+
+Selection: TypeAlias = range | NDArray[np.int64]
+"""Indices, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Values of a saved matrix and where they go: to `offset` of the segment, row-major, these rows
+    and columns of it, or their transpose."""
+
+    matrix: Matrix
+    rows: Selection
+    columns: range
+    is_transposed: bool = False
+    scale: float = 1.0
+    offset: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """As it lies in the segment."""
+        shape = len(self.rows), len(self.columns)
+        return shape[::-1] if self.is_transposed else shape
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSource:
+    """A segment, and what it is made of: `prefix`, which is its first bytes, and pieces."""
+
+    kind: SegmentKind
+    rank: int
+    dtype: DataType
+    shape: tuple[int, ...]
+    length_bytes: int
+    pieces: tuple[Piece, ...]
+    prefix: bytes = b""
+
+
+def segment_sources(use: Use, dtype: DataType, kept: Kept) -> Iterator[SegmentSource]:
+    """Yields the segments of a target that this server holds. `kept` says which rows of the base's
+    own weights the adapter changes."""
+    changes = use.changes
+    if isinstance(changes, TargetWeights):
+        yield from _lora(use, changes, dtype)
+    elif isinstance(changes, ExpertWeights):
+        yield from _experts(use, changes, dtype)
+    else:
+        assert isinstance(changes, Replacement)
+        yield from _replacement(use.target, changes, dtype, kept)
+
+
+def align(offset: int) -> int:
+    """Returns the next offset at which a segment may start."""
+    return -(-offset // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+
+
+def outputs_of(use: Use, num_outputs: int) -> Selection:
+    """Returns the rows of a saved B that are the outputs which this server holds."""
+    target, other = use.target, use.other
+    held = range(*target.outputs) if target.out_features else range(num_outputs)
+    if other is None:
+        return held
+    if other.outputs is not None:
+        start = other.outputs[0]
+        return range(start + held.start, start + held.stop)
+    if other.block_sizes:
+        size, sizes = other.block_sizes[other.block_part], other.block_sizes
+        blocks, within = np.divmod(np.arange(held.start, held.stop), size)
+        return np.asarray(blocks * sum(sizes) + sum(sizes[: other.block_part]) + within)
+    return held
+
+
+def _lora(use: Use, weights: TargetWeights, dtype: DataType) -> Iterator[SegmentSource]:
+    target = use.target
+    ranks = range(*target.ranks(weights.rank))
+    is_embedding = target.kind is TargetKind.EMBEDDING
+    if ranks:
+        a = Piece(Matrix.of(weights.a), ranks, range(*target.inputs), is_embedding)
+        yield _of_piece(SegmentKind.A, len(ranks), dtype, a)
+    outputs = outputs_of(use, weights.out_features)
+    b = Piece(Matrix.of(weights.b), outputs, range(weights.rank), True, weights.scale)
+    yield _of_piece(SegmentKind.B, weights.rank, dtype, b)
+    if weights.bias is not None and target.inputs[0] == 0:  # with sliced inputs, one rank's
+        yield _of_vector(SegmentKind.BIAS, Matrix.of(weights.bias), outputs, weights.scale)
+    if weights.magnitude is not None:
+        yield _of_vector(SegmentKind.MAGNITUDE, Matrix.of(weights.magnitude), outputs)
+
+
+def _of_piece(kind: SegmentKind, rank: int, dtype: DataType, piece: Piece) -> SegmentSource:
+    shape = piece.shape
+    return SegmentSource(kind, rank, dtype, shape, math.prod(shape) * dtype.itemsize, (piece,))
+
+
+def _of_vector(
+    kind: SegmentKind, vector: Matrix, outputs: Selection, scale: float = 1.0
+) -> SegmentSource:
+    piece = Piece(vector.transposed, outputs, range(1), True, scale)
+    length = len(outputs) * DataType.FLOAT32.itemsize
+    return SegmentSource(kind, 0, DataType.FLOAT32, (len(outputs),), length, (piece,))
+
+
+def _experts(use: Use, experts: ExpertWeights, dtype: DataType) -> Iterator[SegmentSource]:
+    target = use.target
+    pairs = pairs_of(use, experts)
+    held = [pairs.get(index) for index in range(*target.held_experts)]
+    a_pieces: list[Piece | None] = []
+    b_pieces: list[Piece | None] = []
+    for pair in held:
+        if pair is None:
+            a_pieces.append(None)
+            b_pieces.append(None)
+            continue
+        a, b = pair
+        rank = a.shape[0]
+        ranks = range(*target.ranks(rank))
+        a_pieces.append(Piece(a, ranks, range(*target.inputs)) if ranks else None)
+        outputs = outputs_of(use, b.shape[0])
+        b_pieces.append(Piece(b, outputs, range(rank), True, experts.scale))
+    yield _with_index(SegmentKind.A, dtype, target.num_in, a_pieces)
+    yield _with_index(SegmentKind.B, dtype, target.num_out, b_pieces)
+
+
+def _with_index(
+    kind: SegmentKind, dtype: DataType, num_features: int, pieces: Sequence[Piece | None]
+) -> SegmentSource:
+    """Returns a segment of one matrix for each expert, [rank, features] in the image."""
+    end = align(len(pieces) * 16)
+    places: dict[Matrix, int] = {}
+    placed: list[Piece] = []
+    index = np.zeros((len(pieces), 4), np.int32)
+    index[:, 2] = _ONE
+    for row, piece in zip(index, pieces, strict=True):
+        if piece is None:
+            continue
+        at = places.get(piece.matrix)
+        if at is None:
+            at = places[piece.matrix] = end
+            placed.append(
+                Piece(
+                    *(piece.matrix, piece.rows, piece.columns, piece.is_transposed, piece.scale), at
+                )
+            )
+            end = align(end + math.prod(piece.shape) * dtype.itemsize)
+        row[:2] = at // SEGMENT_ALIGNMENT, piece.shape[0]
+    rank = int(index[:, 1].max(initial=0))
+    prefix = index.astype("<i4").tobytes()
+    shape = (len(pieces), num_features)
+    return SegmentSource(kind, rank, dtype, shape, end, tuple(placed), prefix)
+
+
+def _replacement(
+    target: Target, replacement: Replacement, dtype: DataType, kept: Kept
+) -> Iterator[SegmentSource]:
+    matrix = Matrix.of(replacement.record)
+    if target.kind is TargetKind.VECTOR:
+        if kept.rows:
+            piece = Piece(matrix.transposed, range(*target.outputs), range(1), True)
+            length = target.num_out * dtype.itemsize
+            yield SegmentSource(SegmentKind.FULL, 0, dtype, (target.num_out,), length, (piece,))
+        return
+    is_embedding = target.kind is TargetKind.EMBEDDING
+    held = range(*(target.inputs if is_embedding else target.outputs))
+    columns = range(*(target.outputs if is_embedding else target.inputs))
+    if kept.is_whole:
+        yield _of_piece(SegmentKind.FULL, 0, dtype, Piece(matrix, held, columns))
+        return
+    # Rows behind the base's are the last part's.
+    is_last = held.stop == target.num_rows
+    rows = [
+        (row, row_id)
+        for row, row_id in kept.rows
+        if row_id in held or (is_last and row_id >= target.num_rows)
+    ]
+    if not rows:
+        return
+    chosen = np.array([row for row, _ in rows], np.int64)
+    ids = np.array([row_id for _, row_id in rows], "<i4").tobytes()
+    int32 = DataType.INT32
+    yield SegmentSource(SegmentKind.ROW_IDS, 0, int32, (len(rows),), len(ids), (), ids)
+    yield _of_piece(SegmentKind.ROWS, 0, dtype, Piece(matrix, chosen, columns))
