@@ -58,7 +58,7 @@ class Matrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix that is meant."""
+        """Returns the shape of the matrix that is meant."""
         shape = len(self.rows), len(self.columns)
         return shape[::-1] if self.is_transposed else shape
 

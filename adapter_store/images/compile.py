@@ -111,7 +111,7 @@ def compile_parts(
             checkpoint.verify()
     with checkpoint.open_files() as files:
         compiler = _PartCompiler(plan, buffer, files, hashes, num_final)
-        parts = enumerate(_segments_by_part(plan, sources))
+        parts = enumerate(_segments_by_part(plan, sources))  # each byte once
         jobs = (partial(compiler.compile, index, segments) for index, segments in parts)
         try:
             for part in _in_order(jobs, threads):
@@ -150,12 +150,11 @@ def _reads_all_once(checkpoint: Checkpoint, sources: Iterable[SegmentSource]) ->
     """Returns whether the segments are made of all saved tensors, each as a whole and once, so that
     what is read for them is all that the digest is of."""
     keys = []
-    for source in sources:
-        for piece in source.pieces:
-            matrix = piece.matrix
-            if matrix.offset != matrix.record.offset or len(matrix.record.shape) > 2:
-                return False
-            keys.append(matrix.record.key)
+    for piece in (piece for source in sources for piece in source.pieces):
+        matrix = piece.matrix
+        if matrix.offset != matrix.record.offset or len(matrix.record.shape) > 2:
+            return False
+        keys.append(matrix.record.key)
     return len(keys) == len(set(keys)) == len(checkpoint.records)
 
 
@@ -164,9 +163,13 @@ def _segments_by_part(
 ) -> Iterator[list[_Sourced]]:
     segments = deque(zip(plan.segments, sources, strict=True))
     for _, end in plan.parts:
-        inside = []
+        inside: list[_Sourced] = []
+        position = -1
         while segments and segments[0][0].offset < end:
-            inside.append(segments.popleft())
+            segment, source = segments.popleft()
+            if segment.offset > position:  # else it shares the bytes of an earlier one
+                inside.append((segment, source))
+                position = segment.offset
         yield inside
 
 

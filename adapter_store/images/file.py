@@ -141,6 +141,8 @@ def _header(plan: ImagePlan, parts: tuple[ImagePart, ...]) -> bytes:
     position = 0
     pads = 0
     for name, segment in zip(plan.names, plan.segments, strict=True):
+        if segment.offset < position:
+            continue  # its bytes have the name of an earlier one
         pads = _add_pad(fields, position, segment.offset, pads)
         position = segment.offset + segment.length_bytes
         fields[name] = _tensor_info(segment, position)

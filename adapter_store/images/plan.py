@@ -2,20 +2,22 @@
 
 The segments of the targets that the adapter has and the layout holds, in the layout's order of use,
 those of one target in the order of `sources`, each starting on 256 bytes with zeros before it as
-needed. The parts are the bytes of one run of equal layer each, up to the next part's start; a run
-without segments has no part. The image's length is a multiple of 256; it may be empty.
+needed. An A that targets of one layer share, as they do of a fused module, lies there once. The
+parts are the bytes of one run of equal layer each, up to the next part's start; a run without
+segments has no part. The image's length is a multiple of 256; it may be empty.
 
 Image format 1 has A and B of matrices and embeddings only. Its bytes are those of format 2.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from adapter_store.checkpoint.digest import canonical_json, sha256_text
 from adapter_store.checkpoint.open import Checkpoint
 from adapter_store.checkpoint.weights import Replacement
-from adapter_store.core import DataType, Held, Layout, Segment
+from adapter_store.core import DataType, Held, Layout, Segment, SegmentKind
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.images.base_rows import Kept, kept_rows
 from adapter_store.images.fit import Use, fit
@@ -49,7 +51,7 @@ class ImagePlan:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the segments."""
+        """Returns those of the segments."""
         return tuple(segment.shape for segment in self.segments)
 
 
@@ -71,18 +73,24 @@ def plan_image(checkpoint: Checkpoint, layout: Layout, *, identity: str = "") ->
     for run_start, run_end in runs(layout):
         assert position == len(uses) or uses[position].index >= run_start
         part_start = end
+        shared: dict[Hashable, int] = {}
         while position < len(uses) and uses[position].index < run_end:
             use = uses[position]
             position += 1
             for source in sources_of(checkpoint, use, layout):
                 length = source.length_bytes
+                offset = end
+                if source.kind is SegmentKind.A and len(source.pieces) == 1:
+                    offset = shared.setdefault(source.pieces[0].identity, end)
                 segments.append(
                     Segment(
-                        use.index, source.kind, source.rank, end, length, source.dtype, source.shape
+                        *(use.index, source.kind, source.rank, offset, length),
+                        *(source.dtype, source.shape),
                     )
                 )
                 names.append(f"{use.target.name}.{source.kind.value.upper()}")
-                end = align(end + length)
+                if offset == end:  # else its bytes lie there already
+                    end = align(end + length)
         if end > part_start:
             parts.append((part_start, end))
     identity = identity or layout_id(layout)

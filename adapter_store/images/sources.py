@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -53,8 +53,14 @@ class Piece:
     offset: int = 0
 
     @property
+    def identity(self) -> Hashable:
+        """Is equal for pieces of equal values, where rows are no list."""
+        rows = self.rows if isinstance(self.rows, range) else id(self.rows)
+        return self.matrix, rows, self.columns, self.is_transposed, self.scale
+
+    @property
     def shape(self) -> tuple[int, int]:
-        """As it lies in the segment."""
+        """Returns its shape in the segment."""
         shape = len(self.rows), len(self.columns)
         return shape[::-1] if self.is_transposed else shape
 

@@ -142,11 +142,11 @@ class Arena:
 
 
 def _locate(extents: Sequence[Extent], offsets: np.ndarray) -> np.ndarray:
-    """Returns the arena's byte offsets of image offsets [n], ascending."""
+    """Returns the arena's byte offsets of image offsets [n]."""
     ordered = sorted(extents, key=lambda extent: extent.image_offset)
     firsts = np.array([extent.image_offset for extent in ordered], dtype=np.int64)
     index = np.searchsorted(firsts, offsets, side="right") - 1
-    assert index[0] >= 0, f"image offset {offsets[0]} lies in no extent"
+    assert (index >= 0).all(), "an image offset lies in no extent"
     within = offsets - firsts[index]
     sizes = np.array([extent.num_bytes for extent in ordered], dtype=np.int64)
     assert (within < sizes[index]).all(), "an image offset lies in no extent"

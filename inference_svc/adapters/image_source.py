@@ -12,13 +12,17 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """An A or B of the image: target index in the layout, rank, byte offset and length."""
+    """A matrix or vector of the image: target index in the layout, kind such as "a" or "bias",
+    rank, byte offset and length. Format 1 leaves out dtype, by its name in torch, and shape."""
 
     target: int
     kind: str
     rank: int
     offset: int
     length_bytes: int
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +39,8 @@ class ImageHeader:
 
     @property
     def rank(self) -> int:
-        """The largest rank of any target."""
-        return max(segment.rank for segment in self.segments)
+        """The largest rank of any target; 0 of an empty image."""
+        return max((segment.rank for segment in self.segments), default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,21 @@ from inference_svc.adapters.extents import round_up
 from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.resident import Shape
 from inference_svc.core import EngineConfig
-from inference_svc.errors import CorruptImage
+from inference_svc.errors import AdapterUnusable, CorruptImage
 from inference_svc.model.geometry import ModelGeometry
 from kernels.lora import LoraGroup
 
-IMAGE_FORMATS = (1,)
+IMAGE_FORMATS = (1, 2)
 """Image formats that this service reads."""
+
+KIND_WORDS = {
+    "bias": "biases of LoRA",
+    "magnitude": "DoRA magnitudes",
+    "row_ids": "rows of its own for tokens",
+    "rows": "rows of its own for tokens",
+    "full": "whole weights of its own",
+}
+"""What this service does not apply, in words."""
 
 EMBEDDING, HEAD = "embed", "head"
 
@@ -53,30 +62,61 @@ class ModelLayout:
 
     def check_header(self, header: ImageHeader) -> None:
         """Raises CorruptImage unless the image consists of the A and then the B, of one rank, of
-        some of our targets, in order, each complete, aligned and within the image."""
+        some of our targets, in order, each complete, aligned and within the image; from format 2 on
+        an A may lie where an earlier one lies. Raises AdapterUnusable for what it names that we do
+        not apply."""
         if header.image_format not in self.image_formats:
             raise CorruptImage(f"image format {header.image_format} is not one we read")
         segments = header.segments
-        if not segments or len(segments) % 2:
+        for segment in segments:
+            if segment.kind in KIND_WORDS and header.image_format > 1:
+                raise AdapterUnusable(
+                    f"it has {KIND_WORDS[segment.kind]}, which this server does not apply",
+                    subject="adapter",
+                )
+        is_empty = not segments and header.image_format == 1
+        if is_empty or len(segments) % 2:
             raise CorruptImage("the image has no segments, or an A without its B")
         end, previous = 0, -1
+        shared: dict[int, Segment] = {}
         for a, b in zip(segments[::2], segments[1::2], strict=True):
             if (a.kind, b.kind) != ("a", "b") or a.target != b.target or a.rank != b.rank:
                 raise CorruptImage(f"segment at byte {a.offset} is not an A followed by its B")
             if not previous < a.target < len(self.targets) or a.rank < 1:
                 raise CorruptImage(f"segment at byte {a.offset} does not fit the layout")
             for segment in (a, b):
-                if segment.offset != end or segment.length_bytes != self._length(segment):
+                self._check_form(segment, header.image_format)
+                if segment.offset == end:
+                    end = round_up(segment.offset + segment.length_bytes)
+                elif header.image_format == 1 or not _is_same(segment, shared.get(segment.offset)):
                     raise CorruptImage(f"segment at byte {segment.offset} is misplaced")
-                end = round_up(segment.offset + segment.length_bytes)
+            shared[a.offset] = a
             previous = a.target
         if header.total_bytes != end:
             raise CorruptImage(f"the image has {header.total_bytes} bytes; its segments need {end}")
 
-    def _length(self, segment: Segment) -> int:
+    def _check_form(self, segment: Segment, image_format: int) -> None:
+        """Raises CorruptImage for one that does not have the values of its target."""
         target = self.targets[segment.target]
         features = {"a": target.in_features, "b": target.out_features}.get(segment.kind, 0)
-        return segment.rank * features * self.dtype.itemsize
+        is_whole = segment.length_bytes == segment.rank * features * self.dtype.itemsize
+        if image_format > 1:
+            shape = [segment.rank, features]
+            if target.kind == "embedding" and segment.kind == "a":
+                shape.reverse()
+            dtype = str(self.dtype).removeprefix("torch.")
+            is_whole &= (segment.dtype, segment.scale) == (dtype, 1.0)
+            is_whole &= list(segment.shape) == shape
+        if not is_whole:
+            raise CorruptImage(f"segment at byte {segment.offset} is misplaced")
+
+
+def _is_same(segment: Segment, earlier: Segment | None) -> bool:
+    """Returns whether a segment may share the bytes of an earlier one."""
+    if earlier is None:
+        return False
+    of = ("kind", "rank", "length_bytes", "dtype", "shape")
+    return all(getattr(segment, name) == getattr(earlier, name) for name in of)
 
 
 def layout_of(config: EngineConfig, geometry: ModelGeometry) -> ModelLayout:

@@ -36,10 +36,13 @@ class Resident:
 
 
 def target_cuts(header: ImageHeader) -> list[int]:
-    """Returns the image offsets at which a target starts, where an image may be cut."""
+    """Returns the image offsets at which the bytes of a target start, where an image may be cut."""
     cuts: list[int] = []
-    previous = -1
+    previous, end = -1, 0
     for segment in header.segments:
+        if segment.offset < end:
+            continue  # it shares the bytes of an earlier one
+        end = segment.offset + segment.length_bytes
         if segment.target != previous:
             cuts.append(segment.offset)
             previous = segment.target

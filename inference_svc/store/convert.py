@@ -68,6 +68,16 @@ _SEGMENT_KINDS = {
     pb.SEGMENT_KIND_B: "b",
     pb.SEGMENT_KIND_MAGNITUDE: "magnitude",
     pb.SEGMENT_KIND_BIAS: "bias",
+    pb.SEGMENT_KIND_ROW_IDS: "row_ids",
+    pb.SEGMENT_KIND_ROWS: "rows",
+    pb.SEGMENT_KIND_FULL: "full",
+}
+_DTYPE_NAMES = {
+    pb.DATA_TYPE_FLOAT32: "float32",
+    pb.DATA_TYPE_FLOAT16: "float16",
+    pb.DATA_TYPE_BFLOAT16: "bfloat16",
+    pb.DATA_TYPE_FLOAT8_E4M3: "float8_e4m3fn",
+    pb.DATA_TYPE_INT32: "int32",
 }
 _NO_CHANGE = (pb.EVENT_KIND_PINNED, pb.EVENT_KIND_UNPINNED, pb.EVENT_KIND_BOOKMARK)
 """Events after which every name points to what it did before."""
@@ -241,10 +251,20 @@ def _to_header(header: pb.ImageHeader) -> ImageHeader:
         layout_id=header.layout_id,
         image_format=header.image_format,
         total_bytes=header.total_bytes,
-        segments=tuple(
-            # An unknown kind fits no target, and is refused with the header.
-            Segment(s.target, _SEGMENT_KINDS.get(s.kind, ""), s.rank, s.offset, s.length_bytes)
-            for s in header.segments
-        ),
+        segments=tuple(map(_to_segment, header.segments)),
         offset=header.offset,
+    )
+
+
+def _to_segment(segment: pb.Segment) -> Segment:
+    # An unknown kind or dtype fits no target, and is refused with the header.
+    return Segment(
+        segment.target,
+        _SEGMENT_KINDS.get(segment.kind, ""),
+        segment.rank,
+        segment.offset,
+        segment.length_bytes,
+        _DTYPE_NAMES.get(segment.dtype, ""),
+        tuple(segment.shape),
+        segment.scale if segment.HasField("scale") else 1.0,
     )
