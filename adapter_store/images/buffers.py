@@ -16,6 +16,8 @@ def allocate_buffer(num_bytes: int) -> torch.Tensor:
 
     Without CUDA it is a mapping of its own, which goes back to the system as soon as it is freed.
     """
+    if num_bytes == 0:  # an empty image
+        return torch.empty(0, dtype=torch.uint8)
     if torch.cuda.is_available():
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=_FLAGS), dtype=torch.uint8)

@@ -201,7 +201,7 @@ def _header_bytes(plan: ImagePlan) -> int:
 def _recorded_parts(header: bytearray, plan: ImagePlan) -> tuple[ImagePart, ...] | None:
     """Returns the plan's parts with the header's hashes; None if it has no such hashes."""
     try:
-        recorded = json.loads(header[_LENGTH_BYTES:])["__metadata__"]["loadout.parts"].split(" ")
+        recorded = json.loads(header[_LENGTH_BYTES:])["__metadata__"]["loadout.parts"].split()
         hashes = [bytes.fromhex(entry.rpartition(":")[2]) for entry in recorded]
         ranges = zip(plan.parts, hashes, strict=True)
         return tuple(ImagePart(i, *span, sha256) for i, (span, sha256) in enumerate(ranges))

@@ -44,8 +44,10 @@ def planned_checkpoint(layout: Layout, ranks: dict[str, int]) -> Checkpoint:
         rank = ranks.get(target.name.rpartition(".")[2])
         if rank is None:
             continue
-        a = TensorRecord("a", "", DataType.FLOAT32, (rank, target.in_features), 0, 0)
-        b = TensorRecord("b", "", DataType.FLOAT32, (target.out_features, rank), 0, 0)
+        a = TensorRecord(f"{target.name}.a", "", DataType.FLOAT32, (rank, target.in_features), 0, 0)
+        b = TensorRecord(
+            f"{target.name}.b", "", DataType.FLOAT32, (target.out_features, rank), 0, 0
+        )
         targets[target.name] = TargetWeights(
             target.name, target.name, target.kind, rank, 8.0, 1.0, a, b
         )

@@ -18,7 +18,7 @@ from inference_svc.adapters.image_source import (
     PullMessage,
     Segment,
 )
-from inference_svc.adapters.layout import LayoutTarget, ModelLayout
+from inference_svc.adapters.layout import IMAGE_FORMATS, LayoutTarget, ModelLayout
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import Slots
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
@@ -149,4 +149,4 @@ def layout() -> ModelLayout:
         LayoutTarget(f"model.layers.{i}.mlp.up_proj", i, f"layers.{i}.up", "linear", IN, OUT)
         for i in range(3)
     )
-    return ModelLayout("base", "0" * 64, torch.float32, (1,), targets)
+    return ModelLayout("base", "0" * 64, torch.float32, IMAGE_FORMATS, targets)

@@ -21,8 +21,9 @@ from inference_svc.adapters.image_source import (
     ImageTrailer,
     LayerEnd,
     PullMessage,
+    Segment,
 )
-from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.layout import KIND_WORDS, ModelLayout
 from inference_svc.adapters.pull import (
     ImageSink,
     PullDone,
@@ -33,8 +34,9 @@ from inference_svc.adapters.pull import (
     SilentSources,
 )
 from inference_svc.adapters.pull_threads import PULL_NICENESS, Puller
+from inference_svc.adapters.resident import target_cuts
 from inference_svc.adapters.slots import Slots
-from inference_svc.errors import CorruptImage, StoreUnavailable
+from inference_svc.errors import AdapterUnusable, CorruptImage, StoreUnavailable
 from tests.inference_svc.adapters.conftest import MemoryStore, MemoryStream
 from tests.inference_svc.adapters.test_residency import Loop, assert_computes
 from tests.support.clock import Clock
@@ -91,6 +93,75 @@ def good(store) -> list[PullMessage]:
 
 def test_good_stream_is_done(good: list[PullMessage], layout: ModelLayout) -> None:
     assert isinstance(outcome(good, layout), PullDone)
+
+
+def format_2(header: ImageHeader, **changes: object) -> ImageHeader:
+    """What a store sends of the same image to a server that reads format 2."""
+    segments = tuple(
+        replace(segment, dtype="float32", shape=shape_of(segment)) for segment in header.segments
+    )
+    return replace(header, image_format=2, **{"segments": segments, **changes})
+
+
+def shape_of(segment: Segment) -> tuple[int, ...]:
+    return segment.rank, segment.length_bytes // 4 // segment.rank
+
+
+def test_an_empty_image_is_done_at_once(good: list[PullMessage], layout: ModelLayout) -> None:
+    """All that the adapter changes is computed elsewhere."""
+    header = format_2(good[0], segments=(), total_bytes=0)
+    assert isinstance(outcome(only_a_trailer([header]), layout), PullDone)
+
+
+def test_targets_may_share_an_a(good: list[PullMessage], layout: ModelLayout) -> None:
+    first, *others = format_2(good[0]).segments
+    layout.check_header(format_2(good[0]))
+    index = next(
+        index
+        for index, segment in enumerate(others, 1)
+        if segment.kind == "a" and segment.shape == first.shape
+    )
+    segments, end = [], 0
+    for position, segment in enumerate((first, *others)):
+        moved_to = 0 if position == index else end
+        segments.append(replace(segment, offset=moved_to))
+        end = max(end, -(-(moved_to + segment.length_bytes) // 256) * 256)
+    shared = format_2(good[0], segments=tuple(segments), total_bytes=end)
+    layout.check_header(shared)
+    assert target_cuts(shared) == sorted(set(target_cuts(shared)))
+    longer = replace(segments[index], rank=segments[index].rank + 1)
+    for wrong in (replace(longer, shape=shape_of(longer)), replace(segments[index], offset=256)):
+        broken = [*segments[:index], wrong, *segments[index + 1 :]]
+        with pytest.raises(CorruptImage):
+            layout.check_header(replace(shared, segments=tuple(broken)))
+
+
+@pytest.mark.parametrize("kind", KIND_WORDS)
+def test_what_this_server_does_not_apply_is_refused_by_name(
+    kind: str, good: list[PullMessage], layout: ModelLayout
+) -> None:
+    header = format_2(good[0])
+    last = header.segments[-1]
+    more = replace(last, kind=kind, rank=0, offset=header.total_bytes)
+    with pytest.raises(AdapterUnusable, match=KIND_WORDS[kind]):
+        layout.check_header(replace(header, segments=(*header.segments, more)))
+
+
+FORMS: dict[str, dict[str, object]] = {
+    "another-dtype": {"dtype": "bfloat16"},
+    "an-unknown-dtype": {"dtype": ""},
+    "a-scale": {"scale": 2.0},
+    "another-shape": {"shape": (1, 1)},
+    "no-shape": {"shape": ()},
+}
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_misfit_forms_are_corrupt(case: str, good: list[PullMessage], layout: ModelLayout) -> None:
+    header = format_2(good[0])
+    segments = (replace(header.segments[0], **FORMS[case]), *header.segments[1:])
+    with pytest.raises(CorruptImage):
+        layout.check_header(replace(header, segments=segments))
 
 
 def without(kind: type, count: int | None = None) -> Callable[[list], list]:
