@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,14 @@ EMBEDDING, HEAD = "embed", "head"
 
 
 @dataclass(frozen=True, slots=True)
+class OtherName:
+    """A module that computes several targets, and which of its outputs are one target's."""
+
+    name: str
+    outputs: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class LayoutTarget:
     """One weight that LoRA may change. `kind` is "linear" or "embedding"."""
 
@@ -39,6 +48,7 @@ class LayoutTarget:
     kind: str
     in_features: int
     out_features: int
+    other_names: tuple[OtherName, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +155,30 @@ def build_layout(geometry: ModelGeometry, base_model: str, dtype: torch.dtype) -
         for name, group, num_in, num_out in per_layer:
             path = f"model.layers.{layer}.{name}"
             group_name = f"layers.{layer}.{group}"
-            targets.append(LayoutTarget(path, layer, group_name, "linear", num_in, num_out))
+            fused = _fused_names(f"model.layers.{layer}.", name, per_layer)
+            targets.append(LayoutTarget(path, layer, group_name, "linear", num_in, num_out, fused))
     targets.append(LayoutTarget("lm_head", None, HEAD, "linear", hidden, vocab))
     return ModelLayout(base_model, geometry.config_sha256, dtype, IMAGE_FORMATS, tuple(targets))
+
+
+FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+"""Modules of trainers that compute several of ours, with their outputs in this order."""
+
+
+def _fused_names(
+    prefix: str, name: str, per_layer: Sequence[tuple[str, str, int, int]]
+) -> tuple[OtherName, ...]:
+    """Returns the modules that compute a target together with others."""
+    sizes = {each: num_out for each, _, _, num_out in per_layer}
+    found = []
+    for module, parts in FUSED.items():
+        if name in parts:
+            start = sum(sizes[part] for part in parts[: parts.index(name)])
+            found.append(OtherName(prefix + module, (start, start + sizes[name])))
+    return tuple(found)
 
 
 def lora_groups(layout: ModelLayout) -> dict[str, LoraGroup]:

@@ -175,6 +175,11 @@ def _from_target(target: LayoutTarget) -> pb.Target:
         kind=_TARGET_KINDS[target.kind],
         in_features=target.in_features,
         out_features=target.out_features,
+        other_names=[
+            pb.OtherName(name=other.name, outputs=pb.Slice(start=start, end=end))
+            for other in target.other_names
+            for start, end in [other.outputs]
+        ],
     )
 
 
