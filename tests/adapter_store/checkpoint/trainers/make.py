@@ -1,8 +1,8 @@
-"""Makes the folders beside it, each by the trainer that it is named after: `python make.py NAME ...`.
+"""Makes the folders beside it, each by the trainer that names it: `python make.py NAME ...`.
 
 Needs what the project does not: trl 1.16 with datasets, torchtune 0.6.1 with torchao 0.10, and
-mlx-lm 0.32 with mlx[cpu]; install them into an environment of their own. `torchtune` comes first: the
-adapter that it exports is the one that all the others save.
+mlx-lm 0.32 with mlx[cpu]; install them into environments of their own (PEFT refuses torchtune's
+torchao). `torchtune` comes first: the adapter that it exports is the one that all the others save.
 
 tinker and megatron cannot be installed here: their files are written to their published formats,
 see TRAINERS in adapter_store/checkpoint/formats/readers.py.
