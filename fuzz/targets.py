@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -19,7 +20,15 @@ from typing import Any
 from adapter_store.api import convert as store_convert
 from adapter_store.api.bounds import REQUESTS as STORE_REQUESTS
 from adapter_store.catalog.filters import decode_page_token, decode_version_token, parse_filter
-from adapter_store.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, CheckpointLimits, parse_index
+from adapter_store.checkpoint.files import (
+    CONFIG_FILE,
+    MLX_WEIGHTS_FILE,
+    WEIGHTS_FILE,
+    CheckpointLimits,
+    parse_index,
+)
+from adapter_store.checkpoint.formats.mlx import parse_mlx_config, parse_mlx_key
+from adapter_store.checkpoint.formats.select import check_file_names
 from adapter_store.checkpoint.json import parse_object
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.peft_config import parse_config
@@ -104,6 +113,20 @@ def fuzz_config(data: bytes) -> None:
         json.dumps(config.modules.fields).encode()
 
 
+def fuzz_mlx_config(data: bytes) -> None:
+    """MLX-LM's adapter_config.json."""
+    with _refused(InvalidAdapter):
+        config = parse_mlx_config(parse_object(data, CONFIG_FILE), LIMITS)
+        for module in MODULES:
+            rank, alpha, scale = config.settings_for(module)
+            assert 1 <= rank <= LIMITS.max_rank
+            assert alpha is None
+            assert math.isfinite(scale)
+            config.selects(module, is_embedding=False)
+        assert config.last_layers >= 0
+        json.dumps(config.modules.fields).encode()
+
+
 def fuzz_index(data: bytes) -> None:
     """The index of a sharded adapter: names of shards lead nowhere else."""
     with _refused(InvalidAdapter):
@@ -113,11 +136,20 @@ def fuzz_index(data: bytes) -> None:
 
 def fuzz_checkpoint(data: bytes) -> None:
     """A whole adapter: the config, a separator, the weights."""
+    _fuzz_checkpoint(data, WEIGHTS_FILE)
+
+
+def fuzz_mlx_checkpoint(data: bytes) -> None:
+    """The same of MLX-LM."""
+    _fuzz_checkpoint(data, MLX_WEIGHTS_FILE)
+
+
+def _fuzz_checkpoint(data: bytes, weights_file: str) -> None:
     config, _, weights = data.partition(SEPARATOR)
     folder = Path(tempfile.mkdtemp(prefix="loadout-fuzz-"))
     try:
         (folder / CONFIG_FILE).write_bytes(config)
-        (folder / WEIGHTS_FILE).write_bytes(weights)
+        (folder / weights_file).write_bytes(weights)
         with _refused(InvalidAdapter, LimitExceeded):
             checkpoint = open_checkpoint(folder, LIMITS)
             assert checkpoint.digest == open_checkpoint(folder, LIMITS).digest
@@ -127,7 +159,7 @@ def fuzz_checkpoint(data: bytes) -> None:
 
 
 def fuzz_names(data: bytes) -> None:
-    """References, URIs, tensors' names, filters and page tokens."""
+    """References, URIs, tensors' and files' names, filters and page tokens."""
     # Callers' strings come out of protobuf, which lets no half character through.
     text = data.decode("utf-8", "replace")
     readers: list[Callable[[str], object]] = [
@@ -144,10 +176,13 @@ def fuzz_names(data: bytes) -> None:
             for part in _texts(read(text)):
                 assert "\0" not in part, "no database takes NUL"
                 part.encode()
+    for parse in (parse_key, parse_mlx_key):
+        with _refused(InvalidAdapter):
+            key = parse(text or "x")
+            assert ".." not in key.target
+            assert "/" not in key.target
     with _refused(InvalidAdapter):
-        key = parse_key(text or "x")
-        assert ".." not in key.target
-        assert "/" not in key.target
+        check_file_names([CONFIG_FILE, *text.split("\n")])
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -247,8 +282,10 @@ TARGETS: Mapping[str, Callable[[bytes], None]] = {
     "header": fuzz_header,
     "header_text": fuzz_header_text,
     "config": fuzz_config,
+    "mlx_config": fuzz_mlx_config,
     "index": fuzz_index,
     "checkpoint": fuzz_checkpoint,
+    "mlx_checkpoint": fuzz_mlx_checkpoint,
     "names": fuzz_names,
     "policy": fuzz_policy,
     "store_request": fuzz_store_request,
@@ -258,12 +295,14 @@ TARGETS: Mapping[str, Callable[[bytes], None]] = {
 # Of a whole campaign, in percent: by how much a target reads, and by what an execution costs.
 SHARES: Mapping[str, int] = {
     "header": 10,
-    "header_text": 25,
-    "config": 25,
-    "index": 10,
+    "header_text": 24,
+    "config": 20,
+    "mlx_config": 7,
+    "index": 9,
     "checkpoint": 2,
+    "mlx_checkpoint": 1,
     "names": 10,
-    "policy": 3,
+    "policy": 2,
     "store_request": 10,
     "inference_request": 5,
 }

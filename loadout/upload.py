@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,8 +23,46 @@ CHUNK_BYTES = 512 * 1024
 
 CONFIG = "adapter_config.json"
 MODEL_CONFIG = "config.json"
-WEIGHT_PATTERNS = ("adapter_model*.safetensors*", "adapter_model*.bin*")
-"""What PEFT writes, single or sharded with an index; the first pattern that matches wins."""
+WEIGHT_PATTERNS = ("adapter_model*.safetensors*", "adapters.safetensors", "adapter_model*.bin*")
+"""What PEFT writes, single or sharded with an index, and MLX-LM; the first pattern that matches
+wins."""
+
+# What the store says of all other files: what may hold weights is known to change nothing, or
+# refused, since left out of the upload it would be dropped in silence. A test compares these with
+# the store's (adapter_store/checkpoint/formats/side_files.py), which has the reasons.
+WEIGHT_SUFFIXES = (
+    *("safetensors", "bin", "pt", "pth", "ckpt", "pkl", "pickle", "npz", "npy"),
+    *("gguf", "ggml", "h5", "msgpack", "onnx", "safetensors.index.json", "bin.index.json"),
+)
+HARMLESS = (
+    r"training_args\.bin",
+    r"optimizer(_\d+)?\.(pt|bin)",
+    r"scheduler(_\d+)?\.(pt|bin)",
+    r"(grad_)?scaler\.(pt|bin)",
+    r"(sampler|dl_state_dict)(_\d+)?\.bin",
+    r"rng_state(_\d+)?\.pth",
+    r"(random_states|custom_checkpoint)_\d+\.pkl",
+    r"pytorch_model_fsdp(_\d+)?\.bin",
+    r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt",
+    r"mp_rank_\d+_model_states\.pt",
+    r"(recipe|training|trainer)_state\.pt",
+    r"tokenizer\.(pkl|bin)",
+    r"adapter_model.*\.(bin|pt|pth|pkl|ckpt)",
+    r"adapter_model.*\.bin\.index\.json",
+)
+REFUSED = (
+    r"new_embeddings\.safetensors",
+    r"(value_head|v_head)\..*",
+    r"non_lora_trainables\.bin",
+    r"modelopt_state.*",
+    r"(hf_)?(quant|quantize|quantization)_config\.json",
+    r"(\d+_)?adapters\.npz",
+)
+MLX_HARMLESS = (r"\d+_adapters\.safetensors",)
+TORCHTUNE_HARMLESS = (
+    r"(model|pytorch_model|ft-model|hf_model_\d+_\d+)([-_]\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?",
+)
+MLX_WEIGHTS, TORCHTUNE_FILE = "adapters.safetensors", "adapter_model.pt"
 
 MAX_SCANNED = 10_000
 """How many entries of folders are read to find adapters below one that is none."""
@@ -54,8 +92,9 @@ def is_uri(source: str | os.PathLike[str]) -> bool:
 
 
 def open_folder(source: str | os.PathLike[str], name: str = "NAME") -> AdapterFolder:
-    """Raises InvalidArgument, naming the path, unless it is a folder as PEFT saves one. Where
-    adapters lie below it, the message has the command to register one of them as `name`."""
+    """Raises InvalidArgument, naming the path, unless it is a folder as PEFT or MLX-LM saves one,
+    with nothing else in it that would have to be applied. Where adapters lie below it, the message
+    has the command to register one of them as `name`."""
     path = Path(source)
     if not path.is_dir():
         raise _invalid(path, "is not a directory (a URI has a scheme, such as s3://bucket/prefix)")
@@ -63,9 +102,30 @@ def open_folder(source: str | os.PathLike[str], name: str = "NAME") -> AdapterFo
         raise _invalid(path / CONFIG, f"does not exist{_suggest(path, name)}")
     weights = next(filter(None, (sorted(path.glob(pattern)) for pattern in WEIGHT_PATTERNS)), [])
     if not weights:
-        raise _invalid(path, "has no adapter_model.safetensors")
+        raise _invalid(path, "has no adapter_model.safetensors, and no adapters.safetensors")
     files = [path / CONFIG, *weights]
+    _check_others(path, {file.name for file in files})
     return AdapterFolder(path, tuple((file.name, file.stat().st_size) for file in files))
+
+
+def _check_others(path: Path, chosen: Collection[str]) -> None:
+    """Raises InvalidArgument for a file that is not sent and would have to be applied."""
+    others = {entry.name for entry in path.iterdir()}.difference(chosen)
+    harmless = list(HARMLESS)
+    if MLX_WEIGHTS in chosen:
+        harmless += MLX_HARMLESS
+    elif TORCHTUNE_FILE in others:
+        harmless += TORCHTUNE_HARMLESS
+    suffixes = "|".join(map(re.escape, WEIGHT_SUFFIXES))
+    refused = re.compile("|".join([*REFUSED, rf"(?is:.*\.({suffixes}))"]))
+    passes = re.compile("|".join(harmless))
+    for name in sorted(others):
+        if refused.fullmatch(name) and not passes.fullmatch(name):
+            raise _invalid(
+                path / name,
+                "would not be applied: it is no part of the adapter that is sent. If the adapter "
+                "is whole without it, register a folder that does not have it",
+            )
 
 
 def find_adapters(folder: Path) -> list[Path]:

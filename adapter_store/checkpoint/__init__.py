@@ -2,14 +2,16 @@
 
 open               opens a checkpoint: runs all the checks below, in order
 recently_verified  checkpoints that were just checked, passed on from registration to compilation
+formats            which trainer's format a folder is in, and a reader for each
 files              which files make up an adapter, and how they are read safely
 safetensors        the header of a .safetensors file
 json               JSON objects with caps and without surprises
 tensors            the names of PEFT's tensors, and their pairing into targets
 weights            what an adapter has for the modules it changes, as views of tensors
+config_values      values of an adapter's config, each of its type and within bounds
 scan               one pass over the weights: hashes, and no value that is not finite
 digest             loadout-digest-v1, the identity of an adapter's content
-peft_config        adapter_config.json as one typed, checked object
+peft_config        an adapter's config as one typed, checked object; PEFT's parsed
 peft_fields        a verdict on every field of PEFT's LoraConfig
 module_patterns    which modules a config means, by PEFT's rules, within a time budget
 strip              a copy of an adapter without base weights

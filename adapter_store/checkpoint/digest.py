@@ -4,13 +4,21 @@ The digest is the sha256 of these lines, each ended by one newline, all JSON can
 no spaces, ASCII):
 
     loadout-digest-v1
-    ["<target>","<A|B|embedding_A|embedding_B>","<dtype>",[<shape>],"<sha256 of the raw bytes>"]
+    ["<target>","<role>","<dtype>",[<shape>],"<sha256 of the raw bytes>"]
         ... one per tensor, sorted as lists
-    {"alpha":{"<target>":<alpha>, ...},"modules":{...},"use_rslora":true}
+    {"alpha":{"<target>":<alpha>, ...},"modules":{...},"scale":{"<target>":<scale>, ...},
+     "use_rslora":true}
+
+Roles are A [rank, in] and B [out, rank], embedding_A and embedding_B, and, of MLX-LM,
+A_transposed [in, rank] and B_transposed [rank, out]: with the same bytes and shapes they are
+another adapter. A target is the module's path in the language model, as its trainer called it.
+
+Roles and fields may be added; none ever changes what an adapter without them has.
 
 Raw bytes are little-endian and row-major, shapes as saved. The last line holds what changes the
-maths besides the tensors, resolved per target, defaults (alpha 8, no rsLoRA) left out: ranks are
-in the shapes, and how a pattern was spelled does not matter. `modules` is there only if the config
+maths besides the tensors, resolved per target, defaults (alpha 8, no rsLoRA) left out; a target
+whose config gives the scale itself has that, whatever it is, and no alpha: ranks are in the shapes,
+and how a pattern was spelled does not matter. `modules` is there only if the config
 lists a module of which the file has no weights at all: then the fields that choose modules decide
 whether a model refuses the adapter, and a verdict must follow from the digest alone. So the file
 layout, tensor order, sharding and training-only settings leave the digest alone; another dtype or
@@ -25,20 +33,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from adapter_store.checkpoint.peft_config import AdapterConfig
-from adapter_store.checkpoint.tensors import TargetWeights
-from adapter_store.core import SegmentKind, TargetKind
+from adapter_store.checkpoint.tensors import TargetWeights, recorded_name
 
 DEFAULT_ALPHA = 8
 _CANONICAL = json.JSONEncoder(
     sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
 )
-
-_ROLES = {
-    (TargetKind.LINEAR, SegmentKind.A): "A",
-    (TargetKind.LINEAR, SegmentKind.B): "B",
-    (TargetKind.EMBEDDING, SegmentKind.A): "embedding_A",
-    (TargetKind.EMBEDDING, SegmentKind.B): "embedding_B",
-}
 
 
 def compute_digest(
@@ -48,14 +48,14 @@ def compute_digest(
     tensor key."""
     records = sorted(
         [
-            target.name,
-            _ROLES[target.kind, side],
+            recorded_name(target.module),
+            role,
             record.dtype.value,
             list(record.shape),
             sha256[record.key].hex(),
         ]
         for target in targets.values()
-        for side, record in ((SegmentKind.A, target.a), (SegmentKind.B, target.b))
+        for role, record in target.records()
     )
     lines = ["loadout-digest-v1", *map(canonical_json, records)]
     lines.append(canonical_json(_maths(config, targets)))
@@ -66,12 +66,19 @@ def _maths(config: AdapterConfig, targets: Mapping[str, TargetWeights]) -> dict[
     """Returns what changes the maths besides the tensors, without defaults."""
     maths: dict[str, Any] = {}
     alphas = {
-        name: _number(target.alpha)
-        for name, target in targets.items()
-        if target.alpha != DEFAULT_ALPHA
+        recorded_name(target.module): _number(target.alpha)
+        for target in targets.values()
+        if target.alpha is not None and target.alpha != DEFAULT_ALPHA
     }
     if alphas:
         maths["alpha"] = alphas
+    scales = {
+        recorded_name(target.module): _number(target.scale)
+        for target in targets.values()
+        if target.alpha is None
+    }
+    if scales:
+        maths["scale"] = scales
     if config.modules.unweighted(target.module for target in targets.values()):
         maths["modules"] = config.modules.fields
     if config.use_rslora:

@@ -24,7 +24,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 INDEX_FILE = "adapter_model.safetensors.index.json"
 _SHARD = re.compile(r"adapter_model-\d{5}-of-\d{5}\.safetensors")
 PICKLE_FILE = "adapter_model.bin"
-_PICKLES = (PICKLE_FILE, "adapter_model.pt", "adapter_model.pth")
+PICKLE_FILES = (PICKLE_FILE, "adapter_model.pt", "adapter_model.pth")
+MLX_WEIGHTS_FILE = "adapters.safetensors"
 MAX_SHARDS = 256
 _NOT_REGULAR = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EACCES)
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -46,7 +47,12 @@ class CheckpointLimits:
 
 def is_adapter_file(name: str) -> bool:
     """Returns whether a plain file name belongs to an adapter; others are not fetched or stored."""
-    return name in (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE) or _SHARD.fullmatch(name) is not None
+    return name in (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, MLX_WEIGHTS_FILE) or is_shard(name)
+
+
+def is_shard(name: str) -> bool:
+    """Returns whether a plain file name is that of a shard, as PEFT names them."""
+    return _SHARD.fullmatch(name) is not None
 
 
 class RegularFile:
@@ -118,45 +124,6 @@ def read_capped(folder: Path, name: str, max_bytes: int) -> bytes:
         return file.read_at(0, file.size_bytes)
 
 
-def find_weight_files(
-    folder: Path, limits: CheckpointLimits
-) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
-    """Returns the names of the weight files, and for a sharded adapter its index {tensor: file}.
-
-    Raises:
-        InvalidAdapter: FILE_NOT_SAFETENSORS, FILES_AMBIGUOUS, FILE_UNUSED or INDEX_INVALID.
-    """
-    single = _exists(folder, WEIGHTS_FILE)
-    sharded = _exists(folder, INDEX_FILE)
-    if single and sharded:
-        raise InvalidAdapter(
-            f"both {WEIGHTS_FILE} and {INDEX_FILE} are present",
-            subject=INDEX_FILE,
-            reason="FILES_AMBIGUOUS",
-        )
-    index = None
-    if sharded:
-        index = parse_index(read_capped(folder, INDEX_FILE, limits.max_header_bytes), limits)
-    shards = {name for name in os.listdir(folder) if _SHARD.fullmatch(name)}
-    for name in sorted(shards.difference((index or {}).values())):
-        raise InvalidAdapter(
-            f"{name} is in no index, so its tensors would stay unused",
-            subject=name,
-            reason="FILE_UNUSED",
-        )
-    if index is not None:
-        return tuple(sorted(set(index.values()))), index
-    if not single:
-        for name in _PICKLES:
-            if _exists(folder, name):
-                raise InvalidAdapter(
-                    f"{name}: pickled weights can run code; save them as {WEIGHTS_FILE}",
-                    subject=name,
-                    reason="FILE_NOT_SAFETENSORS",
-                )
-    return (WEIGHTS_FILE,), None
-
-
 def check_source_bytes(total_bytes: int, limits: CheckpointLimits) -> None:
     """Raises LimitExceeded if the weight files together are over the limit."""
     if total_bytes > limits.max_source_bytes:
@@ -180,15 +147,11 @@ def parse_index(data: bytes, limits: CheckpointLimits) -> Mapping[str, str]:
         raise _invalid_index("weight_map is not a map of tensors to files")
     for name in index.values():
         # A plain name of our own pattern: no path can lead out of the folder.
-        if not isinstance(name, str) or _SHARD.fullmatch(name) is None:
+        if not isinstance(name, str) or not is_shard(name):
             raise _invalid_index(f"{show(name)} is not the name of a shard")
     if len(set(index.values())) > MAX_SHARDS:
         raise _invalid_index(f"more than {MAX_SHARDS} shards")
     return index
-
-
-def _exists(folder: Path, name: str) -> bool:
-    return os.path.lexists(folder / name)
 
 
 def _not_regular(name: str) -> InvalidAdapter:

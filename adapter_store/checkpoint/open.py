@@ -1,6 +1,7 @@
 """Opens an adapter's checkpoint, if every byte of it is understood, safe and used.
 
-`open_checkpoint` checks, in this order: the config, the files' headers, the tensors' names, that A
+`open_checkpoint` checks, in this order: the config, by the reader of the folder's format, which
+files lie beside it, the weights' headers, the tensors' names, that A
 and B pair up with the config's ranks on modules the config adapts, and, in one pass over the bytes,
 that all values are finite. A checkpoint can be compiled for any layout whose shapes fit.
 """
@@ -20,10 +21,12 @@ from adapter_store.checkpoint.files import (
     CheckpointLimits,
     RegularFile,
 )
-from adapter_store.checkpoint.peft_config import AdapterConfig, read_config
+from adapter_store.checkpoint.formats.readers import READERS
+from adapter_store.checkpoint.formats.select import find_format
+from adapter_store.checkpoint.peft_config import AdapterConfig
 from adapter_store.checkpoint.safetensors import TensorRecord
 from adapter_store.checkpoint.scan import scan_tensors
-from adapter_store.checkpoint.tensors import TargetWeights, pair_targets, read_tensors, target_of
+from adapter_store.checkpoint.tensors import TargetWeights, read_tensors, target_of
 from adapter_store.checkpoint.weights import Changes, ExpertWeights, Replacement
 from adapter_store.core import DataType, SegmentKind
 from adapter_store.errors import CorruptData, InvalidAdapter
@@ -153,9 +156,10 @@ def open_checkpoint(
         CorruptData: a file got shorter meanwhile.
     """
     limits = limits or CheckpointLimits()
-    config = read_config(folder, limits)
+    reader = READERS[find_format(folder)]
+    config = reader.read_config(folder, limits)
     records, source_bytes = read_tensors(folder, limits)
-    targets = pair_targets(records, config)
+    targets = reader.read_targets(records, config)
     is_verified = digest is None
     if digest is None:
         digest = compute_digest(config, targets, scan_tensors(folder, records))

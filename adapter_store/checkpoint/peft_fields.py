@@ -129,17 +129,31 @@ def check_fields(
     `subject` names the file. Raises InvalidAdapter with the key as its subject: CONFIG_UNSUPPORTED
     (known to change the maths) or CONFIG_UNKNOWN.
     """
-    ignored = []
     for key, value in fields.items():
-        if key in HONOURED or key in NO_EFFECT or _is_off(key, value):
-            continue
-        if key in REFUSED:
+        if key in REFUSED and not _is_off(key, value):
             raise InvalidAdapter(
                 f"{subject}: {key}={show(value)} is not supported: {REFUSED[key].why}; "
                 f"{REFUSED[key].instead}",
                 subject=key,
                 reason="CONFIG_UNSUPPORTED",
             )
+    ignored = check_unknown(fields, KNOWN, subject, allowed)
+    _check_init(fields.get("init_lora_weights", True), subject)
+    return tuple(ignored)
+
+
+def check_unknown(
+    fields: Mapping[str, Any],
+    known: Container[str],
+    subject: str,
+    allowed: Container[str] | None = frozenset(),
+) -> list[str]:
+    """Refuses every field that is on, not `known` and not `allowed`; returns the others, sorted.
+    Arguments and errors are those of `check_fields`."""
+    ignored = []
+    for key, value in fields.items():
+        if key in known or _is_off(key, value):
+            continue
         if allowed is not None and key not in allowed:
             raise InvalidAdapter(
                 f"{subject}: unknown key {show(key)} with value {show(value)}; it may change what "
@@ -149,8 +163,7 @@ def check_fields(
                 reason="CONFIG_UNKNOWN",
             )
         ignored.append(key)
-    _check_init(fields.get("init_lora_weights", True), subject)
-    return tuple(sorted(ignored))
+    return sorted(ignored)
 
 
 def _is_presentable(key: str) -> bool:

@@ -131,6 +131,8 @@ def read_header(
 
 
 def _check_metadata(metadata: Any, file: str) -> None:
+    if metadata is None:  # as MLX writes none
+        return
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _invalid(file, "METADATA_INVALID", f"{_METADATA} is not a map of strings")
 

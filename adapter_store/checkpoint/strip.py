@@ -19,10 +19,11 @@ from safetensors.torch import save_file
 
 from adapter_store.checkpoint.files import (
     CONFIG_FILE,
+    MLX_WEIGHTS_FILE,
     WEIGHTS_FILE,
     CheckpointLimits,
-    find_weight_files,
 )
+from adapter_store.checkpoint.formats.select import find_weight_files
 from adapter_store.checkpoint.tensors import PREFIX, is_base_weight, target_of
 from adapter_store.errors import InvalidAdapter
 from servicekit.errors import FailedPrecondition, InvalidArgument
@@ -77,18 +78,19 @@ def strip(
             "something else; --force strips it all the same",
             subject=changed[0].name,
         )
-    _write(target, (source / CONFIG_FILE).read_bytes(), kept)
+    weights = MLX_WEIGHTS_FILE if MLX_WEIGHTS_FILE in files else WEIGHTS_FILE
+    _write(target, (source / CONFIG_FILE).read_bytes(), weights, kept)
     return found, len(kept)
 
 
-def _write(target: Path, config: bytes, tensors: Mapping[str, torch.Tensor]) -> None:
+def _write(target: Path, config: bytes, weights: str, tensors: Mapping[str, torch.Tensor]) -> None:
     """Makes the folder whole or not at all."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
         made = Path(folder) / target.name
         made.mkdir()
         (made / CONFIG_FILE).write_bytes(config)
-        save_file(dict(tensors), made / WEIGHTS_FILE, {"format": "pt"})
+        save_file(dict(tensors), made / weights, {"format": "pt"})
         made.rename(target)
 
 

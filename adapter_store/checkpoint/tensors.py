@@ -1,4 +1,6 @@
-"""An adapter's tensors: the names that PEFT gives them, and the targets that they make up in pairs.
+"""An adapter's tensors: the names that trainers give them, and the targets they make up in pairs.
+
+PEFT's, and those of all who write its files:
 
     base_model.model.<module>.lora_A.weight            [rank, in]
     base_model.model.<module>.lora_B.weight            [out, rank]
@@ -9,17 +11,20 @@
 the config's patterns match it. An adapter saved from a whole state dict has its own name in
 between: `lora_A.<name>.weight`. One that was adapted twice has the prefix twice. A model with more
 than text has its language model inside: `language_model.model.layers.0` (older transformers),
-`model.language_model.layers.0` (newer); the target is the path in the language model alone.
+`model.language_model.layers.0` (newer); the target is the path in the language model alone. A
+trainer that saves the model's own names leaves the prefix out: without it the rest is the module's
+path all the same. Tinker calls the head `model.unembed_tokens`.
 
 Every tensor is the A or B of one target, and every target is one that the config selects.
 
-Source: peft/utils/save_and_load.py `get_peft_model_state_dict` of PEFT 0.21.
+Sources: peft/utils/save_and_load.py `get_peft_model_state_dict` of PEFT 0.21;
+tinker_cookbook/weights/_merge_utils.py of github.com/thinking-machines-lab/tinker-cookbook.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +33,9 @@ from adapter_store.checkpoint.files import (
     CheckpointLimits,
     RegularFile,
     check_source_bytes,
-    find_weight_files,
 )
+from adapter_store.checkpoint.formats.select import find_weight_files
+from adapter_store.checkpoint.module_patterns import OUTPUT_LAYER
 from adapter_store.checkpoint.peft_config import AdapterConfig
 from adapter_store.checkpoint.safetensors import TensorRecord, read_header
 from adapter_store.core import SegmentKind, TargetKind
@@ -42,6 +48,7 @@ _NAMED = r"(?:\.(?P<adapter>[^.]{1,128}))?"
 _LINEAR = re.compile(rf"(?P<module>.+)\.lora_(?P<side>[AB]){_NAMED}\.weight")
 _EMBEDDING = re.compile(rf"(?P<module>.+)\.lora_embedding_(?P<side>[AB]){_NAMED}")
 _MODULE = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
+_TINKER_HEAD = re.compile(r"(model\.)?unembed_tokens")
 _WRAPPED = re.compile(r"(?:model\.)?language_model\.(?P<inner>.+)")
 
 _ADAPTED = (
@@ -71,13 +78,15 @@ _HINTS = (
 
 @dataclass(frozen=True, slots=True)
 class TensorKey:
-    """A tensor's meaning: side A or B of `target`, which the trained model calls `module`."""
+    """A tensor's meaning: side A or B of `target`, which the trained model calls `module`.
+    `is_transposed`: A is [in, rank] and B is [rank, out]."""
 
     target: str
     module: str
     kind: TargetKind
     side: SegmentKind
     adapter_name: str
+    is_transposed: bool = False
 
 
 def parse_key(key: str) -> TensorKey:
@@ -85,21 +94,26 @@ def parse_key(key: str) -> TensorKey:
 
     Raises InvalidAdapter TENSOR_UNKNOWN (subject: the name): the tensor would stay unused.
     """
-    path = key.removeprefix(PREFIX)
+    path = key.removeprefix(PREFIX).removeprefix(PREFIX)
     for pattern, kind in ((_LINEAR, TargetKind.LINEAR), (_EMBEDDING, TargetKind.EMBEDDING)):
-        match = pattern.fullmatch(path.removeprefix(PREFIX))
-        if match and path != key and _MODULE.fullmatch(match["module"]):
+        match = pattern.fullmatch(path)
+        if match and is_module(match["module"]):
             side = SegmentKind.A if match["side"] == "A" else SegmentKind.B
             name = match["adapter"] or DEFAULT_ADAPTER_NAME
             return TensorKey(target_of(match["module"]), match["module"], kind, side, name)
     hint = next((hint for part, hint in _HINTS if part in f"{key}."), "")
-    if not hint and path == key:
-        hint = f"it does not start with {PREFIX}"
+    if not hint and ".lora_" not in key:
+        hint = "its name ends with none of .lora_A.weight, .lora_B.weight, .lora_embedding_A and _B"
     raise InvalidAdapter(
         f"{key}: not a LoRA weight of a module" + (f" ({hint})" if hint else ""),
         subject=key,
         reason="TENSOR_UNKNOWN",
     )
+
+
+def is_module(path: str) -> bool:
+    """Returns whether part of a tensor's name can be the path of a module."""
+    return _MODULE.fullmatch(path) is not None
 
 
 def is_base_weight(key: str) -> bool:
@@ -110,7 +124,16 @@ def is_base_weight(key: str) -> bool:
 
 
 def target_of(module: str) -> str:
-    """Returns the canonical target: the module's path in the language model alone."""
+    """Returns the canonical target: the module's path in the language model alone, by the name that
+    its Hugging Face model gives it."""
+    name = recorded_name(module)
+    return OUTPUT_LAYER if _TINKER_HEAD.fullmatch(name) else name
+
+
+def recorded_name(module: str) -> str:
+    """Returns the name of the target in the digest: the module's path in the language model alone,
+    as its trainer called it. Digests are for ever: what else trainers turn out to call a module
+    goes to `target_of`."""
     wrapped = _WRAPPED.fullmatch(module)
     if wrapped is None:
         return module
@@ -122,20 +145,22 @@ def target_of(module: str) -> str:
 class TargetWeights:
     """What an adapter changes in one target: delta = scale * B @ A.
 
-    `a` is [rank, in] (an embedding's [rank, vocab]), `b` is [out, rank]. `module` is the target's
-    name in the trained model, and so in the config.
+    `a` is [rank, in] (an embedding's [rank, vocab]), `b` is [out, rank]; `is_transposed` means
+    [in, rank] and [rank, out]. `module` is the target's name in the trained model, and so in the
+    config. `alpha` is what the scale comes of; None where the config gives the scale itself.
     """
 
     name: str
     module: str
     kind: TargetKind
     rank: int
-    alpha: float
+    alpha: float | None
     scale: float
     a: TensorRecord
     b: TensorRecord
     bias: TensorRecord | None = None
     magnitude: TensorRecord | None = None
+    is_transposed: bool = False
 
     @property
     def kinds(self) -> frozenset[SegmentKind]:
@@ -150,8 +175,9 @@ class TargetWeights:
     def records(self) -> Iterator[tuple[str, TensorRecord]]:
         """Yields each saved tensor with its role in the digest."""
         prefix = "embedding_" if self.kind is TargetKind.EMBEDDING else ""
-        yield f"{prefix}A", self.a
-        yield f"{prefix}B", self.b
+        suffix = "_transposed" if self.is_transposed else ""
+        yield f"{prefix}A{suffix}", self.a
+        yield f"{prefix}B{suffix}", self.b
         if self.bias is not None:
             yield "B_bias", self.bias
         if self.magnitude is not None:
@@ -160,11 +186,11 @@ class TargetWeights:
     @property
     def in_features(self) -> int:
         """The number of input features; of an embedding, the size of the vocabulary."""
-        return self.a.shape[1]
+        return self.a.shape[0 if self.is_transposed else 1]
 
     @property
     def out_features(self) -> int:
-        return self.b.shape[0]
+        return self.b.shape[1 if self.is_transposed else 0]
 
 
 def read_tensors(folder: Path, limits: CheckpointLimits) -> tuple[list[TensorRecord], int]:
@@ -213,9 +239,11 @@ def _check_index(records: Iterable[TensorRecord], index: Mapping[str, str]) -> N
 
 
 def pair_targets(
-    records: Iterable[TensorRecord], config: AdapterConfig
+    records: Iterable[TensorRecord],
+    config: AdapterConfig,
+    parse: Callable[[str], TensorKey] = parse_key,
 ) -> dict[str, TargetWeights]:
-    """Returns the adapter's targets by name, sorted.
+    """Returns the adapter's targets by name, sorted. `parse` reads the names of its format.
 
     Raises InvalidAdapter: TENSOR_UNKNOWN, TENSOR_DUPLICATE, ADAPTERS_MIXED, SHAPE_INVALID,
     PAIR_INCOMPLETE, TARGET_NOT_SELECTED, RANK_MISMATCH or NO_TARGETS; the subject is a tensor or
@@ -224,7 +252,7 @@ def pair_targets(
     pairs: dict[str, dict[SegmentKind, tuple[TensorKey, TensorRecord]]] = {}
     adapter_name = ""
     for record in records:
-        key = parse_key(record.key)
+        key = parse(record.key)
         adapter_name = adapter_name or key.adapter_name
         if key.adapter_name != adapter_name:
             detail = f"of an adapter {key.adapter_name!r}, while others are of {adapter_name!r}"
@@ -249,7 +277,7 @@ def _target(
     name: str, sides: Iterable[tuple[TensorKey, TensorRecord]], config: AdapterConfig
 ) -> TargetWeights:
     by_side = {key.side: record for key, record in sides}
-    module, kind = next((key.module, key.kind) for key, _ in sides)
+    module, kind, is_transposed = next((k.module, k.kind, k.is_transposed) for k, _ in sides)
     for side, other in ((SegmentKind.A, SegmentKind.B), (SegmentKind.B, SegmentKind.A)):
         if side not in by_side:
             raise _invalid(
@@ -261,14 +289,15 @@ def _target(
             a, "TARGET_NOT_SELECTED", f"the config does not adapt {module}, so it would stay unused"
         )
     rank, alpha, scale = config.settings_for(module)
-    for record, found in ((a, a.shape[0]), (b, b.shape[1])):
+    of_a, of_b = (1, 0) if is_transposed else (0, 1)
+    for record, found in ((a, a.shape[of_a]), (b, b.shape[of_b])):
         if found != rank:
             raise _invalid(
                 record,
                 "RANK_MISMATCH",
                 f"shape {list(record.shape)} has rank {found}, the config says {rank}",
             )
-    return TargetWeights(name, module, kind, rank, alpha, scale, a, b)
+    return TargetWeights(name, module, kind, rank, alpha, scale, a, b, is_transposed=is_transposed)
 
 
 def _invalid(record: TensorRecord, reason: str, detail: str) -> InvalidAdapter:

@@ -117,10 +117,12 @@ def _lora(use: Use, weights: TargetWeights, dtype: DataType) -> Iterator[Segment
     ranks = range(*target.ranks(weights.rank))
     is_embedding = target.kind is TargetKind.EMBEDDING
     if ranks:
-        a = Piece(Matrix.of(weights.a), ranks, range(*target.inputs), is_embedding)
+        matrix = Matrix.of(weights.a, is_transposed=weights.is_transposed)
+        a = Piece(matrix, ranks, range(*target.inputs), is_embedding)
         yield _of_piece(SegmentKind.A, len(ranks), dtype, a)
     outputs = outputs_of(use, weights.out_features)
-    b = Piece(Matrix.of(weights.b), outputs, range(weights.rank), True, weights.scale)
+    matrix = Matrix.of(weights.b, is_transposed=weights.is_transposed)
+    b = Piece(matrix, outputs, range(weights.rank), True, weights.scale)
     yield _of_piece(SegmentKind.B, weights.rank, dtype, b)
     if weights.bias is not None and target.inputs[0] == 0:  # with sliced inputs, one rank's
         yield _of_vector(SegmentKind.BIAS, Matrix.of(weights.bias), outputs, weights.scale)

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from adapter_store.checkpoint.files import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE, is_adapter_file
+from adapter_store.checkpoint.formats.select import check_file_names
 from adapter_store.core import SourceFile
 from adapter_store.errors import CallerGone, InvalidAdapter, LimitExceeded
 from servicekit.errors import Draining, InvalidArgument, QuotaExceeded
@@ -388,7 +389,8 @@ def choose_files(
 
     A pickle is chosen only if there is nothing better and `allow_pickle`.
 
-    Raises InvalidAdapter if there is no config, or no weights that may be read.
+    Raises InvalidAdapter if there is no config, no weights that may be read, or what would have to
+    be applied and is not.
     """
     available = set(names)
     chosen = sorted(name for name in available if is_adapter_file(name))
@@ -400,12 +402,14 @@ def choose_files(
         )
     if len(chosen) == 1:
         if allow_pickle and PICKLE_FILE in available:
+            check_file_names(available)
             return [CONFIG_FILE, PICKLE_FILE]
         raise _no_weights(available, where)
     if len(chosen) > MAX_FILES:
         raise LimitExceeded(
             f"{where}: {len(chosen)} files are more than {MAX_FILES}", subject=WEIGHTS_FILE
         )
+    check_file_names(available)
     return chosen
 
 

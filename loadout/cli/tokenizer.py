@@ -25,6 +25,7 @@ MAX_ID_DIGITS = 18
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 VOCABULARY_FILES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 """What has the tokens of tokenizers without a tokenizer.json."""
+ADDED_TOKENS = "added_tokens.json"
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
 
@@ -42,9 +43,18 @@ class Tokenizer:
         return has_tokenizer(self.folder)
 
     @property
+    def has_added_alone(self) -> bool:
+        """Whether only the tokens that were added are there."""
+        return not self.has_tokens and _is_file(self.folder / ADDED_TOKENS)
+
+    @property
     def parts(self) -> list[str]:
         """What is there, in words."""
-        found = {"tokenizer": self.has_tokens, "chat template": bool(self.template)}
+        found = {
+            "tokenizer": self.has_tokens,
+            ADDED_TOKENS: self.has_added_alone,
+            "chat template": bool(self.template),
+        }
         return [part for part, is_there in found.items() if is_there]
 
 
@@ -69,6 +79,8 @@ def _compare(saved: Tokenizer, base: Tokenizer, unused: str) -> str:
     differences: dict[str, list[str] | None] = {}
     if saved.has_tokens:
         differences["tokenizer"] = _compare_tokens(saved, base)
+    if saved.has_added_alone and base.tokens:
+        differences[ADDED_TOKENS] = _compare_added(saved, base)
     if saved.template:
         differences["chat template"] = _compare_templates(saved, base)
     differing = [part for part, found in differences.items() if found]
@@ -84,7 +96,7 @@ def _compare(saved: Tokenizer, base: Tokenizer, unused: str) -> str:
         return f"warning: {unused}: {'; '.join(clauses)}"
     if same:
         # Merges, and what else a tokenizer has, are not compared.
-        parts = _joined("tokens" if part == "tokenizer" else part for part in same)
+        parts = _joined(part if part == "chat template" else "tokens" for part in same)
         clauses.insert(0, f"the base model in {model} has the same {parts}")
     return "; ".join([f"note: {unused}", *clauses])
 
@@ -100,10 +112,12 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     model = _mapping(whole.get("model"))
     tokens = _vocabulary(model.get("vocab")) or _vocabulary(_read_json(folder / "vocab.json"))
     if tokens:
-        tokens |= _vocabulary(_read_json(folder / "added_tokens.json"))
+        tokens |= _vocabulary(_read_json(folder / ADDED_TOKENS))
         tokens |= _added(whole.get("added_tokens"))
         decoder = _mapping(config.get("added_tokens_decoder"))
         tokens |= _added([{**_mapping(each), "id": _number(key)} for key, each in decoder.items()])
+    elif not has_tokenizer(folder):
+        tokens = _vocabulary(_read_json(folder / ADDED_TOKENS))
     return Tokenizer(folder, tokens, _read_template(folder, config))
 
 
@@ -114,11 +128,7 @@ def _compare_tokens(saved: Tokenizer, base: Tokenizer) -> list[str] | None:
     and trainers do not change them."""
     if not (saved.tokens and base.tokens):
         return _compare_files(saved.folder, base.folder)
-    found = []
-    added = sorted(saved.tokens.keys() - base.tokens.keys(), key=saved.tokens.__getitem__)
-    if added:
-        shown = ", ".join(map(_shown, added[:MAX_SHOWN])) + ", ..." * (len(added) > MAX_SHOWN)
-        found.append(f"it has {_count(added)} more ({shown}), which servers take for other text")
+    found = _compare_added(saved, base)
     missing = base.tokens.keys() - saved.tokens.keys()
     if missing:
         found.append(f"it lacks {_count(missing)}")
@@ -127,6 +137,14 @@ def _compare_tokens(saved: Tokenizer, base: Tokenizer) -> list[str] | None:
     if moved:
         found.append(f"it has other ids for {_count(moved)}")
     return found
+
+
+def _compare_added(saved: Tokenizer, base: Tokenizer) -> list[str]:
+    added = sorted(saved.tokens.keys() - base.tokens.keys(), key=saved.tokens.__getitem__)
+    if not added:
+        return []
+    shown = ", ".join(map(_shown, added[:MAX_SHOWN])) + ", ..." * (len(added) > MAX_SHOWN)
+    return [f"it has {_count(added)} more ({shown}), which servers take for other text"]
 
 
 def _compare_files(saved: Path, base: Path) -> list[str] | None:
@@ -150,8 +168,9 @@ def _compare_templates(saved: Tokenizer, base: Tokenizer) -> list[str]:
 def _find_model(folder: Path, base_model: str) -> Path | None:
     """Returns the base model's folder if it is on this machine: the path that is its name, or the
     hub's cache of it."""
-    named = _read_json(folder / CONFIG).get("base_model_name_or_path")
-    for name in (base_model, named):
+    config = _read_json(folder / CONFIG)
+    # PEFT's name of it, and MLX-LM's
+    for name in (base_model, config.get("base_model_name_or_path"), config.get("model")):
         if not isinstance(name, str) or not name:
             continue
         found = Path(name) if os.path.isdir(name) else _cached(name)

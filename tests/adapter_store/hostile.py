@@ -349,6 +349,21 @@ case(
     "files: single and sharded", "FILES_AMBIGUOUS", lambda folder: (folder / INDEX).write_text("{}")
 )
 case(
+    "files: rows of added tokens",
+    "FILE_UNUSED",
+    lambda folder: (folder / "new_embeddings.safetensors").write_bytes(b"x"),
+)
+case(
+    "files: MLX-LM's beside PEFT's config",
+    "CONFIG_INVALID",
+    lambda folder: (folder / WEIGHTS).rename(folder / "adapters.safetensors"),
+)
+case(
+    "files: MLX-LM's and PEFT's",
+    "FILES_AMBIGUOUS",
+    lambda folder: os.link(folder / WEIGHTS, folder / "adapters.safetensors"),
+)
+case(
     "files: pickle", "FILE_NOT_SAFETENSORS", lambda folder: (folder / WEIGHTS).rename(folder / BIN)
 )
 case("files: link out of the roots", "SOURCE_NOT_ALLOWED", replaced_by_link("/etc/hostname"))

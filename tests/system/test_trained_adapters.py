@@ -21,12 +21,16 @@ from loadout import errors
 from loadout.cli.__main__ import main
 from tests.system.services import Services
 from tests.system.trained import (
+    PREFIX,
     SNAPSHOT,
     WEIGHTS,
     Trainer,
     as_checkpoint,
+    as_mlx,
+    as_torchtune,
     edited,
     linked,
+    renamed,
     sharded,
 )
 from tests.system.zoo import ALL, AdapterSpec, Zoo, make_zoo
@@ -112,6 +116,30 @@ def stripped(trainer: Trainer) -> Path:
 
 def split(trainer: Trainer) -> Path:
     return sharded(trainer.save(trainer.adapt(), "whole"), trainer.folder / "sharded")
+
+
+def whole(trainer: Trainer, *modules: str) -> Path:
+    """As PEFT saves it, in a folder below."""
+    options = {"save_embedding_layers": False} if "lm_head" in modules else {}
+    targets = ["q_proj", "v_proj", *modules]
+    return trainer.save(trainer.adapt(target_modules=targets), "whole", **options)
+
+
+def tinkers(trainer: Trainer) -> Path:
+    names = ("base_model.model.lm_head", "base_model.model.model.unembed_tokens")
+    folder = trainer.folder / "tinker"
+    return renamed(whole(trainer, "lm_head"), folder, *names, target_modules="all-linear")
+
+
+def beside(name: str, is_uri: bool = False) -> Callable[[Trainer], Path | str]:
+    """With one more file, which is not applied."""
+
+    def make(trainer: Trainer) -> Path | str:
+        folder = trainer.lora()
+        (folder / name).write_bytes(b"x")
+        return f"file://{folder}" if is_uri else folder
+
+    return make
 
 
 def pissa_converted(trainer: Trainer) -> Path:
@@ -262,6 +290,17 @@ WAYS = {
         ),
         over_http=True,
     ),
+    "MLX-LM's": Way(
+        lambda trainer: as_mlx(whole(trainer, "lm_head"), trainer.folder / "mlx"),
+        ("rank 4 ", "base model llama: ", "servable by "),
+        oracle="whole",
+    ),
+    "torchtune's": Way(lambda trainer: as_torchtune(trainer, trainer.lora())),
+    "Tinker's": Way(tinkers, oracle="whole"),
+    "names without PEFT's prefix": Way(
+        lambda trainer: renamed(whole(trainer), trainer.folder / "bare", PREFIX, ""),
+        oracle="whole",
+    ),
     # registered, and no server can serve it
     "rank above the server's limit": unservable(
         lora(r=2 * MAX_RANK),
@@ -346,6 +385,19 @@ WAYS = {
         with_fields(use_something_new=True),
         "unknown key 'use_something_new' with value True",
         "--allow-config-keys",
+    ),
+    "rows of added tokens in a file of their own": refused(
+        beside("new_embeddings.safetensors"),
+        "new_embeddings.safetensors would not be applied: it is no part of the adapter",
+    ),
+    "rows of added tokens that the store sees": refused(
+        beside("new_embeddings.safetensors", is_uri=True),
+        "new_embeddings.safetensors: rows of added tokens, which are not supported: nothing would "
+        "apply it",
+    ),
+    "DoRA of MLX-LM": refused(
+        lambda trainer: edited(as_mlx(whole(trainer), trainer.folder / "d"), fine_tune_type="dora"),
+        "fine_tune_type='dora': DoRA rescales the base weight",
     ),
     "a pickle": refused(
         lambda trainer: trainer.save(trainer.adapt(), safe_serialization=False),

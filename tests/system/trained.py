@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tests.system.zoo import VOCAB
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
 REPOSITORY = "models--acme--french"
 SNAPSHOT = f"{REPOSITORY}/snapshots/{'c' * 40}"
 """Where a hub's cache has a commit's files, as links."""
@@ -144,6 +145,55 @@ def linked(folder: Path, cache: Path) -> Path:
         shutil.move(path, blobs / f"{number:064x}")
         (snapshot / path.name).symlink_to(f"../../blobs/{number:064x}")
     return snapshot
+
+
+def as_mlx(whole: Path, folder: Path) -> Path:
+    """Writes an adapter as MLX-LM saves one: A and B transposed, the scale in its own config."""
+    config = json.loads((whole / CONFIG).read_text())
+    modules = set()
+    tensors = {}
+    for key, value in load_file(whole / WEIGHTS).items():
+        name = key.removeprefix(PREFIX).removesuffix(".weight")
+        module, _, side = name.rpartition(".lora_")
+        modules.add(module.partition(".layers.")[2].partition(".")[2] or module)
+        tensors[f"{module}.lora_{side.lower()}"] = value.T.contiguous()
+    parameters = {
+        "rank": config["r"],
+        "dropout": 0.0,
+        "scale": config["lora_alpha"] / config["r"],
+        "keys": sorted(modules),
+    }
+    fields = {
+        "fine_tune_type": "lora",
+        "lora_parameters": parameters,
+        "num_layers": 16,
+        "model": config["base_model_name_or_path"],
+        "iters": 1000,
+        "optimizer": "adam",
+    }
+    folder.mkdir()
+    (folder / CONFIG).write_text(json.dumps(fields))
+    save_file(tensors, folder / "adapters.safetensors")
+    save_file(tensors, folder / "0000100_adapters.safetensors")
+    return folder
+
+
+def renamed(whole: Path, folder: Path, old: str, new: str, **fields: Any) -> Path:
+    """Copies an adapter with other names of its tensors, and `fields` of its config changed."""
+    shutil.copytree(whole, folder)
+    tensors = load_file(whole / WEIGHTS)
+    save_file({key.replace(old, new): t for key, t in tensors.items()}, folder / WEIGHTS)
+    return edited(folder, **fields)
+
+
+def as_torchtune(trainer: Trainer, folder: Path) -> Path:
+    """Reduces the config to what torchtune writes, and adds its own form and the whole model."""
+    config = json.loads((folder / CONFIG).read_text())
+    kept = ("r", "lora_alpha", "target_modules", "peft_type", "base_model_name_or_path")
+    (folder / CONFIG).write_text(json.dumps({key: config[key] for key in kept}))
+    torch.save({"layers.0.attn.q_proj.lora_a.weight": torch.ones(4)}, folder / "adapter_model.pt")
+    shutil.copy(trainer.model_dir / "model.safetensors", folder)
+    return folder
 
 
 def _quiet() -> AbstractContextManager[Any]:

@@ -82,7 +82,7 @@ UNKNOWN_TENSORS = {
     f"{Q0}.lora_B.bias": "lora_bias",
     "base_model.model.lm_head.modules_to_save.weight": "modules_to_save",
     f"{Q0}.base_layer.bias": "base weight",
-    "model.layers.0.self_attn.q_proj.lora_A.weight": "does not start with base_model.model.",
+    "model.layers.0.self_attn.q_proj.weight": "ends with none of .lora_A.weight",
     f"{Q0}.lora_A.two.parts.weight": "not a LoRA weight",
     f"{Q0}.lora_A.{'x' * 129}.weight": "not a LoRA weight",
     f"{Q0}.lora_C.weight": "not a LoRA weight",

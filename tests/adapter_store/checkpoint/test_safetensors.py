@@ -59,6 +59,12 @@ def test_scalar_and_space_padding_are_fine():
     assert entry == TensorRecord("x", FILE, DataType.FLOAT32, (), 8 + len(header), 4)
 
 
+def test_no_metadata_as_mlx_writes_it():
+    header = json.dumps({"__metadata__": None, "x": tensor()}).encode()
+    (entry,) = parse(container(header, bytes(8)))
+    assert entry.shape == (2,)
+
+
 HUGE = 2**62
 BAD_FILES = {
     "FILE_TOO_SHORT": b"\x00" * 7,

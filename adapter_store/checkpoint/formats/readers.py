@@ -1,0 +1,126 @@
+"""The reader of each format, and the trainers that write it.
+
+Every reader yields the same: an `AdapterConfig`, and `TargetWeights` by canonical target. To read
+another format: its file names in `files` and `select`, a module with its config and its tensors'
+names, a row of READERS, and a row of TRAINERS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adapter_store.checkpoint.files import CONFIG_FILE, CheckpointLimits, read_capped
+from adapter_store.checkpoint.formats.mlx import check_selected, parse_mlx_config, parse_mlx_key
+from adapter_store.checkpoint.formats.select import Format
+from adapter_store.checkpoint.json import parse_object
+from adapter_store.checkpoint.peft_config import AdapterConfig, parse_config
+from adapter_store.checkpoint.safetensors import TensorRecord
+from adapter_store.checkpoint.tensors import TargetWeights, TensorKey, pair_targets, parse_key
+
+
+def _no_more(targets: Iterable[TargetWeights], config: AdapterConfig) -> None:
+    """Checks nothing besides what every format needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Reads one format: its config, its tensors' names, and what only it can check of both. Each
+    raises InvalidAdapter."""
+
+    parse_config: Callable[[Mapping[str, Any], CheckpointLimits], AdapterConfig]
+    parse_key: Callable[[str], TensorKey]
+    check: Callable[[Iterable[TargetWeights], AdapterConfig], None] = _no_more
+
+    def read_config(self, folder: Path, limits: CheckpointLimits) -> AdapterConfig:
+        """Reads `adapter_config.json`. Raises InvalidAdapter with the file or a key as its
+        subject."""
+        data = read_capped(folder, CONFIG_FILE, limits.max_config_bytes)
+        return self.parse_config(parse_object(data, CONFIG_FILE), limits)
+
+    def read_targets(
+        self, records: Iterable[TensorRecord], config: AdapterConfig
+    ) -> dict[str, TargetWeights]:
+        """Returns the targets that tensors make up, by name, sorted. Raises as `pair_targets`."""
+        targets = pair_targets(records, config, self.parse_key)
+        self.check(targets.values(), config)
+        return targets
+
+
+READERS: Mapping[Format, Reader] = {
+    Format.PEFT: Reader(parse_config, parse_key),
+    Format.MLX: Reader(parse_mlx_config, parse_mlx_key, check_selected),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """A row of the table of what is read: who writes the files, which, and what each maps to.
+    `left` are files that it saves along and that change nothing; `source` is where its format is
+    published."""
+
+    name: str
+    format: Format
+    weights: str
+    tensors: str
+    scale: str
+    left: str
+    source: str
+
+
+_PEFT = ("`adapter_model.safetensors`, or shards", "`base_model.model.<module>.lora_A.weight`")
+_ALPHA = "`lora_alpha / r`, `/ sqrt(r)` with `use_rslora`"
+_STATE = "optimizer, scheduler, random numbers, `training_args.bin`, tokenizer"
+
+TRAINERS = (
+    Trainer(
+        *("PEFT", Format.PEFT, *_PEFT, _ALPHA, "`README.md`"),
+        "`peft/utils/save_and_load.py` of PEFT 0.21",
+    ),
+    Trainer(
+        *("Transformers' Trainer, TRL", Format.PEFT, *_PEFT, _ALPHA, _STATE),
+        "`transformers/trainer.py` of Transformers 5.23; TRL 1.16",
+    ),
+    Trainer(
+        *("Axolotl", Format.PEFT, *_PEFT, _ALPHA, f"{_STATE}, `config.json`, `tokens_state.json`"),
+        "github.com/axolotl-ai-cloud/axolotl: it saves with PEFT",
+    ),
+    Trainer(
+        *("LLaMA-Factory", Format.PEFT, *_PEFT, _ALPHA, f"{_STATE}, `trainer_log.jsonl`, plots"),
+        "github.com/hiyouga/LLaMA-Factory: it saves with PEFT",
+    ),
+    Trainer(
+        *("Unsloth", Format.PEFT, *_PEFT, _ALPHA, _STATE),
+        "github.com/unslothai/unsloth: it saves with PEFT, `target_modules` as an expression",
+    ),
+    Trainer(
+        *("state dicts of trainers of their own", Format.PEFT, _PEFT[0]),
+        "the same with `.default.` or another name of the adapter, without the prefix or with it "
+        "twice, with `language_model.` or `model.language_model.`",
+        *(_ALPHA, ""),
+        "`peft/utils/save_and_load.py` of PEFT 0.21",
+    ),
+    Trainer(
+        *("torchtune", Format.PEFT, *_PEFT, _ALPHA),
+        "`adapter_model.pt`, which has the same in torchtune's form; the merged model; tokenizer",
+        "`torchtune/training/checkpointing/_checkpointer.py` of torchtune 0.6.1",
+    ),
+    Trainer(
+        *("Tinker", Format.PEFT, _PEFT[0], f"{_PEFT[1]}; `model.unembed_tokens` is `lm_head`"),
+        *(_ALPHA, ""),
+        "`tinker_cookbook/weights` of github.com/thinking-machines-lab/tinker-cookbook",
+    ),
+    Trainer(
+        *("Megatron-Bridge", Format.PEFT, *_PEFT, _ALPHA, ""),
+        "`save_hf_adapter` and `models/conversion/peft_bridge.py` of "
+        "github.com/NVIDIA-NeMo/Megatron-Bridge",
+    ),
+    Trainer(
+        *("MLX-LM", Format.MLX, "`adapters.safetensors`"),
+        "`<module>.lora_a` [in, rank], `<module>.lora_b` [rank, out]",
+        *("`lora_parameters.scale` as it is", "`0000100_adapters.safetensors` of earlier steps"),
+        "`mlx_lm/tuner/utils.py` of MLX-LM 0.32",
+    ),
+)

@@ -1,0 +1,70 @@
+"""Writes the tables of docs/adapters.md from the store's: trainers, and files beside an adapter.
+
+python -m tools.adapter_docs
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from adapter_store.checkpoint.formats import side_files
+from adapter_store.checkpoint.formats.readers import TRAINERS
+
+PATH = Path(__file__).parent.parent / "docs" / "adapters.md"
+
+
+def render() -> dict[str, str]:
+    """Returns the tables by name."""
+    trainers = [
+        [each.name, each.weights, each.tensors, each.scale, each.left, each.source]
+        for each in TRAINERS
+    ]
+    head = ("written by", "weights", "tensors", "scale", "changes nothing", "source")
+    files: dict[str, str] = {**_verdict("passes", side_files.HARMLESS)}
+    files |= _verdict("passes beside `adapters.safetensors`", side_files.MLX_HARMLESS)
+    beside = f"passes beside `{side_files.TORCHTUNE_FILE}`"
+    files |= _verdict(beside, side_files.TORCHTUNE_HARMLESS)
+    files |= _verdict("refused", side_files.REFUSED)
+    suffixes = ", ".join(f"`.{suffix}`" for suffix in side_files.WEIGHT_SUFFIXES)
+    rows = [[f"`{_shown(name)}`", what] for name, what in files.items()]
+    rows.append([f"all others that end with {suffixes}", "refused"])
+    rows.append(["everything else, such as `README.md`, `added_tokens.json`", "passes"])
+    return {
+        "trainers": _table(head, trainers),
+        "files": _table(("file, as an expression", "verdict"), rows),
+    }
+
+
+def replaced(page: str, tables: Mapping[str, str]) -> str:
+    """Returns the page with these tables between their marks. Raises KeyError for a mark that is
+    not there."""
+    for name, table in tables.items():
+        start, end = f"<!-- adapters: {name} -->\n", "<!-- end -->"
+        before, found, rest = page.partition(start)
+        if not found or end not in rest:
+            raise KeyError(name)
+        page = f"{before}{start}{table}\n{rest[rest.index(end) :]}"
+    return page
+
+
+def _verdict(verdict: str, files: Mapping[str, str]) -> dict[str, str]:
+    return {name: f"{verdict}: {what}" for name, what in files.items()}
+
+
+def _shown(pattern: str) -> str:
+    return re.sub(r"\|", r"\\|", pattern)
+
+
+def _table(columns: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    head = list(columns)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines))
+
+
+def main() -> None:
+    PATH.write_text(replaced(PATH.read_text(), render()))
+
+
+if __name__ == "__main__":
+    main()
