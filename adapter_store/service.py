@@ -493,6 +493,10 @@ class StoreService:
         """Returns the ids of both, and whether images may be missing that were not before."""
         layout_checks.validate(layout)
         layout_checks.validate_announcement(announcement)
+        if layout.image_format > 1:
+            # No part of the layout: its servers may call the base by different names.
+            names = (*announcement.aliases, layout.base_model)
+            announcement = dataclasses.replace(announcement, aliases=names)
         body = layouts.to_text(layout)
         layout_id = layouts.text_id(body)
         announcement_id = layouts.announcement_id(layout_id, announcement)

@@ -17,7 +17,7 @@ import torch
 
 from adapter_store.app import RunningStore, running_store
 from adapter_store.config import StoreSettings
-from adapter_store.core import Layout
+from adapter_store.core import Layout, Target
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
 from servicekit.rpc import interceptor
@@ -27,27 +27,49 @@ from tests.support.wait import TIMEOUT_S, until
 DTYPES = {"F32": pb.DATA_TYPE_FLOAT32, "F16": pb.DATA_TYPE_FLOAT16, "BF16": pb.DATA_TYPE_BFLOAT16}
 QUIET_S = 0.02
 """How long a store that stops waits for further calls: its tests have ended theirs by then."""
-KINDS = {"linear": pb.TARGET_KIND_LINEAR, "embedding": pb.TARGET_KIND_EMBEDDING}
 
 
 def layout_message(layout: Layout) -> pb.ModelLayout:
+    """As a server sends it that reads images up to the layout's format."""
     return pb.ModelLayout(
         base_model=layout.base_model,
         config_sha256=layout.config_sha256,
         dtype=DTYPES[layout.dtype.value],
-        image_formats=[1],
-        targets=[
-            pb.Target(
-                name=target.name,
-                layer=target.layer,
-                group=target.group,
-                kind=KINDS[target.kind.value],
-                in_features=target.in_features,
-                out_features=target.out_features,
-            )
-            for target in layout.targets
-        ],
+        image_formats=range(1, layout.image_format + 1),
+        targets=map(target_message, layout.targets),
     )
+
+
+def target_message(target: Target) -> pb.Target:
+    message = pb.Target(
+        name=target.name,
+        layer=target.layer,
+        group=target.group,
+        kind=pb.TargetKind.Value(f"TARGET_KIND_{target.kind.name}"),
+        in_features=target.in_features,
+        out_features=target.out_features,
+        experts=target.experts,
+        space=target.space,
+        held=pb.Held.Value(f"HELD_{target.held.name}"),
+        base_hashes=target.base_hashes,
+        base_dtype=DTYPES[target.base_dtype.value] if target.base_dtype else 0,
+    )
+    for name in ("in_slice", "out_slice", "expert_slice"):
+        if (part := getattr(target, name)) is not None:
+            getattr(message, name).CopyFrom(pb.Slice(start=part[0], end=part[1]))
+    if target.rank_part is not None:
+        index, count = target.rank_part
+        message.rank_part.CopyFrom(pb.RankPart(index=index, count=count))
+    for other in target.other_names:
+        added = message.other_names.add(
+            name=other.name,
+            block_sizes=other.block_sizes,
+            block_part=other.block_part,
+            transposed=other.transposed,
+        )
+        if other.outputs is not None:
+            added.outputs.CopyFrom(pb.Slice(start=other.outputs[0], end=other.outputs[1]))
+    return message
 
 
 @dataclass

@@ -1,0 +1,175 @@
+"""Image formats over a real channel: servers of both releases, fused modules, hostile layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from adapter_store.checkpoint.open import open_checkpoint
+from adapter_store.core import DataType
+from adapter_store.images.compile import compile_image
+from adapter_store.images.layout import layout_id
+from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from tests.adapter_store.images.test_format_2 import GATE_UP, HIDDEN, INNER, QKV, change, layout_of
+from tests.adapter_store.service.conftest import layout_message
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def fused(make_adapter) -> Path:
+    """As of a model that computes q, k and v in one module, and gate and up."""
+    sizes = {QKV: 64, GATE_UP: 2 * INNER}
+    tensors = {
+        f"base_model.model.{module}.lora_{side}.weight": torch.randn(shape)
+        for module, size in sizes.items()
+        for side, shape in (("A", (4, HIDDEN)), ("B", (size, 4)))
+    }
+    return make_adapter(("qkv_proj", "gate_up_proj"), tensors=tensors)
+
+
+def test_servers_of_both_releases_get_images_of_their_own(client, make_adapter, make_layout):
+    """Of the same bytes, where the adapter has nothing that only the newer knows."""
+    digest = client.register("a", make_adapter()).adapter.digest
+    layouts = [make_layout(), dataclasses.replace(make_layout(), image_format=2)]
+    answers = [
+        client.stub.RegisterLayout(pb.RegisterLayoutRequest(layout=layout_message(each)))
+        for each in layouts
+    ]
+    assert [answer.image_format for answer in answers] == [1, 2]
+    assert [answer.layout_id for answer in answers] == [layout_id(each) for each in layouts]
+    first, second = (client.pull(digest, answer.layout_id) for answer in answers)
+    assert first.is_whole
+    assert second.is_whole
+    assert first.data == second.data
+    assert first.header.image_id != second.header.image_id
+    assert {(s.dtype, len(s.shape)) for s in first.header.segments} == {(0, 0)}
+    assert {(s.dtype, len(s.shape)) for s in second.header.segments} == {(pb.DATA_TYPE_FLOAT32, 2)}
+
+
+def test_a_fused_module_is_cut_and_its_a_is_sent_once(client, fused):
+    layout = layout_of()
+    digest = client.register("a", fused, base_model="org/base").adapter.digest
+    pulled = client.pull(digest, client.register_layout(layout))
+    assert pulled.is_whole
+    assert pulled.data == bytes(compile_image(open_checkpoint(fused), layout).buffer.numpy().data)
+    names = [layout.targets[segment.target].name for segment in pulled.header.segments[::2]]
+    assert [name.rpartition(".")[2] for name in names] == [
+        *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    ]
+    offsets = [segment.offset for segment in pulled.header.segments[::2]]
+    assert offsets[0] == offsets[1] == offsets[2] == 0
+    assert offsets[3] == offsets[4] > 0
+
+
+def test_it_is_compiled_from_the_blob_after_a_restart(serve, fused):
+    """Then its bytes are hashed again."""
+    layout = layout_of()
+    store = serve()
+    digest = store.client.register("a", fused, base_model="org/base").adapter.digest
+    store.stop()
+    client = serve().client
+    assert client.pull(digest, client.register_layout(layout)).is_whole
+
+
+def test_servers_may_call_the_base_by_different_names(client, make_adapter, make_layout):
+    """The layout is the same, and so are the images."""
+    digest = client.register("a", make_adapter(), base_model="org/one").adapter.digest
+    layouts = [
+        dataclasses.replace(make_layout(base_model=name), image_format=2)
+        for name in ("org/other", "org/one")
+    ]
+    ids = {client.register_layout(each) for each in layouts}
+    assert len(ids) == 1
+    [state] = client.get("a").layout_states
+    assert {state.layout_id} == ids
+    assert client.pull(digest, state.layout_id).is_whole
+
+
+Change = Callable[[pb.ModelLayout], object]
+
+HEAD, Q, K, EXPERTS, NORM = 9, 2, 3, 7, 1
+"""Positions in `layout_of`."""
+
+
+def set_slice(field: str, start: int, end: int) -> Callable[[pb.Target], object]:
+    return lambda target: getattr(target, field).CopyFrom(pb.Slice(start=start, end=end))
+
+
+def add_names(count: int) -> Callable[[pb.Target], object]:
+    return lambda target: target.other_names.extend(
+        pb.OtherName(name=f"n{number}") for number in range(count)
+    )
+
+
+HOSTILE: dict[str, tuple[int, Callable[[pb.Target], object]]] = {
+    "targets[2].other_names[1].name": (Q, lambda t: t.other_names.add(name="../x")),
+    "targets[2].other_names": (Q, add_names(16)),
+    "targets[9].other_names (a target's own)": (
+        HEAD,
+        lambda t: t.other_names.add(name="model.embed_tokens"),
+    ),
+    "targets[2].other_names[0].outputs": (
+        Q,
+        lambda t: t.other_names[0].outputs.CopyFrom(pb.Slice(start=4, end=30)),
+    ),
+    "targets[2].other_names[0].block_sizes": (Q, lambda t: t.other_names[0].block_sizes.append(1)),
+    "targets[4].other_names (gap)": (
+        K,
+        lambda t: t.other_names[0].outputs.CopyFrom(pb.Slice(start=33, end=49)),
+    ),
+    "targets[9].other_names[0].block_part": (
+        HEAD,
+        lambda t: t.other_names.add(name="x", block_sizes=[1], block_part=1),
+    ),
+    "targets[9].other_names[0].block_sizes": (
+        HEAD,
+        lambda t: t.other_names.add(name="x", block_sizes=[7]),
+    ),
+    "targets[9].other_names (one of two blocks)": (
+        HEAD,
+        lambda t: t.other_names.add(name="x", block_sizes=[1, 1]),
+    ),
+    "targets[9].space": (HEAD, lambda t: setattr(t, "space", "a\nb")),
+    "targets[9].held": (HEAD, lambda t: setattr(t, "held", 17)),
+    "targets[9].experts": (HEAD, lambda t: setattr(t, "experts", 2)),
+    "targets[7].experts": (EXPERTS, lambda t: setattr(t, "experts", 1 << 30)),
+    "targets[7].expert_slice": (EXPERTS, set_slice("expert_slice", 2, 5)),
+    "targets[9].expert_slice": (HEAD, set_slice("expert_slice", 0, 1)),
+    "targets[9].rank_part": (
+        HEAD,
+        lambda t: t.rank_part.CopyFrom(pb.RankPart(index=2, count=2)),
+    ),
+    "targets[1].rank_part": (NORM, lambda t: t.rank_part.CopyFrom(pb.RankPart(index=0, count=2))),
+    "targets[1].in_features": (NORM, lambda t: setattr(t, "in_features", 4)),
+    "targets[9].base_hashes": (HEAD, lambda t: t.base_hashes.extend([b"1" * 32] * 2)),
+    "targets[9].base_hashes (length)": (HEAD, lambda t: t.base_hashes.extend([b"1"] * 3)),
+    "targets[9].base_dtype": (HEAD, lambda t: t.base_hashes.extend([b"1" * 32] * 3)),
+    "targets[9].base_dtype (unknown)": (HEAD, lambda t: setattr(t, "base_dtype", 99)),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_targets_are_refused_by_field(client, refused, case):
+    index, hurt = HOSTILE[case]
+    message = layout_message(layout_of())
+    hurt(message.targets[index])
+    with refused("INVALID_ARGUMENT", f"layout.{case.partition(' ')[0]}"):
+        client.stub.RegisterLayout(pb.RegisterLayoutRequest(layout=message))
+
+
+def test_what_format_1_cannot_say_needs_a_server_that_reads_format_2(client, refused):
+    message = layout_message(layout_of())
+    message.image_formats[:] = [1]
+    with refused("INVALID_ARGUMENT", "layout.targets[0]: needs an image format of at least 2"):
+        client.stub.RegisterLayout(pb.RegisterLayoutRequest(layout=message))
+
+
+def test_a_hashed_base_is_part_of_the_layout(client, make_layout):
+    layout = layout_of()
+    hashed = change(layout, "lm_head", base_hashes=(b"1" * 32,) * 3, base_dtype=DataType.BFLOAT16)
+    assert client.register_layout(layout) != client.register_layout(hashed)
