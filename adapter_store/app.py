@@ -42,7 +42,7 @@ from adapter_store.images.builder import ImageBuilder
 from adapter_store.images.cache import ImageCache
 from adapter_store.images.compile import use_one_thread_per_image
 from adapter_store.images.disk_tier import DiskTier
-from adapter_store.images.plan import COMPILER_REVISION, IMAGE_FORMATS
+from adapter_store.images.plan import COMPILER, COMPILER_REVISION
 from adapter_store.images.precompile import Precompiler
 from adapter_store.images.shared_tier import SharedTier
 from adapter_store.images.worker_pool import WorkerPool
@@ -141,7 +141,7 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
         catalog = open_catalog(settings, folder, grace)
         stack.callback(catalog.close)
         disk = DiskTier(folder / "images", settings.disk_cache_bytes)
-        if catalog.adopt_compiler(f"formats {IMAGE_FORMATS}, revision {COMPILER_REVISION}"):
+        if catalog.adopt_compiler(COMPILER):
             disk.clear()
         storage = open_storage(stack.enter_context(ExitStack()), settings, folder, catalog, disk)
         sweep(settings, catalog, storage)

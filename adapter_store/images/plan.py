@@ -30,6 +30,10 @@ IMAGE_FORMATS = (1, 2)
 COMPILER_REVISION = 1
 """Incremented whenever the same input would compile to other bytes."""
 
+COMPILER = f"formats (1,), revision {COMPILER_REVISION}"
+"""What images and verdicts are good for, as releases wrote it that knew one format: a further one
+is of other layouts, and takes nothing from the images and verdicts that there are."""
+
 
 @dataclass(frozen=True, slots=True)
 class ImagePlan:
