@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from adapter_store.checkpoint.safetensors import TensorRecord
 from adapter_store.core import SegmentKind, TargetKind
@@ -37,8 +37,7 @@ class Changes(Protocol):
         """Yields each saved tensor with its role in the digest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
+class Matrix(NamedTuple):
     """A saved matrix, or rows and columns of it, or of one of a saved stack of matrices, which
     begins at `offset` of the file. `is_transposed`: the matrix that is meant is its transpose."""
 

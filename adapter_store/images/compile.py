@@ -30,7 +30,7 @@ from adapter_store.checkpoint.weights import Matrix
 from adapter_store.core import DataType, ImagePart, Layout, Segment
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.images.buffers import allocate_buffer
-from adapter_store.images.plan import ImagePlan, plan_image, sources_of, uses_of
+from adapter_store.images.plan import ImagePlan, plan_image
 from adapter_store.images.sources import Piece, SegmentSource, Selection
 
 CHUNK_BYTES = 1 << 20
@@ -74,7 +74,8 @@ def compile_image(checkpoint: Checkpoint, layout: Layout) -> Image:
     """Plans and compiles. Raises as `plan_image` and `compile_parts`."""
     plan = plan_image(checkpoint, layout)
     buffer = allocate_buffer(plan.total_bytes)
-    return Image(plan, buffer, tuple(compile_parts(checkpoint, layout, plan, buffer)))
+    parts = tuple(compile_parts(checkpoint, layout, plan, buffer))
+    return Image(plan.without_sources(), buffer, parts)
 
 
 def compile_parts(
@@ -98,20 +99,15 @@ def compile_parts(
             folding the scale and casting to the layout's dtype.
         CorruptData: the source differs from its digest, or got shorter.
     """
-    sources = [
-        source
-        for use in uses_of(checkpoint, layout)
-        for source in sources_of(checkpoint, use, layout)
-    ]
     hashes: dict[str, bytes] | None = None
     if not checkpoint.is_verified:
-        if _reads_all_once(checkpoint, sources):
+        if _reads_all_once(checkpoint, plan.sources):
             hashes = {}
         else:
             checkpoint.verify()
     with checkpoint.open_files() as files:
         compiler = _PartCompiler(plan, buffer, files, hashes, num_final)
-        parts = enumerate(_segments_by_part(plan, sources))  # each byte once
+        parts = enumerate(_segments_by_part(plan))
         jobs = (partial(compiler.compile, index, segments) for index, segments in parts)
         try:
             for part in _in_order(jobs, threads):
@@ -158,10 +154,9 @@ def _reads_all_once(checkpoint: Checkpoint, sources: Iterable[SegmentSource]) ->
     return len(keys) == len(set(keys)) == len(checkpoint.records)
 
 
-def _segments_by_part(
-    plan: ImagePlan, sources: Sequence[SegmentSource]
-) -> Iterator[list[_Sourced]]:
-    segments = deque(zip(plan.segments, sources, strict=True))
+def _segments_by_part(plan: ImagePlan) -> Iterator[list[_Sourced]]:
+    """Yields the segments of each part, each byte once."""
+    segments = deque(zip(plan.segments, plan.sources, strict=True))
     for _, end in plan.parts:
         inside: list[_Sourced] = []
         position = -1

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from adapter_store.checkpoint.module_patterns import OUTPUT_LAYER, path_tails
 from adapter_store.checkpoint.open import Checkpoint
@@ -23,12 +22,11 @@ _PLAIN_KINDS = frozenset({SegmentKind.A, SegmentKind.B})
 _Named: TypeAlias = tuple[int, OtherName | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
-    """What an adapter has for the target at `index` of a layout, under another name than its own or
+class Use(NamedTuple):
+    """What an adapter has for the target at `column` of a layout, under another name than its own or
     not. `module_outputs` are those of the module that has this name."""
 
-    index: int
+    column: int
     target: Target
     changes: Changes
     other: OtherName | None = None
@@ -53,7 +51,7 @@ def fit(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
             use = Use(index, layout.targets[index], changes, other, outputs)
             _check_use(use)
             uses.append(use)
-    uses.sort(key=lambda use: (use.index, isinstance(use.changes, Replacement)))
+    uses.sort(key=lambda use: (use.column, isinstance(use.changes, Replacement)))
     _check_once(uses)
     _check_complete(checkpoint, layout)
     return uses
@@ -181,7 +179,7 @@ def _is_vocabulary(target: Target, side: str) -> bool:
 def _check_once(uses: list[Use]) -> None:
     """Requires that no target is changed twice in one way, under different names."""
     for before, use in pairwise(uses):
-        if before.index == use.index and type(before.changes) is type(use.changes):
+        if before.column == use.column and type(before.changes) is type(use.changes):
             detail = f"{before.changes.name} changes {use.target.name}, too"
             raise incompatible(_key(use.changes), "TARGET_TWICE", detail)
 

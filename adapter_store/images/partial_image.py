@@ -45,6 +45,7 @@ class PartialImage:
         """Marks the image as final and checked. Called by the filling thread."""
         assert len(self.parts) == len(self.plan.parts)
         self._is_complete = True
+        self.plan = self.plan.without_sources()
         self._loop.call_soon_threadsafe(self._wake)
         return Image(self.plan, self.buffer, tuple(self.parts))
 

@@ -12,7 +12,7 @@ Image format 1 has A and B of matrices and embeddings only. Its bytes are those 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from adapter_store.checkpoint.digest import canonical_json, sha256_text
 from adapter_store.checkpoint.open import Checkpoint
@@ -39,8 +39,8 @@ is of other layouts, and takes nothing from the images and verdicts that there a
 class ImagePlan:
     """An image's identity and structure. Images with equal `image_id` have the same bytes.
 
-    `names` are the tensors' of `segments`, one for one; `parts` are the parts' byte ranges
-    [start, end), which cover the image.
+    `names` are the tensors' of `segments`, one for one, as are `sources`; `parts` are the parts'
+    byte ranges [start, end), which cover the image.
     """
 
     image_id: str
@@ -52,6 +52,11 @@ class ImagePlan:
     names: tuple[str, ...]
     parts: tuple[tuple[int, int], ...]
     total_bytes: int
+    sources: tuple[SegmentSource, ...] = field(default=(), compare=False, repr=False)
+    """What the segments are made of, until they are made."""
+
+    def without_sources(self) -> ImagePlan:
+        return replace(self, sources=())
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -68,31 +73,33 @@ def plan_image(checkpoint: Checkpoint, layout: Layout, *, identity: str = "") ->
     Raises IncompatibleAdapter, with the tensor or target as subject: FORMAT_UNKNOWN, and as `fit`;
     and CorruptData if it seems so because the source differs from its digest.
     """
-    uses = uses_of(checkpoint, layout)
+    uses = _uses_of(checkpoint, layout)
     segments: list[Segment] = []
     names: list[str] = []
+    sources: list[SegmentSource] = []
     parts: list[tuple[int, int]] = []
     end = 0
     position = 0
     for run_start, run_end in runs(layout):
-        assert position == len(uses) or uses[position].index >= run_start
+        assert position == len(uses) or uses[position].column >= run_start
         part_start = end
         shared: dict[Hashable, int] = {}
-        while position < len(uses) and uses[position].index < run_end:
+        while position < len(uses) and uses[position].column < run_end:
             use = uses[position]
             position += 1
-            for source in sources_of(checkpoint, use, layout):
+            for source in _sources_of(checkpoint, use, layout):
                 length = source.length_bytes
                 offset = end
                 if source.kind is SegmentKind.A and len(source.pieces) == 1:
                     offset = shared.setdefault(source.pieces[0].identity, end)
                 segments.append(
                     Segment(
-                        *(use.index, source.kind, source.rank, offset, length),
+                        *(use.column, source.kind, source.rank, offset, length),
                         *(source.dtype, source.shape),
                     )
                 )
                 names.append(f"{use.target.name}.{source.kind.value.upper()}")
+                sources.append(source)
                 if offset == end:  # else its bytes lie there already
                     end = align(end + length)
         if end > part_start:
@@ -108,10 +115,11 @@ def plan_image(checkpoint: Checkpoint, layout: Layout, *, identity: str = "") ->
         names=tuple(names),
         parts=tuple(parts),
         total_bytes=end,
+        sources=tuple(sources),
     )
 
 
-def uses_of(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
+def _uses_of(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
     """Returns what the image holds of the layout's targets, in order. Raises as `plan_image`."""
     if layout.image_format not in IMAGE_FORMATS:
         raise IncompatibleAdapter(
@@ -127,7 +135,7 @@ def uses_of(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
     return [use for use in uses if use.target.held is Held.HERE]
 
 
-def sources_of(checkpoint: Checkpoint, use: Use, layout: Layout) -> list[SegmentSource]:
+def _sources_of(checkpoint: Checkpoint, use: Use, layout: Layout) -> list[SegmentSource]:
     """Returns the segments of a target, in order."""
     kept = Kept()
     if isinstance(use.changes, Replacement):

@@ -21,8 +21,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +39,7 @@ Selection: TypeAlias = range | NDArray[np.int64]
 """Indices, ascending."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Values of a saved matrix and where they go: to `offset` of the segment, row-major, these rows
     and columns of it, or their transpose."""
 
@@ -65,8 +63,7 @@ class Piece:
         return shape[::-1] if self.is_transposed else shape
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentSource:
+class SegmentSource(NamedTuple):
     """A segment, and what it is made of: `prefix`, which is its first bytes, and pieces."""
 
     kind: SegmentKind
