@@ -17,7 +17,7 @@ from adapter_store.checkpoint.formats import side_files
 from adapter_store.checkpoint.formats.readers import READERS, TRAINERS
 from adapter_store.checkpoint.formats.select import Format, find_format
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.core import DataType, Layout, Target, TargetKind
+from adapter_store.core import DataType, Layout, OtherName, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
 from adapter_store.images.compile import compile_image
 from adapter_store.sources.staging import choose_files
@@ -106,6 +106,49 @@ def test_an_image_of_transposed_weights_computes_what_they_are(mlx: Path) -> Non
         a, b = tensors[2 * index : 2 * index + 2]
         theirs = 2.0 * (x @ saved[f"{module}.lora_a"]) @ saved[f"{module}.lora_b"]
         torch.testing.assert_close(x @ a.T @ b, theirs)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("of_q", [{"outputs": (0, 8)}, {"block_sizes": (4, 2, 2), "block_part": 0}])
+def test_a_fused_module_of_transposed_weights(
+    tmp_path: Path, cut: bool, of_q: dict[str, object]
+) -> None:
+    """One module computes three targets, in one block after another or in several."""
+    of_others = [
+        {"outputs": (8 + 4 * part, 12 + 4 * part)} if "outputs" in of_q
+        else {"block_sizes": (4, 2, 2), "block_part": 1 + part}
+        for part in (0, 1)
+    ]  # fmt: skip
+    targets = tuple(
+        Target(
+            *(f"model.layers.0.self_attn.{name}", 0, "qkv", TargetKind.LINEAR, HIDDEN, out),
+            out_slice=(out // 2, out) if cut else None,
+            other_names=(OtherName("model.layers.0.self_attn.qkv_proj", **other),),
+        )
+        for name, out, other in zip("qkv", (8, 4, 4), (of_q, *of_others), strict=True)
+    )
+    fused = Layout("org/tiny", "0" * 64, DataType.FLOAT32, 2, targets)
+    a, b = torch.randn(RANK, HIDDEN), torch.randn(16, RANK)
+    module = "model.layers.0.self_attn.qkv_proj"
+    images = []
+    for name, sides, fields in (
+        (WEIGHTS, {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}, PEFT_FIELDS),
+        (MLX_WEIGHTS_FILE, {f"{module}.lora_a": a.T, f"{module}.lora_b": b.T}, MLX_FIELDS),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        save_file({key: value.contiguous() for key, value in sides.items()}, folder / name)
+        (folder / CONFIG).write_text(json.dumps(fields))
+        images.append(bytes(compile_image(open_checkpoint(folder), fused).buffer.numpy()))
+    assert images[0] == images[1]
+    assert any(images[0])
+
+
+PEFT_FIELDS = {"peft_type": "LORA", "r": RANK, "lora_alpha": 6, "target_modules": ["qkv_proj"]}
+MLX_FIELDS = {
+    "lora_parameters": {"rank": RANK, "scale": 3, "keys": ["self_attn.qkv_proj"]},
+    "num_layers": 1,
+}
 
 
 def test_digests_are_those_of_the_content(mlx: Path) -> None:
