@@ -224,6 +224,17 @@ def test_names_with_and_without_prefixes_are_one_adapter(
     assert open_checkpoint(peft).digest == PEFT_DIGEST
 
 
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model.", "language_model.model."])
+def test_an_expression_as_unsloth_writes_it(peft: Path, prefix: str) -> None:
+    """For models with and without a vision tower at once."""
+    names = "(?:self_attn|mlp).*?(?:q_proj|k_proj|v_proj|up_proj)"
+    of_text = r"\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|v_proj))"
+    expression = rf"(?:.*?(?:language|text).*?{names}.*?)|(?:{of_text})"
+    rename(peft, lambda key: key.replace("model.layers", f"{prefix}layers"))
+    edit(peft, target_modules=expression, auto_mapping={"unsloth_fixed": True})
+    assert open_checkpoint(peft).digest == PEFT_DIGEST
+
+
 def test_one_weight_by_two_names_is_refused(peft: Path) -> None:
     tensors = load_file(peft / WEIGHTS)
     key = f"{PREFIX}{Q0}.lora_A.weight"
@@ -250,6 +261,8 @@ PASSING = (
     *("README.md", "added_tokens.json", "chat_template.jinja", "config.json", "merges.txt"),
     *("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state_3.pth"),
     *("training_args.bin", "tokenizer.model", "trainer_state.json", "random_states_0.pkl"),
+    *("tokens_state.json", "debug.log", "trainer_log.jsonl", "training_loss.png", "latest"),
+    *("all_results.json", "llamaboard_config.yaml", "special_tokens_map.json", "vocab.json"),
     *("pytorch_model_fsdp.bin", "adapter_model.bin", "events.out.tfevents.1", "loss.png"),
 )
 
