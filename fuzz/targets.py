@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import Message
+
 from adapter_store.api import convert as store_convert
 from adapter_store.api.bounds import REQUESTS as STORE_REQUESTS
 from adapter_store.catalog.filters import decode_page_token, decode_version_token, parse_filter
@@ -230,12 +232,20 @@ def _fuzz_request(
     with _refused(InvalidArgument):
         request = table[method].parse(raw)
         for path, limit in table[method].max_items.items():
-            value = request
-            for part in path.split("."):
-                value = getattr(value, part)
-            assert len(value) <= limit, "more entries than allowed"
+            assert len(_entries(request, path)) <= limit, "more entries than allowed"
         if method in conversions:
             conversions[method](request)
+
+
+def _entries(request: Any, path: str) -> list[Any]:
+    """Returns the entries of a field, those within entries of another together."""
+    values = [request]
+    for part in path.split("."):
+        found = [getattr(value, part) for value in values]
+        values = [
+            entry for each in found for entry in ([each] if isinstance(each, Message) else each)
+        ]
+    return values
 
 
 async def _upload(request: Any) -> None:

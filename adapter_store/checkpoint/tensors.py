@@ -48,7 +48,7 @@ _NAMED = r"(?:\.(?P<adapter>[^.]{1,128}))?"
 _LINEAR = re.compile(rf"(?P<module>.+)\.lora_(?P<side>[AB]){_NAMED}\.weight")
 _EMBEDDING = re.compile(rf"(?P<module>.+)\.lora_embedding_(?P<side>[AB]){_NAMED}")
 _MODULE = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
-_TINKER_HEAD = re.compile(r"(model\.)?unembed_tokens")
+_TINKER_HEADS = frozenset({"unembed_tokens", "model.unembed_tokens"})
 _WRAPPED = re.compile(r"(?:model\.)?language_model\.(?P<inner>.+)")
 
 _ADAPTED = (
@@ -127,13 +127,15 @@ def target_of(module: str) -> str:
     """Returns the canonical target: the module's path in the language model alone, by the name that
     its Hugging Face model gives it."""
     name = recorded_name(module)
-    return OUTPUT_LAYER if _TINKER_HEAD.fullmatch(name) else name
+    return OUTPUT_LAYER if name in _TINKER_HEADS else name
 
 
 def recorded_name(module: str) -> str:
     """Returns the name of the target in the digest: the module's path in the language model alone,
     as its trainer called it. Digests are for ever: what else trainers turn out to call a module
     goes to `target_of`."""
+    if "language_model." not in module:
+        return module
     wrapped = _WRAPPED.fullmatch(module)
     if wrapped is None:
         return module

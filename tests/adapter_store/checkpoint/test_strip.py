@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from pathlib import Path
 
@@ -98,4 +99,20 @@ def test_bad_folders_are_named(folders, tmp_path: Path, capsys) -> None:
     ):
         assert main(["strip", *arguments]) in (1, 2)
         assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_mlx_has_nothing_to_strip_and_its_copy_is_the_same_adapter(tmp_path: Path, capsys) -> None:
+    mlx, out = Path(__file__).parent / "trainers" / "mlx", tmp_path / "out"
+    assert main(["strip", str(mlx), str(out)]) == 0
+    assert "0 stripped, 8 kept in " in capsys.readouterr().out
+    assert open_checkpoint(out).digest == open_checkpoint(mlx).digest
+
+
+def test_weights_beside_the_adapter_are_not_left_out_in_silence(folders, tmp_path: Path, capsys):
+    folder = tmp_path / "adapter"
+    shutil.copytree(folders[1], folder)
+    (folder / "new_embeddings.safetensors").write_bytes(b"x")
+    assert main(["strip", str(folder), str(tmp_path / "out")]) == 1
+    assert "new_embeddings.safetensors: rows of added tokens" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

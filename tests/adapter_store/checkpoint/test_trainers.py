@@ -17,7 +17,7 @@ from adapter_store.checkpoint.formats import side_files
 from adapter_store.checkpoint.formats.readers import READERS, TRAINERS
 from adapter_store.checkpoint.formats.select import Format, find_format
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.core import DataType, Layout, Target, TargetKind
+from adapter_store.core import DataType, Layout, OtherName, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
 from adapter_store.images.compile import compile_image
 from adapter_store.sources.staging import choose_files
@@ -108,6 +108,49 @@ def test_an_image_of_transposed_weights_computes_what_they_are(mlx: Path) -> Non
         torch.testing.assert_close(x @ a.T @ b, theirs)
 
 
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("of_q", [{"outputs": (0, 8)}, {"block_sizes": (4, 2, 2), "block_part": 0}])
+def test_a_fused_module_of_transposed_weights(
+    tmp_path: Path, cut: bool, of_q: dict[str, object]
+) -> None:
+    """One module computes three targets, in one block after another or in several."""
+    of_others = [
+        {"outputs": (8 + 4 * part, 12 + 4 * part)} if "outputs" in of_q
+        else {"block_sizes": (4, 2, 2), "block_part": 1 + part}
+        for part in (0, 1)
+    ]  # fmt: skip
+    targets = tuple(
+        Target(
+            *(f"model.layers.0.self_attn.{name}", 0, "qkv", TargetKind.LINEAR, HIDDEN, out),
+            out_slice=(out // 2, out) if cut else None,
+            other_names=(OtherName("model.layers.0.self_attn.qkv_proj", **other),),
+        )
+        for name, out, other in zip("qkv", (8, 4, 4), (of_q, *of_others), strict=True)
+    )
+    fused = Layout("org/tiny", "0" * 64, DataType.FLOAT32, 2, targets)
+    a, b = torch.randn(RANK, HIDDEN), torch.randn(16, RANK)
+    module = "model.layers.0.self_attn.qkv_proj"
+    images = []
+    for name, sides, fields in (
+        (WEIGHTS, {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}, PEFT_FIELDS),
+        (MLX_WEIGHTS_FILE, {f"{module}.lora_a": a.T, f"{module}.lora_b": b.T}, MLX_FIELDS),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        save_file({key: value.contiguous() for key, value in sides.items()}, folder / name)
+        (folder / CONFIG).write_text(json.dumps(fields))
+        images.append(bytes(compile_image(open_checkpoint(folder), fused).buffer.numpy()))
+    assert images[0] == images[1]
+    assert any(images[0])
+
+
+PEFT_FIELDS = {"peft_type": "LORA", "r": RANK, "lora_alpha": 6, "target_modules": ["qkv_proj"]}
+MLX_FIELDS = {
+    "lora_parameters": {"rank": RANK, "scale": 3, "keys": ["self_attn.qkv_proj"]},
+    "num_layers": 1,
+}
+
+
 def test_digests_are_those_of_the_content(mlx: Path) -> None:
     """Committed: the same files by PEFT's readers are one adapter, MLX-LM's are another."""
     digests = {name: open_checkpoint(FOLDERS / name).digest for name in SAME}
@@ -181,6 +224,17 @@ def test_names_with_and_without_prefixes_are_one_adapter(
     assert open_checkpoint(peft).digest == PEFT_DIGEST
 
 
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model.", "language_model.model."])
+def test_an_expression_as_unsloth_writes_it(peft: Path, prefix: str) -> None:
+    """For models with and without a vision tower at once."""
+    names = "(?:self_attn|mlp).*?(?:q_proj|k_proj|v_proj|up_proj)"
+    of_text = r"\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|v_proj))"
+    expression = rf"(?:.*?(?:language|text).*?{names}.*?)|(?:{of_text})"
+    rename(peft, lambda key: key.replace("model.layers", f"{prefix}layers"))
+    edit(peft, target_modules=expression, auto_mapping={"unsloth_fixed": True})
+    assert open_checkpoint(peft).digest == PEFT_DIGEST
+
+
 def test_one_weight_by_two_names_is_refused(peft: Path) -> None:
     tensors = load_file(peft / WEIGHTS)
     key = f"{PREFIX}{Q0}.lora_A.weight"
@@ -207,6 +261,8 @@ PASSING = (
     *("README.md", "added_tokens.json", "chat_template.jinja", "config.json", "merges.txt"),
     *("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state_3.pth"),
     *("training_args.bin", "tokenizer.model", "trainer_state.json", "random_states_0.pkl"),
+    *("tokens_state.json", "debug.log", "trainer_log.jsonl", "training_loss.png", "latest"),
+    *("all_results.json", "llamaboard_config.yaml", "special_tokens_map.json", "vocab.json"),
     *("pytorch_model_fsdp.bin", "adapter_model.bin", "events.out.tfevents.1", "loss.png"),
 )
 

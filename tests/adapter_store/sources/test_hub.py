@@ -169,6 +169,22 @@ def test_adapters_in_folders_are_listed(source, repo, staging):
     )
 
 
+def test_what_would_be_dropped_is_refused_and_what_lies_below_is_not(source, repo, make_staging):
+    repo.commit({**FILES, "optimizer.pt": b"x", "last/new_embeddings.safetensors": b"x"})
+    source.fetch("hf://team/adapter", make_staging())
+    repo.commit({**FILES, "new_embeddings.safetensors": b"x"})
+    with pytest.raises(InvalidAdapter, match=r"new_embeddings\.safetensors: rows of ") as caught:
+        source.fetch("hf://team/adapter", make_staging())
+    assert caught.value.reason == "FILE_UNUSED"
+
+
+def test_mlx_weights_are_read(source, repo, staging):
+    files = {CONFIG: b"{}", "adapters.safetensors": BODY}
+    repo.commit({**files, "0000100_adapters.safetensors": b"x", "README.md": b"x"})
+    source.fetch("hf://team/adapter", staging)
+    assert contents(staging) == files
+
+
 def test_a_private_repository_needs_the_chains_token(hub, source, repo, make_staging, monkeypatch):
     repo.token = SECRET
     with pytest.raises(NotFound, match="or needs a token"):

@@ -376,3 +376,20 @@ def test_uris_that_would_spoil_a_log_are_refused(source, staging, tail):
         Sources({"file": source}).fetch(f"file:///{tail}", staging)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 400
+
+
+def test_what_would_be_dropped_is_refused_by_name(source, root, staging, write_adapter):
+    folder = write_adapter(root / "a")
+    (folder / "new_embeddings.safetensors").write_bytes(b"x")
+    with pytest.raises(InvalidAdapter, match=r"new_embeddings\.safetensors: rows of ") as caught:
+        source.fetch(f"file://{folder}", staging)
+    assert caught.value.reason == "FILE_UNUSED"
+    assert names(staging) == []
+
+
+def test_mlx_weights_are_read(source, root, staging, write_adapter):
+    folder = write_adapter(root / "a")
+    (folder / WEIGHTS).rename(folder / "adapters.safetensors")
+    (folder / "0000100_adapters.safetensors").write_bytes(b"x")
+    source.fetch(f"file://{folder}", staging)
+    assert names(staging) == [CONFIG, "adapters.safetensors"]

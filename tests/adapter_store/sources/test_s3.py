@@ -150,6 +150,23 @@ def test_a_run_folder_suggests_its_latest_checkpoint(source, bucket, make_stagin
         source.fetch(f"s3://{name}/runs", make_staging())
 
 
+def test_what_would_be_dropped_is_refused_by_name(source, bucket, staging):
+    name, client = bucket
+    client.put_object(Bucket=name, Key="team/a/new_embeddings.safetensors", Body=b"x")
+    with pytest.raises(InvalidAdapter, match=r"new_embeddings\.safetensors: rows of ") as caught:
+        source.fetch(f"s3://{name}/team/a", staging)
+    assert caught.value.reason == "FILE_UNUSED"
+
+
+def test_mlx_weights_are_read(source, bucket, staging):
+    name, client = bucket
+    for key in (CONFIG, "adapters.safetensors", "0000100_adapters.safetensors"):
+        client.put_object(Bucket=name, Key=f"mlx/{key}", Body=key.encode())
+    source.fetch(f"s3://{name}/mlx", staging)
+    found = {path.name: path.read_text() for path in staging.folder.iterdir()}
+    assert found == {key: key for key in (CONFIG, "adapters.safetensors")}
+
+
 def test_a_pickle_is_refused_by_name(source, bucket, staging):
     name, client = bucket
     client.delete_object(Bucket=name, Key=f"team/a/{WEIGHTS}")

@@ -132,3 +132,14 @@ def test_empty_chunks_open_no_files(staging):
     assert open_files() <= before + 1
     upload.abandon()
     assert open_files() == before
+
+
+def test_what_would_be_dropped_is_refused_by_name(staging):
+    """Not only this project's client uploads."""
+    upload = Upload(staging)
+    for name in (CONFIG, WEIGHTS, "optimizer.pt", "new_embeddings.safetensors"):
+        upload.write(FileChunk(name, 0, b"x"))
+    with pytest.raises(InvalidAdapter, match=r"new_embeddings\.safetensors: rows of ") as caught:
+        upload.finish()
+    assert caught.value.reason == "FILE_UNUSED"
+    upload.abandon()

@@ -65,6 +65,25 @@ def test_what_trainers_change_makes_no_difference(save, base):
     )
 
 
+def test_added_tokens_alone(save, base):
+    folder = save("adapter", added_tokens={"<tool>": 4, "<end>": 3})
+    assert describe_tokenizer(folder, base, "") == (
+        "warning: added_tokens.json beside the adapter is not used, and the added_tokens.json "
+        f"differs from the base model's in {base}: it has 1 token more ('<tool>'), which servers "
+        "take for other text"
+    )
+    known = save("known", added_tokens={"<end>": 3})
+    assert describe_tokenizer(known, base, "") == (
+        "note: added_tokens.json beside the adapter is not used; the base model in "
+        f"{base} has the same tokens"
+    )
+
+
+def test_the_base_model_that_mlx_names(save, base):
+    folder = save("adapter", WHOLE, SETTINGS, adapter_config={"model": str(base)})
+    assert f"the base model in {base} has the same" in describe_tokenizer(folder, None, "")
+
+
 @pytest.mark.parametrize("has_library", [True, False])
 def test_without_the_base_model_nothing_is_compared(save, monkeypatch, has_library):
     if not has_library:
