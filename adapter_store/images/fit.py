@@ -23,8 +23,8 @@ _Named: TypeAlias = tuple[int, OtherName | None]
 
 
 class Use(NamedTuple):
-    """What an adapter has for the target at `column` of a layout, under another name than its own or
-    not. `module_outputs` are those of the module that has this name."""
+    """What an adapter has for the target at `column` of a layout. `other` is the name that it has
+    it under, if not the target's own; `module_outputs` are those of the module of this name."""
 
     column: int
     target: Target
