@@ -11,7 +11,7 @@ Image format 1 has A and B of matrices and embeddings only. Its bytes are those 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 
 from adapter_store.checkpoint.digest import canonical_json, sha256_text
@@ -24,6 +24,7 @@ from adapter_store.images.fit import Use, fit
 from adapter_store.images.layout import layout_id, runs
 from adapter_store.images.sources import SegmentSource, align, segment_sources
 
+_ALL = Kept(is_whole=True)
 IMAGE_FORMATS = (1, 2)
 """The formats that this store can compile, oldest first."""
 
@@ -90,7 +91,7 @@ def plan_image(checkpoint: Checkpoint, layout: Layout, *, identity: str = "") ->
             for source in _sources_of(checkpoint, use, layout):
                 length = source.length_bytes
                 offset = end
-                if source.kind is SegmentKind.A and len(source.pieces) == 1:
+                if use.other is not None and source.kind is SegmentKind.A:
                     offset = shared.setdefault(source.pieces[0].identity, end)
                 segments.append(
                     Segment(
@@ -135,12 +136,12 @@ def _uses_of(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
     return [use for use in uses if use.target.held is Held.HERE]
 
 
-def _sources_of(checkpoint: Checkpoint, use: Use, layout: Layout) -> list[SegmentSource]:
+def _sources_of(checkpoint: Checkpoint, use: Use, layout: Layout) -> Iterator[SegmentSource]:
     """Returns the segments of a target, in order."""
-    kept = Kept()
+    kept = _ALL
     if isinstance(use.changes, Replacement):
         kept = kept_rows(checkpoint, use.changes, use.target)
-    return list(segment_sources(use, layout.dtype, kept))
+    return segment_sources(use, layout.dtype, kept)
 
 
 def image_id(digest: str, layout_id: str, image_format: int) -> str:

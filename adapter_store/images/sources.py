@@ -76,16 +76,15 @@ class SegmentSource(NamedTuple):
 
 
 def segment_sources(use: Use, dtype: DataType, kept: Kept) -> Iterator[SegmentSource]:
-    """Yields the segments of a target that this server holds. `kept` says which rows of the base's
+    """Returns the segments of a target that this server holds. `kept` says which rows of the base's
     own weights the adapter changes."""
     changes = use.changes
     if isinstance(changes, TargetWeights):
-        yield from _lora(use, changes, dtype)
-    elif isinstance(changes, ExpertWeights):
-        yield from _experts(use, changes, dtype)
-    else:
-        assert isinstance(changes, Replacement)
-        yield from _replacement(use.target, changes, dtype, kept)
+        return _lora(use, changes, dtype)
+    if isinstance(changes, ExpertWeights):
+        return _experts(use, changes, dtype)
+    assert isinstance(changes, Replacement)
+    return _replacement(use.target, changes, dtype, kept)
 
 
 def align(offset: int) -> int:
@@ -129,7 +128,8 @@ def _lora(use: Use, weights: TargetWeights, dtype: DataType) -> Iterator[Segment
 
 def _of_piece(kind: SegmentKind, rank: int, dtype: DataType, piece: Piece) -> SegmentSource:
     shape = piece.shape
-    return SegmentSource(kind, rank, dtype, shape, math.prod(shape) * dtype.itemsize, (piece,))
+    length = shape[0] * shape[1] * dtype.itemsize
+    return SegmentSource(kind, rank, dtype, shape, length, (piece,))
 
 
 def _of_vector(
