@@ -87,7 +87,7 @@ def measure_phases(sources: Sources, uri: str, folder: Path, layers: int) -> dic
         buffer = resident_buffer(plan_image(checkpoint, layout).total_bytes)
         with phases.timed("compile"):
             plan = plan_image(checkpoint, layout)
-            parts = compile_parts(checkpoint, layout, plan, buffer, threads=threads)
+            parts = compile_parts(checkpoint, plan, buffer, threads=threads)
             image = Image(plan, buffer, tuple(parts))
         with phases.timed("keep the source"):
             staging.wait_durable()

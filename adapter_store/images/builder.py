@@ -70,7 +70,6 @@ class Build:
     """One image being built: what to build, and how far it has come."""
 
     key: ImageKey
-    layout: Layout
     checkpoint: Checkpoint
     plan: ImagePlan
     is_precompile: bool
@@ -130,7 +129,7 @@ class ImageBuilder:
         checkpoint = self._open(key)
         with self._record_incompatible(key, start_s):
             plan = plan_image(checkpoint, layout, identity=key.layout_id)
-        build = Build(key, layout, checkpoint, plan, precompile, start_s)
+        build = Build(key, checkpoint, plan, precompile, start_s)
         if precompile:
             self._claim_precompile(build)
         return build
@@ -284,7 +283,6 @@ class ImageBuilder:
         build.compiling = self._threads.submit(self._set_verdict, build.key, ImageState.COMPILING)
         parts = compile_parts(
             build.checkpoint,
-            build.layout,
             build.plan,
             image.buffer,
             num_final=len(image.parts),

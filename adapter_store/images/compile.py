@@ -74,21 +74,21 @@ def compile_image(checkpoint: Checkpoint, layout: Layout) -> Image:
     """Plans and compiles. Raises as `plan_image` and `compile_parts`."""
     plan = plan_image(checkpoint, layout)
     buffer = allocate_buffer(plan.total_bytes)
-    parts = tuple(compile_parts(checkpoint, layout, plan, buffer))
+    parts = tuple(compile_parts(checkpoint, plan, buffer))
     return Image(plan.without_sources(), buffer, parts)
 
 
 def compile_parts(
     checkpoint: Checkpoint,
-    layout: Layout,
     plan: ImagePlan,
     buffer: torch.Tensor,
     *,
     num_final: int = 0,
     threads: Executor | None = None,
 ) -> Generator[ImagePart]:
-    """Fills `buffer` (uint8 [plan.total_bytes]) and yields each part, in order, once its bytes are
-    final. The first `num_final` parts are final already: they are not written and not yielded.
+    """Fills `buffer` (uint8 [plan.total_bytes]) as `plan`, which has its sources, says, and yields
+    each part, in order, once its bytes are final. The first `num_final` parts are final already:
+    they are not written and not yielded.
 
     With `threads`, several are filled and hashed concurrently. The image is valid only when
     the generator ends without an error: a blob's bytes are compared with its digest at the very

@@ -54,10 +54,10 @@ def compiles(monkeypatch):
     gate.set()
     compile_parts = builder_module.compile_parts
 
-    def counted(checkpoint, layout, plan, buffer, **options):
+    def counted(checkpoint, plan, buffer, **options):
         made.append(checkpoint.digest)
         assert gate.wait(TIMEOUT_S)
-        return compile_parts(checkpoint, layout, plan, buffer, **options)
+        return compile_parts(checkpoint, plan, buffer, **options)
 
     monkeypatch.setattr(builder_module, "compile_parts", counted)
     made_and_gate = type("Compiles", (), {"made": made, "gate": gate})

@@ -237,7 +237,7 @@ def test_same_input_same_bytes_and_an_id_known_before(make_adapter, make_layout)
     images = []
     for fill in (0x00, 0xFF):
         buffer = torch.full((plan.total_bytes,), fill, dtype=torch.uint8)
-        images.append(Image(plan, buffer, tuple(compile_parts(checkpoint, layout, plan, buffer))))
+        images.append(Image(plan, buffer, tuple(compile_parts(checkpoint, plan, buffer))))
     assert torch.equal(images[0].buffer, images[1].buffer)
     assert images[0].sha256 == images[1].sha256
     assert compile_image(checkpoint, layout).plan == plan
@@ -270,7 +270,9 @@ def test_parts_are_the_same_from_several_threads(make_adapter, make_layout, is_b
         end = expected.plan.parts[num_final - 1][1] if num_final else 0
         with ThreadPoolExecutor(4) as threads:
             parts = compile_parts(
-                *(checkpoint, layout, expected.plan, buffer), num_final=num_final, threads=threads
+                *(checkpoint, plan_image(checkpoint, layout), buffer),
+                num_final=num_final,
+                threads=threads,
             )
             assert tuple(parts) == expected.parts[num_final:]
         assert torch.equal(buffer[end:], expected.buffer[end:])
@@ -282,7 +284,7 @@ def test_nothing_is_written_after_the_end(make_adapter, make_layout):
     plan = plan_image(checkpoint, layout)
     buffer = torch.empty(plan.total_bytes, dtype=torch.uint8)
     with ThreadPoolExecutor(4) as threads:
-        parts = compile_parts(checkpoint, layout, plan, buffer, threads=threads)
+        parts = compile_parts(checkpoint, plan, buffer, threads=threads)
         assert next(parts).index == 0
         parts.close()
         buffer.zero_()
@@ -374,7 +376,7 @@ def test_blob_is_compared_with_its_digest(make_adapter, make_layout):
     data[-1] ^= 1
     weights.write_bytes(data)
     buffer = torch.empty(image.plan.total_bytes, dtype=torch.uint8)
-    parts = compile_parts(blob, layout, image.plan, buffer)
+    parts = compile_parts(blob, plan_image(blob, layout), buffer)
     seen = [next(parts) for _ in image.plan.parts]
     assert len(seen) == len(image.parts)
     with pytest.raises(CorruptData, match="no longer has this digest"):

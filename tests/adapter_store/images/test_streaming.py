@@ -53,9 +53,9 @@ def steps(monkeypatch):
     steps = Steps()
     compile_parts = builder_module.compile_parts
 
-    def stepwise(checkpoint, layout, plan, buffer, **options):
+    def stepwise(checkpoint, plan, buffer, **options):
         steps.made.append(checkpoint.digest)
-        for part in compile_parts(checkpoint, layout, plan, buffer, **options):
+        for part in compile_parts(checkpoint, plan, buffer, **options):
             steps.before_part(part.index)
             yield part
 
