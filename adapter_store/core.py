@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple, TypeAlias
@@ -230,33 +231,88 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What a server says beside its layout: further names of the base model, and the highest rank
-    that it accepts, 0 for any. It counts for as long as the server watches, and lasts an hour
-    more; of servers that do not renew it, as long as the layout, or until those that have replaced
-    them have gone for an hour."""
+    """What a server says beside its layout: further names of the base model, the highest rank that
+    it accepts, 0 for any, and what else it applies. It counts for as long as the server watches,
+    and lasts an hour more; of servers that do not renew it, as long as the layout, or until those
+    that have replaced them have gone for an hour.
+
+    `segment_kinds` are those beside A and B. `lora_targets` are last components of targets' names
+    that the server is restricted to; none: it applies all targets.
+    """
 
     aliases: tuple[str, ...] = ()
     max_rank: int = 0
     is_renewed: bool = True
+    segment_kinds: tuple[SegmentKind, ...] = ()
+    lora_targets: tuple[str, ...] = ()
+    max_added_tokens: int = 0
+    applies_invocation_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """The limits of one announcement. `expire_time`, in microseconds since the epoch, is an hour
-    after it was last made or renewed, and `last_use_time` is that of its layout: they decide
-    whether its servers are there, see lookup.present."""
+    """The limits of one announcement; see there. `module_names` are the last components by which
+    adapters may name what `lora_targets` compute.
+
+    `expire_time`, in microseconds since the epoch, is an hour after it was last made or renewed,
+    and `last_use_time` is that of its layout: they decide whether its servers are there, see
+    lookup.present.
+    """
 
     announcement_id: str
     max_rank: int
     expire_time: int = field(default=0, compare=False)
     is_renewed: bool = field(default=True, compare=False)
     last_use_time: int = field(default=0, compare=False)
+    segment_kinds: tuple[SegmentKind, ...] = ()
+    lora_targets: tuple[str, ...] = ()
+    module_names: frozenset[str] = frozenset()
+    max_added_tokens: int = 0
+    applies_invocation_tokens: bool = False
 
-    def refusal(self, rank: int) -> str:
-        """Returns why an adapter of this rank cannot be served; "" if it can."""
-        if self.max_rank and rank > self.max_rank:
-            return f"rank {rank} is above this server's limit {self.max_rank} (--max-rank)"
-        return ""
+    def refusal(self, adapter: AdapterRecord) -> str:
+        """Returns why the servers cannot serve this adapter; "" if they can."""
+        return "; ".join(self._refusals(adapter))
+
+    def _refusals(self, adapter: AdapterRecord) -> Iterator[str]:
+        if self.max_rank and adapter.rank > self.max_rank:
+            yield f"rank {adapter.rank} is above this server's limit {self.max_rank} (--max-rank)"
+        refused = [name for name in adapter.targets if name not in self.module_names]
+        if self.lora_targets and refused:
+            what = "target {} is" if len(refused) == 1 else "targets {} are"
+            yield (
+                f"{what.format(_listed(refused))} not among this server's --lora-targets "
+                f"({_listed(self.lora_targets)})"
+            )
+        for kind in adapter.segment_kinds:
+            if kind not in self.segment_kinds:
+                yield f"it has {KIND_NAMES[kind]}, which this server does not apply"
+        if adapter.added_tokens > self.max_added_tokens:
+            yield (
+                f"tokens that it adds to the vocabulary: {adapter.added_tokens}, above this "
+                f"server's limit {self.max_added_tokens}"
+            )
+        if adapter.invocation_tokens and not self.applies_invocation_tokens:
+            yield "it is active from its invocation tokens on (aLoRA), which this server does not apply"
+
+
+KIND_NAMES = {
+    SegmentKind.A: "A of LoRA",
+    SegmentKind.B: "B of LoRA",
+    SegmentKind.BIAS: "trained biases",
+    SegmentKind.MAGNITUDE: "DoRA magnitudes",
+    SegmentKind.ROW_IDS: "trained rows of an embedding or a head",
+    SegmentKind.ROWS: "trained rows of an embedding or a head",
+    SegmentKind.FULL: "whole weights in place of the base's",
+}
+"""How verdicts name what an adapter has."""
+MAX_LISTED = 8
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Returns the names with commas: the first few, for servers may announce hundreds."""
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +420,8 @@ class AdapterRecord:
 
     `signed_by` is the key that verified `signature` when the version was recorded, "" for none.
     After `delete_time` the version is no longer resolved, and only kept for the grace.
+    `segment_kinds` are what it changes beside A and B, `added_tokens` how many it adds to the
+    vocabulary; of aLoRA, it is active from the last of its `invocation_tokens` on.
     """
 
     name: AdapterName
@@ -387,6 +445,9 @@ class AdapterRecord:
     signed_by: str = ""
     signature: bytes = b""
     delete_time: datetime | None = None
+    segment_kinds: tuple[SegmentKind, ...] = ()
+    added_tokens: int = 0
+    invocation_tokens: tuple[int, ...] = ()
 
     @property
     def message_bytes(self) -> int:
@@ -399,13 +460,15 @@ class AdapterRecord:
             part
             for each in self.verdicts
             for server in each.servers
-            for part in (server.announcement_id, each.reason or server.refusal(self.rank))
+            for part in (server.announcement_id, each.reason or server.refusal(self))
         ]
         texts += [part for file in self.files for part in (file.name, file.sha256)]
         # A character is at most four bytes; most texts are ASCII.
-        return sum(
+        text_bytes = sum(
             16 + (len(text) if text.isascii() else len(text.encode())) for text in texts
-        ) + 32 * (len(self.verdicts) + len(self.files) + 4)
+        )
+        numbers = 5 * len(self.invocation_tokens) + len(self.segment_kinds)
+        return text_bytes + numbers + 32 * (len(self.verdicts) + len(self.files) + 5)
 
     @property
     def signature_state(self) -> SignatureState:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from adapter_store.catalog.catalog import PAGE_BYTES
 from adapter_store.catalog.filters import MAX_FILTER_CHARS, MAX_LABELS
+from adapter_store.images.announcement import MAX_ALIASES, MAX_LORA_TARGETS, MAX_SEGMENT_KINDS
 from adapter_store.images.layout_checks import (
-    MAX_ALIASES,
     MAX_ALL_HASHES,
     MAX_ALL_OTHER_NAMES,
     MAX_TARGETS,

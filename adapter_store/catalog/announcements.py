@@ -7,7 +7,7 @@ its layout is compiled ahead for, and its aliases are known.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
 
 from sqlalchemy import (
@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 
 from adapter_store.catalog.database import upsert
-from adapter_store.catalog.lookup import LASTS_FOR, PRESENT_FOR, to_micros
+from adapter_store.catalog.lookup import LASTS_FOR, PRESENT_FOR, dump_kinds, to_micros
 from adapter_store.catalog.schema import announcements, layout_bases, layouts
 from adapter_store.core import Announcement
 from adapter_store.errors import LimitExceeded
@@ -48,8 +48,10 @@ def add(
     time: datetime,
     account: str,
     share: float,
+    module_names: Collection[str] = (),
 ) -> bool:
     """Records or renews an announcement, and its aliases as names of the layout's base model.
+    `module_names` are the last components by which adapters may name its `lora_targets`.
 
     Returns whether there are new names, or the layout had no server. Raises LimitExceeded if it has
     too many announcements, or too many of this account.
@@ -72,6 +74,11 @@ def add(
             expire_time=expire_time,
             is_renewed=announcement.is_renewed,
             announced_by=account,
+            segment_kinds=dump_kinds(announcement.segment_kinds),
+            lora_targets=json.dumps(sorted(set(announcement.lora_targets))),
+            module_names=json.dumps(sorted(module_names)),
+            max_added_tokens=announcement.max_added_tokens,
+            applies_invocation_tokens=announcement.applies_invocation_tokens,
         )
         .on_conflict_do_update(
             index_elements=["announcement_id"], set_={"expire_time": expire_time}

@@ -8,7 +8,7 @@ durable. Writers run one after the other; listeners are called in commit order.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
@@ -292,7 +292,12 @@ class Catalog:
             )
 
     def announce(
-        self, layout_id: str, announcement_id: str, announcement: Announcement, account: str = ""
+        self,
+        layout_id: str,
+        announcement_id: str,
+        announcement: Announcement,
+        account: str = "",
+        module_names: Collection[str] = (),
     ) -> bool:
         """See announcements.add."""
         now, share = self._clock(), self._layout_limits.share
@@ -301,6 +306,7 @@ class Catalog:
                 *(conn, layout_id, announcement_id, announcement, now),
                 account=account,
                 share=share,
+                module_names=module_names,
             )
         self._renewals[announcement_id] = now
         return is_first

@@ -25,6 +25,7 @@ from adapter_store.core import (
     AdapterRecord,
     ImageState,
     LayoutVerdict,
+    SegmentKind,
     ServerLimits,
     SourceFile,
     Tenants,
@@ -157,6 +158,14 @@ def load_files(text: str) -> tuple[SourceFile, ...]:
     return tuple(SourceFile(*row) for row in json.loads(text))
 
 
+def dump_kinds(kinds: Iterable[SegmentKind]) -> str:
+    return json.dumps(sorted({kind.value for kind in kinds}))
+
+
+def load_kinds(text: str) -> tuple[SegmentKind, ...]:
+    return tuple(map(SegmentKind, json.loads(text)))
+
+
 def _record_query() -> Select[Any]:
     return (
         select(
@@ -181,6 +190,9 @@ def _record_query() -> Select[Any]:
             blobs.c.rank,
             blobs.c.targets,
             blobs.c.source_bytes,
+            blobs.c.segment_kinds,
+            blobs.c.added_tokens,
+            blobs.c.invocation_tokens,
         )
         .join(versions, versions.c.adapter_id == adapters.c.id)
         .join(blobs, blobs.c.digest == versions.c.digest)
@@ -222,6 +234,9 @@ def _to_records(conn: Connection, rows: Sequence[Row[Any]]) -> list[AdapterRecor
             signed_by=row.signed_by,
             signature=row.signature or b"",
             delete_time=None if row.delete_time is None else from_micros(row.delete_time),
+            segment_kinds=load_kinds(row.segment_kinds),
+            added_tokens=row.added_tokens,
+            invocation_tokens=tuple(json.loads(row.invocation_tokens)),
         )
         for row in rows
     ]
@@ -254,6 +269,11 @@ def servers(conn: Connection, layout_ids: Iterable[str]) -> dict[str, list[Serve
             *(row.announcement_id, row.max_rank, row.expire_time),
             is_renewed=row.is_renewed,
             last_use_time=row.last_use_time,
+            segment_kinds=load_kinds(row.segment_kinds),
+            lora_targets=tuple(json.loads(row.lora_targets)),
+            module_names=frozenset(json.loads(row.module_names)),
+            max_added_tokens=row.max_added_tokens,
+            applies_invocation_tokens=row.applies_invocation_tokens,
         )
         result.setdefault(row.layout_id, []).append(limits)
     return result

@@ -14,7 +14,7 @@ from adapter_store.catalog.announcements import (
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.layouts import LayoutLimits
 from adapter_store.catalog.lookup import LASTS_FOR, MAX_SKEW_MICROS, PRESENT_FOR
-from adapter_store.core import Announcement, ImageState, LayoutVerdict
+from adapter_store.core import Announcement, ImageState, LayoutVerdict, SegmentKind
 from adapter_store.errors import LimitExceeded
 from servicekit.refs import AdapterName
 from tests.adapter_store.catalog.conftest import BASE, Names
@@ -229,7 +229,7 @@ def test_verdict_is_of_the_adapter_and_the_announcement(announced, names):
     announced.announce("L", "C", Announcement())
     names.register("a", "d1", rank=12)
     (verdict,) = names.get("a").verdicts
-    assert [server.refusal(12) for server in verdict.servers] == [
+    assert [server.refusal(names.get("a")) for server in verdict.servers] == [
         "",
         "rank 12 is above this server's limit 8 (--max-rank)",
         "",
@@ -237,3 +237,75 @@ def test_verdict_is_of_the_adapter_and_the_announcement(announced, names):
     announced.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256))
     (verdict,) = names.get("a").verdicts
     assert [server.announcement_id for server in verdict.servers] == ["C", "B", "A"]
+
+
+ALL_KINDS = tuple(kind for kind in SegmentKind if kind not in (SegmentKind.A, SegmentKind.B))
+REFUSALS = [
+    (
+        Announcement(lora_targets=("o_proj", "q_proj")),
+        {"targets": ("k_proj", "q_proj", "v_proj")},
+        "targets k_proj, v_proj are not among this server's --lora-targets (o_proj, q_proj)",
+    ),
+    (
+        Announcement(lora_targets=("q_proj",)),
+        {},
+        "target v_proj is not among this server's --lora-targets (q_proj)",
+    ),
+    (Announcement(lora_targets=("o_proj", "q_proj", "v_proj")), {}, ""),
+    (
+        Announcement(),
+        {"segment_kinds": (SegmentKind.MAGNITUDE, SegmentKind.BIAS)},
+        "it has trained biases, which this server does not apply; "
+        "it has DoRA magnitudes, which this server does not apply",
+    ),
+    (
+        Announcement(segment_kinds=(SegmentKind.MAGNITUDE,)),
+        {"segment_kinds": (SegmentKind.MAGNITUDE,)},
+        "",
+    ),
+    (
+        Announcement(max_added_tokens=2),
+        {"added_tokens": 3},
+        "tokens that it adds to the vocabulary: 3, above this server's limit 2",
+    ),
+    (
+        Announcement(),
+        {"added_tokens": 1},
+        "tokens that it adds to the vocabulary: 1, above this server's limit 0",
+    ),
+    (Announcement(max_added_tokens=3), {"added_tokens": 3}, ""),
+    (
+        Announcement(),
+        {"invocation_tokens": (7, 8)},
+        "it is active from its invocation tokens on (aLoRA), which this server does not apply",
+    ),
+    (Announcement(applies_invocation_tokens=True), {"invocation_tokens": (7, 8)}, ""),
+    (
+        Announcement(max_rank=8, lora_targets=("q_proj",)),
+        {"rank": 12, "targets": tuple(f"t{number:02}" for number in range(10))},
+        "rank 12 is above this server's limit 8 (--max-rank); "
+        "targets t00, t01, t02, t03, t04, t05, t06, t07 and 2 more "
+        "are not among this server's --lora-targets (q_proj)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("announcement", "fields", "reason"), REFUSALS)
+def test_verdict_names_what_is_refused(catalog, names, announcement, fields, reason):
+    catalog.add_layout("L", BASE, "{}")
+    catalog.announce("L", "A", announcement, module_names=announcement.lora_targets)
+    names.register("a", "d1", **fields)
+    record = names.get("a")
+    (verdict,) = record.verdicts
+    (server,) = verdict.servers
+    assert server.refusal(record) == reason
+
+
+def test_what_an_adapter_has_is_kept(names):
+    has = {"segment_kinds": ALL_KINDS, "added_tokens": 3, "invocation_tokens": (5, 6, 5)}
+    names.register("a", "d1", **has)
+    names.register("b", "d2")
+    record, plain = names.get("a"), names.get("b")
+    assert set(record.segment_kinds) == set(ALL_KINDS)
+    assert (record.added_tokens, record.invocation_tokens) == (3, (5, 6, 5))
+    assert (plain.segment_kinds, plain.added_tokens, plain.invocation_tokens) == ((), 0, ())
