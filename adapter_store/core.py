@@ -293,7 +293,10 @@ class ServerLimits:
                 f"server's limit {self.max_added_tokens}"
             )
         if adapter.invocation_tokens and not self.applies_invocation_tokens:
-            yield "it is active from its invocation tokens on (aLoRA), which this server does not apply"
+            yield (
+                "it is active from its invocation tokens on (aLoRA), which this server does not "
+                "apply"
+            )
 
 
 KIND_NAMES = {
