@@ -76,7 +76,7 @@ class Servable:
             return reason, "segment_kinds"
         if record.added_tokens:
             return (
-                f"{record.added_tokens} tokens of its own, and this server adds none",
+                f"{record.added_tokens} added tokens, above this server's limit 0",
                 "added_tokens",
             )
         if record.has_invocation_tokens:
