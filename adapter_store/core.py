@@ -251,13 +251,9 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """The limits of one announcement; see there. `module_names` are the last components by which
-    adapters may name what `lora_targets` compute.
-
-    `expire_time`, in microseconds since the epoch, is an hour after it was last made or renewed,
-    and `last_use_time` is that of its layout: they decide whether its servers are there, see
-    lookup.present.
-    """
+    """The limits of one announcement; see there. `expire_time`, in microseconds since the epoch, is
+    an hour after it was last made or renewed, and `last_use_time` is that of its layout: they
+    decide whether its servers are there, see lookup.present."""
 
     announcement_id: str
     max_rank: int
@@ -266,27 +262,27 @@ class ServerLimits:
     last_use_time: int = field(default=0, compare=False)
     segment_kinds: tuple[SegmentKind, ...] = ()
     lora_targets: tuple[str, ...] = ()
-    module_names: frozenset[str] = frozenset()
     max_added_tokens: int = 0
     applies_invocation_tokens: bool = False
 
-    def refusal(self, adapter: AdapterRecord) -> str:
-        """Returns why the servers cannot serve this adapter; "" if they can."""
-        return "; ".join(self._refusals(adapter))
+    def refusal(self, adapter: AdapterRecord, verdict: LayoutVerdict) -> str:
+        """Returns why the servers cannot serve this adapter, whose verdict under their layout this
+        is; "" if they can, as far as is known."""
+        return verdict.reason or "; ".join(self._refusals(adapter, verdict.changes(adapter)))
 
-    def _refusals(self, adapter: AdapterRecord) -> Iterator[str]:
+    def _refusals(self, adapter: AdapterRecord, changes: ImageContent) -> Iterator[str]:
         if self.max_rank and adapter.rank > self.max_rank:
             yield f"rank {adapter.rank} is above this server's limit {self.max_rank} (--max-rank)"
-        refused = [name for name in adapter.targets if name not in self.module_names]
+        refused = [name for name in changes.modules if name not in self.lora_targets]
         if self.lora_targets and refused:
             what = "target {} is" if len(refused) == 1 else "targets {} are"
             yield (
                 f"{what.format(_listed(refused))} not among this server's --lora-targets "
                 f"({_listed(self.lora_targets)})"
             )
-        for kind in adapter.segment_kinds:
-            if kind not in self.segment_kinds:
-                yield f"it has {KIND_NAMES[kind]}, which this server does not apply"
+        kinds = [kind for kind in changes.segment_kinds if kind not in self.segment_kinds]
+        for name in dict.fromkeys(KIND_WORDS[kind] for kind in kinds):
+            yield f"it has {name}, which this server does not apply"
         if adapter.added_tokens > self.max_added_tokens:
             yield (
                 f"tokens that it adds to the vocabulary: {adapter.added_tokens}, above this "
@@ -299,16 +295,14 @@ class ServerLimits:
             )
 
 
-KIND_NAMES = {
-    SegmentKind.A: "A of LoRA",
-    SegmentKind.B: "B of LoRA",
-    SegmentKind.BIAS: "trained biases",
+KIND_WORDS = {
+    SegmentKind.BIAS: "biases of LoRA",
     SegmentKind.MAGNITUDE: "DoRA magnitudes",
-    SegmentKind.ROW_IDS: "trained rows of an embedding or a head",
-    SegmentKind.ROWS: "trained rows of an embedding or a head",
-    SegmentKind.FULL: "whole weights in place of the base's",
+    SegmentKind.ROW_IDS: "rows of its own for tokens",
+    SegmentKind.ROWS: "rows of its own for tokens",
+    SegmentKind.FULL: "whole weights of its own",
 }
-"""How verdicts name what an adapter has."""
+"""What adapters may have beside A and B, in words; as the inference service says."""
 MAX_LISTED = 8
 
 
@@ -352,6 +346,14 @@ class Quota:
     max_bytes: int | None = None
 
 
+class ImageContent(NamedTuple):
+    """What an image changes: last components of its targets' names in the layout, and what it has
+    beside A and B."""
+
+    modules: tuple[str, ...]
+    segment_kinds: tuple[SegmentKind, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class LayoutVerdict:
     """State of one adapter's image under one layout."""
@@ -371,6 +373,19 @@ class LayoutVerdict:
     """The limits of the layout's servers."""
     fits: bool = field(default=False, compare=False)
     """Whether the adapter's shapes are known to fit the layout, maybe before its image is built."""
+    content: ImageContent | None = field(default=None, compare=False)
+    """What the image changes, once it has been planned; earlier releases did not record it."""
+
+    def changes(self, adapter: AdapterRecord) -> ImageContent:
+        """Returns what the adapter is known to change of the layout. Until its image is planned
+        that is little: it may call targets by other names, or have weights that equal the
+        base's."""
+        if self.content is not None:
+            return self.content
+        if self.state is ImageState.READY:  # of an earlier release: of plain LoRA
+            return ImageContent(adapter.targets, adapter.segment_kinds)
+        certain = (kind for kind in adapter.segment_kinds if kind is not SegmentKind.FULL)
+        return ImageContent((), tuple(certain))
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,7 +478,7 @@ class AdapterRecord:
             part
             for each in self.verdicts
             for server in each.servers
-            for part in (server.announcement_id, each.reason or server.refusal(self))
+            for part in (server.announcement_id, server.refusal(self, each))
         ]
         texts += [part for file in self.files for part in (file.name, file.sha256)]
         # A character is at most four bytes; most texts are ASCII.

@@ -42,11 +42,7 @@ from adapter_store.core import (
 from adapter_store.errors import LimitExceeded, UploadStalled
 from adapter_store.images import layout as layouts
 from adapter_store.images import layout_checks
-from adapter_store.images.announcement import (
-    announcement_id,
-    module_names,
-    validate_announcement,
-)
+from adapter_store.images.announcement import announcement_id, validate_announcement
 from adapter_store.images.cache import ImageCache
 from adapter_store.images.disk_tier import TierCounts
 from adapter_store.images.plan import IMAGE_FORMATS
@@ -505,10 +501,9 @@ class StoreService:
         body = layouts.to_text(layout)
         layout_id = layouts.text_id(body)
         announced_id = announcement_id(layout_id, announcement)
-        names = module_names(layout, announcement.lora_targets)
         was_not_live = self._catalog.add_layout(layout_id, layout.base_model, body, account)
         try:
-            is_first = self._catalog.announce(layout_id, announced_id, announcement, account, names)
+            is_first = self._catalog.announce(layout_id, announced_id, announcement, account)
         except LimitExceeded as error:  # its servers can serve all the same
             logger.warning("a server is not announced", extra={"why": error.message})
             return layout_id, "", was_not_live

@@ -23,8 +23,6 @@ MAX_TENANTS = 1024
 MAX_TOKEN_CHARS = 8192
 """Of a page token, which repeats the filter."""
 MAX_IMAGE_FORMATS = 64
-MAX_SEGMENT_KINDS = 64
-MAX_LORA_TARGETS = 256
 DEBUG_BYTES = 2 << 20
 """The largest part of a debug bundle has a thousand rows."""
 RECORD_BYTES = 128 << 10

@@ -381,7 +381,7 @@ def _to_layout_state(verdict: LayoutVerdict, record: AdapterRecord) -> pb.Layout
 def _to_server_verdict(
     limits: ServerLimits, verdict: LayoutVerdict, record: AdapterRecord
 ) -> pb.ServerVerdict:
-    reason = verdict.reason or limits.refusal(record)
+    reason = limits.refusal(record, verdict)
     return pb.ServerVerdict(
         announcement_id=limits.announcement_id,
         max_rank=limits.max_rank,

@@ -7,7 +7,7 @@ its layout is compiled ahead for, and its aliases are known.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 
 from sqlalchemy import (
@@ -48,10 +48,8 @@ def add(
     time: datetime,
     account: str,
     share: float,
-    module_names: Collection[str] = (),
 ) -> bool:
     """Records or renews an announcement, and its aliases as names of the layout's base model.
-    `module_names` are the last components by which adapters may name its `lora_targets`.
 
     Returns whether there are new names, or the layout had no server. Raises LimitExceeded if it has
     too many announcements, or too many of this account.
@@ -76,7 +74,6 @@ def add(
             announced_by=account,
             segment_kinds=dump_kinds(announcement.segment_kinds),
             lora_targets=json.dumps(sorted(set(announcement.lora_targets))),
-            module_names=json.dumps(sorted(module_names)),
             max_added_tokens=announcement.max_added_tokens,
             applies_invocation_tokens=announcement.applies_invocation_tokens,
         )

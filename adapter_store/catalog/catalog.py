@@ -8,7 +8,7 @@ durable. Writers run one after the other; listeners are called in commit order.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
@@ -52,6 +52,7 @@ from adapter_store.core import (
     Announcement,
     BlobPlace,
     EventKind,
+    ImageContent,
     ImageKey,
     LayoutInfo,
     LayoutVerdict,
@@ -292,12 +293,7 @@ class Catalog:
             )
 
     def announce(
-        self,
-        layout_id: str,
-        announcement_id: str,
-        announcement: Announcement,
-        account: str = "",
-        module_names: Collection[str] = (),
+        self, layout_id: str, announcement_id: str, announcement: Announcement, account: str = ""
     ) -> bool:
         """See announcements.add."""
         now, share = self._clock(), self._layout_limits.share
@@ -306,7 +302,6 @@ class Catalog:
                 *(conn, layout_id, announcement_id, announcement, now),
                 account=account,
                 share=share,
-                module_names=module_names,
             )
         self._renewals[announcement_id] = now
         return is_first
@@ -423,10 +418,10 @@ class Catalog:
         with self._database.write() as conn:
             return image_states.set_verdict(conn, digest, verdict, self._clock())
 
-    def set_fits(self, key: ImageKey, build_micros: int) -> None:
+    def set_fits(self, key: ImageKey, build_micros: int, content: ImageContent) -> None:
         """See image_states.set_fits."""
         with self._database.write() as conn:
-            image_states.set_fits(conn, key, build_micros, self._clock())
+            image_states.set_fits(conn, key, build_micros, content, self._clock())
 
     def unfinished(self, layout_id: str, after_digest: str, limit: int) -> list[str]:
         """Returns the digests to precompile under this layout, in order, after `after_digest`."""

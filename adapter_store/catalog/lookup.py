@@ -23,6 +23,7 @@ from adapter_store.catalog.schema import (
 )
 from adapter_store.core import (
     AdapterRecord,
+    ImageContent,
     ImageState,
     LayoutVerdict,
     SegmentKind,
@@ -271,7 +272,6 @@ def servers(conn: Connection, layout_ids: Iterable[str]) -> dict[str, list[Serve
             last_use_time=row.last_use_time,
             segment_kinds=load_kinds(row.segment_kinds),
             lora_targets=tuple(json.loads(row.lora_targets)),
-            module_names=frozenset(json.loads(row.module_names)),
             max_added_tokens=row.max_added_tokens,
             applies_invocation_tokens=row.applies_invocation_tokens,
         )
@@ -289,7 +289,18 @@ def to_verdict(row: Row[Any]) -> LayoutVerdict:
     return LayoutVerdict(
         *(row.layout_id, state, row.reason, row.image_bytes, row.build_micros, row.build_time),
         fits=state is not ImageState.INCOMPATIBLE,
+        content=None if row.content is None else _load_content(row.content),
     )
+
+
+def dump_content(content: ImageContent) -> str:
+    kinds = [kind.value for kind in content.segment_kinds]
+    return json.dumps([content.modules, kinds], separators=(",", ":"))
+
+
+def _load_content(text: str) -> ImageContent:
+    modules, kinds = json.loads(text)
+    return ImageContent(tuple(modules), tuple(map(SegmentKind, kinds)))
 
 
 def hidden_micros(create_time: int, verdict: LayoutVerdict, now: int) -> int:

@@ -137,11 +137,9 @@ announcements = Table(
     # False: of a server of an earlier release, which lasts as long as its layout is in use.
     Column("is_renewed", Boolean, nullable=False, server_default=true()),
     Column("announced_by", Text, nullable=False, server_default=""),  # an account
-    # JSON lists: what it applies beside A and B, the targets that it is restricted to, and the last
-    # components by which adapters may name these.
+    # JSON lists: what it applies beside A and B, and the targets that it is restricted to.
     Column("segment_kinds", Text, nullable=False, server_default="[]"),
     Column("lora_targets", Text, nullable=False, server_default="[]"),
-    Column("module_names", Text, nullable=False, server_default="[]"),
     Column("max_added_tokens", Integer, nullable=False, server_default="0"),
     Column("applies_invocation_tokens", Boolean, nullable=False, server_default=false()),
     Index("announcements_by_layout", "layout_id"),
@@ -158,6 +156,7 @@ images = Table(
     Column("image_bytes", Big, nullable=False),
     Column("build_time", Big, nullable=False, server_default="0"),  # when its build began
     Column("build_micros", Big, nullable=False, server_default="0"),  # and how long it took
+    Column("content", Text),  # JSON: what it changes; NULL: not planned yet, or by a release before
     PrimaryKeyConstraint("digest", "layout_id"),
 )
 

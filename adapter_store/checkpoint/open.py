@@ -79,7 +79,7 @@ class Checkpoint:
 
     @property
     def invocation_tokens(self) -> tuple[int, ...]:
-        """Of aLoRA, which is refused on opening, the tokens from which on it is active."""
+        """Returns from which tokens on it is active, of aLoRA, which is refused on opening."""
         return ()
 
     @property

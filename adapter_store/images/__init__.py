@@ -2,7 +2,7 @@
 
 layout         gives layouts their identity
 layout_checks  validates layouts
-announcement   validates announcements, and gives them their identity
+announcement   validates announcements, gives them their identity, and says what they are about
 fit            which targets of a layout an adapter changes
 base_rows      which rows of the base's own weights it changes
 sources        what a target's segments consist of

@@ -1,13 +1,14 @@
-"""Announcements: their validation, and their identity. None of it decides bytes of images."""
+"""Announcements: their validation, their identity, and what of an image they are about. None of it
+decides bytes of images."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 from adapter_store.checkpoint.digest import canonical_json, sha256_text
-from adapter_store.core import Announcement, Layout
+from adapter_store.core import Announcement, ImageContent, Layout, SegmentKind
+from adapter_store.images.plan import ImagePlan
 from servicekit.errors import InvalidArgument
 
 MAX_ALIASES = 64
@@ -66,20 +67,13 @@ def validate_announcement(announcement: Announcement, layout: Layout) -> None:
     require(is_few, "max_added_tokens", f"above {MAX_ADDED_TOKENS}")
 
 
-def module_names(layout: Layout, lora_targets: Iterable[str]) -> frozenset[str]:
-    """Returns the last components by which adapters may name what these targets compute, and
-    nothing else: a module that computes several targets only if all of them are accepted."""
-    accepted = frozenset(lora_targets)
-    if not accepted:
-        return frozenset()
-    refused = {name for target, name in _names(layout) if target not in accepted}
-    return frozenset(name for _, name in _names(layout)) - refused
-
-
-def _names(layout: Layout) -> Iterator[tuple[str, str]]:
-    """Yields the last component of each target's name with that of each of its names."""
-    for target in layout.targets:
-        yield _module(target.name), _module(target.name)
+def content_of(plan: ImagePlan, layout: Layout) -> ImageContent:
+    """Returns what of an image decides whether a server can serve it."""
+    kinds = {segment.kind for segment in plan.segments} - {SegmentKind.A, SegmentKind.B}
+    modules = {_module(layout.targets[segment.target].name) for segment in plan.segments}
+    return ImageContent(
+        tuple(sorted(modules)), tuple(kind for kind in SegmentKind if kind in kinds)
+    )
 
 
 def _module(name: str) -> str:

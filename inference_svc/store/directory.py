@@ -58,7 +58,7 @@ class Binding:
 class Servable:
     """This server's limits: adapters of these base models up to this rank, and, if it is restricted
     to `lora_targets`, that change none of its other `modules`. An adapter may name modules in other
-    ways: then its image says what it changes."""
+    ways, or have whole weights that equal the base's: then its image says what it changes."""
 
     base_models: tuple[str, ...]
     max_lora_rank: int
@@ -70,9 +70,10 @@ class Servable:
         the field that says so; None if it applies everything."""
         others = set(self.modules).difference(self.lora_targets)
         refused = [name for name in record.targets if name in others]
-        if reason := refused_targets(refused, self.lora_targets):
+        may_equal_base = "full" in record.segment_kinds
+        if not may_equal_base and (reason := refused_targets(refused, self.lora_targets)):
             return reason, "targets"
-        if reason := refused_kinds(record.segment_kinds):
+        if reason := refused_kinds(kind for kind in record.segment_kinds if kind != "full"):
             return reason, "segment_kinds"
         if record.added_tokens:
             return (

@@ -14,7 +14,14 @@ from adapter_store.catalog.announcements import (
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.layouts import LayoutLimits
 from adapter_store.catalog.lookup import LASTS_FOR, MAX_SKEW_MICROS, PRESENT_FOR
-from adapter_store.core import Announcement, ImageState, LayoutVerdict, SegmentKind
+from adapter_store.core import (
+    Announcement,
+    ImageContent,
+    ImageKey,
+    ImageState,
+    LayoutVerdict,
+    SegmentKind,
+)
 from adapter_store.errors import LimitExceeded
 from servicekit.refs import AdapterName
 from tests.adapter_store.catalog.conftest import BASE, Names
@@ -228,8 +235,9 @@ def test_verdict_is_of_the_adapter_and_the_announcement(announced, names):
     announced.announce("L", "B", Announcement(max_rank=8))
     announced.announce("L", "C", Announcement())
     names.register("a", "d1", rank=12)
-    (verdict,) = names.get("a").verdicts
-    assert [server.refusal(names.get("a")) for server in verdict.servers] == [
+    record = names.get("a")
+    (verdict,) = record.verdicts
+    assert [server.refusal(record, verdict) for server in verdict.servers] == [
         "",
         "rank 12 is above this server's limit 8 (--max-rank)",
         "",
@@ -255,7 +263,7 @@ REFUSALS = [
     (
         Announcement(),
         {"segment_kinds": (SegmentKind.MAGNITUDE, SegmentKind.BIAS)},
-        "it has trained biases, which this server does not apply; "
+        "it has biases of LoRA, which this server does not apply; "
         "it has DoRA magnitudes, which this server does not apply",
     ),
     (
@@ -293,12 +301,50 @@ REFUSALS = [
 @pytest.mark.parametrize(("announcement", "fields", "reason"), REFUSALS)
 def test_verdict_names_what_is_refused(catalog, names, announcement, fields, reason):
     catalog.add_layout("L", BASE, "{}")
-    catalog.announce("L", "A", announcement, module_names=announcement.lora_targets)
+    catalog.announce("L", "A", announcement)
     names.register("a", "d1", **fields)
     record = names.get("a")
+    changes = ImageContent(record.targets, record.segment_kinds)
+    catalog.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256, content=changes))
+    assert refusals(names) == [reason]
+
+
+def refusals(names) -> list[str]:
+    record = names.get("a")
     (verdict,) = record.verdicts
-    (server,) = verdict.servers
-    assert server.refusal(record) == reason
+    return [server.refusal(record, verdict) for server in verdict.servers]
+
+
+def test_what_an_image_changes_decides(catalog, names):
+    """The adapter calls q, k and v by one name, and has a head that equals the base's."""
+    catalog.add_layout("L", BASE, "{}")
+    announced = Announcement(lora_targets=("k_proj", "q_proj", "v_proj"), max_added_tokens=1)
+    catalog.announce("L", "A", announced)
+    kinds = (SegmentKind.FULL, SegmentKind.BIAS)
+    names.register("a", "d1", targets=("lm_head", "qkv_proj"), segment_kinds=kinds)
+    biases = "it has biases of LoRA, which this server does not apply"
+    assert refusals(names) == [biases]
+    key = ImageKey("d1", "L")
+    catalog.set_fits(key, 0, ImageContent(("k_proj", "q_proj", "v_proj"), ()))
+    assert refusals(names) == [""]
+    catalog.set_fits(key, 0, ImageContent(("lm_head",), ()))
+    assert refusals(names) == [""], "what was recorded first stays"
+    names.catalog.set_verdict("d1", LayoutVerdict("L", ImageState.COMPILING))
+    assert refusals(names) == [""]
+    content = ImageContent(("lm_head", "q_proj"), (SegmentKind.FULL,))
+    catalog.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256, content=content))
+    assert refusals(names) == [
+        "target lm_head is not among this server's --lora-targets (k_proj, q_proj, v_proj); "
+        "it has whole weights of its own, which this server does not apply"
+    ]
+
+
+def test_images_of_the_release_before_change_what_their_adapters_name(catalog, names):
+    catalog.add_layout("L", BASE, "{}")
+    catalog.announce("L", "A", Announcement(lora_targets=("q_proj",)))
+    names.register("a", "d1", targets=("q_proj", "v_proj"))
+    catalog.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256))
+    assert refusals(names) == ["target v_proj is not among this server's --lora-targets (q_proj)"]
 
 
 def test_what_an_adapter_has_is_kept(names):

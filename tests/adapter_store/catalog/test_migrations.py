@@ -115,8 +115,9 @@ def test_announcements_of_earlier_servers_are_marked(tmp_path):
     with sqlite3.connect(path) as connection:
         for column in ("is_renewed", "announced_by", *NEW_COLUMNS["announcements"]):
             connection.execute(f"ALTER TABLE announcements DROP COLUMN {column}")
-        for column in NEW_COLUMNS["blobs"]:
-            connection.execute(f"ALTER TABLE blobs DROP COLUMN {column}")
+        for table in ("blobs", "images"):
+            for column in NEW_COLUMNS[table]:
+                connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
         connection.execute("UPDATE alembic_version SET version_num = '0006'")
         insert = "INSERT INTO announcements VALUES (?, ?, '[]', 0, ?)"
         connection.execute(insert, ("earlier", layout_id, 1 << 62))
@@ -131,9 +132,9 @@ def test_announcements_of_earlier_servers_are_marked(tmp_path):
 
 NEW_COLUMNS = {
     "announcements": (
-        *("segment_kinds", "lora_targets", "module_names"),
-        *("max_added_tokens", "applies_invocation_tokens"),
+        *("segment_kinds", "lora_targets", "max_added_tokens", "applies_invocation_tokens"),
     ),
+    "images": ("content",),
     "blobs": ("segment_kinds", "added_tokens", "invocation_tokens"),
 }
 """Those of migration 0008."""
@@ -158,8 +159,9 @@ def test_adapters_and_servers_of_the_release_before_have_and_apply_a_and_b(place
     assert (record.segment_kinds, record.added_tokens, record.invocation_tokens) == ((), 0, ())
     (server,) = record.verdicts[0].servers
     assert (server.announcement_id, server.max_rank, server.lora_targets) == ("A", 16, ())
-    assert server.refusal(record) == ""
-    assert "DoRA magnitudes" in server.refusal(names.get("b"))
+    assert server.refusal(record, record.verdicts[0]) == ""
+    other = names.get("b")
+    assert "DoRA magnitudes" in server.refusal(other, other.verdicts[0])
     catalog.close()
 
 

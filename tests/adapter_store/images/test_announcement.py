@@ -1,4 +1,4 @@
-"""The identity of announcements, and the names that a restriction accepts."""
+"""The identity of announcements, and what of images they are about."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from adapter_store.core import Announcement, SegmentKind
-from adapter_store.images.announcement import announcement_id, module_names
+from adapter_store.checkpoint.open import open_checkpoint
+from adapter_store.core import Announcement, ImageContent, SegmentKind
+from adapter_store.images.announcement import announcement_id, content_of
+from adapter_store.images.plan import plan_image
 
 LAYOUT_ID = "sha256:" + "0" * 64
 
@@ -54,7 +56,12 @@ def test_identity_follows_what_is_said_and_not_its_order():
     assert len(ids) == len(others) + 1
 
 
-def test_restriction_accepts_the_names_of_its_targets(make_layout):
+def test_content_is_by_the_layouts_names(make_adapter, make_layout):
     layout = make_layout()
-    assert module_names(layout, ()) == frozenset()
-    assert module_names(layout, ("q_proj", "o_proj")) == {"q_proj", "o_proj"}
+    plan = plan_image(open_checkpoint(make_adapter(("q_proj", "lm_head"))), layout)
+    assert content_of(plan, layout) == ImageContent(("lm_head", "q_proj"), ())
+    kinds = (SegmentKind.FULL, SegmentKind.A, SegmentKind.B, SegmentKind.BIAS)
+    segments = tuple(replace(plan.segments[0], kind=kind) for kind in kinds)
+    content = content_of(replace(plan, segments=segments), layout)
+    assert content.segment_kinds == (SegmentKind.BIAS, SegmentKind.FULL)
+    assert content_of(replace(plan, segments=()), layout) == ImageContent((), ())

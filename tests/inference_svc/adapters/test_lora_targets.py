@@ -39,13 +39,13 @@ def layout() -> ModelLayout:
     return ModelLayout("base", "0" * 64, torch.float32, (1,), tuple(targets))
 
 
-def header(layout: ModelLayout, *modules: str, kind: str = "b") -> ImageHeader:
+def header(layout: ModelLayout, *modules: str) -> ImageHeader:
     """An image of these modules in every layer. Where its bytes lie does not matter here."""
     segments = [
         Segment(column, each, 4, 0, 0)
         for column, target in enumerate(layout.targets)
         if target.module in modules
-        for each in ("a", kind)
+        for each in ("a", "b")
     ]
     return ImageHeader("image", "digest", "layout", 1, 0, tuple(segments))
 
@@ -106,7 +106,7 @@ def test_image_of_other_targets_is_refused(layout, modules, reason):
         (["a", "b", "magnitude"], "DoRA magnitudes, which this server does not apply"),
         (
             ["row_ids", "rows", "full"],
-            "trained rows of an embedding or a head, whole weights in place of the base's, "
+            "rows of its own for tokens, whole weights of its own, "
             "which this server does not apply",
         ),
         (["99"], "segments of kind 99, which this server does not apply"),
@@ -114,8 +114,3 @@ def test_image_of_other_targets_is_refused(layout, modules, reason):
 )
 def test_kinds_that_are_not_applied_are_named(kinds, reason):
     assert refused_kinds(kinds) == reason
-
-
-def test_image_of_another_kind_is_refused(layout):
-    found = header(layout, "q_proj", kind="magnitude")
-    assert layout.refusal(found, ("q_proj",)) == "DoRA magnitudes, which this server does not apply"

@@ -432,7 +432,11 @@ def test_adapters_beyond_what_this_server_applies(record, reason, subject) -> No
 
 
 def test_targets_within_the_restriction_are_accepted() -> None:
-    """And those by names that the model does not know: the image says what they are."""
+    """And those by names that the model does not know, and weights that may equal the base's: the
+    image says what they are."""
     catalog, directory, _ = make(**LIMITED)
     catalog.records["default/upper"] = replace(UPPER, targets=("q_proj", "qkv_proj"))
+    assert run(lambda: directory.resolve(ANYONE, "upper")).digest == A
+    record = replace(UPPER, targets=("o_proj", "q_proj"), segment_kinds=("full",))
+    catalog.records["default/upper"] = record
     assert run(lambda: directory.resolve(ANYONE, "upper")).digest == A

@@ -1,4 +1,5 @@
-"""Adds what adapters have beside A and B, and what servers announce that they apply."""
+"""Adds what adapters have beside A and B, what their images change, and what servers announce that
+they apply."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ def upgrade() -> None:
     op.add_column("blobs", _json_list("segment_kinds"))
     op.add_column("blobs", _number("added_tokens"))
     op.add_column("blobs", _json_list("invocation_tokens"))
-    for name in ("segment_kinds", "lora_targets", "module_names"):
+    op.add_column("images", sa.Column("content", sa.Text()))
+    for name in ("segment_kinds", "lora_targets"):
         op.add_column("announcements", _json_list(name))
     op.add_column("announcements", _number("max_added_tokens"))
     applies: sa.Column[bool] = sa.Column(
