@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple, TypeAlias
@@ -223,33 +224,85 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What a server says beside its layout: further names of the base model, and the highest rank
-    that it accepts, 0 for any. It counts for as long as the server watches, and lasts an hour
-    more; of servers that do not renew it, as long as the layout, or until those that have replaced
-    them have gone for an hour."""
+    """What a server says beside its layout: further names of the base model, the highest rank that
+    it accepts, 0 for any, and what else it applies. It counts for as long as the server watches,
+    and lasts an hour more; of servers that do not renew it, as long as the layout, or until those
+    that have replaced them have gone for an hour.
+
+    `segment_kinds` are those beside A and B. `lora_targets` are last components of targets' names
+    that the server is restricted to; none: it applies all targets.
+    """
 
     aliases: tuple[str, ...] = ()
     max_rank: int = 0
     is_renewed: bool = True
+    segment_kinds: tuple[SegmentKind, ...] = ()
+    lora_targets: tuple[str, ...] = ()
+    max_added_tokens: int = 0
+    applies_invocation_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """The limits of one announcement. `expire_time`, in microseconds since the epoch, is an hour
-    after it was last made or renewed, and `last_use_time` is that of its layout: they decide
-    whether its servers are there, see lookup.present."""
+    """The limits of one announcement; see there. `expire_time`, in microseconds since the epoch, is
+    an hour after it was last made or renewed, and `last_use_time` is that of its layout: they
+    decide whether its servers are there, see lookup.present."""
 
     announcement_id: str
     max_rank: int
     expire_time: int = field(default=0, compare=False)
     is_renewed: bool = field(default=True, compare=False)
     last_use_time: int = field(default=0, compare=False)
+    segment_kinds: tuple[SegmentKind, ...] = ()
+    lora_targets: tuple[str, ...] = ()
+    max_added_tokens: int = 0
+    applies_invocation_tokens: bool = False
 
-    def refusal(self, rank: int) -> str:
-        """Returns why an adapter of this rank cannot be served; "" if it can."""
-        if self.max_rank and rank > self.max_rank:
-            return f"rank {rank} is above this server's limit {self.max_rank} (--max-rank)"
-        return ""
+    def refusal(self, adapter: AdapterRecord, verdict: LayoutVerdict) -> str:
+        """Returns why the servers cannot serve this adapter, whose verdict under their layout this
+        is; "" if they can, as far as is known."""
+        return verdict.reason or "; ".join(self._refusals(adapter, verdict.changes(adapter)))
+
+    def _refusals(self, adapter: AdapterRecord, changes: ImageContent) -> Iterator[str]:
+        if self.max_rank and adapter.rank > self.max_rank:
+            yield f"rank {adapter.rank} is above this server's limit {self.max_rank} (--max-rank)"
+        refused = [name for name in changes.modules if name not in self.lora_targets]
+        if self.lora_targets and refused:
+            what = "target {} is" if len(refused) == 1 else "targets {} are"
+            yield (
+                f"{what.format(_listed(refused))} not among this server's --lora-targets "
+                f"({_listed(self.lora_targets)})"
+            )
+        kinds = [kind for kind in changes.segment_kinds if kind not in self.segment_kinds]
+        for name in dict.fromkeys(KIND_WORDS[kind] for kind in kinds):
+            yield f"it has {name}, which this server does not apply"
+        if adapter.added_tokens > self.max_added_tokens:
+            yield (
+                f"tokens that it adds to the vocabulary: {adapter.added_tokens}, above this "
+                f"server's limit {self.max_added_tokens}"
+            )
+        if adapter.invocation_tokens and not self.applies_invocation_tokens:
+            yield (
+                "it is active from its invocation tokens on (aLoRA), which this server does not "
+                "apply"
+            )
+
+
+KIND_WORDS = {
+    SegmentKind.BIAS: "biases of LoRA",
+    SegmentKind.MAGNITUDE: "DoRA magnitudes",
+    SegmentKind.ROW_IDS: "rows of its own for tokens",
+    SegmentKind.ROWS: "rows of its own for tokens",
+    SegmentKind.FULL: "whole weights of its own",
+}
+"""What adapters may have beside A and B, in words; as the inference service says."""
+MAX_LISTED = 8
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Returns the names with commas: the first few, for servers may announce hundreds."""
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +339,14 @@ class Quota:
     max_bytes: int | None = None
 
 
+class ImageContent(NamedTuple):
+    """What an image changes: last components of its targets' names in the layout, and what it has
+    beside A and B."""
+
+    modules: tuple[str, ...]
+    segment_kinds: tuple[SegmentKind, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class LayoutVerdict:
     """State of one adapter's image under one layout."""
@@ -305,6 +366,19 @@ class LayoutVerdict:
     """The limits of the layout's servers."""
     fits: bool = field(default=False, compare=False)
     """Whether the adapter's shapes are known to fit the layout, maybe before its image is built."""
+    content: ImageContent | None = field(default=None, compare=False)
+    """What the image changes, once it has been planned; earlier releases did not record it."""
+
+    def changes(self, adapter: AdapterRecord) -> ImageContent:
+        """Returns what the adapter is known to change of the layout. Until its image is planned
+        that is little: it may call targets by other names, or have weights that equal the
+        base's."""
+        if self.content is not None:
+            return self.content
+        if self.state is ImageState.READY:  # of an earlier release: of plain LoRA
+            return ImageContent(adapter.targets, adapter.segment_kinds)
+        certain = (kind for kind in adapter.segment_kinds if kind is not SegmentKind.FULL)
+        return ImageContent((), tuple(certain))
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,6 +431,8 @@ class AdapterRecord:
 
     `signed_by` is the key that verified `signature` when the version was recorded, "" for none.
     After `delete_time` the version is no longer resolved, and only kept for the grace.
+    `segment_kinds` are what it changes beside A and B, `added_tokens` how many it adds to the
+    vocabulary; of aLoRA, it is active from the last of its `invocation_tokens` on.
     """
 
     name: AdapterName
@@ -380,6 +456,9 @@ class AdapterRecord:
     signed_by: str = ""
     signature: bytes = b""
     delete_time: datetime | None = None
+    segment_kinds: tuple[SegmentKind, ...] = ()
+    added_tokens: int = 0
+    invocation_tokens: tuple[int, ...] = ()
 
     @property
     def message_bytes(self) -> int:
@@ -392,13 +471,15 @@ class AdapterRecord:
             part
             for each in self.verdicts
             for server in each.servers
-            for part in (server.announcement_id, each.reason or server.refusal(self.rank))
+            for part in (server.announcement_id, server.refusal(self, each))
         ]
         texts += [part for file in self.files for part in (file.name, file.sha256)]
         # A character is at most four bytes; most texts are ASCII.
-        return sum(
+        text_bytes = sum(
             16 + (len(text) if text.isascii() else len(text.encode())) for text in texts
-        ) + 32 * (len(self.verdicts) + len(self.files) + 4)
+        )
+        numbers = 5 * len(self.invocation_tokens) + len(self.segment_kinds)
+        return text_bytes + numbers + 32 * (len(self.verdicts) + len(self.files) + 5)
 
     @property
     def signature_state(self) -> SignatureState:

@@ -42,6 +42,7 @@ from adapter_store.core import (
 from adapter_store.errors import LimitExceeded, UploadStalled
 from adapter_store.images import layout as layouts
 from adapter_store.images import layout_checks
+from adapter_store.images.announcement import announcement_id, validate_announcement
 from adapter_store.images.cache import ImageCache
 from adapter_store.images.disk_tier import TierCounts
 from adapter_store.images.plan import IMAGE_FORMATS
@@ -492,21 +493,21 @@ class StoreService:
     ) -> tuple[str, str, bool]:
         """Returns the ids of both, and whether images may be missing that were not before."""
         layout_checks.validate(layout)
-        layout_checks.validate_announcement(announcement)
+        validate_announcement(announcement, layout)
         if layout.image_format > 1:
             # No part of the layout: its servers may call the base by different names.
-            names = (*announcement.aliases, layout.base_model)
-            announcement = dataclasses.replace(announcement, aliases=names)
+            aliases = (*announcement.aliases, layout.base_model)
+            announcement = dataclasses.replace(announcement, aliases=aliases)
         body = layouts.to_text(layout)
         layout_id = layouts.text_id(body)
-        announcement_id = layouts.announcement_id(layout_id, announcement)
+        announced_id = announcement_id(layout_id, announcement)
         was_not_live = self._catalog.add_layout(layout_id, layout.base_model, body, account)
         try:
-            is_first = self._catalog.announce(layout_id, announcement_id, announcement, account)
+            is_first = self._catalog.announce(layout_id, announced_id, announcement, account)
         except LimitExceeded as error:  # its servers can serve all the same
             logger.warning("a server is not announced", extra={"why": error.message})
             return layout_id, "", was_not_live
-        return layout_id, announcement_id, was_not_live or is_first
+        return layout_id, announced_id, was_not_live or is_first
 
     def _call(
         self, caller: Principal, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs

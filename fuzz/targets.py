@@ -37,8 +37,11 @@ from adapter_store.checkpoint.peft_config import parse_config
 from adapter_store.checkpoint.safetensors import LENGTH_BYTES, read_header
 from adapter_store.checkpoint.tensors import parse_key
 from adapter_store.errors import InvalidAdapter, LimitExceeded
-from adapter_store.images import layout as layouts
 from adapter_store.images import layout_checks
+from adapter_store.images.announcement import (
+    announcement_id,
+    validate_announcement,
+)
 from adapter_store.registration.tenant_policy import parse_policy
 from adapter_store.sources import Sources, hub, local, s3
 from inference_svc.api.grpc import convert as inference_convert
@@ -259,10 +262,11 @@ async def _upload(request: Any) -> None:
 
 
 def _register_layout(request: Any) -> None:
-    layout_checks.validate(store_convert.from_layout(request.layout))
+    layout = store_convert.from_layout(request.layout)
+    layout_checks.validate(layout)
     announcement = store_convert.from_announcement(request)
-    layout_checks.validate_announcement(announcement)
-    parse_sha256(layouts.announcement_id(LAYOUT_ID, announcement), "announcement_id")
+    validate_announcement(announcement, layout)
+    parse_sha256(announcement_id(LAYOUT_ID, announcement), "announcement_id")
 
 
 LAYOUT_ID = "sha256:" + "0" * 64

@@ -13,7 +13,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.layout import ModelLayout, lora_modules
 from inference_svc.api.generate_call import checked_sampling
 from inference_svc.api.grpc.servicer import InferenceServicer, call_rules
 from inference_svc.api.load_report import load_report
@@ -168,6 +168,7 @@ def _model_facts(geometry: ModelGeometry) -> ModelFacts:
         dtype=geometry.dtype,
         max_position_embeddings=geometry.max_position_embeddings,
         kv_elements_per_token=2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim,
+        lora_targets=lora_modules(geometry),
     )
 
 
@@ -182,6 +183,7 @@ def _facts(config: InferenceSettings, geometry: ModelGeometry) -> ServerFacts:
         max_model_len=config.max_model_len,
         max_loras=config.max_loras,
         max_lora_rank=config.max_rank,
+        lora_targets=config.lora_targets,
         max_sequences=config.max_sequences,
         max_batch_tokens=config.max_batch_tokens,
         max_queue=config.max_queue,
@@ -295,7 +297,12 @@ class InferenceServer:
         if config.store:
             self._store = StoreConnection(config.store_addresses, self.replicas, self._store_access)
         catalog = None if self._store is None else self._store.catalog
-        servable = Servable(config.base_model_names, config.max_rank)
+        servable = Servable(
+            config.base_model_names,
+            config.max_rank,
+            config.lora_targets,
+            engine.layout.modules,
+        )
         directory = Directory(catalog, servable, config.name_ttl_seconds)
         self._async_engine = AsyncEngine(engine, text, self._places.answer_bytes)
         if self._tracing is not None:
@@ -309,7 +316,9 @@ class InferenceServer:
             *(self._places.request_work, config.share),
         )
         if self._store is not None:
-            announcement = Announcement(config.base_model_names[1:], config.max_rank)
+            announcement = Announcement(
+                config.base_model_names[1:], config.max_rank, config.lora_targets
+            )
             self._store.start(directory, engine.layout, announcement, self._accept_layout)
         service = Service(
             facts,

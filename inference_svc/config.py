@@ -5,6 +5,7 @@ What is left open is decided once, by `resolve`.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -51,6 +52,7 @@ NO_MODEL = (
     "{} is neither a folder nor a model's name on the hub, such as Qwen/Qwen3-0.6B, "
     "or with a revision Qwen/Qwen3-0.6B@main"
 )
+EVERY_TARGET = "all"
 _CACHED = "models--"
 """How the folders of models begin in the hub's cache; their parts are joined by "--"."""
 
@@ -145,6 +147,11 @@ class InferenceSettings(ServiceSettings):
 
     max_rank: Annotated[Count, ADAPTERS] = 64
     """Highest rank of an adapter; adapters of a higher rank are refused."""
+
+    lora_targets: Annotated[Names, ADAPTERS] = ()
+    """What adapters may change, by the last components of modules' names, such as q_proj,v_proj;
+    adapters that change others are refused, and nothing is computed for these. Unset, or all: every
+    target of the model."""
 
     adapter_wait_seconds: Annotated[PositiveSeconds, ADAPTERS] = 10.0
     """Longest time that a request waits for its adapter; then it ends with UNAVAILABLE."""
@@ -322,11 +329,13 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the model's config says; `kv_elements_per_token` are keys and values."""
+    """What the model's config says; `kv_elements_per_token` are keys and values, `lora_targets` the
+    last components of the names of what adapters may change."""
 
     dtype: str
     max_position_embeddings: int
     kv_elements_per_token: int
+    lora_targets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +376,8 @@ def resolve(
         raise InvalidSetting("--host-memory-limit: on a CPU all memory is under --memory-limit")
     _check_length(settings, model)
     names = {"base_model": settings.base_model_names[0], "device": device, "dtype": dtype}
-    settings = settings.model_copy(update=names)
+    lora_targets = _lora_targets(settings.lora_targets, model.lora_targets)
+    settings = settings.model_copy(update={**names, "lora_targets": lora_targets})
     if device == "cpu":
         sizes = _cpu_sizes(settings)
     else:
@@ -393,6 +403,21 @@ def _check_length(settings: InferenceSettings, model: ModelFacts) -> None:
         raise InvalidSetting(
             f"--max-model-len {settings.max_model_len} exceeds the model's {longest}"
         )
+
+
+def _lora_targets(asked: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns what adapters are restricted to, sorted; none if that is every target. Raises
+    InvalidSetting for a name that is none of the model's targets."""
+    if asked == (EVERY_TARGET,):
+        return ()
+    for name in asked:
+        if name not in known:
+            close = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise InvalidSetting(
+                f"--lora-targets: the model has no target {name}, but {', '.join(known)}{hint}"
+            )
+    return () if set(asked) == set(known) else tuple(sorted(set(asked)))
 
 
 def _max_model_len(settings: InferenceSettings, model: ModelFacts, kv_tokens: int) -> int:
@@ -440,6 +465,7 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
         host_limit_bytes=int(settings.host_memory_limit or 0),
         max_loras=settings.max_loras,
         max_lora_rank=settings.max_rank,
+        lora_targets=settings.lora_targets,
         adapter_wait_s=settings.adapter_wait_seconds,
         pull_workers=settings.pull_workers,
         prefetch=settings.prefetch,

@@ -51,6 +51,19 @@ class EventKind(enum.Enum):
     UNKNOWN = "unknown"
 
 
+class SegmentKind(enum.Enum):
+    """What an adapter changes in a module."""
+
+    A = "a"
+    B = "b"
+    BIAS = "bias"
+    MAGNITUDE = "magnitude"
+    ROW_IDS = "row_ids"
+    ROWS = "rows"
+    FULL = "full"
+    UNKNOWN = "unknown"
+
+
 class AdapterTier(enum.Enum):
     DEVICE = "device"
     HOST = "host"
@@ -125,7 +138,9 @@ class Adapter:
     """One version of an adapter. `name` is "tenant/name", `digest` the identity of its content.
 
     `created_by` is the token that recorded it, `signed_by` the key that it was verified with ("":
-    it is not signed), `delete_time` since when it is deleted (None: it is not).
+    it is not signed), `delete_time` since when it is deleted (None: it is not). `segment_kinds` are
+    what it changes beside A and B, `added_tokens` how many it adds to the vocabulary; of aLoRA, it
+    is active from its `invocation_tokens` on.
     """
 
     name: str
@@ -148,6 +163,9 @@ class Adapter:
     files: tuple[SourceFile, ...] = ()
     signed_by: str = ""
     delete_time: datetime | None = None
+    segment_kinds: tuple[SegmentKind, ...] = ()
+    added_tokens: int = 0
+    invocation_tokens: tuple[int, ...] = ()
 
     @property
     def ref(self) -> str:
@@ -395,6 +413,8 @@ class ServerLimits:
     max_queue: int
     memory_bytes: int = 0
     """Limit of all memory together on the computing device; 0: unknown."""
+    lora_targets: tuple[str, ...] = ()
+    """What adapters may change, by last components of modules' names; none: every target."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ class Plan:
     @property
     def largest_image_bytes(self) -> int:
         """Size of the largest adapter that is admitted."""
-        return self.layout.largest_image(self.config.max_rank).num_bytes
+        return self.layout.largest_image(self.config.max_rank, self.config.lora_targets).num_bytes
 
     def num_adapters(self, area: str, adapters: Adapters) -> int:
         """Returns how many adapters fit into the arena or the host tier."""

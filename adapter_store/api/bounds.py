@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from adapter_store.catalog.catalog import PAGE_BYTES
 from adapter_store.catalog.filters import MAX_FILTER_CHARS, MAX_LABELS
+from adapter_store.images.announcement import MAX_ALIASES, MAX_LORA_TARGETS, MAX_SEGMENT_KINDS
 from adapter_store.images.layout_checks import (
-    MAX_ALIASES,
     MAX_ALL_HASHES,
     MAX_ALL_OTHER_NAMES,
     MAX_TARGETS,
@@ -23,8 +23,6 @@ MAX_TENANTS = 1024
 MAX_TOKEN_CHARS = 8192
 """Of a page token, which repeats the filter."""
 MAX_IMAGE_FORMATS = 64
-MAX_SEGMENT_KINDS = 64
-MAX_LORA_TARGETS = 256
 DEBUG_BYTES = 2 << 20
 """The largest part of a debug bundle has a thousand rows."""
 RECORD_BYTES = 128 << 10

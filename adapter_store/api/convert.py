@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -82,6 +82,10 @@ _SEGMENT_KINDS = {
     SegmentKind.ROWS: pb.SEGMENT_KIND_ROWS,
     SegmentKind.FULL: pb.SEGMENT_KIND_FULL,
 }
+_KINDS_OF_SEGMENTS: dict[int, SegmentKind] = {
+    number: kind for kind, number in _SEGMENT_KINDS.items()
+}
+_LORA_KINDS = (SegmentKind.A, SegmentKind.B)
 _SIGNATURE_STATES = {
     SignatureState.UNSIGNED: pb.SIGNATURE_STATE_UNSIGNED,
     SignatureState.VERIFIED: pb.SIGNATURE_STATE_VERIFIED,
@@ -214,11 +218,33 @@ def from_layout(message: pb.ModelLayout) -> Layout:
 
 def from_announcement(message: pb.RegisterLayoutRequest) -> Announcement:
     """Returns what the server says beside its layout; of one of an earlier release, what its layout
-    says."""
+    says. Raises InvalidArgument naming the field."""
     if not message.HasField("announcement"):
         return Announcement(tuple(message.layout.aliases), is_renewed=False)
     announcement = message.announcement
-    return Announcement(tuple(announcement.aliases), announcement.max_rank)
+    return Announcement(
+        tuple(announcement.aliases),
+        announcement.max_rank,
+        segment_kinds=tuple(_from_kinds(announcement.segment_kinds)),
+        lora_targets=tuple(announcement.lora_targets),
+        max_added_tokens=announcement.max_added_tokens,
+        applies_invocation_tokens=announcement.applies_invocation_tokens,
+    )
+
+
+def _from_kinds(numbers: Sequence[int]) -> Iterator[SegmentKind]:
+    """Yields the kinds beside A and B, which no server does without. Kinds of later releases are
+    passed over: no image of this store has them."""
+    field = "announcement.segment_kinds"
+    found = {_KINDS_OF_SEGMENTS.get(number) for number in numbers}
+    for index, number in enumerate(numbers):
+        if number == pb.SEGMENT_KIND_UNSPECIFIED:
+            raise InvalidArgument(
+                f"{field}[{index}]: which kind is not said", subject=f"{field}[{index}]"
+            )
+    if numbers and not found.issuperset(_LORA_KINDS):
+        raise InvalidArgument(f"{field}: a server that names any applies A and B", subject=field)
+    yield from (kind for kind in SegmentKind if kind in found and kind not in _LORA_KINDS)
 
 
 def from_watch(message: pb.WatchAdaptersRequest) -> str:
@@ -323,7 +349,7 @@ def to_adapter(record: AdapterRecord) -> pb.Adapter:
         create_time=_to_timestamp(record.create_time),
         update_time=_to_timestamp(record.update_time),
         pinned=record.pinned,
-        layout_states=[_to_layout_state(verdict, record.rank) for verdict in record.verdicts],
+        layout_states=[_to_layout_state(verdict, record) for verdict in record.verdicts],
         description=record.description,
         created_by=record.created_by,
         source_revision=record.source_revision,
@@ -335,22 +361,27 @@ def to_adapter(record: AdapterRecord) -> pb.Adapter:
         signature_state=_SIGNATURE_STATES[record.signature_state],
         signed_by=record.signed_by,
         delete_time=_to_timestamp(record.delete_time) if record.delete_time else None,
+        segment_kinds=sorted(_SEGMENT_KINDS[kind] for kind in record.segment_kinds),
+        added_tokens=record.added_tokens,
+        invocation_tokens=record.invocation_tokens,
     )
 
 
-def _to_layout_state(verdict: LayoutVerdict, rank: int) -> pb.LayoutState:
+def _to_layout_state(verdict: LayoutVerdict, record: AdapterRecord) -> pb.LayoutState:
     return pb.LayoutState(
         layout_id=verdict.layout_id,
         state=_STATES[verdict.state],
         reason=verdict.reason,
         image_bytes=verdict.image_bytes,
-        servers=[_to_server_verdict(limits, verdict, rank) for limits in verdict.servers],
+        servers=[_to_server_verdict(limits, verdict, record) for limits in verdict.servers],
         fits=verdict.fits,
     )
 
 
-def _to_server_verdict(limits: ServerLimits, verdict: LayoutVerdict, rank: int) -> pb.ServerVerdict:
-    reason = verdict.reason or limits.refusal(rank)
+def _to_server_verdict(
+    limits: ServerLimits, verdict: LayoutVerdict, record: AdapterRecord
+) -> pb.ServerVerdict:
+    reason = limits.refusal(record, verdict)
     return pb.ServerVerdict(
         announcement_id=limits.announcement_id,
         max_rank=limits.max_rank,

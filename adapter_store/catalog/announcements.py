@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 
 from adapter_store.catalog.database import upsert
-from adapter_store.catalog.lookup import LASTS_FOR, PRESENT_FOR, to_micros
+from adapter_store.catalog.lookup import LASTS_FOR, PRESENT_FOR, dump_kinds, to_micros
 from adapter_store.catalog.schema import announcements, layout_bases, layouts
 from adapter_store.core import Announcement
 from adapter_store.errors import LimitExceeded
@@ -72,6 +72,10 @@ def add(
             expire_time=expire_time,
             is_renewed=announcement.is_renewed,
             announced_by=account,
+            segment_kinds=dump_kinds(announcement.segment_kinds),
+            lora_targets=json.dumps(sorted(set(announcement.lora_targets))),
+            max_added_tokens=announcement.max_added_tokens,
+            applies_invocation_tokens=announcement.applies_invocation_tokens,
         )
         .on_conflict_do_update(
             index_elements=["announcement_id"], set_={"expire_time": expire_time}

@@ -52,6 +52,7 @@ from adapter_store.core import (
     Announcement,
     BlobPlace,
     EventKind,
+    ImageContent,
     ImageKey,
     LayoutInfo,
     LayoutVerdict,
@@ -417,10 +418,10 @@ class Catalog:
         with self._database.write() as conn:
             return image_states.set_verdict(conn, digest, verdict, self._clock())
 
-    def set_fits(self, key: ImageKey, build_micros: int) -> None:
+    def set_fits(self, key: ImageKey, build_micros: int, content: ImageContent) -> None:
         """See image_states.set_fits."""
         with self._database.write() as conn:
-            image_states.set_fits(conn, key, build_micros, self._clock())
+            image_states.set_fits(conn, key, build_micros, content, self._clock())
 
     def unfinished(self, layout_id: str, after_digest: str, limit: int) -> list[str]:
         """Returns the digests to precompile under this layout, in order, after `after_digest`."""

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Select, and_, delete, exists, func, literal, 
 from adapter_store.catalog.database import now_micros, upsert
 from adapter_store.catalog.filters import within
 from adapter_store.catalog.layouts import is_live
-from adapter_store.catalog.lookup import hidden_micros, to_micros, to_verdict
+from adapter_store.catalog.lookup import dump_content, hidden_micros, to_micros, to_verdict
 from adapter_store.catalog.schema import (
     adapters,
     blobs,
@@ -21,7 +21,7 @@ from adapter_store.catalog.schema import (
     leases,
     versions,
 )
-from adapter_store.core import ImageKey, ImageState, LayoutVerdict, Tenants
+from adapter_store.core import ImageContent, ImageKey, ImageState, LayoutVerdict, Tenants
 from adapter_store.errors import LimitExceeded
 
 _FINAL = (ImageState.READY.value, ImageState.INCOMPATIBLE.value)
@@ -85,6 +85,8 @@ def set_verdict(conn: Connection, digest: str, verdict: LayoutVerdict, now: date
         "reason": verdict.reason,
         "image_bytes": verdict.image_bytes,
     }
+    if verdict.content is not None:
+        values["content"] = dump_content(verdict.content)
     if verdict.build_micros:
         values["build_micros"] = verdict.build_micros
     compiling = ImageState.COMPILING
@@ -102,8 +104,11 @@ def set_verdict(conn: Connection, digest: str, verdict: LayoutVerdict, now: date
     return True
 
 
-def set_fits(conn: Connection, key: ImageKey, build_micros: int, now: datetime) -> None:
-    """Records that the adapter fits the layout, unless more is known of the image."""
+def set_fits(
+    conn: Connection, key: ImageKey, build_micros: int, content: ImageContent, now: datetime
+) -> None:
+    """Records that the adapter fits the layout, and what its image changes, unless more is known of
+    it."""
     if not _is_known(conn, key):
         return
     values = {
@@ -112,11 +117,16 @@ def set_fits(conn: Connection, key: ImageKey, build_micros: int, now: datetime) 
         "image_bytes": 0,
         "build_micros": build_micros,
         "build_time": to_micros(now) - build_micros,
+        "content": dump_content(content),
     }
     conn.execute(
         upsert(conn, images)
         .values(digest=key.digest, layout_id=key.layout_id, **values)
-        .on_conflict_do_nothing()
+        .on_conflict_do_update(
+            index_elements=["digest", "layout_id"],
+            set_={"content": values["content"]},
+            where=images.c.content.is_(None),
+        )
     )
 
 

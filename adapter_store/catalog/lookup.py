@@ -23,8 +23,10 @@ from adapter_store.catalog.schema import (
 )
 from adapter_store.core import (
     AdapterRecord,
+    ImageContent,
     ImageState,
     LayoutVerdict,
+    SegmentKind,
     ServerLimits,
     SourceFile,
     Tenants,
@@ -157,6 +159,14 @@ def load_files(text: str) -> tuple[SourceFile, ...]:
     return tuple(SourceFile(*row) for row in json.loads(text))
 
 
+def dump_kinds(kinds: Iterable[SegmentKind]) -> str:
+    return json.dumps(sorted({kind.value for kind in kinds}))
+
+
+def load_kinds(text: str) -> tuple[SegmentKind, ...]:
+    return tuple(map(SegmentKind, json.loads(text)))
+
+
 def _record_query() -> Select[Any]:
     return (
         select(
@@ -181,6 +191,9 @@ def _record_query() -> Select[Any]:
             blobs.c.rank,
             blobs.c.targets,
             blobs.c.source_bytes,
+            blobs.c.segment_kinds,
+            blobs.c.added_tokens,
+            blobs.c.invocation_tokens,
         )
         .join(versions, versions.c.adapter_id == adapters.c.id)
         .join(blobs, blobs.c.digest == versions.c.digest)
@@ -222,6 +235,9 @@ def _to_records(conn: Connection, rows: Sequence[Row[Any]]) -> list[AdapterRecor
             signed_by=row.signed_by,
             signature=row.signature or b"",
             delete_time=None if row.delete_time is None else from_micros(row.delete_time),
+            segment_kinds=load_kinds(row.segment_kinds),
+            added_tokens=row.added_tokens,
+            invocation_tokens=tuple(json.loads(row.invocation_tokens)),
         )
         for row in rows
     ]
@@ -254,6 +270,10 @@ def servers(conn: Connection, layout_ids: Iterable[str]) -> dict[str, list[Serve
             *(row.announcement_id, row.max_rank, row.expire_time),
             is_renewed=row.is_renewed,
             last_use_time=row.last_use_time,
+            segment_kinds=load_kinds(row.segment_kinds),
+            lora_targets=tuple(json.loads(row.lora_targets)),
+            max_added_tokens=row.max_added_tokens,
+            applies_invocation_tokens=row.applies_invocation_tokens,
         )
         result.setdefault(row.layout_id, []).append(limits)
     return result
@@ -269,7 +289,18 @@ def to_verdict(row: Row[Any]) -> LayoutVerdict:
     return LayoutVerdict(
         *(row.layout_id, state, row.reason, row.image_bytes, row.build_micros, row.build_time),
         fits=state is not ImageState.INCOMPATIBLE,
+        content=None if row.content is None else _load_content(row.content),
     )
+
+
+def dump_content(content: ImageContent) -> str:
+    kinds = [kind.value for kind in content.segment_kinds]
+    return json.dumps([content.modules, kinds], separators=(",", ":"))
+
+
+def _load_content(text: str) -> ImageContent:
+    modules, kinds = json.loads(text)
+    return ImageContent(tuple(modules), tuple(map(SegmentKind, kinds)))
 
 
 def hidden_micros(create_time: int, verdict: LayoutVerdict, now: int) -> int:

@@ -12,16 +12,24 @@ from sqlalchemy import Connection, Row, and_, insert, select, update
 
 from adapter_store.catalog import events, work_leases
 from adapter_store.catalog.filters import within
-from adapter_store.catalog.lookup import dump_files, load_files, to_micros
+from adapter_store.catalog.lookup import dump_files, dump_kinds, load_files, to_micros
 from adapter_store.catalog.schema import adapters, blobs, versions
-from adapter_store.core import AdapterEvent, BlobPlace, EventKind, SourceFile, Tenants
+from adapter_store.core import (
+    AdapterEvent,
+    BlobPlace,
+    EventKind,
+    SegmentKind,
+    SourceFile,
+    Tenants,
+)
 from adapter_store.errors import BlobLost
 from servicekit.refs import AdapterName
 
 
 @dataclass(frozen=True, slots=True)
 class NewVersion:
-    """Content to be recorded under a name. `targets` are distinct module names, sorted.
+    """Content to be recorded under a name. `targets` are distinct module names, sorted, and
+    `segment_kinds` what it changes beside A and B.
 
     `signed_by` is the trusted key that verified `signature`, "" for none.
     """
@@ -43,6 +51,9 @@ class NewVersion:
     signed_by: str = ""
     signature: bytes = b""
     blob: BlobPlace = field(default_factory=BlobPlace)
+    segment_kinds: tuple[SegmentKind, ...] = ()
+    added_tokens: int = 0
+    invocation_tokens: tuple[int, ...] = ()
 
 
 def find_adapter(conn: Connection, name: AdapterName, tenants: Tenants = None) -> Row[Any] | None:
@@ -148,6 +159,9 @@ def put_blob(conn: Connection, new: NewVersion, time: datetime) -> None:
                 targets=json.dumps(new.targets),
                 source_bytes=new.source_bytes,
                 create_time=to_micros(time),
+                segment_kinds=dump_kinds(new.segment_kinds),
+                added_tokens=new.added_tokens,
+                invocation_tokens=json.dumps(new.invocation_tokens),
                 **where,
             )
         )

@@ -51,6 +51,10 @@ blobs = Table(
     Column("create_time", Big, nullable=False),
     Column("place", Text, nullable=False, server_default=""),  # where it is stored, if it is shared
     Column("files", Text, nullable=False, server_default="[]"),  # JSON: the files stored there
+    # JSON list of what it changes beside A and B.
+    Column("segment_kinds", Text, nullable=False, server_default="[]"),
+    Column("added_tokens", Integer, nullable=False, server_default="0"),
+    Column("invocation_tokens", Text, nullable=False, server_default="[]"),  # JSON list
 )
 
 adapters = Table(
@@ -133,6 +137,11 @@ announcements = Table(
     # False: of a server of an earlier release, which lasts as long as its layout is in use.
     Column("is_renewed", Boolean, nullable=False, server_default=true()),
     Column("announced_by", Text, nullable=False, server_default=""),  # an account
+    # JSON lists: what it applies beside A and B, and the targets that it is restricted to.
+    Column("segment_kinds", Text, nullable=False, server_default="[]"),
+    Column("lora_targets", Text, nullable=False, server_default="[]"),
+    Column("max_added_tokens", Integer, nullable=False, server_default="0"),
+    Column("applies_invocation_tokens", Boolean, nullable=False, server_default=false()),
     Index("announcements_by_layout", "layout_id"),
 )
 
@@ -147,6 +156,7 @@ images = Table(
     Column("image_bytes", Big, nullable=False),
     Column("build_time", Big, nullable=False, server_default="0"),  # when its build began
     Column("build_micros", Big, nullable=False, server_default="0"),  # and how long it took
+    Column("content", Text),  # JSON: what it changes; NULL: not planned yet, or by a release before
     PrimaryKeyConstraint("digest", "layout_id"),
 )
 

@@ -73,6 +73,16 @@ class Checkpoint:
         return tuple(sorted({changes.name.rpartition(".")[2] for changes in self.changes}))
 
     @property
+    def added_tokens(self) -> int:
+        """How many tokens it adds to the vocabulary; an adapter with any is refused on opening."""
+        return 0
+
+    @property
+    def invocation_tokens(self) -> tuple[int, ...]:
+        """Returns from which tokens on it is active, of aLoRA, which is refused on opening."""
+        return ()
+
+    @property
     def lost_modules(self) -> frozenset[str]:
         """Modules that target_modules lists although the adapter has no weight for them, named as
         targets are."""

@@ -1,7 +1,8 @@
 """Compiled images: one contiguous range of bytes per adapter and layout, ready to be copied.
 
 layout         gives layouts their identity
-layout_checks  validates layouts and announcements
+layout_checks  validates layouts
+announcement   validates announcements, gives them their identity, and says what they are about
 fit            which targets of a layout an adapter changes
 base_rows      which rows of the base's own weights it changes
 sources        what a target's segments consist of

@@ -21,8 +21,16 @@ from adapter_store.catalog.catalog import Catalog
 from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
-from adapter_store.core import ImageKey, ImageState, Layout, LayoutVerdict, Tenants
+from adapter_store.core import (
+    ImageContent,
+    ImageKey,
+    ImageState,
+    Layout,
+    LayoutVerdict,
+    Tenants,
+)
 from adapter_store.errors import CorruptData, IncompatibleAdapter, InvalidAdapter
+from adapter_store.images.announcement import content_of
 from adapter_store.images.compile import Image, compile_parts
 from adapter_store.images.disk_tier import DiskTier, Removal
 from adapter_store.images.file import open_image, read_parts, write_image
@@ -70,6 +78,7 @@ class Build:
     """One image being built: what to build, and how far it has come."""
 
     key: ImageKey
+    layout: Layout
     checkpoint: Checkpoint
     plan: ImagePlan
     is_precompile: bool
@@ -84,6 +93,11 @@ class Build:
     def source(self) -> str:
         """Where its bytes came from: disk, blob or shared."""
         return "disk" if self.is_on_disk else "blob" if self.is_compiled else "shared"
+
+    @property
+    def content(self) -> ImageContent:
+        """What the image changes."""
+        return content_of(self.plan, self.layout)
 
     def wait_compiling_recorded(self) -> None:
         """Returns when the verdict COMPILING, recorded concurrently, is in the catalog."""
@@ -129,7 +143,7 @@ class ImageBuilder:
         checkpoint = self._open(key)
         with self._record_incompatible(key, start_s):
             plan = plan_image(checkpoint, layout, identity=key.layout_id)
-        build = Build(key, checkpoint, plan, precompile, start_s)
+        build = Build(key, layout, checkpoint, plan, precompile, start_s)
         if precompile:
             self._claim_precompile(build)
         return build
@@ -166,6 +180,7 @@ class ImageBuilder:
                 *(build.key, ImageState.READY),
                 image_bytes=build.plan.total_bytes,
                 build_s=time.monotonic() - build.start_s,
+                content=build.content,
             ):  # collected meanwhile, maybe before these files were there
                 self._disk.remove(build.key, Removal.DELETED)
                 if self._shared is not None:
@@ -224,8 +239,11 @@ class ImageBuilder:
                 stream = self._shared.find(build.key, build.plan)
                 if stream is not None:
                     stream.close()
-                    image_bytes = build.plan.total_bytes
-                    self._set_verdict(build.key, ImageState.READY, image_bytes=image_bytes)
+                    self._set_verdict(
+                        *(build.key, ImageState.READY),
+                        image_bytes=build.plan.total_bytes,
+                        content=build.content,
+                    )
                     raise NotPrecompiled
                 build.claim = self._shared.claim(build.key, wait=False)
                 if build.claim is None:
@@ -280,7 +298,9 @@ class ImageBuilder:
     def _compile(self, build: Build, image: PartialImage, yield_point: YieldPoint) -> None:
         start = time.monotonic()
         build.is_compiled = True
-        build.compiling = self._threads.submit(self._set_verdict, build.key, ImageState.COMPILING)
+        build.compiling = self._threads.submit(
+            self._set_verdict, build.key, ImageState.COMPILING, content=build.content
+        )
         parts = compile_parts(
             build.checkpoint,
             build.plan,
@@ -335,7 +355,8 @@ class ImageBuilder:
             raise
 
     def _record_fits(self, build: Build) -> None:
-        self._catalog.set_fits(build.key, _micros(time.monotonic() - build.start_s))
+        build_micros = _micros(time.monotonic() - build.start_s)
+        self._catalog.set_fits(build.key, build_micros, build.content)
 
     def _report_damage(self, error: CorruptData) -> None:
         logger.warning("damaged image; it is built again", extra={"why": str(error)})
@@ -348,9 +369,12 @@ class ImageBuilder:
         reason: str = "",
         image_bytes: int = 0,
         build_s: float = 0.0,
+        content: ImageContent | None = None,
     ) -> bool:
         """Returns False if the adapter has been collected meanwhile."""
-        verdict = LayoutVerdict(key.layout_id, state, reason, image_bytes, _micros(build_s))
+        verdict = LayoutVerdict(
+            *(key.layout_id, state, reason, image_bytes, _micros(build_s)), content=content
+        )
         return self._catalog.set_verdict(key.digest, verdict)
 
     def _damaged_blob(self, digest: str, why: str) -> CorruptData:

@@ -10,7 +10,6 @@ from typing import Any
 
 from adapter_store.checkpoint.digest import canonical_json, sha256_text
 from adapter_store.core import (
-    Announcement,
     DataType,
     Held,
     Layout,
@@ -53,12 +52,6 @@ def to_text(layout: Layout) -> str:
     to_fields = _format_1_fields if layout.image_format == 1 else _target_fields
     targets = ",".join(canonical_json(to_fields(target)) for target in layout.targets)
     return f'{head[:-1]},"targets":[{targets}]}}'  # the last of the sorted keys
-
-
-def announcement_id(layout_id: str, announcement: Announcement) -> str:
-    """Returns "sha256:<hex>": servers that say the same of the same layout have the same."""
-    fields = [sorted(set(announcement.aliases)), announcement.max_rank, announcement.is_renewed]
-    return sha256_text(canonical_json(["loadout-announcement", layout_id, *fields]))
 
 
 def _format_1_fields(target: Target) -> dict[str, Any]:

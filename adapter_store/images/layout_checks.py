@@ -1,4 +1,4 @@
-"""What a layout and an announcement may say, checked when a server registers them."""
+"""What a layout may say, checked when a server registers it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 
 from adapter_store.core import (
     HASHED_ROWS,
-    Announcement,
     Layout,
     OtherName,
     Target,
@@ -18,9 +17,7 @@ from adapter_store.images.layout import runs
 from servicekit.errors import InvalidArgument
 
 MAX_TARGETS = 1 << 17
-MAX_ALIASES = 64
 MAX_FEATURES = 1 << 28
-MAX_RANK = 1 << 30
 MAX_NAME_CHARS = 512
 MAX_EXPERTS = 1 << 14
 MAX_RANK_PARTS = 1 << 10
@@ -60,18 +57,6 @@ def validate(layout: Layout) -> None:
     _validate_other_names(layout, seen)
     num_hashes = sum(len(target.base_hashes) for target in layout.targets)
     _require(num_hashes <= MAX_ALL_HASHES, "targets", f"more than {MAX_ALL_HASHES} base_hashes")
-
-
-def validate_announcement(announcement: Announcement) -> None:
-    """Raises InvalidArgument (subject: the field, such as "announcement.aliases[3]")."""
-    message = "announcement" if announcement.is_renewed else "layout"
-    too_many = len(announcement.aliases) > MAX_ALIASES
-    _require(not too_many, "aliases", f"more than {MAX_ALIASES}", message)
-    for index, alias in enumerate(announcement.aliases):
-        is_name = 0 < len(alias) <= MAX_NAME_CHARS and alias.isprintable()
-        _require(is_name, f"aliases[{index}]", "not a printable name", message)
-    is_rank = announcement.max_rank <= MAX_RANK
-    _require(is_rank, "max_rank", f"above {MAX_RANK}", message)
 
 
 def _validate_target(target: Target, field: str) -> None:
@@ -257,6 +242,6 @@ def _is_module(name: str) -> bool:
     return len(name) <= MAX_NAME_CHARS and _NAME.fullmatch(name) is not None
 
 
-def _require(condition: bool, field: str, detail: str, message: str = "layout") -> None:
+def _require(condition: bool, field: str, detail: str) -> None:
     if not condition:
-        raise InvalidArgument(f"{message}.{field}: {detail}", subject=f"{message}.{field}")
+        raise InvalidArgument(f"layout.{field}: {detail}", subject=f"layout.{field}")

@@ -355,6 +355,9 @@ def _new_version(
         source_revision=source_revision,
         config_base_model=checkpoint.base_model,
         files=staging.files,
+        segment_kinds=checkpoint.segment_kinds,
+        added_tokens=checkpoint.added_tokens,
+        invocation_tokens=checkpoint.invocation_tokens,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +25,11 @@ KIND_WORDS = {
     "rows": "rows of its own for tokens",
     "full": "whole weights of its own",
 }
-"""What this service does not apply, in words."""
+"""The kinds of segments that this service does not apply, in words."""
 
 EMBEDDING, HEAD = "embed", "head"
+
+MAX_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,11 @@ class LayoutTarget:
     out_features: int
     other_names: tuple[OtherName, ...] = ()
 
+    @property
+    def module(self) -> str:
+        """The last component of its name, such as "q_proj"."""
+        return self.name.rpartition(".")[2]
+
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
@@ -61,10 +68,18 @@ class ModelLayout:
     image_formats: tuple[int, ...]
     targets: tuple[LayoutTarget, ...]
 
-    def largest_image(self, rank: int) -> Shape:
-        """Returns the shape of an image that has every target at this rank."""
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Distinct last components of the targets' names, in order of use."""
+        return tuple(dict.fromkeys(target.module for target in self.targets))
+
+    def largest_image(self, rank: int, lora_targets: Collection[str] = ()) -> Shape:
+        """Returns the shape of an image that has every target at this rank; of a server that is
+        restricted to some, these."""
         end, cuts = 0, []
         for target in self.targets:
+            if lora_targets and target.module not in lora_targets:
+                continue
             cuts.append(end)
             for features in (target.in_features, target.out_features):
                 end += round_up(rank * features * self.dtype.itemsize)
@@ -78,12 +93,9 @@ class ModelLayout:
         if header.image_format not in self.image_formats:
             raise CorruptImage(f"image format {header.image_format} is not one we read")
         segments = header.segments
-        for segment in segments:
-            if segment.kind in KIND_WORDS and header.image_format > 1:
-                raise AdapterUnusable(
-                    f"it has {KIND_WORDS[segment.kind]}, which this server does not apply",
-                    subject="adapter",
-                )
+        known = [segment.kind for segment in segments if segment.kind in KIND_WORDS]
+        if known and header.image_format > 1:
+            raise AdapterUnusable(f"it has {refused_kinds(known)}", subject="adapter")
         is_empty = not segments and header.image_format == 1
         if is_empty or len(segments) % 2:
             raise CorruptImage("the image has no segments, or an A without its B")
@@ -104,6 +116,12 @@ class ModelLayout:
             previous = a.target
         if header.total_bytes != end:
             raise CorruptImage(f"the image has {header.total_bytes} bytes; its segments need {end}")
+
+    def refusal(self, header: ImageHeader, lora_targets: Collection[str] = ()) -> str | None:
+        """Returns what an image changes that a server which is restricted to these targets, none:
+        to none in particular, does not accept; in words that follow "has"."""
+        found = dict.fromkeys(self.targets[segment.target].module for segment in header.segments)
+        return refused_targets([name for name in found if name not in lora_targets], lora_targets)
 
     def _check_form(self, segment: Segment, image_format: int) -> None:
         """Raises CorruptImage for one that does not have the values of its target."""
@@ -127,6 +145,30 @@ def _is_same(segment: Segment, earlier: Segment | None) -> bool:
         return False
     of = ("kind", "rank", "length_bytes", "dtype", "shape")
     return all(getattr(segment, name) == getattr(earlier, name) for name in of)
+
+
+def refused_targets(names: Sequence[str], lora_targets: Collection[str]) -> str | None:
+    """Returns that an adapter has targets of these names, which are none of --lora-targets; None if
+    there are none, or every target is accepted."""
+    if not names or not lora_targets:
+        return None
+    what = "a target {}, which is" if len(names) == 1 else "targets {}, which are"
+    accepted = _listed(sorted(lora_targets))
+    return f"{what.format(_listed(names))} not among this server's --lora-targets ({accepted})"
+
+
+def refused_kinds(kinds: Iterable[str]) -> str | None:
+    """Returns what of these kinds of segments this service does not apply; None if it applies all
+    of them."""
+    names = dict.fromkeys(
+        KIND_WORDS.get(kind, f"segments of kind {kind}") for kind in kinds if kind not in ("a", "b")
+    )
+    return f"{_listed(list(names))}, which this server does not apply" if names else None
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more
 
 
 def layout_of(config: EngineConfig, geometry: ModelGeometry) -> ModelLayout:
@@ -181,13 +223,30 @@ def _fused_names(
     return tuple(found)
 
 
-def lora_groups(layout: ModelLayout) -> dict[str, LoraGroup]:
-    """Returns by group name the columns computed together, and their places in the fused output."""
+def lora_modules(geometry: ModelGeometry) -> tuple[str, ...]:
+    """Returns the last components of the names of what adapters may change, in order of use."""
+    return build_layout(geometry, "", torch.float32).modules
+
+
+def computed_groups(config: EngineConfig, geometry: ModelGeometry) -> dict[str, LoraGroup]:
+    """Returns the groups that an engine with this config computes."""
+    return lora_groups(layout_of(config, geometry), config.lora_targets)
+
+
+def lora_groups(layout: ModelLayout, lora_targets: Collection[str] = ()) -> dict[str, LoraGroup]:
+    """Returns by group name the columns computed together, and their places in the fused output.
+
+    Of a server that is restricted to some targets, the groups that have any of these: nothing is
+    launched for others. Such a group is whole, as kernels pass over what no adapter changes.
+    """
     columns: dict[str, list[int]] = {}
     for column, target in enumerate(layout.targets):
         columns.setdefault(target.group, []).append(column)
     groups = {}
     for name, members in columns.items():
+        modules = {layout.targets[column].module for column in members}
+        if lora_targets and modules.isdisjoint(lora_targets):
+            continue
         sizes = [layout.targets[column].out_features for column in members]
         offsets = [sum(sizes[:index]) for index in range(len(sizes))]
         groups[name] = LoraGroup(

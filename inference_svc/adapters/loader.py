@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 
 from inference_svc.adapters.eviction import EvictionReason
+from inference_svc.adapters.image_source import ImageHeader
 from inference_svc.adapters.load_metrics import LoadCounters, LoadTimes
 from inference_svc.adapters.load_states import Load, Loads, LoadState
 from inference_svc.adapters.placement import Placement
@@ -34,6 +35,15 @@ from servicekit.errors import ServiceError
 logger = logging.getLogger(__name__)
 
 
+Refusal = Callable[[ImageHeader], str | None]
+"""Returns what an image has that this server does not apply, in words that follow "has"; None if it
+applies everything."""
+
+
+def accept_all(header: ImageHeader) -> None:
+    """Refuses no image."""
+
+
 class Loader:
     """Moves `loads` from state to state.
 
@@ -54,6 +64,7 @@ class Loader:
         *,
         max_rank: int,
         stall_s: float,
+        refusal: Refusal,
     ) -> None:
         assert max_rank > 0
         self.tiers = tiers
@@ -66,6 +77,7 @@ class Loader:
         self.times = times
         self.max_rank = max_rank
         self.stall_s = stall_s
+        self.refusal = refusal
         self._layout_id = ""
         self._silent = SilentSources()
         self._failures: list[tuple[str, ServiceError]] = []
@@ -225,7 +237,9 @@ class Loader:
             pull_tier.remove(digest)
         load.header = event.header
         self.loads.wait_for_room(digest, LoadState.NEEDS_PULL_ROOM, now_s)
-        reason = inadmissible_reason(event.header, self.max_rank, (pull_tier, self.tiers.device))
+        reason = self.refusal(event.header) or inadmissible_reason(
+            event.header, self.max_rank, (pull_tier, self.tiers.device)
+        )
         if reason is not None:
             error = AdapterUnusable(f"adapter {digest} has {reason}", subject="adapter")
             self._failures.append((digest, error))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 from inference_svc.adapters.load_metrics import LoadCounters, LoadTimes
 from inference_svc.adapters.load_states import Loads, LoadState
-from inference_svc.adapters.loader import Loader
+from inference_svc.adapters.loader import Loader, Refusal, accept_all
 from inference_svc.adapters.placement import Drains, Placement
 from inference_svc.adapters.prefetch import Prefetcher, PrefetchPolicy
 from inference_svc.adapters.pull import PullEvent
@@ -239,6 +239,7 @@ def build_residency(
     *,
     max_rank: int,
     stall_s: float,
+    refusal: Refusal = accept_all,
     policy: PrefetchPolicy | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Residency:
@@ -263,5 +264,6 @@ def build_residency(
         times,
         max_rank=max_rank,
         stall_s=stall_s,
+        refusal=refusal,
     )
     return Residency(tiers, loads, drains, prefetcher, loader, waiters, counters, times, clock)

@@ -47,6 +47,7 @@ class ServerFacts:
     max_sequences: int
     max_batch_tokens: int
     max_queue: int
+    lora_targets: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     sampling: SamplingDefaults = NO_DEFAULTS

@@ -283,7 +283,8 @@ class CudaFactory:
         weights = load_weights(config.model_dir, geometry, dtype, config.device, Linear)
         limits = StepLimits(config.max_batch_tokens, config.max_sequences, max_pages(config))
         record = CudaRecorder() if config.record_steps else None
-        transformer, groups = Transformer(geometry, weights), lora_groups(layout)
+        transformer = Transformer(geometry, weights)
+        groups = lora_groups(layout, config.lora_targets)
         backend = CudaBackend(transformer, kv_cache, arena, groups, limits, record)
         backend.warm_up()
         return backend

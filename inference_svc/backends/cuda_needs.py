@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import torch
 
+from inference_svc.adapters.layout import EMBEDDING, HEAD, computed_groups
 from inference_svc.backends.base import MemoryNeeds, max_pages
 from inference_svc.backends.cuda_graphs import captured_sizes
 from inference_svc.backends.cuda_inputs import CudaInputs
 from inference_svc.backends.cuda_lora import CudaLora
+from inference_svc.backends.torch import most_targets
 from inference_svc.core import EngineConfig
 from inference_svc.model.geometry import ModelGeometry
 from inference_svc.model.weights import weights_bytes
@@ -26,9 +28,10 @@ and Triton load when it first runs, and what torch's allocator rounds up. An est
 NODE_BYTES = 16 << 10
 """Device memory of a kernel in a recorded step: about 10 KiB in current drivers (NVIDIA's cccl#3768
 says so of its own graphs), and some for what the driver rounds up."""
-LAYER_NODES, LAYER_LORA_NODES = 12, 20
+LAYER_NODES, GROUP_NODES = 12, 2
 OTHER_NODES = 24
-"""Kernels of a recorded step, in a layer and around all; a test counts them."""
+"""Kernels of a recorded step, in a layer, for the adapters of a group in it, and around all; a test
+counts them."""
 SAMPLER_COPIES = 4
 """Copies of the logits in fp32 that choosing tokens takes beside the logits: the probabilities for
 callers that want them, and three while rows are drawn."""
@@ -71,8 +74,10 @@ def _partial_results_bytes(config: EngineConfig, geometry: ModelGeometry) -> int
 
 def _shrunk_bytes(config: EngineConfig, geometry: ModelGeometry, num_tokens: int) -> int:
     """Returns what an adapter's A makes of the inputs of a group: fp32, three targets at most. Few
-    tokens have a sum for each chunk of their features."""
-    widest = max(geometry.hidden_size, geometry.q_size, geometry.intermediate_size)
+    tokens have a sum for each chunk of their features. Rows of the embedding are looked up."""
+    groups = computed_groups(config, geometry)
+    inputs = (group.in_features for name, group in groups.items() if name != EMBEDDING)
+    widest = max(inputs, default=0)
     tables = tuning.all_constants("shrink")
     num_split = max(
         min(num_tokens, tuned["split_tokens"]) * -(-widest // tuned["chunk"]) for tuned in tables
@@ -80,7 +85,7 @@ def _shrunk_bytes(config: EngineConfig, geometry: ModelGeometry, num_tokens: int
     blocks = (*tables, *tuning.all_constants("expand"))
     block = max(tuned[name] for tuned in blocks for name in ("block_r", "tile_block_r"))
     rank = -(-config.max_lora_rank // block) * block
-    return 4 * max(num_tokens, num_split) * 3 * rank
+    return 4 * max(num_tokens, num_split) * most_targets(config, geometry) * rank
 
 
 def _fixed_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
@@ -100,6 +105,7 @@ def _fixed_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
 def _graphs_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
     """Returns what recorded steps take: their kernels, and the memory of one of the largest, which
     all of them compute in."""
-    num_nodes = (LAYER_NODES + LAYER_LORA_NODES) * geometry.num_layers + 2 * OTHER_NODES
+    num_groups = len(computed_groups(config, geometry).keys() - {EMBEDDING, HEAD})
+    num_nodes = 2 * (LAYER_NODES * geometry.num_layers + OTHER_NODES) + GROUP_NODES * num_groups
     nodes_bytes = len(captured_sizes(config.max_sequences)) * num_nodes * NODE_BYTES
     return nodes_bytes + step_bytes(config, geometry, config.max_sequences)

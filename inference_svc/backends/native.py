@@ -29,7 +29,7 @@ from inference_svc.backends.base import (
 )
 from inference_svc.backends.native_buffers import BatchPages, StepArrays, Workspace
 from inference_svc.backends.native_lora import NativeLoraOps
-from inference_svc.backends.torch import step_bytes
+from inference_svc.backends.torch import most_targets, step_bytes
 from inference_svc.core import Batch, EngineConfig
 from inference_svc.model.geometry import ModelGeometry
 from inference_svc.model.layers import RMSNorm
@@ -319,7 +319,7 @@ class NativeFactory:
         packed = load_weights(config.model_dir, geometry, dtype, config.device, pack)
         pages = BatchPages(max_rows, max_pages(config))
         step = StepArrays(max_tokens, max_rows, config.page_size, pages)
-        lora = NativeLoraOps(arena, lora_groups(layout), max_tokens, max_rows)
+        lora = NativeLoraOps(arena, lora_groups(layout, config.lora_targets), max_tokens, max_rows)
         workspace = Workspace.allocate(geometry, max_tokens, max_rows, dtype)
         transformer = NativeTransformer(geometry, packed, kv_cache, step, workspace, lora, library)
         return NativeBackend(transformer, kv_cache, arena, step, lora, library)
@@ -329,7 +329,8 @@ def _native_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
     """Returns what the native kernels add to a step's memory: the rows that sample apart in the
     last layer, and each thread's memory for attention."""
     g, item_bytes = geometry, getattr(torch, config.dtype).itemsize
-    per_sample = (g.hidden_size + g.q_size + 3 * config.max_lora_rank) * item_bytes
+    shrunk = most_targets(config, g) * config.max_lora_rank
+    per_sample = (g.hidden_size + g.q_size + shrunk) * item_bytes
     shape = AttentionShape(g.num_heads, g.num_kv_heads, g.head_dim, item_bytes)
     attention = shape.num_bytes(
         config.max_batch_tokens,

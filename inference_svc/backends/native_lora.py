@@ -20,7 +20,7 @@ MAX_KNOWN = 16
 
 class NativeLoraOps:
     """Operations for steps of up to `max_tokens` tokens and `max_rows` rows; see
-    `native.AdapterOps`."""
+    `native.AdapterOps`. There are none for groups that are not in `groups`."""
 
     def __init__(
         self, arena: Arena, groups: Mapping[str, LoraGroup], max_tokens: int, max_rows: int
@@ -34,7 +34,8 @@ class NativeLoraOps:
         self._sampling_lora = NativeLora.create(arena.table, self._sampling_plan, most)
         self._names = tuple(groups)
         self._every_group = frozenset(groups)
-        self._group_of_target = np.zeros(arena.table.num_targets, np.int64)
+        # Targets of no group, which no adapter here changes, are of one behind all groups.
+        self._group_of_target = np.full(arena.table.num_targets, len(groups), np.int64)
         for index, group in enumerate(groups.values()):
             self._group_of_target[list(group.targets)] = index
         self._known: dict[bytes, frozenset[str]] = {}
@@ -59,7 +60,8 @@ class NativeLoraOps:
 
     def _groups_of(self, used: set[int]) -> frozenset[str]:
         ranks = self._table.ranks.numpy()[list(used)]
-        counts = np.bincount(self._group_of_target, ranks.any(axis=0), len(self._names))
+        num_groups = len(self._names)
+        counts = np.bincount(self._group_of_target, ranks.any(axis=0), num_groups + 1)[:num_groups]
         key = (counts > 0).tobytes()
         if key not in self._known:
             if len(self._known) >= MAX_KNOWN:
@@ -69,9 +71,13 @@ class NativeLoraOps:
         return self._known[key]
 
     def add(self, group: str, x: Tensor, out: Tensor, *, samples_only: bool) -> list[NativeOp]:
+        if group not in self._groups:
+            return []
         lora = self._sampling_lora if samples_only else self._lora
         return lora.add_ops(self._groups[group], x, out)
 
     def add_embedding(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]:
+        if EMBEDDING not in self._groups:
+            return []
         (target,) = self._groups[EMBEDDING].targets
         return self._lora.add_embedding_ops(target, token_ids, out)

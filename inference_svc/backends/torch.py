@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.layout import EMBEDDING, HEAD, ModelLayout, lora_groups
+from inference_svc.adapters.layout import EMBEDDING, HEAD, ModelLayout, computed_groups, lora_groups
 from inference_svc.backends.base import (
     Backend,
     DeviceMemory,
@@ -31,7 +31,8 @@ from kernels.lora import LoraGroup, LoraPlan, add_lora, add_lora_embedding
 
 @dataclass(frozen=True, slots=True)
 class LoraStep:
-    """Adds LoRA after each base projection; see `model.lora.Lora`.
+    """Adds LoRA after each base projection; see `model.lora.Lora`. Groups that are not in `groups`
+    are passed over: no adapter that the server accepts changes them.
 
     `plan` covers all tokens of the step, `head_plan` the rows that produce logits.
     """
@@ -42,16 +43,19 @@ class LoraStep:
     head_plan: LoraPlan
 
     def add(self, group: str, x: Tensor, out: Tensor) -> None:
-        arena = self.arena
-        add_lora(out, x, arena.flat, arena.table, self.plan, self.groups[group])
+        if group in self.groups:
+            arena = self.arena
+            add_lora(out, x, arena.flat, arena.table, self.plan, self.groups[group])
 
     def add_embedding(self, token_ids: Tensor, out: Tensor) -> None:
-        arena, (target,) = self.arena, self.groups[EMBEDDING].targets
-        add_lora_embedding(out, token_ids, arena.flat, arena.table, self.plan, target)
+        if EMBEDDING in self.groups:
+            arena, (target,) = self.arena, self.groups[EMBEDDING].targets
+            add_lora_embedding(out, token_ids, arena.flat, arena.table, self.plan, target)
 
     def add_head(self, x: Tensor, out: Tensor) -> None:
-        arena = self.arena
-        add_lora(out, x, arena.flat, arena.table, self.head_plan, self.groups[HEAD])
+        if HEAD in self.groups:
+            arena = self.arena
+            add_lora(out, x, arena.flat, arena.table, self.head_plan, self.groups[HEAD])
 
 
 def plan_lora(
@@ -142,7 +146,8 @@ class TorchFactory:
         arena = allocate_arena(config, layout, host_slab)
         dtype = getattr(torch, config.dtype)
         weights = load_weights(config.model_dir, geometry, dtype, config.device, Linear)
-        return TorchBackend(Transformer(geometry, weights), kv_cache, arena, lora_groups(layout))
+        groups = lora_groups(layout, config.lora_targets)
+        return TorchBackend(Transformer(geometry, weights), kv_cache, arena, groups)
 
 
 def step_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
@@ -153,8 +158,13 @@ def step_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
     hidden, intermediate = geometry.hidden_size, geometry.intermediate_size
     attention = 3 * geometry.q_size + 4 * geometry.kv_size
     per_token = (3 * hidden + attention + 3 * intermediate) * item_bytes
-    per_token += 3 * config.max_lora_rank * item_bytes
+    per_token += most_targets(config, geometry) * config.max_lora_rank * item_bytes
     per_token += 2 * hidden * 4  # norms, in fp32
     gathered = config.max_model_len * 2 * geometry.kv_size * item_bytes
     logits = config.max_sequences * geometry.vocab_size * 4
     return int(config.max_batch_tokens * per_token + gathered + 3 * logits)
+
+
+def most_targets(config: EngineConfig, geometry: ModelGeometry) -> int:
+    """Returns of how many targets a group is at most: so often an adapter shrinks its inputs."""
+    return max(len(group.targets) for group in computed_groups(config, geometry).values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -98,7 +99,7 @@ def _make_residency(
     arena: Arena,
     host: HostTier | None,
 ) -> tuple[Puller, Residency]:
-    largest = layout.largest_image(config.max_lora_rank)
+    largest = layout.largest_image(config.max_lora_rank, config.lora_targets)
     slots = Slots(config.arena_bytes, config.max_loras, largest)
     # One more, so that prefetching takes no thread from what requests wait for.
     puller = Puller(store, config.pull_workers + config.prefetch, post, layout.check_header)
@@ -109,6 +110,7 @@ def _make_residency(
         puller,
         max_rank=config.max_lora_rank,
         stall_s=config.adapter_wait_s,
+        refusal=partial(layout.refusal, lora_targets=config.lora_targets),
         policy=PrefetchPolicy() if config.prefetch else None,
     )
     return puller, residency

@@ -153,4 +153,4 @@ class _Fit:
     def _largest_image(self) -> Shape:
         """The shape of the largest adapter that is admitted."""
         layout = layout_of(self._config(Sizes(0, 0, 0, 1, 1)), self.geometry)
-        return layout.largest_image(self.settings.max_rank)
+        return layout.largest_image(self.settings.max_rank, self.settings.lora_targets)

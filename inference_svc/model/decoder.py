@@ -56,8 +56,8 @@ class Transformer:
         delta = None  # what the last block adds to the residual stream: the next norm does it
         for index, layer in enumerate(self.weights.layers):
             delta = self._attention(index, layer, _normed(layer.input_norm, hidden, delta), step)
-            normed = _normed(layer.post_attention_norm, hidden, delta)
-            delta = self._mlp(index, layer, normed, step)
+            # Its norm has no name here, or it would be in memory throughout the next attention.
+            delta = self._mlp(index, layer, _normed(layer.post_attention_norm, hidden, delta), step)
         return self._logits(hidden, delta, step)
 
     def _attention(self, index: int, layer: LayerWeights[Linear], x: Tensor, step: _Step) -> Tensor:

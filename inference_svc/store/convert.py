@@ -150,6 +150,10 @@ def to_record(adapter: pb.Adapter, revision: int) -> AdapterRecord:
             for state in adapter.layout_states
         },
         create_time_s=adapter.create_time.ToMicroseconds() / 1e6,
+        targets=tuple(adapter.targets),
+        segment_kinds=tuple(_SEGMENT_KINDS.get(k, str(k)) for k in adapter.segment_kinds),
+        added_tokens=adapter.added_tokens,
+        has_invocation_tokens=bool(adapter.invocation_tokens),
     )
 
 
@@ -164,7 +168,11 @@ def from_layout(layout: ModelLayout) -> pb.ModelLayout:
 
 
 def from_announcement(announcement: Announcement) -> pb.Announcement:
-    return pb.Announcement(aliases=announcement.aliases, max_rank=announcement.max_rank)
+    return pb.Announcement(
+        aliases=announcement.aliases,
+        max_rank=announcement.max_rank,
+        lora_targets=announcement.lora_targets,
+    )
 
 
 def _from_target(target: LayoutTarget) -> pb.Target:

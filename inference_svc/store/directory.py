@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import chain, islice
 
+from inference_svc.adapters.layout import refused_kinds, refused_targets
 from inference_svc.core import Principal
 from inference_svc.errors import (
     TRY_LATER,
@@ -55,10 +56,34 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class Servable:
-    """This server's limits: adapters of these base models up to this rank."""
+    """This server's limits: adapters of these base models up to this rank, and, if it is restricted
+    to `lora_targets`, that change none of its other `modules`. An adapter may name modules in other
+    ways, or have whole weights that equal the base's: then its image says what it changes."""
 
     base_models: tuple[str, ...]
     max_lora_rank: int
+    lora_targets: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+
+    def refusal(self, record: AdapterRecord) -> tuple[str, str] | None:
+        """Returns what of an adapter this server does not apply, in words that follow "has", and
+        the field that says so; None if it applies everything."""
+        others = set(self.modules).difference(self.lora_targets)
+        refused = [name for name in record.targets if name in others]
+        may_equal_base = "full" in record.segment_kinds
+        if not may_equal_base and (reason := refused_targets(refused, self.lora_targets)):
+            return reason, "targets"
+        if reason := refused_kinds(kind for kind in record.segment_kinds if kind != "full"):
+            return reason, "segment_kinds"
+        if record.added_tokens:
+            return (
+                f"{record.added_tokens} added tokens, above this server's limit 0",
+                "added_tokens",
+            )
+        if record.has_invocation_tokens:
+            reason = "invocation tokens (aLoRA), which this server does not apply"
+            return reason, "invocation_tokens"
+        return None
 
 
 class Directory:
@@ -303,6 +328,8 @@ class Directory:
                 f"{servable.max_lora_rank}",
                 subject="rank",
             )
+        if (refusal := servable.refusal(record)) is not None:
+            raise AdapterUnusable(f"adapter {name} has {refusal[0]}", subject=refusal[1])
 
     # --- called by the watch --------------------------------------------------------------------
 

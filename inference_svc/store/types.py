@@ -21,7 +21,9 @@ class LayoutVerdict:
 @dataclass(frozen=True, slots=True)
 class AdapterRecord:
     """One version of an adapter as the store described it when its catalog was at `revision`.
-    `create_time_s`, a `time.time()`, is when the version was registered."""
+    `create_time_s`, a `time.time()`, is when the version was registered. `targets` are last
+    components of the names that it gives to modules, `segment_kinds` what it changes beside A and
+    B; of aLoRA it is active from its invocation tokens on."""
 
     name: str
     version: int
@@ -31,6 +33,10 @@ class AdapterRecord:
     revision: int
     verdicts: Mapping[str, LayoutVerdict] = field(default_factory=dict)
     create_time_s: float = 0.0
+    targets: tuple[str, ...] = ()
+    segment_kinds: tuple[str, ...] = ()
+    added_tokens: int = 0
+    has_invocation_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +63,13 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What this server says beside its layout: further names of the base model, and the highest
-    rank that it accepts."""
+    """What this server says beside its layout: further names of the base model, the highest rank
+    that it accepts, and the targets that it is restricted to, if it is. Of segments it applies A
+    and B, which goes without saying."""
 
     aliases: tuple[str, ...]
     max_rank: int
+    lora_targets: tuple[str, ...] = ()
 
 
 class AcceptedLayout(NamedTuple):

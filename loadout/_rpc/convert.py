@@ -17,6 +17,15 @@ IMAGE_STATES = {
     store_pb.IMAGE_STATE_READY: types.ImageState.READY,
     store_pb.IMAGE_STATE_INCOMPATIBLE: types.ImageState.INCOMPATIBLE,
 }
+SEGMENT_KINDS = {
+    store_pb.SEGMENT_KIND_A: types.SegmentKind.A,
+    store_pb.SEGMENT_KIND_B: types.SegmentKind.B,
+    store_pb.SEGMENT_KIND_BIAS: types.SegmentKind.BIAS,
+    store_pb.SEGMENT_KIND_MAGNITUDE: types.SegmentKind.MAGNITUDE,
+    store_pb.SEGMENT_KIND_ROW_IDS: types.SegmentKind.ROW_IDS,
+    store_pb.SEGMENT_KIND_ROWS: types.SegmentKind.ROWS,
+    store_pb.SEGMENT_KIND_FULL: types.SegmentKind.FULL,
+}
 BASE_MODEL_SOURCES = {
     store_pb.BASE_MODEL_SOURCE_CALLER: types.BaseModelSource.CALLER,
     store_pb.BASE_MODEL_SOURCE_CURRENT_VERSION: types.BaseModelSource.CURRENT_VERSION,
@@ -75,6 +84,11 @@ def adapter(message: store_pb.Adapter) -> types.Adapter:
         ),
         signed_by=message.signed_by,
         delete_time=_time(message.delete_time),
+        segment_kinds=tuple(
+            SEGMENT_KINDS.get(kind, types.SegmentKind.UNKNOWN) for kind in message.segment_kinds
+        ),
+        added_tokens=message.added_tokens,
+        invocation_tokens=tuple(message.invocation_tokens),
     )
 
 
@@ -299,6 +313,7 @@ def server_info(message: inference_pb.GetServerInfoResponse) -> types.ServerInfo
             max_batch_tokens=limits.max_batch_tokens,
             max_queue=limits.max_queue,
             memory_bytes=limits.memory_bytes,
+            lora_targets=tuple(limits.lora_targets),
         ),
         memory=tuple(
             types.MemoryUse(use.name, use.used_bytes, use.capacity_bytes) for use in message.memory

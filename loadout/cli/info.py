@@ -72,6 +72,7 @@ def _server_rows(server: ServerInfo | LoadoutError) -> list[tuple[str, str]]:
         ("layout", server.layout_id or "not yet accepted by the store"),
         ("tokens per sequence", str(limits.max_model_len)),
         ("adapters", f"{limits.max_loras} of rank {limits.max_lora_rank} or less"),
+        ("targets", ", ".join(limits.lora_targets) or "all"),
         ("sequences", f"{limits.max_sequences} running, {limits.max_queue} queued"),
         ("tokens per batch", str(limits.max_batch_tokens)),
     ]

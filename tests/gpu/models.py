@@ -161,13 +161,14 @@ class Model:
         max_tokens: int = MAX_TOKENS,
         cache: KVCache | None = None,
         transformer: Any = None,
+        lora_targets: tuple[str, ...] = (),
     ) -> CudaBackend:
         """`is_warm`: kernels are compiled, and steps recorded, before the first one."""
         backend = CudaBackend(
             transformer or self.transformer,
             cache or self.cache(),
             self.arena,
-            lora_groups(self.arena.layout),
+            lora_groups(self.arena.layout, lora_targets),
             StepLimits(max_tokens, MAX_ROWS, MAX_PAGES),
             record,
         )

@@ -13,12 +13,19 @@ from inference_svc.config import (
     Sizes,
     padding_pages,
     resolve,
+    to_engine_config,
 )
 from servicekit.errors import InvalidSetting
 from servicekit.settings.load import load_settings
 
 MIB = 1 << 20
-MODEL = ModelFacts("bfloat16", max_position_embeddings=4096, kv_elements_per_token=1024)
+TARGETS = ("embed_tokens", "q_proj", "k_proj", "v_proj", "lm_head")
+MODEL = ModelFacts(
+    "bfloat16",
+    max_position_embeddings=4096,
+    kv_elements_per_token=1024,
+    lora_targets=TARGETS,
+)
 CPU, GPU = Machine(has_cuda=False), Machine(True, 1000 * MIB, 1200 * MIB)
 
 
@@ -119,8 +126,37 @@ def test_on_a_device_one_page_is_of_no_sequence(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ([], ()),
+        (["--lora-targets", "all"], ()),
+        (["--lora-targets", "v_proj,q_proj, q_proj"], ("q_proj", "v_proj")),
+        (["--lora-targets", "v_proj", "--lora-targets", "lm_head"], ("lm_head", "v_proj")),
+        (["--lora-targets", ",".join(TARGETS)], ()),
+    ],
+)
+def test_targets_that_adapters_may_change(
+    model: Path, args: list[str], expected: tuple[str, ...]
+) -> None:
+    config = resolve(parse(model, *args), CPU, MODEL)
+    assert config.lora_targets == expected == to_engine_config(config).lora_targets
+    assert resolve(config, CPU, MODEL) == config
+
+
+@pytest.mark.parametrize(
     ("args", "machine", "message"),
     [
+        (
+            ["--lora-targets", "v_proj,self_attn.q_prj"],
+            CPU,
+            "--lora-targets: the model has no target self_attn.q_prj, but embed_tokens, q_proj, "
+            "k_proj, v_proj, lm_head; did you mean q_proj?",
+        ),
+        (
+            ["--lora-targets", "all,q_proj"],
+            CPU,
+            "--lora-targets: the model has no target all, but .*, lm_head$",
+        ),
         (["--device", "cuda"], CPU, "--device cuda: there is no CUDA device"),
         (["--max-model-len", "4097"], CPU, "exceeds the model's 4096"),
         (["--max-model-len", "4096", "--kv-memory", "1MiB"], CPU, "holds 512 tokens"),

@@ -118,6 +118,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 max_batch_tokens=facts.max_batch_tokens,
                 max_queue=facts.max_queue,
                 memory_bytes=status.memory_limit_bytes,
+                lora_targets=facts.lora_targets,
             ),
             memory=convert.to_memory(status.memory),
             versions=facts.versions,

@@ -54,10 +54,15 @@ def test_adapter_has_every_field():
         signed_by="release-2026",
         signature=bytes(64),
         delete_time=NOW,
+        segment_kinds=(SegmentKind.FULL, SegmentKind.MAGNITUDE),
+        added_tokens=2,
+        invocation_tokens=(7, 0),
     )
     message = convert.to_adapter(record)
     unset = [f.name for f in message.DESCRIPTOR.fields if not getattr(message, f.name)]
     assert unset == []
+    kinds = [pb.SEGMENT_KIND_MAGNITUDE, pb.SEGMENT_KIND_FULL]
+    assert (list(message.segment_kinds), list(message.invocation_tokens)) == (kinds, [7, 0])
     assert (message.name, message.source_bytes) == ("t/n", 1 << 40)
     assert message.create_time.ToDatetime(UTC) == NOW
     assert [pb.ImageState.Name(s.state)[12:].lower() for s in message.layout_states] == [

@@ -14,7 +14,14 @@ from adapter_store.catalog.announcements import (
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.layouts import LayoutLimits
 from adapter_store.catalog.lookup import LASTS_FOR, MAX_SKEW_MICROS, PRESENT_FOR
-from adapter_store.core import Announcement, ImageState, LayoutVerdict
+from adapter_store.core import (
+    Announcement,
+    ImageContent,
+    ImageKey,
+    ImageState,
+    LayoutVerdict,
+    SegmentKind,
+)
 from adapter_store.errors import LimitExceeded
 from servicekit.refs import AdapterName
 from tests.adapter_store.catalog.conftest import BASE, Names
@@ -228,8 +235,9 @@ def test_verdict_is_of_the_adapter_and_the_announcement(announced, names):
     announced.announce("L", "B", Announcement(max_rank=8))
     announced.announce("L", "C", Announcement())
     names.register("a", "d1", rank=12)
-    (verdict,) = names.get("a").verdicts
-    assert [server.refusal(12) for server in verdict.servers] == [
+    record = names.get("a")
+    (verdict,) = record.verdicts
+    assert [server.refusal(record, verdict) for server in verdict.servers] == [
         "",
         "rank 12 is above this server's limit 8 (--max-rank)",
         "",
@@ -237,3 +245,113 @@ def test_verdict_is_of_the_adapter_and_the_announcement(announced, names):
     announced.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256))
     (verdict,) = names.get("a").verdicts
     assert [server.announcement_id for server in verdict.servers] == ["C", "B", "A"]
+
+
+ALL_KINDS = tuple(kind for kind in SegmentKind if kind not in (SegmentKind.A, SegmentKind.B))
+REFUSALS = [
+    (
+        Announcement(lora_targets=("o_proj", "q_proj")),
+        {"targets": ("k_proj", "q_proj", "v_proj")},
+        "targets k_proj, v_proj are not among this server's --lora-targets (o_proj, q_proj)",
+    ),
+    (
+        Announcement(lora_targets=("q_proj",)),
+        {},
+        "target v_proj is not among this server's --lora-targets (q_proj)",
+    ),
+    (Announcement(lora_targets=("o_proj", "q_proj", "v_proj")), {}, ""),
+    (
+        Announcement(),
+        {"segment_kinds": (SegmentKind.MAGNITUDE, SegmentKind.BIAS)},
+        "it has biases of LoRA, which this server does not apply; "
+        "it has DoRA magnitudes, which this server does not apply",
+    ),
+    (
+        Announcement(segment_kinds=(SegmentKind.MAGNITUDE,)),
+        {"segment_kinds": (SegmentKind.MAGNITUDE,)},
+        "",
+    ),
+    (
+        Announcement(max_added_tokens=2),
+        {"added_tokens": 3},
+        "tokens that it adds to the vocabulary: 3, above this server's limit 2",
+    ),
+    (
+        Announcement(),
+        {"added_tokens": 1},
+        "tokens that it adds to the vocabulary: 1, above this server's limit 0",
+    ),
+    (Announcement(max_added_tokens=3), {"added_tokens": 3}, ""),
+    (
+        Announcement(),
+        {"invocation_tokens": (7, 8)},
+        "it is active from its invocation tokens on (aLoRA), which this server does not apply",
+    ),
+    (Announcement(applies_invocation_tokens=True), {"invocation_tokens": (7, 8)}, ""),
+    (
+        Announcement(max_rank=8, lora_targets=("q_proj",)),
+        {"rank": 12, "targets": tuple(f"t{number:02}" for number in range(10))},
+        "rank 12 is above this server's limit 8 (--max-rank); "
+        "targets t00, t01, t02, t03, t04, t05, t06, t07 and 2 more "
+        "are not among this server's --lora-targets (q_proj)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("announcement", "fields", "reason"), REFUSALS)
+def test_verdict_names_what_is_refused(catalog, names, announcement, fields, reason):
+    catalog.add_layout("L", BASE, "{}")
+    catalog.announce("L", "A", announcement)
+    names.register("a", "d1", **fields)
+    record = names.get("a")
+    changes = ImageContent(record.targets, record.segment_kinds)
+    catalog.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256, content=changes))
+    assert refusals(names) == [reason]
+
+
+def refusals(names) -> list[str]:
+    record = names.get("a")
+    (verdict,) = record.verdicts
+    return [server.refusal(record, verdict) for server in verdict.servers]
+
+
+def test_what_an_image_changes_decides(catalog, names):
+    """The adapter calls q, k and v by one name, and has a head that equals the base's."""
+    catalog.add_layout("L", BASE, "{}")
+    announced = Announcement(lora_targets=("k_proj", "q_proj", "v_proj"), max_added_tokens=1)
+    catalog.announce("L", "A", announced)
+    kinds = (SegmentKind.FULL, SegmentKind.BIAS)
+    names.register("a", "d1", targets=("lm_head", "qkv_proj"), segment_kinds=kinds)
+    biases = "it has biases of LoRA, which this server does not apply"
+    assert refusals(names) == [biases]
+    key = ImageKey("d1", "L")
+    catalog.set_fits(key, 0, ImageContent(("k_proj", "q_proj", "v_proj"), ()))
+    assert refusals(names) == [""]
+    catalog.set_fits(key, 0, ImageContent(("lm_head",), ()))
+    assert refusals(names) == [""], "what was recorded first stays"
+    names.catalog.set_verdict("d1", LayoutVerdict("L", ImageState.COMPILING))
+    assert refusals(names) == [""]
+    content = ImageContent(("lm_head", "q_proj"), (SegmentKind.FULL,))
+    catalog.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256, content=content))
+    assert refusals(names) == [
+        "target lm_head is not among this server's --lora-targets (k_proj, q_proj, v_proj); "
+        "it has whole weights of its own, which this server does not apply"
+    ]
+
+
+def test_images_of_the_release_before_change_what_their_adapters_name(catalog, names):
+    catalog.add_layout("L", BASE, "{}")
+    catalog.announce("L", "A", Announcement(lora_targets=("q_proj",)))
+    names.register("a", "d1", targets=("q_proj", "v_proj"))
+    catalog.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256))
+    assert refusals(names) == ["target v_proj is not among this server's --lora-targets (q_proj)"]
+
+
+def test_what_an_adapter_has_is_kept(names):
+    has = {"segment_kinds": ALL_KINDS, "added_tokens": 3, "invocation_tokens": (5, 6, 5)}
+    names.register("a", "d1", **has)
+    names.register("b", "d2")
+    record, plain = names.get("a"), names.get("b")
+    assert set(record.segment_kinds) == set(ALL_KINDS)
+    assert (record.added_tokens, record.invocation_tokens) == (3, (5, 6, 5))
+    assert (plain.segment_kinds, plain.added_tokens, plain.invocation_tokens) == ((), 0, ())

@@ -14,9 +14,10 @@ from sqlalchemy import select
 
 from adapter_store.catalog import migrations, schema
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.core import EventKind, SignatureState
+from adapter_store.core import Announcement, EventKind, SegmentKind, SignatureState
 from adapter_store.errors import CorruptData
 from servicekit.refs import AdapterName, AdapterRef
+from tests.adapter_store.catalog.conftest import BASE, Names
 
 FIRST_RELEASE = Path(__file__).with_name("first_release.sql")
 
@@ -112,8 +113,11 @@ def test_announcements_of_earlier_servers_are_marked(tmp_path):
     (layout_id,) = catalog.layout_ids()
     catalog.close()
     with sqlite3.connect(path) as connection:
-        for column in ("is_renewed", "announced_by"):
+        for column in ("is_renewed", "announced_by", *NEW_COLUMNS["announcements"]):
             connection.execute(f"ALTER TABLE announcements DROP COLUMN {column}")
+        for table in ("blobs", "images"):
+            for column in NEW_COLUMNS[table]:
+                connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
         connection.execute("UPDATE alembic_version SET version_num = '0006'")
         insert = "INSERT INTO announcements VALUES (?, ?, '[]', 0, ?)"
         connection.execute(insert, ("earlier", layout_id, 1 << 62))
@@ -123,6 +127,41 @@ def test_announcements_of_earlier_servers_are_marked(tmp_path):
     with catalog._database.read() as conn:
         rows = conn.execute(select(schema.announcements)).all()
     assert {row.announcement_id: row.is_renewed for row in rows} == {"earlier": False, "now": True}
+    catalog.close()
+
+
+NEW_COLUMNS = {
+    "announcements": (
+        *("segment_kinds", "lora_targets", "max_added_tokens", "applies_invocation_tokens"),
+    ),
+    "images": ("content",),
+    "blobs": ("segment_kinds", "added_tokens", "invocation_tokens"),
+}
+"""Those of migration 0008."""
+
+
+def test_adapters_and_servers_of_the_release_before_have_and_apply_a_and_b(place, clock):
+    """What that release has recorded is taken along, in both databases."""
+    catalog = Catalog(place, event_retention=1000, clock=clock)
+    catalog.add_layout("L", BASE, "{}")
+    catalog.announce("L", "A", Announcement(max_rank=16))
+    Names(catalog).register("a", "d1")
+    with catalog._database.write() as conn:
+        for table, columns in NEW_COLUMNS.items():
+            for column in columns:
+                conn.exec_driver_sql(f"ALTER TABLE {table} DROP COLUMN {column}")
+        conn.exec_driver_sql("UPDATE alembic_version SET version_num = '0007'")
+    catalog.close()
+    catalog = Catalog(place, event_retention=1000, clock=clock)
+    names = Names(catalog)
+    names.register("b", "d2", targets=("q_proj",), segment_kinds=(SegmentKind.MAGNITUDE,))
+    record = names.get("a")
+    assert (record.segment_kinds, record.added_tokens, record.invocation_tokens) == ((), 0, ())
+    (server,) = record.verdicts[0].servers
+    assert (server.announcement_id, server.max_rank, server.lora_targets) == ("A", 16, ())
+    assert server.refusal(record, record.verdicts[0]) == ""
+    other = names.get("b")
+    assert "DoRA magnitudes" in server.refusal(other, other.verdicts[0])
     catalog.close()
 
 

@@ -173,3 +173,25 @@ def test_a_hashed_base_is_part_of_the_layout(client, make_layout):
     layout = layout_of()
     hashed = change(layout, "lm_head", base_hashes=(b"1" * 32,) * 3, base_dtype=DataType.BFLOAT16)
     assert client.register_layout(layout) != client.register_layout(hashed)
+
+
+PARTS = ["gate_proj", "k_proj", "q_proj", "up_proj", "v_proj"]
+
+
+def test_verdict_on_a_fused_module_is_by_the_targets_that_it_computes(serve, fused):
+    """A server that is restricted to some of them names the others."""
+    store = serve()
+    whole, part = (
+        store.client.announce(layout_of(), lora_targets=names).announcement_id
+        for names in (PARTS, ["gate_proj", "q_proj", "up_proj"])
+    )
+    store.client.register("a", fused, base_model="org/base")
+    store.idle()
+    adapter = store.client.get("a")
+    assert list(adapter.targets) == ["gate_up_proj", "qkv_proj"]
+    (state,) = adapter.layout_states
+    assert {each.announcement_id: each.reason for each in state.servers} == {
+        whole: "",
+        part: "targets k_proj, v_proj are not among this server's --lora-targets "
+        "(gate_proj, q_proj, up_proj)",
+    }

@@ -35,6 +35,38 @@ def test_layout_state_has_a_verdict_for_every_server(served, make_adapter, make_
     assert state.servers[0].reason == "rank 4 is above this server's limit 2 (--max-rank)"
 
 
+A, B = pb.SEGMENT_KIND_A, pb.SEGMENT_KIND_B
+
+
+def test_layout_state_says_which_targets_a_server_refuses(served, make_adapter, make_layout):
+    client = served.client
+    announced = [
+        client.announce(make_layout(), lora_targets=names)
+        for names in (["v_proj", "q_proj", "v_proj"], ["q_proj", "v_proj"], ["q_proj", "o_proj"])
+    ]
+    assert announced[0] == announced[1] != announced[2]
+    assert announced[0].layout_id == announced[2].layout_id
+    client.register("a", make_adapter(("q_proj", "v_proj")))
+    served.idle()
+    (state,) = client.get("a").layout_states
+    assert {each.announcement_id: (each.servable, each.reason) for each in state.servers} == {
+        announced[0].announcement_id: (True, ""),
+        announced[2].announcement_id: (
+            False,
+            "target v_proj is not among this server's --lora-targets (o_proj, q_proj)",
+        ),
+    }
+
+
+def test_announced_kinds(served, make_layout):
+    """A and B go without saying, and kinds of later releases occur in no image of this store."""
+    plain, named, later, more = (
+        served.client.announce(make_layout(), segment_kinds=kinds).announcement_id
+        for kinds in ([], [B, A], [A, B, 99], [A, B, pb.SEGMENT_KIND_MAGNITUDE])
+    )
+    assert plain == named == later != more
+
+
 def test_announcement_lasts_as_long_as_the_watch(served, make_layout, monkeypatch, refused):
     monkeypatch.setattr(announcements, "RENEW_AFTER", timedelta(0))
     catalog, client = served.running.store.catalog, served.client
@@ -109,6 +141,15 @@ def test_layout_of_a_server_that_announces_nothing(served, make_adapter, make_la
         ({"aliases": ["a\nb"]}, "announcement.aliases[0]"),
         ({"aliases": [str(number) for number in range(65)]}, "announcement.aliases"),
         ({"max_rank": 2**31}, "announcement.max_rank"),
+        ({"lora_targets": ["q_proj", ""]}, "announcement.lora_targets[1]"),
+        ({"lora_targets": ["self_attn.q_proj"]}, "announcement.lora_targets[0]"),
+        ({"lora_targets": ["q" * 129]}, "announcement.lora_targets[0]"),
+        ({"lora_targets": ["q_proj", "k_proj", "q_prj"]}, "announcement.lora_targets[2]"),
+        ({"lora_targets": ["q_proj"] * 257}, "announcement.lora_targets"),
+        ({"segment_kinds": [A, B, 0]}, "announcement.segment_kinds[2]"),
+        ({"segment_kinds": [B, pb.SEGMENT_KIND_BIAS]}, "announcement.segment_kinds"),
+        ({"segment_kinds": [A, B] * 33}, "announcement.segment_kinds"),
+        ({"max_added_tokens": 2**31}, "announcement.max_added_tokens"),
     ],
 )
 def test_invalid_announcements(served, make_layout, refused, fields, subject):

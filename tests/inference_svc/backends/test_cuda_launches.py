@@ -27,3 +27,28 @@ def test_a_decode_step_launches_few_kernels(tmp_path, with_lora):
     assert counts["swiglu_kernel"] == counts["store_kernel"] == NUM_LAYERS
     assert counts["rotary_angles_kernel"] == counts["argmax"] == 1
     assert ("shrink_kernel" in counts) == with_lora
+
+
+@pytest.mark.parametrize(
+    ("lora_targets", "num_kernels"),
+    [
+        ((), 2 * (4 * NUM_LAYERS + 1) + 1),
+        (("q_proj", "v_proj"), 2 * NUM_LAYERS),
+        (("o_proj", "lm_head"), 2 * (NUM_LAYERS + 1)),
+        (("embed_tokens",), 1),
+    ],
+)
+def test_nothing_is_launched_for_targets_that_are_refused(tmp_path, lora_targets, num_kernels):
+    """For each group that has an accepted target two kernels, for the embedding one."""
+    geometry = make_geometry("llama", tmp_path, num_hidden_layers=NUM_LAYERS)
+    model = Model.make(geometry, torch.float32, META)
+    counts = []
+    for with_lora in (False, True):
+        backend = model.fixed(lambda compute: None, lora_targets=lora_targets)
+        with launches() as noted:
+            backend._decode(1, with_lora)
+        counts.append(Counter(launch.name for launch in noted.launches))
+    base, found = counts
+    assert not base - found, "the base is computed as ever"
+    of_lora = found - base
+    assert of_lora.total() == num_kernels, str(of_lora)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from bench.gpu_launches import noted_kernels
 from inference_svc.backends import cuda_needs
 from inference_svc.backends.cuda import CudaBackend
+from inference_svc.backends.cuda_graphs import captured_sizes
 from inference_svc.backends.torch import LoraStep
 from inference_svc.core import EngineConfig, Request, SamplingParams, Sequence
 from inference_svc.engine import sampler
@@ -64,15 +65,21 @@ def live_bytes() -> Iterator[LiveBytes]:
 
 
 @pytest.fixture(
-    params=[{"num_attention_heads": 16}, {"intermediate_size": 512}, {"vocab_size": 8192}], ids=str
+    params=[
+        {"num_attention_heads": 16},
+        {"intermediate_size": 512},
+        {"vocab_size": 8192},
+        {"hidden_size": 256},
+    ],
+    ids=str,
 )
 def model(tmp_path: Path, request: pytest.FixtureRequest) -> Model:
-    """Models whose attention, whose feed-forward and whose head takes most."""
+    """Models whose attention, feed-forward, head and residual stream takes most."""
     geometry = make_geometry("qwen3, norms of heads", tmp_path, **request.param)
     return Model.make(geometry, torch.float32, torch.device("cpu"))
 
 
-def config_of(num_tokens: int) -> EngineConfig:
+def config_of(num_tokens: int, **changes: Any) -> EngineConfig:
     """The sizes of the models' backends."""
     return EngineConfig(
         Path(),
@@ -84,6 +91,7 @@ def config_of(num_tokens: int) -> EngineConfig:
         max_batch_tokens=num_tokens,
         max_loras=NUM_SLOTS,
         max_lora_rank=MAX_RANK,
+        **changes,
     )
 
 
@@ -103,12 +111,14 @@ def peak_bytes(backend: CudaBackend, num_tokens: int, *, has_decodes: bool) -> i
     return live.peak
 
 
+@pytest.mark.parametrize("lora_targets", [(), ("q_proj",), ("o_proj", "lm_head")], ids=str)
 @pytest.mark.parametrize("num_tokens", [MAX_ROWS, 64, 512])
-def test_a_step_takes_no_more(model, num_tokens):
+def test_a_step_takes_no_more(model, num_tokens, lora_targets):
     with noted_kernels(lambda launch: None):
-        backend = model.fixed(None, is_warm=False, max_tokens=num_tokens)
+        backend = model.fixed(None, is_warm=False, max_tokens=num_tokens, lora_targets=lora_targets)
         peak = peak_bytes(backend, num_tokens, has_decodes=True)
-    planned = cuda_needs.step_bytes(config_of(num_tokens), model.transformer.geometry, num_tokens)
+    config = config_of(num_tokens, lora_targets=lora_targets)
+    planned = cuda_needs.step_bytes(config, model.transformer.geometry, num_tokens)
     assert peak <= planned <= 1.3 * peak, "more would be memory that could be pages"
 
 
@@ -121,7 +131,7 @@ def test_what_is_held_between_steps(model):
 
 @pytest.mark.parametrize("with_lora", LIMITS)
 def test_recorded_kernels_are_counted(with_lora):
-    layer_nodes = cuda_needs.LAYER_LORA_NODES if with_lora else cuda_needs.LAYER_NODES
+    layer_nodes = cuda_needs.LAYER_NODES + (4 * cuda_needs.GROUP_NODES if with_lora else 0)
     assert LIMITS[with_lora] <= NUM_LAYERS * layer_nodes + cuda_needs.OTHER_NODES
 
 
@@ -144,3 +154,13 @@ def test_more_of_anything_needs_more(model):
         assert more.step_bytes > needs.step_bytes
     eager = cuda_needs.memory_needs(replace(config, record_steps=False), geometry)
     assert eager.step_bytes == needs.workspace_bytes
+
+
+def test_fewer_targets_need_less(model):
+    config, geometry = config_of(1 << 14), model.transformer.geometry
+    every = cuda_needs.memory_needs(config, geometry)
+    some = cuda_needs.memory_needs(replace(config, lora_targets=("o_proj",)), geometry)
+    fewer_kernels = 2 * 3 * geometry.num_layers * len(captured_sizes(MAX_ROWS))
+    less = every.graphs_bytes - some.graphs_bytes
+    assert less >= fewer_kernels * cuda_needs.NODE_BYTES
+    assert some.workspace_bytes < every.workspace_bytes

@@ -33,3 +33,16 @@ def test_few_sets_of_groups_are_distinguished() -> None:
             assert ops.plan([row(slot)]) == {f"group {slot}"}
         for slot in range(MAX_KNOWN, NUM_GROUPS):
             assert ops.plan([row(slot)]) == set(groups)
+
+
+def test_targets_of_no_group_are_not_computed() -> None:
+    """No adapter that the server accepts has them."""
+    table = LoraTable.create(2, 3, torch.zeros(1024), "cpu", max_rank=1)
+    table.set_row(0, [TableEntry(1, 0, 1, 1, 8, 8), TableEntry(2, 0, 1, 1, 8, 8)])
+    groups = {"o": LoraGroup((1,), 8, (0,), (8,))}
+    ops = NativeLoraOps(SimpleNamespace(table=table), groups, max_tokens=4, max_rows=4)
+    assert ops.plan([row(0)]) == {"o"}
+    x, out = torch.zeros(4, 8), torch.zeros(4, 8)
+    assert ops.add("o", x, out, samples_only=False)
+    assert ops.add("down", x, out, samples_only=False) == []
+    assert ops.add_embedding(torch.zeros(4, dtype=torch.int64), out) == []

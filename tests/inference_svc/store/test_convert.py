@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from inference_svc.adapters.image_source import ImageChunk, ImageTrailer, LayerEnd
 from inference_svc.errors import CorruptImage
-from inference_svc.store.convert import to_event, to_pull_message
-from inference_svc.store.types import NameEvent
+from inference_svc.store.convert import from_announcement, to_event, to_pull_message, to_record
+from inference_svc.store.types import Announcement, NameEvent
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
 
@@ -83,3 +83,23 @@ def test_change_event_has_the_digest() -> None:
 def test_empty_message_is_refused() -> None:
     with pytest.raises(CorruptImage):
         to_pull_message(b"")
+
+
+def test_record_says_what_else_an_adapter_has() -> None:
+    kinds = [pb.SEGMENT_KIND_MAGNITUDE, pb.SEGMENT_KIND_FULL, 99]
+    adapter = pb.Adapter(targets=["q_proj"], segment_kinds=kinds, added_tokens=3)
+    record = to_record(adapter, 5)
+    assert (record.targets, record.added_tokens) == (("q_proj",), 3)
+    assert record.segment_kinds == ("magnitude", "full", "99")
+    assert not record.has_invocation_tokens
+    adapter.invocation_tokens.extend([0])
+    assert to_record(adapter, 5).has_invocation_tokens
+
+
+def test_unrestricted_server_announces_what_it_always_did() -> None:
+    """Its announcement has the id that it has always had."""
+    assert from_announcement(Announcement(("b",), 16)) == pb.Announcement(
+        aliases=["b"], max_rank=16
+    )
+    restricted = from_announcement(Announcement((), 16, ("q_proj", "v_proj")))
+    assert list(restricted.lora_targets) == ["q_proj", "v_proj"]

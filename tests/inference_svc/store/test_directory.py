@@ -388,3 +388,55 @@ def test_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert directory.names_of(ANYONE, A) == names[2:]
 
     run(body)
+
+
+LIMITED = {
+    "lora_targets": ("q_proj", "v_proj"),
+    "modules": ("q_proj", "k_proj", "v_proj", "o_proj"),
+}
+
+
+@pytest.mark.parametrize(
+    ("record", "reason", "subject"),
+    [
+        (
+            {"targets": ("k_proj", "q_proj")},
+            "has a target k_proj, which is not among this server's --lora-targets (q_proj, v_proj)",
+            "targets",
+        ),
+        (
+            {"segment_kinds": ("magnitude",)},
+            "has DoRA magnitudes, which this server does not apply",
+            "segment_kinds",
+        ),
+        (
+            {"added_tokens": 2},
+            "has 2 added tokens, above this server's limit 0",
+            "added_tokens",
+        ),
+        (
+            {"has_invocation_tokens": True},
+            "has invocation tokens (aLoRA), which this server does not apply",
+            "invocation_tokens",
+        ),
+    ],
+)
+def test_adapters_beyond_what_this_server_applies(record, reason, subject) -> None:
+    """Whatever the store says of them: an earlier one knows nothing of it."""
+    catalog, directory, _ = make(**LIMITED)
+    catalog.records["default/upper"] = replace(UPPER, **record)
+    with pytest.raises(AdapterUnusable) as caught:
+        run(lambda: directory.resolve(ANYONE, "upper"))
+    assert caught.value.message == f"adapter default/upper@1 {reason}"
+    assert caught.value.subject == subject
+
+
+def test_targets_within_the_restriction_are_accepted() -> None:
+    """And those by names that the model does not know, and weights that may equal the base's: the
+    image says what they are."""
+    catalog, directory, _ = make(**LIMITED)
+    catalog.records["default/upper"] = replace(UPPER, targets=("q_proj", "qkv_proj"))
+    assert run(lambda: directory.resolve(ANYONE, "upper")).digest == A
+    record = replace(UPPER, targets=("o_proj", "q_proj"), segment_kinds=("full",))
+    catalog.records["default/upper"] = record
+    assert run(lambda: directory.resolve(ANYONE, "upper")).digest == A

@@ -1,0 +1,116 @@
+"""A server that is restricted to some targets: what it computes, and which images it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inference_svc.adapters.extents import round_up
+from inference_svc.adapters.image_source import ImageHeader, Segment
+from inference_svc.adapters.layout import (
+    EMBEDDING,
+    HEAD,
+    LayoutTarget,
+    ModelLayout,
+    lora_groups,
+    refused_kinds,
+)
+
+MODULES = {
+    "q_proj": ("qkv", 8, 8),
+    "k_proj": ("qkv", 8, 4),
+    "v_proj": ("qkv", 8, 4),
+    "o_proj": ("o", 8, 8),
+    "down_proj": ("down", 16, 8),
+}
+
+
+@pytest.fixture
+def layout() -> ModelLayout:
+    """Two layers of an embedding, an attention, a part of an MLP, and a head."""
+    targets = [LayoutTarget("model.embed_tokens", None, EMBEDDING, "embedding", 32, 8)]
+    for layer in range(2):
+        targets += [
+            LayoutTarget(f"model.layers.{layer}.{name}", layer, f"layers.{layer}.{group}", kind, *n)
+            for name, (group, *n) in MODULES.items()
+            for kind in ("linear",)
+        ]
+    targets.append(LayoutTarget("lm_head", None, HEAD, "linear", 8, 32))
+    return ModelLayout("base", "0" * 64, torch.float32, (1,), tuple(targets))
+
+
+def header(layout: ModelLayout, *modules: str) -> ImageHeader:
+    """An image of these modules in every layer. Where its bytes lie does not matter here."""
+    segments = [
+        Segment(column, each, 4, 0, 0)
+        for column, target in enumerate(layout.targets)
+        if target.module in modules
+        for each in ("a", "b")
+    ]
+    return ImageHeader("image", "digest", "layout", 1, 0, tuple(segments))
+
+
+def test_modules_are_named_in_order_of_use(layout):
+    assert layout.modules == ("embed_tokens", *MODULES, "lm_head")
+
+
+@pytest.mark.parametrize(
+    ("lora_targets", "expected"),
+    [
+        (["q_proj"], {"layers.0.qkv", "layers.1.qkv"}),
+        (["k_proj", "v_proj"], {"layers.0.qkv", "layers.1.qkv"}),
+        (["down_proj", "lm_head"], {"layers.0.down", "layers.1.down", HEAD}),
+        (["embed_tokens"], {EMBEDDING}),
+    ],
+)
+def test_groups_with_an_accepted_target_are_computed(layout, lora_targets, expected):
+    every = lora_groups(layout)
+    assert len(every) == 8
+    groups = lora_groups(layout, lora_targets)
+    assert set(groups) == expected
+    assert all(groups[name] == every[name] for name in expected), "a group is computed whole"
+
+
+def test_largest_image_has_the_accepted_targets(layout):
+    shape = layout.largest_image(3, ["o_proj"])
+    assert shape.num_bytes == 2 * 2 * round_up(3 * 8 * 4)
+    assert shape.cuts == (0, shape.num_bytes // 2)
+    assert layout.largest_image(3, layout.modules) == layout.largest_image(3)
+
+
+@pytest.mark.parametrize(
+    ("modules", "reason"),
+    [
+        (["q_proj", "v_proj"], None),
+        (
+            ["down_proj", "q_proj"],
+            "a target down_proj, which is not among this server's --lora-targets (q_proj, v_proj)",
+        ),
+        (
+            ["embed_tokens", "o_proj", "v_proj"],
+            "targets embed_tokens, o_proj, which are not among this server's --lora-targets "
+            "(q_proj, v_proj)",
+        ),
+    ],
+)
+def test_image_of_other_targets_is_refused(layout, modules, reason):
+    found = header(layout, *modules)
+    assert layout.refusal(found, ("v_proj", "q_proj")) == reason
+    assert layout.refusal(found) is None
+
+
+@pytest.mark.parametrize(
+    ("kinds", "reason"),
+    [
+        (["a", "b"], None),
+        (["a", "b", "magnitude"], "DoRA magnitudes, which this server does not apply"),
+        (
+            ["row_ids", "rows", "full"],
+            "rows of its own for tokens, whole weights of its own, "
+            "which this server does not apply",
+        ),
+        (["99"], "segments of kind 99, which this server does not apply"),
+    ],
+)
+def test_kinds_that_are_not_applied_are_named(kinds, reason):
+    assert refused_kinds(kinds) == reason
