@@ -63,6 +63,8 @@ def lookup(host: str, port: str) -> list[str]:
 
 def resolve(target: str) -> list[Endpoint]:
     """Returns the replicas behind a name with a port, sorted; the name itself if there is only one.
+    It has another channel then with each other address: gRPC itself would look for one only after
+    the former has failed, and not more often than twice a minute.
 
     Where a name has addresses of both families, the IPv4 ones are taken: two families are not two
     replicas. Raises OSError, or ValueError for what no resolver takes for a name. Blocks.
@@ -71,7 +73,7 @@ def resolve(target: str) -> list[Endpoint]:
     ips = set(lookup(host, port))
     family = sorted(ip for ip in ips if ":" not in ip) or sorted(ips)
     if len(family) < 2:
-        return [Endpoint(target)]
+        return [Endpoint(target, ip=family[0])]
     return [Endpoint(f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}", host) for ip in family]
 
 

@@ -44,10 +44,12 @@ NEVER_S = float("-inf")
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """`address` is a gRPC target, and the identity of the replica. `server_name` is the name that
-    its certificate is for, where that is not the address's own host."""
+    its certificate is for, where that is not the address's own host. `ip` is what a name stands for
+    that stands for one address only."""
 
     address: str
     server_name: str = ""
+    ip: str = ""
 
 
 @dataclass(slots=True)
@@ -108,11 +110,11 @@ class Replicas:
     def replace(self, endpoints: Iterable[Endpoint]) -> None:
         """Sets the endpoints, at least one. What is known of those that stay is kept."""
         with self.lock:
-            known = self._replicas
-            self._replicas = {
-                endpoint.address: known.get(endpoint.address) or _Replica(endpoint)
-                for endpoint in endpoints
-            }
+            known, self._replicas = self._replicas, {}
+            for endpoint in endpoints:
+                replica = known.get(endpoint.address) or _Replica(endpoint)
+                replica.endpoint = endpoint
+                self._replicas[endpoint.address] = replica
 
     def acquire(self, key: str, avoid: Collection[str] = (), *, may_spill: bool = True) -> Endpoint:
         """Chooses a replica for a call, which counts as in progress until its `release`.

@@ -21,7 +21,8 @@ from tests.deploy.manifests import ROOT, Manifests, compose
 pytestmark = [pytest.mark.containers, pytest.mark.processes, pytest.mark.timeout(900)]
 
 MODEL = ROOT / "loadout" / "demo" / "assets" / "model"
-REPLICAS = {"inference": 1, "adapter-store-node": 1}
+REPLICAS = {"inference": 2, "adapter-store-node": 1}
+"""An upgrade has no GPU for a further replica of inference: one goes before one comes."""
 STORE_SIZES = (
     "LOADOUT_STORE_IMAGE_MEMORY=64MiB",
     "LOADOUT_STORE_DISK_CACHE_BYTES=1GiB",
@@ -97,7 +98,7 @@ def pods(production) -> list[Pod]:
 
 def test_every_replica_is_there(production):
     counts = {name: len(found) for name, found in production.pods.items()}
-    assert counts == {"adapter-store": 3, "adapter-store-node": 1, "inference": 1}
+    assert counts == {"adapter-store": 3, "adapter-store-node": 1, "inference": 2}
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -127,7 +128,7 @@ def test_inference_goes_on_when_its_nodes_store_is_killed(production, pods):
 
 
 def test_every_pod_is_replaced_under_load(production, pods):
-    """As an upgrade replaces them: stores one by one, inference after a new replica is ready."""
+    """As an upgrade replaces them, one by one."""
     old = {pod.inspect()["Id"] for pod in pods}
     with Callers(production, "upper", "", token=token_of("backend")) as callers:
         production.apply(manifests(), REPLICAS)

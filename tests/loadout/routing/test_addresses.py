@@ -76,7 +76,7 @@ def test_a_name_stands_for_its_addresses_of_one_family(monkeypatch):
 
 def test_a_name_with_one_address_is_left_to_grpc(monkeypatch):
     stands_for(monkeypatch, "10.0.0.2", "::2")
-    assert resolve("replicas:7080") == [Endpoint("replicas:7080")]
+    assert resolve("replicas:7080") == [Endpoint("replicas:7080", ip="10.0.0.2")]
 
 
 def test_the_system_resolves_this_machine():

@@ -254,6 +254,29 @@ def test_a_name_stands_for_its_replicas(fleet, connect, monkeypatch):
     second.kill()
 
 
+def test_a_name_of_one_replica_follows_it_before_the_former_one_ends(
+    fleet, connect, monkeypatch, request
+):
+    """A channel that is open stays with its address until that fails."""
+    api = grpc.aio if "async" in request.node.callspec.id else grpc
+    former, later, _ = fleet
+    stands_for = {"ip": "10.0.0.1", "address": former}
+    monkeypatch.setattr(addresses, "RESOLVE_S", 0.0)
+    monkeypatch.setattr(addresses, "lookup", lambda host, port: [stands_for["ip"]])
+
+    def factory(address, credentials, options):
+        assert address == "replica.example:7080"
+        return api.insecure_channel(stands_for["address"], options=options)
+
+    client = connect("replica.example:7080", channel_factory=factory)
+    assert [ask(client) for _ in range(3)] == [former] * 3
+    stands_for |= {"ip": "10.0.0.2", "address": later}
+    end = time.monotonic() + TIMEOUT_S
+    while ask(client) != later:
+        assert time.monotonic() < end
+    assert [ask(client) for _ in range(3)] == [later] * 3
+
+
 def test_a_name_that_is_unknown_is_a_lost_stream(connect, monkeypatch):
     def fail(host, port):
         raise OSError("no such name")
