@@ -12,6 +12,7 @@ config_values      values of an adapter's config, each of its type and within bo
 scan               one pass over the weights: hashes, and no value that is not finite
 digest             loadout-digest-v1, the identity of an adapter's content
 peft_config        an adapter's config as one typed, checked object; PEFT's parsed
+peft_extras        what a PEFT config says that there is besides A and B
 peft_fields        a verdict on every field of PEFT's LoraConfig
 module_patterns    which modules a config means, by PEFT's rules, within a time budget
 strip              a copy of an adapter without base weights

@@ -11,7 +11,8 @@ no spaces, ASCII):
 
 Roles are A [rank, in] and B [out, rank], embedding_A and embedding_B, and, of MLX-LM,
 A_transposed [in, rank] and B_transposed [rank, out]: with the same bytes and shapes they are
-another adapter. A target is the module's path in the language model, as its trainer called it.
+another adapter; B_bias [out] and, of DoRA, magnitude [out]. A target is the module's path in the
+language model, as its trainer called it.
 
 Roles and fields may be added; none ever changes what an adapter without them has.
 

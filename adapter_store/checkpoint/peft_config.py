@@ -18,6 +18,7 @@ from adapter_store.checkpoint.config_values import (
 )
 from adapter_store.checkpoint.files import CONFIG_FILE, MLX_WEIGHTS_FILE, CheckpointLimits
 from adapter_store.checkpoint.module_patterns import MatchBudget, ModuleMatcher, PatternTable
+from adapter_store.checkpoint.peft_extras import NO_EXTRAS, Extras, read_extras
 from adapter_store.checkpoint.peft_fields import check_fields
 
 _LOCAL_PATH = re.compile(r"[/~\\]|\.{1,2}([/\\]|$)|[A-Za-z]:[/\\]|file:|.*\\")
@@ -41,10 +42,10 @@ class AdapterConfig:
 
     They are those of PEFT's LoraConfig. Of a trainer that gives no alpha, `scale` multiplies B @ A,
     and alpha and its pattern are not used; `last_layers` is how many layers it adapts, 0 if it does
-    not say. `base_model` is "" when the file does not name one; it may be a trainer's local path,
-    see `names_local_path`. `ignored_keys` are unknown keys that the operator lets pass, sorted. The
-    methods raise InvalidAdapter PATTERN_TOO_SLOW when the seconds for matching this adapter's
-    patterns are used up.
+    not say. `extras` are what it has besides A and B. `base_model` is "" when the file does not
+    name one; it may be a trainer's local path, see `names_local_path`. `ignored_keys` are unknown
+    keys that the operator lets pass, sorted. The methods raise InvalidAdapter PATTERN_TOO_SLOW when
+    the seconds for matching this adapter's patterns are used up.
     """
 
     base_model: str
@@ -57,6 +58,7 @@ class AdapterConfig:
     ignored_keys: tuple[str, ...] = ()
     scale: float | None = None
     last_layers: int = 0
+    extras: Extras = NO_EXTRAS
 
     def selects(self, module: str, *, is_embedding: bool) -> bool:
         """Returns whether PEFT would adapt the module."""
@@ -115,6 +117,7 @@ def parse_config(fields: Mapping[str, Any], limits: CheckpointLimits) -> Adapter
         ),
         modules=_modules(fields, budget),
         ignored_keys=ignored_keys,
+        extras=read_extras(fields),
     )
 
 

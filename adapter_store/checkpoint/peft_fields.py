@@ -29,6 +29,8 @@ HONOURED = frozenset(
         "exclude_modules",
         "layers_to_transform",
         "layers_pattern",
+        "lora_bias",
+        "use_dora",
         "fan_in_fan_out",  # how the base weight is stored: A and B have the same shapes either way
         "init_lora_weights",  # see INIT_ACCEPTED
     }
@@ -65,8 +67,6 @@ _TRAIN_WITHOUT = "train without it"
 REFUSED: Mapping[str, Refusal] = {
     # "none" is its way to be off.
     "bias": Refusal("it trains biases of the base model", "train with bias='none'"),
-    "lora_bias": Refusal("it adds a bias to B", "train with lora_bias=False"),
-    "use_dora": Refusal("DoRA rescales the base weight", f"train with use_dora=False, or {_MERGE}"),
     "use_qalora": Refusal(
         "QALoRA pools the input before A", "train plain LoRA over the quantised base model"
     ),

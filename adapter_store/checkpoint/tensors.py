@@ -6,6 +6,8 @@ PEFT's, and those of all who write its files:
     base_model.model.<module>.lora_B.weight            [out, rank]
     base_model.model.<module>.lora_embedding_A         [rank, vocab]
     base_model.model.<module>.lora_embedding_B         [hidden, rank]
+    base_model.model.<module>.lora_B.bias              [out]
+    base_model.model.<module>.lora_magnitude_vector    [out]; of an embedding [hidden]
 
 `<module>` is the module's path in the model that was trained, "model.layers.0.self_attn.q_proj";
 the config's patterns match it. An adapter saved from a whole state dict has its own name in
@@ -15,7 +17,8 @@ than text has its language model inside: `language_model.model.layers.0` (older 
 trainer that saves the model's own names leaves the prefix out: without it the rest is the module's
 path all the same. Tinker calls the head `model.unembed_tokens`.
 
-Every tensor is the A or B of one target, and every target is one that the config selects.
+Every tensor belongs to one target, and every target is one that the config selects, with what the
+config says that it has.
 
 Sources: peft/utils/save_and_load.py `get_peft_model_state_dict` of PEFT 0.21;
 tinker_cookbook/weights/_merge_utils.py of github.com/thinking-machines-lab/tinker-cookbook.
@@ -37,6 +40,7 @@ from adapter_store.checkpoint.files import (
 from adapter_store.checkpoint.formats.select import find_weight_files
 from adapter_store.checkpoint.module_patterns import OUTPUT_LAYER
 from adapter_store.checkpoint.peft_config import AdapterConfig
+from adapter_store.checkpoint.peft_extras import check_vectors, refused
 from adapter_store.checkpoint.safetensors import TensorRecord, read_header
 from adapter_store.core import SegmentKind, TargetKind
 from adapter_store.errors import InvalidAdapter
@@ -46,10 +50,22 @@ DEFAULT_ADAPTER_NAME = "default"
 
 _NAMED = r"(?:\.(?P<adapter>[^.]{1,128}))?"
 _LINEAR = re.compile(rf"(?P<module>.+)\.lora_(?P<side>[AB]){_NAMED}\.weight")
+_BIAS = re.compile(rf"(?P<module>.+)\.lora_B{_NAMED}\.bias")
+_MAGNITUDE = re.compile(
+    r"(?P<module>.+)\.lora_magnitude_vector(?:\.(?P<adapter>(?!weight$)[^.]{1,128}))?(?:\.weight)?"
+)
 _EMBEDDING = re.compile(rf"(?P<module>.+)\.lora_embedding_(?P<side>[AB]){_NAMED}")
+_PATTERNS = (
+    (_LINEAR, TargetKind.LINEAR, None),
+    (_EMBEDDING, TargetKind.EMBEDDING, None),
+    (_BIAS, TargetKind.LINEAR, SegmentKind.BIAS),
+    (_MAGNITUDE, None, SegmentKind.MAGNITUDE),
+)
 _MODULE = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
 _TINKER_HEADS = frozenset({"unembed_tokens", "model.unembed_tokens"})
 _WRAPPED = re.compile(r"(?:model\.)?language_model\.(?P<inner>.+)")
+
+_SIDES = (SegmentKind.A, SegmentKind.B)
 
 _ADAPTED = (
     "a base weight, which PEFT saves beside an adapted embedding or head: `loadout strip IN OUT "
@@ -69,21 +85,20 @@ _BASE_PARTS = {
 # Tensors that trainers save besides A and B, and what to do about each.
 _HINTS = (
     *_BASE_PARTS.items(),
-    (".lora_magnitude_vector", "DoRA is not supported"),
     (".modules_to_save.", "modules_to_save is not supported"),
-    (".lora_B.bias", "lora_bias is not supported"),
     (".bias", "a bias of the base model is not supported"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class TensorKey:
-    """A tensor's meaning: side A or B of `target`, which the trained model calls `module`.
-    `is_transposed`: A is [in, rank] and B is [rank, out]."""
+    """A tensor's meaning: side A or B, or what else `side` says, of `target`, which the trained
+    model calls `module`. `is_transposed`: A is [in, rank] and B is [rank, out]. No kind: the name
+    does not tell."""
 
     target: str
     module: str
-    kind: TargetKind
+    kind: TargetKind | None
     side: SegmentKind
     adapter_name: str
     is_transposed: bool = False
@@ -95,10 +110,10 @@ def parse_key(key: str) -> TensorKey:
     Raises InvalidAdapter TENSOR_UNKNOWN (subject: the name): the tensor would stay unused.
     """
     path = key.removeprefix(PREFIX).removeprefix(PREFIX)
-    for pattern, kind in ((_LINEAR, TargetKind.LINEAR), (_EMBEDDING, TargetKind.EMBEDDING)):
+    for pattern, kind, side in _PATTERNS:
         match = pattern.fullmatch(path)
         if match and is_module(match["module"]):
-            side = SegmentKind.A if match["side"] == "A" else SegmentKind.B
+            side = side or SegmentKind(match["side"].lower())
             name = match["adapter"] or DEFAULT_ADAPTER_NAME
             return TensorKey(target_of(match["module"]), match["module"], kind, side, name)
     hint = next((hint for part, hint in _HINTS if part in f"{key}."), "")
@@ -258,13 +273,17 @@ def pair_targets(
         adapter_name = adapter_name or key.adapter_name
         if key.adapter_name != adapter_name:
             detail = f"of an adapter {key.adapter_name!r}, while others are of {adapter_name!r}"
-            raise _invalid(record, "ADAPTERS_MIXED", detail)
-        if len(record.shape) != 2:
-            raise _invalid(record, "SHAPE_INVALID", f"shape {list(record.shape)} is not a matrix")
+            raise refused(record, "ADAPTERS_MIXED", detail)
+        what, num_dimensions = ("matrix", 2) if key.side in _SIDES else ("vector", 1)
+        if len(record.shape) != num_dimensions:
+            raise refused(record, "SHAPE_INVALID", f"shape {list(record.shape)} is not a {what}")
         sides = pairs.setdefault(key.target, {})
-        other = next((k for k, _ in sides.values()), key)
-        if key.side in sides or (key.kind, key.module) != (other.kind, other.module):
-            raise _invalid(record, "TENSOR_DUPLICATE", f"{key.target} has another tensor for this")
+        is_twice = key.side in sides or any(
+            other.module != key.module or (other.kind or key.kind) != (key.kind or other.kind)
+            for other, _ in sides.values()
+        )
+        if is_twice:
+            raise refused(record, "TENSOR_DUPLICATE", f"{key.target} has another tensor for this")
         sides[key.side] = (key, record)
     if not pairs:
         raise InvalidAdapter(
@@ -279,28 +298,31 @@ def _target(
     name: str, sides: Iterable[tuple[TensorKey, TensorRecord]], config: AdapterConfig
 ) -> TargetWeights:
     by_side = {key.side: record for key, record in sides}
-    module, kind, is_transposed = next((k.module, k.kind, k.is_transposed) for k, _ in sides)
-    for side, other in ((SegmentKind.A, SegmentKind.B), (SegmentKind.B, SegmentKind.A)):
+    for side in _SIDES:
         if side not in by_side:
-            raise _invalid(
-                by_side[other], "PAIR_INCOMPLETE", f"{name} has no {side.value.upper()} for it"
-            )
+            record = next(iter(by_side.values()))
+            raise refused(record, "PAIR_INCOMPLETE", f"{name} has no {side.value.upper()} for it")
+    key = next(key for key, _ in sides if key.kind is not None)
+    module, kind, is_transposed = key.module, key.kind, key.is_transposed
+    assert kind is not None
     a, b = by_side[SegmentKind.A], by_side[SegmentKind.B]
     if not config.selects(module, is_embedding=kind is TargetKind.EMBEDDING):
-        raise _invalid(
+        raise refused(
             a, "TARGET_NOT_SELECTED", f"the config does not adapt {module}, so it would stay unused"
         )
     rank, alpha, scale = config.settings_for(module)
     of_a, of_b = (1, 0) if is_transposed else (0, 1)
     for record, found in ((a, a.shape[of_a]), (b, b.shape[of_b])):
         if found != rank:
-            raise _invalid(
+            raise refused(
                 record,
                 "RANK_MISMATCH",
                 f"shape {list(record.shape)} has rank {found}, the config says {rank}",
             )
-    return TargetWeights(name, module, kind, rank, alpha, scale, a, b, is_transposed=is_transposed)
-
-
-def _invalid(record: TensorRecord, reason: str, detail: str) -> InvalidAdapter:
-    return InvalidAdapter(f"{record.key}: {detail}", subject=record.key, reason=reason)
+    weights = TargetWeights(
+        *(name, module, kind, rank, alpha, scale, a, b),
+        *(by_side.get(SegmentKind.BIAS), by_side.get(SegmentKind.MAGNITUDE)),
+        is_transposed=is_transposed,
+    )
+    check_vectors(*(config.extras, kind, a, weights.out_features, weights.bias, weights.magnitude))
+    return weights

@@ -94,8 +94,6 @@ case("config: huge expression", "PATTERN_TOO_LARGE", config(target_modules="a" *
 case("config: base model with a line end", "CONFIG_INVALID", config(base_model_name_or_path="a\nb"))
 for key, value in {
     "bias": "all",
-    "lora_bias": True,
-    "use_dora": True,
     "use_qalora": True,
     "use_bdlora": {"nblocks": 2},
     "modules_to_save": ["lm_head"],
@@ -107,6 +105,12 @@ for key, value in {
     "init_lora_weights": "pissa",
 }.items():
     case(f"config: {key}", "CONFIG_UNSUPPORTED", config(**{key: value}))
+
+
+case("config: a bias of B that is not there", "PAIR_INCOMPLETE", config(lora_bias=True))
+case("config: magnitudes that are not there", "PAIR_INCOMPLETE", config(use_dora=True))
+case("config: DoRA with a bias of B", "CONFIG_UNSUPPORTED", config(lora_bias=True, use_dora=True))
+case("config: DoRA as a word", "CONFIG_INVALID", config(use_dora="yes"))
 
 
 def _alpha_overflow(folder: Path) -> None:

@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[Change, type[errors.LoadoutError], str]] = {
         "q_proj",
     ),
     "bias-all": (config(bias="all"), errors.InvalidArgument, "bias"),
-    "dora": (config(use_dora=True), errors.InvalidArgument, "use_dora"),
+    "dora-without-magnitudes": (config(use_dora=True), errors.InvalidArgument, "use_dora"),
     "pissa": (config(init_lora_weights="pissa"), errors.InvalidArgument, "init_lora_weights"),
     "loftq": (config(init_lora_weights="loftq"), errors.InvalidArgument, "init_lora_weights"),
     "target-parameters": (
@@ -129,6 +129,8 @@ REFUSED: dict[str, tuple[Change, type[errors.LoadoutError], str]] = {
 }
 
 UNSERVABLE: dict[str, tuple[Change, str]] = {
+    "dora": (lambda folder: _add_vectors(folder, "lora_magnitude_vector", "use_dora"), "DoRA"),
+    "bias-of-b": (lambda folder: _add_vectors(folder, "lora_B.bias", "lora_bias"), "biases"),
     # Of content of its own: a digest means the first name that has it.
     "wrong-base": (
         config(base_model_name_or_path="another-model", lora_alpha=3),
@@ -148,6 +150,16 @@ UNSERVABLE: dict[str, tuple[Change, str]] = {
         "model.layers.7",
     ),
 }
+
+
+def _add_vectors(folder: Path, name: str, key: str) -> None:
+    """Adds one for each B, and says so in the config."""
+    config(**{key: True})(folder)
+    path = folder / "adapter_model.safetensors"
+    values = load_file(path)
+    for b in [each for each in values if ".lora_B." in each]:
+        values[b.replace("lora_B.weight", name)] = torch.ones(len(values[b]))
+    save_file(values, path)
 
 
 def _raise_rank(folder: Path, rank: int) -> None:

@@ -320,6 +320,8 @@ WAYS = {
         "not servable by layout ",
         "has 130 in_features, model.embed_tokens has 128: tokens were added",
     ),
+    "dora": unservable(lora(use_dora=True), "rank 4 "),
+    "a bias of B": unservable(lora(lora_bias=True), "rank 4 "),
     # refused
     "run folder": refused(
         run_folder,
@@ -355,9 +357,6 @@ WAYS = {
         "were added to the vocabulary: no adapter can have any of its own; where none were, "
         "`loadout strip IN OUT --model DIR`",
     ),
-    "dora": refused(
-        lora(use_dora=True), "use_dora=True is not supported: DoRA rescales the base weight"
-    ),
     "pissa": refused(
         lora(init_lora_weights="pissa"),
         "init_lora_weights='pissa' is not supported: it changes the base weights; save it with "
@@ -369,7 +368,6 @@ WAYS = {
     "all biases": refused(
         lora(bias="all"), "bias='all' is not supported: ", "train with bias='none'"
     ),
-    "a bias of B": refused(lora(lora_bias=True), "lora_bias=True is not supported: "),
     "modules_to_save": refused(
         lora(modules_to_save=["lm_head"]),
         "modules_to_save=['lm_head'] is not supported: it replaces whole modules",

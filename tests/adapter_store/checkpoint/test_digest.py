@@ -1,6 +1,7 @@
 """Committed vectors: a change of any of these is a new digest version, not a fix."""
 
 import json
+import math
 import shutil
 import struct
 from pathlib import Path
@@ -30,10 +31,11 @@ def write(folder: Path, dtype: str = "F32", config: dict | None = None, **option
     folder.mkdir()
     header, data = {}, b""
     shapes = {f"{Q}.lora_A.weight": [2, 3], f"{Q}.lora_B.weight": [4, 2]}
+    shapes |= options.get("more", {})
     if options.get("swapped"):
         shapes = dict(reversed(shapes.items()))
     for name, shape in shapes.items():
-        values = [float(i) for i in range(shape[0] * shape[1])]
+        values = [float(i) for i in range(math.prod(shape))]
         raw = struct.pack(f"<{len(values)}f", *values)
         if dtype == "BF16":
             raw = b"".join(raw[i + 2 : i + 4] for i in range(0, len(raw), 4))
@@ -75,6 +77,26 @@ VECTORS = [  # dtype, config, digest; made with sha256sum from the format's text
 @pytest.mark.parametrize(("dtype", "config", "expected"), VECTORS)
 def test_vectors(tmp_path, dtype, config, expected):
     folder = write(tmp_path / "adapter", dtype, config)
+    assert open_checkpoint(folder).digest == f"sha256:{expected}"
+
+
+EXTRAS = [  # config, tensors besides A and B, digest; made from the format's text, too
+    (
+        {"lora_bias": True},
+        {f"{Q}.lora_B.bias": [4]},
+        "5429e00fddd36bb250c3e528ffaa460ff44ca506a314e805341962733b29ffde",
+    ),
+    (
+        {"use_dora": True},
+        {f"{Q}.lora_magnitude_vector": [4]},
+        "a2e1ec84f642b4b07c5873303b3c6c2dea3fbc4aa4366e76381be8bd31663bf1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "more", "expected"), EXTRAS)
+def test_vectors_of_what_there_is_besides(tmp_path, config, more, expected):
+    folder = write(tmp_path / "adapter", config=config, more=more)
     assert open_checkpoint(folder).digest == f"sha256:{expected}"
 
 

@@ -78,8 +78,6 @@ UNKNOWN_TENSORS = {
     "base_model.model.model.embed_tokens.base_layer.weight": "save_embedding_layers=False",
     "base_model.model.model.embed_tokens.weight": "where tokens were added",
     "base_model.model.lm_head.weight": "where tokens were added",
-    f"{Q0}.lora_magnitude_vector": "DoRA",
-    f"{Q0}.lora_B.bias": "lora_bias",
     "base_model.model.lm_head.modules_to_save.weight": "modules_to_save",
     f"{Q0}.base_layer.bias": "base weight",
     "model.layers.0.self_attn.q_proj.weight": "ends with none of .lora_A.weight",

@@ -54,8 +54,6 @@ def test_a_config_as_peft_saves_it_is_accepted():
     [
         ("bias", "all"),
         ("bias", "lora_only"),
-        ("lora_bias", True),
-        ("use_dora", True),
         ("use_qalora", True),
         ("use_bdlora", {"nblocks": 2}),
         ("modules_to_save", ["lm_head"]),
@@ -128,19 +126,19 @@ def test_unknown_key_is_refused_unless_it_is_off():
 
 
 def test_unknown_keys_may_pass_where_they_are_allowed():
-    allowed = frozenset({"note", "other", "use_dora", "off"})
+    allowed = frozenset({"note", "other", "use_qalora", "off"})
     fields = {"peft_type": "LORA", "target_modules": ["q_proj"], "note": 3, "other": "x"}
     limits = dataclasses.replace(LIMITS, allowed_config_keys=allowed)
     assert parse_config({**fields, "off": None}, limits).ignored_keys == ("note", "other")
-    for key in ("use_dora", "use_new_thing"):  # the one is known
+    for key in ("use_qalora", "use_new_thing"):  # the one is known
         with pytest.raises(InvalidAdapter, match=key):
             parse_config({**fields, key: True}, limits)
     everything = dataclasses.replace(LIMITS, allowed_config_keys=None)
     assert parse_config({**fields, "use_new_thing": True}, everything).ignored_keys == (
         *("note", "other", "use_new_thing"),
     )
-    with pytest.raises(InvalidAdapter, match="use_dora"):
-        parse_config({**fields, "use_dora": True}, everything)
+    with pytest.raises(InvalidAdapter, match="use_qalora"):
+        parse_config({**fields, "use_qalora": True}, everything)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,8 @@ CASES = {
     "unused module": ({"tensors": tensors(), "target_modules": ["k_proj"]}, None, "q_proj"),
     "rank too high": ({"rank": 65}, None, "65"),
     "bias": ({"bias": "all"}, None, "bias"),
-    "DoRA": ({"use_dora": True}, None, "use_dora"),
+    "DoRA without magnitudes": ({"use_dora": True}, None, "lora_magnitude_vector"),
+    "BD-LoRA": ({"use_bdlora": {"nblocks": 2}}, None, "use_bdlora"),
     "pissa": ({"init_lora_weights": "pissa"}, None, "init_lora_weights"),
     "unknown key": ({"new_magic": 3}, None, "new_magic"),
     "not LoRA": ({"peft_type": "IA3"}, None, "peft_type"),
@@ -153,8 +154,8 @@ def test_unknown_keys_that_the_operator_allows(serve, make_adapter, make_layout,
     sent = store.client.upload("sent", files)
     assert list(made.ignored_config_keys) == list(sent.ignored_config_keys) == ["trainer_note"]
     assert list(store.client.register("plain", plain).ignored_config_keys) == []
-    with refused("INVALID_ARGUMENT", "use_dora=True is not supported"):
-        store.client.register("dora", make_adapter(("q_proj",), folder="dora", use_dora=True))
+    with refused("INVALID_ARGUMENT", "use_qalora=True is not supported"):
+        store.client.register("qalora", make_adapter(("q_proj",), folder="qa", use_qalora=True))
     store.stop()
     lines = [json.loads(line) for line in audit_file.read_text().splitlines()]
     found = [line["ignored_config_keys"] for line in lines]

@@ -1,0 +1,161 @@
+"""What an adapter may have besides A and B: read where the config says it, else refused by name."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adapter_store.checkpoint.open import open_checkpoint
+from adapter_store.core import SegmentKind
+from tests.adapter_store.checkpoints import Q0, A, B, pair, refusal
+
+BIAS, MAGNITUDE = f"{Q0}.lora_B.bias", f"{Q0}.lora_magnitude_vector"
+OUT = torch.ones(16)
+EMBEDDING = "base_model.model.model.embed_tokens"
+
+
+@pytest.fixture
+def make(make_adapter) -> Callable[..., Path]:
+    """Makes adapters of q_proj of the first layer, with more tensors and config fields."""
+    number = itertools.count()
+
+    def made(tensors: dict[str, torch.Tensor | None], **config: Any) -> Path:
+        folder = f"adapter{next(number)}"
+        fields = {"lora_alpha": 8, "target_modules": ["q_proj"], **config}
+        own = {name: tensor.clone() for name, tensor in pair(**tensors).items()}
+        return make_adapter(tensors=own, folder=folder, **fields)
+
+    return made
+
+
+READ = {
+    "a bias of B": ({BIAS: OUT}, {"lora_bias": True}, SegmentKind.BIAS),
+    "a bias of B, named": (
+        {
+            A: None,
+            f"{Q0}.lora_A.french.weight": torch.ones(4, 16),
+            B: None,
+            f"{Q0}.lora_B.french.weight": torch.ones(16, 4),
+            f"{Q0}.lora_B.french.bias": OUT,
+        },
+        {"lora_bias": True},
+        SegmentKind.BIAS,
+    ),
+    "DoRA": ({MAGNITUDE: OUT}, {"use_dora": True}, SegmentKind.MAGNITUDE),
+    "DoRA of a module": ({f"{MAGNITUDE}.weight": OUT}, {"use_dora": True}, SegmentKind.MAGNITUDE),
+    "DoRA of a state dict": (
+        {f"{MAGNITUDE}.default.weight": OUT},
+        {"use_dora": True},
+        SegmentKind.MAGNITUDE,
+    ),
+    "DoRA of an older state dict": (
+        {f"{MAGNITUDE}.default": OUT},
+        {"use_dora": True},
+        SegmentKind.MAGNITUDE,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_what_the_config_says_is_read(make, case):
+    tensors, config, kind = READ[case]
+    checkpoint = open_checkpoint(make(tensors, **config))
+    assert checkpoint.segment_kinds == (kind,)
+    plain = open_checkpoint(make({}))
+    assert plain.segment_kinds == ()
+    assert checkpoint.digest != plain.digest
+
+
+def test_its_names_in_the_file_leave_the_digest_alone(make):
+    digests = {
+        open_checkpoint(make({name: OUT}, use_dora=True)).digest
+        for name in (MAGNITUDE, f"{MAGNITUDE}.weight", f"{MAGNITUDE}.default.weight")
+    }
+    assert len(digests) == 1
+
+
+def test_every_value_of_it_is_of_the_digest(make):
+    """So is which of the two it is: as vectors they are alike."""
+    digests = {
+        open_checkpoint(make({name: vector}, **{key: True})).digest
+        for name, key in ((BIAS, "lora_bias"), (MAGNITUDE, "use_dora"))
+        for vector in (OUT, 2 * OUT, OUT.half())
+    }
+    assert len(digests) == 6
+
+
+REFUSED = {
+    # tensors, config, reason, subject
+    "a bias that the config does not say": ({BIAS: OUT}, {}, "TENSOR_UNKNOWN", BIAS),
+    "magnitudes that it does not say": ({MAGNITUDE: OUT}, {}, "TENSOR_UNKNOWN", MAGNITUDE),
+    "no bias": ({}, {"lora_bias": True}, "PAIR_INCOMPLETE", A),
+    "no magnitudes": ({}, {"use_dora": True}, "PAIR_INCOMPLETE", A),
+    "a bias alone": ({A: None, B: None, BIAS: OUT}, {"lora_bias": True}, "PAIR_INCOMPLETE", BIAS),
+    "magnitudes alone": (
+        {A: None, B: None, MAGNITUDE: OUT},
+        {"use_dora": True},
+        *("PAIR_INCOMPLETE", MAGNITUDE),
+    ),
+    "a bias that is too long": (
+        {BIAS: torch.ones(17)},
+        {"lora_bias": True},
+        *("SHAPE_INVALID", BIAS),
+    ),
+    "too few magnitudes": (
+        {MAGNITUDE: torch.ones(15)},
+        {"use_dora": True},
+        *("SHAPE_INVALID", MAGNITUDE),
+    ),
+    "a bias as a matrix": (
+        {BIAS: torch.ones(16, 1)},
+        {"lora_bias": True},
+        *("SHAPE_INVALID", BIAS),
+    ),
+    "magnitudes as a matrix": (
+        {MAGNITUDE: torch.ones(1, 16)},
+        {"use_dora": True},
+        *("SHAPE_INVALID", MAGNITUDE),
+    ),
+    "magnitudes twice": (
+        {MAGNITUDE: OUT, f"{MAGNITUDE}.weight": OUT},
+        {"use_dora": True},
+        *("TENSOR_DUPLICATE", f"{MAGNITUDE}.weight"),
+    ),
+    "magnitudes of another adapter": (
+        {f"{MAGNITUDE}.evil": OUT},
+        {"use_dora": True},
+        *("ADAPTERS_MIXED", f"{MAGNITUDE}.evil"),
+    ),
+    "a bias of an embedding": (
+        {
+            A: None,
+            B: None,
+            f"{EMBEDDING}.lora_embedding_A": torch.ones(4, 32),
+            f"{EMBEDDING}.lora_embedding_B": torch.ones(16, 4),
+        },
+        {"lora_bias": True, "target_modules": ["embed_tokens"]},
+        *("CONFIG_UNSUPPORTED", "lora_bias"),
+    ),
+    "a bias and magnitudes": (
+        {BIAS: OUT, MAGNITUDE: OUT},
+        {"lora_bias": True, "use_dora": True},
+        *("CONFIG_UNSUPPORTED", "lora_bias"),
+    ),
+    "values that are not finite": (
+        {MAGNITUDE: OUT * torch.inf},
+        {"use_dora": True},
+        *("NOT_FINITE", MAGNITUDE),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_applied_wholly_is_refused_by_name(make, case):
+    tensors, config, reason, subject = REFUSED[case]
+    error = refusal(make(tensors, **config))
+    assert (error.reason, error.subject) == (reason, subject)
