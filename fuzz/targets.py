@@ -35,7 +35,7 @@ from adapter_store.checkpoint.json import parse_object
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.peft_config import parse_config
 from adapter_store.checkpoint.safetensors import LENGTH_BYTES, read_header
-from adapter_store.checkpoint.tensors import parse_key
+from adapter_store.checkpoint.tensor_keys import parse_key
 from adapter_store.errors import InvalidAdapter, LimitExceeded
 from adapter_store.images import layout_checks
 from adapter_store.images.announcement import (

@@ -6,13 +6,15 @@ no spaces, ASCII):
     loadout-digest-v1
     ["<target>","<role>","<dtype>",[<shape>],"<sha256 of the raw bytes>"]
         ... one per tensor, sorted as lists
-    {"alpha":{"<target>":<alpha>, ...},"modules":{...},"scale":{"<target>":<scale>, ...},
-     "use_rslora":true}
+    {"alpha":{"<target>":<alpha>, ...},"modules":{...},"rows":{"<target>":[<token>, ...], ...},
+     "scale":{"<target>":<scale>, ...},"use_rslora":true}
 
 Roles are A [rank, in] and B [out, rank], embedding_A and embedding_B, and, of MLX-LM,
 A_transposed [in, rank] and B_transposed [rank, out]: with the same bytes and shapes they are
-another adapter; B_bias [out] and, of DoRA, magnitude [out]. A target is the module's path in the
-language model, as its trainer called it.
+another adapter; B_bias [out] and, of DoRA, magnitude [out]; of what takes the place of the base's
+weights full, as the base has it, copy, the same where it was only saved along, on which verdicts
+depend, and rows [rows, features]. A target is the module's path in the language model, as its
+trainer called it; that of a bias of the base ends with ".bias".
 
 Roles and fields may be added; none ever changes what an adapter without them has.
 
@@ -30,11 +32,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from adapter_store.checkpoint.peft_config import AdapterConfig
-from adapter_store.checkpoint.tensors import TargetWeights, recorded_name
+from adapter_store.checkpoint.tensor_keys import recorded_name
+from adapter_store.checkpoint.tensors import TargetWeights
+from adapter_store.checkpoint.weights import Changes, ExpertWeights, Replacement
 
 DEFAULT_ALPHA = 8
 _CANONICAL = json.JSONEncoder(
@@ -43,45 +47,55 @@ _CANONICAL = json.JSONEncoder(
 
 
 def compute_digest(
-    config: AdapterConfig, targets: Mapping[str, TargetWeights], sha256: Mapping[str, bytes]
+    config: AdapterConfig, changes: Iterable[Changes], sha256: Mapping[str, bytes]
 ) -> str:
     """Returns the digest, "sha256:<hex>". `sha256` holds the hash of each tensor's raw bytes, by
     tensor key."""
+    changes = tuple(changes)
     records = sorted(
         [
-            recorded_name(target.module),
+            recorded_name(each.module),
             role,
             record.dtype.value,
             list(record.shape),
             sha256[record.key].hex(),
         ]
-        for target in targets.values()
-        for role, record in target.records()
+        for each in changes
+        for role, record in each.records()
     )
     lines = ["loadout-digest-v1", *map(canonical_json, records)]
-    lines.append(canonical_json(_maths(config, targets)))
+    lines.append(canonical_json(_maths(config, changes)))
     return sha256_text("".join(f"{line}\n" for line in lines))
 
 
-def _maths(config: AdapterConfig, targets: Mapping[str, TargetWeights]) -> dict[str, Any]:
+def _maths(config: AdapterConfig, changes: Iterable[Changes]) -> dict[str, Any]:
     """Returns what changes the maths besides the tensors, without defaults."""
     maths: dict[str, Any] = {}
+    replacements = [each for each in changes if isinstance(each, Replacement)]
+    targets = [each for each in changes if isinstance(each, TargetWeights | ExpertWeights)]
     alphas = {
         recorded_name(target.module): _number(target.alpha)
-        for target in targets.values()
+        for target in targets
         if target.alpha is not None and target.alpha != DEFAULT_ALPHA
     }
     if alphas:
         maths["alpha"] = alphas
     scales = {
         recorded_name(target.module): _number(target.scale)
-        for target in targets.values()
+        for target in targets
         if target.alpha is None
     }
     if scales:
         maths["scale"] = scales
-    if config.modules.unweighted(target.module for target in targets.values()):
+    if config.modules.unweighted(target.module for target in targets):
         maths["modules"] = config.modules.fields
+    rows = {
+        recorded_name(each.module): list(each.row_ids)
+        for each in replacements
+        if each.row_ids is not None
+    }
+    if rows:
+        maths["rows"] = rows
     if config.use_rslora:
         maths["use_rslora"] = True
     return maths

@@ -26,7 +26,8 @@ from adapter_store.checkpoint.formats.select import find_format
 from adapter_store.checkpoint.peft_config import AdapterConfig
 from adapter_store.checkpoint.safetensors import TensorRecord
 from adapter_store.checkpoint.scan import scan_tensors
-from adapter_store.checkpoint.tensors import TargetWeights, read_tensors, target_of
+from adapter_store.checkpoint.tensor_keys import target_of
+from adapter_store.checkpoint.tensors import Contents, TargetWeights, read_tensors
 from adapter_store.checkpoint.weights import Changes, ExpertWeights, Replacement
 from adapter_store.core import DataType, SegmentKind
 from adapter_store.errors import CorruptData, InvalidAdapter
@@ -86,15 +87,14 @@ class Checkpoint:
     def lost_modules(self) -> frozenset[str]:
         """Modules that target_modules lists although the adapter has no weight for them, named as
         targets are."""
-        modules = [changes.module for changes in self.changes]
+        modules = [target.module for target in self.targets.values()]
+        modules += [experts.module for experts in self.experts]
         return frozenset(map(target_of, self.config.modules.unweighted(modules)))
 
     @property
     def changes(self) -> Iterator[Changes]:
         """What the adapter has for each module."""
-        yield from self.targets.values()
-        yield from self.experts
-        yield from self.replacements
+        return Contents(self.targets, self.experts, self.replacements).changes
 
     @property
     def records(self) -> tuple[TensorRecord, ...]:
@@ -149,7 +149,7 @@ class Checkpoint:
 
     def compute_digest(self, sha256: Mapping[str, bytes]) -> str:
         """Computes the digest from the sha256 of each tensor's raw bytes, by tensor key."""
-        return compute_digest(self.config, self.targets, sha256)
+        return compute_digest(self.config, self.changes, sha256)
 
 
 def open_checkpoint(
@@ -169,8 +169,12 @@ def open_checkpoint(
     reader = READERS[find_format(folder)]
     config = reader.read_config(folder, limits)
     records, source_bytes = read_tensors(folder, limits)
-    targets = reader.read_targets(records, config)
+    contents = reader.read_contents(records, config)
     is_verified = digest is None
     if digest is None:
-        digest = compute_digest(config, targets, scan_tensors(folder, records))
-    return Checkpoint(folder, config, targets, digest, source_bytes, is_verified)
+        digest = compute_digest(config, contents.changes, scan_tensors(folder, records))
+    return Checkpoint(
+        *(folder, config, contents.targets, digest, source_bytes, is_verified),
+        experts=contents.experts,
+        replacements=contents.replacements,
+    )

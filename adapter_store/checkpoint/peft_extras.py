@@ -2,6 +2,8 @@
 
     lora_bias    B has a bias, which is scaled as B is
     use_dora     a module's weights with B @ A get the norms that `lora_magnitude_vector` has
+    modules_to_save, bias, trainable_token_indices
+                 weights of the base are replaced; see adapter_store.checkpoint.replacements
 
 What the config does not say would stay unused where PEFT loads the adapter, and what it says and
 the file does not have was lost on the way: both are refused by name.
@@ -12,13 +14,17 @@ Sources: peft/tuners/lora/{config,layer,dora}.py of PEFT 0.21.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from adapter_store.checkpoint.config_values import invalid_value, read_flag
+from adapter_store.checkpoint.config_values import invalid_value, read_flag, read_names
 from adapter_store.checkpoint.safetensors import TensorRecord
 from adapter_store.core import TargetKind
 from adapter_store.errors import InvalidAdapter
+
+CLASSIFIERS = frozenset({"classifier", "score"})
+"""Modules that PEFT adds to modules_to_save of classifiers by itself, whichever the model has."""
+MAX_TOKEN_ID = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +33,20 @@ class Extras:
 
     lora_bias: bool = False
     use_dora: bool = False
+    bias: str = "none"
+    modules_to_save: tuple[str, ...] = ()
+    token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of each module, by the end of its name, the rows that are trained, in the file's order; "" is
+    the input embedding, which the config need not name."""
+
+    def entries_of(self, module: str) -> frozenset[str]:
+        """Returns the entries of modules_to_save that save this module, or what it is part of: PEFT
+        looks at how names end, whatever their components."""
+        parts = module.split(".")
+        paths = [".".join(parts[: count + 1]) for count in range(len(parts))]
+        return frozenset(
+            entry for entry in self.modules_to_save if any(path.endswith(entry) for path in paths)
+        )
 
 
 NO_EXTRAS = Extras()
@@ -40,7 +60,43 @@ def read_extras(fields: Mapping[str, Any]) -> Extras:
             *("lora_bias", True, "PEFT has no meaning for it with use_dora; train without one"),
             "CONFIG_UNSUPPORTED",
         )
-    return Extras(lora_bias, use_dora)
+    return Extras(
+        lora_bias,
+        use_dora,
+        bias=_read_bias(fields),
+        modules_to_save=_read_modules_to_save(fields),
+        token_ids=_read_token_ids(fields),
+    )
+
+
+def _read_bias(fields: Mapping[str, Any]) -> str:
+    value = fields.get("bias") or "none"
+    if value not in ("none", "all", "lora_only"):
+        raise invalid_value("bias", value, "not none, all or lora_only")
+    return str(value)
+
+
+def _read_modules_to_save(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    names = read_names(fields, "modules_to_save")
+    if isinstance(names, str) and names:  # PEFT would look for its letters
+        raise invalid_value("modules_to_save", names, "not a list of names")
+    return tuple(dict.fromkeys(names))
+
+
+def _read_token_ids(fields: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
+    key = "trainable_token_indices"
+    value = fields.get(key) or {}
+    lists = value if isinstance(value, dict) else {"": value}
+    for module, ids in lists.items():
+        if not isinstance(ids, list) or not all(type(each) is int for each in ids) or not ids:
+            raise invalid_value(key, value, "not a list of token ids, or one for each module")
+        if not isinstance(value, list) and not module:
+            raise invalid_value(key, value, "the name of a module is missing")
+        if min(ids) < 0 or max(ids) > MAX_TOKEN_ID:
+            raise invalid_value(key, value, f"a token id is from 0 to {MAX_TOKEN_ID}")
+        if len(set(ids)) < len(ids):
+            raise invalid_value(key, value, "a token has two rows")
+    return {module: tuple(ids) for module, ids in lists.items()}
 
 
 def check_vectors(

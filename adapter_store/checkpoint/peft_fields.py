@@ -31,6 +31,9 @@ HONOURED = frozenset(
         "layers_pattern",
         "lora_bias",
         "use_dora",
+        "bias",
+        "modules_to_save",
+        "trainable_token_indices",
         "fan_in_fan_out",  # how the base weight is stored: A and B have the same shapes either way
         "init_lora_weights",  # see INIT_ACCEPTED
     }
@@ -65,21 +68,11 @@ _MERGE = "merge the adapter into the base model (merge_and_unload) and serve tha
 _TRAIN_WITHOUT = "train without it"
 
 REFUSED: Mapping[str, Refusal] = {
-    # "none" is its way to be off.
-    "bias": Refusal("it trains biases of the base model", "train with bias='none'"),
     "use_qalora": Refusal(
         "QALoRA pools the input before A", "train plain LoRA over the quantised base model"
     ),
     "use_bdlora": Refusal(
         "BD-LoRA keeps only the diagonal blocks of A or B", "save A and B as whole matrices"
-    ),
-    "modules_to_save": Refusal(
-        "it replaces whole modules of the base model",
-        "adapt these modules with LoRA by naming them in target_modules (for the embedding or the "
-        "head, save with save_embedding_layers=False)",
-    ),
-    "trainable_token_indices": Refusal(
-        "it replaces rows of the embedding", "adapt embed_tokens with LoRA in target_modules"
     ),
     "target_parameters": Refusal(
         "it adapts bare parameters, not modules", "name modules in target_modules"
@@ -172,8 +165,6 @@ def _is_presentable(key: str) -> bool:
 
 
 def _is_off(key: str, value: Any) -> bool:
-    if key == "bias" and value == "none":
-        return True
     if key in SUBCONFIGS and value == {}:
         return False
     return value is None or value is False or value in ("", [], {})

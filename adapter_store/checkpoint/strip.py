@@ -24,7 +24,7 @@ from adapter_store.checkpoint.files import (
     CheckpointLimits,
 )
 from adapter_store.checkpoint.formats.select import find_weight_files
-from adapter_store.checkpoint.tensors import PREFIX, is_base_weight, target_of
+from adapter_store.checkpoint.tensor_keys import PREFIX, is_base_weight, target_of
 from adapter_store.errors import InvalidAdapter
 from servicekit.errors import FailedPrecondition, InvalidArgument
 

@@ -1,32 +1,11 @@
-"""An adapter's tensors: the names that trainers give them, and the targets they make up in pairs.
-
-PEFT's, and those of all who write its files:
-
-    base_model.model.<module>.lora_A.weight            [rank, in]
-    base_model.model.<module>.lora_B.weight            [out, rank]
-    base_model.model.<module>.lora_embedding_A         [rank, vocab]
-    base_model.model.<module>.lora_embedding_B         [hidden, rank]
-    base_model.model.<module>.lora_B.bias              [out]
-    base_model.model.<module>.lora_magnitude_vector    [out]; of an embedding [hidden]
-
-`<module>` is the module's path in the model that was trained, "model.layers.0.self_attn.q_proj";
-the config's patterns match it. An adapter saved from a whole state dict has its own name in
-between: `lora_A.<name>.weight`. One that was adapted twice has the prefix twice. A model with more
-than text has its language model inside: `language_model.model.layers.0` (older transformers),
-`model.language_model.layers.0` (newer); the target is the path in the language model alone. A
-trainer that saves the model's own names leaves the prefix out: without it the rest is the module's
-path all the same. Tinker calls the head `model.unembed_tokens`.
+"""An adapter's tensors: their headers, and the targets that they make up in pairs.
 
 Every tensor belongs to one target, and every target is one that the config selects, with what the
 config says that it has.
-
-Sources: peft/utils/save_and_load.py `get_peft_model_state_dict` of PEFT 0.21;
-tinker_cookbook/weights/_merge_utils.py of github.com/thinking-machines-lab/tinker-cookbook.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,124 +17,16 @@ from adapter_store.checkpoint.files import (
     check_source_bytes,
 )
 from adapter_store.checkpoint.formats.select import find_weight_files
-from adapter_store.checkpoint.module_patterns import OUTPUT_LAYER
 from adapter_store.checkpoint.peft_config import AdapterConfig
 from adapter_store.checkpoint.peft_extras import check_vectors, refused
+from adapter_store.checkpoint.replacements import read_replacements
 from adapter_store.checkpoint.safetensors import TensorRecord, read_header
+from adapter_store.checkpoint.tensor_keys import TensorKey, parse_key
+from adapter_store.checkpoint.weights import Changes, ExpertWeights, Replacement
 from adapter_store.core import SegmentKind, TargetKind
 from adapter_store.errors import InvalidAdapter
 
-PREFIX = "base_model.model."
-DEFAULT_ADAPTER_NAME = "default"
-
-_NAMED = r"(?:\.(?P<adapter>[^.]{1,128}))?"
-_LINEAR = re.compile(rf"(?P<module>.+)\.lora_(?P<side>[AB]){_NAMED}\.weight")
-_BIAS = re.compile(rf"(?P<module>.+)\.lora_B{_NAMED}\.bias")
-_MAGNITUDE = re.compile(
-    r"(?P<module>.+)\.lora_magnitude_vector(?:\.(?P<adapter>(?!weight$)[^.]{1,128}))?(?:\.weight)?"
-)
-_EMBEDDING = re.compile(rf"(?P<module>.+)\.lora_embedding_(?P<side>[AB]){_NAMED}")
-_PATTERNS = (
-    (_LINEAR, TargetKind.LINEAR, None),
-    (_EMBEDDING, TargetKind.EMBEDDING, None),
-    (_BIAS, TargetKind.LINEAR, SegmentKind.BIAS),
-    (_MAGNITUDE, None, SegmentKind.MAGNITUDE),
-)
-_MODULE = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
-_TINKER_HEADS = frozenset({"unembed_tokens", "model.unembed_tokens"})
-_WRAPPED = re.compile(r"(?:model\.)?language_model\.(?P<inner>.+)")
-
 _SIDES = (SegmentKind.A, SegmentKind.B)
-
-_ADAPTED = (
-    "a base weight, which PEFT saves beside an adapted embedding or head: `loadout strip IN OUT "
-    "--model DIR` makes a copy without it; or save with save_embedding_layers=False"
-)
-_RESIZED = (
-    "a base weight, which PEFT saves where tokens were added to the vocabulary: no adapter can "
-    "have any of its own; where none were, `loadout strip IN OUT --model DIR` makes a copy "
-    "without it"
-)
-_BASE_PARTS = {
-    ".base_layer.": _ADAPTED,
-    ".embed_tokens.weight.": _RESIZED,
-    ".lm_head.weight.": _RESIZED,
-}
-
-# Tensors that trainers save besides A and B, and what to do about each.
-_HINTS = (
-    *_BASE_PARTS.items(),
-    (".modules_to_save.", "modules_to_save is not supported"),
-    (".bias", "a bias of the base model is not supported"),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorKey:
-    """A tensor's meaning: side A or B, or what else `side` says, of `target`, which the trained
-    model calls `module`. `is_transposed`: A is [in, rank] and B is [rank, out]. No kind: the name
-    does not tell."""
-
-    target: str
-    module: str
-    kind: TargetKind | None
-    side: SegmentKind
-    adapter_name: str
-    is_transposed: bool = False
-
-
-def parse_key(key: str) -> TensorKey:
-    """Parses a tensor's name.
-
-    Raises InvalidAdapter TENSOR_UNKNOWN (subject: the name): the tensor would stay unused.
-    """
-    path = key.removeprefix(PREFIX).removeprefix(PREFIX)
-    for pattern, kind, side in _PATTERNS:
-        match = pattern.fullmatch(path)
-        if match and is_module(match["module"]):
-            side = side or SegmentKind(match["side"].lower())
-            name = match["adapter"] or DEFAULT_ADAPTER_NAME
-            return TensorKey(target_of(match["module"]), match["module"], kind, side, name)
-    hint = next((hint for part, hint in _HINTS if part in f"{key}."), "")
-    if not hint and ".lora_" not in key:
-        hint = "its name ends with none of .lora_A.weight, .lora_B.weight, .lora_embedding_A and _B"
-    raise InvalidAdapter(
-        f"{key}: not a LoRA weight of a module" + (f" ({hint})" if hint else ""),
-        subject=key,
-        reason="TENSOR_UNKNOWN",
-    )
-
-
-def is_module(path: str) -> bool:
-    """Returns whether part of a tensor's name can be the path of a module."""
-    return _MODULE.fullmatch(path) is not None
-
-
-def is_base_weight(key: str) -> bool:
-    """Returns whether a tensor is a copy of one of the base model's, as PEFT names it."""
-    if not key.startswith(PREFIX) or ".modules_to_save." in key or ".lora_" in key:
-        return False
-    return any(part in f".{key}." for part in _BASE_PARTS)
-
-
-def target_of(module: str) -> str:
-    """Returns the canonical target: the module's path in the language model alone, by the name that
-    its Hugging Face model gives it."""
-    name = recorded_name(module)
-    return OUTPUT_LAYER if name in _TINKER_HEADS else name
-
-
-def recorded_name(module: str) -> str:
-    """Returns the name of the target in the digest: the module's path in the language model alone,
-    as its trainer called it. Digests are for ever: what else trainers turn out to call a module
-    goes to `target_of`."""
-    if "language_model." not in module:
-        return module
-    wrapped = _WRAPPED.fullmatch(module)
-    if wrapped is None:
-        return module
-    inner = wrapped["inner"]
-    return inner if inner.startswith(("model.", "lm_head")) else f"model.{inner}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,43 +126,75 @@ def _check_index(records: Iterable[TensorRecord], index: Mapping[str, str]) -> N
             )
 
 
-def pair_targets(
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """All that an adapter changes. `targets` are keyed and sorted by name."""
+
+    targets: Mapping[str, TargetWeights]
+    experts: tuple[ExpertWeights, ...] = ()
+    replacements: tuple[Replacement, ...] = ()
+
+    @property
+    def changes(self) -> Iterator[Changes]:
+        """What the adapter has for each module."""
+        yield from self.targets.values()
+        yield from self.experts
+        yield from self.replacements
+
+
+def read_contents(
     records: Iterable[TensorRecord],
     config: AdapterConfig,
     parse: Callable[[str], TensorKey] = parse_key,
-) -> dict[str, TargetWeights]:
-    """Returns the adapter's targets by name, sorted. `parse` reads the names of its format.
+) -> Contents:
+    """Returns what the tensors make up. `parse` reads the names of its format.
 
     Raises InvalidAdapter: TENSOR_UNKNOWN, TENSOR_DUPLICATE, ADAPTERS_MIXED, SHAPE_INVALID,
-    PAIR_INCOMPLETE, TARGET_NOT_SELECTED, RANK_MISMATCH or NO_TARGETS; the subject is a tensor or
-    the weights file.
+    PAIR_INCOMPLETE, TARGET_NOT_SELECTED, RANK_MISMATCH or NO_TARGETS, and as `read_replacements`;
+    the subject is a tensor, a key of the config or the weights file.
     """
     pairs: dict[str, dict[SegmentKind, tuple[TensorKey, TensorRecord]]] = {}
+    others: list[tuple[TensorKey, TensorRecord]] = []
     adapter_name = ""
     for record in records:
         key = parse(record.key)
         adapter_name = adapter_name or key.adapter_name
-        if key.adapter_name != adapter_name:
+        if key.adapter_name not in ("", adapter_name):
             detail = f"of an adapter {key.adapter_name!r}, while others are of {adapter_name!r}"
             raise refused(record, "ADAPTERS_MIXED", detail)
-        what, num_dimensions = ("matrix", 2) if key.side in _SIDES else ("vector", 1)
-        if len(record.shape) != num_dimensions:
-            raise refused(record, "SHAPE_INVALID", f"shape {list(record.shape)} is not a {what}")
-        sides = pairs.setdefault(key.target, {})
-        is_twice = key.side in sides or any(
-            other.module != key.module or (other.kind or key.kind) != (key.kind or other.kind)
-            for other, _ in sides.values()
-        )
-        if is_twice:
-            raise refused(record, "TENSOR_DUPLICATE", f"{key.target} has another tensor for this")
-        sides[key.side] = (key, record)
-    if not pairs:
+        if key.side in (SegmentKind.FULL, SegmentKind.ROWS):
+            others.append((key, record))
+        else:
+            _add_side(pairs, key, record)
+    targets = {name: _target(name, pairs[name].values(), config) for name in sorted(pairs)}
+    adapted = frozenset(target.module for target in targets.values())
+    replacements = read_replacements(others, config.extras, adapted)
+    if not targets and not replacements:
         raise InvalidAdapter(
             "the adapter changes nothing: it has no tensors",
             subject=WEIGHTS_FILE,
             reason="NO_TARGETS",
         )
-    return {name: _target(name, pairs[name].values(), config) for name in sorted(pairs)}
+    return Contents(targets, (), replacements)
+
+
+def _add_side(
+    pairs: dict[str, dict[SegmentKind, tuple[TensorKey, TensorRecord]]],
+    key: TensorKey,
+    record: TensorRecord,
+) -> None:
+    """Adds a tensor to those of its target."""
+    what, num_dimensions = ("matrix", 2) if key.side in _SIDES else ("vector", 1)
+    if len(record.shape) != num_dimensions:
+        raise refused(record, "SHAPE_INVALID", f"shape {list(record.shape)} is not a {what}")
+    sides = pairs.setdefault(key.target, {})
+    is_twice = key.side in sides or any(
+        other.module != key.module or (other.kind or key.kind) != (key.kind or other.kind)
+        for other, _ in sides.values()
+    )
+    if is_twice:
+        raise refused(record, "TENSOR_DUPLICATE", f"{key.target} has another tensor for this")
+    sides[key.side] = (key, record)
 
 
 def _target(

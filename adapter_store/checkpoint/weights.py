@@ -119,13 +119,16 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """A weight that takes the place of the base's: all of it, or the rows `row_ids`, ascending."""
+    """A weight that takes the place of the base's: all of it, or the rows `row_ids`, one for each
+    of its own. A matrix is of kind LINEAR, also one of an embedding. `is_copy`: its trainer saved
+    it along, and it is likely to be the base's."""
 
     name: str
     module: str
     kind: TargetKind
     record: TensorRecord
     row_ids: tuple[int, ...] | None = None
+    is_copy: bool = False
 
     rank = 0
 
@@ -137,4 +140,5 @@ class Replacement:
         return frozenset({SegmentKind.ROW_IDS, SegmentKind.ROWS})
 
     def records(self) -> Iterator[tuple[str, TensorRecord]]:
-        yield "full" if self.row_ids is None else "rows", self.record
+        role = "copy" if self.is_copy else "full"
+        yield role if self.row_ids is None else "rows", self.record

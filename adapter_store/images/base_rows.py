@@ -26,7 +26,7 @@ MAX_CACHED = 64
 
 class Kept(NamedTuple):
     """What an adapter changes of a weight of the base: (row of the saved tensor, row of the base)
-    each, ascending, or all of it."""
+    each, by rows of the base, or all of it."""
 
     rows: tuple[tuple[int, int], ...] = ()
     is_whole: bool = False
@@ -39,7 +39,8 @@ _cache: OrderedDict[tuple[str, str, tuple[bytes, ...]], Kept] = OrderedDict()
 def kept_rows(checkpoint: Checkpoint, replacement: Replacement, target: Target) -> Kept:
     """Compares with the base's hashes. Raises CorruptData if a file got shorter."""
     if replacement.row_ids is not None:
-        return Kept(tuple(enumerate(replacement.row_ids)))
+        rows = enumerate(replacement.row_ids)
+        return Kept(tuple(sorted(rows, key=lambda row: row[1])))
     key = (checkpoint.digest, replacement.record.key, target.base_hashes)
     found = _cache.pop(key, None)
     if found is None:

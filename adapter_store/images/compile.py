@@ -170,13 +170,14 @@ def _segments_by_part(plan: ImagePlan) -> Iterator[list[_Sourced]]:
 
 class _Source(NamedTuple):
     """A saved matrix and how it becomes values of a segment: which of its rows and columns, as they
-    are saved, transposed or not, scaled."""
+    are saved, transposed or not, scaled; `places` is of its rows, which are not transposed."""
 
     matrix: Matrix
     rows: Selection
     columns: Selection
     is_transposed: bool
     scale: float
+    places: NDArray[np.int64] | None
 
 
 class _Rows(NamedTuple):
@@ -285,6 +286,7 @@ def _source(piece: Piece) -> _Source:
         _compose(matrix.columns, columns),
         piece.is_transposed is not matrix.is_transposed,
         piece.scale,
+        piece.places,
     )
 
 
@@ -383,7 +385,9 @@ def _place(rows: _Rows, values: NDArray[Any]) -> None:
     assert rows.output is not None
     kept = _kept(rows, values)
     end = rows.start + len(kept)
-    if rows.source.is_transposed:
+    if rows.source.places is not None:
+        rows.output[rows.source.places[rows.start : end]] = kept
+    elif rows.source.is_transposed:
         _copy_transposed(kept, rows.output[:, rows.start : end])
     else:
         rows.output[rows.start : end] = kept

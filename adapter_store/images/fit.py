@@ -17,6 +17,13 @@ from adapter_store.errors import IncompatibleAdapter
 ADDED_TOKENS = (
     ": tokens were added to the vocabulary of the base model; an adapter cannot have any of its own"
 )
+SAVED_ALONG = (
+    "a base weight, which PEFT saves beside an adapted embedding or head, or where tokens were "
+    "added to the vocabulary, and the server has not said what the base's own values are: where "
+    "they are equal, `loadout strip IN OUT --model DIR` makes a copy without it; or save with "
+    "save_embedding_layers=False"
+)
+_MATRICES = (TargetKind.LINEAR, TargetKind.EMBEDDING)
 _PLAIN_KINDS = frozenset({SegmentKind.A, SegmentKind.B})
 
 _Named: TypeAlias = tuple[int, OtherName | None]
@@ -38,12 +45,13 @@ def fit(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
     before what replaces it.
 
     Raises IncompatibleAdapter, with the tensor or target as subject: FORMAT_TOO_OLD,
-    TARGET_UNKNOWN, TARGET_TWICE, KIND_MISMATCH, SHAPE_MISMATCH or TARGET_MISSING.
+    TARGET_UNKNOWN, TARGET_TWICE, KIND_MISMATCH, SHAPE_MISMATCH, BASE_UNKNOWN or TARGET_MISSING.
     """
     names = _Names(layout)
     uses: list[Use] = []
     for changes in checkpoint.changes:
-        if layout.image_format == 1:
+        is_copy = isinstance(changes, Replacement) and changes.is_copy
+        if layout.image_format == 1 and not is_copy:
             _check_format_1(changes)
         found = names.lookup(changes, layout.base_model)
         outputs = _module_outputs(layout, found)
@@ -96,7 +104,8 @@ def _check_format_1(changes: Changes) -> None:
 
 def _check_use(use: Use) -> None:
     target, changes = use.target, use.changes
-    if target.kind is not changes.kind:
+    is_matrix = isinstance(changes, Replacement) and changes.kind is TargetKind.LINEAR
+    if target.kind is not changes.kind and not (is_matrix and target.kind in _MATRICES):
         kind = target.kind.value
         raise incompatible(_key(changes), "KIND_MISMATCH", f"{target.name} is of kind {kind}")
     if isinstance(changes, TargetWeights):
@@ -132,6 +141,8 @@ def _check_experts(use: Use, experts: ExpertWeights) -> None:
 
 def _check_replacement(use: Use, replacement: Replacement) -> None:
     target, record = use.target, replacement.record
+    if replacement.is_copy and not target.base_hashes:
+        raise incompatible(record.key, "BASE_UNKNOWN", SAVED_ALONG)
     is_embedding = target.kind is TargetKind.EMBEDDING
     rows, columns = (1, *record.shape)[-2:]
     if replacement.row_ids is None:

@@ -41,7 +41,8 @@ Selection: TypeAlias = range | NDArray[np.int64]
 
 class Piece(NamedTuple):
     """Values of a saved matrix and where they go: to `offset` of the segment, row-major, these rows
-    and columns of it, or their transpose."""
+    and columns of it, or their transpose. `places`: to which row there each goes, if not in order.
+    """
 
     matrix: Matrix
     rows: Selection
@@ -49,6 +50,7 @@ class Piece(NamedTuple):
     is_transposed: bool = False
     scale: float = 1.0
     offset: int = 0
+    places: NDArray[np.int64] | None = None
 
     @property
     def identity(self) -> Hashable:
@@ -215,7 +217,9 @@ def _replacement(
     if not rows:
         return
     chosen = np.array([row for row, _ in rows], np.int64)
+    order = np.argsort(chosen)
     ids = np.array([row_id for _, row_id in rows], "<i4").tobytes()
     int32 = DataType.INT32
     yield SegmentSource(SegmentKind.ROW_IDS, 0, int32, (len(rows),), len(ids), (), ids)
-    yield _of_piece(SegmentKind.ROWS, 0, dtype, Piece(matrix, chosen, columns))
+    piece = Piece(matrix, chosen[order], columns, places=order)
+    yield _of_piece(SegmentKind.ROWS, 0, dtype, piece)

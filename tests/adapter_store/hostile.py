@@ -93,11 +93,8 @@ case("config: endless expression", "PATTERN_TOO_LARGE", config(target_modules="(
 case("config: huge expression", "PATTERN_TOO_LARGE", config(target_modules="a" * 9000))
 case("config: base model with a line end", "CONFIG_INVALID", config(base_model_name_or_path="a\nb"))
 for key, value in {
-    "bias": "all",
     "use_qalora": True,
     "use_bdlora": {"nblocks": 2},
-    "modules_to_save": ["lm_head"],
-    "trainable_token_indices": [1],
     "target_parameters": ["mlp.experts.gate_up_proj"],
     "layer_replication": [[0, 2], [1, 2]],
     "alora_invocation_tokens": [5],
@@ -110,6 +107,27 @@ for key, value in {
 case("config: a bias of B that is not there", "PAIR_INCOMPLETE", config(lora_bias=True))
 case("config: magnitudes that are not there", "PAIR_INCOMPLETE", config(use_dora=True))
 case("config: DoRA with a bias of B", "CONFIG_UNSUPPORTED", config(lora_bias=True, use_dora=True))
+case("config: biases that are not there", "TENSOR_MISSING", config(bias="all"))
+case("config: biases of something", "CONFIG_INVALID", config(bias="some"))
+case("config: a saved module that is not there", "TENSOR_MISSING", config(modules_to_save=["norm"]))
+case("config: saved modules as a word", "CONFIG_INVALID", config(modules_to_save="lm_head"))
+case("config: a saved module of no name", "CONFIG_INVALID", config(modules_to_save=[""]))
+case("config: rows that are not there", "TENSOR_MISSING", config(trainable_token_indices=[1]))
+for name, ids in {
+    "a word": "all",
+    "words": ["a"],
+    "numbers with points": [1.0],
+    "true": [True],
+    "twice": [7, 7],
+    "below zero": [-1],
+    "beyond int32": [1 << 31],
+    "a list in a list": [[1]],
+    "none of a module": {"embed_tokens": []},
+    "a module without a name": {"": [1]},
+    "a number of a module": {"embed_tokens": 1},
+}.items():
+    change = config(trainable_token_indices=ids)
+    case(f"config: token ids: {name}", "CONFIG_INVALID", change)
 case("config: DoRA as a word", "CONFIG_INVALID", config(use_dora="yes"))
 
 
@@ -229,6 +247,11 @@ case(
 case(
     "tensor: base weight",
     "TENSOR_UNKNOWN",
+    tensors(**{"base_model.model.model.norm.weight": torch.ones(4)}),
+)
+case(
+    "tensor: a head that is a vector",
+    "SHAPE_INVALID",
     tensors(**{"base_model.model.lm_head.weight": torch.ones(4)}),
 )
 case(

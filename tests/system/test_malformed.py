@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from loadout import errors, types
 from tests.support.wait import until
 from tests.system.services import Services
+from tests.system.zoo import VOCAB
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 PROMPT = [ord(char) for char in "good requests"]
@@ -98,7 +99,7 @@ REFUSED: dict[str, tuple[Change, type[errors.LoadoutError], str]] = {
         errors.InvalidArgument,
         "q_proj",
     ),
-    "bias-all": (config(bias="all"), errors.InvalidArgument, "bias"),
+    "lost-biases": (config(bias="all"), errors.InvalidArgument, "bias"),
     "dora-without-magnitudes": (config(use_dora=True), errors.InvalidArgument, "use_dora"),
     "pissa": (config(init_lora_weights="pissa"), errors.InvalidArgument, "init_lora_weights"),
     "loftq": (config(init_lora_weights="loftq"), errors.InvalidArgument, "init_lora_weights"),
@@ -107,7 +108,7 @@ REFUSED: dict[str, tuple[Change, type[errors.LoadoutError], str]] = {
         errors.InvalidArgument,
         "target_parameters",
     ),
-    "modules-to-save": (
+    "lost-module": (
         config(modules_to_save=["lm_head"]),
         errors.InvalidArgument,
         "modules_to_save",
@@ -129,6 +130,8 @@ REFUSED: dict[str, tuple[Change, type[errors.LoadoutError], str]] = {
 }
 
 UNSERVABLE: dict[str, tuple[Change, str]] = {
+    "modules-to-save": (lambda folder: _add_head(folder, modules_to_save=["lm_head"]), "whole"),
+    "saved-along": (lambda folder: _add_head(folder), "loadout strip"),
     "dora": (lambda folder: _add_vectors(folder, "lora_magnitude_vector", "use_dora"), "DoRA"),
     "bias-of-b": (lambda folder: _add_vectors(folder, "lora_B.bias", "lora_bias"), "biases"),
     # Of content of its own: a digest means the first name that has it.
@@ -160,6 +163,12 @@ def _add_vectors(folder: Path, name: str, key: str) -> None:
     for b in [each for each in values if ".lora_B." in each]:
         values[b.replace("lora_B.weight", name)] = torch.ones(len(values[b]))
     save_file(values, path)
+
+
+def _add_head(folder: Path, **fields: object) -> None:
+    config(**fields)(folder)
+    head = torch.ones(VOCAB, 64)
+    tensors(lambda values: values.update({"base_model.model.lm_head.weight": head}))(folder)
 
 
 def _raise_rank(folder: Path, rank: int) -> None:

@@ -322,6 +322,25 @@ WAYS = {
     ),
     "dora": unservable(lora(use_dora=True), "rank 4 "),
     "a bias of B": unservable(lora(lora_bias=True), "rank 4 "),
+    "default save of embedding and head": unservable(
+        lora(target_modules=["q_proj", "embed_tokens", "lm_head"]),
+        "not servable by layout ",
+        "base_layer.weight: a base weight, which PEFT saves beside an adapted embedding or head",
+        "`loadout strip IN OUT --model DIR` makes a copy without it",
+    ),
+    "added tokens": unservable(
+        added_tokens(["q_proj"]),
+        "it has 2 tokens more ('<tool>', '</tool>')",
+        "not servable by layout ",
+        ".weight: a base weight, which PEFT saves ",
+        "where tokens were added to the vocabulary",
+    ),
+    "bias of adapted modules": unservable(
+        lora(bias="lora_only"), "not servable by layout ", "q_proj.bias"
+    ),
+    "all biases": unservable(lora(bias="all"), "not servable by layout ", ".bias"),
+    "modules_to_save": unservable(lora(modules_to_save=["lm_head"]), "rank 4 "),
+    "trained tokens": unservable(lora(trainable_token_indices=[5, 6]), "rank 4 "),
     # refused
     "run folder": refused(
         run_folder,
@@ -345,38 +364,10 @@ WAYS = {
     "a whole model": refused(
         whole_model, "this is a whole model; register the adapter that PEFT saves\n"
     ),
-    "default save of embedding and head": refused(
-        lora(target_modules=["q_proj", "embed_tokens", "lm_head"]),
-        "base_layer.weight: not a LoRA weight of a module (a base weight, which PEFT saves beside ",
-        "`loadout strip IN OUT --model DIR` makes a copy without it",
-    ),
-    "added tokens": refused(
-        added_tokens(["q_proj"]),
-        "it has 2 tokens more ('<tool>', '</tool>')",
-        ".weight: not a LoRA weight of a module (a base weight, which PEFT saves where tokens "
-        "were added to the vocabulary: no adapter can have any of its own; where none were, "
-        "`loadout strip IN OUT --model DIR`",
-    ),
     "pissa": refused(
         lora(init_lora_weights="pissa"),
         "init_lora_weights='pissa' is not supported: it changes the base weights; save it with "
         "path_initial_model_for_weight_conversion",
-    ),
-    "bias of adapted modules": refused(
-        lora(bias="lora_only"), "bias='lora_only' is not supported: ", "train with bias='none'"
-    ),
-    "all biases": refused(
-        lora(bias="all"), "bias='all' is not supported: ", "train with bias='none'"
-    ),
-    "modules_to_save": refused(
-        lora(modules_to_save=["lm_head"]),
-        "modules_to_save=['lm_head'] is not supported: it replaces whole modules",
-        "naming them in target_modules",
-    ),
-    "trained tokens": refused(
-        lora(trainable_token_indices=[5, 6]),
-        "trainable_token_indices=",
-        "it replaces rows of the embedding",
     ),
     "no LoRA": refused(ia3, "peft_type='IA3': only LORA is supported"),
     "an unknown key": refused(

@@ -43,7 +43,8 @@ from adapter_store.checkpoint.module_patterns import (
 )
 from adapter_store.checkpoint.peft_config import AdapterConfig
 from adapter_store.checkpoint.peft_fields import check_unknown
-from adapter_store.checkpoint.tensors import TargetWeights, TensorKey, is_module, target_of
+from adapter_store.checkpoint.tensor_keys import TensorKey, is_module, target_of
+from adapter_store.checkpoint.tensors import TargetWeights
 from adapter_store.core import SegmentKind, TargetKind
 from adapter_store.errors import InvalidAdapter
 

@@ -1,6 +1,6 @@
 """The reader of each format, and the trainers that write it.
 
-Every reader yields the same: an `AdapterConfig`, and `TargetWeights` by canonical target. To read
+Every reader yields the same: an `AdapterConfig`, and `Contents`. To read
 another format: its file names in `files` and `select`, a module with its config and its tensors'
 names, a row of READERS, and a row of TRAINERS.
 """
@@ -18,7 +18,8 @@ from adapter_store.checkpoint.formats.select import Format
 from adapter_store.checkpoint.json import parse_object
 from adapter_store.checkpoint.peft_config import AdapterConfig, parse_config
 from adapter_store.checkpoint.safetensors import TensorRecord
-from adapter_store.checkpoint.tensors import TargetWeights, TensorKey, pair_targets, parse_key
+from adapter_store.checkpoint.tensor_keys import TensorKey, parse_key
+from adapter_store.checkpoint.tensors import Contents, TargetWeights, read_contents
 
 
 def _no_more(targets: Iterable[TargetWeights], config: AdapterConfig) -> None:
@@ -40,13 +41,11 @@ class Reader:
         data = read_capped(folder, CONFIG_FILE, limits.max_config_bytes)
         return self.parse_config(parse_object(data, CONFIG_FILE), limits)
 
-    def read_targets(
-        self, records: Iterable[TensorRecord], config: AdapterConfig
-    ) -> dict[str, TargetWeights]:
-        """Returns the targets that tensors make up, by name, sorted. Raises as `pair_targets`."""
-        targets = pair_targets(records, config, self.parse_key)
-        self.check(targets.values(), config)
-        return targets
+    def read_contents(self, records: Iterable[TensorRecord], config: AdapterConfig) -> Contents:
+        """Returns what the tensors make up. Raises as the function of this name."""
+        contents = read_contents(records, config, self.parse_key)
+        self.check(contents.targets.values(), config)
+        return contents
 
 
 READERS: Mapping[Format, Reader] = {

@@ -17,6 +17,7 @@ from adapter_store.checkpoint.tensors import TargetWeights
 from adapter_store.core import DataType, TargetKind
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
+HEAD, EMBEDDING = "base_model.model.lm_head", "base_model.model.model.embed_tokens"
 CONFIG = {
     "peft_type": "LORA",
     "base_model_name_or_path": "org/tiny",
@@ -91,6 +92,26 @@ EXTRAS = [  # config, tensors besides A and B, digest; made from the format's te
         {f"{Q}.lora_magnitude_vector": [4]},
         "a2e1ec84f642b4b07c5873303b3c6c2dea3fbc4aa4366e76381be8bd31663bf1",
     ),
+    (
+        {"modules_to_save": ["lm_head"]},
+        {f"{HEAD}.weight": [3, 2]},
+        "e442338d2f45786d9fd2a80a6caff527aa42000245926a72621afb7a04f8d96f",
+    ),
+    (
+        {},
+        {f"{HEAD}.weight": [3, 2]},
+        "1b9621d5df8d673dbdbf6f3dbddb708466f86c4bc13f0b684f54427a68974430",
+    ),
+    (
+        {"bias": "lora_only"},
+        {f"{Q}.base_layer.bias": [4]},
+        "c3820654d7760a96b3b45eb404096fad1980647bed69ac1d2a8dd36be0971fd8",
+    ),
+    (
+        {"trainable_token_indices": [7, 1]},
+        {f"{EMBEDDING}.token_adapter.trainable_tokens_delta": [2, 3]},
+        "d3f1ce73ca6820da6e6cd1963e3f50910737529d608e3be47276eadaafa25852",
+    ),
 ]
 
 
@@ -105,7 +126,7 @@ def test_vector_of_an_embedding():
     a, b = (TensorRecord(side, "", DataType.FLOAT16, (2, 2), 0, 8) for side in "AB")
     target = TargetWeights(name, name, TargetKind.EMBEDDING, 2, 8.0, 4.0, a, b)
     config = parse_config({**CONFIG, "target_modules": ["embed_tokens"]}, CheckpointLimits())
-    digest = compute_digest(config, {name: target}, {"A": bytes(32), "B": bytes(32)})
+    digest = compute_digest(config, [target], {"A": bytes(32), "B": bytes(32)})
     assert digest == "sha256:8ac826c3077534cbe2821ea5b35a838953e83c1965ae7273982f7cc6584a80c8"
 
 

@@ -75,12 +75,14 @@ def test_keys_with_the_default_adapter_name(make_adapter):
 
 
 UNKNOWN_TENSORS = {
-    "base_model.model.model.embed_tokens.base_layer.weight": "save_embedding_layers=False",
-    "base_model.model.model.embed_tokens.weight": "where tokens were added",
-    "base_model.model.lm_head.weight": "where tokens were added",
+    "base_model.model.model.embed_tokens.base_layer.weight": "a base weight that would stay unused",
+    "base_model.model.lm_head.original_module.weight": "the base's own",
+    "base_model.model.mlp.modules_to_save.default.up_proj.weight": "named without it",
     "base_model.model.lm_head.modules_to_save.weight": "modules_to_save",
-    f"{Q0}.base_layer.bias": "base weight",
-    "model.layers.0.self_attn.q_proj.weight": "ends with none of .lora_A.weight",
+    f"{Q0}.base_layer.bias": "the config's bias is none",
+    f"{Q0}.base_layer.weight.absmax": "ends with none of .lora_A.weight",
+    "model.layers.0.self_attn.k_proj.weight": "modules_to_save does not name it",
+    "model.embed_tokens.token_adapter.trainable_tokens_delta": "does not name model.embed_tokens",
     f"{Q0}.lora_A.two.parts.weight": "not a LoRA weight",
     f"{Q0}.lora_A.{'x' * 129}.weight": "not a LoRA weight",
     f"{Q0}.lora_C.weight": "not a LoRA weight",

@@ -52,12 +52,8 @@ def test_a_config_as_peft_saves_it_is_accepted():
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("bias", "all"),
-        ("bias", "lora_only"),
         ("use_qalora", True),
         ("use_bdlora", {"nblocks": 2}),
-        ("modules_to_save", ["lm_head"]),
-        ("trainable_token_indices", [1, 2]),
         ("target_parameters", ["mlp.experts.gate_up_proj"]),
         ("layer_replication", [[0, 4], [2, 5]]),
         ("alora_invocation_tokens", [5]),

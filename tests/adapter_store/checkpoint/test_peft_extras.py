@@ -58,6 +58,31 @@ READ = {
         {"use_dora": True},
         SegmentKind.MAGNITUDE,
     ),
+    "a saved module of a state dict": (
+        {"base_model.model.lm_head.modules_to_save.default.weight": torch.ones(32, 16)},
+        {"modules_to_save": ["lm_head"]},
+        SegmentKind.FULL,
+    ),
+    "a classifier, which PEFT calls by two names": (
+        {"base_model.model.score.weight": torch.ones(3, 16)},
+        {"modules_to_save": ["classifier", "score"], "task_type": "SEQ_CLS"},
+        SegmentKind.FULL,
+    ),
+    "a part of a saved module": (
+        {"base_model.model.model.layers.0.mlp.up_proj.weight": torch.ones(24, 16)},
+        {"modules_to_save": ["mlp"]},
+        SegmentKind.FULL,
+    ),
+    "a bias as an older PEFT saves it": (
+        {f"{Q0}.bias": OUT},
+        {"bias": "lora_only"},
+        SegmentKind.FULL,
+    ),
+    "a base weight of a module that is adapted": (
+        {f"{Q0}.base_layer.weight": torch.ones(16, 16)},
+        {},
+        SegmentKind.FULL,
+    ),
 }
 
 
@@ -151,6 +176,83 @@ REFUSED = {
         {"use_dora": True},
         *("NOT_FINITE", MAGNITUDE),
     ),
+}
+
+HEAD = "base_model.model.lm_head"
+NORM, WHOLE = "base_model.model.model.norm.weight", torch.ones(32, 16)
+ROWS = f"{EMBEDDING}.token_adapter.trainable_tokens_delta"
+SAVE = {"modules_to_save": ["lm_head"]}
+TOKENS = {"trainable_token_indices": [7, 1]}
+REFUSED |= {
+    "a norm that the config does not name": ({NORM: OUT}, {}, "TENSOR_UNKNOWN", NORM),
+    "a norm, and a head that is lost": (
+        {NORM: OUT},
+        {"modules_to_save": ["norm", "lm_head"]},
+        *("TENSOR_MISSING", "modules_to_save"),
+    ),
+    "a head twice": (
+        {f"{HEAD}.weight": WHOLE, f"{HEAD}.modules_to_save.weight": WHOLE},
+        SAVE,
+        *("TENSOR_DUPLICATE", f"{HEAD}.weight"),
+    ),
+    "a head of another adapter": (
+        {f"{HEAD}.modules_to_save.evil.weight": WHOLE},
+        SAVE,
+        *("ADAPTERS_MIXED", A),  # the next in the file
+    ),
+    "a head of three dimensions": (
+        {f"{HEAD}.weight": torch.ones(2, 16, 16)},
+        SAVE,
+        *("SHAPE_INVALID", f"{HEAD}.weight"),
+    ),
+    "a bias that is a matrix": (
+        {f"{Q0}.base_layer.bias": torch.ones(1, 16)},
+        {"bias": "all"},
+        *("SHAPE_INVALID", f"{Q0}.base_layer.bias"),
+    ),
+    "a module that is adapted and saved": (
+        {f"{Q0}.weight": WHOLE},
+        {"modules_to_save": ["q_proj"]},
+        *("CONFIG_UNSUPPORTED", f"{Q0}.weight"),
+    ),
+    "a bias of a module that is not adapted": (
+        {f"{Q0}.base_layer.bias": OUT, f"{Q0.replace('q_', 'k_')}.bias": OUT},
+        {"bias": "lora_only"},
+        *("TENSOR_UNKNOWN", f"{Q0.replace('q_', 'k_')}.bias"),
+    ),
+    "a base weight of a module that is not adapted": (
+        {f"{HEAD}.base_layer.weight": WHOLE},
+        {},
+        *("TENSOR_UNKNOWN", f"{HEAD}.base_layer.weight"),
+    ),
+    "rows without ids": ({ROWS: WHOLE}, {}, "TENSOR_UNKNOWN", ROWS),
+    "too many rows": ({ROWS: WHOLE}, TOKENS, "SHAPE_INVALID", ROWS),
+    "a row that is a vector": ({ROWS: OUT}, TOKENS, "SHAPE_INVALID", ROWS),
+    "rows of two modules for one list": (
+        {ROWS: WHOLE[:2], ROWS.replace("model.embed_tokens", "wte"): WHOLE[:2]},
+        TOKENS,
+        *("TENSOR_DUPLICATE", ROWS.replace("model.embed_tokens", "wte")),
+    ),
+    "rows of one of two modules": (
+        {ROWS: WHOLE[:2]},
+        {"trainable_token_indices": {"embed_tokens": [7, 1], "lm_head": [7, 1]}},
+        *("TENSOR_MISSING", "trainable_token_indices"),
+    ),
+    "rows and the whole": (
+        {ROWS: WHOLE[:2], f"{EMBEDDING}.weight": WHOLE},
+        TOKENS,
+        *("TENSOR_DUPLICATE", f"{EMBEDDING}.weight"),
+    ),
+    "rows of a module that is adapted": (
+        {
+            f"{EMBEDDING}.lora_embedding_A": torch.ones(4, 32),
+            f"{EMBEDDING}.lora_embedding_B": torch.ones(16, 4),
+            ROWS: WHOLE[:2],
+        },
+        {**TOKENS, "target_modules": ["q_proj", "embed_tokens"]},
+        *("CONFIG_UNSUPPORTED", ROWS),
+    ),
+    "rows that are not finite": ({ROWS: WHOLE[:2] * torch.nan}, TOKENS, "NOT_FINITE", ROWS),
 }
 
 

@@ -3,6 +3,7 @@ compute what PEFT computes."""
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from adapter_store.core import DataType, Layout, SegmentKind, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.images.compile import compile_image
 from adapter_store.images.layout_checks import validate
-from tests.adapter_store.images.test_format_2 import values_of
+from tests.adapter_store.images.test_format_2 import hashes_of, values_of
 
 HIDDEN, INNER, KV, VOCAB = 16, 24, 8, 40
 Q, K, V = (f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
@@ -138,3 +139,92 @@ def test_magnitudes_of_dora_are_pefts(tmp_path):
     weight = layer.base_layer.weight + values[EMBEDDING, A] @ values[EMBEDDING, B]
     torch.testing.assert_close(weight * magnitude / weight.norm(dim=0), layer(ids))
     check_format_1(checkpoint, "magnitude")
+
+
+def test_trained_tokens_are_rows_by_their_ids(tmp_path):
+    """PEFT saves them in the config's order; an image has them in that of their ids."""
+    adapted = adapt(tmp_path, trainable_token_indices=[30, 5, 39, 6])
+    checkpoint, values = compiled(tmp_path)
+    assert checkpoint.segment_kinds == (SegmentKind.ROW_IDS, SegmentKind.ROWS)
+    ids = values[EMBEDDING, SegmentKind.ROW_IDS]
+    assert ids.tolist() == [5, 6, 30, 39]
+    embedding = module(adapted, EMBEDDING)
+    assert values[EMBEDDING, SegmentKind.ROWS].equal(embedding(ids))
+    check_format_1(checkpoint, "rows")
+
+
+def test_trained_tokens_of_the_embedding_and_the_head(tmp_path):
+    indices = {"embed_tokens": [3, 5], "lm_head": [4]}
+    adapted = adapt(tmp_path, trainable_token_indices=indices)
+    _, values = compiled(tmp_path)
+    for name, ids in ((EMBEDDING, [3, 5]), (HEAD, [4])):
+        delta = module(adapted, name).token_adapter.trainable_tokens_delta["default"]
+        assert values[name, SegmentKind.ROW_IDS].tolist() == ids
+        assert values[name, SegmentKind.ROWS].equal(delta)
+
+
+def test_saved_modules_are_whole(tmp_path):
+    """PEFT matches how names end: "norm" is every norm."""
+    modules = ["embed_tokens", "lm_head", "k_proj", "input_layernorm", "model.norm"]
+    adapted = adapt(tmp_path, modules_to_save=modules)
+    checkpoint, values = compiled(tmp_path)
+    found = {name for name, kind in values if kind is SegmentKind.FULL}
+    norms = {"model.layers.0.input_layernorm", "model.norm"}
+    assert found == {EMBEDDING, HEAD, K, f"{K}.bias", *norms}
+    for name in found:
+        own, what = (name[:-5], "bias") if name.endswith(".bias") else (name, "weight")
+        saved = getattr(module(adapted, own).modules_to_save["default"], what)
+        assert values[name, SegmentKind.FULL].equal(saved)
+    assert checkpoint.segment_kinds == (SegmentKind.FULL,)
+    check_format_1(checkpoint, "full")
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases_of_the_base_are_whole(tmp_path, bias):
+    adapted = adapt(tmp_path, bias=bias)
+    checkpoint, values = compiled(tmp_path)
+    base = adapted.get_base_model().state_dict()
+    names = {f"{name}.bias" for name in ((Q, K, V) if bias == "all" else (Q,))}
+    assert {name for name, kind in values if kind is SegmentKind.FULL} == names
+    for name in names:
+        own = base[name.replace(".bias", ".base_layer.bias") if Q in name else name]
+        assert values[name, SegmentKind.FULL].equal(own)
+    check_format_1(checkpoint, "full")
+
+
+def with_hashes(weights: Mapping[str, torch.Tensor]) -> Layout:
+    of = layout()
+    targets = [
+        dataclasses.replace(
+            target, base_hashes=hashes_of(weights[target.name]), base_dtype=DataType.FLOAT32
+        )
+        if target.name in weights
+        else target
+        for target in of.targets
+    ]
+    made = dataclasses.replace(of, targets=tuple(targets))
+    validate(made)
+    return made
+
+
+@pytest.mark.parametrize("is_adapted", [True, False])
+def test_what_is_saved_along_is_dropped_if_it_is_the_bases(tmp_path, is_adapted):
+    """As PEFT saves embeddings by default: the server's hashes tell."""
+    targets = ["q_proj", *(["embed_tokens", "lm_head"] if is_adapted else [])]
+    save: dict[str, Any] = {} if is_adapted else {"save_embedding_layers": True}
+    model = make_model()
+    weights = {EMBEDDING: model.get_input_embeddings().weight.detach().clone()}
+    weights[HEAD] = model.lm_head.weight.detach().clone()
+    adapt(tmp_path, model, target_modules=targets, **save)
+    checkpoint = open_checkpoint(tmp_path)
+    assert {each.name for each in checkpoint.replacements} == {EMBEDDING, HEAD}
+    _, values = compiled(tmp_path, with_hashes(weights))
+    assert {kind for _, kind in values} == {A, B}
+    assert {name for name, _ in values} == ({Q, EMBEDDING, HEAD} if is_adapted else {Q})
+
+    _, values = compiled(tmp_path, with_hashes({**weights, HEAD: weights[HEAD] + 1}))
+    assert values[HEAD, SegmentKind.FULL].equal(weights[HEAD])
+    for image_format in (1, 2):
+        with pytest.raises(IncompatibleAdapter, match="loadout strip IN OUT") as caught:
+            compile_image(checkpoint, layout(image_format))
+        assert caught.value.reason == "BASE_UNKNOWN"
