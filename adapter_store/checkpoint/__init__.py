@@ -6,12 +6,15 @@ formats            which trainer's format a folder is in, and a reader for each
 files              which files make up an adapter, and how they are read safely
 safetensors        the header of a .safetensors file
 json               JSON objects with caps and without surprises
-tensors            the names of PEFT's tensors, and their pairing into targets
+tensors            the headers of the tensors, and their pairing into targets
 weights            what an adapter has for the modules it changes, as views of tensors
 config_values      values of an adapter's config, each of its type and within bounds
 scan               one pass over the weights: hashes, and no value that is not finite
 digest             loadout-digest-v1, the identity of an adapter's content
 peft_config        an adapter's config as one typed, checked object; PEFT's parsed
+parameters         A and B of bare parameters, as PEFT saves those of experts
+replacements       base weights that an adapter has of its own
+tensor_keys        the names of PEFT's tensors
 peft_extras        what a PEFT config says that there is besides A and B
 peft_fields        a verdict on every field of PEFT's LoraConfig
 module_patterns    which modules a config means, by PEFT's rules, within a time budget

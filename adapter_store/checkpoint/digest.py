@@ -6,15 +6,16 @@ no spaces, ASCII):
     loadout-digest-v1
     ["<target>","<role>","<dtype>",[<shape>],"<sha256 of the raw bytes>"]
         ... one per tensor, sorted as lists
-    {"alpha":{"<target>":<alpha>, ...},"modules":{...},"rows":{"<target>":[<token>, ...], ...},
-     "scale":{"<target>":<scale>, ...},"use_rslora":true}
+    {"alpha":{"<target>":<alpha>, ...},"experts":{"<target>":<number>, ...},"modules":{...},
+     "rows":{"<target>":[<token>, ...], ...},"scale":{"<target>":<scale>, ...},"use_rslora":true}
 
 Roles are A [rank, in] and B [out, rank], embedding_A and embedding_B, and, of MLX-LM,
 A_transposed [in, rank] and B_transposed [rank, out]: with the same bytes and shapes they are
 another adapter; B_bias [out] and, of DoRA, magnitude [out]; of what takes the place of the base's
 weights full, as the base has it, copy, the same where it was only saved along, on which verdicts
 depend, and rows [rows, features]. A target is the module's path in the language model, as its
-trainer called it; that of a bias of the base ends with ".bias".
+trainer called it; that of a bias of the base ends with ".bias". A and B of a parameter of several
+experts are parameter_A and parameter_B.
 
 Roles and fields may be added; none ever changes what an adapter without them has.
 
@@ -89,6 +90,13 @@ def _maths(config: AdapterConfig, changes: Iterable[Changes]) -> dict[str, Any]:
         maths["scale"] = scales
     if config.modules.unweighted(target.module for target in targets):
         maths["modules"] = config.modules.fields
+    experts = {
+        recorded_name(each.module): each.num_experts
+        for each in targets
+        if isinstance(each, ExpertWeights)
+    }
+    if experts:
+        maths["experts"] = experts
     rows = {
         recorded_name(each.module): list(each.row_ids)
         for each in replacements

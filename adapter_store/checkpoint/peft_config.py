@@ -123,7 +123,7 @@ def parse_config(fields: Mapping[str, Any], limits: CheckpointLimits) -> Adapter
 
 def _modules(fields: Mapping[str, Any], budget: MatchBudget) -> ModuleMatcher:
     target_modules = read_names(fields, "target_modules")
-    if not target_modules:
+    if not target_modules and not fields.get("target_parameters"):
         raise invalid_value(
             "target_modules", fields.get("target_modules"), "the adapted modules must be named"
         )

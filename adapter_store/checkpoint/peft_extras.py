@@ -2,6 +2,8 @@
 
     lora_bias    B has a bias, which is scaled as B is
     use_dora     a module's weights with B @ A get the norms that `lora_magnitude_vector` has
+    target_parameters
+                 parameters have A and B; see adapter_store.checkpoint.parameters
     modules_to_save, bias, trainable_token_indices
                  weights of the base are replaced; see adapter_store.checkpoint.replacements
 
@@ -13,11 +15,13 @@ Sources: peft/tuners/lora/{config,layer,dora}.py of PEFT 0.21.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from adapter_store.checkpoint.config_values import invalid_value, read_flag, read_names
+from adapter_store.checkpoint.module_patterns import path_tails
 from adapter_store.checkpoint.safetensors import TensorRecord
 from adapter_store.core import TargetKind
 from adapter_store.errors import InvalidAdapter
@@ -38,6 +42,29 @@ class Extras:
     token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Of each module, by the end of its name, the rows that are trained, in the file's order; "" is
     the input embedding, which the config need not name."""
+
+    parameters: tuple[str, ...] = ()
+    """Ends of the paths of parameters, with their own names."""
+    peft_version: tuple[int, ...] = ()
+
+    def parameters_of(self, module: str) -> list[str]:
+        """Returns the names of a module's parameters that have A and B, if it has them, sorted."""
+        names = {entry.rpartition(".")[2] for entry in self.entries_of_parameters(module)}
+        return sorted(names)
+
+    def entries_of_parameters(self, module: str) -> frozenset[str]:
+        """Returns the entries of target_parameters that name parameters of a module."""
+        tails = {"", *path_tails(module)}
+        return frozenset(entry for entry in self.parameters if entry.rpartition(".")[0] in tails)
+
+    def check_parameters(self, used: Collection[str]) -> None:
+        """Raises InvalidAdapter TENSOR_MISSING unless all of target_parameters are used."""
+        for entry in self.parameters:
+            if entry not in used:
+                raise invalid_value(
+                    *("target_parameters", entry, "the file has no A and B for it"),
+                    "TENSOR_MISSING",
+                )
 
     def entries_of(self, module: str) -> frozenset[str]:
         """Returns the entries of modules_to_save that save this module, or what it is part of: PEFT
@@ -66,6 +93,8 @@ def read_extras(fields: Mapping[str, Any]) -> Extras:
         bias=_read_bias(fields),
         modules_to_save=_read_modules_to_save(fields),
         token_ids=_read_token_ids(fields),
+        parameters=_read_parameters(fields),
+        peft_version=_read_version(fields),
     )
 
 
@@ -81,6 +110,26 @@ def _read_modules_to_save(fields: Mapping[str, Any]) -> tuple[str, ...]:
     if isinstance(names, str) and names:  # PEFT would look for its letters
         raise invalid_value("modules_to_save", names, "not a list of names")
     return tuple(dict.fromkeys(names))
+
+
+def _read_parameters(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    key = "target_parameters"
+    names = read_names(fields, key)
+    if isinstance(names, str) and names:
+        raise invalid_value(key, names, "not a list of names")
+    for others in ("lora_bias", "use_dora"):
+        if names and fields.get(others):
+            raise invalid_value(
+                *(key, list(names), f"PEFT has no {others} of parameters; train without one"),
+                "CONFIG_UNSUPPORTED",
+            )
+    return tuple(dict.fromkeys(names))
+
+
+def _read_version(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the numbers that the version of PEFT begins with; none if it does not say."""
+    found = re.match(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})", str(fields.get("peft_version") or ""))
+    return tuple(map(int, found.groups())) if found else ()
 
 
 def _read_token_ids(fields: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:

@@ -19,6 +19,7 @@ from adapter_store.errors import InvalidAdapter
 HONOURED = frozenset(
     {
         "peft_type",  # must be LORA
+        "peft_version",  # provenance, but of square target_parameters
         "base_model_name_or_path",
         "r",
         "lora_alpha",
@@ -34,6 +35,7 @@ HONOURED = frozenset(
         "bias",
         "modules_to_save",
         "trainable_token_indices",
+        "target_parameters",
         "fan_in_fan_out",  # how the base weight is stored: A and B have the same shapes either way
         "init_lora_weights",  # see INIT_ACCEPTED
     }
@@ -43,7 +45,6 @@ HONOURED = frozenset(
 NO_EFFECT: Mapping[str, str] = {
     "task_type": "names the class of the base model",
     "auto_mapping": "names the class of the base model",
-    "peft_version": "provenance",
     "revision": "provenance of the base model",
     "inference_mode": "freezes parameters in training",
     "lora_dropout": "drops nothing at inference",
@@ -73,9 +74,6 @@ REFUSED: Mapping[str, Refusal] = {
     ),
     "use_bdlora": Refusal(
         "BD-LoRA keeps only the diagonal blocks of A or B", "save A and B as whole matrices"
-    ),
-    "target_parameters": Refusal(
-        "it adapts bare parameters, not modules", "name modules in target_modules"
     ),
     "layer_replication": Refusal(
         "it rebuilds the base model with repeated layers",

@@ -48,6 +48,7 @@ _PATTERNS = (
     (_BIAS, TargetKind.LINEAR, SegmentKind.BIAS),
     (_MAGNITUDE, None, SegmentKind.MAGNITUDE),
 )
+_SIDES = {"A": SegmentKind.A, "B": SegmentKind.B}
 _ROWS = re.compile(rf"(?P<module>.+)\.token_adapter\.trainable_tokens_delta{_NAMED}")
 _WHOLE = re.compile(
     rf"(?P<module>.+?)(?:\.(?P<place>base_layer|modules_to_save){_NAMED})?\.(?P<what>weight|bias)"
@@ -95,9 +96,8 @@ def parse_key(key: str) -> TensorKey:
     for pattern, kind, side in _PATTERNS:
         match = pattern.fullmatch(path)
         if match and is_module(match["module"]):
-            side = side or SegmentKind(match["side"].lower())
-            name = match["adapter"] or DEFAULT_ADAPTER_NAME
-            return TensorKey(target_of(match["module"]), match["module"], kind, side, name)
+            module, name = match["module"], match["adapter"] or DEFAULT_ADAPTER_NAME
+            return TensorKey(target_of(module), module, kind, side or _SIDES[match["side"]], name)
     match = _ROWS.fullmatch(path)
     if match and is_module(match["module"]):
         module, name = match["module"], match["adapter"] or DEFAULT_ADAPTER_NAME

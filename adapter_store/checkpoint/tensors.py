@@ -17,6 +17,13 @@ from adapter_store.checkpoint.files import (
     check_source_bytes,
 )
 from adapter_store.checkpoint.formats.select import find_weight_files
+from adapter_store.checkpoint.parameters import (
+    MAX_EXPERTS,
+    Parameter,
+    find_parameters,
+    is_linear,
+    read_experts,
+)
 from adapter_store.checkpoint.peft_config import AdapterConfig
 from adapter_store.checkpoint.peft_extras import check_vectors, refused
 from adapter_store.checkpoint.replacements import read_replacements
@@ -166,16 +173,49 @@ def read_contents(
             others.append((key, record))
         else:
             _add_side(pairs, key, record)
-    targets = {name: _target(name, pairs[name].values(), config) for name in sorted(pairs)}
+    targets, experts = _pair(pairs, config)
     adapted = frozenset(target.module for target in targets.values())
     replacements = read_replacements(others, config.extras, adapted)
-    if not targets and not replacements:
+    if not targets and not experts and not replacements:
         raise InvalidAdapter(
             "the adapter changes nothing: it has no tensors",
             subject=WEIGHTS_FILE,
             reason="NO_TARGETS",
         )
-    return Contents(targets, (), replacements)
+    return Contents(targets, experts, replacements)
+
+
+def _pair(
+    pairs: Mapping[str, Mapping[SegmentKind, tuple[TensorKey, TensorRecord]]], config: AdapterConfig
+) -> tuple[dict[str, TargetWeights], tuple[ExpertWeights, ...]]:
+    """Returns what has A and B, sorted by name."""
+    parameters: dict[str, Parameter] = {}
+    if config.extras.parameters:
+        modules = {
+            key.module: record
+            for sides in pairs.values()
+            for side, (key, record) in sides.items()
+            if side is SegmentKind.A and key.kind is TargetKind.LINEAR
+        }
+        parameters = find_parameters(modules, config)
+    targets: dict[str, TargetWeights] = {}
+    experts: list[ExpertWeights] = []
+    for name in sorted(pairs):
+        sides = pairs[name]
+        parameter = parameters and parameters.get(next(key.module for key, _ in sides.values()))
+        if not parameter:
+            targets[name] = _target(name, sides.values(), config)
+            continue
+        by_side = _both_sides(name, sides.values())
+        a, b = by_side[SegmentKind.A], by_side[SegmentKind.B]
+        if is_linear(parameter, a, config):
+            targets[name] = _target(name, sides.values(), config, parameter)
+        else:
+            bias, magnitude = map(by_side.get, (SegmentKind.BIAS, SegmentKind.MAGNITUDE))
+            check_vectors(config.extras, TargetKind.EXPERTS, a, b.shape[0], bias, magnitude)
+            left = MAX_EXPERTS - sum(each.num_experts for each in experts)
+            experts.append(read_experts(parameter, a, b, config, left))
+    return targets, tuple(sorted(experts, key=lambda each: each.name))
 
 
 def _add_side(
@@ -184,36 +224,51 @@ def _add_side(
     record: TensorRecord,
 ) -> None:
     """Adds a tensor to those of its target."""
-    what, num_dimensions = ("matrix", 2) if key.side in _SIDES else ("vector", 1)
+    num_dimensions = 2 if key.side in _SIDES else 1
     if len(record.shape) != num_dimensions:
+        what = "matrix" if num_dimensions == 2 else "vector"
         raise refused(record, "SHAPE_INVALID", f"shape {list(record.shape)} is not a {what}")
     sides = pairs.setdefault(key.target, {})
-    is_twice = key.side in sides or any(
-        other.module != key.module or (other.kind or key.kind) != (key.kind or other.kind)
-        for other, _ in sides.values()
-    )
-    if is_twice:
-        raise refused(record, "TENSOR_DUPLICATE", f"{key.target} has another tensor for this")
+    for other, _ in sides.values():
+        is_other_kind = None not in (key.kind, other.kind) and key.kind is not other.kind
+        if key.side is other.side or key.module != other.module or is_other_kind:
+            detail = f"{key.target} has another tensor for this"
+            raise refused(record, "TENSOR_DUPLICATE", detail)
     sides[key.side] = (key, record)
 
 
-def _target(
-    name: str, sides: Iterable[tuple[TensorKey, TensorRecord]], config: AdapterConfig
-) -> TargetWeights:
+def _both_sides(
+    name: str, sides: Iterable[tuple[TensorKey, TensorRecord]]
+) -> dict[SegmentKind, TensorRecord]:
+    """Returns the tensors by side; raises InvalidAdapter PAIR_INCOMPLETE without A or B."""
     by_side = {key.side: record for key, record in sides}
     for side in _SIDES:
         if side not in by_side:
             record = next(iter(by_side.values()))
             raise refused(record, "PAIR_INCOMPLETE", f"{name} has no {side.value.upper()} for it")
+    return by_side
+
+
+def _target(
+    name: str,
+    sides: Iterable[tuple[TensorKey, TensorRecord]],
+    config: AdapterConfig,
+    parameter: Parameter | None = None,
+) -> TargetWeights:
+    """Returns the target that has A and B for a module, or for a parameter that is its weight."""
+    by_side = _both_sides(name, sides)
     key = next(key for key, _ in sides if key.kind is not None)
     module, kind, is_transposed = key.module, key.kind, key.is_transposed
     assert kind is not None
     a, b = by_side[SegmentKind.A], by_side[SegmentKind.B]
-    if not config.selects(module, is_embedding=kind is TargetKind.EMBEDDING):
+    is_selected = parameter is not None or config.selects(
+        module, is_embedding=kind is TargetKind.EMBEDDING
+    )
+    if not is_selected:
         raise refused(
             a, "TARGET_NOT_SELECTED", f"the config does not adapt {module}, so it would stay unused"
         )
-    rank, alpha, scale = config.settings_for(module)
+    rank, alpha, scale = config.settings_for(parameter.path if parameter else module)
     of_a, of_b = (1, 0) if is_transposed else (0, 1)
     for record, found in ((a, a.shape[of_a]), (b, b.shape[of_b])):
         if found != rank:

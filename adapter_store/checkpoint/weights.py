@@ -89,7 +89,8 @@ class Matrix(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """A and B of each expert, [rank, in] and [out, rank], by the expert's index; an expert that the
-    adapter lacks is absent. Parameters of PEFT leave open which of the two is which: see `turned`.
+    adapter lacks is absent. Parameters of PEFT leave open which of the two is which: see `turned`;
+    if not their sizes, `has_first_in_a` tells, that A is of a parameter's first dimension.
     `num_experts` is how many the adapter was trained for."""
 
     name: str
@@ -100,6 +101,7 @@ class ExpertWeights:
     pairs: dict[int, tuple[Matrix, Matrix]]
     tensors: tuple[tuple[str, TensorRecord], ...]
     is_parameter: bool = False
+    has_first_in_a: bool = True
 
     kind = TargetKind.EXPERTS
     kinds = frozenset({SegmentKind.A, SegmentKind.B})

@@ -164,7 +164,14 @@ def _check_replacement(use: Use, replacement: Replacement) -> None:
 
 def pairs_of(use: Use, experts: ExpertWeights) -> dict[int, tuple[Matrix, Matrix]]:
     """Returns A [rank, in] and B [out, rank] of each expert, as the target has them."""
-    is_turned = experts.is_parameter and not (use.other is not None and use.other.transposed)
+    if not experts.is_parameter:
+        return experts.pairs
+    a, b = next(iter(experts.pairs.values()))
+    found, wanted = (a.shape[1], b.shape[0]), (use.target.in_features, use.module_outputs)
+    is_transposed = use.other is not None and use.other.transposed
+    is_turned = experts.has_first_in_a and not is_transposed
+    if found[0] != found[1]:
+        is_turned = found == wanted[::-1]
     return experts.turned() if is_turned else experts.pairs
 
 

@@ -95,7 +95,6 @@ case("config: base model with a line end", "CONFIG_INVALID", config(base_model_n
 for key, value in {
     "use_qalora": True,
     "use_bdlora": {"nblocks": 2},
-    "target_parameters": ["mlp.experts.gate_up_proj"],
     "layer_replication": [[0, 2], [1, 2]],
     "alora_invocation_tokens": [5],
     "megatron_config": {"x": 1},
@@ -128,6 +127,14 @@ for name, ids in {
 }.items():
     change = config(trainable_token_indices=ids)
     case(f"config: token ids: {name}", "CONFIG_INVALID", change)
+case("config: lost parameters", "TENSOR_MISSING", config(target_parameters=["mlp.experts.w1"]))
+case("config: parameters as a word", "CONFIG_INVALID", config(target_parameters="experts"))
+case("config: a parameter of no name", "CONFIG_INVALID", config(target_parameters=[""]))
+case(
+    "config: DoRA of parameters",
+    "CONFIG_UNSUPPORTED",
+    config(target_parameters=["mlp.experts.w1"], use_dora=True),
+)
 case("config: DoRA as a word", "CONFIG_INVALID", config(use_dora="yes"))
 
 

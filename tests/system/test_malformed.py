@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[Change, type[errors.LoadoutError], str]] = {
     "dora-without-magnitudes": (config(use_dora=True), errors.InvalidArgument, "use_dora"),
     "pissa": (config(init_lora_weights="pissa"), errors.InvalidArgument, "init_lora_weights"),
     "loftq": (config(init_lora_weights="loftq"), errors.InvalidArgument, "init_lora_weights"),
-    "target-parameters": (
+    "lost-parameters": (
         config(target_parameters=["mlp.experts.gate_up_proj"]),
         errors.InvalidArgument,
         "target_parameters",
@@ -131,6 +131,7 @@ REFUSED: dict[str, tuple[Change, type[errors.LoadoutError], str]] = {
 
 UNSERVABLE: dict[str, tuple[Change, str]] = {
     "modules-to-save": (lambda folder: _add_head(folder, modules_to_save=["lm_head"]), "whole"),
+    "target-parameters": (lambda folder: _add_experts(folder), "mlp.experts.w1"),
     "saved-along": (lambda folder: _add_head(folder), "loadout strip"),
     "dora": (lambda folder: _add_vectors(folder, "lora_magnitude_vector", "use_dora"), "DoRA"),
     "bias-of-b": (lambda folder: _add_vectors(folder, "lora_B.bias", "lora_bias"), "biases"),
@@ -163,6 +164,15 @@ def _add_vectors(folder: Path, name: str, key: str) -> None:
     for b in [each for each in values if ".lora_B." in each]:
         values[b.replace("lora_B.weight", name)] = torch.ones(len(values[b]))
     save_file(values, path)
+
+
+def _add_experts(folder: Path) -> None:
+    """A and B of two experts, as PEFT saves those of a parameter."""
+    config(target_parameters=["mlp.experts.w1"])(folder)
+    values = {"A": torch.ones(2 * 16, 64), "B": torch.ones(48, 2 * 16)}
+    prefix = "base_model.model.model.layers.0.mlp.experts.lora_"
+    added = {f"{prefix}{side}.weight": value for side, value in values.items()}
+    tensors(lambda saved: saved.update(added))(folder)
 
 
 def _add_head(folder: Path, **fields: object) -> None:

@@ -209,6 +209,9 @@ WAYS = {
     "all, with patterns": Way(
         lora(target_modules=ALL, rank_pattern={"q_proj": 7}, alpha_pattern={"layers.1.mlp.*": 3})
     ),
+    "parameters that are weights of linear layers": Way(
+        lora(target_parameters=["self_attn.k_proj.weight", "mlp.down_proj.weight"])
+    ),
     "all but some modules": Way(
         lora(target_modules="all-linear", exclude_modules=["down_proj"], lora_dropout=0.1)
     ),

@@ -81,6 +81,7 @@ def test_vectors(tmp_path, dtype, config, expected):
     assert open_checkpoint(folder).digest == f"sha256:{expected}"
 
 
+EXPERTS = "base_model.model.model.layers.0.mlp.experts"
 EXTRAS = [  # config, tensors besides A and B, digest; made from the format's text, too
     (
         {"lora_bias": True},
@@ -91,6 +92,11 @@ EXTRAS = [  # config, tensors besides A and B, digest; made from the format's te
         {"use_dora": True},
         {f"{Q}.lora_magnitude_vector": [4]},
         "a2e1ec84f642b4b07c5873303b3c6c2dea3fbc4aa4366e76381be8bd31663bf1",
+    ),
+    (
+        {"target_parameters": ["mlp.experts.w1"], "rank_pattern": {"experts.w1": 3}},
+        {f"{EXPERTS}.lora_A.weight": [6, 5], f"{EXPERTS}.lora_B.weight": [4, 6]},
+        "ff14c7afc69f1e7ecd0f2869433147d7d8e33cbf2c69f7ea7e8dc86d34d24375",
     ),
     (
         {"modules_to_save": ["lm_head"]},

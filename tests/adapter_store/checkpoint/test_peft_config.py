@@ -54,7 +54,6 @@ def test_a_config_as_peft_saves_it_is_accepted():
     [
         ("use_qalora", True),
         ("use_bdlora", {"nblocks": 2}),
-        ("target_parameters", ["mlp.experts.gate_up_proj"]),
         ("layer_replication", [[0, 4], [2, 5]]),
         ("alora_invocation_tokens", [5]),
         ("megatron_config", {"x": 1}),

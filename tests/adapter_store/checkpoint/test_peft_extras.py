@@ -255,6 +255,62 @@ REFUSED |= {
     "rows that are not finite": ({ROWS: WHOLE[:2] * torch.nan}, TOKENS, "NOT_FINITE", ROWS),
 }
 
+E0 = "base_model.model.model.layers.0.mlp.experts"
+EA, EB = f"{E0}.lora_A.weight", f"{E0}.lora_B.weight"
+INNER_A, INNER_B = f"{E0}.base_layer.lora_A.weight", f"{E0}.base_layer.lora_B.weight"
+EXPERTS = {EA: torch.ones(8, 16), EB: torch.ones(24, 8)}
+INNER = {INNER_A: torch.ones(8, 12), INNER_B: torch.ones(16, 8)}
+ONE = {"target_parameters": ["experts.w1"]}
+TWO = {"target_parameters": ["experts.w1", "experts.w2"]}
+REFUSED |= {
+    "experts that the config does not name": (EXPERTS, {}, "TARGET_NOT_SELECTED", EA),
+    "A of experts alone": ({EA: EXPERTS[EA]}, ONE, "PAIR_INCOMPLETE", EA),
+    "seven rows of rank 4": ({**EXPERTS, EA: torch.ones(7, 16)}, ONE, "RANK_MISMATCH", EA),
+    "two experts of A and three of B": (
+        {**EXPERTS, EB: torch.ones(24, 12)},
+        ONE,
+        *("RANK_MISMATCH", EB),
+    ),
+    "one expert": (
+        {EA: torch.ones(4, 16), EB: torch.ones(24, 4)},
+        ONE,
+        *("CONFIG_UNSUPPORTED", EA),
+    ),
+    "parameters whose order nobody knows": (
+        {**EXPERTS, **INNER},
+        TWO,
+        *("CONFIG_UNSUPPORTED", INNER_A),
+    ),
+    "one of two parameters": (EXPERTS, TWO, "TARGET_NOT_SELECTED", EA),
+    "two of one parameter": ({**EXPERTS, **INNER}, ONE, "TARGET_NOT_SELECTED", INNER_A),
+    "a parameter that is wrapped in nothing": (INNER, ONE, "TARGET_NOT_SELECTED", INNER_A),
+    "more parameters than there are": (
+        EXPERTS,
+        {"target_parameters": ["experts.w1", "other.w2"]},
+        *("TENSOR_MISSING", "target_parameters"),
+    ),
+    "as many inputs as outputs, of an older PEFT": (
+        {**EXPERTS, EB: torch.ones(16, 8)},
+        {**ONE, "peft_version": "0.19.0"},
+        *("CONFIG_UNSUPPORTED", EA),
+    ),
+    "as many inputs as outputs, of some PEFT": (
+        {**EXPERTS, EB: torch.ones(16, 8)},
+        ONE,
+        *("CONFIG_UNSUPPORTED", EA),
+    ),
+    "a bias of experts": (
+        {**EXPERTS, f"{E0}.lora_B.bias": torch.ones(24)},
+        ONE,
+        *("TENSOR_UNKNOWN", f"{E0}.lora_B.bias"),
+    ),
+    "140,000 experts": (
+        {EA: torch.ones(140_000, 1), EB: torch.ones(1, 140_000)},
+        {**ONE, "rank_pattern": {"w1": 1}, "peft_version": "0.21.2"},
+        *("TOO_MANY_EXPERTS", EA),
+    ),
+}
+
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_applied_wholly_is_refused_by_name(make, case):

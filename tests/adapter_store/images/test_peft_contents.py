@@ -15,11 +15,11 @@ import torch
 import transformers
 
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
-from adapter_store.core import DataType, Layout, SegmentKind, Target, TargetKind
+from adapter_store.core import DataType, Layout, OtherName, SegmentKind, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.images.compile import compile_image
 from adapter_store.images.layout_checks import validate
-from tests.adapter_store.images.test_format_2 import hashes_of, values_of
+from tests.adapter_store.images.test_format_2 import experts_of, hashes_of, values_of
 
 HIDDEN, INNER, KV, VOCAB = 16, 24, 8, 40
 Q, K, V = (f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
@@ -228,3 +228,91 @@ def test_what_is_saved_along_is_dropped_if_it_is_the_bases(tmp_path, is_adapted)
         with pytest.raises(IncompatibleAdapter, match="loadout strip IN OUT") as caught:
             compile_image(checkpoint, layout(image_format))
         assert caught.value.reason == "BASE_UNKNOWN"
+
+
+EXPERTS = "model.layers.0.mlp.experts"
+GATE, UP, DOWN = (f"{EXPERTS}.{name}" for name in ("w1", "w3", "w2"))
+NUM_EXPERTS, WIDTH = 4, 12
+
+
+def moe(kind: str, width: int = WIDTH) -> Any:
+    """Parameters [experts, out, in] of Qwen3, and [experts, in, out], gate and up in turns, of
+    GPT-OSS."""
+    torch.manual_seed(4)
+    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 1, "head_dim": 8}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}
+    if kind == "qwen3":
+        sizes |= {"moe_intermediate_size": width, "num_experts": NUM_EXPERTS}
+        config: Any = transformers.Qwen3MoeConfig(**sizes)
+    else:
+        sizes |= {"intermediate_size": width, "num_local_experts": NUM_EXPERTS}
+        config = transformers.GptOssConfig(**sizes)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def moe_layout(kind: str, width: int = WIDTH) -> Layout:
+    is_transposed = kind == "gptoss"
+    targets = [Target(Q, 0, "q", TargetKind.LINEAR, HIDDEN, HIDDEN)]
+    for part, name in enumerate((GATE, UP)):
+        outputs = {"outputs": (part * width, (part + 1) * width)}
+        turns = {"block_sizes": (1, 1), "block_part": part, "transposed": True}
+        other = OtherName(f"{EXPERTS}.gate_up_proj", **(turns if is_transposed else outputs))
+        sizes = (HIDDEN, width, NUM_EXPERTS)
+        targets.append(Target(name, 0, "gate_up", TargetKind.EXPERTS, *sizes, other_names=(other,)))
+    other = OtherName(f"{EXPERTS}.down_proj", transposed=is_transposed)
+    sizes = (width, HIDDEN, NUM_EXPERTS)
+    targets.append(Target(DOWN, 0, "down", TargetKind.EXPERTS, *sizes, other_names=(other,)))
+    made = Layout("org/moe", "0" * 64, DataType.FLOAT32, 2, tuple(targets))
+    validate(made)
+    return made
+
+
+def deltas_of(values: Values, name: str, size_in: int, size_out: int) -> list[torch.Tensor]:
+    """Returns what is added to each expert's weight, [out, in]."""
+    a, b = (experts_of(values[name, side], size) for side, size in ((A, size_in), (B, size_out)))
+    return [second.T @ first for first, second in zip(a, b, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gptoss"])
+@pytest.mark.parametrize("width", [WIDTH, HIDDEN], ids=["oblong", "square"])
+@pytest.mark.parametrize("parameters", [("gate_up_proj", "down_proj"), ("down_proj",)])
+def test_parameters_of_experts_are_pefts(tmp_path, kind, width, parameters):
+    names = [f"mlp.experts.{name}" for name in parameters]
+    options = {"target_parameters": names, "rank_pattern": {"experts.down_proj": 3}}
+    adapted = adapt(tmp_path, moe(kind, width), **options)
+    checkpoint, values = compiled(tmp_path, moe_layout(kind, width))
+    assert checkpoint.segment_kinds == ()
+    assert {each.name for each in checkpoint.experts} == {
+        f"{EXPERTS}.{name}" for name in parameters
+    }
+    layer = module(adapted, EXPERTS)
+    while hasattr(layer, "parameter_name"):
+        delta = layer.get_delta_weight("default").detach()
+        delta = delta.mT if kind == "gptoss" else delta  # [experts, out, in]
+        if layer.parameter_name == "down_proj":
+            found = deltas_of(values, DOWN, width, HIDDEN)
+            torch.testing.assert_close(torch.stack(found), delta)
+        else:
+            gate, up = (torch.stack(deltas_of(values, name, HIDDEN, width)) for name in (GATE, UP))
+            order = torch.cat([gate, up], 1)
+            if kind == "gptoss":
+                order = torch.stack([gate, up], 2).flatten(1, 2)
+            torch.testing.assert_close(order, delta)
+        layer = layer.base_layer
+    assert (GATE, A) in values or len(parameters) == 1
+    with pytest.raises(IncompatibleAdapter, match="experts") as caught:
+        compile_image(checkpoint, dataclasses.replace(layout(1), targets=(Q_OF_FORMAT_1,)))
+    assert caught.value.reason == "FORMAT_TOO_OLD"
+
+
+Q_OF_FORMAT_1 = Target(Q, 0, "qkv", TargetKind.LINEAR, HIDDEN, HIDDEN)
+
+
+def test_a_parameter_that_is_a_weight_is_a_linear_layer(tmp_path):
+    parameters = ["self_attn.k_proj.weight", "self_attn.v_proj.weight"]
+    adapted = adapt(tmp_path, target_parameters=parameters, alpha_pattern={"v_proj.weight": 3})
+    checkpoint, values = compiled(tmp_path)
+    assert list(checkpoint.targets) == [K, Q, V]
+    for name in (K, Q, V):
+        delta = module(adapted, name).get_delta_weight("default")
+        torch.testing.assert_close(values[name, B].T @ values[name, A], delta)
