@@ -209,7 +209,7 @@ def with_hashes(weights: Mapping[str, torch.Tensor]) -> Layout:
 
 @pytest.mark.parametrize("is_adapted", [True, False])
 def test_what_is_saved_along_is_dropped_if_it_is_the_bases(tmp_path, is_adapted):
-    """As PEFT saves embeddings by default: the server's hashes tell."""
+    """PEFT saves embeddings along by default: the server's hashes tell."""
     targets = ["q_proj", *(["embed_tokens", "lm_head"] if is_adapted else [])]
     save: dict[str, Any] = {} if is_adapted else {"save_embedding_layers": True}
     model = make_model()
