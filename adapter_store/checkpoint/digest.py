@@ -6,8 +6,9 @@ no spaces, ASCII):
     loadout-digest-v1
     ["<target>","<role>","<dtype>",[<shape>],"<sha256 of the raw bytes>"]
         ... one per tensor, sorted as lists
-    {"alpha":{"<target>":<alpha>, ...},"experts":{"<target>":<number>, ...},"modules":{...},
-     "rows":{"<target>":[<token>, ...], ...},"scale":{"<target>":<scale>, ...},"use_rslora":true}
+    {"alpha":{"<target>":<alpha>, ...},"experts":{"<target>":<number>, ...},
+     "invocation_tokens":[<token>, ...],"modules":{...},"rows":{"<target>":[<token>, ...], ...},
+     "scale":{"<target>":<scale>, ...},"use_rslora":true}
 
 Roles are A [rank, in] and B [out, rank], embedding_A and embedding_B, and, of MLX-LM,
 A_transposed [in, rank] and B_transposed [rank, out]: with the same bytes and shapes they are
@@ -104,6 +105,8 @@ def _maths(config: AdapterConfig, changes: Iterable[Changes]) -> dict[str, Any]:
     }
     if rows:
         maths["rows"] = rows
+    if config.extras.invocation_tokens:
+        maths["invocation_tokens"] = list(config.extras.invocation_tokens)
     if config.use_rslora:
         maths["use_rslora"] = True
     return maths

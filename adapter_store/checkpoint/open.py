@@ -75,13 +75,15 @@ class Checkpoint:
 
     @property
     def added_tokens(self) -> int:
-        """How many tokens it adds to the vocabulary; an adapter with any is refused on opening."""
+        """Always 0: only a layout says which rows are behind the base's vocabulary, and no server
+        applies rows yet."""
         return 0
 
     @property
     def invocation_tokens(self) -> tuple[int, ...]:
-        """Returns from which tokens on it is active, of aLoRA, which is refused on opening."""
-        return ()
+        """Returns, of aLoRA, the tokens from which on it is active, where they begin for the last
+        time."""
+        return self.config.extras.invocation_tokens
 
     @property
     def lost_modules(self) -> frozenset[str]:

@@ -4,6 +4,8 @@
     use_dora     a module's weights with B @ A get the norms that `lora_magnitude_vector` has
     target_parameters
                  parameters have A and B; see adapter_store.checkpoint.parameters
+    alora_invocation_tokens
+                 it is active from where these begin for the last time, and before it the base is
     modules_to_save, bias, trainable_token_indices
                  weights of the base are replaced; see adapter_store.checkpoint.replacements
 
@@ -29,6 +31,7 @@ from adapter_store.errors import InvalidAdapter
 CLASSIFIERS = frozenset({"classifier", "score"})
 """Modules that PEFT adds to modules_to_save of classifiers by itself, whichever the model has."""
 MAX_TOKEN_ID = (1 << 31) - 1
+MAX_INVOCATION_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +43,13 @@ class Extras:
     bias: str = "none"
     modules_to_save: tuple[str, ...] = ()
     token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of each module, by the end of its name, the rows that are trained, in the file's order; "" is
-    the input embedding, which the config need not name."""
+    """The rows that are trained, in the file's order, by the ends of modules' names; "" is the
+    input embedding, which the config need not name."""
 
     parameters: tuple[str, ...] = ()
     """Ends of the paths of parameters, with their own names."""
     peft_version: tuple[int, ...] = ()
+    invocation_tokens: tuple[int, ...] = ()
 
     def parameters_of(self, module: str) -> list[str]:
         """Returns the names of a module's parameters that have A and B, if it has them, sorted."""
@@ -95,6 +99,7 @@ def read_extras(fields: Mapping[str, Any]) -> Extras:
         token_ids=_read_token_ids(fields),
         parameters=_read_parameters(fields),
         peft_version=_read_version(fields),
+        invocation_tokens=_read_invocation_tokens(fields),
     )
 
 
@@ -124,6 +129,26 @@ def _read_parameters(fields: Mapping[str, Any]) -> tuple[str, ...]:
                 "CONFIG_UNSUPPORTED",
             )
     return tuple(dict.fromkeys(names))
+
+
+def _read_invocation_tokens(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    key = "alora_invocation_tokens"
+    value = fields.get(key) or []
+    if not isinstance(value, list) or not all(type(each) is int for each in value):
+        raise invalid_value(key, value, "not a list of token ids")
+    if len(value) > MAX_INVOCATION_TOKENS:
+        raise invalid_value(key, value, f"more than {MAX_INVOCATION_TOKENS} tokens")
+    if value and (min(value) < 0 or max(value) > MAX_TOKEN_ID):
+        raise invalid_value(key, value, f"a token id is from 0 to {MAX_TOKEN_ID}")
+    for other in (
+        *("use_dora", "target_parameters", "modules_to_save", "trainable_token_indices", "bias"),
+    ):
+        if value and fields.get(other) not in (None, False, "none", [], {}):
+            raise invalid_value(
+                *(key, value, f"{other} is active before them, too: train without one of the two"),
+                "CONFIG_UNSUPPORTED",
+            )
+    return tuple(value)
 
 
 def _read_version(fields: Mapping[str, Any]) -> tuple[int, ...]:

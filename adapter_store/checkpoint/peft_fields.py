@@ -36,6 +36,7 @@ HONOURED = frozenset(
         "modules_to_save",
         "trainable_token_indices",
         "target_parameters",
+        "alora_invocation_tokens",
         "fan_in_fan_out",  # how the base weight is stored: A and B have the same shapes either way
         "init_lora_weights",  # see INIT_ACCEPTED
     }
@@ -78,9 +79,6 @@ REFUSED: Mapping[str, Refusal] = {
     "layer_replication": Refusal(
         "it rebuilds the base model with repeated layers",
         "save the model with its repeated layers and adapt that",
-    ),
-    "alora_invocation_tokens": Refusal(
-        "aLoRA is active only after an invocation sequence", "train plain LoRA"
     ),
     "megatron_config": Refusal(
         "it describes Megatron's parallel layers", "save the adapter gathered, without it"

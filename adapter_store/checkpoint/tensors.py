@@ -182,7 +182,22 @@ def read_contents(
             subject=WEIGHTS_FILE,
             reason="NO_TARGETS",
         )
+    if config.extras.invocation_tokens:
+        _check_activation(targets, replacements)
     return Contents(targets, experts, replacements)
+
+
+def _check_activation(
+    targets: Mapping[str, TargetWeights], replacements: Iterable[Replacement]
+) -> None:
+    """Raises InvalidAdapter CONFIG_UNSUPPORTED for what is active before the invocation tokens."""
+    embeddings = (each.a for each in targets.values() if each.kind is TargetKind.EMBEDDING)
+    for record in (*embeddings, *(each.record for each in replacements)):
+        raise refused(
+            *(record, "CONFIG_UNSUPPORTED"),
+            "the config has alora_invocation_tokens, and this is active before them, too: PEFT "
+            "has aLoRA of linear layers only",
+        )
 
 
 def _pair(

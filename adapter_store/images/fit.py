@@ -47,6 +47,13 @@ def fit(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
     Raises IncompatibleAdapter, with the tensor or target as subject: FORMAT_TOO_OLD,
     TARGET_UNKNOWN, TARGET_TWICE, KIND_MISMATCH, SHAPE_MISMATCH, BASE_UNKNOWN or TARGET_MISSING.
     """
+    if layout.image_format == 1 and checkpoint.invocation_tokens:
+        raise IncompatibleAdapter(
+            "it is active from its invocation tokens on (aLoRA), and the server reads images of "
+            "format 1, of adapters that always are: upgrade it",
+            subject="alora_invocation_tokens",
+            reason="FORMAT_TOO_OLD",
+        )
     names = _Names(layout)
     uses: list[Use] = []
     for changes in checkpoint.changes:

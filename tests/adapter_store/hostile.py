@@ -96,7 +96,6 @@ for key, value in {
     "use_qalora": True,
     "use_bdlora": {"nblocks": 2},
     "layer_replication": [[0, 2], [1, 2]],
-    "alora_invocation_tokens": [5],
     "megatron_config": {"x": 1},
     "init_lora_weights": "pissa",
 }.items():
@@ -134,6 +133,22 @@ case(
     "config: DoRA of parameters",
     "CONFIG_UNSUPPORTED",
     config(target_parameters=["mlp.experts.w1"], use_dora=True),
+)
+for name, ids in {
+    "a word": "go",
+    "words": ["go"],
+    "true": [True],
+    "below zero": [-1],
+    "beyond int32": [1 << 31],
+    "two thousand": [1] * 2000,
+    "a number": 7,
+}.items():
+    change = config(alora_invocation_tokens=ids)
+    case(f"config: invocation tokens: {name}", "CONFIG_INVALID", change)
+case(
+    "config: aLoRA with saved modules",
+    "CONFIG_UNSUPPORTED",
+    config(alora_invocation_tokens=[5], modules_to_save=["lm_head"]),
 )
 case("config: DoRA as a word", "CONFIG_INVALID", config(use_dora="yes"))
 

@@ -201,6 +201,7 @@ def ia3(trainer: Trainer) -> Path:
 
 
 SAME = "note: tokenizer and chat template beside the adapter are not used; the base model in "
+NOT_APPLIED = "it has {}, which this server does not apply"
 WAYS = {
     # served
     "plain, the very path that is served": Way(lora(), ("base model llama: ", "servable by ")),
@@ -323,8 +324,8 @@ WAYS = {
         "not servable by layout ",
         "has 130 in_features, model.embed_tokens has 128: tokens were added",
     ),
-    "dora": unservable(lora(use_dora=True), "rank 4 "),
-    "a bias of B": unservable(lora(lora_bias=True), "rank 4 "),
+    "dora": unservable(lora(use_dora=True), NOT_APPLIED.format("DoRA magnitudes")),
+    "a bias of B": unservable(lora(lora_bias=True), NOT_APPLIED.format("biases of LoRA")),
     "default save of embedding and head": unservable(
         lora(target_modules=["q_proj", "embed_tokens", "lm_head"]),
         "not servable by layout ",
@@ -342,8 +343,17 @@ WAYS = {
         lora(bias="lora_only"), "not servable by layout ", "q_proj.bias"
     ),
     "all biases": unservable(lora(bias="all"), "not servable by layout ", ".bias"),
-    "modules_to_save": unservable(lora(modules_to_save=["lm_head"]), "rank 4 "),
-    "trained tokens": unservable(lora(trainable_token_indices=[5, 6]), "rank 4 "),
+    "modules_to_save": unservable(
+        lora(modules_to_save=["lm_head"]), NOT_APPLIED.format("whole weights of its own")
+    ),
+    "trained tokens": unservable(
+        lora(trainable_token_indices=[5, 6]), NOT_APPLIED.format("rows of its own for tokens")
+    ),
+    "aLoRA": unservable(
+        lora(alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM"),
+        "not servable by layout ",
+        "active from its invocation tokens on (aLoRA), which this server does not apply",
+    ),
     # refused
     "run folder": refused(
         run_folder,

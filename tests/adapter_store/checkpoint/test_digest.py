@@ -99,6 +99,11 @@ EXTRAS = [  # config, tensors besides A and B, digest; made from the format's te
         "ff14c7afc69f1e7ecd0f2869433147d7d8e33cbf2c69f7ea7e8dc86d34d24375",
     ),
     (
+        {"alora_invocation_tokens": [7, 1]},
+        {},
+        "b4bd0e55ced5d38799221837bef7a474884f48e572d3e6bb7ae1c4f8a1c808ca",
+    ),
+    (
         {"modules_to_save": ["lm_head"]},
         {f"{HEAD}.weight": [3, 2]},
         "e442338d2f45786d9fd2a80a6caff527aa42000245926a72621afb7a04f8d96f",

@@ -55,7 +55,6 @@ def test_a_config_as_peft_saves_it_is_accepted():
         ("use_qalora", True),
         ("use_bdlora", {"nblocks": 2}),
         ("layer_replication", [[0, 4], [2, 5]]),
-        ("alora_invocation_tokens", [5]),
         ("megatron_config", {"x": 1}),
         ("velora_config", {"num_groups": 8}),
         ("monteclora_config", {"num_samples": 2}),

@@ -311,6 +311,37 @@ REFUSED |= {
     ),
 }
 
+ALORA = {"alora_invocation_tokens": [7, 1]}
+REFUSED |= {
+    **{
+        f"aLoRA with {key}": (
+            {},
+            {**ALORA, key: value},
+            *("CONFIG_UNSUPPORTED", "alora_invocation_tokens"),
+        )
+        for key, value in {
+            "use_dora": True,
+            "bias": "all",
+            "modules_to_save": ["norm"],
+            "trainable_token_indices": [3],
+            "target_parameters": ["experts.w1"],
+        }.items()
+    },
+    "aLoRA of an embedding": (
+        {
+            f"{EMBEDDING}.lora_embedding_A": torch.ones(4, 32),
+            f"{EMBEDDING}.lora_embedding_B": torch.ones(16, 4),
+        },
+        {**ALORA, "target_modules": ["q_proj", "embed_tokens"]},
+        *("CONFIG_UNSUPPORTED", f"{EMBEDDING}.lora_embedding_A"),
+    ),
+    "aLoRA, and a head saved along": (
+        {f"{HEAD}.weight": WHOLE},
+        ALORA,
+        *("CONFIG_UNSUPPORTED", f"{HEAD}.weight"),
+    ),
+}
+
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_applied_wholly_is_refused_by_name(make, case):

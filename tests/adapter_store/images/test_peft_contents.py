@@ -316,3 +316,11 @@ def test_a_parameter_that_is_a_weight_is_a_linear_layer(tmp_path):
     for name in (K, Q, V):
         delta = module(adapted, name).get_delta_weight("default")
         torch.testing.assert_close(values[name, B].T @ values[name, A], delta)
+
+
+def test_invocation_tokens_are_of_the_record_and_not_of_the_image(tmp_path):
+    adapt(tmp_path, alora_invocation_tokens=[5, 3, 5])
+    checkpoint, values = compiled(tmp_path)
+    assert checkpoint.invocation_tokens == (5, 3, 5)
+    assert values.keys() == {(Q, A), (Q, B)}
+    check_format_1(checkpoint, "invocation tokens")
