@@ -114,6 +114,8 @@ def fuzz_config(data: bytes) -> None:
         for module in MODULES:
             assert 1 <= config.settings_for(module).rank <= LIMITS.max_rank
             config.selects(module, is_embedding=False)
+            config.extras.entries_of(module)
+            config.extras.parameters_of(module)
         config.modules.unweighted(MODULES)
         json.dumps(config.modules.fields).encode()
 

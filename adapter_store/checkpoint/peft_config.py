@@ -92,7 +92,6 @@ def parse_config(fields: Mapping[str, Any], limits: CheckpointLimits) -> Adapter
             why += f"; MLX-LM's config, which this is, belongs to {MLX_WEIGHTS_FILE}"
         raise invalid_value("peft_type", peft_type, why, "CONFIG_UNSUPPORTED")
     ignored_keys = check_fields(fields, CONFIG_FILE, limits.allowed_config_keys)
-    read_flag(fields, "fan_in_fan_out")
     budget = MatchBudget(limits.max_match_seconds)
     return AdapterConfig(
         base_model=read_text(fields, "base_model_name_or_path"),

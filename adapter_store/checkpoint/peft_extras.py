@@ -50,6 +50,8 @@ class Extras:
     """Ends of the paths of parameters, with their own names."""
     peft_version: tuple[int, ...] = ()
     invocation_tokens: tuple[int, ...] = ()
+    fan_in_fan_out: bool = False
+    """Linear layers of the base have their weights as [in, out]."""
 
     def parameters_of(self, module: str) -> list[str]:
         """Returns the names of a module's parameters that have A and B, if it has them, sorted."""
@@ -100,6 +102,7 @@ def read_extras(fields: Mapping[str, Any]) -> Extras:
         parameters=_read_parameters(fields),
         peft_version=_read_version(fields),
         invocation_tokens=_read_invocation_tokens(fields),
+        fan_in_fan_out=read_flag(fields, "fan_in_fan_out"),
     )
 
 

@@ -37,7 +37,7 @@ HONOURED = frozenset(
         "trainable_token_indices",
         "target_parameters",
         "alora_invocation_tokens",
-        "fan_in_fan_out",  # how the base weight is stored: A and B have the same shapes either way
+        "fan_in_fan_out",  # how base weights are stored: A and B have the same shapes either way
         "init_lora_weights",  # see INIT_ACCEPTED
     }
 )

@@ -32,6 +32,8 @@ from adapter_store.errors import InvalidAdapter
 
 EMBEDDINGS = frozenset({"embed_tokens", "lm_head"})
 """Modules that PEFT knows as those of the vocabulary."""
+VOCABULARIES = EMBEDDINGS | {"wte", "word_embeddings", "tok_embeddings", "output"}
+"""And others, whose weights have a row for each token in every model."""
 
 
 def read_replacements(
@@ -70,6 +72,13 @@ class _Reader:
                 record,
                 "SHAPE_INVALID",
                 f"shape {list(record.shape)} is no weight's that can be kept",
+            )
+        is_vocabulary = key.module.rpartition(".")[2] in VOCABULARIES
+        if num_dimensions == 2 and self._extras.fan_in_fan_out and not is_vocabulary:
+            raise refused(
+                *(record, "CONFIG_UNSUPPORTED"),
+                "with fan_in_fan_out it may be [in, out], which the file does not tell: adapt the "
+                "module with A and B instead",
             )
         kind = TargetKind.VECTOR if num_dimensions == 1 else TargetKind.LINEAR
         is_copy = self._is_copy(key, record)

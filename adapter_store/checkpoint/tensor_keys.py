@@ -63,10 +63,12 @@ _WRAPPED = re.compile(r"(?:model\.)?language_model\.(?P<inner>.+)")
 
 _BASE_PARTS = (".base_layer.", ".embed_tokens.weight.", ".lm_head.weight.")
 
+_SAVED_ALONG = "where tokens were added, save with save_embedding_layers=False"
 # Tensors that may lie beside A and B, and what to do about each.
 _HINTS = (
-    (".original_module.", "the base's own, beside what modules_to_save trains: leave it out"),
+    (".original_module.", f"the base's own, beside what modules_to_save trains: {_SAVED_ALONG}"),
     (".modules_to_save.", "parts of a saved module are named without it, as PEFT saves them"),
+    (".token_adapter.", f"the base's own, beside trained rows: {_SAVED_ALONG}"),
 )
 
 

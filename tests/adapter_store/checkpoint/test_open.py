@@ -77,6 +77,7 @@ def test_keys_with_the_default_adapter_name(make_adapter):
 UNKNOWN_TENSORS = {
     "base_model.model.model.embed_tokens.base_layer.weight": "a base weight that would stay unused",
     "base_model.model.lm_head.original_module.weight": "the base's own",
+    "base_model.model.model.embed_tokens.token_adapter.base_layer.weight": "save_embedding_layers",
     "base_model.model.mlp.modules_to_save.default.up_proj.weight": "named without it",
     "base_model.model.lm_head.modules_to_save.weight": "modules_to_save",
     f"{Q0}.base_layer.bias": "the config's bias is none",

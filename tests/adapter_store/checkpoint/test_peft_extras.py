@@ -225,6 +225,11 @@ REFUSED |= {
         {},
         *("TENSOR_UNKNOWN", f"{HEAD}.base_layer.weight"),
     ),
+    "a whole weight that may be transposed": (
+        {f"{Q0.replace('q_', 'k_')}.weight": WHOLE[:16]},
+        {"modules_to_save": ["k_proj"], "fan_in_fan_out": True},
+        *("CONFIG_UNSUPPORTED", f"{Q0.replace('q_', 'k_')}.weight"),
+    ),
     "rows without ids": ({ROWS: WHOLE}, {}, "TENSOR_UNKNOWN", ROWS),
     "too many rows": ({ROWS: WHOLE}, TOKENS, "SHAPE_INVALID", ROWS),
     "a row that is a vector": ({ROWS: OUT}, TOKENS, "SHAPE_INVALID", ROWS),

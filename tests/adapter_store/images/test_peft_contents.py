@@ -16,7 +16,7 @@ import transformers
 
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.core import DataType, Layout, OtherName, SegmentKind, Target, TargetKind
-from adapter_store.errors import IncompatibleAdapter
+from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
 from adapter_store.images.compile import compile_image
 from adapter_store.images.layout_checks import validate
 from tests.adapter_store.images.test_format_2 import experts_of, hashes_of, values_of
@@ -324,3 +324,27 @@ def test_invocation_tokens_are_of_the_record_and_not_of_the_image(tmp_path):
     assert checkpoint.invocation_tokens == (5, 3, 5)
     assert values.keys() == {(Q, A), (Q, B)}
     check_format_1(checkpoint, "invocation tokens")
+
+
+@pytest.mark.parametrize("option", ["trainable_token_indices", "modules_to_save"])
+def test_added_tokens_are_rows_behind_the_bases(tmp_path, option):
+    """Where PEFT saves the resized base along, it says how to save without."""
+    model = make_model()
+    weights = {EMBEDDING: model.get_input_embeddings().weight.detach().clone()}
+    added = [VOCAB, VOCAB + 1]
+    with warnings.catch_warnings(action="ignore"):
+        model.resize_token_embeddings(VOCAB + 2)
+    value = added if option == "trainable_token_indices" else ["embed_tokens"]
+    adapted = adapt(tmp_path, model, save_embedding_layers=False, **{option: value})
+    ids = torch.tensor(added)
+    if option == "modules_to_save":
+        with torch.no_grad():
+            module(adapted, EMBEDDING).weight[:VOCAB] = weights[EMBEDDING]
+        adapted.save_pretrained(str(tmp_path), save_embedding_layers=False)
+    _, values = compiled(tmp_path, with_hashes(weights))
+    assert values[EMBEDDING, SegmentKind.ROW_IDS].tolist() == added
+    assert values[EMBEDDING, SegmentKind.ROWS].equal(module(adapted, EMBEDDING)(ids))
+    with warnings.catch_warnings(action="ignore"):
+        adapted.save_pretrained(str(tmp_path), save_embedding_layers=True)
+    with pytest.raises(InvalidAdapter, match="save with save_embedding_layers=False"):
+        open_checkpoint(tmp_path)
