@@ -8,16 +8,17 @@ equal is dropped, a copy that was saved wider is narrowed first, if that loses n
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from adapter_store.checkpoint.files import RegularFile
 from adapter_store.checkpoint.open import TORCH_DTYPES, Checkpoint
 from adapter_store.checkpoint.weights import Replacement
-from adapter_store.core import HASHED_ROWS, Target
+from adapter_store.core import HASHED_ROWS, DataType, Target
 
 MAX_KEPT_AS_ROWS = 0.5
 """Share of the base's rows from which on the whole weight is kept."""
@@ -32,8 +33,11 @@ class Kept(NamedTuple):
     is_whole: bool = False
 
 
-_cache: OrderedDict[tuple[str, str, tuple[bytes, ...]], Kept] = OrderedDict()
-"""A weight of a gigabyte takes a second to compare, and is planned for again and again."""
+_Key: TypeAlias = tuple[str, str, DataType | None, tuple[bytes, ...]]
+_changed_blocks: OrderedDict[_Key, tuple[int, ...]] = OrderedDict()
+"""A weight of a gigabyte takes a second to compare, and is planned for again and again. Of the last
+MAX_CACHED, the numbers of the blocks that differ, some hundreds each."""
+_changed_lock = threading.Lock()
 
 
 def kept_rows(checkpoint: Checkpoint, replacement: Replacement, target: Target) -> Kept:
@@ -41,29 +45,37 @@ def kept_rows(checkpoint: Checkpoint, replacement: Replacement, target: Target) 
     if replacement.row_ids is not None:
         rows = enumerate(replacement.row_ids)
         return Kept(tuple(sorted(rows, key=lambda row: row[1])))
-    key = (checkpoint.digest, replacement.record.key, target.base_hashes)
-    found = _cache.pop(key, None)
+    num_rows, num_saved = target.num_rows, (1, *replacement.record.shape)[-2]
+    changed: list[int] = list(range(num_rows))
+    if target.base_hashes:
+        changed = [
+            row
+            for block in _find_changed_blocks(checkpoint, replacement, target)
+            for row in range(block * HASHED_ROWS, min((block + 1) * HASHED_ROWS, num_rows))
+        ]
+    if num_saved == num_rows and len(changed) > MAX_KEPT_AS_ROWS * num_rows:
+        return Kept(is_whole=True)
+    return Kept(tuple((row, row) for row in (*changed, *range(num_rows, num_saved))))
+
+
+def _find_changed_blocks(
+    checkpoint: Checkpoint, replacement: Replacement, target: Target
+) -> tuple[int, ...]:
+    key = (checkpoint.digest, replacement.record.key, target.base_dtype, target.base_hashes)
+    with _changed_lock:
+        found = _changed_blocks.get(key)
     if found is None:
-        found = _compare(checkpoint, replacement, target)
-    _cache[key] = found
-    while len(_cache) > MAX_CACHED:
-        _cache.popitem(last=False)
+        found = tuple(_compare(checkpoint, replacement, target))
+    with _changed_lock:
+        _changed_blocks[key] = found
+        _changed_blocks.move_to_end(key)
+        while len(_changed_blocks) > MAX_CACHED:
+            _changed_blocks.popitem(last=False)
     return found
 
 
-def _compare(checkpoint: Checkpoint, replacement: Replacement, target: Target) -> Kept:
-    num_saved = (1, *replacement.record.shape)[-2]
-    added = range(target.num_rows, num_saved)
-    if not target.base_hashes:
-        every = tuple((row, row) for row in range(num_saved))
-        return Kept(every) if added else Kept(every, is_whole=True)
-    changed = [*_changed(checkpoint, replacement, target), *added]
-    is_whole = not added and len(changed) > MAX_KEPT_AS_ROWS * target.num_rows
-    return Kept(tuple((row, row) for row in changed), is_whole)
-
-
-def _changed(checkpoint: Checkpoint, replacement: Replacement, target: Target) -> Iterator[int]:
-    """Yields the rows of blocks that differ from the base's."""
+def _compare(checkpoint: Checkpoint, replacement: Replacement, target: Target) -> Iterator[int]:
+    """Yields the blocks of rows that differ from the base's."""
     record = replacement.record
     assert target.base_dtype is not None
     narrow = TORCH_DTYPES[target.base_dtype]
@@ -78,4 +90,4 @@ def _changed(checkpoint: Checkpoint, replacement: Replacement, target: Target) -
             is_lossless = torch.equal(base.to(saved.dtype), saved)
             sha256 = hashlib.sha256(base.view(torch.uint8).numpy().data).digest()
             if not is_lossless or sha256 != expected:
-                yield from range(first, last)
+                yield block

@@ -69,16 +69,8 @@ def _format_1_fields(target: Target) -> dict[str, Any]:
 
 
 def _target_fields(target: Target) -> dict[str, Any]:
-    fields = {
-        "name": target.name,
-        "layer": target.layer,
-        "group": target.group,
-        "kind": target.kind.value,
-        "in_features": target.in_features,
-        "out_features": target.out_features,
+    more = {
         "experts": target.experts if target.experts > 1 else None,
-        "in_slice": target.in_slice,
-        "out_slice": target.out_slice,
         "other_names": [_without_defaults(asdict(each)) for each in target.other_names],
         "space": target.space,
         "expert_slice": target.expert_slice,
@@ -87,8 +79,7 @@ def _target_fields(target: Target) -> dict[str, Any]:
         "base_hashes": b"".join(target.base_hashes).hex(),
         "base_dtype": target.base_dtype and target.base_dtype.value,
     }
-    kept = ("name", "group", "in_features", "out_features")
-    return {key: fields[key] for key in kept} | _without_defaults(fields)
+    return _without_defaults(_format_1_fields(target) | more)
 
 
 def _without_defaults(fields: dict[str, Any]) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def plan_image(checkpoint: Checkpoint, layout: Layout, *, identity: str = "") ->
                 length = source.length_bytes
                 offset = end
                 if use.other is not None and source.kind is SegmentKind.A:
-                    offset = shared.setdefault(source.pieces[0].identity, end)
+                    offset = shared.setdefault(source.identity, end)
                 segments.append(
                     Segment(
                         *(use.column, source.kind, source.rank, offset, length),

@@ -54,8 +54,8 @@ class Piece(NamedTuple):
 
     @property
     def identity(self) -> Hashable:
-        """Is equal for pieces of equal values, where rows are no list."""
-        rows = self.rows if isinstance(self.rows, range) else id(self.rows)
+        """Is equal for pieces of equal values."""
+        rows = self.rows if isinstance(self.rows, range) else self.rows.tobytes()
         return self.matrix, rows, self.columns, self.is_transposed, self.scale
 
     @property
@@ -75,6 +75,11 @@ class SegmentSource(NamedTuple):
     length_bytes: int
     pieces: tuple[Piece, ...]
     prefix: bytes = b""
+
+    @property
+    def identity(self) -> Hashable:
+        """Is equal for segments of equal bytes."""
+        return self.dtype, self.prefix, *(piece.identity for piece in self.pieces)
 
 
 def segment_sources(use: Use, dtype: DataType, kept: Kept) -> Iterator[SegmentSource]:
@@ -196,7 +201,7 @@ def _replacement(
 ) -> Iterator[SegmentSource]:
     matrix = Matrix.of(replacement.record)
     if target.kind is TargetKind.VECTOR:
-        if kept.rows:
+        if kept.is_whole:
             piece = Piece(matrix.transposed, range(*target.outputs), range(1), True)
             length = target.num_out * dtype.itemsize
             yield SegmentSource(SegmentKind.FULL, 0, dtype, (target.num_out,), length, (piece,))

@@ -48,7 +48,6 @@ def linear(name: str, size_in: int, size_out: int, **fields: Any) -> Target:
 
 
 def part_of_qkv(name: str) -> OtherName:
-    start = sum(size for each, size in SIZES.items() if each < name and each != name)
     order = [Q, K, V]
     start = sum(SIZES[each] for each in order[: order.index(name)])
     return OtherName(QKV, outputs=(start, start + SIZES[name]))
@@ -309,6 +308,38 @@ def hashes_of(weight: torch.Tensor) -> tuple[bytes, ...]:
         hashlib.sha256(rows.contiguous().view(torch.uint8).numpy().data).digest()
         for rows in weight.split(HASH_ROWS)
     )
+
+
+def test_a_fused_pair_of_experts_shares_its_a_also_where_none_is_held(tmp_path):
+    """Gate and up of all experts in one parameter; a rank that holds no expert of the adapter."""
+    w3, fused = W1.replace("w1", "w3"), W1.replace("w1", "w13")
+    layout = layout_of()
+    made = []
+    for part, name in enumerate((W1, w3)):
+        names = (OtherName(fused, outputs=(part * INNER, (part + 1) * INNER)),)
+        shape = (TargetKind.EXPERTS, HIDDEN, INNER, EXPERTS)
+        made.append(Target(name, 0, "w13", *shape, other_names=names))
+    targets = [target for target in layout.targets if target.name != W1]
+    layout = dataclasses.replace(layout, targets=(*targets[:7], *made, *targets[7:]))
+    validate(layout)
+    saved = Saved(tmp_path / "fused", {"a": torch.randn(2, HIDDEN), "b": torch.randn(2 * INNER, 2)})
+    matrices = {name: Matrix.of(record) for name, record in saved.records.items()}
+    pairs = {3: (matrices["a"], matrices["b"])}
+    experts = ExpertWeights(
+        *(fused, fused, 8.0, SCALE, EXPERTS, pairs, tuple(saved.records.items()))
+    )
+    for held, ranks in ((None, [0, 0, 0, 2]), ((0, 2), [0, 0])):
+        targets = [
+            dataclasses.replace(target, expert_slice=held) if target in made else target
+            for target in layout.targets
+        ]
+        cut = dataclasses.replace(layout, targets=tuple(targets))
+        validate(cut)
+        segments = compile_image(saved.checkpoint(experts), cut).plan.segments
+        assert [segment.rank for segment in segments] == [max(ranks)] * 4
+        a, b, other_a, other_b = segments
+        assert a.offset == other_a.offset
+        assert len({a.offset, b.offset, other_b.offset}) == 3
 
 
 @pytest.mark.parametrize("saved_as", [torch.bfloat16, torch.float32])
