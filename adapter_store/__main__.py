@@ -1,12 +1,18 @@
 """`python -m adapter_store`, or `loadout store`: runs the adapter store until SIGTERM.
 
 `python -m adapter_store digest DIR` prints the digest that a store would give to a local adapter,
-`python -m adapter_store strip IN OUT [MODEL] [--force]` makes a copy of one without base weights.
+`python -m adapter_store strip IN OUT [MODEL] [--force]` makes a copy of one without base weights,
+`python -m adapter_store check DIR [--server FILE] [--allow-config-keys KEY,...]` prints as JSON
+what a store would make of one, and a server, of which FILE has what `python -m inference_svc
+layout` prints.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import dataclasses
+import json
 import logging
 import sys
 from pathlib import Path
@@ -16,6 +22,7 @@ from servicekit import interpreter_gc
 from servicekit.errors import InvalidSetting, ServiceError
 from servicekit.settings.load import load_settings, unknown_variables
 from servicekit.settings.ports import check_ports
+from servicekit.settings.types import split_commas
 from servicekit.telemetry.logs import configure_logging
 
 NOISY_LOGGERS = (
@@ -37,6 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _print_digest(arguments[1:])
     if arguments[:1] == ["strip"]:
         return _strip(arguments[1:])
+    if arguments[:1] == ["check"]:
+        return _check(arguments[1:])
     try:
         settings = load_settings(StoreSettings, arguments)
         _check_config_keys(settings.allow_config_keys)
@@ -69,16 +78,41 @@ def _print_digest(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m adapter_store digest DIR", file=sys.stderr)
         return 2
-    from adapter_store.checkpoint.files import CheckpointLimits
+    from adapter_store.checkpoint.files import CheckpointLimits, without_links
     from adapter_store.checkpoint.open import open_checkpoint
 
     # A digest is no verdict: what a store's operator allows is known to that store alone.
     limits = CheckpointLimits(allowed_config_keys=None)
     try:
-        print(open_checkpoint(Path(arguments[0]), limits).digest)
+        with without_links(Path(arguments[0])) as folder:
+            print(open_checkpoint(folder, limits).digest)
     except (ServiceError, OSError) as error:
         print(f"{arguments[0]}: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _check(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m adapter_store check")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--server", type=Path)
+    parser.add_argument("--allow-config-keys", default="")
+    options = parser.parse_args(arguments)
+    from adapter_store.api.convert import from_json
+    from adapter_store.checkpoint.files import CheckpointLimits, without_links
+    from adapter_store.images.check import Server, check_folder
+
+    allowed, server = split_commas(options.allow_config_keys), None
+    try:
+        if options.server is not None:
+            server = Server(*from_json(options.server.read_text()))
+        with without_links(options.folder) as folder:
+            limits = CheckpointLimits(allowed_config_keys=frozenset(allowed))
+            report = check_folder(folder, limits, server)
+    except (ServiceError, OSError) as error:
+        print(f"{options.folder}: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(dataclasses.asdict(report)))
     return 0
 
 

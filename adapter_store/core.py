@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from servicekit.auth import principal
 from servicekit.auth.audit import AuditEntry
@@ -242,6 +242,17 @@ class Announcement:
     applies_invocation_tokens: bool = False
 
 
+class Demands(Protocol):
+    """What an adapter needs of a server, whatever its layout."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def added_tokens(self) -> int: ...
+    @property
+    def invocation_tokens(self) -> tuple[int, ...]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
     """The limits of one announcement; see there. `expire_time`, in microseconds since the epoch, is
@@ -261,9 +272,10 @@ class ServerLimits:
     def refusal(self, adapter: AdapterRecord, verdict: LayoutVerdict) -> str:
         """Returns why the servers cannot serve this adapter, whose verdict under their layout this
         is; "" if they can, as far as is known."""
-        return verdict.reason or "; ".join(self._refusals(adapter, verdict.changes(adapter)))
+        return verdict.reason or "; ".join(self.refusals(adapter, verdict.changes(adapter)))
 
-    def _refusals(self, adapter: AdapterRecord, changes: ImageContent) -> Iterator[str]:
+    def refusals(self, adapter: Demands, changes: ImageContent) -> Iterator[str]:
+        """Yields what the servers do not accept of an adapter with an image that changes this."""
         if self.max_rank and adapter.rank > self.max_rank:
             yield f"rank {adapter.rank} is above this server's limit {self.max_rank} (--max-rank)"
         refused = [name for name in changes.modules if name not in self.lora_targets]

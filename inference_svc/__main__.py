@@ -1,7 +1,8 @@
 """`python -m inference_svc`, or `loadout serve`: reads settings, then runs the service.
 
 `python -m inference_svc download [--or-folder] NAME[@REVISION]` downloads a model of the Hugging
-Face Hub, unless its cache has it, and prints its folder.
+Face Hub, unless its cache has it, and prints its folder. `python -m inference_svc layout`, with the
+flags of a server, prints what that server would say to the store of itself, as JSON.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["download"]:
         return _download(arguments[1:])
+    if arguments[:1] == ["layout"]:
+        return _print_layout(arguments[1:])
     try:
         settings = load_settings(InferenceSettings, arguments)
     except InvalidSetting as error:
@@ -61,6 +64,18 @@ def _download(arguments: list[str]) -> int:
     try:
         say = partial(print, file=sys.stderr, flush=True)
         print(download(names[0], say, or_folder=or_folder))
+    except (InvalidSetting, UnsupportedModel, OSError) as error:
+        return _fail(error, 1)
+    return 0
+
+
+def _print_layout(arguments: list[str]) -> int:
+    try:
+        settings = find_model(load_settings(InferenceSettings, arguments))
+        check_files(settings.model)
+        from inference_svc.app import describe_layout  # imports torch
+
+        print(describe_layout(settings))
     except (InvalidSetting, UnsupportedModel, OSError) as error:
         return _fail(error, 1)
     return 0

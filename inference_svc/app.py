@@ -13,7 +13,10 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from inference_svc.adapters.layout import ModelLayout, lora_modules
+import torch
+from google.protobuf.json_format import MessageToJson
+
+from inference_svc.adapters.layout import ModelLayout, build_layout, lora_modules
 from inference_svc.api.generate_call import checked_sampling
 from inference_svc.api.grpc.servicer import InferenceServicer, call_rules
 from inference_svc.api.load_report import load_report
@@ -24,6 +27,7 @@ from inference_svc.config import (
     Machine,
     ModelFacts,
     resolve,
+    resolve_model,
     to_engine_config,
 )
 from inference_svc.core import ANYONE, NO_DEFAULTS, ROLES, Action, SamplingDefaults, SamplingParams
@@ -43,6 +47,7 @@ from inference_svc.metrics.store import replica_metrics
 from inference_svc.model.generation_config import FILE_NAME, read_sampling_defaults
 from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.store.client import ImageClient, ImageClientRecipe, NoStore
+from inference_svc.store.convert import from_registration
 from inference_svc.store.credentials import NO_ACCESS, StoreAccess, read_store_access
 from inference_svc.store.directory import Directory, Servable
 from inference_svc.store.replicas import Replicas
@@ -116,6 +121,21 @@ async def serve(config: InferenceSettings) -> None:
                 await server.run(stop)
             finally:
                 await server.close()
+
+
+def describe_layout(config: InferenceSettings) -> str:
+    """Returns what a server with these settings says to the store of itself: a
+    RegisterLayoutRequest, as JSON. Raises InvalidSetting and UnsupportedModel."""
+    geometry = load_geometry(config.model)
+    config = resolve_model(config, _model_facts(geometry))
+    dtype = getattr(torch, config.dtype)
+    layout = build_layout(geometry, config.base_model_names[0], dtype)
+    return MessageToJson(from_registration(layout, _announcement(config)), indent=None)
+
+
+def _announcement(config: InferenceSettings) -> Announcement:
+    """`config` is resolved."""
+    return Announcement(config.base_model_names[1:], config.max_rank, config.lora_targets)
 
 
 Load: TypeAlias = Callable[[], EngineThread | EngineProcess]
@@ -316,9 +336,7 @@ class InferenceServer:
             *(self._places.request_work, config.share),
         )
         if self._store is not None:
-            announcement = Announcement(
-                config.base_model_names[1:], config.max_rank, config.lora_targets
-            )
+            announcement = _announcement(config)
             self._store.start(directory, engine.layout, announcement, self._accept_layout)
         service = Service(
             facts,

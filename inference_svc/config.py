@@ -369,15 +369,11 @@ def resolve(
         device = "cuda" if machine.has_cuda else "cpu"
     elif device == "cuda" and not machine.has_cuda:
         raise InvalidSetting("--device cuda: there is no CUDA device")
-    dtype = model.dtype if settings.dtype == "auto" else settings.dtype
-    if dtype not in ITEM_BYTES:
-        raise InvalidSetting(f"--dtype: the model's {dtype} is not supported; choose another")
     if device == "cpu" and settings.host_memory_limit is not None:
         raise InvalidSetting("--host-memory-limit: on a CPU all memory is under --memory-limit")
+    settings = resolve_model(settings, model).model_copy(update={"device": device})
+    dtype = settings.dtype
     _check_length(settings, model)
-    names = {"base_model": settings.base_model_names[0], "device": device, "dtype": dtype}
-    lora_targets = _lora_targets(settings.lora_targets, model.lora_targets)
-    settings = settings.model_copy(update={**names, "lora_targets": lora_targets})
     if device == "cpu":
         sizes = _cpu_sizes(settings)
     else:
@@ -393,6 +389,22 @@ def resolve(
             "max_sequences": sizes.max_sequences,
             "max_batch_tokens": sizes.max_batch_tokens,
             "max_model_len": _max_model_len(settings, model, num_pages * settings.page_size),
+        }
+    )
+
+
+def resolve_model(settings: InferenceSettings, model: ModelFacts) -> InferenceSettings:
+    """Returns `settings` with that decided which a server says of itself, whatever its machine: the
+    base model's name, dtype and targets. Raises InvalidSetting for what the model cannot fulfil."""
+    dtype = model.dtype if settings.dtype == "auto" else settings.dtype
+    if dtype not in ITEM_BYTES:
+        raise InvalidSetting(f"--dtype: the model's {dtype} is not supported; choose another")
+    lora_targets = _lora_targets(settings.lora_targets, model.lora_targets)
+    return settings.model_copy(
+        update={
+            "base_model": settings.base_model_names[0],
+            "dtype": dtype,
+            "lora_targets": lora_targets,
         }
     )
 

@@ -1,4 +1,5 @@
-"""Writes the tables of docs/adapters.md from the store's: trainers, and files beside an adapter.
+"""Writes the tables of docs/adapters.md from the store's: trainers, what becomes of their contents,
+and files beside an adapter.
 
 python -m tools.adapter_docs
 """
@@ -9,8 +10,11 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from adapter_store.checkpoint.features import WORDS, Feature
 from adapter_store.checkpoint.formats import side_files
 from adapter_store.checkpoint.formats.readers import TRAINERS
+from loadout.cli.engines import ENGINES, NOTES
+from tools.conformance import WRITERS, verdicts
 
 PATH = Path(__file__).parent.parent / "docs" / "adapters.md"
 
@@ -31,8 +35,18 @@ def render() -> dict[str, str]:
     rows = [[f"`{_shown(name)}`", what] for name, what in files.items()]
     rows.append([f"all others that end with {suffixes}", "refused"])
     rows.append(["everything else, such as `README.md`, `added_tokens.json`", "passes"])
+    contents = [
+        [WORDS[feature], *(cells[writer.name] for writer in WRITERS)]
+        for feature, cells in verdicts().items()
+    ]
+    others = [
+        [WORDS[Feature(note.feature)], ENGINES[note.engine], note.does, note.what, note.source]
+        for note in NOTES
+    ]
     return {
+        "engines": _table(("content", "engine", "does", "", "source"), others),
         "trainers": _table(head, trainers),
+        "contents": _table(("content", *(writer.name for writer in WRITERS)), contents),
         "files": _table(("file, as an expression", "verdict"), rows),
     }
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import typer.main
 
+from adapter_store.images import check
 from loadout import types
 from loadout.cli import top_overview
 from loadout.cli.app import app
@@ -26,6 +27,7 @@ MARKER = "<!-- From here on written by `make docs`: change loadout/cli. -->"
 OUTPUTS = {
     "adapters": "[Adapter]",
     "versions": "{current_version: int, versions: [Adapter]}",
+    "check": "Report and {engine: null or {name: str, notes: [{feature, does, what, source}]}}",
     "layouts": "[Layout]",
     "register, rollback": "Registration",
     "prune": "{deleted_versions: [int]}",
@@ -37,6 +39,10 @@ OUTPUTS = {
     "bench": "the file of `--out`: {format, conditions, facts, medians, rounds}",
 }
 TYPES = (
+    check.Report,
+    check.ModuleContent,
+    check.ServerReport,
+    check.Refusal,
     types.Adapter,
     types.LayoutState,
     types.ServerVerdict,

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
 
+from google.protobuf.json_format import Parse, ParseError
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -214,6 +215,16 @@ def from_layout(message: pb.ModelLayout) -> Layout:
         image_format=0,
         targets=tuple(_from_target(i, target) for i, target in enumerate(message.targets)),
     )
+
+
+def from_json(text: str) -> tuple[Layout, Announcement]:
+    """Returns what a server says of itself in a RegisterLayoutRequest, as JSON. Raises
+    InvalidArgument."""
+    try:
+        message = Parse(text, pb.RegisterLayoutRequest())
+    except ParseError as error:
+        raise InvalidArgument(f"server: {error}", subject="server") from error
+    return from_layout(message.layout), from_announcement(message)
 
 
 def from_announcement(message: pb.RegisterLayoutRequest) -> Announcement:

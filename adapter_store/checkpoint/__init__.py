@@ -2,6 +2,7 @@
 
 open               opens a checkpoint: runs all the checks below, in order
 recently_verified  checkpoints that were just checked, passed on from registration to compilation
+features           what an adapter makes use of, by kind
 formats            which trainer's format a folder is in, and a reader for each
 files              which files make up an adapter, and how they are read safely
 safetensors        the header of a .safetensors file

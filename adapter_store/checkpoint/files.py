@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import stat
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Self
 
@@ -53,6 +56,25 @@ def is_adapter_file(name: str) -> bool:
 def is_shard(name: str) -> bool:
     """Returns whether a plain file name is that of a shard, as PEFT names them."""
     return _SHARD.fullmatch(name) is not None
+
+
+@contextmanager
+def without_links(folder: Path) -> Iterator[Path]:
+    """Yields a folder with the files of one that is the user's own, where links, as in a hub's
+    cache, are followed. It is the folder itself if it has none."""
+    links = [entry for entry in os.scandir(folder) if entry.is_symlink()]
+    if not any(entry.is_file() for entry in links):
+        yield folder
+        return
+    with TemporaryDirectory(prefix="loadout-") as name:
+        for entry in os.scandir(folder):
+            if not entry.is_file():
+                continue
+            try:
+                os.link(os.path.realpath(entry), Path(name, entry.name))
+            except OSError:  # on another file system
+                shutil.copyfile(entry, Path(name, entry.name))
+        yield Path(name)
 
 
 class RegularFile:

@@ -7,6 +7,7 @@ fit            which targets of a layout an adapter changes
 base_rows      which rows of the base's own weights it changes
 sources        what a target's segments consist of
 plan           where everything lies in an image, before a byte is compiled
+check          what a folder would be to a store and a server, without either
 compile        fills an image from a checkpoint, part by part
 file           an image on disk, which is a valid .safetensors file
 builder        makes one image: from the disk tier, the shared tier, or the blob

@@ -27,8 +27,7 @@ from inference_svc.config import InferenceSettings
 from inference_svc.errors import AdapterNotFound, StoreUnavailable, notes_of
 from inference_svc.store.channel_pool import ChannelPool, PooledChannel
 from inference_svc.store.convert import (
-    from_announcement,
-    from_layout,
+    from_registration,
     is_about,
     to_error,
     to_event,
@@ -222,10 +221,7 @@ class ReplicaSession:
         self, layout: ModelLayout, announcement: Announcement
     ) -> AcceptedLayout:
         """Raises AdapterUnusable when we share no image format."""
-        request = pb.RegisterLayoutRequest(
-            layout=from_layout(layout), announcement=from_announcement(announcement)
-        )
-        response = await self._call("RegisterLayout", request)
+        response = await self._call("RegisterLayout", from_registration(layout, announcement))
         return AcceptedLayout(response.layout_id, response.announcement_id)
 
     async def watch(

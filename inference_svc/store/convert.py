@@ -157,6 +157,12 @@ def to_record(adapter: pb.Adapter, revision: int) -> AdapterRecord:
     )
 
 
+def from_registration(layout: ModelLayout, announcement: Announcement) -> pb.RegisterLayoutRequest:
+    return pb.RegisterLayoutRequest(
+        layout=from_layout(layout), announcement=from_announcement(announcement)
+    )
+
+
 def from_layout(layout: ModelLayout) -> pb.ModelLayout:
     return pb.ModelLayout(
         base_model=layout.base_model,

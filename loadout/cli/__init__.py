@@ -7,6 +7,8 @@ download        download
 services        store, serve
 adapters        register, adapters
 verdicts        which servers can serve an adapter
+check           check
+engines         what other engines do with parts of an adapter, with sources
 layouts         layouts
 versions        versions, rollback, prune, delete
 generate        generate
@@ -29,6 +31,7 @@ connection      the options for token and TLS, and the clients they make
 suggestions     close names and versions for an adapter that is not there
 completion      completion of adapter names in a shell
 config          what commands read from the environment
+service_code    runs code of the services, for commands that need none of them
 signals         SIGTERM for a command that has started processes
 output          tables, JSON, files, and the one line of a failure
 """

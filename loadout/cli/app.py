@@ -10,6 +10,7 @@ import typer
 from loadout.cli import (
     adapters,
     bench,
+    check,
     debug,
     demo,
     download,
@@ -79,6 +80,7 @@ app.command("store", add_help_option=False, context_settings=services.PASS_ON)(s
 app.command("serve", add_help_option=False, context_settings=services.PASS_ON)(services.run_serve)
 app.command("register", epilog=adapters.REGISTER_EXAMPLES)(adapters.register)
 app.command("adapters", epilog=adapters.LIST_EXAMPLES)(adapters.list_adapters)
+app.command("check", epilog=check.EXAMPLES)(check.check)
 app.command("layouts", epilog=layouts.EXAMPLES)(layouts.layouts)
 app.command("versions", epilog=versions.VERSIONS_EXAMPLES)(versions.versions)
 app.command("rollback", epilog=versions.ROLLBACK_EXAMPLES)(versions.rollback)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from loadout.cli.output import CommandFailed
+from loadout.cli.service_code import run_service_code
 from loadout.cli.token import check_tenants
 from loadout.signing import SigningKey, format_signature
 from loadout.upload import is_uri, open_folder
@@ -106,20 +105,4 @@ def sign(
 
 def compute_digest(folder: Path) -> str:
     """Raises CommandFailed, and InvalidArgument for a folder that is no adapter."""
-    return run_store_code("digest", str(open_folder(folder).path))
-
-
-def run_store_code(*arguments: str) -> str:
-    """Runs a command of the store's own code in a process; returns what it prints. Raises
-    CommandFailed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "adapter_store", *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise CommandFailed(lines[-1])
-    return done.stdout.strip()
+    return run_service_code("adapter_store", "digest", str(open_folder(folder).path))

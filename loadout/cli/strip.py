@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from loadout.cli.signing import run_store_code
+from loadout.cli.service_code import run_service_code
 from loadout.upload import open_folder
 
 EXAMPLES = """\b
@@ -37,4 +37,5 @@ def strip(
     adapter would compute something else.
     """
     paths = [open_folder(source).path, target, *([] if model is None else [model])]
-    typer.echo(run_store_code("strip", *map(str, paths), *(["--force"] if force else [])))
+    arguments = [*map(str, paths), *(["--force"] if force else [])]
+    typer.echo(run_service_code("adapter_store", "strip", *arguments))

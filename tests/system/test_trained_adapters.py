@@ -16,7 +16,9 @@ import peft
 import pytest
 import torch
 
+from adapter_store.checkpoint.files import CheckpointLimits, without_links
 from adapter_store.checkpoint.strip import strip
+from adapter_store.images.check import Server, check_folder
 from loadout import errors
 from loadout.cli.__main__ import main
 from tests.system.services import Services
@@ -34,11 +36,13 @@ from tests.system.trained import (
     sharded,
 )
 from tests.system.zoo import ALL, AdapterSpec, Zoo, make_zoo
+from tools.conformance import server_of
 
 PROMPT = [ord(char) for char in "the quick brown fox"]
 NUM_TOKENS = 12
 MAX_RANK = 16
-STORE_FLAGS = ("--allow-config-keys", "trainer_note")
+ALLOWED_KEY = "trainer_note"
+STORE_FLAGS = ("--allow-config-keys", ALLOWED_KEY)
 INFERENCE_FLAGS = (
     *("--aliases", "acme/tiny", "--max-rank", str(MAX_RANK)),
     *("--http", "127.0.0.1:0"),
@@ -449,6 +453,12 @@ def base_tokens(trainer: Trainer) -> list[int]:
     return trainer.base_tokens(PROMPT, NUM_TOKENS)
 
 
+@pytest.fixture(scope="module")
+def server(zoo: Zoo, services: Services) -> Server:
+    """What the inference service says of itself, as `loadout check --model` learns it."""
+    return server_of(zoo.model_dir, "--max-rank", str(MAX_RANK))
+
+
 @pytest.fixture
 def register(services: Services, capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """Runs `loadout register`; (exit code, all that it prints)."""
@@ -479,6 +489,20 @@ def check_words(printed: str, says: tuple[str, ...]) -> None:
         start = found + len(each)
 
 
+def check_verdict(way: Way, source: str, server: Server) -> None:
+    """Requires `loadout check` to say of a folder what the services do."""
+    if way.refused is not None and (way.ref or not Path(source).is_dir()):
+        return  # it is not the folder that is refused
+    limits = CheckpointLimits(allowed_config_keys=frozenset([ALLOWED_KEY]))
+    with without_links(Path(source.removeprefix("file://"))) as folder:
+        report = check_folder(folder, limits, server)
+    assert (report.refusal is not None) == (way.refused is not None), report.refusal
+    if report.refusal is None:
+        assert report.server is not None
+        is_applied = way.servable or way is WAYS["another model's"]  # whose weights fit
+        assert (not report.server.refusals) == is_applied, report.server.refusals
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_way_of_making_an_adapter(
     way: str,
@@ -486,6 +510,7 @@ def test_a_way_of_making_an_adapter(
     trainer: Trainer,
     base_tokens: list[int],
     register: Callable[..., Any],
+    server: Server,
 ) -> None:
     expected = WAYS[way]
     slug = re.sub(r"\W+", "-", way)
@@ -497,6 +522,7 @@ def test_a_way_of_making_an_adapter(
     else:
         code, printed = register(name, source)
     check_words(printed, expected.says)
+    check_verdict(expected, source, server)
     assert code == (1 if expected.refused else 0), printed
     if expected.refused is not None:
         with pytest.raises(expected.refused) as caught:

@@ -123,7 +123,7 @@ def sharded(whole: Path, folder: Path) -> Path:
     folder.mkdir()
     shutil.copy(whole / CONFIG, folder)
     weights = load_file(whole / WEIGHTS)
-    index = {}
+    index: dict[str, str] = {}
     for number, names in enumerate([list(weights)[::2], list(weights)[1::2]], start=1):
         file = f"adapter_model-0000{number}-of-00002.safetensors"
         save_file({name: weights[name] for name in names}, folder / file)

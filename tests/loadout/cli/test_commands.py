@@ -19,7 +19,17 @@ from loadout.inference.v1 import inference_pb2 as inference_pb
 
 COMMANDS = (
     *("demo", "up", "download", "store", "serve"),
-    *("register", "adapters", "layouts", "versions", "rollback", "prune", "delete", "generate"),
+    *(
+        "register",
+        "adapters",
+        "check",
+        "layouts",
+        "versions",
+        "rollback",
+        "prune",
+        "delete",
+        "generate",
+    ),
     *("load", "unload", "pin", "unpin", "residents"),
     *("info", "top", "bench", "debug", "profile"),
     *("digest", "strip", "keygen", "sign", "token"),

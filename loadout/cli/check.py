@@ -1,0 +1,194 @@
+"""`loadout check`."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.filesize import decimal
+
+from loadout.cli import options
+from loadout.cli.engines import ENGINES, Engine, notes_on
+from loadout.cli.output import (
+    CommandFailed,
+    new_table,
+    number_ranges,
+    print_json,
+    table_console,
+)
+from loadout.cli.service_code import run_service_code
+from loadout.upload import open_folder
+
+EXAMPLES = """\b
+Examples:
+  loadout check ./out/french
+  loadout check ./out/french --model ./Qwen3-0.6B
+  loadout check ./out/french --model Qwen/Qwen3-0.6B --max-rank 16 --lora-targets q_proj,v_proj
+  loadout check ./out/french --engine vllm
+"""
+
+Report = Mapping[str, Any]
+"""See adapter_store.images.check.Report."""
+
+_LAYER = re.compile(r"(?P<before>(?:[^.]+\.)*?)(?P<layer>\d+)\.(?P<module>.+)")
+_KIND_WORDS = {
+    "a": "A",
+    "b": "B",
+    "bias": "bias of B",
+    "magnitude": "DoRA magnitude",
+    "row_ids": "",  # beside rows
+    "rows": "rows of tokens",
+    "full": "whole weight",
+}
+
+
+def check(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A folder as a trainer saves an adapter.")
+    ],
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="Folder of the base model, or its name on the hub if it is in the hub's cache: "
+            "says what a server of it would apply.",
+        ),
+    ] = "",
+    max_rank: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="That server's --max-rank.")
+    ] = None,
+    lora_targets: Annotated[
+        str, typer.Option(metavar="NAMES", help="That server's --lora-targets.")
+    ] = "",
+    allow_config_keys: Annotated[
+        str, typer.Option(metavar="KEYS", help="The store's --allow-config-keys.")
+    ] = "",
+    engine: Annotated[
+        Engine | None,
+        typer.Option(
+            metavar="|".join(Engine), help="Say also what this engine does not apply of it."
+        ),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Check an adapter's folder without any service.
+
+    Says what it changes, at which ranks and with which bytes, and what is refused and why.
+    Runs the checks of a store's registration and, with --model, of a server of that model. Fails if
+    one of them refuses the adapter.
+    """
+    flags = {"--max-rank": max_rank, "--lora-targets": lora_targets}
+    given = {flag: str(value) for flag, value in flags.items() if value}
+    if given and not model:
+        raise typer.BadParameter("is a server's: name its --model", param_hint=next(iter(given)))
+    path = open_folder(folder).path
+    report = _check(path, [f"--allow-config-keys={allow_config_keys}"], model, given)
+    if as_json:
+        print_json({**report, "engine": None if engine is None else _engine_json(report, engine)})
+    else:
+        _print(report, folder, model)
+        if engine is not None:
+            _print_engine(report, engine)
+    _raise_refusal(report)
+
+
+def _check(folder: Path, flags: list[str], model: str, of_server: Mapping[str, str]) -> Report:
+    arguments = ["check", str(folder), *flags]
+    if not model:
+        return dict(json.loads(run_service_code("adapter_store", *arguments)))
+    given = [word for flag in of_server.items() for word in flag]
+    server = run_service_code("inference_svc", "layout", "--model", model, *given)
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(server)
+        file.flush()
+        return dict(
+            json.loads(run_service_code("adapter_store", *arguments, "--server", file.name))
+        )
+
+
+def _print(report: Report, folder: Path, model: str) -> None:
+    if report["refusal"]:
+        return
+    base = report["base_model"] or "a base model that it does not name"
+    typer.echo(f"{folder}: saved as {report['saved_by']} does, for {base}")
+    typer.echo(f"{report['digest']}, rank {report['rank']}, {decimal(report['source_bytes'])}")
+    if report["ignored_config_keys"]:
+        keys = ", ".join(report["ignored_config_keys"])
+        typer.echo(f"keys of its config that are not known, and allowed: {keys}")
+    server = report["server"]
+    targets = server["targets"] if server and server["targets"] else report["modules"]
+    typer.echo()
+    _print_modules(targets)
+    if not server:
+        return
+    typer.echo()
+    where = f"a server of {model}, ranks up to {server['max_rank']}"
+    if server["refusals"]:
+        for refusal in server["refusals"]:
+            typer.echo(f"refused by {where}: {_text(refusal)}")
+    else:
+        typer.echo(f"applied by {where}, all of it; image of {decimal(server['image_bytes'])}")
+
+
+def _print_modules(modules: list[Mapping[str, Any]]) -> None:
+    """Prints a line for modules that differ in their layer alone."""
+    lines: dict[tuple[str, str, int], list[tuple[int | None, int]]] = {}
+    for each in modules:
+        match = _LAYER.fullmatch(each["name"])
+        name = each["name"] if match is None else f"{match['before']}*.{match['module']}"
+        has = ", ".join(filter(None, (_KIND_WORDS.get(kind, kind) for kind in each["kinds"])))
+        layer = None if match is None else int(match["layer"])
+        lines.setdefault((name, has, each["rank"]), []).append((layer, each["num_bytes"]))
+    table = new_table("module", "layers", "has", "rank", "size", right=("rank", "size"))
+    for (name, has, rank), found in lines.items():
+        layers = number_ranges(sorted(layer for layer, _ in found if layer is not None))
+        size = decimal(sum(num_bytes for _, num_bytes in found))
+        table.add_row(name, layers, has, str(rank) if rank else "", size)
+    table_console().print(table)
+
+
+def _print_engine(report: Report, engine: Engine) -> None:
+    """Prints what is known of an adapter that is not refused."""
+    if report["refusal"]:
+        return
+    notes = notes_on(report["features"], engine)
+    typer.echo()
+    if not notes:
+        typer.echo(f"{ENGINES[engine]}: nothing of it is known to be left out")
+    for note in notes:
+        line = f"{note.feature}: {ENGINES[engine]} {note.does.value}: {note.what} ({note.source})"
+        typer.echo(line)
+
+
+def _engine_json(report: Report, engine: Engine) -> dict[str, Any]:
+    notes = notes_on(report["features"], engine)
+    return {
+        "name": ENGINES[engine],
+        "notes": [
+            {
+                "feature": each.feature,
+                "does": each.does.value,
+                "what": each.what,
+                "source": each.source,
+            }
+            for each in notes
+        ],
+    }
+
+
+def _raise_refusal(report: Report) -> None:
+    """Raises CommandFailed for what a store or the server refuses."""
+    if report["refusal"]:
+        raise CommandFailed(_text(report["refusal"]))
+    server = report["server"]
+    if server and server["refusals"]:
+        raise CommandFailed("it would be registered, but not be served")
+
+
+def _text(refusal: Mapping[str, str]) -> str:
+    return f"{refusal['message']} ({refusal['reason']})"

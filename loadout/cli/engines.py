@@ -1,0 +1,157 @@
+"""What other engines do with parts of an adapter, where it is known: a source per line.
+
+Found by reading these releases and by running their loaders on adapters that PEFT 0.21 saved; no
+server of theirs was run. Paths of vLLM are below `vllm/lora/`, those of SGLang below
+`sglang/srt/lora/`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+
+class Engine(enum.StrEnum):
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
+ENGINES: Mapping[Engine, str] = {Engine.VLLM: "vLLM 0.33.0", Engine.SGLANG: "SGLang 0.5.23"}
+"""The engines, with the releases that were read."""
+
+
+class Does(enum.StrEnum):
+    """What becomes of it. Of what is dropped, or computed otherwise, a caller learns nothing."""
+
+    DROPS = "drops it"
+    CHANGES = "computes it otherwise"
+    FAILS = "accepts it, and fails at the first request"
+    REFUSES = "refuses it"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What an engine does with a feature: a value of adapter_store.checkpoint.features.Feature."""
+
+    engine: Engine
+    feature: str
+    does: Does
+    what: str
+    source: str
+
+
+_V, _S = Engine.VLLM, Engine.SGLANG
+NOTES = (
+    Note(
+        *(_V, "rank_pattern", Does.CHANGES),
+        "before 0.32 every module has the scale of the config's one rank",
+        "peft_helper.py, get_rank_and_scaling",
+    ),
+    Note(
+        *(_V, "alpha_pattern", Does.CHANGES),
+        "before 0.32 every module has the scale of the config's one alpha",
+        "peft_helper.py, get_rank_and_scaling",
+    ),
+    Note(
+        *(_V, "embedding", Does.REFUSES),
+        "for models without `embedding_modules`, such as Qwen2, Gemma and Mistral",
+        "lora_model.py, check_unexpected_modules; vllm-project/vllm#48934",
+    ),
+    Note(
+        *(_V, "head", Does.REFUSES),
+        "for models without `embedding_modules`, such as Qwen2, Gemma and Mistral",
+        "lora_model.py, check_unexpected_modules; vllm-project/vllm#48934",
+    ),
+    Note(
+        *(_V, "fused", Does.REFUSES),
+        "where the checkpoint of the base has the parts, as of Llama and Qwen",
+        "worker_manager.py, _load_adapter",
+    ),
+    Note(*(_V, "lora_bias", Does.REFUSES), "before 0.32 it drops it", "peft_helper.py"),
+    Note(*(_V, "dora", Does.REFUSES), "with a message", "peft_helper.py; vllm-project/vllm#10849"),
+    Note(*(_V, "biases", Does.REFUSES), "by the config", "peft_helper.py, validate_legal"),
+    Note(
+        *(_V, "norms", Does.REFUSES),
+        "by `modules_to_save` in the config",
+        "peft_helper.py; vllm-project/vllm#9280",
+    ),
+    Note(
+        *(_V, "whole_weights", Does.REFUSES),
+        "by `modules_to_save` in the config",
+        "peft_helper.py; vllm-project/vllm#9280",
+    ),
+    Note(
+        *(_V, "saved_along", Does.DROPS),
+        "`base_layer.weight`, equal to the base's or not; the others are refused",
+        "utils.py, is_base_embedding_weights; huggingface/peft#2092",
+    ),
+    Note(
+        *(_V, "token_rows", Does.REFUSES),
+        "as an unsupported weight",
+        "utils.py, parse_fine_tuned_lora_name; vllm-project/vllm#36501",
+    ),
+    Note(
+        *(_V, "experts", Does.REFUSES),
+        "for models that keep all experts in one tensor, and if an expert lacks one of its three",
+        "lora_model.py, lora_weights.py; vllm-project/vllm#40005",
+    ),
+    Note(
+        *(_V, "expert_parameters", Does.REFUSES),
+        "for models that keep each expert by itself, as Qwen3-MoE and Mixtral",
+        "model_manager.py; vllm-project/vllm#42242",
+    ),
+    Note(
+        *(_V, "alora", Does.REFUSES),
+        "before 0.32 it applies it to every token",
+        "peft_helper.py; vllm-project/vllm#19710",
+    ),
+    Note(*(_V, "mlx", Does.REFUSES), "as another config", "peft_helper.py, from_dict"),
+    Note(*(_V, "shards", Does.REFUSES), "as a folder without tensors", "lora_model.py"),
+    Note(
+        *(_S, "rslora", Does.CHANGES),
+        "the scale is alpha / r: the square root of r too weak",
+        "lora.py; sgl-project/sglang#40835",
+    ),
+    Note(
+        *(_S, "rank_pattern", Does.FAILS),
+        "the buffers have the config's one rank",
+        "mem_pool.py, load_lora_weight_to_buffer",
+    ),
+    Note(*(_S, "alpha_pattern", Does.CHANGES), "all have the scale of one alpha", "lora.py"),
+    Note(
+        *(_S, "lora_bias", Does.DROPS),
+        "B's weight takes its place in the buffer",
+        "mem_pool.py, load_lora_weight_to_buffer",
+    ),
+    Note(
+        *(_S, "dora", Does.REFUSES),
+        "with a message",
+        "lora_manager.py; sgl-project/sglang#22125",
+    ),
+    Note(*(_S, "biases", Does.DROPS), "B's weight takes its place", "mem_pool.py"),
+    Note(
+        *(_S, "norms", Does.DROPS),
+        "the last norm; with norms of layers it fails at the first request",
+        "lora.py, _process_weight; mem_pool.py",
+    ),
+    Note(*(_S, "whole_weights", Does.DROPS), "the base's are used", "lora.py, _process_weight"),
+    Note(*(_S, "saved_along", Does.DROPS), "the base's are used", "lora.py; mem_pool.py"),
+    Note(*(_S, "token_rows", Does.DROPS), "the base's are used", "lora.py, _process_weight"),
+    Note(
+        *(_S, "expert_parameters", Does.FAILS),
+        "no module has the name of its tensors",
+        "mem_pool.py; sgl-project/sglang#27381",
+    ),
+    Note(
+        *(_S, "alora", Does.CHANGES),
+        "it applies to every token",
+        "lora_config.py; sgl-project/sglang#16942",
+    ),
+    Note(*(_S, "mlx", Does.REFUSES), "as another config", "lora_config.py"),
+)
+
+
+def notes_on(features: Collection[str], engine: Engine) -> list[Note]:
+    """Returns what is known of the engine and an adapter with these features."""
+    return [note for note in NOTES if note.engine is engine and note.feature in features]

@@ -1,0 +1,131 @@
+"""`loadout check` and `loadout digest`, whole: what is printed, and the exit code. What they say of
+each way of making an adapter, test_trained_adapters compares with the services."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from adapter_store.checkpoint.features import Feature
+from loadout.cli.__main__ import main
+from loadout.cli.engines import NOTES, Does, Engine
+from tests.system.trained import Trainer, as_mlx, linked
+from tests.system.zoo import AdapterSpec, make_zoo
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    unused = [AdapterSpec("unused", 1, ["q_proj"])]
+    return Trainer.load(make_zoo("qwen2", tmp_path_factory.mktemp("zoo"), unused).model_dir)
+
+
+def run(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    capfd.readouterr()
+    code = main(list(map(str, arguments)))
+    printed = capfd.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_what_an_adapter_changes_and_who_applies_it(trainer, tmp_path, capfd):
+    folder = replace(trainer, folder=tmp_path).lora(use_rslora=True, layers_to_transform=[1])
+    code, out, err = run(
+        *(capfd, "check", folder, "--model", trainer.model_dir, "--engine", "sglang")
+    )
+    assert (code, err) == (0, "")
+    head, table, verdict, engine = out.split("\n\n")
+    assert head.startswith(f"{folder}: saved as PEFT does, for ")
+    assert ", rank 4, " in head
+    columns, *rows = (line.split("  ") for line in table.splitlines())
+    assert [each.strip() for each in columns if each] == ["module", "layers", "has", "rank", "size"]
+    assert [row[0] for row in rows] == [
+        "model.layers.*.self_attn.q_proj",
+        "model.layers.*.self_attn.v_proj",
+    ]
+    assert verdict == (
+        f"applied by a server of {trainer.model_dir}, ranks up to 64, all of it; image of 3.6 kB"
+    )
+    assert engine.startswith("rslora: SGLang ")
+    assert "sgl-project/sglang#40835" in engine
+
+
+def test_what_a_server_does_not_apply_fails(trainer, tmp_path, capfd):
+    folder = replace(trainer, folder=tmp_path).lora(use_dora=True)
+    assert run(capfd, "check", folder)[0] == 0
+    code, out, err = run(capfd, "check", folder, "--model", trainer.model_dir)
+    assert code == 1, err
+    assert "DoRA magnitudes, which this server does not apply (NOT_APPLIED)\n" in out
+    assert "A, B, DoRA magnitude" in out
+    assert err == "loadout: it would be registered, but not be served\n"
+    code, out, _ = run(
+        *(capfd, "check", folder, "--model", trainer.model_dir, "--json"),
+        *("--max-rank", "2", "--lora-targets", "q_proj", "--engine", "vllm"),
+    )
+    report = json.loads(out)
+    assert code == 1
+    assert [each["message"].partition(" ")[0] for each in report["server"]["refusals"]] == [
+        *("rank", "target", "it"),
+    ]
+    assert report["engine"]["notes"][0]["does"] == Does.REFUSES.value
+    assert "dora" in report["features"]
+
+
+def test_what_no_store_registers_fails_by_name(trainer, tmp_path, capfd):
+    folder = replace(trainer, folder=tmp_path).lora()
+    mlx = as_mlx(folder, tmp_path / "mlx")
+    config = json.loads((mlx / "adapter_config.json").read_text()) | {"fine_tune_type": "dora"}
+    (mlx / "adapter_config.json").write_text(json.dumps(config))
+    code, out, err = run(capfd, "check", mlx, "--engine", "vllm")
+    assert (code, out) == (1, "")
+    assert "fine_tune_type='dora'" in err
+    assert err.endswith("(CONFIG_UNSUPPORTED)\n")
+
+
+def test_an_unknown_key_passes_where_a_store_lets_it(trainer, tmp_path, capfd):
+    folder = replace(trainer, folder=tmp_path).lora()
+    config = json.loads((folder / "adapter_config.json").read_text()) | {"note": "v3"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    assert run(capfd, "check", folder)[0] == 1
+    code, out, _ = run(capfd, "check", folder, "--allow-config-keys", "note,other")
+    assert code == 0
+    assert "keys of its config that are not known, and allowed: note\n" in out
+
+
+def test_links_of_a_hubs_cache_are_followed(trainer, tmp_path, capfd):
+    whole = replace(trainer, folder=tmp_path / "whole").lora()
+    digest = run(capfd, "digest", whole)
+    links = linked(whole, tmp_path / "cache")
+    code, out, _ = run(capfd, "check", links)
+    assert code == 0
+    assert digest[1].strip() in out
+    assert run(capfd, "digest", links) == digest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("FOLDER", "--max-rank", "4"), "--max-rank: is a server's: name its --model"),
+        (("nowhere",), "nowhere is not a directory"),
+        (("FOLDER", "--model", "nowhere"), "--model"),
+        (("FOLDER", "--model", "MODEL", "--lora-targets", "q_prj"), "did you mean q_proj?"),
+    ],
+)
+def test_wrong_arguments_are_named(trainer, tmp_path, capfd, arguments, message):
+    folder = replace(trainer, folder=tmp_path).lora()
+    paths = {"FOLDER": folder, "MODEL": trainer.model_dir}
+    code, out, err = run(capfd, "check", *(paths.get(each, each) for each in arguments))
+    assert code in (1, 2)
+    assert out == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_notes_on_other_engines_are_about_our_features():
+    assert {note.feature for note in NOTES} <= {feature.value for feature in Feature}
+    assert all(note.source and note.what for note in NOTES)
+    found = [(note.engine, note.feature) for note in NOTES]
+    assert len(set(found)) == len(found)
+    assert {note.engine for note in NOTES} == set(Engine)
