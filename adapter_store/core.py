@@ -224,10 +224,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What a server says beside its layout: further names of the base model, the highest rank that
-    it accepts, 0 for any, and what else it applies. It counts for as long as the server watches,
-    and lasts an hour more; of servers that do not renew it, as long as the layout, or until those
-    that have replaced them have gone for an hour.
+    """What a server says beside its layout: its name of the base model, "" for the layout's, and
+    further ones, the highest rank that it accepts, 0 for any, and what else it applies. It counts
+    for as long as the server watches, and lasts an hour more; of servers that do not renew it, as
+    long as the layout, or until those that have replaced them have gone for an hour.
 
     `segment_kinds` are those beside A and B. `lora_targets` are last components of targets' names
     that the server is restricted to; none: it applies all targets.
@@ -236,6 +236,7 @@ class Announcement:
     aliases: tuple[str, ...] = ()
     max_rank: int = 0
     is_renewed: bool = True
+    base_model: str = ""
     segment_kinds: tuple[SegmentKind, ...] = ()
     lora_targets: tuple[str, ...] = ()
     max_added_tokens: int = 0
@@ -264,6 +265,8 @@ class ServerLimits:
     expire_time: int = field(default=0, compare=False)
     is_renewed: bool = field(default=True, compare=False)
     last_use_time: int = field(default=0, compare=False)
+    names: frozenset[str] = field(default=frozenset(), compare=False)
+    """Of the base model; none: those of the layout."""
     segment_kinds: tuple[SegmentKind, ...] = ()
     lora_targets: tuple[str, ...] = ()
     max_added_tokens: int = 0
@@ -273,6 +276,10 @@ class ServerLimits:
         """Returns why the servers cannot serve this adapter, whose verdict under their layout this
         is; "" if they can, as far as is known."""
         return verdict.reason or "; ".join(self.refusals(adapter, verdict.changes(adapter)))
+
+    def serve(self, base_model: str) -> bool:
+        """Returns whether these are servers of a base model that their layout is known for."""
+        return not self.names or base_model in self.names
 
     def refusals(self, adapter: Demands, changes: ImageContent) -> Iterator[str]:
         """Yields what the servers do not accept of an adapter with an image that changes this."""

@@ -495,9 +495,8 @@ class StoreService:
         layout_checks.validate(layout)
         validate_announcement(announcement, layout)
         if layout.image_format > 1:
-            # No part of the layout: its servers may call the base by different names.
-            aliases = (*announcement.aliases, layout.base_model)
-            announcement = dataclasses.replace(announcement, aliases=aliases)
+            # No part of the layout: models of equal shapes have one, and are others all the same.
+            announcement = dataclasses.replace(announcement, base_model=layout.base_model)
         body = layouts.to_text(layout)
         layout_id = layouts.text_id(body)
         announced_id = announcement_id(layout_id, announcement)

@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 
 from adapter_store.catalog.database import upsert
-from adapter_store.catalog.lookup import LASTS_FOR, PRESENT_FOR, dump_kinds, to_micros
+from adapter_store.catalog.lookup import LASTS_FOR, PRESENT_FOR, dump_kinds, names_of, to_micros
 from adapter_store.catalog.schema import announcements, layout_bases, layouts
 from adapter_store.core import Announcement
 from adapter_store.errors import LimitExceeded
@@ -49,7 +49,7 @@ def add(
     account: str,
     share: float,
 ) -> bool:
-    """Records or renews an announcement, and its aliases as names of the layout's base model.
+    """Records or renews an announcement, and its names of the base model as such of the layout.
 
     Returns whether there are new names, or the layout had no server. Raises LimitExceeded if it has
     too many announcements, or too many of this account.
@@ -67,6 +67,7 @@ def add(
         .values(
             announcement_id=announcement_id,
             layout_id=layout_id,
+            base_model=announcement.base_model,
             aliases=json.dumps(aliases),
             max_rank=announcement.max_rank,
             expire_time=expire_time,
@@ -82,7 +83,8 @@ def add(
         )
     )
     names = select(layout_bases.c.base_model).where(layout_bases.c.layout_id == layout_id)
-    new = set(aliases) - set(conn.scalars(names))
+    said = {announcement.base_model, *aliases} - {""}
+    new = said - set(conn.scalars(names))
     rows = [{"base_model": name, "layout_id": layout_id, "is_alias": True} for name in sorted(new)]
     if rows:
         conn.execute(insert(layout_bases), rows)
@@ -104,13 +106,15 @@ def _check_limit(layout_id: str, accounts: Sequence[str], account: str, share: f
         )
 
 
+def lasts(time: datetime) -> ColumnElement[bool]:
+    """Returns whether an announcement, of the row that a query reads, counts at this time. What is
+    not renewed does while its layout is live, or is so again."""
+    return or_(~announcements.c.is_renewed, announcements.c.expire_time > to_micros(time))
+
+
 def has_server(time: datetime) -> ColumnElement[bool]:
-    """Returns whether a layout, of the row that a query reads, has an announcement at this time.
-    What is not renewed counts while its layout is live, or is so again."""
-    return exists().where(
-        announcements.c.layout_id == layouts.c.layout_id,
-        or_(~announcements.c.is_renewed, announcements.c.expire_time > to_micros(time)),
-    )
+    """Returns whether a layout, of the row that a query reads, has an announcement that lasts."""
+    return exists().where(announcements.c.layout_id == layouts.c.layout_id, lasts(time))
 
 
 def renew(conn: Connection, announcement_id: str, time: datetime) -> str | None:
@@ -160,14 +164,14 @@ def expire(conn: Connection, time: datetime, layout_id: str = "") -> int:
     for ended_layout, last_end in conn.execute(ended.group_by(of_layout).order_by(of_layout)).all():
         gone = (of_layout == ended_layout, announcements.c.expire_time <= last_end)
         num_deleted += conn.execute(delete(announcements).where(*gone)).rowcount
-        _drop_aliases(conn, ended_layout)
+        _drop_names(conn, ended_layout)
     return num_deleted
 
 
-def _drop_aliases(conn: Connection, layout_id: str) -> None:
-    """Deletes the aliases of a layout that no announcement has."""
-    of_layout = select(announcements.c.aliases).where(announcements.c.layout_id == layout_id)
-    kept = {alias for text in conn.scalars(of_layout) for alias in json.loads(text)}
+def _drop_names(conn: Connection, layout_id: str) -> None:
+    """Deletes the names of a layout that no announcement has, but for the first."""
+    of_layout = select(announcements).where(announcements.c.layout_id == layout_id)
+    kept = {name for row in conn.execute(of_layout) for name in names_of(row)}
     conn.execute(
         delete(layout_bases).where(
             layout_bases.c.layout_id == layout_id,

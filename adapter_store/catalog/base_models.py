@@ -8,9 +8,16 @@ from datetime import datetime
 
 from sqlalchemy import Connection, and_, select
 
-from adapter_store.catalog.announcements import has_server
+from adapter_store.catalog.announcements import lasts
 from adapter_store.catalog.layouts import is_live
-from adapter_store.catalog.schema import adapters, layout_bases, layouts, versions
+from adapter_store.catalog.lookup import names_of
+from adapter_store.catalog.schema import (
+    adapters,
+    announcements,
+    layout_bases,
+    layouts,
+    versions,
+)
 from servicekit.refs import AdapterName
 
 
@@ -47,19 +54,31 @@ def known(conn: Connection, name: AdapterName, live_since: int, time: datetime) 
 def _served(
     conn: Connection, live_since: int, time: datetime
 ) -> tuple[dict[str, frozenset[str]], frozenset[str]]:
-    query = (
-        select(layout_bases, has_server(time).label("has_server"))
+    of_layouts = (
+        select(layout_bases)
         .join(layouts, layouts.c.layout_id == layout_bases.c.layout_id)
         .where(is_live(live_since))
         .order_by(layout_bases.c.is_alias, layout_bases.c.base_model)
     )
+    announced = (
+        select(announcements, lasts(time).label("lasts"))
+        .join(layouts, layouts.c.layout_id == announcements.c.layout_id)
+        .where(is_live(live_since))
+    )
+    found = conn.execute(announced).all()
+    # Those that earlier releases have recorded are the layout's.
+    claimed = {(row.layout_id, name) for row in found if row.base_model for name in names_of(row)}
     base_by_layout: dict[str, str] = {}
     names: dict[str, set[str]] = {}
-    with_server: set[str] = set()
-    for row in conn.execute(query):  # a layout's base model first, then its aliases
+    for row in conn.execute(of_layouts):  # a layout's base model first, then its further names
         base_model = base_by_layout.setdefault(row.layout_id, row.base_model)
-        names.setdefault(base_model, set()).add(row.base_model)
-        if row.has_server:
+        if not row.is_alias or (row.layout_id, row.base_model) not in claimed:
+            names.setdefault(base_model, set()).add(row.base_model)
+    with_server: set[str] = set()
+    for row in found:
+        base_model = row.base_model or base_by_layout[row.layout_id]
+        names.setdefault(base_model, {base_model}).update(names_of(row))
+        if row.lasts:
             with_server.add(base_model)
-    served = {base_model: frozenset(found) for base_model, found in names.items()}
+    served = {base_model: frozenset(names[base_model]) for base_model in sorted(names)}
     return served, frozenset(served.keys() - with_server)

@@ -223,7 +223,11 @@ def _to_records(conn: Connection, rows: Sequence[Row[Any]]) -> list[AdapterRecor
                 replace(
                     verdicts.get((row.digest, layout_id))
                     or LayoutVerdict(layout_id, ImageState.PENDING),
-                    servers=tuple(found_servers.get(layout_id, ())),
+                    servers=tuple(
+                        each
+                        for each in found_servers.get(layout_id, ())
+                        if each.serve(row.base_model)
+                    ),
                 )
                 for layout_id in layouts_by_base.get(row.base_model, ())
             ),
@@ -270,6 +274,7 @@ def servers(conn: Connection, layout_ids: Iterable[str]) -> dict[str, list[Serve
             *(row.announcement_id, row.max_rank, row.expire_time),
             is_renewed=row.is_renewed,
             last_use_time=row.last_use_time,
+            names=frozenset(names_of(row) if row.base_model else ()),
             segment_kinds=load_kinds(row.segment_kinds),
             lora_targets=tuple(json.loads(row.lora_targets)),
             max_added_tokens=row.max_added_tokens,
@@ -277,6 +282,11 @@ def servers(conn: Connection, layout_ids: Iterable[str]) -> dict[str, list[Serve
         )
         result.setdefault(row.layout_id, []).append(limits)
     return result
+
+
+def names_of(announcement: Row[Any]) -> list[str]:
+    """Returns the names that an announcement has of the base model."""
+    return [*filter(None, [announcement.base_model]), *json.loads(announcement.aliases)]
 
 
 def _verdicts(conn: Connection, digests: Iterable[str]) -> dict[tuple[str, str], LayoutVerdict]:

@@ -115,7 +115,8 @@ layouts = Table(
     Column("registered_by", Text, nullable=False, server_default=""),  # an account
 )
 
-# One row for the layout's base model and for each alias that a server has announced.
+# One row for the layout's base model, as the first server called it, and for each other name that a
+# server has announced: an alias, or that of another model of the same shapes.
 layout_bases = Table(
     "layout_bases",
     metadata,
@@ -142,6 +143,7 @@ announcements = Table(
     Column("lora_targets", Text, nullable=False, server_default="[]"),
     Column("max_added_tokens", Integer, nullable=False, server_default="0"),
     Column("applies_invocation_tokens", Boolean, nullable=False, server_default=false()),
+    Column("base_model", Text, nullable=False, server_default=""),  # "": that of the layout
     Index("announcements_by_layout", "layout_id"),
 )
 

@@ -30,6 +30,7 @@ def announcement_id(layout_id: str, announcement: Announcement) -> str:
     """
     fields = [sorted(set(announcement.aliases)), announcement.max_rank, announcement.is_renewed]
     more: dict[str, Any] = {
+        "base_model": announcement.base_model,
         "segment_kinds": sorted({kind.value for kind in announcement.segment_kinds}),
         "lora_targets": sorted(set(announcement.lora_targets)),
         "max_added_tokens": announcement.max_added_tokens,

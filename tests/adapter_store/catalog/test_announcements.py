@@ -355,3 +355,27 @@ def test_what_an_adapter_has_is_kept(names):
     assert set(record.segment_kinds) == set(ALL_KINDS)
     assert (record.added_tokens, record.invocation_tokens) == (3, (5, 6, 5))
     assert (plain.segment_kinds, plain.added_tokens, plain.invocation_tokens) == ((), 0, ())
+
+
+def test_models_of_one_layout_are_others_all_the_same(catalog, clock):
+    """Equal shapes give equal images; whose servers are asked is another matter."""
+    catalog.add_layout("L", BASE, "{}")
+    catalog.announce("L", "A", Announcement(("alias",), 16, base_model=BASE))
+    catalog.add_layout("L", "other", "{}")
+    assert catalog.announce("L", "O", Announcement(("second",), 8, base_model="other"))
+    names = Names(catalog)
+    names.register("a", "d1")
+    assert limits(names) == [("A", 16)]
+    for base_model in ("other", "second"):
+        names.register("b", "d2", base_model=base_model)
+        (verdict,) = names.get("b").verdicts
+        assert [each.announcement_id for each in verdict.servers] == ["O"]
+    known = catalog.known_base_models(AdapterName("default", "x"))
+    assert known.served == {BASE: {BASE, "alias"}, "other": {"other", "second"}}
+    assert known.gone == frozenset()
+    clock.now += LASTS_FOR - SECOND
+    catalog.renew("A")
+    clock.now += 2 * SECOND
+    assert catalog.expire_announcements() == 1
+    assert catalog.layout_bases("L") == ["alias", BASE]
+    assert names.get("b").verdicts == ()

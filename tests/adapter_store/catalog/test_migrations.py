@@ -133,11 +133,12 @@ def test_announcements_of_earlier_servers_are_marked(tmp_path):
 NEW_COLUMNS = {
     "announcements": (
         *("segment_kinds", "lora_targets", "max_added_tokens", "applies_invocation_tokens"),
+        "base_model",
     ),
     "images": ("content",),
     "blobs": ("segment_kinds", "added_tokens", "invocation_tokens"),
 }
-"""Those of migration 0008."""
+"""Those of migrations 0008 and 0009."""
 
 
 def test_adapters_and_servers_of_the_release_before_have_and_apply_a_and_b(place, clock):
