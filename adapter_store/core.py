@@ -6,6 +6,7 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import repeat
 from typing import NamedTuple, Protocol, TypeAlias
 
 from servicekit.auth import principal
@@ -140,7 +141,8 @@ class Target:
 
     `rank_part` (index, count) is the part of A's rank that this layout holds: ceil(rank / count),
     the last may be smaller. `base_hashes` are the sha256 of each HASHED_ROWS rows of the base's own
-    weight, in `base_dtype`; none: not known. Format 1 knows what comes before `other_names`.
+    weight, in `base_dtype`; none: not known. A head that is `tied_to` an embedding has its weight.
+    Format 1 knows what comes before `other_names`.
     """
 
     name: str
@@ -159,6 +161,7 @@ class Target:
     held: Held = Held.HERE
     base_hashes: tuple[bytes, ...] = ()
     base_dtype: DataType | None = None
+    tied_to: str = ""
 
     @property
     def inputs(self) -> tuple[int, int]:
@@ -204,7 +207,7 @@ class Target:
         is_new_kind = self.kind in (TargetKind.EXPERTS, TargetKind.VECTOR)
         says_more = self.other_names or self.space or self.base_hashes or self.rank_part
         is_elsewhere = self.held is not Held.HERE or not self.out_features
-        return is_new_kind or bool(says_more) or is_elsewhere
+        return is_new_kind or bool(says_more or self.tied_to) or is_elsewhere
 
 
 HASHED_ROWS = 256
@@ -292,9 +295,14 @@ class ServerLimits:
                 f"{what.format(_listed(refused))} not among this server's --lora-targets "
                 f"({_listed(self.lora_targets)})"
             )
-        kinds = [kind for kind in changes.segment_kinds if kind not in self.segment_kinds]
-        for name in dict.fromkeys(KIND_WORDS[kind] for kind in kinds):
-            yield f"it has {name}, which this server does not apply"
+        refused_of: dict[str, list[str]] = {}
+        for kind, names in changes.by_kind():
+            if kind not in self.segment_kinds:
+                refused_of.setdefault(KIND_WORDS[kind], []).extend(names)
+        for what, found in refused_of.items():
+            of = _listed(sorted(set(found)))
+            remedy = f"; {REMEDY}" if what in REPLACES else ""
+            yield f"it has {what}, which this server does not apply" + (of and f": {of}{remedy}")
         if adapter.added_tokens > self.max_added_tokens:
             yield (
                 f"tokens that it adds to the vocabulary: {adapter.added_tokens}, above this "
@@ -315,6 +323,8 @@ KIND_WORDS = {
     SegmentKind.FULL: "whole weights of its own",
 }
 """What adapters may have beside A and B, in words; as the inference service says."""
+REPLACES = frozenset(KIND_WORDS[kind] for kind in (SegmentKind.ROWS, SegmentKind.FULL))
+REMEDY = "adapt it with A and B instead, or leave it as the base has it"
 MAX_LISTED = 8
 
 
@@ -359,11 +369,17 @@ class Quota:
 
 
 class ImageContent(NamedTuple):
-    """What an image changes: last components of its targets' names in the layout, and what it has
-    beside A and B."""
+    """What an image changes: last components of its targets' names in the layout, what it has
+    beside A and B, and of which targets."""
 
     modules: tuple[str, ...]
     segment_kinds: tuple[SegmentKind, ...]
+    names: tuple[tuple[str, ...], ...] = ()
+    """Of each of `segment_kinds`, their names without layers."""
+
+    def by_kind(self) -> Iterator[tuple[SegmentKind, tuple[str, ...]]]:
+        """Yields the kinds with the names of their targets, as far as these are known."""
+        yield from zip(self.segment_kinds, self.names or repeat(()), strict=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,7 +467,8 @@ class AdapterRecord:
     `signed_by` is the key that verified `signature` when the version was recorded, "" for none.
     After `delete_time` the version is no longer resolved, and only kept for the grace.
     `segment_kinds` are what it changes beside A and B, `added_tokens` how many it adds to the
-    vocabulary; of aLoRA, it is active from the last of its `invocation_tokens` on.
+    vocabulary; of aLoRA, it is active from the first of its `invocation_tokens` on,
+    where all of them follow one another in the prompt for the last time.
     """
 
     name: AdapterName

@@ -296,6 +296,7 @@ def _from_target(index: int, message: pb.Target) -> Target:
         held=_known(_HELD, message.held, f"{field}.held"),
         base_hashes=tuple(message.base_hashes),
         base_dtype=dtype,
+        tied_to=message.tied_to,
     )
 
 

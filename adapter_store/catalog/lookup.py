@@ -305,12 +305,12 @@ def to_verdict(row: Row[Any]) -> LayoutVerdict:
 
 def dump_content(content: ImageContent) -> str:
     kinds = [kind.value for kind in content.segment_kinds]
-    return json.dumps([content.modules, kinds], separators=(",", ":"))
+    return json.dumps([content.modules, kinds, content.names], separators=(",", ":"))
 
 
 def _load_content(text: str) -> ImageContent:
-    modules, kinds = json.loads(text)
-    return ImageContent(tuple(modules), tuple(map(SegmentKind, kinds)))
+    modules, kinds, names = json.loads(text)
+    return ImageContent(tuple(modules), tuple(map(SegmentKind, kinds)), tuple(map(tuple, names)))
 
 
 def hidden_micros(create_time: int, verdict: LayoutVerdict, now: int) -> int:

@@ -25,7 +25,8 @@ maths besides the tensors, resolved per target, defaults (alpha 8, no rsLoRA) le
 whose config gives the scale itself has that, whatever it is, and no alpha: ranks are in the shapes,
 and how a pattern was spelled does not matter. `modules` is there only if the config
 lists a module of which the file has no weights at all: then the fields that choose modules decide
-whether a model refuses the adapter, and a verdict must follow from the digest alone. So the file
+whether a model refuses the adapter, and a verdict must follow from the digest alone. A module that
+has the rows of another, and no tensor, is in `rows` by the name that the config has. So the file
 layout, tensor order, sharding and training-only settings leave the digest alone; another dtype or
 scale does not.
 """
@@ -102,6 +103,9 @@ def _maths(config: AdapterConfig, changes: Iterable[Changes]) -> dict[str, Any]:
         recorded_name(each.module): list(each.row_ids)
         for each in replacements
         if each.row_ids is not None
+    }
+    rows |= {
+        name: rows[recorded_name(each.module)] for each in replacements for name in each.shared_by
     }
     if rows:
         maths["rows"] = rows

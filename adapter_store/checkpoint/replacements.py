@@ -20,6 +20,7 @@ Sources: peft/utils/{other,save_and_load}.py and peft/tuners/tuners_utils.py of 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Iterator
 
 from adapter_store.checkpoint.config_values import invalid_value
@@ -30,7 +31,8 @@ from adapter_store.checkpoint.weights import Replacement
 from adapter_store.core import SegmentKind, TargetKind
 from adapter_store.errors import InvalidAdapter
 
-EMBEDDINGS = frozenset({"embed_tokens", "lm_head"})
+INPUTS = "embed_tokens"
+EMBEDDINGS = frozenset({INPUTS, "lm_head"})
 """Modules that PEFT knows as those of the vocabulary."""
 VOCABULARIES = EMBEDDINGS | {"wte", "word_embeddings", "tok_embeddings", "output"}
 """And others, whose weights have a row for each token in every model."""
@@ -52,7 +54,7 @@ def read_replacements(
             raise refused(record, "TENSOR_DUPLICATE", f"{key.target} has another tensor for this")
         found[key.target] = reader.read(key, record)
     reader.check_complete()
-    return tuple(found[name] for name in sorted(found))
+    return tuple(reader.with_shared_rows(found[name]) for name in sorted(found))
 
 
 class _Reader:
@@ -147,7 +149,7 @@ class _Reader:
         for entry in self._lost():
             raise _missing("modules_to_save", entry, "the file has no tensor of it")
         for entry in extras.token_ids:
-            if entry not in self._used:
+            if entry not in self._used and not self._is_shared(entry):
                 raise _missing(
                     "trainable_token_indices", entry or "embed_tokens", "the file has no rows of it"
                 )
@@ -156,6 +158,19 @@ class _Reader:
                 *("bias", extras.bias),
                 "the file has no biases: if the model has none, set it to 'none'",
             )
+
+    def with_shared_rows(self, replacement: Replacement) -> Replacement:
+        """Adds the modules of which PEFT saves no rows, where the base has one weight for both."""
+        if replacement.row_ids is None or replacement.module.rpartition(".")[2] != INPUTS:
+            return replacement
+        lost = [entry for entry in self._extras.token_ids if entry not in self._used]
+        return dataclasses.replace(replacement, shared_by=tuple(lost))
+
+    def _is_shared(self, entry: str) -> bool:
+        """Returns whether the input embedding has the same rows."""
+        ids = self._extras.token_ids
+        others = (each for each in self._used.intersection(ids) if each.endswith(INPUTS))
+        return any(ids[each] == ids[entry] for each in others)
 
     def _lost(self) -> Iterator[str]:
         entries = self._extras.modules_to_save

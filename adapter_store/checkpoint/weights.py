@@ -123,7 +123,8 @@ class ExpertWeights:
 class Replacement:
     """A weight that takes the place of the base's: all of it, or the rows `row_ids`, one for each
     of its own. A matrix is of kind LINEAR, also one of an embedding. `is_copy`: its trainer saved
-    it along, and it is likely to be the base's."""
+    it along, and it is likely to be the base's. `shared_by` are modules that have the same rows
+    without a tensor of their own, by the ends of their names: those of a head that is tied."""
 
     name: str
     module: str
@@ -131,8 +132,14 @@ class Replacement:
     record: TensorRecord
     row_ids: tuple[int, ...] | None = None
     is_copy: bool = False
+    shared_by: tuple[str, ...] = ()
 
     rank = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it was trained as a whole."""
+        return self.row_ids is None and not self.is_copy
 
     @property
     def kinds(self) -> frozenset[SegmentKind]:

@@ -19,6 +19,7 @@ MAX_ADDED_TOKENS = 1 << 28
 MAX_ALIAS_CHARS = 512
 MAX_MODULE_CHARS = 128
 
+_LORA = (SegmentKind.A, SegmentKind.B)
 _MODULE = re.compile(r"[A-Za-z0-9_\-]+")
 
 
@@ -70,11 +71,21 @@ def validate_announcement(announcement: Announcement, layout: Layout) -> None:
 
 def content_of(plan: ImagePlan, layout: Layout) -> ImageContent:
     """Returns what of an image decides whether a server can serve it."""
-    kinds = {segment.kind for segment in plan.segments} - {SegmentKind.A, SegmentKind.B}
-    modules = {_module(layout.targets[segment.target].name) for segment in plan.segments}
+    names: dict[SegmentKind, set[str]] = {kind: set() for kind in SegmentKind}
+    for segment in plan.segments:
+        names[segment.kind].add(layout.targets[segment.target].name)
+    modules = sorted({_module(name) for found in names.values() for name in found})
+    kinds = [kind for kind in SegmentKind if names[kind] and kind not in _LORA]
     return ImageContent(
-        tuple(sorted(modules)), tuple(kind for kind in SegmentKind if kind in kinds)
+        *(tuple(modules), tuple(kinds)),
+        tuple(tuple(sorted({_without_layer(name) for name in names[kind]})) for kind in kinds),
     )
+
+
+def _without_layer(name: str) -> str:
+    """Returns such as "q_proj", "input_layernorm" or "q_proj.bias"."""
+    module = name.removesuffix(".bias")
+    return _module(module) + name[len(module) :]
 
 
 def _module(name: str) -> str:

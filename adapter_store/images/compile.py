@@ -157,9 +157,9 @@ def _reads_all_once(checkpoint: Checkpoint, sources: Iterable[SegmentSource]) ->
 def _segments_by_part(plan: ImagePlan) -> Iterator[list[_Sourced]]:
     """Yields the segments of each part, each byte once."""
     segments = deque(zip(plan.segments, plan.sources, strict=True))
-    for _, end in plan.parts:
+    for start, end in plan.parts:
         inside: list[_Sourced] = []
-        position = -1
+        position = start - 1
         while segments and segments[0][0].offset < end:
             segment, source = segments.popleft()
             if segment.offset > position:  # else it shares the bytes of an earlier one

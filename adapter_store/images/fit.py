@@ -63,13 +63,61 @@ def fit(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
         found = names.lookup(changes, layout.base_model)
         outputs = _module_outputs(layout, found)
         for index, other in found:
-            use = Use(index, layout.targets[index], changes, other, outputs)
-            _check_use(use)
-            uses.append(use)
+            uses.append(Use(index, layout.targets[index], changes, other, outputs))
+    uses = _with_ties(uses, layout)
+    for use in uses:
+        _check_use(use)
     uses.sort(key=lambda use: (use.column, isinstance(use.changes, Replacement)))
     _check_once(uses)
     _check_complete(checkpoint, layout)
     return uses
+
+
+def _with_ties(uses: list[Use], layout: Layout) -> list[Use]:
+    """Adds what is changed because the base has one weight in two places, as PEFT loads it.
+
+    Rows of an embedding are its tied head's, too, unless the head has rows of its own. A copy that
+    was saved along takes the place of the one weight; if both have one the head's, which is loaded
+    last. LoRA and saved modules are of one of the two. Raises IncompatibleAdapter.
+    """
+    tied = [(index, target) for index, target in enumerate(layout.targets) if target.tied_to]
+    for index, head in tied:
+        [column] = (i for i, each in enumerate(layout.targets) if each.name == head.tied_to)
+        of_embedding, of_head = _replacement_of(uses, column), _replacement_of(uses, index)
+        if of_embedding is not None and of_embedding.is_whole:
+            continue
+        if of_head is not None and of_head.is_copy:
+            if of_embedding is not None and of_embedding.is_copy:
+                uses = [use for use in uses if use.changes is not of_embedding]
+            uses.append(Use(column, layout.targets[column], of_head))
+        elif of_embedding is not None and _is_heads_too(of_embedding, of_head):
+            uses.append(Use(index, head, of_embedding))
+    _check_shared_rows(uses)
+    return uses
+
+
+def _is_heads_too(of_embedding: Replacement, of_head: Replacement | None) -> bool:
+    """Returns whether it changes the head, which has this of its own. A copy and rows of its own
+    are one too many, which `_check_once` refuses."""
+    return of_head is None or (of_embedding.is_copy and not of_head.is_whole)
+
+
+def _replacement_of(uses: Iterable[Use], column: int) -> Replacement | None:
+    found = (use.changes for use in uses if use.column == column)
+    return next((changes for changes in found if isinstance(changes, Replacement)), None)
+
+
+def _check_shared_rows(uses: Iterable[Use]) -> None:
+    """Requires that modules whose rows are in the config and not in the file are tied."""
+    for use in uses:
+        for entry in use.changes.shared_by if isinstance(use.changes, Replacement) else ():
+            sharing = (each for each in uses if each.changes is use.changes)
+            if not any(each.target.name.endswith(entry) for each in sharing):
+                raise incompatible(
+                    *(_key(use.changes), "TARGET_MISSING"),
+                    f"trainable_token_indices has {entry}, of which the file has no rows, and the "
+                    f"base's is not tied to {use.target.name}",
+                )
 
 
 class _Names:

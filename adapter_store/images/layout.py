@@ -78,6 +78,7 @@ def _target_fields(target: Target) -> dict[str, Any]:
         "held": None if target.held is Held.HERE else target.held.value,
         "base_hashes": b"".join(target.base_hashes).hex(),
         "base_dtype": target.base_dtype and target.base_dtype.value,
+        "tied_to": target.tied_to,
     }
     return _without_defaults(_format_1_fields(target) | more)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from adapter_store.core import (
     HASHED_ROWS,
@@ -55,6 +55,7 @@ def validate(layout: Layout) -> None:
     _validate_order(layout)
     _validate_groups(layout)
     _validate_other_names(layout, seen)
+    _validate_ties(layout, seen)
     num_hashes = sum(len(target.base_hashes) for target in layout.targets)
     _require(num_hashes <= MAX_ALL_HASHES, "targets", f"more than {MAX_ALL_HASHES} base_hashes")
 
@@ -236,6 +237,24 @@ def _group_facts(target: Target) -> Iterator[object]:
     """Yields what targets of one group have in common."""
     yield from (target.kind, target.in_features, target.in_slice, target.space)
     yield from (target.experts, target.expert_slice)
+
+
+def _validate_ties(layout: Layout, indices: Mapping[str, int]) -> None:
+    """Requires that what is tied has the shape of an embedding, and what is known of its weight."""
+    for index, target in enumerate(layout.targets):
+        if not target.tied_to:
+            continue
+        field = f"targets[{index}].tied_to"
+        embedding = layout.targets[indices.get(target.tied_to, index)]
+        is_known = embedding.kind is TargetKind.EMBEDDING and target.kind is TargetKind.LINEAR
+        _require(is_known, field, "not the embedding of a linear target")
+        shape = embedding.out_features, embedding.in_features
+        is_alike = (target.in_features, target.out_features) == shape
+        _require(is_alike, field, f"{embedding.name} has another shape")
+        is_alike = (target.base_hashes, target.base_dtype) == (
+            *(embedding.base_hashes, embedding.base_dtype),
+        )
+        _require(is_alike, field, f"{embedding.name} has other base_hashes")
 
 
 def _is_module(name: str) -> bool:

@@ -2,7 +2,8 @@
 
 The segments of the targets that the adapter has and the layout holds, in the layout's order of use,
 those of one target in the order of `sources`, each starting on 256 bytes with zeros before it as
-needed. An A that targets of one layer share, as they do of a fused module, lies there once. The
+needed. An A that targets of one layer share, as they do of a fused module, lies there once, and so
+do rows of an embedding that a tied head shares. The
 parts are the bytes of one run of equal layer each, up to the next part's start; a run without
 segments has no part. The image's length is a multiple of 256; it may be empty.
 
@@ -81,6 +82,7 @@ def plan_image(checkpoint: Checkpoint, layout: Layout, *, identity: str = "") ->
     parts: list[tuple[int, int]] = []
     end = 0
     position = 0
+    replaced: dict[Hashable, int] = {}
     for run_start, run_end in runs(layout):
         assert position == len(uses) or uses[position].column >= run_start
         part_start = end
@@ -93,6 +95,8 @@ def plan_image(checkpoint: Checkpoint, layout: Layout, *, identity: str = "") ->
                 offset = end
                 if use.other is not None and source.kind is SegmentKind.A:
                     offset = shared.setdefault(source.identity, end)
+                elif isinstance(use.changes, Replacement):
+                    offset = replaced.setdefault(source.identity, end)
                 segments.append(
                     Segment(
                         *(use.column, source.kind, source.rank, offset, length),

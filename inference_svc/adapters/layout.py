@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,7 +13,9 @@ from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.resident import Shape
 from inference_svc.core import EngineConfig
 from inference_svc.errors import AdapterUnusable, CorruptImage
+from inference_svc.model.base_hashes import EMBED_TOKENS, LM_HEAD, BaseHashes, HashesByName
 from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.weights import vectors
 from kernels.lora import LoraGroup
 
 IMAGE_FORMATS = (1, 2)
@@ -28,6 +31,9 @@ KIND_WORDS = {
 """The kinds of segments that this service does not apply, in words."""
 
 EMBEDDING, HEAD = "embed", "head"
+"""Groups."""
+TEXT, SAMPLED = "text", "sampled"
+"""Spaces: all tokens, and those whose logits are computed."""
 
 MAX_LISTED = 8
 
@@ -42,7 +48,9 @@ class OtherName:
 
 @dataclass(frozen=True, slots=True)
 class LayoutTarget:
-    """One weight that LoRA may change. `kind` is "linear" or "embedding"."""
+    """One weight that adapters may change. `kind` is "linear", "embedding" or "vector", which LoRA
+    does not change. `space` is the kind of tokens that pass through it, `tied_to` the embedding
+    whose weight it has, `base` says what the checkpoint has."""
 
     name: str
     layer: int | None
@@ -51,22 +59,72 @@ class LayoutTarget:
     in_features: int
     out_features: int
     other_names: tuple[OtherName, ...] = ()
+    space: str = ""
+    tied_to: str = ""
+    base: BaseHashes | None = None
 
     @property
     def module(self) -> str:
         """The last component of its name, such as "q_proj"."""
         return self.name.rpartition(".")[2]
 
+    @property
+    def short_name(self) -> str:
+        """Its name without the layer, such as "q_proj", "input_layernorm" or "q_proj.bias"."""
+        module = self.name.removesuffix(".bias")
+        return module.rpartition(".")[2] + self.name[len(module) :]
+
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """All targets of a model; the store identifies a layout by a layout_id."""
+    """All targets of a model; the store identifies a layout by a layout_id.
+
+    `targets` are those that LoRA may change, in order of use: the columns of the table of what is
+    resident. `vectors`, norms and biases of the base, have none. Images of format 1 know of
+    `targets` only, and count these.
+    """
 
     base_model: str
     config_sha256: str
     dtype: torch.dtype
     image_formats: tuple[int, ...]
     targets: tuple[LayoutTarget, ...]
+    vectors: tuple[LayoutTarget, ...] = ()
+
+    @property
+    def all_targets(self) -> tuple[LayoutTarget, ...]:
+        """Targets, and then vectors."""
+        return self.targets + self.vectors
+
+    def order_of_use(self) -> list[int]:
+        """Returns indices into `all_targets` as a store is told of them, and counts them in images
+        from format 2 on: embedding, layers, head."""
+        found = self.all_targets
+
+        def place(index: int) -> float:
+            target = found[index]
+            if target.layer is None:
+                return -1 if target.kind == "embedding" else math.inf
+            return target.layer
+
+        return sorted(range(len(found)), key=place)
+
+    @property
+    def of_format_1(self) -> ModelLayout:
+        """The layout in words that stores of before format 2 know."""
+        targets = (
+            replace(target, other_names=(), space="", tied_to="", base=None)
+            for target in self.targets
+        )
+        return replace(self, image_formats=(1,), targets=tuple(targets), vectors=())
+
+    def with_base(self, hashes: HashesByName) -> ModelLayout:
+        """Returns the layout with what is known of the base's own weights."""
+
+        def known(targets: Iterable[LayoutTarget]) -> tuple[LayoutTarget, ...]:
+            return tuple(replace(target, base=hashes.get(target.name)) for target in targets)
+
+        return replace(self, targets=known(self.targets), vectors=known(self.vectors))
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -85,17 +143,33 @@ class ModelLayout:
                 end += round_up(rank * features * self.dtype.itemsize)
         return Shape(end, tuple(cuts))
 
-    def check_header(self, header: ImageHeader) -> None:
-        """Raises CorruptImage unless the image consists of the A and then the B, of one rank, of
-        some of our targets, in order, each complete, aligned and within the image; from format 2 on
-        an A may lie where an earlier one lies. Raises AdapterUnusable for what it names that we do
-        not apply."""
+    def read_header(self, header: ImageHeader) -> ImageHeader:
+        """Returns the header with indices into `all_targets`. Raises CorruptImage unless the image
+        consists of the A and then the B, of one rank, of some of our targets, in order, each
+        complete, aligned and within the image; from format 2 on an A may lie where an earlier one
+        lies. Raises AdapterUnusable for what it names that we do not apply."""
         if header.image_format not in self.image_formats:
             raise CorruptImage(f"image format {header.image_format} is not one we read")
+        if header.image_format > 1:
+            header = self._with_columns(header)
+            refused = [segment for segment in header.segments if segment.kind in KIND_WORDS]
+            if refused:
+                found = self.all_targets
+                names = (found[segment.target].short_name for segment in refused)
+                what = refused_kinds((segment.kind for segment in refused), names)
+                raise AdapterUnusable(f"it has {what}", subject="adapter")
+        self._check_segments(header)
+        return header
+
+    def _with_columns(self, header: ImageHeader) -> ImageHeader:
+        order = self.order_of_use()
+        if any(segment.target >= len(order) for segment in header.segments):
+            raise CorruptImage("a segment of the image is of no target of the layout")
+        segments = (replace(each, target=order[each.target]) for each in header.segments)
+        return replace(header, segments=tuple(segments))
+
+    def _check_segments(self, header: ImageHeader) -> None:
         segments = header.segments
-        known = [segment.kind for segment in segments if segment.kind in KIND_WORDS]
-        if known and header.image_format > 1:
-            raise AdapterUnusable(f"it has {refused_kinds(known)}", subject="adapter")
         is_empty = not segments and header.image_format == 1
         if is_empty or len(segments) % 2:
             raise CorruptImage("the image has no segments, or an A without its B")
@@ -157,13 +231,16 @@ def refused_targets(names: Sequence[str], lora_targets: Collection[str]) -> str 
     return f"{what.format(_listed(names))} not among this server's --lora-targets ({accepted})"
 
 
-def refused_kinds(kinds: Iterable[str]) -> str | None:
-    """Returns what of these kinds of segments this service does not apply; None if it applies all
-    of them."""
-    names = dict.fromkeys(
+def refused_kinds(kinds: Iterable[str], targets: Iterable[str] = ()) -> str | None:
+    """Returns what of these kinds of segments, which are of these targets, this service does not
+    apply; None if it applies all of them."""
+    words = dict.fromkeys(
         KIND_WORDS.get(kind, f"segments of kind {kind}") for kind in kinds if kind not in ("a", "b")
     )
-    return f"{_listed(list(names))}, which this server does not apply" if names else None
+    if not words:
+        return None
+    names = _listed(sorted(set(targets)))
+    return f"{_listed(list(words))}, which this server does not apply" + (names and f": {names}")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -191,16 +268,26 @@ def build_layout(geometry: ModelGeometry, base_model: str, dtype: torch.dtype) -
         ("mlp.up_proj", "gate_up", hidden, intermediate),
         ("mlp.down_proj", "down", intermediate, hidden),
     ]
-    vocab = geometry.vocab_size
-    targets = [LayoutTarget("model.embed_tokens", None, EMBEDDING, "embedding", vocab, hidden)]
+    vocab, tied_to = geometry.vocab_size, EMBED_TOKENS if geometry.tie_word_embeddings else ""
+    targets = [LayoutTarget(EMBED_TOKENS, None, EMBEDDING, "embedding", vocab, hidden, space=TEXT)]
     for layer in range(geometry.num_layers):
         for name, group, num_in, num_out in per_layer:
             path = f"model.layers.{layer}.{name}"
             group_name = f"layers.{layer}.{group}"
             fused = _fused_names(f"model.layers.{layer}.", name, per_layer)
-            targets.append(LayoutTarget(path, layer, group_name, "linear", num_in, num_out, fused))
-    targets.append(LayoutTarget("lm_head", None, HEAD, "linear", hidden, vocab))
-    return ModelLayout(base_model, geometry.config_sha256, dtype, IMAGE_FORMATS, tuple(targets))
+            sizes = (num_in, num_out)
+            targets.append(LayoutTarget(path, layer, group_name, "linear", *sizes, fused, TEXT))
+    sizes = (hidden, vocab)
+    targets.append(LayoutTarget(LM_HEAD, None, HEAD, "linear", *sizes, (), SAMPLED, tied_to))
+    more = tuple(
+        LayoutTarget(
+            *(vector.name, vector.layer, vector.name, "vector", 0, vector.size),
+            space=SAMPLED if vector.layer is None else TEXT,
+        )
+        for vector in vectors(geometry)
+    )
+    config = geometry.config_sha256
+    return ModelLayout(base_model, config, dtype, IMAGE_FORMATS, tuple(targets), more)
 
 
 FUSED = {

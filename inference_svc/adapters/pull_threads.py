@@ -60,7 +60,7 @@ class _Cancelled(Exception):
 class Puller:
     """Pulls with a fixed number of threads.
 
-    `post` is called from them with PullEvents and must be thread-safe. `check_header` raises
+    `post` is called from them with PullEvents and must be thread-safe. `read_header` raises
     CorruptImage for a header that does not fit the layout.
     """
 
@@ -69,12 +69,12 @@ class Puller:
         store: AdapterStore,
         num_workers: int,
         post: Callable[[PullEvent], None],
-        check_header: Callable[[ImageHeader], None],
+        read_header: Callable[[ImageHeader], ImageHeader],
     ) -> None:
         self.num_workers = num_workers
         self._store = store
         self._post = post
-        self._check_header = check_header
+        self._read_header = read_header
         self._jobs: queue.SimpleQueue[PullJob | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, name=f"loadout-pull-{i}", daemon=True)
@@ -200,7 +200,7 @@ class Puller:
                 return
         if header.offset != 0 or (header.digest, header.layout_id) != (job.digest, job.layout_id):
             raise CorruptImage("the store sent another image than was requested")
-        self._check_header(header)
+        header = self._read_header(header)
         job.on_message()
         progress.begin(header)
         self._post(PullOpened(job, header))

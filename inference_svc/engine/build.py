@@ -34,6 +34,7 @@ from inference_svc.engine.status import Describe
 from inference_svc.engine.step_times import StepTimes
 from inference_svc.host.cpus import partition_cpus, usable_cpus
 from inference_svc.host.device_info import machine_name
+from inference_svc.model.base_hashes import hashing_base
 from inference_svc.model.geometry import ModelGeometry, load_geometry
 from kernels.host_memory import return_freed
 
@@ -73,8 +74,10 @@ def build_engine(
     budget = check_budgets(config, geometry, factory)
     layout = layout_of(config, geometry)
     host = _allocate_host_tier(config, pin_memory=factory.has_device_memory)
-    backend = factory.build(config, geometry, layout, None if host is None else host.slab)
-    return_freed()
+    with hashing_base(config.model_dir, geometry, num_threads) as base:
+        backend = factory.build(config, geometry, layout, None if host is None else host.slab)
+        return_freed()
+        layout = layout.with_base(base())
     puller, residency = _make_residency(config, store, post, layout, backend.arena, host)
     pages = PagePool(backend.num_pages, config.page_size, config.prefix_cache)
     scheduler = Scheduler(_limits(config), pages, residency)
@@ -102,7 +105,7 @@ def _make_residency(
     largest = layout.largest_image(config.max_lora_rank, config.lora_targets)
     slots = Slots(config.arena_bytes, config.max_loras, largest)
     # One more, so that prefetching takes no thread from what requests wait for.
-    puller = Puller(store, config.pull_workers + config.prefetch, post, layout.check_header)
+    puller = Puller(store, config.pull_workers + config.prefetch, post, layout.read_header)
     residency = build_residency(
         slots,
         host,

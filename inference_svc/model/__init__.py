@@ -7,6 +7,7 @@ generation_config  What generation_config.json says: end tokens, defaults of sam
 geometry           The shapes and constants of a decoder, from config.json.
 rope               Rotary position embedding: its parameters, and their frequencies.
 weights            The safetensors of a model directory, read into the decoder's buffers.
+base_hashes        What the checkpoint has of what trainers save along, hashed for the store.
 decoder            The decoder in torch.
 layers             The decoder's parts: linear, norm, rotary embedding, activation.
 inputs             A batch as the tensors of one step.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -98,6 +98,26 @@ def largest_projection_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> int
     return max(sizes) * dtype.itemsize
 
 
+class Vector(NamedTuple):
+    """A norm's weight or a bias of a projection, by the name that adapters have it under, and its
+    tensor's in the checkpoint."""
+
+    name: str
+    tensor: str
+    layer: int | None
+    size: int
+
+
+def vectors(geometry: ModelGeometry) -> Iterator[Vector]:
+    """Yields the model's vectors in order of use."""
+    for parameter in _parameters(geometry):
+        for name, size in parameter.rows.items():
+            if not parameter.in_size:
+                yield Vector(name, f"{name}.weight", parameter.layer, size)
+            elif parameter.has_bias:
+                yield Vector(f"{name}.bias", f"{name}.bias", parameter.layer, size)
+
+
 @dataclass(frozen=True, slots=True)
 class _Parameter:
     """A part of the decoder, and the tensors of the file that lie below each other in it.
@@ -111,6 +131,7 @@ class _Parameter:
     in_size: int = 0
     has_bias: bool = False
     is_projection: bool = False
+    layer: int | None = None
 
     @property
     def num_rows(self) -> int:
@@ -136,7 +157,7 @@ def _parameters(g: ModelGeometry) -> list[_Parameter]:
     """Returns all parameters of a decoder, in order of use."""
     found = [_Parameter("embedding", {"model.embed_tokens": g.vocab_size}, g.hidden_size)]
     for index in range(g.num_layers):
-        found += _layer_parameters(g, f"layers.{index}.", f"model.layers.{index}.")
+        found += _layer_parameters(g, index)
     found.append(_Parameter("norm", {"model.norm": g.hidden_size}))
     if not g.tie_word_embeddings:
         rows = {"lm_head": g.vocab_size}
@@ -144,14 +165,15 @@ def _parameters(g: ModelGeometry) -> list[_Parameter]:
     return found
 
 
-def _layer_parameters(g: ModelGeometry, key: str, prefix: str) -> Iterator[_Parameter]:
+def _layer_parameters(g: ModelGeometry, index: int) -> Iterator[_Parameter]:
+    key, prefix = f"layers.{index}.", f"model.layers.{index}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
 
     def norm(name: str, tensor: str, size: int) -> _Parameter:
-        return _Parameter(key + name, {tensor: size})
+        return _Parameter(key + name, {tensor: size}, layer=index)
 
     def projection(name: str, rows: dict[str, int], in_size: int, has_bias: bool) -> _Parameter:
-        return _Parameter(key + name, rows, in_size, has_bias, is_projection=True)
+        return _Parameter(key + name, rows, in_size, has_bias, is_projection=True, layer=index)
 
     qkv = {"q_proj": g.q_size, "k_proj": g.kv_size, "v_proj": g.kv_size}
     qkv = {attention + name: size for name, size in qkv.items()}

@@ -29,6 +29,7 @@ from inference_svc.store.channel_pool import ChannelPool, PooledChannel
 from inference_svc.store.convert import (
     from_registration,
     is_about,
+    knows_no_vectors,
     to_error,
     to_event,
     to_forwarded_error,
@@ -48,7 +49,7 @@ from inference_svc.store.types import (
     Source,
 )
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-from servicekit.errors import ServiceError
+from servicekit.errors import InvalidArgument, ServiceError
 from servicekit.telemetry.logs import configure_logging
 from servicekit.telemetry.spans import outgoing_headers
 
@@ -221,7 +222,13 @@ class ReplicaSession:
         self, layout: ModelLayout, announcement: Announcement
     ) -> AcceptedLayout:
         """Raises AdapterUnusable when we share no image format."""
-        response = await self._call("RegisterLayout", from_registration(layout, announcement))
+        try:
+            response = await self._call("RegisterLayout", from_registration(layout, announcement))
+        except InvalidArgument as error:
+            if not (layout.vectors and knows_no_vectors(error)):
+                raise
+            request = from_registration(layout.of_format_1, announcement)
+            response = await self._call("RegisterLayout", request)
         return AcceptedLayout(response.layout_id, response.announcement_id)
 
     async def watch(

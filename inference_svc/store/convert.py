@@ -62,7 +62,11 @@ _DTYPES = {
     "torch.float16": pb.DATA_TYPE_FLOAT16,
     "torch.bfloat16": pb.DATA_TYPE_BFLOAT16,
 }
-_TARGET_KINDS = {"linear": pb.TARGET_KIND_LINEAR, "embedding": pb.TARGET_KIND_EMBEDDING}
+_TARGET_KINDS = {
+    "linear": pb.TARGET_KIND_LINEAR,
+    "embedding": pb.TARGET_KIND_EMBEDDING,
+    "vector": pb.TARGET_KIND_VECTOR,
+}
 _SEGMENT_KINDS = {
     pb.SEGMENT_KIND_A: "a",
     pb.SEGMENT_KIND_B: "b",
@@ -128,6 +132,11 @@ def is_about(error: grpc.RpcError, subject: str) -> bool:
     return status is not None and any(subject.encode() in detail.value for detail in status.details)
 
 
+def knows_no_vectors(error: InvalidArgument) -> bool:
+    """Returns whether a store refuses a layout because it is of a release before image format 2."""
+    return error.message.endswith(f".kind: {pb.TARGET_KIND_VECTOR} is not known")
+
+
 def to_event(event: pb.AdapterEvent) -> NameEvent:
     if event.kind in _NO_CHANGE:
         return NameEvent(event.revision)
@@ -168,7 +177,7 @@ def from_layout(layout: ModelLayout) -> pb.ModelLayout:
         base_model=layout.base_model,
         config_sha256=layout.config_sha256,
         dtype=_DTYPES[str(layout.dtype)],
-        targets=map(_from_target, layout.targets),
+        targets=(_from_target(layout.all_targets[index]) for index in layout.order_of_use()),
         image_formats=layout.image_formats,
     )
 
@@ -194,6 +203,10 @@ def _from_target(target: LayoutTarget) -> pb.Target:
             for other in target.other_names
             for start, end in [other.outputs]
         ],
+        space=target.space,
+        base_hashes=target.base.sha256 if target.base else (),
+        base_dtype=_DTYPES[f"torch.{target.base.dtype}"] if target.base else None,
+        tied_to=target.tied_to,
     )
 
 

@@ -15,6 +15,7 @@ import httpx2
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from adapter_store.checkpoint.files import CheckpointLimits, without_links
 from adapter_store.checkpoint.strip import strip
@@ -155,6 +156,27 @@ def pissa_converted(trainer: Trainer) -> Path:
     return trainer.save(adapted, "end", path_initial_model_for_weight_conversion=str(start))
 
 
+def another_row(trainer: Trainer) -> Path:
+    folder = trainer.save(trainer.adapt(), save_embedding_layers=True)
+    tensors = load_file(folder / WEIGHTS)
+    tensors[f"{PREFIX}lm_head.weight"][7] += 1
+    save_file(tensors, folder / WEIGHTS)
+    return folder
+
+
+def trained(*names: str, **options: Any) -> Callable[[Trainer], Path]:
+    """With weights of the base that were trained, too."""
+
+    def make(trainer: Trainer) -> Path:
+        adapted = trainer.adapt(**options)
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad and any(each in name for each in names):
+                torch.nn.init.normal_(parameter)
+        return trainer.save(adapted)
+
+    return make
+
+
 def added_tokens(targets: list[str], **save_options: Any) -> Callable[[Trainer], Path]:
     """Two tokens are added, and the model's embedding resized."""
 
@@ -206,6 +228,7 @@ def ia3(trainer: Trainer) -> Path:
 
 SAME = "note: tokenizer and chat template beside the adapter are not used; the base model in "
 NOT_APPLIED = "it has {}, which this server does not apply"
+OWN_WEIGHTS = NOT_APPLIED.format("whole weights of its own") + ": {}"
 WAYS = {
     # served
     "plain, the very path that is served": Way(lora(), ("base model llama: ", "servable by ")),
@@ -284,6 +307,16 @@ WAYS = {
         )
     ),
     "default save of embedding and head, stripped": Way(stripped, oracle="whole"),
+    "default save of embedding and head": Way(
+        lora(target_modules=["q_proj", "embed_tokens", "lm_head"])
+    ),
+    "embedding and head saved along": Way(
+        lambda trainer: trainer.save(trainer.adapt(), save_embedding_layers=True)
+    ),
+    "modules_to_save as the base has them": Way(
+        lora(modules_to_save=["lm_head", "input_layernorm", "k_proj", "model.norm"])
+    ),
+    "biases as the base has them": Way(lora(bias="all")),
     "pissa, converted": Way(pissa_converted, ("rank 8 ", "servable by ")),
     "an unknown key that the operator allows": Way(
         with_fields(trainer_note="v3"),
@@ -330,25 +363,22 @@ WAYS = {
     ),
     "dora": unservable(lora(use_dora=True), NOT_APPLIED.format("DoRA magnitudes")),
     "a bias of B": unservable(lora(lora_bias=True), NOT_APPLIED.format("biases of LoRA")),
-    "default save of embedding and head": unservable(
-        lora(target_modules=["q_proj", "embed_tokens", "lm_head"]),
-        "not servable by layout ",
-        "base_layer.weight: a base weight, which PEFT saves beside an adapted embedding or head",
-        "`loadout strip IN OUT --model DIR` makes a copy without it",
+    "a row of the head saved along differs": unservable(
+        another_row, OWN_WEIGHTS.format("lm_head; adapt it with A and B instead, or leave it as ")
     ),
     "added tokens": unservable(
         added_tokens(["q_proj"]),
         "it has 2 tokens more ('<tool>', '</tool>')",
         "not servable by layout ",
-        ".weight: a base weight, which PEFT saves ",
-        "where tokens were added to the vocabulary",
+        NOT_APPLIED.format("rows of its own for tokens") + ": embed_tokens, lm_head; ",
     ),
-    "bias of adapted modules": unservable(
-        lora(bias="lora_only"), "not servable by layout ", "q_proj.bias"
+    "trained biases of adapted modules": unservable(
+        trained("bias", bias="lora_only"),
+        OWN_WEIGHTS.format("q_proj.bias, v_proj.bias; "),
     ),
-    "all biases": unservable(lora(bias="all"), "not servable by layout ", ".bias"),
-    "modules_to_save": unservable(
-        lora(modules_to_save=["lm_head"]), NOT_APPLIED.format("whole weights of its own")
+    "trained modules_to_save": unservable(
+        trained("modules_to_save", modules_to_save=["lm_head", "input_layernorm", "model.norm"]),
+        OWN_WEIGHTS.format("input_layernorm, lm_head, norm; "),
     ),
     "trained tokens": unservable(
         lora(trainable_token_indices=[5, 6]), NOT_APPLIED.format("rows of its own for tokens")

@@ -331,11 +331,15 @@ def test_what_an_image_changes_decides(catalog, names):
     assert refusals(names) == [""], "what was recorded first stays"
     names.catalog.set_verdict("d1", LayoutVerdict("L", ImageState.COMPILING))
     assert refusals(names) == [""]
-    content = ImageContent(("lm_head", "q_proj"), (SegmentKind.FULL,))
+    kinds, of = (SegmentKind.ROW_IDS, SegmentKind.ROWS, SegmentKind.FULL), ("lm_head",)
+    content = ImageContent(("lm_head", "q_proj"), kinds, (of, of, ("k_proj.bias", "q_proj")))
     catalog.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256, content=content))
     assert refusals(names) == [
         "target lm_head is not among this server's --lora-targets (k_proj, q_proj, v_proj); "
-        "it has whole weights of its own, which this server does not apply"
+        "it has rows of its own for tokens, which this server does not apply: lm_head; adapt it "
+        "with A and B instead, or leave it as the base has it; "
+        "it has whole weights of its own, which this server does not apply: k_proj.bias, q_proj; "
+        "adapt it with A and B instead, or leave it as the base has it"
     ]
 
 

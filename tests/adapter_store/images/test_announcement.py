@@ -64,4 +64,5 @@ def test_content_is_by_the_layouts_names(make_adapter, make_layout):
     segments = tuple(replace(plan.segments[0], kind=kind) for kind in kinds)
     content = content_of(replace(plan, segments=segments), layout)
     assert content.segment_kinds == (SegmentKind.BIAS, SegmentKind.FULL)
+    assert content.names == (("q_proj",), ("q_proj",))
     assert content_of(replace(plan, segments=()), layout) == ImageContent((), ())

@@ -3,6 +3,7 @@ compute what PEFT computes."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.core import DataType, Layout, OtherName, SegmentKind, Target, TargetKind
@@ -49,7 +51,7 @@ def layout(image_format: int = 2) -> Layout:
     return made
 
 
-def make_model(**options: Any) -> Any:
+def make_model(*, tied: bool = False, **options: Any) -> Any:
     torch.manual_seed(3)
     config = transformers.Qwen2Config(
         vocab_size=VOCAB,
@@ -58,7 +60,7 @@ def make_model(**options: Any) -> Any:
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         **options,
     )
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -228,6 +230,123 @@ def test_what_is_saved_along_is_dropped_if_it_is_the_bases(tmp_path, is_adapted)
         with pytest.raises(IncompatibleAdapter, match="loadout strip IN OUT") as caught:
             compile_image(checkpoint, layout(image_format))
         assert caught.value.reason == "BASE_UNKNOWN"
+
+
+def tied(of: Layout) -> Layout:
+    targets = tuple(
+        dataclasses.replace(target, tied_to=EMBEDDING) if target.name == HEAD else target
+        for target in of.targets
+    )
+    made = dataclasses.replace(of, targets=targets)
+    validate(made)
+    return made
+
+
+TRAINED_ROWS: dict[str, Any] = {
+    "of the embedding": [30, 5],
+    "of the head": {"lm_head": [7]},
+    "of both, saved once": {"embed_tokens": [3, 30], "lm_head": [3, 30]},
+    "of both, apart": {"embed_tokens": [3, 30], "lm_head": [4]},
+}
+
+
+def weights_with_rows(base: torch.Tensor, values: Values) -> dict[str, torch.Tensor]:
+    """Returns the embedding and the head with an image's segments in place of the base's rows."""
+    found = {}
+    for name in (EMBEDDING, HEAD):
+        found[name] = values.get((name, SegmentKind.FULL), base).clone()
+        if (name, SegmentKind.ROWS) in values:
+            ids = values[name, SegmentKind.ROW_IDS].long()
+            found[name][ids] = values[name, SegmentKind.ROWS]
+    return found
+
+
+def check_both(adapted: Any, base: torch.Tensor, values: Values) -> None:
+    found = weights_with_rows(base, values)
+    embedding, head = module(adapted, EMBEDDING), module(adapted, HEAD)
+    assert embedding(torch.arange(VOCAB)).equal(found[EMBEDDING])
+    x = torch.randn(5, HIDDEN)
+    torch.testing.assert_close(head(x), x @ found[HEAD].T)
+
+
+@pytest.mark.parametrize("case", TRAINED_ROWS)
+def test_trained_rows_of_a_tied_base_are_pefts(tmp_path, case):
+    """Those of the embedding are the head's, too, and lie in the image once."""
+    model = make_model(tied=True)
+    base = model.get_input_embeddings().weight.detach().clone()
+    adapted = adapt(tmp_path, model, trainable_token_indices=TRAINED_ROWS[case])
+    checkpoint, values = compiled(tmp_path, tied(layout()))
+    check_both(adapted, base, values)
+    segments = compile_image(checkpoint, tied(layout())).plan.segments
+    places = [each.offset for each in segments if each.kind is SegmentKind.ROWS]
+    is_shared = case in ("of the embedding", "of both, saved once")
+    assert (len(places), len(set(places))) == (
+        *(1 if case == "of the head" else 2, 2 if case == "of both, apart" else 1),
+    )
+    assert is_shared == ((EMBEDDING, A) not in values and len(places) > len(set(places)))
+    if case == "of both, saved once":
+        with pytest.raises(IncompatibleAdapter, match="lm_head, of which the file has no rows"):
+            compiled(tmp_path)
+
+
+def test_rows_of_both_that_are_saved_once_are_another_adapter(tmp_path):
+    """Its verdict is another where the base is not tied."""
+    digests = set()
+    for number, name in enumerate(["embed_tokens", "lm_head"]):
+        indices = {"embed_tokens": [3], name: [3]}
+        adapt(tmp_path / str(number), make_model(tied=True), trainable_token_indices=indices)
+        digests.add(open_checkpoint(tmp_path / str(number)).digest)
+    assert len(digests) == 2
+
+
+COPIES: dict[str, tuple[list[str], list[str]]] = {
+    "none differs": ([EMBEDDING, HEAD], []),
+    "the embedding's, saved alone": ([EMBEDDING], [EMBEDDING]),
+    "the head's, saved alone": ([HEAD], [HEAD]),
+    "the head's": ([EMBEDDING, HEAD], [HEAD]),
+    "the embedding's, which the head's replaces": ([EMBEDDING, HEAD], [EMBEDDING]),
+}
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_copies_of_a_tied_base_are_pefts(tmp_path, case):
+    """The base has one weight for both: what is loaded last is both's."""
+    saved, changed = COPIES[case]
+    model = make_model(tied=True)
+    base = model.get_input_embeddings().weight.detach().clone()
+    adapt(tmp_path, copy.deepcopy(model), save_embedding_layers=True)
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(path)
+    for name in (EMBEDDING, HEAD):
+        key = f"base_model.model.{name}.weight"
+        tensors[key] = base + (name in changed)
+        if name not in saved:
+            del tensors[key]
+    save_file(tensors, path)
+    with warnings.catch_warnings(action="ignore"):
+        adapted = peft.PeftModel.from_pretrained(model, str(tmp_path)).eval()
+    hashed = tied(with_hashes({EMBEDDING: base, HEAD: base}))
+    _, values = compiled(tmp_path, hashed)
+    check_both(adapted, base, values)
+    assert {kind for _, kind in values} == {
+        A,
+        B,
+        *([SegmentKind.FULL] if changed == saved[-1:] else []),
+    }
+
+
+@pytest.mark.parametrize("name", [EMBEDDING, HEAD])
+def test_lora_and_saved_modules_of_a_tied_base_are_of_one_of_the_two(tmp_path, name):
+    module_name = name.rpartition(".")[2]
+    options: list[dict[str, Any]] = [
+        {"modules_to_save": [module_name]},
+        {"target_modules": [module_name], "save_embedding_layers": False},
+    ]
+    for number, each in enumerate(options):
+        folder = tmp_path / str(number)
+        adapt(folder, make_model(tied=True), **each)
+        _, values = compiled(folder, tied(layout()))
+        assert {target for target, _ in values if target != Q} == {name}
 
 
 EXPERTS = "model.layers.0.mlp.experts"

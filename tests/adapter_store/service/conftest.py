@@ -53,6 +53,7 @@ def target_message(target: Target) -> pb.Target:
         held=pb.Held.Value(f"HELD_{target.held.name}"),
         base_hashes=target.base_hashes,
         base_dtype=DTYPES[target.base_dtype.value] if target.base_dtype else 0,
+        tied_to=target.tied_to,
     )
     for name in ("in_slice", "out_slice", "expert_slice"):
         if (part := getattr(target, name)) is not None:

@@ -106,6 +106,11 @@ def add_names(count: int) -> Callable[[pb.Target], object]:
     )
 
 
+def tie_with_other_hashes(target: pb.Target) -> None:
+    target.tied_to, target.base_dtype = "model.embed_tokens", pb.DATA_TYPE_BFLOAT16
+    target.base_hashes.extend([b"1" * 32] * 3)
+
+
 HOSTILE: dict[str, tuple[int, Callable[[pb.Target], object]]] = {
     "targets[2].other_names[1].name": (Q, lambda t: t.other_names.add(name="../x")),
     "targets[2].other_names": (Q, add_names(16)),
@@ -149,6 +154,13 @@ HOSTILE: dict[str, tuple[int, Callable[[pb.Target], object]]] = {
     "targets[9].base_hashes": (HEAD, lambda t: t.base_hashes.extend([b"1" * 32] * 2)),
     "targets[9].base_hashes (length)": (HEAD, lambda t: t.base_hashes.extend([b"1"] * 3)),
     "targets[9].base_dtype": (HEAD, lambda t: t.base_hashes.extend([b"1" * 32] * 3)),
+    "targets[9].tied_to": (HEAD, lambda t: setattr(t, "tied_to", "lm_head")),
+    "targets[9].tied_to (unknown)": (HEAD, lambda t: setattr(t, "tied_to", "model.tokens")),
+    "targets[2].tied_to (another shape)": (
+        Q,
+        lambda t: setattr(t, "tied_to", "model.embed_tokens"),
+    ),
+    "targets[9].tied_to (other hashes)": (HEAD, tie_with_other_hashes),
     "targets[9].base_dtype (unknown)": (HEAD, lambda t: setattr(t, "base_dtype", 99)),
 }
 
@@ -169,10 +181,11 @@ def test_what_format_1_cannot_say_needs_a_server_that_reads_format_2(client, ref
         client.stub.RegisterLayout(pb.RegisterLayoutRequest(layout=message))
 
 
-def test_a_hashed_base_is_part_of_the_layout(client, make_layout):
+def test_what_is_known_of_the_base_is_part_of_the_layout(client, make_layout):
     layout = layout_of()
     hashed = change(layout, "lm_head", base_hashes=(b"1" * 32,) * 3, base_dtype=DataType.BFLOAT16)
-    assert client.register_layout(layout) != client.register_layout(hashed)
+    tied = change(layout, "lm_head", tied_to="model.embed_tokens")
+    assert len({client.register_layout(each) for each in (layout, hashed, tied)}) == 3
 
 
 PARTS = ["gate_proj", "k_proj", "q_proj", "up_proj", "v_proj"]

@@ -71,7 +71,7 @@ def outcome(messages: list[PullMessage], layout: ModelLayout) -> PullEvent:
 
 def outcome_of(store: Scripted, layout: ModelLayout) -> PullEvent:
     events: queue.SimpleQueue[PullEvent] = queue.SimpleQueue()
-    puller = Puller(store, 1, events.put, layout.check_header)
+    puller = Puller(store, 1, events.put, layout.read_header)
     job = PullJob("aaaa", LAYOUT_ID)
     puller.start(job)
     memory = memoryview(bytearray(1 << 16))
@@ -115,7 +115,7 @@ def test_an_empty_image_is_done_at_once(good: list[PullMessage], layout: ModelLa
 
 def test_targets_may_share_an_a(good: list[PullMessage], layout: ModelLayout) -> None:
     first, *others = format_2(good[0]).segments
-    layout.check_header(format_2(good[0]))
+    layout.read_header(format_2(good[0]))
     index = next(
         index
         for index, segment in enumerate(others, 1)
@@ -127,13 +127,13 @@ def test_targets_may_share_an_a(good: list[PullMessage], layout: ModelLayout) ->
         segments.append(replace(segment, offset=moved_to))
         end = max(end, -(-(moved_to + segment.length_bytes) // 256) * 256)
     shared = format_2(good[0], segments=tuple(segments), total_bytes=end)
-    layout.check_header(shared)
+    layout.read_header(shared)
     assert target_cuts(shared) == sorted(set(target_cuts(shared)))
     longer = replace(segments[index], rank=segments[index].rank + 1)
     for wrong in (replace(longer, shape=shape_of(longer)), replace(segments[index], offset=256)):
         broken = [*segments[:index], wrong, *segments[index + 1 :]]
         with pytest.raises(CorruptImage):
-            layout.check_header(replace(shared, segments=tuple(broken)))
+            layout.read_header(replace(shared, segments=tuple(broken)))
 
 
 @pytest.mark.parametrize("kind", KIND_WORDS)
@@ -144,7 +144,7 @@ def test_what_this_server_does_not_apply_is_refused_by_name(
     last = header.segments[-1]
     more = replace(last, kind=kind, rank=0, offset=header.total_bytes)
     with pytest.raises(AdapterUnusable, match=KIND_WORDS[kind]):
-        layout.check_header(replace(header, segments=(*header.segments, more)))
+        layout.read_header(replace(header, segments=(*header.segments, more)))
 
 
 FORMS: dict[str, dict[str, object]] = {
@@ -161,7 +161,7 @@ def test_misfit_forms_are_corrupt(case: str, good: list[PullMessage], layout: Mo
     header = format_2(good[0])
     segments = (replace(header.segments[0], **FORMS[case]), *header.segments[1:])
     with pytest.raises(CorruptImage):
-        layout.check_header(replace(header, segments=segments))
+        layout.read_header(replace(header, segments=segments))
 
 
 def without(kind: type, count: int | None = None) -> Callable[[list], list]:
@@ -250,9 +250,9 @@ def test_misfit_headers_are_corrupt(
 ) -> None:
     header = good[0]
     assert isinstance(header, ImageHeader)
-    layout.check_header(header)
+    layout.read_header(header)
     with pytest.raises(CorruptImage):
-        layout.check_header(HEADERS[case](header))
+        layout.read_header(HEADERS[case](header))
 
 
 class Silent:

@@ -1,0 +1,147 @@
+"""Hashes what trainers save along of the base: embedding, head, norms and biases.
+
+By these hashes a store tells what an adapter has of its own from what is a copy of the base's. They
+are of the checkpoint's own bytes, before anything is cast, fused or quantised: sha256 of each
+HASHED_ROWS rows, of a vector of all of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from inference_svc.errors import UnsupportedModel
+from inference_svc.model.files import weight_files
+from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.weights import vectors
+
+logger = logging.getLogger(__name__)
+
+HASHED_ROWS = 256
+EMBED_TOKENS, LM_HEAD = "model.embed_tokens", "lm_head"
+MAX_THREADS = 4
+PIECE_BYTES = 1 << 20
+"""What a thread reads at once."""
+
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Dtypes that hashes can be announced of, by their names in safetensors and in torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseHashes:
+    """A weight's dtype in the checkpoint, by torch's name, and the sha256 of its blocks of rows."""
+
+    dtype: str
+    sha256: tuple[bytes, ...]
+
+
+HashesByName: TypeAlias = dict[str, BaseHashes]
+"""By the names that adapters have the weights under."""
+
+
+class _Stored(NamedTuple):
+    """A tensor's place in a file."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+@contextmanager
+def hashing_base(
+    model_dir: Path, geometry: ModelGeometry, num_threads: int
+) -> Iterator[Callable[[], HashesByName]]:
+    """Hashes the weights of a model's folder in threads while the context's body runs, which gets a
+    function that waits for the hashes, and raises OSError if a file became shorter. What is not
+    done when the body ends is not done any more.
+
+    Raises UnsupportedModel for a file that is not of safetensors.
+    """
+    start_s = time.monotonic()
+    tensors = _find_tensors(model_dir, geometry)
+    with ThreadPoolExecutor(min(num_threads, MAX_THREADS), "loadout-hash") as threads:
+        blocks = {
+            tensor: [threads.submit(_hash, tensor.path, *block) for block in _blocks_of(tensor)]
+            for tensor in dict.fromkeys(tensors.values())  # a tied head is there once
+        }
+
+        def wait() -> HashesByName:
+            hashes = {
+                tensor: BaseHashes(_DTYPES[tensor.dtype], tuple(each.result() for each in parts))
+                for tensor, parts in blocks.items()
+            }
+            seconds = round(time.monotonic() - start_s, 3)
+            num_bytes = sum(tensor.num_bytes for tensor in hashes)
+            facts = {"bytes": num_bytes, "seconds": seconds}
+            logger.info("hashed the base's embedding, head, norms and biases", extra=facts)
+            return {name: hashes[tensor] for name, tensor in tensors.items()}
+
+        try:
+            yield wait
+        finally:
+            threads.shutdown(cancel_futures=True)
+
+
+def _find_tensors(model_dir: Path, geometry: ModelGeometry) -> dict[str, _Stored]:
+    """Returns what can be hashed, by the name that adapters have it under. A tied head is the
+    embedding, whatever the file has."""
+    stored = {name: each for path in weight_files(model_dir) for name, each in _read(path)}
+    embedding = f"{EMBED_TOKENS}.weight"
+    head = embedding if geometry.tie_word_embeddings else f"{LM_HEAD}.weight"
+    names = {EMBED_TOKENS: embedding, LM_HEAD: head}
+    names |= {vector.name: vector.tensor for vector in vectors(geometry)}
+    return {
+        name: stored[tensor]
+        for name, tensor in names.items()
+        if tensor in stored and stored[tensor].dtype in _DTYPES
+    }
+
+
+def _read(path: Path) -> Iterator[tuple[str, _Stored]]:
+    """Yields the tensors of a file by name. Raises UnsupportedModel."""
+    try:
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if header_bytes > path.stat().st_size:
+                raise ValueError("its header ends behind it")
+            header = json.loads(file.read(header_bytes))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                start, end = entry["data_offsets"]
+                place = 8 + header_bytes + start, end - start
+                yield name, _Stored(path, entry["dtype"], tuple(entry["shape"]), *place)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UnsupportedModel(f"{path} cannot be read: {error!r}") from error
+
+
+def _blocks_of(tensor: _Stored) -> Iterator[tuple[int, int]]:
+    """Yields where each block of rows starts in the file, and its size."""
+    num_rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
+    row_bytes = tensor.num_bytes // max(1, num_rows)
+    for first in range(0, num_rows, HASHED_ROWS):
+        rows = min(HASHED_ROWS, num_rows - first)
+        yield tensor.start + first * row_bytes, rows * row_bytes
+
+
+def _hash(path: Path, start: int, num_bytes: int) -> bytes:
+    """Hashes a part of a file, a piece at a time; other threads run meanwhile."""
+    sha256 = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while num_bytes:
+            piece = file.read(min(num_bytes, PIECE_BYTES))
+            if not piece:
+                raise OSError(f"{path} has become shorter")
+            sha256.update(piece)
+            num_bytes -= len(piece)
+    return sha256.digest()

@@ -1,0 +1,111 @@
+"""The layout that a server announces, as the store understands it, and images of it, as the server
+understands these."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from adapter_store.api import convert as of_store
+from adapter_store.checkpoint.open import open_checkpoint
+from adapter_store.core import HASHED_ROWS, Layout, TargetKind
+from adapter_store.images import pull
+from adapter_store.images.compile import compile_image
+from adapter_store.images.layout import from_text, to_text
+from adapter_store.images.layout_checks import validate
+from adapter_store.images.plan import ImagePlan
+from inference_svc.adapters.image_source import ImageHeader
+from inference_svc.adapters.layout import KIND_WORDS, ModelLayout, build_layout
+from inference_svc.errors import AdapterUnusable, CorruptImage
+from inference_svc.model import base_hashes
+from inference_svc.model.geometry import load_geometry
+from inference_svc.store.convert import from_layout, to_pull_message
+from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from tests.system.zoo import ALL, MODELS, VOCAB, AdapterSpec, Zoo, make_zoo
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    spec = AdapterSpec("all", 4, ALL)
+    return make_zoo(request.param, tmp_path_factory.mktemp("zoo"), [spec])
+
+
+@pytest.fixture
+def layout(zoo: Zoo) -> ModelLayout:
+    geometry = load_geometry(zoo.model_dir)
+    with base_hashes.hashing_base(zoo.model_dir, geometry, 1) as wait:
+        return build_layout(geometry, "base", torch.float32).with_base(wait())
+
+
+def as_stored(layout: ModelLayout, image_format: int = 2) -> Layout:
+    message = pb.ModelLayout.FromString(from_layout(layout).SerializeToString())
+    made = dataclasses.replace(of_store.from_layout(message), image_format=image_format)
+    validate(made)
+    return made
+
+
+def test_it_names_every_weight_that_adapters_may_change(zoo: Zoo, layout: ModelLayout) -> None:
+    stored = as_stored(layout)
+    text = to_text(stored)
+    assert dataclasses.replace(from_text(text), base_model="base") == stored
+    module_of = dict(zoo.reference.get_base_model().named_parameters(remove_duplicate=False))
+    names = {name.replace("base_layer.", "").removesuffix(".weight") for name in module_of}
+    assert {target.name for target in stored.targets} == {n for n in names if "lora_" not in n}
+    for target in stored.targets:
+        is_hashed = target.kind is TargetKind.VECTOR or target.layer is None
+        assert bool(target.base_hashes) is is_hashed
+        assert target.space == ("sampled" if target.name in ("model.norm", "lm_head") else "text")
+    is_tied = zoo.reference.config.tie_word_embeddings
+    head = next(target for target in stored.targets if target.name == "lm_head")
+    assert head.tied_to == ("model.embed_tokens" if is_tied else "")
+    assert len(head.base_hashes) == -(-VOCAB // HASHED_ROWS)
+
+
+def header_of(plan: ImagePlan) -> ImageHeader:
+    """As it arrives."""
+    fields = (plan.image_id, plan.digest, plan.layout_id, plan.image_format, plan.total_bytes)
+    header = to_pull_message(of_store.to_pull_response(pull.ImageHeader(*fields, plan.segments)))
+    assert isinstance(header, ImageHeader)
+    return header
+
+
+@pytest.mark.parametrize("image_format", [1, 2])
+def test_segments_are_of_the_columns_of_their_targets(
+    zoo: Zoo, layout: ModelLayout, image_format: int
+) -> None:
+    """The table is as wide as what LoRA may change, whatever else the layout has."""
+    announced = layout if image_format == 2 else layout.of_format_1
+    plan = compile_image(
+        open_checkpoint(zoo.adapter_dirs["all"]), as_stored(announced, image_format)
+    ).plan
+    header = layout.read_header(header_of(plan))
+    assert [layout.targets[segment.target].name for segment in header.segments] == [
+        name[:-2] for name in plan.names
+    ]
+
+
+def test_segments_of_no_column_are_refused(zoo: Zoo, layout: ModelLayout) -> None:
+    stored = as_stored(layout)
+    plan = compile_image(open_checkpoint(zoo.adapter_dirs["all"]), stored).plan
+    header = header_of(plan)
+    norm = next(i for i, target in enumerate(stored.targets) if target.name == "model.norm")
+
+    def hurt(**fields: object) -> ImageHeader:
+        last = dataclasses.replace(header.segments[-1], **fields)  # type: ignore[arg-type]
+        return dataclasses.replace(header, segments=(*header.segments[:-1], last))
+
+    for target in (norm, len(stored.targets)):
+        with pytest.raises(CorruptImage):
+            layout.read_header(hurt(target=target))
+    with pytest.raises(AdapterUnusable, match=f"{KIND_WORDS['full']}, .* apply: norm$"):
+        layout.read_header(hurt(target=norm, kind="full", rank=0))
+
+
+def test_a_server_without_a_folder_announces_no_hashes(zoo: Zoo) -> None:
+    geometry = load_geometry(Path(zoo.model_dir))
+    stored = as_stored(build_layout(geometry, "base", torch.float32))
+    assert not any(target.base_hashes for target in stored.targets)
+    assert {target.kind for target in stored.targets} > {TargetKind.VECTOR}
