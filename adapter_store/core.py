@@ -324,7 +324,7 @@ KIND_WORDS = {
 }
 """What adapters may have beside A and B, in words; as the inference service says."""
 REPLACES = frozenset(KIND_WORDS[kind] for kind in (SegmentKind.ROWS, SegmentKind.FULL))
-REMEDY = "adapt it with A and B instead, or leave it as the base has it"
+REMEDY = "adapt it with A and B instead, or save the adapter without it"
 MAX_LISTED = 8
 
 

@@ -314,7 +314,7 @@ WAYS = {
         lambda trainer: trainer.save(trainer.adapt(), save_embedding_layers=True)
     ),
     "modules_to_save as the base has them": Way(
-        lora(modules_to_save=["lm_head", "input_layernorm", "k_proj", "model.norm"])
+        lora(modules_to_save=["lm_head", "input_layernorm", "model.norm"])
     ),
     "biases as the base has them": Way(lora(bias="all")),
     "pissa, converted": Way(pissa_converted, ("rank 8 ", "servable by ")),
@@ -364,7 +364,7 @@ WAYS = {
     "dora": unservable(lora(use_dora=True), NOT_APPLIED.format("DoRA magnitudes")),
     "a bias of B": unservable(lora(lora_bias=True), NOT_APPLIED.format("biases of LoRA")),
     "a row of the head saved along differs": unservable(
-        another_row, OWN_WEIGHTS.format("lm_head; adapt it with A and B instead, or leave it as ")
+        another_row, OWN_WEIGHTS.format("lm_head; adapt it with A and B instead, or save the ")
     ),
     "added tokens": unservable(
         added_tokens(["q_proj"]),

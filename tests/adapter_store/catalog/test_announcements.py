@@ -337,9 +337,9 @@ def test_what_an_image_changes_decides(catalog, names):
     assert refusals(names) == [
         "target lm_head is not among this server's --lora-targets (k_proj, q_proj, v_proj); "
         "it has rows of its own for tokens, which this server does not apply: lm_head; adapt it "
-        "with A and B instead, or leave it as the base has it; "
+        "with A and B instead, or save the adapter without it; "
         "it has whole weights of its own, which this server does not apply: k_proj.bias, q_proj; "
-        "adapt it with A and B instead, or leave it as the base has it"
+        "adapt it with A and B instead, or save the adapter without it"
     ]
 
 
