@@ -81,8 +81,8 @@ class Checkpoint:
 
     @property
     def invocation_tokens(self) -> tuple[int, ...]:
-        """Returns, of aLoRA, the tokens from which on it is active, where they begin for the last
-        time."""
+        """Returns, of aLoRA, the tokens from the first of which on it is active, where all of them
+        follow one another in the prompt for the last time."""
         return self.config.extras.invocation_tokens
 
     @property

@@ -5,7 +5,8 @@
     target_parameters
                  parameters have A and B; see adapter_store.checkpoint.parameters
     alora_invocation_tokens
-                 it is active from where these begin for the last time, and before it the base is
+                 it is active from the first of these on, where all of them follow one another in
+                 the prompt for the last time; before, and in a prompt without them, the base is
     modules_to_save, bias, trainable_token_indices
                  weights of the base are replaced; see adapter_store.checkpoint.replacements
 

@@ -23,7 +23,8 @@ ANNOUNCEMENT = "sha256:" + "a" * 64
 @dataclass
 class TinyStore(pb_grpc.AdapterStoreServiceServicer):
     """Answers from memory. `refuse` maps a method to the code that it answers with, `refused`
-    counts those answers; `refusal` is what registrations end with."""
+    counts those answers; `refusal` is what registrations end with. A store of before image format 2
+    does not know vectors."""
 
     revision: int = 5
     oldest: int = 0
@@ -41,6 +42,7 @@ class TinyStore(pb_grpc.AdapterStoreServiceServicer):
     pulls_ended: int = 0
     registered: list[tuple[pb.RegisterAdapterRequest, dict[str, str]]] = field(default_factory=list)
     refusal: status_pb2.Status | None = None
+    knows_vectors: bool = True
 
     async def _check(self, method: str, context: Any) -> None:
         if method in self.refuse:
@@ -82,6 +84,11 @@ class TinyStore(pb_grpc.AdapterStoreServiceServicer):
 
     async def RegisterLayout(self, request: Any, context: Any) -> Any:  # noqa: N802
         await self._check("RegisterLayout", context)
+        kinds = [target.kind for target in request.layout.targets]
+        if not self.knows_vectors and pb.TARGET_KIND_VECTOR in kinds:  # in the words of 0.2.0
+            index = kinds.index(pb.TARGET_KIND_VECTOR)
+            text = f"layout.targets[{index}].kind: {pb.TARGET_KIND_VECTOR} is not known"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
         self.layouts.append(request.layout)
         self.announcements.append(request.announcement)
         return pb.RegisterLayoutResponse(

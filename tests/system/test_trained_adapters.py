@@ -578,6 +578,32 @@ def test_a_way_of_making_an_adapter(
     assert tokens != base_tokens
 
 
+def test_copies_that_are_saved_wider_than_a_tied_base(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Trainers load a base of bfloat16 in float32, and save it along so."""
+    zoo = make_zoo("llama", tmp_path_factory.mktemp("tied"), [AdapterSpec("unused", 1, ["q_proj"])])
+    path = zoo.model_dir / "model.safetensors"
+    save_file({name: each.bfloat16() for name, each in load_file(path).items()}, path)
+    trainer = Trainer.load(zoo.model_dir, torch.float32)
+    torch.manual_seed(0)
+    flags = (*INFERENCE_FLAGS, "--dtype", "float32")
+    with Services(zoo, tmp_path_factory.mktemp("wider"), (), flags) as services:
+        own = replace(trainer, folder=services.sources)
+        targets = ["q_proj", "embed_tokens", "lm_head"]
+        folder = own.save(own.adapt(target_modules=targets), "wider")
+        saved = load_file(folder / WEIGHTS)[f"{PREFIX}model.embed_tokens.base_layer.weight"]
+        assert saved.dtype is torch.float32
+        revision = services.client.register("wider", str(folder)).revision
+        options = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True}
+        done = services.client.complete(PROMPT, adapter="wider", min_revision=revision, **options)
+        assert list(done.token_ids) == own.tokens_of(folder, PROMPT, NUM_TOKENS)
+        assert list(done.token_ids) != own.base_tokens(PROMPT, NUM_TOKENS)
+        services.client.register("differs", str(another_row(replace(own, folder=folder / "row"))))
+        with pytest.raises(errors.FailedPrecondition, match="apply: embed_tokens, lm_head"):
+            services.client.complete(PROMPT, adapter="differs", **options)
+
+
 def test_the_suggested_command_registers_the_latest_checkpoint(
     services: Services, trainer: Trainer, register: Callable[..., Any]
 ) -> None:

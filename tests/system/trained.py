@@ -36,8 +36,8 @@ class Trainer:
     tokenizer: Any
 
     @classmethod
-    def load(cls, model_dir: Path) -> Self:
-        base = transformers.AutoModelForCausalLM.from_pretrained(model_dir).eval()
+    def load(cls, model_dir: Path, dtype: torch.dtype | str = "auto") -> Self:
+        base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
         tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(model_dir)
         return cls(model_dir, model_dir.parent, base, tokenizer)
 

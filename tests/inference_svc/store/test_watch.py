@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
 
+from inference_svc.adapters.layout import LayoutTarget
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.store import client as store_client
 from inference_svc.store import watch as store_watch
@@ -108,6 +110,27 @@ def test_layout_is_registered_and_names_are_watched(engine: Any) -> None:
         )
         assert (q_proj.in_features, q_proj.out_features) == (8, 4)
         assert list(layout.image_formats) == [1]
+
+    serve(body)
+
+
+def test_a_store_of_before_format_2_gets_a_layout_that_it_knows(engine: Any) -> None:
+    norm = LayoutTarget("model.norm", None, "norm", "vector", 0, 8)
+    layout = replace(engine.layout, vectors=(norm,), image_formats=(1, 2))
+
+    async def body(store: TinyStore, address: str) -> None:
+        store.knows_vectors = False
+        async with Watched(address, layout) as watched:
+            store.emit(5)
+            await until_async(lambda: watched.directory.is_live)
+        (old,) = store.layouts
+        assert [target.name for target in old.targets] == [t.name for t in layout.targets]
+        assert list(old.image_formats) == [1]
+        store.knows_vectors = True
+        store.refuse["RegisterLayout"] = grpc.StatusCode.INVALID_ARGUMENT  # for another reason
+        async with Watched(address, layout):
+            await until_async(lambda: store.refused["RegisterLayout"] > 1)
+        assert store.layouts == [old]
 
     serve(body)
 
