@@ -375,7 +375,7 @@ class ImageContent(NamedTuple):
     modules: tuple[str, ...]
     segment_kinds: tuple[SegmentKind, ...]
     names: tuple[tuple[str, ...], ...] = ()
-    """Of each of `segment_kinds`, their names without layers."""
+    """What has each of `segment_kinds`: names of targets, without layers."""
 
     def by_kind(self) -> Iterator[tuple[SegmentKind, tuple[str, ...]]]:
         """Yields the kinds with the names of their targets, as far as these are known."""

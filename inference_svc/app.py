@@ -39,11 +39,13 @@ from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import UnsupportedModel
 from inference_svc.frontend.async_engine import AsyncEngine, EngineHandle
 from inference_svc.frontend.watchdog import watch_engine
+from inference_svc.host.cpus import usable_cpus
 from inference_svc.host.device_info import find_machine
 from inference_svc.host.memory import resident_bytes
 from inference_svc.metrics.engine import Snapshots
 from inference_svc.metrics.metrics import Metrics
 from inference_svc.metrics.store import replica_metrics
+from inference_svc.model.base_hashes import hashing_base
 from inference_svc.model.generation_config import FILE_NAME, read_sampling_defaults
 from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.store.client import ImageClient, ImageClientRecipe, NoStore
@@ -130,6 +132,8 @@ def describe_layout(config: InferenceSettings) -> str:
     config = resolve_model(config, _model_facts(geometry))
     dtype = getattr(torch, config.dtype)
     layout = build_layout(geometry, config.base_model_names[0], dtype)
+    with hashing_base(config.model, geometry, usable_cpus()) as base:
+        layout = layout.with_base(base())
     return MessageToJson(from_registration(layout, _announcement(config)), indent=None)
 
 

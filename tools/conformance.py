@@ -46,10 +46,13 @@ RANK, HIDDEN, INNER, NUM_EXPERTS = 4, 64, 96, 2
 
 
 def saved(*, save_embedding_layers: bool | str = False, **options: Any) -> Make:
-    """Saves an adapter as PEFT does, with these options of its config."""
+    """Saves an adapter as PEFT does, with these options of its config, and all that it trains."""
 
     def make(trainer: Trainer) -> Path:
         adapted = trainer.adapt(**options)
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad and "lora_" not in name:
+                torch.nn.init.normal_(parameter)
         return trainer.save(adapted, "peft", save_embedding_layers=save_embedding_layers)
 
     return make
@@ -244,7 +247,7 @@ def _verdict(make: Make | None, trainer: Trainer, server: Server) -> str:
         return APPLIED
     first = report.server.refusals[0]
     if first.reason == "NOT_APPLIED":
-        words = first.message.removesuffix(", which this server does not apply")
+        words = first.message.partition(", which this server does not apply")[0]
         return f"refused by the server: {words.removeprefix('it has ').removeprefix('it is ')}"
     return f"refused by the server: `{first.reason}`"
 

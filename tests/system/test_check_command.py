@@ -57,7 +57,9 @@ def test_what_a_server_does_not_apply_fails(trainer, tmp_path, capfd):
     assert run(capfd, "check", folder)[0] == 0
     code, out, err = run(capfd, "check", folder, "--model", trainer.model_dir)
     assert code == 1, err
-    assert "DoRA magnitudes, which this server does not apply (NOT_APPLIED)\n" in out
+    assert (
+        "DoRA magnitudes, which this server does not apply: q_proj, v_proj (NOT_APPLIED)\n" in out
+    )
     assert "A, B, DoRA magnitude" in out
     assert err == "loadout: it would be registered, but not be served\n"
     code, out, _ = run(
@@ -71,6 +73,14 @@ def test_what_a_server_does_not_apply_fails(trainer, tmp_path, capfd):
     ]
     assert report["engine"]["notes"][0]["does"] == Does.REFUSES.value
     assert "dora" in report["features"]
+
+
+def test_what_equals_the_base_is_dropped(trainer, tmp_path, capfd):
+    targets = ["q_proj", "embed_tokens", "lm_head"]
+    folder = replace(trainer, folder=tmp_path).lora(target_modules=targets)
+    code, out, err = run(capfd, "check", folder, "--model", trainer.model_dir)
+    assert (code, err) == (0, "")
+    assert "all of it; image of " in out
 
 
 def test_what_no_store_registers_fails_by_name(trainer, tmp_path, capfd):

@@ -240,7 +240,7 @@ REFUSED |= {
     ),
     "rows of one of two modules": (
         {ROWS: WHOLE[:2]},
-        {"trainable_token_indices": {"embed_tokens": [7, 1], "lm_head": [7, 1]}},
+        {"trainable_token_indices": {"embed_tokens": [7, 1], "lm_head": [7, 2]}},
         *("TENSOR_MISSING", "trainable_token_indices"),
     ),
     "rows and the whole": (
