@@ -309,7 +309,8 @@ def dump_content(content: ImageContent) -> str:
 
 
 def _load_content(text: str) -> ImageContent:
-    modules, kinds, names = json.loads(text)
+    modules, kinds, *more = json.loads(text)
+    names = more[0] if more else []  # they were not recorded at first
     return ImageContent(tuple(modules), tuple(map(SegmentKind, kinds)), tuple(map(tuple, names)))
 
 
