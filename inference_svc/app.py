@@ -344,6 +344,7 @@ class InferenceServer:
             self._store.start(directory, engine.layout, announcement, self._accept_layout)
         service = Service(
             facts,
+            engine.layout,
             self._async_engine,
             directory,
             catalog,

@@ -412,6 +412,11 @@ class AsyncClient:
         """Returns the resident adapters, those on the device first; `limit` 0: all."""
         return await self._call(calls.residents(limit), timeout_s)
 
+    async def inspect(self, ref: str, *, timeout_s: float | None = None) -> types.InspectedAdapter:
+        """Returns what a resident adapter consists of, where it lies in memory, and what a step
+        launches for it."""
+        return await self._call(calls.inspect(ref), timeout_s)
+
     async def server_info(self, *, timeout_s: float | None = None) -> types.ServerInfo:
         return await self._call(calls.server_info(), timeout_s)
 

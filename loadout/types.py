@@ -64,6 +64,16 @@ class SegmentKind(enum.Enum):
     UNKNOWN = "unknown"
 
 
+class TargetKind(enum.Enum):
+    """What an adapter changes a module of."""
+
+    LINEAR = "linear"
+    EMBEDDING = "embedding"
+    EXPERTS = "experts"
+    VECTOR = "vector"
+    UNKNOWN = "unknown"
+
+
 class AdapterTier(enum.Enum):
     DEVICE = "device"
     HOST = "host"
@@ -384,6 +394,67 @@ class ResidentAdapter:
     def label(self) -> str:
         """Its names, or without any its digest, and whether it is old: "team/french@3 (old)"."""
         return (", ".join(self.names) or self.digest) + " (old)" * self.superseded
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentSegment:
+    """A matrix or vector of an adapter: `num_bytes` from byte `offset` of its memory on. Equal ones
+    may lie there once."""
+
+    kind: SegmentKind
+    num_bytes: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentTarget:
+    """What an adapter has of one module; `layer` is None outside of layers."""
+
+    name: str
+    layer: int | None
+    kind: TargetKind
+    rank: int
+    segments: tuple[ResidentSegment, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(segment.num_bytes for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentExtent:
+    """Bytes of an adapter that lie side by side, from byte `offset` of its memory on."""
+
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OperationGroup:
+    """Modules that are computed together, and what a decode step launches for them. `targets` are
+    the adapter's; without any the step launches the group for whatever adapters there are."""
+
+    name: str
+    targets: tuple[str, ...]
+    launches: int
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedAdapter:
+    """The parts of a resident adapter, in the memory that `adapter` names.
+
+    `slot` is its row there, `extents` where it lies, in its own order. `groups` are what a decode
+    step launches for adapters if it is the only one, `launches` their sum: kernels on a GPU,
+    operations on a CPU, computed by `kernels`.
+    """
+
+    adapter: ResidentAdapter
+    slot: int
+    extents: tuple[ResidentExtent, ...]
+    targets: tuple[ResidentTarget, ...]
+    groups: tuple[OperationGroup, ...]
+    launches: int
+    kernels: str
 
 
 @dataclass(frozen=True, slots=True)

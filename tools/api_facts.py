@@ -100,6 +100,7 @@ SERVICES = (
         {
             "Generate": _INFERENCE.GENERATE,
             "ListResidentAdapters": _INFERENCE.OPERATE,
+            "InspectAdapter": _INFERENCE.OPERATE,
             "LoadAdapter": _INFERENCE.OPERATE,
             "UnloadAdapter": _INFERENCE.OPERATE,
             "PinAdapter": _INFERENCE.OPERATE,
@@ -114,6 +115,7 @@ SERVICES = (
             calls.pin_resident(""),
             calls.unpin_resident(""),
             calls.residents(0),
+            calls.inspect(""),
             calls.server_info(),
             Generate="yes, before its first response",
             GetDebugInfo="yes",

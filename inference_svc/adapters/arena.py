@@ -128,7 +128,7 @@ class Arena:
         targets = np.array([segment.target for segment in segments[::2]], dtype=np.int64)
         ranks = np.array([segment.rank for segment in segments[::2]], dtype=np.int64)
         offsets = np.array([segment.offset for segment in segments], dtype=np.int64)
-        granules = _locate(resident.extents, offsets) // GRANULE_BYTES
+        granules = locate(resident.extents, offsets) // GRANULE_BYTES
         return TableRow(
             targets,
             granules[::2],
@@ -141,7 +141,7 @@ class Arena:
         )
 
 
-def _locate(extents: Sequence[Extent], offsets: np.ndarray) -> np.ndarray:
+def locate(extents: Sequence[Extent], offsets: np.ndarray) -> np.ndarray:
     """Returns the arena's byte offsets of image offsets [n]."""
     ordered = sorted(extents, key=lambda extent: extent.image_offset)
     firsts = np.array([extent.image_offset for extent in ordered], dtype=np.int64)

@@ -11,11 +11,12 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
+from inference_svc.adapters.layout import ModelLayout
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.request_record import RequestLog
 from inference_svc.core import NO_DEFAULTS, Action, Principal, Request, SamplingDefaults
-from inference_svc.engine.status_types import EngineStatus, ResidentAdapter
+from inference_svc.engine.status_types import AdapterDetails, EngineStatus, ResidentAdapter
 from inference_svc.errors import AdapterNotFound
 from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.store.directory import Binding, Directory
@@ -95,6 +96,13 @@ class Resident(NamedTuple):
     is_superseded: bool
 
 
+class Inspected(NamedTuple):
+    """A resident adapter and its parts."""
+
+    resident: Resident
+    details: AdapterDetails
+
+
 class Loaded(NamedTuple):
     """A resident adapter, and its registration if it was registered for that."""
 
@@ -126,13 +134,14 @@ AUDITED = frozenset({"LoadAdapter", "UnloadAdapter", "PinAdapter", "UnpinAdapter
 
 
 class Service:
-    """The use cases. Everything runs on one event loop. `registry` None: there is no store.
-    `reading` bounds the bytes of calls that are read, converted and tokenised at once, `work` what
-    large ones take of the processors."""
+    """The use cases. Everything runs on one event loop. `layout` is what adapters may change.
+    `registry` None: there is no store. `reading` bounds the bytes of calls that are read, converted
+    and tokenised at once, `work` what large ones take of the processors."""
 
     def __init__(
         self,
         facts: ServerFacts,
+        layout: ModelLayout,
         engine: AsyncEngine,
         directory: Directory,
         registry: Registry | None,
@@ -144,6 +153,7 @@ class Service:
         audit: Audit[AuditEntry],
     ) -> None:
         self.facts = facts
+        self.layout = layout
         self._engine = engine
         self._directory = directory
         self._registry = registry
@@ -295,6 +305,13 @@ class Service:
         owned = await self._directory.owned(principal, [adapter.digest for adapter in adapters])
         own = (adapter for adapter in adapters if adapter.digest in owned)
         return [self._named(principal, adapter) for adapter in islice(own, limit or None)]
+
+    async def inspect(self, principal: Principal, ref: str) -> Inspected:
+        """Returns the parts of a resident adapter, and what a step launches for it. Raises
+        AdapterNotFound, also for one that is not resident."""
+        digest = await self._digest(principal, ref)
+        details = await self._engine.inspect_adapter(digest, ref)
+        return Inspected(self._named(principal, details.adapter), details)
 
     # --- describing -----------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -51,6 +51,12 @@ class Backend(Protocol[Inputs]):
     @property
     def num_lora_steps(self) -> int:
         """The number of steps so far in which a row used an adapter."""
+
+    def lora_launches(self, targets: Collection[int]) -> Mapping[str, int]:
+        """Returns what a decode step launches for adapters, by group, if all of its rows use one
+        adapter that has these targets of the layout: kernels on a device, operations on a CPU.
+        Groups of which the adapter has no target are there if the step launches them all the
+        same."""
 
     def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
         """Binds each thread that computes to one of these sets of processors. Called once, in the

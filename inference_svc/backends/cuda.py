@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import abc
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.layout import ModelLayout, lora_groups
+from inference_svc.adapters.layout import EMBEDDING, ModelLayout, lora_groups
 from inference_svc.backends.base import (
     Backend,
     DeviceMemory,
@@ -49,6 +49,11 @@ logger = logging.getLogger(__name__)
 
 SHORT_TOKENS = 16
 """The length of a short prompt: too few for the kernels of many tokens, and not a single one."""
+
+
+GROUP_LAUNCHES, EMBEDDING_LAUNCHES = 2, 1
+"""What `kernels.lora.triton_ops` launches for a group: it shrinks and expands. An embedding's rows
+are shrunk already."""
 
 
 class StepLimits(NamedTuple):
@@ -98,6 +103,7 @@ class CudaBackend:
         self.num_replays = 0
         self._transformer = transformer
         self._kv_cache = kv_cache
+        self._groups = groups
         self._limits = limits
         max_tokens, max_rows, max_pages = limits
         self._table = PageTable(
@@ -131,6 +137,15 @@ class CudaBackend:
     @property
     def weights_bytes(self) -> int:
         return self._transformer.weights.num_bytes
+
+    def lora_launches(self, targets: Collection[int]) -> Mapping[str, int]:
+        """A recorded step launches every group, whatever adapters its rows use."""
+        own = frozenset(targets)
+        return {
+            name: EMBEDDING_LAUNCHES if name == EMBEDDING else GROUP_LAUNCHES
+            for name, group in self._groups.items()
+            if self._captured is not None or not own.isdisjoint(group.targets)
+        }
 
     @property
     def workspace_bytes(self) -> int:

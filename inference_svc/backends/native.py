@@ -8,7 +8,8 @@ hold.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -114,11 +115,19 @@ class NativeTransformer:
     def _program(self, groups: frozenset[str]) -> Program:
         """Returns the program of `groups`, or that of all groups if there are too many programs:
         then groups that no adapter changes cost the step a check of their ranks."""
+        groups = self._computed(groups)
         if groups not in self._programs:
-            if len(self._programs) >= MAX_PROGRAMS:
-                return self._programs[self._every_group]
             self._programs[groups] = self._build(groups)
         return self._programs[groups]
+
+    def _computed(self, groups: frozenset[str]) -> frozenset[str]:
+        is_full = groups not in self._programs and len(self._programs) >= MAX_PROGRAMS
+        return self._every_group if is_full else groups
+
+    def num_ops(self, groups: frozenset[str]) -> Counter[str]:
+        """Counts the operations, by group, of the program that computes adapters in `groups`."""
+        computed = self._computed(groups)
+        return Counter(group for group, _ in self._ops if group in computed)
 
     def _build(self, groups: frozenset[str]) -> Program:
         return self._library.program(
@@ -257,6 +266,9 @@ class NativeBackend:
     @property
     def workspace_bytes(self) -> int:
         return self._transformer.num_bytes + self._lora.workspace_bytes
+
+    def lora_launches(self, targets: Collection[int]) -> Mapping[str, int]:
+        return self._transformer.num_ops(self._lora.groups_of(targets))
 
     def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
         self._library.place_threads(processors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -62,13 +62,25 @@ class NativeLoraOps:
         ranks = self._table.ranks.numpy()[list(used)]
         num_groups = len(self._names)
         counts = np.bincount(self._group_of_target, ranks.any(axis=0), num_groups + 1)[:num_groups]
-        key = (counts > 0).tobytes()
+        changed = counts > 0
+        key = changed.tobytes()
         if key not in self._known:
             if len(self._known) >= MAX_KNOWN:
                 return self._every_group
-            names = (name for name, count in zip(self._names, counts, strict=True) if count)
-            self._known[key] = frozenset(names)
+            self._known[key] = self._names_of(changed)
         return self._known[key]
+
+    def groups_of(self, targets: Collection[int]) -> frozenset[str]:
+        """Returns what `plan` would return now for rows of one adapter that has these targets."""
+        changed = np.zeros(len(self._names) + 1, np.bool_)
+        changed[self._group_of_target[list(targets)]] = True
+        changed = changed[:-1]
+        if changed.tobytes() not in self._known and len(self._known) >= MAX_KNOWN:
+            return self._every_group
+        return self._names_of(changed)
+
+    def _names_of(self, changed: np.ndarray) -> frozenset[str]:
+        return frozenset(name for name, is_in in zip(self._names, changed, strict=True) if is_in)
 
     def add(self, group: str, x: Tensor, out: Tensor, *, samples_only: bool) -> list[NativeOp]:
         if group not in self._groups:

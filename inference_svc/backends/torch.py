@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -97,6 +97,13 @@ class TorchBackend:
         self._transformer = transformer
         self._kv_cache = kv_cache
         self._groups = groups
+
+    def lora_launches(self, targets: Collection[int]) -> Mapping[str, int]:
+        """Two products for each target: of the inputs, or of the rows of an embedding's A, and of
+        what they are shrunk to."""
+        own = set(targets)
+        counts = {name: 2 * len(own & {*group.targets}) for name, group in self._groups.items()}
+        return {name: count for name, count in counts.items() if count}
 
     @property
     def weights_bytes(self) -> int:

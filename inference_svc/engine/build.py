@@ -22,7 +22,7 @@ from inference_svc.core import EngineConfig
 from inference_svc.engine.admission import Admission
 from inference_svc.engine.commands import Commands
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.inspect import Inspect
+from inference_svc.engine.inspect import Inspect, InspectImage
 from inference_svc.engine.memory_budget import check_budgets
 from inference_svc.engine.pages import PagePool
 from inference_svc.engine.profiler import StepProfiler
@@ -88,7 +88,8 @@ def build_engine(
     times, machine = StepTimes(), machine_name(config.device)
     describe = Describe(scheduler, residency, runner, settler, budget, times, machine)
     wait_s, inspect = config.adapter_wait_s, Inspect(scheduler, residency, config.device)
-    commands = Commands(residency, describe, inspect, profiler, wait_s)
+    inspect_image = InspectImage(backend)
+    commands = Commands(residency, describe, inspect, inspect_image, profiler, wait_s)
     admission = Admission(scheduler, config.max_queue, config.max_tenant_queue)
     engine = Engine(scheduler, runner, settler, residency, commands, admission, times, wait_s)
     return BuiltEngine(engine, residency, puller, layout, geometry)

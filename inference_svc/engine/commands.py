@@ -1,16 +1,23 @@
-"""Commands of operators: load, unload, pin, list, describe, inspect, profile."""
+"""Commands of operators: load, unload, pin, list, describe, inspect (the engine or an adapter),
+profile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.resident import Resident
+from inference_svc.adapters.slots import Slots
 from inference_svc.engine.messages import Call, Command, Reply
 from inference_svc.engine.profiler import StepProfiler
-from inference_svc.engine.status_types import EngineDetails, EngineStatus, ResidentAdapter
+from inference_svc.engine.status_types import (
+    AdapterDetails,
+    EngineDetails,
+    EngineStatus,
+    ResidentAdapter,
+)
 from inference_svc.errors import AdapterNotFound, AdapterUnavailable
 from servicekit.errors import ServiceError
 
@@ -29,6 +36,7 @@ class Commands:
     residency: Residency
     describe: Callable[[], EngineStatus]
     inspect: Callable[[int], EngineDetails]
+    inspect_image: Callable[[Resident, ResidentAdapter], AdapterDetails]
     profiler: StepProfiler
     adapter_wait_s: float
     _loads: list[_PendingLoad] = field(default_factory=list)
@@ -61,6 +69,8 @@ class Commands:
             return self.describe()
         if call.command is Command.INSPECT:
             return self.inspect(call.limit)
+        if call.command is Command.INSPECT_ADAPTER:
+            return self._inspect_adapter(call)
         if not self.residency.is_resident(call.digest):
             hint = "; `loadout load --pin` loads and pins it" if call.command is Command.PIN else ""
             raise AdapterNotFound(
@@ -69,13 +79,30 @@ class Commands:
         change = device.pin if call.command is Command.PIN else device.unpin
         return _view(change(call.digest), "device")
 
-    def _list(self, limit: int) -> tuple[ResidentAdapter, ...]:
-        tiers = [("device", self.residency.device)]
+    def _tiers(self) -> Iterator[tuple[str, Slots]]:
+        yield "device", self.residency.device
         if self.residency.host is not None:
-            tiers.append(("host", self.residency.host.slots))
+            yield "host", self.residency.host.slots
+
+    def _inspect_adapter(self, call: Call) -> AdapterDetails:
+        """Inspects the image that requests run with; without one that of the host tier."""
+        digest, adapter = call.digest, call.adapter or call.digest
+        for tier, slots in self._tiers():
+            resident = slots.get(digest)
+            if resident is not None and resident.ready:
+                return self.inspect_image(resident, _view(resident, tier))
+        is_loading = digest in self.residency.loads or digest in self.residency.tiers.copies
+        hint = "returns once it is resident" if is_loading else "loads it"
+        raise AdapterNotFound(
+            f"adapter {adapter} is {'still being loaded' if is_loading else 'not resident'}; "
+            f"`loadout load {adapter}` {hint}",
+            subject="ref",
+        )
+
+    def _list(self, limit: int) -> tuple[ResidentAdapter, ...]:
         ready = (
             _view(resident, tier)
-            for tier, slots in tiers
+            for tier, slots in self._tiers()
             for resident in slots.last_used_first()
             if resident.ready
         )

@@ -6,19 +6,25 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
+
+from inference_svc.adapters.arena import locate
 from inference_svc.adapters.load_states import Load
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import Slots
+from inference_svc.backends.base import Backend
 from inference_svc.core import Sequence
 from inference_svc.engine.scheduler import Scheduler
 from inference_svc.engine.status_types import (
+    AdapterDetails,
     EngineDetails,
     ImageDetails,
     LoadDetails,
     MemoryDetails,
+    ResidentAdapter,
     SequenceDetails,
 )
 from inference_svc.host.device_info import device_facts
@@ -56,6 +62,31 @@ class Inspect:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class InspectImage:
+    """Called in the engine's thread, with an image and what is said of it in lists. Bounded by the
+    number of the layout's targets; what a caller reads is made of it elsewhere."""
+
+    backend: Backend[Any]
+
+    def __call__(self, resident: Resident, adapter: ResidentAdapter) -> AdapterDetails:
+        segments = resident.header.segments
+        targets = np.array([segment.target for segment in segments], dtype=np.int64)
+        offsets = np.array([segment.offset for segment in segments], dtype=np.int64)
+        return AdapterDetails(
+            adapter=adapter,
+            slot=resident.slot,
+            extents=_extents(resident),
+            targets=targets,
+            kinds=tuple([segment.kind for segment in segments]),
+            ranks=np.array([segment.rank for segment in segments], dtype=np.int64),
+            offsets=locate(resident.extents, offsets),
+            lengths=np.array([segment.length_bytes for segment in segments], dtype=np.int64),
+            launches=dict(self.backend.lora_launches(set(targets.tolist()))),
+            kernels=self.backend.kernels,
+        )
+
+
 def _first(items: Iterable[T], limit: int) -> Iterable[T]:
     return islice(items, limit)
 
@@ -75,11 +106,10 @@ def _memory(slots: Slots, limit: int) -> MemoryDetails:
 
 
 def _image(resident: Resident) -> ImageDetails:
-    in_order = sorted(resident.extents, key=lambda extent: extent.image_offset)
     return ImageDetails(
         digest=resident.digest,
         slot=resident.slot,
-        extents=tuple((extent.start, extent.num_bytes) for extent in in_order),
+        extents=_extents(resident),
         rank=resident.rank,
         is_ready=resident.ready,
         users=resident.users,
@@ -88,6 +118,11 @@ def _image(resident: Resident) -> ImageDetails:
         last_used_time_s=resident.last_used_time_s,
         load_seconds=resident.load_seconds,
     )
+
+
+def _extents(resident: Resident) -> tuple[tuple[int, int], ...]:
+    in_order = sorted(resident.extents, key=lambda extent: extent.image_offset)
+    return tuple((extent.start, extent.num_bytes) for extent in in_order)
 
 
 def _sequence(sequence: Sequence, now_s: float) -> SequenceDetails:

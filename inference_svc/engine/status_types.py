@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from servicekit.telemetry.histogram import HistogramState
 
 
@@ -21,6 +23,28 @@ class ResidentAdapter(NamedTuple):
     running_requests: int
     last_used_time_s: float
     load_seconds: float
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class AdapterDetails:
+    """An image in the memory of `adapter.tier`, and what a step launches for it.
+
+    `extents` are (start, bytes) there, in the image's order. The rest but `launches` are columns of
+    its segments in order, since arrays pickle between two steps in no time: index of the target in
+    the layout, kind, rank, where it begins in the memory, bytes. `launches` counts by group, as
+    `Backend.lora_launches` does; `kernels` names what computes.
+    """
+
+    adapter: ResidentAdapter
+    slot: int
+    extents: tuple[tuple[int, int], ...]
+    targets: np.ndarray
+    kinds: tuple[str, ...]
+    ranks: np.ndarray
+    offsets: np.ndarray
+    lengths: np.ndarray
+    launches: dict[str, int]
+    kernels: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,12 @@ from inference_svc.engine.messages import (
     StepTrace,
     Submit,
 )
-from inference_svc.engine.status_types import EngineDetails, EngineStatus, ResidentAdapter
+from inference_svc.engine.status_types import (
+    AdapterDetails,
+    EngineDetails,
+    EngineStatus,
+    ResidentAdapter,
+)
 from inference_svc.errors import DuplicateRequest, EngineFailed
 from inference_svc.frontend.output_stream import UNREAD_BYTES, Delta, Generation
 from inference_svc.host.memory import resident_bytes
@@ -186,6 +191,13 @@ class AsyncEngine:
     async def inspect(self, limit: int) -> EngineDetails:
         """Returns at most `limit` rows of each kind."""
         details: EngineDetails = await self._call(Command.INSPECT, limit=limit)
+        return details
+
+    async def inspect_adapter(self, digest: str, adapter: str = "") -> AdapterDetails:
+        """Returns the details of a resident adapter, which errors call `adapter`. Raises
+        AdapterNotFound."""
+        details: AdapterDetails
+        details = await self._call(Command.INSPECT_ADAPTER, digest, adapter=adapter)
         return details
 
     async def profile(self, num_steps: int, timeout_s: float) -> StepTrace:

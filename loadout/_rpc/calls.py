@@ -302,6 +302,11 @@ def residents(limit: int) -> Call[tuple[types.ResidentAdapter, ...]]:
     return Call(Service.INFERENCE, "ListResidentAdapters", request, convert.residents)
 
 
+def inspect(ref: str) -> Call[types.InspectedAdapter]:
+    request = build(inference_pb.InspectAdapterRequest, ref=ref)
+    return Call(Service.INFERENCE, "InspectAdapter", request, convert.inspected, adapter=ref)
+
+
 def server_info() -> Call[types.ServerInfo]:
     request = inference_pb.GetServerInfoRequest()
     return Call(Service.INFERENCE, "GetServerInfo", request, convert.server_info)

@@ -26,6 +26,21 @@ SEGMENT_KINDS = {
     store_pb.SEGMENT_KIND_ROWS: types.SegmentKind.ROWS,
     store_pb.SEGMENT_KIND_FULL: types.SegmentKind.FULL,
 }
+RESIDENT_SEGMENT_KINDS = {
+    inference_pb.SEGMENT_KIND_A: types.SegmentKind.A,
+    inference_pb.SEGMENT_KIND_B: types.SegmentKind.B,
+    inference_pb.SEGMENT_KIND_BIAS: types.SegmentKind.BIAS,
+    inference_pb.SEGMENT_KIND_MAGNITUDE: types.SegmentKind.MAGNITUDE,
+    inference_pb.SEGMENT_KIND_ROW_IDS: types.SegmentKind.ROW_IDS,
+    inference_pb.SEGMENT_KIND_ROWS: types.SegmentKind.ROWS,
+    inference_pb.SEGMENT_KIND_FULL: types.SegmentKind.FULL,
+}
+TARGET_KINDS = {
+    inference_pb.TARGET_KIND_LINEAR: types.TargetKind.LINEAR,
+    inference_pb.TARGET_KIND_EMBEDDING: types.TargetKind.EMBEDDING,
+    inference_pb.TARGET_KIND_EXPERTS: types.TargetKind.EXPERTS,
+    inference_pb.TARGET_KIND_VECTOR: types.TargetKind.VECTOR,
+}
 BASE_MODEL_SOURCES = {
     store_pb.BASE_MODEL_SOURCE_CALLER: types.BaseModelSource.CALLER,
     store_pb.BASE_MODEL_SOURCE_CURRENT_VERSION: types.BaseModelSource.CURRENT_VERSION,
@@ -291,6 +306,39 @@ def residents(
     message: inference_pb.ListResidentAdaptersResponse,
 ) -> tuple[types.ResidentAdapter, ...]:
     return tuple(resident(each) for each in message.adapters)
+
+
+def inspected(message: inference_pb.InspectAdapterResponse) -> types.InspectedAdapter:
+    targets = tuple(_resident_target(each) for each in message.targets)
+    groups = tuple(
+        types.OperationGroup(
+            each.name, tuple(targets[index].name for index in each.targets), each.launches
+        )
+        for each in message.groups
+    )
+    extents = tuple(types.ResidentExtent(each.offset, each.bytes) for each in message.extents)
+    return types.InspectedAdapter(
+        *(resident(message.adapter), message.slot, extents, targets, groups),
+        *(message.launches, message.kernels),
+    )
+
+
+def _resident_target(message: inference_pb.ResidentTarget) -> types.ResidentTarget:
+    segments = tuple(
+        types.ResidentSegment(
+            RESIDENT_SEGMENT_KINDS.get(each.kind, types.SegmentKind.UNKNOWN),
+            each.bytes,
+            each.offset,
+        )
+        for each in message.segments
+    )
+    return types.ResidentTarget(
+        message.name,
+        message.layer if message.HasField("layer") else None,
+        TARGET_KINDS.get(message.kind, types.TargetKind.UNKNOWN),
+        message.rank,
+        segments,
+    )
 
 
 def freed_bytes(message: inference_pb.UnloadAdapterResponse) -> int:

@@ -16,6 +16,7 @@ from loadout.cli import (
     download,
     generate,
     info,
+    inspect,
     layouts,
     profile,
     residents,
@@ -92,6 +93,7 @@ app.command("unload", epilog=residents.UNLOAD_EXAMPLES)(residents.unload)
 app.command("pin", epilog=residents.PIN_EXAMPLES)(residents.pin)
 app.command("unpin", epilog=residents.UNPIN_EXAMPLES)(residents.unpin)
 app.command("residents", epilog=residents.RESIDENTS_EXAMPLES)(residents.residents)
+app.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
 app.command("info", epilog=info.EXAMPLES)(info.info)
 app.command("top", epilog=top.EXAMPLES)(top.top)
 app.command("bench", epilog=bench.EXAMPLES)(bench.bench)

@@ -43,6 +43,7 @@ GENERATORS = {"caller", "both", "neighbour", "root"}
 OPERATORS = {"operator", "both", "neighbour", "root"}
 ALLOWED = {
     "Generate": GENERATORS,
+    "InspectAdapter": OPERATORS,
     "LoadAdapter": OPERATORS,
     "UnloadAdapter": OPERATORS,
     "PinAdapter": OPERATORS,
@@ -95,6 +96,10 @@ def unload(stub: Any, ref: str) -> None:
     stub.UnloadAdapter(pb.UnloadAdapterRequest(ref=ref), timeout=60)
 
 
+def inspect(stub: Any, ref: str) -> None:
+    stub.InspectAdapter(pb.InspectAdapterRequest(ref=ref), timeout=60)
+
+
 def pin(stub: Any, ref: str) -> None:
     stub.PinAdapter(pb.PinAdapterRequest(ref=ref), timeout=60)
 
@@ -132,6 +137,7 @@ def profile_steps(stub: Any, ref: str) -> None:
 
 ABOUT: dict[str, Callable[[Any, str], Any]] = {
     "Generate": generate,
+    "InspectAdapter": inspect,
     "LoadAdapter": load,
     "UnloadAdapter": unload,
     "PinAdapter": pin,

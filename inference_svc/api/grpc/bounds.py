@@ -15,6 +15,9 @@ DEBUG_BYTES = 2 << 20
 RESIDENTS_BYTES = 1 << 20
 """A thousand adapters with five names each, sent and copied."""
 
+ADAPTER_BYTES = 4 << 20
+"""An adapter of 18,000 targets, sent and copied."""
+
 
 def request_bounds(max_model_len: int) -> RequestTable:
     """`max_model_len` bounds the tokens of a prompt: one that is a little too long is told so
@@ -34,6 +37,7 @@ def request_bounds(max_model_len: int) -> RequestTable:
         "ListResidentAdapters": RequestBounds(
             pb.ListResidentAdaptersRequest, answer_bytes=RESIDENTS_BYTES
         ),
+        "InspectAdapter": RequestBounds(pb.InspectAdapterRequest, answer_bytes=ADAPTER_BYTES),
         "LoadAdapter": RequestBounds(pb.LoadAdapterRequest),
         "UnloadAdapter": RequestBounds(pb.UnloadAdapterRequest),
         "PinAdapter": RequestBounds(pb.PinAdapterRequest),

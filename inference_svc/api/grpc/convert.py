@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from google.protobuf import timestamp_pb2
 
+from inference_svc.adapters.layout import ModelLayout
 from inference_svc.api.generate_call import (
     MAX_ID_CHARS,
     GenerateCall,
@@ -22,7 +23,7 @@ from inference_svc.core import (
     TokenLogprobs,
 )
 from inference_svc.engine.messages import Timings, Usage
-from inference_svc.engine.status_types import ResidentAdapter
+from inference_svc.engine.status_types import AdapterDetails, ResidentAdapter
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.store.directory import Binding
 from inference_svc.text.prompt import ChatMessage, Prompt
@@ -39,6 +40,21 @@ PROFILE_SECONDS, MAX_PROFILE_SECONDS = 30.0, 300.0
 """How long to wait for the steps."""
 
 _TIERS = {"device": pb.ADAPTER_TIER_DEVICE, "host": pb.ADAPTER_TIER_HOST}
+_TARGET_KINDS = {
+    "linear": pb.TARGET_KIND_LINEAR,
+    "embedding": pb.TARGET_KIND_EMBEDDING,
+    "experts": pb.TARGET_KIND_EXPERTS,
+    "vector": pb.TARGET_KIND_VECTOR,
+}
+_SEGMENT_KINDS = {
+    "a": pb.SEGMENT_KIND_A,
+    "b": pb.SEGMENT_KIND_B,
+    "magnitude": pb.SEGMENT_KIND_MAGNITUDE,
+    "bias": pb.SEGMENT_KIND_BIAS,
+    "row_ids": pb.SEGMENT_KIND_ROW_IDS,
+    "rows": pb.SEGMENT_KIND_ROWS,
+    "full": pb.SEGMENT_KIND_FULL,
+}
 
 
 def from_generate_request(
@@ -180,6 +196,36 @@ def to_resident_adapter(
         load_seconds=adapter.load_seconds,
         superseded=is_superseded,
     )
+
+
+def to_inspected(
+    details: AdapterDetails, layout: ModelLayout, adapter: pb.ResidentAdapter
+) -> pb.InspectAdapterResponse:
+    """Names the targets, and lists those that the adapter has of each group."""
+    response = pb.InspectAdapterResponse(
+        adapter=adapter,
+        slot=details.slot,
+        extents=[pb.ResidentExtent(offset=start, bytes=size) for start, size in details.extents],
+        launches=sum(details.launches.values()),
+        kernels=details.kernels,
+    )
+    numbers = (details.ranks, details.offsets, details.lengths)
+    members: dict[str, list[int]] = {}
+    previous = -1
+    for index, kind, rank, offset, length in zip(
+        details.targets.tolist(), details.kinds, *(each.tolist() for each in numbers), strict=True
+    ):
+        if index != previous:  # the segments of a target are neighbours
+            target, previous = layout.targets[index], index
+            members.setdefault(target.group, []).append(len(response.targets))
+            part = response.targets.add(
+                name=target.name, layer=target.layer, kind=_TARGET_KINDS.get(target.kind)
+            )
+        part.rank = max(part.rank, rank)
+        part.segments.add(kind=_SEGMENT_KINDS.get(kind), offset=offset, bytes=length)
+    for name, launches in details.launches.items():
+        response.groups.add(name=name, targets=members.get(name), launches=launches)
+    return response
 
 
 def to_memory(memory: dict[str, tuple[int, int]]) -> list[pb.MemoryUse]:

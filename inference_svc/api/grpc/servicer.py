@@ -65,6 +65,16 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             async for _, delta in deltas:
                 await context.write(convert.to_generate_response(request_id, delta, identity))
 
+    async def InspectAdapter(  # noqa: N802
+        self, request: pb.InspectAdapterRequest, context: Context
+    ) -> pb.InspectAdapterResponse:
+        principal = self._service.authorize(_caller(context), Action.OPERATE)
+        resident, details = await self._service.inspect(principal, request.ref)
+        arguments = details, self._service.layout, convert.to_resident_adapter(*resident)
+        if len(details.targets) <= INLINE_ENTRIES:
+            return convert.to_inspected(*arguments)
+        return await asyncio.to_thread(convert.to_inspected, *arguments)
+
     async def LoadAdapter(  # noqa: N802
         self, request: pb.LoadAdapterRequest, context: Context
     ) -> pb.LoadAdapterResponse:

@@ -261,7 +261,7 @@ def test_engine_updates_rates_every_step() -> None:
     world = World(0)
     admission = Admission(world.scheduler, 8, 8)
     runner = Mock(pop_completed_copies=list)
-    commands = Commands(world.residency, Mock(), Mock(), StepProfiler(None), 10.0)
+    commands = Commands(world.residency, Mock(), Mock(), Mock(), StepProfiler(None), 10.0)
     engine = Engine(
         world.scheduler,
         runner,

@@ -31,7 +31,7 @@ COMMANDS = (
         "generate",
     ),
     *("load", "unload", "pin", "unpin", "residents"),
-    *("info", "top", "bench", "debug", "profile"),
+    *("inspect", "info", "top", "bench", "debug", "profile"),
     *("digest", "strip", "keygen", "sign", "token"),
 )
 

@@ -1,0 +1,168 @@
+"""`loadout inspect`: what one resident adapter consists of, and what it makes a step do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.filesize import decimal
+from rich.table import Table
+
+from loadout.cli import options
+from loadout.cli.completion import resident_names
+from loadout.cli.connection import Connection, connects
+from loadout.cli.output import new_table, number_ranges, print_json, table_console, to_json
+from loadout.cli.residents import Targets
+from loadout.types import AdapterTier, InspectedAdapter, OperationGroup, ResidentTarget
+
+EXAMPLES = """\b
+Examples:
+  loadout inspect french
+  loadout inspect french --json | jq '.[0].targets[] | {name, rank}'
+"""
+
+MAX_EXTENTS = 4
+PLACES = {AdapterTier.DEVICE: "on the device", AdapterTier.HOST: "in host memory"}
+
+
+@connects
+def inspect(
+    ref: Annotated[
+        str,
+        typer.Argument(
+            metavar="REF",
+            help="[tenant/]name[@version] or sha256:<hex>.",
+            autocompletion=resident_names,
+        ),
+    ],
+    every_replica: Annotated[
+        bool,
+        typer.Option(
+            "--every-replica",
+            help="Show it at every replica. Default: at the one that its requests go to.",
+        ),
+    ] = False,
+    as_json: options.Json = False,
+    inference: options.Inference = options.DEFAULT_INFERENCE,
+    *,
+    connection: Connection,
+) -> None:
+    """Show what a resident adapter consists of.
+
+    Its modules with their ranks and sizes, where they lie in the server's memory, and what a decode
+    step launches for it. `loadout load` makes an adapter resident. Needs the role operator.
+    """
+    found: list[tuple[str, InspectedAdapter]] = []
+    at = Targets(inference, connection, every_replica=every_replica)
+    for replica, client in at:
+        with at.noting_failure(replica):
+            found.append((replica, client.inspect(ref)))
+    if as_json and (found or not at.failures):
+        print_json([{"replica": replica, **to_json(each)} for replica, each in found])
+    elif not as_json:
+        for index, (replica, each) in enumerate(found):
+            if index:
+                typer.echo()
+            _print(each, f"{replica}: " if every_replica else "")
+    at.raise_failures()
+
+
+def _print(inspected: InspectedAdapter, prefix: str) -> None:
+    typer.echo(prefix + _summary(inspected))
+    console = table_console()
+    if inspected.targets:
+        typer.echo()
+        console.print(_target_table(inspected.targets))
+    if inspected.groups:
+        typer.echo()
+        console.print(_group_table(inspected.groups))
+    typer.echo()
+    for line in _operations(inspected):
+        typer.echo(line)
+
+
+def _summary(inspected: InspectedAdapter) -> str:
+    adapter, extents = inspected.adapter, inspected.extents
+    where = PLACES.get(adapter.tier, "resident")
+    text = f"{adapter.label}: {where}, slot {inspected.slot}, rank {adapter.rank}, "
+    text += decimal(adapter.num_bytes)
+    if not extents:
+        return text
+    ranges = [_range(each.offset, each.num_bytes) for each in extents[:MAX_EXTENTS]]
+    more = f" and {len(extents) - MAX_EXTENTS} more" if len(extents) > MAX_EXTENTS else ""
+    count = "1 extent" if len(extents) == 1 else f"{len(extents)} extents"
+    return f"{text} in {count}: bytes {', '.join(ranges)}{more}"
+
+
+def _range(offset: int, num_bytes: int) -> str:
+    return f"{offset}-{offset + num_bytes - 1}"
+
+
+def _target_table(targets: Iterable[ResidentTarget]) -> Table:
+    """Returns a row for each kind of module: the layers where it has the same parts and rank."""
+    rows: dict[tuple[str, ...], list[ResidentTarget]] = {}
+    for target in targets:
+        holds = ", ".join(segment.kind.value for segment in target.segments)
+        module = _module(target.name, target.layer)
+        rows.setdefault((*module, target.kind.value, str(target.rank), holds), []).append(target)
+    table = new_table(
+        *("layers", "module", "kind", "rank", "holds", "size", "within bytes"), right=("rank", "size")
+    )
+    for (_, module_name, *cells), row in rows.items():
+        segments = [segment for target in row for segment in target.segments]
+        first = min((each.offset for each in segments), default=0)
+        end = max((each.offset + each.num_bytes for each in segments), default=0)
+        table.add_row(
+            number_ranges([target.layer for target in row if target.layer is not None]),
+            module_name,
+            *cells,
+            decimal(sum(target.num_bytes for target in row)),
+            _range(first, end - first) if segments else "",
+        )
+    return table
+
+
+def _module(name: str, layer: int | None) -> tuple[str, str]:
+    """Returns what names the layers, and the module's name in its layer."""
+    before, number, after = name.partition(f".{layer}.")
+    return (before, after) if number else ("", name)
+
+
+def _group_table(groups: Iterable[OperationGroup]) -> Table:
+    """Returns a row for each kind of group: the layers where a step does the same for it."""
+    rows: dict[tuple[Any, ...], list[tuple[int | None, OperationGroup]]] = {}
+    for group in groups:
+        layer, name = _layer_of(group.name)
+        modules = tuple(target.rpartition(".")[2] for target in group.targets)
+        rows.setdefault((name, modules, group.launches), []).append((layer, group))
+    table = new_table("layers", "group", "its modules", "launches", right=("launches",))
+    for (name, modules, _), row in rows.items():
+        layers = [layer for layer, _ in row if layer is not None]
+        launches = sum(group.launches for _, group in row)
+        table.add_row(number_ranges(layers), name, ", ".join(modules) or "none", str(launches))
+    return table
+
+
+def _layer_of(group: str) -> tuple[int | None, str]:
+    """Returns the layer that a group's name begins with, and the rest of it."""
+    parts = group.split(".", 2)
+    if len(parts) == 3 and parts[1].isdecimal():
+        return int(parts[1]), parts[2]
+    return None, group
+
+
+def _operations(inspected: InspectedAdapter) -> Sequence[str]:
+    groups, kernels = inspected.groups, inspected.kernels
+    step = f"{inspected.launches} launches per decode step ({kernels})"
+    lines = [f"{len(groups)} groups, {step}"]
+    if inspected.adapter.tier is AdapterTier.HOST:
+        lines[0] += ", once it is on the device"
+    idle = [group for group in groups if not group.targets]
+    if idle:
+        launches = sum(group.launches for group in idle)
+        lines.append(
+            f"of them {len(idle)} groups, {launches} launches, change nothing: "
+            "steps here serve any mix of adapters"
+        )
+    return lines
