@@ -107,7 +107,8 @@ def _target_table(targets: Iterable[ResidentTarget]) -> Table:
         module = _module(target.name, target.layer)
         rows.setdefault((*module, target.kind.value, str(target.rank), holds), []).append(target)
     table = new_table(
-        *("layers", "module", "kind", "rank", "holds", "size", "within bytes"), right=("rank", "size")
+        *("layers", "module", "kind", "rank", "holds", "size", "within bytes"),
+        right=("rank", "size"),
     )
     for (_, module_name, *cells), row in rows.items():
         segments = [segment for target in row for segment in target.segments]

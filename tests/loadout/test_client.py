@@ -178,6 +178,47 @@ def test_remaining_inference_calls(client, fake_inference):
     assert client.pin_resident("a") == client.unpin_resident("a") == loaded
     assert client.unload("a") == 512
     assert client.residents() == (loaded,)
+    inspected = inference_pb.InspectAdapterResponse(
+        adapter=resident,
+        slot=3,
+        extents=[inference_pb.ResidentExtent(offset=256, bytes=512)],
+        targets=[
+            inference_pb.ResidentTarget(
+                name="model.layers.0.mlp.up_proj",
+                layer=0,
+                kind=inference_pb.TARGET_KIND_LINEAR,
+                rank=8,
+                segments=[
+                    inference_pb.ResidentSegment(
+                        kind=inference_pb.SEGMENT_KIND_A, bytes=100, offset=256
+                    ),
+                    inference_pb.ResidentSegment(bytes=28, offset=512),
+                ],
+            ),
+            inference_pb.ResidentTarget(name="lm_head"),
+        ],
+        groups=[
+            inference_pb.OperationGroup(name="head", targets=[1], launches=2),
+            inference_pb.OperationGroup(name="embed", launches=1),
+        ],
+        launches=3,
+        kernels="triton",
+    )
+    fake_inference.on("InspectAdapter", inspected)
+    a, unknown = types.SegmentKind.A, types.SegmentKind.UNKNOWN
+    parts = types.ResidentSegment(a, 100, 256), types.ResidentSegment(unknown, 28, 512)
+    linear, other = types.TargetKind.LINEAR, types.TargetKind.UNKNOWN
+    targets = (
+        types.ResidentTarget("model.layers.0.mlp.up_proj", 0, linear, 8, parts),
+        types.ResidentTarget("lm_head", None, other, 0, ()),
+    )
+    groups = types.OperationGroup("head", ("lm_head",), 2), types.OperationGroup("embed", (), 1)
+    extents = (types.ResidentExtent(256, 512),)
+    assert client.inspect("a") == types.InspectedAdapter(
+        loaded, 3, extents, targets, groups, 3, "triton"
+    )
+    assert targets[0].num_bytes == 128
+    assert fake_inference.requests["InspectAdapter"][0].ref == "a"
     assert client.server_info().limits.max_loras == 4
     assert client.server_info().sampling_defaults == types.SamplingDefaults(0.6, 20, 0.95)
     assert client.server_info().memory == (types.MemoryUse("arena", 1, 2),)

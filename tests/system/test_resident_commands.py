@@ -1,4 +1,4 @@
-"""`loadout load`, `unload`, `pin`, `unpin`, `residents` and `info` of real services."""
+"""`loadout load`, `unload`, `pin`, `unpin`, `residents`, `inspect` and `info` of real services."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from loadout.cli.__main__ import main
 from loadout.types import AdapterTier
 from tests.system.services import Services
+from tests.system.zoo import ALL
 
 
 @pytest.fixture
@@ -88,6 +89,32 @@ def test_residents_and_info(run: Callable, services: Services, name: str) -> Non
     found = json.loads(run("info", "--json")[1])
     assert found["server"]["base_model"] == "llama"
     assert found["store"]["adapters"] >= 1
+
+
+def test_inspect(run: Callable, services: Services, name: str) -> None:
+    run("load", name)
+    [row] = json.loads(run("inspect", name, "--json")[1])
+    assert row["replica"] == services.inference_address
+    assert row["adapter"]["tier"] == "device"
+    inspected = services.client.inspect(name)
+    assert len(inspected.targets) == len(row["targets"]) == 2 * len(ALL)
+    assert {target.name.rpartition(".")[2] for target in inspected.targets} == set(ALL)
+    assert {(target.layer, target.rank) for target in inspected.targets} == {(0, 16), (1, 16)}
+    assert sum(extent.num_bytes for extent in inspected.extents) == inspected.adapter.num_bytes
+    assert sum(target.num_bytes for target in inspected.targets) <= inspected.adapter.num_bytes
+    of_groups = [target for group in inspected.groups for target in group.targets]
+    assert of_groups == [target.name for target in inspected.targets]
+    assert inspected.launches == sum(group.launches for group in inspected.groups) > 0
+    code, out, err = run("inspect", name)
+    assert (code, err) == (0, "")
+    lines = [line.split() for line in out.splitlines()]
+    first = [line for line in lines if line[:2] == ["0-1", "self_attn.q_proj"]]
+    assert first[0][2:6] == ["linear", "16", "a,", "b"]
+    assert out.splitlines()[-1].startswith(f"8 groups, {inspected.launches} launches per decode")
+    run("unload", name)
+    code, out, err = run("inspect", name)
+    assert (code, out) == (1, "")
+    assert err == f"loadout: adapter {name} is not resident; `loadout load {name}` loads it\n"
 
 
 def test_what_is_not_resident_cannot_be_pinned(run: Callable, name: str) -> None:

@@ -27,12 +27,13 @@ def test_few_sets_of_groups_are_distinguished() -> None:
     for slot in range(NUM_GROUPS):
         table.set_row(slot, [TableEntry(slot, 0, 1, 1, 8, 8)])
     ops = NativeLoraOps(SimpleNamespace(table=table), groups, max_tokens=4, max_rows=4)
+    assert ops.groups_of([]) == frozenset()
     for _ in range(2):
         assert ops.plan([row(-1)]) == frozenset()
         for slot in range(MAX_KNOWN):
-            assert ops.plan([row(slot)]) == {f"group {slot}"}
+            assert ops.groups_of([slot]) == ops.plan([row(slot)]) == {f"group {slot}"}
         for slot in range(MAX_KNOWN, NUM_GROUPS):
-            assert ops.plan([row(slot)]) == set(groups)
+            assert ops.groups_of([slot]) == ops.plan([row(slot)]) == set(groups)
 
 
 def test_targets_of_no_group_are_not_computed() -> None:
@@ -41,7 +42,7 @@ def test_targets_of_no_group_are_not_computed() -> None:
     table.set_row(0, [TableEntry(1, 0, 1, 1, 8, 8), TableEntry(2, 0, 1, 1, 8, 8)])
     groups = {"o": LoraGroup((1,), 8, (0,), (8,))}
     ops = NativeLoraOps(SimpleNamespace(table=table), groups, max_tokens=4, max_rows=4)
-    assert ops.plan([row(0)]) == {"o"}
+    assert ops.groups_of([1, 2]) == ops.plan([row(0)]) == {"o"}
     x, out = torch.zeros(4, 8), torch.zeros(4, 8)
     assert ops.add("o", x, out, samples_only=False)
     assert ops.add("down", x, out, samples_only=False) == []

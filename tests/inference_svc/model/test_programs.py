@@ -42,9 +42,11 @@ def test_programs_are_few(random_model, save_model, load_decoder) -> None:
     for group in sorted(adapters.groups):
         assert torch.equal(transformer.forward(frozenset({group})), expected)
         sizes.append(len(transformer._program(frozenset({group})).ops) - num_base)
+        assert transformer.num_ops(frozenset({group})).total() == sizes[-1]
     num_own = MAX_PROGRAMS - 2  # beside that of no group and that of all
     assert sizes == [1] * num_own + [len(adapters.groups)] * (len(sizes) - num_own)
     assert len(sizes) > num_own
+    assert transformer.num_ops(frozenset()).total() == 0
     assert len(transformer._program(frozenset()).ops) == num_base
 
 

@@ -70,7 +70,7 @@ def test_residents(complete, fake_inference):
     adapters = [pb.ResidentAdapter(names=[name]) for name in names]
     listed = pb.ListResidentAdaptersResponse(adapters=adapters)
     fake_inference.on("ListResidentAdapters", listed)
-    assert complete("loadout unload fr") == ["french@2"]
+    assert complete("loadout unload fr") == complete("loadout inspect fr") == ["french@2"]
     assert complete("loadout unload acme/") == ["acme/frisian@1"]
 
 

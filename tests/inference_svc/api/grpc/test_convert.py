@@ -1,13 +1,17 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from inference_svc.adapters.layout import LayoutTarget, ModelLayout
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.grpc import convert
+from inference_svc.api.grpc.bounds import ADAPTER_BYTES
 from inference_svc.core import FinishReason, SamplingParams, TokenLogprobs
 from inference_svc.engine.messages import Timings, Usage
-from inference_svc.engine.status_types import ResidentAdapter
+from inference_svc.engine.status_types import AdapterDetails, ResidentAdapter
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.store.directory import Binding
 from inference_svc.text.prompt import ChatMessage
@@ -193,3 +197,89 @@ def test_resident_adapters() -> None:
     assert (got.bytes, got.rank, got.pinned, got.running_requests) == (640, 8, True, 2)
     assert (got.last_used_time.ToMilliseconds(), got.load_seconds) == (1_000_500, 0.25)
     assert got.superseded
+
+
+ADAPTER = ResidentAdapter("sha256:" + "f" * 64, "device", 2048, 8, True, 2, 1000.5, 0.25)
+GRPC_BYTES = 4 << 20
+"""What gRPC takes of a message unless it is told otherwise."""
+
+
+def details(
+    segments: list[tuple[int, str, int, int, int]], launches: dict[str, int]
+) -> AdapterDetails:
+    """`segments`: target, kind, rank, offset, bytes."""
+    targets, kinds, *numbers = zip(*segments, strict=True) if segments else [()] * 5
+    columns = [np.array(each, dtype=np.int64) for each in (targets, *numbers)]
+    extents = ((1 << 35, 1 << 30),)
+    return AdapterDetails(
+        *(ADAPTER, 3, extents, columns[0], tuple(kinds), *columns[1:], launches, "triton")
+    )
+
+
+def test_parts_of_an_adapter() -> None:
+    names = ["model.embed_tokens", *(f"model.layers.0.self_attn.{n}_proj" for n in "qkv")]
+    layout = ModelLayout(
+        *("base", "0" * 64, torch.bfloat16, (1, 2)),
+        tuple(
+            LayoutTarget(name, layer, group, kind, 8, 4)
+            for name, layer, group, kind in zip(
+                *(names, [None, 0, 0, 0], ["embed", *["layers.0.qkv"] * 3]),
+                ["embedding", *["linear"] * 3],
+                strict=True,
+            )
+        ),
+    )
+    segments = [
+        *((0, "a", 4, 0, 64), (0, "b", 4, 256, 32)),
+        *((1, "a", 8, 512, 128), (1, "b", 8, 768, 64)),
+        *((3, "a", 2, 512, 128), (3, "b", 2, 1024, 64), (3, "bias", 2, 1280, 16)),
+        (3, "of another release", 2, 1536, 16),
+    ]
+    inspected = details(segments, {"embed": 1, "layers.0.qkv": 2, "layers.0.o": 2})
+    got = convert.to_inspected(inspected, layout, pb.ResidentAdapter(rank=8))
+    assert (got.adapter.rank, got.slot, got.launches, got.kernels) == (8, 3, 5, "triton")
+    assert [(each.offset, each.bytes) for each in got.extents] == [(1 << 35, 1 << 30)]
+    assert [each.name for each in got.targets] == [names[0], names[1], names[3]]
+    assert [each.layer if each.HasField("layer") else None for each in got.targets] == [None, 0, 0]
+    embedding, linear = pb.TARGET_KIND_EMBEDDING, pb.TARGET_KIND_LINEAR
+    assert [each.kind for each in got.targets] == [embedding, linear, linear]
+    assert [each.rank for each in got.targets] == [4, 8, 2]
+    found = [(part.kind, part.offset, part.bytes) for part in got.targets[2].segments]
+    assert found == [
+        *((pb.SEGMENT_KIND_A, 512, 128), (pb.SEGMENT_KIND_B, 1024, 64)),
+        *((pb.SEGMENT_KIND_BIAS, 1280, 16), (pb.SEGMENT_KIND_UNSPECIFIED, 1536, 16)),
+    ]
+    groups = [(each.name, list(each.targets), each.launches) for each in got.groups]
+    assert groups == [("embed", [0], 1), ("layers.0.qkv", [1, 2], 2), ("layers.0.o", [], 2)]
+
+
+def test_an_empty_adapter_has_no_parts() -> None:
+    layout = ModelLayout("base", "0" * 64, torch.bfloat16, (2,), ())
+    got = convert.to_inspected(details([], {}), layout, pb.ResidentAdapter())
+    assert (len(got.targets), len(got.groups), got.launches) == (0, 0, 0)
+
+
+def test_the_largest_adapter_is_below_grpcs_limit() -> None:
+    """Every expert of a mixture by itself, behind 32 GiB of others."""
+    num_experts, size = 6_000, 1 << 20
+    groups = {"gate_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down"}
+    targets = []
+    for number in range(num_experts):
+        layer, expert = divmod(number, 128)
+        for module, group in groups.items():
+            name = f"model.layers.{layer}.mlp.experts.{expert}.{module}"
+            group_name = f"layers.{layer}.experts.{expert}.{group}"
+            targets.append(LayoutTarget(name, layer, group_name, "linear", 2048, 768))
+    layout = ModelLayout("base", "0" * 64, torch.bfloat16, (1, 2), tuple(targets))
+    segments = [
+        (index, kind, 64, (1 << 35) + (2 * index + place) * size, size)
+        for index in range(len(targets))
+        for place, kind in enumerate("ab")
+    ]
+    launches = {target.group: 2 for target in targets}
+    names = [f"tenant/name-{number}@1" for number in range(5)]
+    adapter = convert.to_resident_adapter(ADAPTER, names, False)
+    got = convert.to_inspected(details(segments, launches), layout, adapter)
+    assert (len(got.targets), len(got.groups)) == (18_000, 12_000)
+    assert 2 * got.ByteSize() <= ADAPTER_BYTES
+    assert got.ByteSize() < GRPC_BYTES

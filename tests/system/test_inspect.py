@@ -1,0 +1,176 @@
+"""What engines tell of resident adapters: true to the bytes in memory and to what steps run."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from inference_svc.adapters.layout import EMBEDDING, HEAD, lora_groups
+from inference_svc.engine.messages import Call, Command
+from inference_svc.engine.status_types import AdapterDetails
+from inference_svc.errors import AdapterNotFound
+from kernels.native.library import Program
+from tests.system.engines import Running
+from tests.system.zoo import SPECS
+
+PROMPT = [5, 60, 9, 33, 71, 12]
+NAMES = [spec.name for spec in SPECS]
+
+
+def inspect(running: Running, name: str) -> AdapterDetails:
+    """Inspects an adapter as through a process of the engine's own."""
+    reply = running.call(Command.INSPECT_ADAPTER, name)
+    assert reply.error is None, reply.error
+    details: AdapterDetails = pickle.loads(pickle.dumps(reply.result))
+    return details
+
+
+def load(running: Running, name: str) -> None:
+    assert running.call(Command.LOAD, name).error is None
+
+
+def check_bytes(running: Running, name: str, details: AdapterDetails, memory: Any) -> None:
+    """Asserts that each segment lies in `memory` where the details say, and nothing is left out."""
+    image = running.store.image(running.digests[name])
+    data = image.buffer.numpy().tobytes()
+    segments = image.plan.segments
+    assert details.targets.tolist() == [segment.target for segment in segments]
+    assert list(details.kinds) == [segment.kind.value for segment in segments]
+    assert details.ranks.tolist() == [segment.rank for segment in segments]
+    assert details.lengths.tolist() == [segment.length_bytes for segment in segments]
+    for segment, offset in zip(segments, details.offsets.tolist(), strict=True):
+        found = bytes(memory[offset : offset + segment.length_bytes])
+        assert found == data[segment.offset : segment.offset + segment.length_bytes]
+        assert any(
+            start <= offset and offset + segment.length_bytes <= start + size
+            for start, size in details.extents
+        )
+    assert sum(size for _, size in details.extents) == details.adapter.num_bytes
+
+
+@pytest.mark.parametrize("host_bytes", [0, 2 << 20], ids=["arena-only", "host-tier"])
+def test_segments_lie_where_it_says(start: Callable[..., Running], host_bytes: int) -> None:
+    running = start(host_bytes=host_bytes)
+    for name in NAMES:
+        load(running, name)
+    built = running.engine.built
+    slots = []
+    for spec in SPECS:
+        details = inspect(running, spec.name)
+        assert (details.adapter.tier, details.adapter.rank) == ("device", spec.rank)
+        check_bytes(running, spec.name, details, built.engine.runner.backend.arena.memory)
+        slots.append(details.slot)
+    assert sorted(slots) == list(range(len(SPECS)))
+
+
+def test_an_image_in_pieces(start: Callable[..., Running]) -> None:
+    """The free memory is two holes, neither of which holds it."""
+    whole = start()
+    sizes = {
+        name: whole.store.image(whole.digests[name]).plan.total_bytes
+        for name in ("r1", "r16", "r33")
+    }
+    rest = (sizes["r16"] - sizes["r33"] // 2) // 256 * 256
+    running = start(arena_bytes=sizes["r33"] + sizes["r1"] + rest, max_lora_rank=33)
+    load(running, "r33")
+    load(running, "r1")
+    assert running.call(Command.UNLOAD, "r33").error is None
+    load(running, "r16")
+    details = inspect(running, "r16")
+    assert len(details.extents) == 2
+    assert inspect(running, "r1").adapter.tier == "device"
+    check_bytes(running, "r16", details, running.engine.built.engine.runner.backend.arena.memory)
+
+
+def test_what_left_the_device_is_in_the_host_tier(start: Callable[..., Running]) -> None:
+    running = start(host_bytes=2 << 20, max_loras=1)
+    load(running, "r16")
+    load(running, "r33")
+    details = inspect(running, "r16")
+    assert (details.adapter.tier, details.adapter.running_requests) == ("host", 0)
+    host = running.engine.built.residency.host
+    check_bytes(running, "r16", details, host.memory)
+    assert inspect(running, "r33").adapter.tier == "device"
+    assert sum(details.launches.values()) > 0
+
+
+def test_what_is_not_resident(start: Callable[..., Running]) -> None:
+    running = start(max_loras=1)
+    wanted = "adapter acme/r1@3 is not resident; `loadout load acme/r1@3` loads it"
+
+    def refusal() -> str:
+        error = running.call(Command.INSPECT_ADAPTER, "r1").error
+        assert isinstance(error, AdapterNotFound)
+        assert (error.subject, error.reason) == ("ref", "ADAPTER_NOT_FOUND")
+        return error.message
+
+    assert refusal() == wanted
+    running.store.gate.clear()
+    running.engine.send(Call(1000, Command.LOAD, running.digests["r1"]))
+    assert refusal() == (
+        "adapter acme/r1@3 is still being loaded; `loadout load acme/r1@3` returns once it is "
+        "resident"
+    )
+    running.store.gate.set()
+    running.until(lambda: 1000 in running.replies)
+    assert inspect(running, "r1").adapter.tier == "device"
+    load(running, "r3")  # there is one row
+    assert refusal() == wanted
+    load(running, "r1")
+    assert running.call(Command.UNLOAD, "r1").error is None
+    assert refusal() == wanted
+
+
+def test_one_that_is_used_is_not_disturbed(start: Callable[..., Running]) -> None:
+    running = start()
+    running.submit("r", PROMPT, "r16", max_tokens=200)
+    running.until(lambda: running.outputs.get("r"))
+    before = running.engine.built.residency.device.residents()
+    details = inspect(running, "r16")
+    assert running.engine.built.residency.device.residents() == before
+    assert details.adapter.digest == running.digests["r16"]
+    assert len(running.result("r")[0]) == 200
+    running.check_idle()
+
+
+def num_operations(running: Running, noted: list[int], name: str) -> int:
+    """Returns how many operations a decode step runs with this adapter."""
+    request_id = f"{name}-{len(running.outputs)}"
+    running.submit(request_id, PROMPT, name, max_tokens=4)
+    running.result(request_id)
+    return noted[-1]
+
+
+@pytest.mark.parametrize("lora_targets", [(), ("q_proj", "v_proj")], ids=["every", "restricted"])
+def test_launches_are_what_the_native_program_runs(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch, lora_targets: tuple[str, ...]
+) -> None:
+    noted: list[int] = []
+    run = Program.run
+
+    def noting(program: Program) -> None:
+        noted.append(len(program.ops))
+        run(program)
+
+    monkeypatch.setattr(Program, "run", noting)
+    running = start(lora_targets=lora_targets)
+    groups = lora_groups(running.engine.layout)
+    base = num_operations(running, noted, "")
+    for name in ["r1"] if lora_targets else NAMES:
+        operations = num_operations(running, noted, name)
+        details = inspect(running, name)
+        assert sum(details.launches.values()) == operations - base > 0
+        own = set(details.targets.tolist())
+        changed = {group for group, each in groups.items() if own & set(each.targets)}
+        assert set(details.launches) == changed
+        assert details.kernels.startswith("native")
+
+
+def test_embedding_and_head_have_groups_of_their_own(start: Callable[..., Running]) -> None:
+    running = start()
+    load(running, "embed")
+    launches = inspect(running, "embed").launches
+    assert list(launches) == [EMBEDDING, "layers.0.o", "layers.1.o", HEAD]
