@@ -31,7 +31,9 @@ Its `Backend`
    compares them over mixed batches, with adapters and without;
 3. `free_unused` is called when either has run out of memory; then it is asked for a part of the
    step: a step that was given up leaves nothing behind that a later one could trip over;
-4. changes nothing but the pages that the batch's rows own and what `prepare` returned: what the
+4. `lora_launches` counts what a step launches for an adapter, of what launches it:
+   tests/inference_svc/backends/test_lora_launches.py compares it with what was launched;
+5. changes nothing but the pages that the batch's rows own and what `prepare` returned: what the
    arena holds, and when, is decided by `adapters.residency`.
 
 A device's name for users is a value of `--device` in `config`, its memory copies are made in
