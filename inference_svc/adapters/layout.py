@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -90,15 +90,16 @@ class ModelLayout:
     image_formats: tuple[int, ...]
     targets: tuple[LayoutTarget, ...]
     vectors: tuple[LayoutTarget, ...] = ()
+    order_of_use: tuple[int, ...] = field(init=False)
+    """Indices into `all_targets` as a store is told of them, and as images from format 2 on count
+    them: embedding, layers, head."""
 
     @property
     def all_targets(self) -> tuple[LayoutTarget, ...]:
         """Targets, and then vectors."""
         return self.targets + self.vectors
 
-    def order_of_use(self) -> list[int]:
-        """Returns indices into `all_targets` as a store is told of them, and counts them in images
-        from format 2 on: embedding, layers, head."""
+    def __post_init__(self) -> None:
         found = self.all_targets
 
         def place(index: int) -> float:
@@ -107,7 +108,8 @@ class ModelLayout:
                 return -1 if target.kind == "embedding" else math.inf
             return target.layer
 
-        return sorted(range(len(found)), key=place)
+        order = sorted(range(len(found)), key=place)
+        object.__setattr__(self, "order_of_use", tuple(order))
 
     @property
     def of_format_1(self) -> ModelLayout:
@@ -162,10 +164,16 @@ class ModelLayout:
         return header
 
     def _with_columns(self, header: ImageHeader) -> ImageHeader:
-        order = self.order_of_use()
+        order = self.order_of_use
         if any(segment.target >= len(order) for segment in header.segments):
             raise CorruptImage("a segment of the image is of no target of the layout")
-        segments = (replace(each, target=order[each.target]) for each in header.segments)
+        segments = [
+            Segment(
+                *(order[each.target], each.kind, each.rank, each.offset, each.length_bytes),
+                *(each.dtype, each.shape, each.scale),
+            )
+            for each in header.segments  # many: `replace` would take a millisecond
+        ]
         return replace(header, segments=tuple(segments))
 
     def _check_segments(self, header: ImageHeader) -> None:

@@ -177,7 +177,7 @@ def from_layout(layout: ModelLayout) -> pb.ModelLayout:
         base_model=layout.base_model,
         config_sha256=layout.config_sha256,
         dtype=_DTYPES[str(layout.dtype)],
-        targets=(_from_target(layout.all_targets[index]) for index in layout.order_of_use()),
+        targets=(_from_target(layout.all_targets[index]) for index in layout.order_of_use),
         image_formats=layout.image_formats,
     )
 
