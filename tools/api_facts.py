@@ -149,6 +149,8 @@ def exact_reasons(folder: Path) -> list[str]:
     found: set[str] = set()
     for _, call in _calls(folder):
         values = [*call.args, *(keyword.value for keyword in call.keywords)]
+        unpacked = [arg.value for arg in call.args if isinstance(arg, ast.Starred)]
+        values += (each for tuple_ in unpacked for each in getattr(tuple_, "elts", ()))
         texts = [value.value for value in values if isinstance(value, ast.Constant)]
         found.update(filter(_REASON.fullmatch, (t for t in texts if isinstance(t, str))))
     return sorted(found)

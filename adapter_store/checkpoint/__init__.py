@@ -13,6 +13,7 @@ config_values      values of an adapter's config, each of its type and within bo
 scan               one pass over the weights: hashes, and no value that is not finite
 digest             loadout-digest-v1, the identity of an adapter's content
 peft_config        an adapter's config as one typed, checked object; PEFT's parsed
+experts            A and B of all experts of a mixture, as trainers stack them
 parameters         A and B of bare parameters, as PEFT saves those of experts
 replacements       base weights that an adapter has of its own
 tensor_keys        the names of PEFT's tensors

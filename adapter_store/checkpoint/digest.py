@@ -16,7 +16,7 @@ another adapter; B_bias [out] and, of DoRA, magnitude [out]; of what takes the p
 weights full, as the base has it, copy, the same where it was only saved along, on which verdicts
 depend, and rows [rows, features]. A target is the module's path in the language model, as its
 trainer called it; that of a bias of the base ends with ".bias". A and B of a parameter of several
-experts are parameter_A and parameter_B.
+experts are parameter_A and parameter_B, those in stacks experts_A and experts_B.
 
 Roles and fields may be added; none ever changes what an adapter without them has.
 

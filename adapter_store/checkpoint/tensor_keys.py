@@ -15,7 +15,10 @@ between: `lora_A.<name>.weight`. One that was adapted twice has the prefix twice
 than text has its language model inside: `language_model.model.layers.0` (older transformers),
 `model.language_model.layers.0` (newer); the target is the path in the language model alone. A
 trainer that saves the model's own names leaves the prefix out: without it the rest is the module's
-path all the same. Tinker calls the head `model.unembed_tokens`.
+path all the same. Tinker calls the head `model.unembed_tokens`, and MLX-LM the experts of a mixture
+`switch_mlp` or `switch_glu`.
+
+A and B of all experts of a mixture in one tensor each: see adapter_store.checkpoint.experts.
 
 What there may be of the base's own weights, see adapter_store.checkpoint.replacements.
 
@@ -59,6 +62,7 @@ _NO_MODULE = re.compile(
 """Paths with components that PEFT puts into a model."""
 _MODULE = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
 _TINKER_HEADS = frozenset({"unembed_tokens", "model.unembed_tokens"})
+_SWITCH = re.compile(r"(?P<before>(?:.+\.)?)switch_(?:mlp|glu)\.(?P<projection>[^.]+)")
 _WRAPPED = re.compile(r"(?:model\.)?language_model\.(?P<inner>.+)")
 
 _BASE_PARTS = (".base_layer.", ".embed_tokens.weight.", ".lm_head.weight.")
@@ -146,6 +150,8 @@ def target_of(module: str) -> str:
     """Returns the canonical target: the module's path in the language model alone, by the name that
     its Hugging Face model gives it."""
     name = recorded_name(module)
+    if "switch_" in name and (match := _SWITCH.fullmatch(name)):
+        return f"{match['before']}experts.{match['projection']}"
     return OUTPUT_LAYER if name in _TINKER_HEADS else name
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
+from adapter_store.checkpoint.experts import check_stacks, may_be_stacked, read_stack
 from adapter_store.checkpoint.files import (
     WEIGHTS_FILE,
     CheckpointLimits,
@@ -157,8 +159,9 @@ def read_contents(
     """Returns what the tensors make up. `parse` reads the names of its format.
 
     Raises InvalidAdapter: TENSOR_UNKNOWN, TENSOR_DUPLICATE, ADAPTERS_MIXED, SHAPE_INVALID,
-    PAIR_INCOMPLETE, TARGET_NOT_SELECTED, RANK_MISMATCH or NO_TARGETS, and as `read_replacements`;
-    the subject is a tensor, a key of the config or the weights file.
+    PAIR_INCOMPLETE, TARGET_NOT_SELECTED, RANK_MISMATCH or NO_TARGETS, and as `read_stack`,
+    `check_stacks` and `read_replacements`; the subject is a tensor, a key of the config or the
+    weights file.
     """
     pairs: dict[str, dict[SegmentKind, tuple[TensorKey, TensorRecord]]] = {}
     others: list[tuple[TensorKey, TensorRecord]] = []
@@ -200,8 +203,11 @@ def _check_activation(
         )
 
 
+_Sides: TypeAlias = Mapping[SegmentKind, tuple[TensorKey, TensorRecord]]
+
+
 def _pair(
-    pairs: Mapping[str, Mapping[SegmentKind, tuple[TensorKey, TensorRecord]]], config: AdapterConfig
+    pairs: Mapping[str, _Sides], config: AdapterConfig
 ) -> tuple[dict[str, TargetWeights], tuple[ExpertWeights, ...]]:
     """Returns what has A and B, sorted by name."""
     parameters: dict[str, Parameter] = {}
@@ -210,27 +216,48 @@ def _pair(
             key.module: record
             for sides in pairs.values()
             for side, (key, record) in sides.items()
-            if side is SegmentKind.A and key.kind is TargetKind.LINEAR
+            if side is SegmentKind.A and key.kind is TargetKind.LINEAR and not _is_stack(sides)
         }
         parameters = find_parameters(modules, config)
     targets: dict[str, TargetWeights] = {}
     experts: list[ExpertWeights] = []
+    stacks: list[ExpertWeights] = []
+    left = MAX_EXPERTS
     for name in sorted(pairs):
         sides = pairs[name]
         parameter = parameters and parameters.get(next(key.module for key, _ in sides.values()))
-        if not parameter:
+        if _is_stack(sides):
+            stacks.append(_experts(name, sides, config, None, left))
+            left -= stacks[-1].num_experts
+        elif not parameter:
             targets[name] = _target(name, sides.values(), config)
-            continue
-        by_side = _both_sides(name, sides.values())
-        a, b = by_side[SegmentKind.A], by_side[SegmentKind.B]
-        if is_linear(parameter, a, config):
+        elif is_linear(parameter, _both_sides(name, sides.values())[SegmentKind.A], config):
             targets[name] = _target(name, sides.values(), config, parameter)
         else:
-            bias, magnitude = map(by_side.get, (SegmentKind.BIAS, SegmentKind.MAGNITUDE))
-            check_vectors(config.extras, TargetKind.EXPERTS, a, b.shape[0], bias, magnitude)
-            left = MAX_EXPERTS - sum(each.num_experts for each in experts)
-            experts.append(read_experts(parameter, a, b, config, left))
-    return targets, tuple(sorted(experts, key=lambda each: each.name))
+            experts.append(_experts(name, sides, config, parameter, left))
+            left -= experts[-1].num_experts
+    check_stacks(stacks, targets)
+    return targets, tuple(sorted((*experts, *stacks), key=lambda each: each.name))
+
+
+def _is_stack(sides: _Sides) -> bool:
+    """Returns whether A or B of all experts is one tensor."""
+    return any(len(record.shape) > 2 for _, record in sides.values())
+
+
+def _experts(
+    name: str, sides: _Sides, config: AdapterConfig, parameter: Parameter | None, max_experts: int
+) -> ExpertWeights:
+    """Returns A and B of all experts: of a parameter, or in stacks."""
+    by_side = _both_sides(name, sides.values())
+    a, b = by_side[SegmentKind.A], by_side[SegmentKind.B]
+    if parameter is None:
+        found = read_stack(sides[SegmentKind.A][0], a, b, config, max_experts)
+    bias, magnitude = map(by_side.get, (SegmentKind.BIAS, SegmentKind.MAGNITUDE))
+    check_vectors(config.extras, TargetKind.EXPERTS, a, b.shape[0], bias, magnitude)
+    if parameter is not None:
+        found = read_experts(parameter, a, b, config, max_experts)
+    return found
 
 
 def _add_side(
@@ -240,7 +267,13 @@ def _add_side(
 ) -> None:
     """Adds a tensor to those of its target."""
     num_dimensions = 2 if key.side in _SIDES else 1
-    if len(record.shape) != num_dimensions:
+    is_stack = (
+        num_dimensions == 2
+        and len(record.shape) == 3
+        and key.kind is TargetKind.LINEAR
+        and may_be_stacked(key.target)
+    )
+    if len(record.shape) != num_dimensions and not is_stack:
         what = "matrix" if num_dimensions == 2 else "vector"
         raise refused(record, "SHAPE_INVALID", f"shape {list(record.shape)} is not a {what}")
     sides = pairs.setdefault(key.target, {})

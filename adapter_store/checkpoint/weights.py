@@ -6,8 +6,8 @@ A module may be a target of a layout, or compute several of them; which, is for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from adapter_store.checkpoint.safetensors import TensorRecord
@@ -91,17 +91,19 @@ class ExpertWeights:
     """A and B of each expert, [rank, in] and [out, rank], by the expert's index; an expert that the
     adapter lacks is absent. Parameters of PEFT leave open which of the two is which: see `turned`;
     if not their sizes, `has_first_in_a` tells, that A is of a parameter's first dimension.
-    `num_experts` is how many the adapter was trained for."""
+    `num_experts` is how many the adapter was trained for. `scales` are of experts whose scale is
+    another."""
 
     name: str
     module: str
-    alpha: float
+    alpha: float | None
     scale: float
     num_experts: int
     pairs: dict[int, tuple[Matrix, Matrix]]
     tensors: tuple[tuple[str, TensorRecord], ...]
     is_parameter: bool = False
     has_first_in_a: bool = True
+    scales: Mapping[int, float] = field(default_factory=dict)
 
     kind = TargetKind.EXPERTS
     kinds = frozenset({SegmentKind.A, SegmentKind.B})

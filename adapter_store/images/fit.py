@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
+from adapter_store.checkpoint.experts import ExpertModule, expert_module, other_name
 from adapter_store.checkpoint.module_patterns import OUTPUT_LAYER, path_tails
 from adapter_store.checkpoint.open import Checkpoint
 from adapter_store.checkpoint.tensors import TargetWeights
@@ -56,7 +57,7 @@ def fit(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
         )
     names = _Names(layout)
     uses: list[Use] = []
-    for changes in checkpoint.changes:
+    for changes in _gathered(checkpoint.changes, names):
         is_copy = isinstance(changes, Replacement) and changes.is_copy
         if layout.image_format == 1 and not is_copy:
             _check_format_1(changes)
@@ -130,7 +131,31 @@ class _Names:
 
     def lookup(self, changes: Changes, base_model: str) -> list[_Named]:
         """Returns the targets that a module is, or computes. Raises IncompatibleAdapter."""
-        index = self._own.get(changes.name)
+        found = self.find(changes.name)
+        if not found:
+            base = base_model or "the base model"
+            raise incompatible(_key(changes), "TARGET_UNKNOWN", f"{base} has no {changes.name}")
+        return found
+
+    def find(self, name: str) -> list[_Named]:
+        """Returns the targets that are called so; of a projection of all experts also those that
+        are called as other trainers do."""
+        return self._find(name) or self._find(other_name(name))
+
+    def expert(self, changes: Changes) -> tuple[Target, ExpertModule] | None:
+        """Returns the target of which a module is one expert's; None if it is no such module, or a
+        target of its own."""
+        if not isinstance(changes, TargetWeights) or changes.kind is not TargetKind.LINEAR:
+            return None
+        module = expert_module(changes.name)
+        if module is None or self._find(changes.name):
+            return None
+        found = self.find(module.stack)
+        target = self._targets[found[0][0]] if found else None
+        return (target, module) if target and target.kind is TargetKind.EXPERTS else None
+
+    def _find(self, name: str) -> list[_Named]:
+        index = self._own.get(name)
         if index is not None:
             return [(index, None)]
         if self._others is None:  # most adapters need none
@@ -138,11 +163,52 @@ class _Names:
             for index, target in enumerate(self._targets):
                 for other in target.other_names:
                     self._others[other.name].append((index, other))
-        found = self._others.get(changes.name)
-        if not found:
-            base = base_model or "the base model"
-            raise incompatible(_key(changes), "TARGET_UNKNOWN", f"{base} has no {changes.name}")
-        return found
+        return self._others.get(name, [])
+
+
+def _gathered(changes: Iterable[Changes], names: _Names) -> Iterator[Changes]:
+    """Yields what the adapter has for each module, of experts that the layout has as one target
+    together.
+
+    Raises IncompatibleAdapter SHAPE_MISMATCH or KIND_MISMATCH.
+    """
+    stacks: dict[str, dict[int, TargetWeights]] = {}
+    targets: dict[str, Target] = {}
+    for each in changes:
+        found = names.expert(each)
+        if found is None:
+            yield each
+            continue
+        assert isinstance(each, TargetWeights)
+        target, (stack, index) = found
+        if index >= target.experts:
+            detail = f"of expert {index}, {target.name} has {target.experts}"
+            raise incompatible(_key(each), "SHAPE_MISMATCH", detail)
+        for record in (each.bias, each.magnitude):
+            if record is not None:
+                detail = f"{target.name} is of all experts, which have A and B alone"
+                raise incompatible(record.key, "KIND_MISMATCH", detail)
+        targets[stack] = target
+        stacks.setdefault(stack, {})[index] = each
+    for stack, experts in stacks.items():
+        yield _stacked(stack, experts, targets[stack].experts)
+
+
+def _stacked(stack: str, experts: Mapping[int, TargetWeights], num_experts: int) -> ExpertWeights:
+    """Returns experts that are saved one by one as those of one module."""
+    records = (record for index in sorted(experts) for record in experts[index].records())
+    return ExpertWeights(
+        *(stack, stack, None, 1.0, num_experts),
+        {
+            index: (
+                Matrix.of(each.a, is_transposed=each.is_transposed),
+                Matrix.of(each.b, is_transposed=each.is_transposed),
+            )
+            for index, each in sorted(experts.items())
+        },
+        tuple(records),
+        scales={index: each.scale for index, each in experts.items()},
+    )
 
 
 def _module_outputs(layout: Layout, found: Iterable[_Named]) -> int:

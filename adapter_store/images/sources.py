@@ -153,7 +153,7 @@ def _experts(use: Use, experts: ExpertWeights, dtype: DataType) -> Iterator[Segm
     held = [pairs.get(index) for index in range(*target.held_experts)]
     a_pieces: list[Piece | None] = []
     b_pieces: list[Piece | None] = []
-    for pair in held:
+    for index, pair in zip(range(*target.held_experts), held, strict=True):
         if pair is None:
             a_pieces.append(None)
             b_pieces.append(None)
@@ -163,7 +163,8 @@ def _experts(use: Use, experts: ExpertWeights, dtype: DataType) -> Iterator[Segm
         ranks = range(*target.ranks(rank))
         a_pieces.append(Piece(a, ranks, range(*target.inputs)) if ranks else None)
         outputs = outputs_of(use, b.shape[0])
-        b_pieces.append(Piece(b, outputs, range(rank), True, experts.scale))
+        scale = experts.scales.get(index, experts.scale)
+        b_pieces.append(Piece(b, outputs, range(rank), True, scale))
     yield _with_index(SegmentKind.A, dtype, target.num_in, a_pieces)
     yield _with_index(SegmentKind.B, dtype, target.num_out, b_pieces)
 

@@ -3,7 +3,8 @@
     <module>.lora_a        [in, rank]
     <module>.lora_b        [rank, out]
 
-delta = scale * A @ B, so both are transposed against PEFT's, and the scale is given as it is.
+delta = scale * A @ B, so both are transposed against PEFT's, and the scale is given as it is. Those
+of experts are not: see adapter_store.checkpoint.experts.
 `<module>` is the module's path in MLX-LM's model, by Hugging Face's names and without a prefix. The
 config is what the training command was called with. What is computed follows from
 
@@ -44,7 +45,7 @@ from adapter_store.checkpoint.module_patterns import (
 from adapter_store.checkpoint.peft_config import AdapterConfig
 from adapter_store.checkpoint.peft_fields import check_unknown
 from adapter_store.checkpoint.tensor_keys import TensorKey, is_module, target_of
-from adapter_store.checkpoint.tensors import TargetWeights
+from adapter_store.checkpoint.weights import Changes
 from adapter_store.core import SegmentKind, TargetKind
 from adapter_store.errors import InvalidAdapter
 
@@ -133,7 +134,7 @@ def parse_mlx_key(key: str) -> TensorKey:
     return TensorKey(target_of(module), module, TargetKind.LINEAR, side, "", is_transposed=True)
 
 
-def check_selected(targets: Iterable[TargetWeights], config: AdapterConfig) -> None:
+def check_selected(targets: Iterable[Changes], config: AdapterConfig) -> None:
     """Checks that MLX-LM would adapt all of the targets: modules that its keys name by their whole
     path, and those within the last `config.last_layers` layers that are named by theirs in a layer.
 
@@ -141,7 +142,7 @@ def check_selected(targets: Iterable[TargetWeights], config: AdapterConfig) -> N
     """
     keys: str | Collection[str] = config.modules.fields["target_modules"]
     named = frozenset(() if isinstance(keys, str) else keys)
-    layers: dict[int, TargetWeights] = {}
+    layers: dict[int, Changes] = {}
     for target in targets:
         match = _LAYER.match(target.module)
         if target.module in named:
@@ -157,8 +158,9 @@ def check_selected(targets: Iterable[TargetWeights], config: AdapterConfig) -> N
         )
 
 
-def _not_selected(target: TargetWeights, detail: str) -> InvalidAdapter:
-    key = target.a.key
+def _not_selected(target: Changes, detail: str) -> InvalidAdapter:
+    _role, record = next(target.records())
+    key = record.key
     return InvalidAdapter(
         f"{key}: {detail}, so it would stay unused", subject=key, reason="TARGET_NOT_SELECTED"
     )

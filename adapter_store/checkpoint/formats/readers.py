@@ -19,10 +19,11 @@ from adapter_store.checkpoint.json import parse_object
 from adapter_store.checkpoint.peft_config import AdapterConfig, parse_config
 from adapter_store.checkpoint.safetensors import TensorRecord
 from adapter_store.checkpoint.tensor_keys import TensorKey, parse_key
-from adapter_store.checkpoint.tensors import Contents, TargetWeights, read_contents
+from adapter_store.checkpoint.tensors import Contents, read_contents
+from adapter_store.checkpoint.weights import Changes
 
 
-def _no_more(targets: Iterable[TargetWeights], config: AdapterConfig) -> None:
+def _no_more(targets: Iterable[Changes], config: AdapterConfig) -> None:
     """Checks nothing besides what every format needs."""
 
 
@@ -33,7 +34,7 @@ class Reader:
 
     parse_config: Callable[[Mapping[str, Any], CheckpointLimits], AdapterConfig]
     parse_key: Callable[[str], TensorKey]
-    check: Callable[[Iterable[TargetWeights], AdapterConfig], None] = _no_more
+    check: Callable[[Iterable[Changes], AdapterConfig], None] = _no_more
 
     def read_config(self, folder: Path, limits: CheckpointLimits) -> AdapterConfig:
         """Reads `adapter_config.json`. Raises InvalidAdapter with the file or a key as its
@@ -44,7 +45,7 @@ class Reader:
     def read_contents(self, records: Iterable[TensorRecord], config: AdapterConfig) -> Contents:
         """Returns what the tensors make up. Raises as the function of this name."""
         contents = read_contents(records, config, self.parse_key)
-        self.check(contents.targets.values(), config)
+        self.check(contents.changes, config)
         return contents
 
 
@@ -107,18 +108,24 @@ TRAINERS = (
         "`torchtune/training/checkpointing/_checkpointer.py` of torchtune 0.6.1",
     ),
     Trainer(
-        *("Tinker", Format.PEFT, _PEFT[0], f"{_PEFT[1]}; `model.unembed_tokens` is `lm_head`"),
+        *("Tinker", Format.PEFT, _PEFT[0]),
+        f"{_PEFT[1]}; `model.unembed_tokens` is `lm_head`; of all experts "
+        "`<module>.experts.w1.lora_A.weight` [experts or 1, rank, in], and so w2 and w3",
         *(_ALPHA, ""),
         "`tinker_cookbook/weights` of github.com/thinking-machines-lab/tinker-cookbook",
     ),
     Trainer(
-        *("Megatron-Bridge", Format.PEFT, *_PEFT, _ALPHA, ""),
+        *("Megatron-Bridge", Format.PEFT, _PEFT[0]),
+        f"{_PEFT[1]}; of experts one by one, of parameters, or, where A or B is of all, "
+        "`<module>.experts.gate_up_proj.lora_A.weight` [experts or 1, rank, in]",
+        *(_ALPHA, ""),
         "`save_hf_adapter` and `models/conversion/peft_bridge.py` of "
         "github.com/NVIDIA-NeMo/Megatron-Bridge",
     ),
     Trainer(
         *("MLX-LM", Format.MLX, "`adapters.safetensors`"),
-        "`<module>.lora_a` [in, rank], `<module>.lora_b` [rank, out]",
+        "`<module>.lora_a` [in, rank], `<module>.lora_b` [rank, out]; of all experts "
+        "`<module>.switch_mlp.gate_proj.lora_a` [experts, rank, in], `lora_b` [experts, out, rank]",
         *("`lora_parameters.scale` as it is", "`0000100_adapters.safetensors` of earlier steps"),
         "`mlx_lm/tuner/utils.py` of MLX-LM 0.32",
     ),

@@ -405,7 +405,8 @@ HOSTILE_TENSORS = {  # (name of one more tensor, its shape, reason)
     "a path": ("../../etc/passwd.lora_a", (16, 2), "TENSOR_UNKNOWN"),
     "no module": (".lora_a", (16, 2), "TENSOR_UNKNOWN"),
     "the embedding's": ("model.embed_tokens.lora_a", (VOCAB, 2), "TENSOR_UNKNOWN"),
-    "experts'": ("model.layers.0.mlp.switch_mlp.up_proj.lora_a", (4, 2, 16), "SHAPE_INVALID"),
+    "experts' A alone": ("model.layers.0.switch_mlp.up_proj.lora_a", (4, 2, 16), "PAIR_INCOMPLETE"),
+    "of no experts": ("model.layers.0.mlp.up_proj.lora_a", (4, 2, 16), "SHAPE_INVALID"),
     "by another name": (f"model.language_{Q0}.lora_a", (16, 2), "TENSOR_DUPLICATE"),
     "a half": ("model.layers.1.self_attn.k_proj.lora_a", (16, 2), "PAIR_INCOMPLETE"),
 }  # fmt: skip
