@@ -13,7 +13,6 @@ import math
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +43,11 @@ from adapter_store.images.announcement import (
 )
 from adapter_store.registration.tenant_policy import parse_policy
 from adapter_store.sources import Sources, hub, local, s3
+from fuzz.format_2 import SEPARATOR, fuzz_contents, fuzz_layout, fuzz_pull
+from fuzz.refusals import refused
 from inference_svc.api.grpc import convert as inference_convert
 from inference_svc.api.grpc.bounds import request_bounds
-from servicekit.errors import FailedPrecondition, InvalidArgument, ServiceError
+from servicekit.errors import FailedPrecondition, InvalidArgument
 from servicekit.refs import DEFAULT_TENANT, AdapterName, parse_name, parse_ref, parse_sha256
 from servicekit.rpc.requests import RequestTable
 
@@ -58,23 +59,7 @@ LIMITS = CheckpointLimits(
     max_rank=512,
     max_match_seconds=0.2,
 )
-SEPARATOR = b"\xff\xff\xff\xff"
 MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.11.mlp.experts.1.up_proj", "lm_head")
-
-
-@contextmanager
-def _refused(*kinds: type[ServiceError]) -> Iterator[None]:
-    """Lets refusals of these kinds pass, if they can be answered."""
-    try:
-        yield
-    except kinds as error:
-        _check_answer(error)
-
-
-def _check_answer(error: ServiceError) -> None:
-    assert error.subject or isinstance(error, FailedPrecondition), "names no culprit"
-    for text in (error.message, error.subject, error.reason):
-        assert len(text.encode()) < 16_384
 
 
 def fuzz_header(data: bytes) -> None:
@@ -86,7 +71,7 @@ def fuzz_header(data: bytes) -> None:
         assert length <= max(LIMITS.max_header_bytes, LENGTH_BYTES), "reads more than the cap"
         return data[offset : offset + length]
 
-    with _refused(InvalidAdapter):
+    with refused(InvalidAdapter):
         entries = read_header(
             read_at,
             len(data),
@@ -109,7 +94,7 @@ def fuzz_header_text(data: bytes) -> None:
 
 def fuzz_config(data: bytes) -> None:
     """adapter_config.json, and what its patterns do to the names of modules."""
-    with _refused(InvalidAdapter):
+    with refused(InvalidAdapter):
         config = parse_config(parse_object(data, CONFIG_FILE), LIMITS)
         for module in MODULES:
             assert 1 <= config.settings_for(module).rank <= LIMITS.max_rank
@@ -122,7 +107,7 @@ def fuzz_config(data: bytes) -> None:
 
 def fuzz_mlx_config(data: bytes) -> None:
     """MLX-LM's adapter_config.json."""
-    with _refused(InvalidAdapter):
+    with refused(InvalidAdapter):
         config = parse_mlx_config(parse_object(data, CONFIG_FILE), LIMITS)
         for module in MODULES:
             rank, alpha, scale = config.settings_for(module)
@@ -136,7 +121,7 @@ def fuzz_mlx_config(data: bytes) -> None:
 
 def fuzz_index(data: bytes) -> None:
     """The index of a sharded adapter: names of shards lead nowhere else."""
-    with _refused(InvalidAdapter):
+    with refused(InvalidAdapter):
         for file in parse_index(data, LIMITS).values():
             assert Path(file).name == file
 
@@ -157,7 +142,7 @@ def _fuzz_checkpoint(data: bytes, weights_file: str) -> None:
     try:
         (folder / CONFIG_FILE).write_bytes(config)
         (folder / weights_file).write_bytes(weights)
-        with _refused(InvalidAdapter, LimitExceeded):
+        with refused(InvalidAdapter, LimitExceeded):
             checkpoint = open_checkpoint(folder, LIMITS)
             assert checkpoint.digest == open_checkpoint(folder, LIMITS).digest
             assert checkpoint.rank <= LIMITS.max_rank
@@ -179,16 +164,16 @@ def fuzz_names(data: bytes) -> None:
         _read_uri,
     ]
     for read in readers:
-        with _refused(InvalidArgument):
+        with refused(InvalidArgument):
             for part in _texts(read(text)):
                 assert "\0" not in part, "no database takes NUL"
                 part.encode()
     for parse in (parse_key, parse_mlx_key):
-        with _refused(InvalidAdapter):
+        with refused(InvalidAdapter):
             key = parse(text or "x")
             assert ".." not in key.target
             assert "/" not in key.target
-    with _refused(InvalidAdapter):
+    with refused(InvalidAdapter):
         check_file_names([CONFIG_FILE, *text.split("\n")])
 
 
@@ -213,7 +198,7 @@ def _read_uri(text: str) -> object:
 
 def fuzz_policy(data: bytes) -> None:
     """The policy file: it is the operator's own, and still it must say what is wrong."""
-    with _refused(FailedPrecondition):
+    with refused(FailedPrecondition):
         parse_policy(data.decode("utf-8", "replace"))
 
 
@@ -234,7 +219,7 @@ def _fuzz_request(
     method = name.decode("ascii", "replace")
     if method not in table:
         return
-    with _refused(InvalidArgument):
+    with refused(InvalidArgument):
         request = table[method].parse(raw)
         for path, limit in table[method].max_items.items():
             assert len(_entries(request, path)) <= limit, "more entries than allowed"
@@ -306,19 +291,25 @@ TARGETS: Mapping[str, Callable[[bytes], None]] = {
     "policy": fuzz_policy,
     "store_request": fuzz_store_request,
     "inference_request": fuzz_inference_request,
+    "pull": fuzz_pull,
+    "contents": fuzz_contents,
+    "layout": fuzz_layout,
 }
 
 # Of a whole campaign, in percent: by how much a target reads, and by what an execution costs.
 SHARES: Mapping[str, int] = {
-    "header": 10,
-    "header_text": 24,
-    "config": 20,
-    "mlx_config": 7,
-    "index": 9,
+    "header": 6,
+    "header_text": 16,
+    "config": 14,
+    "mlx_config": 5,
+    "index": 5,
     "checkpoint": 2,
     "mlx_checkpoint": 1,
-    "names": 10,
+    "names": 8,
     "policy": 2,
-    "store_request": 10,
-    "inference_request": 5,
+    "store_request": 8,
+    "inference_request": 4,
+    "pull": 11,
+    "contents": 12,
+    "layout": 6,
 }

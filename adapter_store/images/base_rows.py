@@ -46,6 +46,8 @@ def kept_rows(checkpoint: Checkpoint, replacement: Replacement, target: Target) 
         rows = enumerate(replacement.row_ids)
         return Kept(tuple(sorted(rows, key=lambda row: row[1])))
     num_rows, num_saved = target.num_rows, (1, *replacement.record.shape)[-2]
+    if not num_rows:  # of the adapter's own size
+        return Kept(is_whole=True)
     changed: list[int] = list(range(num_rows))
     if target.base_hashes:
         changed = [

@@ -271,6 +271,7 @@ def _check_replacement(use: Use, replacement: Replacement) -> None:
         if target.kind is TargetKind.VECTOR:
             _check_size(use, record.key, record.shape, "out", columns, expected)
             return
+        expected = expected or rows  # its own: of any size
         # Rows behind the base's are of added tokens.
         is_more = rows > expected and _is_vocabulary(target, "in" if is_embedding else "out")
         if not is_more:

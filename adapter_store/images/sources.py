@@ -209,6 +209,8 @@ def _replacement(
         return
     is_embedding = target.kind is TargetKind.EMBEDDING
     held = range(*(target.inputs if is_embedding else target.outputs))
+    if not target.num_rows:
+        held = range(matrix.shape[0])
     columns = range(*(target.outputs if is_embedding else target.inputs))
     if kept.is_whole:
         yield _of_piece(SegmentKind.FULL, 0, dtype, Piece(matrix, held, columns))

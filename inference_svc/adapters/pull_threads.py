@@ -53,8 +53,8 @@ MAX_CORRUPT = 2
 """Attempts whose bytes fail their hash before the pull fails."""
 
 
-class _Cancelled(Exception):
-    pass
+class Cancelled(Exception):
+    """Ends an attempt: the job was cancelled while it waited for memory."""
 
 
 class Puller:
@@ -129,11 +129,11 @@ class Puller:
             verified = job.progress.offset
             try:
                 with job.traced_attempt():
-                    self._stream(job)
+                    self.pull_once(job)
                 return PullDone(job)
             except Parked:
                 return None
-            except _Cancelled:
+            except Cancelled:
                 break
             except StoreUnavailable as error:
                 job.on_failure(error)
@@ -156,8 +156,8 @@ class Puller:
                 return PullFailed(job, ServiceError(f"pull failed: {error!r}"))
         return PullFailed(job, None)
 
-    def _stream(self, job: PullJob) -> None:
-        """Pulls until the trailer; raises what ended it before."""
+    def pull_once(self, job: PullJob) -> None:
+        """Pulls until the trailer, in the calling thread; raises what ended it before."""
         progress = job.progress
         if progress.header is not None and progress.sink is None:
             progress.sink = self._wait_for_room(job)  # granted while it was parked
@@ -209,7 +209,7 @@ class Puller:
     def _wait_for_room(self, job: PullJob) -> ImageSink:
         sink = job.wait_for_grant(PARK_AFTER_S)
         if sink is None:
-            raise _Cancelled
+            raise Cancelled
         return sink
 
 
@@ -234,6 +234,9 @@ def _write(progress: Progress, chunk: ImageChunk, position: int) -> int:
 def _end_part(progress: Progress, end: LayerEnd, position: int, sha256: bytes) -> None:
     if end.end_offset != position or end.sha256 != sha256:
         raise CorruptImage(f"part {end.part} of the image fails its sha256")
+    assert progress.header is not None
+    if position == progress.offset or len(progress.part_hashes) >= len(progress.header.segments):
+        raise CorruptImage(f"part {end.part} of the image has no segment")
     progress.part_hashes.append(sha256)
     progress.offset = position
 

@@ -18,8 +18,12 @@ CONNECT_SECONDS = 2.0
 
 PULL_METHOD = f"/{pb.DESCRIPTOR.services_by_name['AdapterStoreService'].full_name}/PullAdapter"
 
+MAX_MESSAGE_BYTES = 64 << 20
+"""What a store that is broken may make this service hold: chunks of images have half a MiB, the
+header of the largest model that we know of 6 MB."""
+
 CHANNEL_OPTIONS: tuple[tuple[str, str | int], ...] = (
-    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # With the default frames of 16 KiB a pull takes a tenth longer.
     ("grpc.http2.max_frame_size", 1 << 20),
     # A store that comes back is found within a second.

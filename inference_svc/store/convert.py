@@ -27,6 +27,7 @@ from inference_svc.errors import (
 from inference_svc.store.types import AdapterRecord, Announcement, LayoutVerdict, NameEvent
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import InvalidArgument, PermissionDenied, ServiceError, Unauthenticated
+from servicekit.rpc.wire import Counter, Malformed, TooMany
 
 ERRORS: dict[grpc.StatusCode, type[ServiceError]] = {
     grpc.StatusCode.NOT_FOUND: AdapterNotFound,
@@ -210,6 +211,18 @@ def _from_target(target: LayoutTarget) -> pb.Target:
     )
 
 
+SMALL_BYTES = 256 << 10
+"""Headers of dense models have at most 100 KB. The entries of larger ones are counted before they
+are parsed, which takes hundreds of bytes of memory for two of the message."""
+MAX_SEGMENTS = 1 << 18
+MAX_DIMENSIONS = 4 * MAX_SEGMENTS
+"""Of the shapes of all segments together."""
+_counter = Counter(
+    pb.PullAdapterResponse,
+    {"header.segments": MAX_SEGMENTS, "header.segments.shape": MAX_DIMENSIONS},
+)
+
+
 def to_pull_message(data: bytes) -> PullMessage:
     """Parses a serialized PullAdapterResponse. The bytes of a chunk stay where they were received:
     the parser would copy them twice, which costs a pull a fifth of its time.
@@ -220,8 +233,12 @@ def to_pull_message(data: bytes) -> PullMessage:
     if chunk is not None:
         return chunk
     try:
+        if len(data) > SMALL_BYTES:
+            _counter.check(data)
         response = pb.PullAdapterResponse.FromString(data)
-    except DecodeError:
+    except TooMany as error:
+        raise CorruptImage(f"the store sent an image of {error}") from None
+    except (Malformed, DecodeError):
         raise CorruptImage("the store sent a malformed pull message") from None
     part = response.WhichOneof("part")
     if part == "chunk":

@@ -408,6 +408,12 @@ def test_a_target_of_the_adapters_own_size(tmp_path):
     values = values_of(compile_image(saved.checkpoint(saved.lora("score")), layout), layout)
     assert values["score", SegmentKind.B].shape == (2, 7)
 
+    saved = Saved(tmp_path / "whole", {"score": torch.randn(7, HIDDEN)})
+    whole = Replacement("score", "score", TargetKind.LINEAR, saved.records["score"])
+    values = values_of(compile_image(saved.checkpoint(whole), layout), layout)
+    assert values["score", SegmentKind.FULL].equal(saved.tensors["score"])
+    assert values.keys() == {("score", SegmentKind.FULL)}
+
 
 REFUSED = {
     "TARGET_TWICE": lambda saved: (saved.lora(Q), saved.lora(QKV)),

@@ -193,6 +193,32 @@ def moved(messages: list) -> list:
     return [replace(m, offset=m.offset + 256) if isinstance(m, ImageChunk) else m for m in messages]
 
 
+def with_empty_parts(messages: list) -> list:
+    """A part of no bytes after the first, with a trailer that agrees: without end, they would take
+    memory without end."""
+    index = next(i for i, m in enumerate(messages) if isinstance(m, LayerEnd))
+    first, sha256 = messages[index], hashlib.sha256(b"").digest()
+    more = LayerEnd(first.part + 1, first.end_offset, sha256)
+    return _with_trailer([*messages[: index + 1], more, *messages[index + 1 : -1]])
+
+
+def with_more_parts_than_segments(messages: list) -> list:
+    """Parts of a byte each."""
+    header = messages[0]
+    data = b"".join(bytes(m.data) for m in messages if isinstance(m, ImageChunk))
+    parts: list[PullMessage] = [header]
+    for index in range(len(data)):
+        byte = data[index : index + 1]
+        parts.append(ImageChunk(index, byte))
+        parts.append(LayerEnd(index, index + 1, hashlib.sha256(byte).digest()))
+    return _with_trailer(parts)
+
+
+def _with_trailer(messages: list) -> list:
+    hashes = b"".join(m.sha256 for m in messages if isinstance(m, LayerEnd))
+    return [*messages, ImageTrailer(hashlib.sha256(hashes).digest())]
+
+
 BROKEN: dict[str, Callable[[list], list]] = {
     "only-a-trailer": only_a_trailer,
     "half-the-bytes": second_half,
@@ -200,6 +226,8 @@ BROKEN: dict[str, Callable[[list], list]] = {
     "a-chunk-missing": without(ImageChunk, 1),
     "bytes-beyond-the-end": beyond_the_end,
     "bytes-elsewhere": moved,
+    "empty-parts": with_empty_parts,
+    "more-parts-than-segments": with_more_parts_than_segments,
     "wrong-trailer": lambda messages: [*messages[:-1], ImageTrailer(b"0" * 32)],
     "another-digest": lambda messages: [replace(messages[0], digest="bbbb"), *messages[1:]],
     "another-layout": lambda messages: [replace(messages[0], layout_id="?"), *messages[1:]],

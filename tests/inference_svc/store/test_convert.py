@@ -6,9 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.adapters.image_source import ImageChunk, ImageTrailer, LayerEnd
+from inference_svc.adapters.image_source import ImageChunk, ImageHeader, ImageTrailer, LayerEnd
 from inference_svc.errors import CorruptImage
-from inference_svc.store.convert import from_announcement, to_event, to_pull_message, to_record
+from inference_svc.store.convert import (
+    MAX_SEGMENTS,
+    from_announcement,
+    to_event,
+    to_pull_message,
+    to_record,
+)
 from inference_svc.store.types import Announcement, NameEvent
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
@@ -78,6 +84,24 @@ def test_change_event_has_the_digest() -> None:
     assert to_event(event) == NameEvent(7, "default/a"), "it points to nothing"
     event.kind = pb.EVENT_KIND_PINNED
     assert to_event(event) == NameEvent(7), "it points to what it did before"
+
+
+def test_large_headers_are_counted_before_they_are_parsed() -> None:
+    """Two bytes of an empty segment would take hundreds in memory."""
+    for count, found in ((MAX_SEGMENTS, MAX_SEGMENTS), (MAX_SEGMENTS + 1, None)):
+        body = b"\x32\x00" * count
+        size = len(body)
+        length = bytes([size & 0x7F | 0x80, size >> 7 & 0x7F | 0x80, size >> 14])
+        data = b"\x0a" + length + body
+        if found is None:
+            with pytest.raises(CorruptImage, match=r"header\.segments: more than"):
+                to_pull_message(data)
+            continue
+        message = to_pull_message(data)
+        assert isinstance(message, ImageHeader)
+        assert len(message.segments) == found
+    with pytest.raises(CorruptImage, match="malformed"):
+        to_pull_message(data[:-1])
 
 
 def test_empty_message_is_refused() -> None:

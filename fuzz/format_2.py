@@ -1,0 +1,319 @@
+"""Targets of format 2: what a pull sends, what an adapter changes of a layout, and layouts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from adapter_store.api import convert as store_convert
+from adapter_store.api.bounds import REQUESTS
+from adapter_store.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, CheckpointLimits
+from adapter_store.checkpoint.formats.readers import READERS
+from adapter_store.checkpoint.formats.select import Format
+from adapter_store.checkpoint.json import parse_object
+from adapter_store.checkpoint.open import Checkpoint
+from adapter_store.checkpoint.safetensors import LENGTH_BYTES, read_header
+from adapter_store.core import DataType, Layout, OtherName, SegmentKind, Target, TargetKind
+from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
+from adapter_store.images.layout import from_text, layout_id, to_text
+from adapter_store.images.layout_checks import validate
+from adapter_store.images.plan import IMAGE_FORMATS, ImagePlan, plan_image
+from fuzz.refusals import refused
+from inference_svc.adapters import layout as served
+from inference_svc.adapters.extents import Extent
+from inference_svc.adapters.image_source import ImageChunk, ImageHeader, LayerEnd, PullMessage
+from inference_svc.adapters.pull import ImageSink, PullEvent, PullJob, PullOpened
+from inference_svc.adapters.pull_threads import Cancelled, Puller
+from inference_svc.errors import AdapterUnusable, CorruptImage, StoreUnavailable
+from inference_svc.store.convert import to_pull_message
+from servicekit.errors import InvalidArgument
+
+SEPARATOR = b"\xff\xff\xff\xff"
+LIMITS = CheckpointLimits(
+    max_config_bytes=1 << 16,
+    max_header_bytes=1 << 16,
+    max_tensors=256,
+    max_source_bytes=1 << 40,
+    max_rank=512,
+    max_match_seconds=0.2,
+)
+DIGEST, LAYOUT_ID = f"sha256:{'1' * 64}", f"sha256:{'0' * 64}"
+MAX_IMAGE_BYTES = 1 << 16
+
+# --- what a store sends -------------------------------------------------------------------------
+
+
+def _served_layout() -> served.ModelLayout:
+    shapes = {"self_attn.q_proj": (4, 8), "self_attn.k_proj": (4, 4)}
+    targets = [
+        served.LayoutTarget("model.embed_tokens", None, "embed", "embedding", 8, 4),
+        *(
+            served.LayoutTarget(f"model.layers.0.{name}", 0, "qk", "linear", *shape)
+            for name, shape in shapes.items()
+        ),
+        served.LayoutTarget("lm_head", None, "head", "linear", 4, 8),
+    ]
+    return served.ModelLayout("org/base", "0" * 64, torch.float32, (1, 2), tuple(targets))
+
+
+SERVED = _served_layout()
+
+
+class _Stream:
+    """A pull whose messages are these."""
+
+    source = "fuzz"
+
+    def __init__(self, messages: Iterable[bytes]) -> None:
+        self._messages = messages
+        self.taken: list[PullMessage] = []
+
+    def pull(self, *_asked: object) -> _Stream:
+        return self
+
+    def __iter__(self) -> Iterator[PullMessage]:
+        for data in self._messages:
+            message = to_pull_message(data)
+            self.taken.append(message)
+            yield message
+
+    def cancel(self) -> None:
+        pass
+
+
+def fuzz_pull(data: bytes) -> None:
+    """All that a store sends of an image, message by message: each refused, or what is used has the
+    hashes that came with it."""
+    stream = _Stream(data.split(SEPARATOR))
+    memory = bytearray(MAX_IMAGE_BYTES)
+    events: list[PullEvent] = []
+
+    def grant(event: PullEvent) -> None:
+        events.append(event)
+        assert isinstance(event, PullOpened)
+        size = event.header.total_bytes
+        if size > MAX_IMAGE_BYTES:  # refused by the memory that there is
+            job.cancel()
+        else:
+            extents = [Extent(0, 0, size)] if size else []
+            job.grant(ImageSink(memoryview(memory), extents))
+
+    puller = Puller(stream, 0, grant, SERVED.check_header)
+    job = PullJob(DIGEST, LAYOUT_ID)
+    try:
+        with refused(CorruptImage, StoreUnavailable, AdapterUnusable):
+            puller.pull_once(job)
+            _check_pulled(stream.taken, bytes(memory))
+    except Cancelled:
+        pass
+    finally:
+        puller.close()
+    header = job.progress.header
+    if header is not None:
+        _check_header(header)
+        assert len(job.progress.part_hashes) <= len(header.segments)
+
+
+def _check_header(header: ImageHeader) -> None:
+    for segment in header.segments:
+        assert segment.offset % 256 == 0
+        assert segment.offset + segment.length_bytes <= header.total_bytes
+        assert SERVED.targets[segment.target]
+    assert SERVED.refusal(header) is None
+
+
+def _check_pulled(messages: list[PullMessage], memory: bytes) -> None:
+    header = messages[0]
+    assert isinstance(header, ImageHeader)
+    image = b"".join(bytes(each.data) for each in messages if isinstance(each, ImageChunk))
+    assert len(image) == header.total_bytes
+    assert memory[: len(image)] == image
+    start = 0
+    for end in (each for each in messages if isinstance(each, LayerEnd)):
+        assert hashlib.sha256(image[start : end.end_offset]).digest() == end.sha256
+        start = end.end_offset
+    assert start == len(image)
+
+
+# --- what an adapter changes of a layout --------------------------------------------------------
+
+HIDDEN, INNER, VOCAB, EXPERTS = 8, 4, 300, 4
+_LAYER = "model.layers.0"
+
+
+def _layout() -> Layout:
+    """Every kind of target, and modules that compute several."""
+    attention = {"q": 8, "k": 4, "v": 4}
+    targets = [Target("model.embed_tokens", None, "embed", TargetKind.EMBEDDING, VOCAB, HIDDEN)]
+    start = 0
+    for name, size in attention.items():
+        other = OtherName(f"{_LAYER}.self_attn.qkv_proj", outputs=(start, start + size))
+        path = f"{_LAYER}.self_attn.{name}_proj"
+        shape = (TargetKind.LINEAR, HIDDEN, size)
+        targets.append(Target(path, 0, "qkv", *shape, other_names=(other,)))
+        start += size
+    targets.append(Target(f"{_LAYER}.input_layernorm", 0, "norm", TargetKind.VECTOR, 0, HIDDEN))
+    sizes = {"gate": (HIDDEN, INNER), "up": (HIDDEN, INNER), "down": (INNER, HIDDEN)}
+    for part, (name, size_in_out) in enumerate(sizes.items()):
+        fused = OtherName(f"{_LAYER}.mlp.experts.gate_up_proj", block_sizes=(1, 1), block_part=part)
+        targets.append(
+            Target(
+                f"{_LAYER}.mlp.experts.{name}_proj",
+                *(0, "down" if name == "down" else "gate_up", TargetKind.EXPERTS),
+                *(*size_in_out, EXPERTS),
+                other_names=() if name == "down" else (fused,),
+            )
+        )
+    targets.append(Target("score", None, "score", TargetKind.LINEAR, HIDDEN, 0))
+    targets.append(Target("lm_head", None, "head", TargetKind.LINEAR, HIDDEN, VOCAB))
+    made = Layout("org/base", "0" * 64, DataType.BFLOAT16, 2, tuple(targets))
+    validate(made)
+    return made
+
+
+LAYOUT = _layout()
+OLD_LAYOUT = Layout("org/base", "0" * 64, DataType.FLOAT32, 1, tuple(
+    Target(each.name, each.layer, each.group, each.kind, each.in_features, each.out_features)
+    for each in LAYOUT.targets
+    if each.kind in (TargetKind.LINEAR, TargetKind.EMBEDDING) and each.out_features
+))  # fmt: skip
+
+
+def fuzz_contents(data: bytes) -> None:
+    """What a config and a header say that an adapter has, and what an image of it would be; of the
+    tensors there is no byte. MLX-LM's if the config is."""
+    config_text, _, header = data.partition(SEPARATOR)
+    with refused(InvalidAdapter):
+        checkpoint = read_checkpoint(config_text, header)
+        assert checkpoint.rank <= LIMITS.max_rank
+        for layout in (LAYOUT, OLD_LAYOUT):
+            _plan(checkpoint, layout)
+
+
+def read_checkpoint(config_text: bytes, header: bytes) -> Checkpoint:
+    """Returns an adapter that has this config and tensors with this header. Raises
+    InvalidAdapter."""
+    form = Format.MLX if b"lora_parameters" in config_text else Format.PEFT
+    reader = READERS[form]
+    config = reader.parse_config(parse_object(config_text, CONFIG_FILE), LIMITS)
+    file = len(header).to_bytes(LENGTH_BYTES, "little") + header
+    size = len(file) + _end_of(header)
+    if size > LIMITS.max_source_bytes:
+        raise InvalidAdapter("too large", subject=WEIGHTS_FILE)
+
+    def read_at(offset: int, length: int) -> bytes:
+        assert offset + length <= len(file), "reads tensors"
+        return file[offset : offset + length]
+
+    records = read_header(
+        *(read_at, size, WEIGHTS_FILE),
+        max_header_bytes=LIMITS.max_header_bytes,
+        max_tensors=LIMITS.max_tensors,
+    )
+    contents = reader.read_contents(records, config)
+    checkpoint = Checkpoint(
+        *(Path(), config, contents.targets, "", size, True),
+        experts=contents.experts,
+        replacements=contents.replacements,
+    )
+    hashes = {record.key: bytes(32) for record in records}
+    assert len(checkpoint.records) == len(records), "a tensor is dropped in silence"
+    assert checkpoint.compute_digest(hashes) == checkpoint.compute_digest(hashes)
+    return checkpoint
+
+
+def _end_of(header: bytes) -> int:
+    """Returns where the last tensor ends, so that files of any size can be right."""
+    try:
+        ends = [each["data_offsets"][1] for each in json.loads(header).values()]
+        return max(0, *ends) if all(type(end) is int for end in ends) else 0
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return 0
+
+
+def _plan(checkpoint: Checkpoint, layout: Layout) -> None:
+    with refused(IncompatibleAdapter):
+        check_plan(plan_image(checkpoint, layout), layout)
+
+
+def check_plan(plan: ImagePlan, layout: Layout) -> None:
+    """Checks that the segments lie one behind another, or where an equal one does, in the order of
+    the targets, and that the parts are all of the image."""
+    end = 0
+    seen: dict[int, tuple[int, SegmentKind]] = {}
+    columns = [segment.target for segment in plan.segments]
+    assert columns == sorted(columns)
+    for segment in plan.segments:
+        assert segment.offset % 256 == 0
+        assert layout.targets[segment.target]
+        assert 0 <= segment.rank <= LIMITS.max_rank
+        of = segment.length_bytes, segment.kind
+        if segment.offset == end and segment.length_bytes:
+            seen[segment.offset] = of
+            end = -(-(end + segment.length_bytes) // 256) * 256
+        else:
+            assert seen[segment.offset] == of
+    assert end == plan.total_bytes
+    position = 0
+    for start, stop in plan.parts:
+        assert position == start < stop
+        position = stop
+    assert position == plan.total_bytes
+
+
+# --- layouts ------------------------------------------------------------------------------------
+
+
+def _fixed_adapters() -> list[Checkpoint]:
+    """Returns adapters that a layout may have targets of: linear, fused, embedding, experts in
+    stacks and one by one."""
+    shapes = {
+        f"{_LAYER}.self_attn.q_proj": ([2, 8], [8, 2]),
+        f"{_LAYER}.self_attn.qkv_proj": ([2, 8], [16, 2]),
+        f"{_LAYER}.mlp.experts.down_proj": ([4, 2, 4], [4, 8, 2]),
+        f"{_LAYER}.mlp.experts.1.up_proj": ([2, 8], [4, 2]),
+    }
+    config = json.dumps({"peft_type": "LORA", "r": 2, "target_modules": r".*_proj"}).encode()
+    return [
+        read_checkpoint(config, header_of({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}))
+        for name, (a, b) in shapes.items()
+    ]
+
+
+def header_of(shapes: dict[str, list[int]]) -> bytes:
+    """Returns the header of tensors of these shapes."""
+    fields, position = {}, 0
+    for name, shape in shapes.items():
+        size = 4
+        for each in shape:
+            size *= each
+        fields[name] = {
+            "dtype": "F32", "shape": shape, "data_offsets": [position, position + size],
+        }  # fmt: skip
+        position += size
+    return json.dumps(fields).encode()
+
+
+ADAPTERS = _fixed_adapters()
+
+
+def fuzz_layout(data: bytes) -> None:
+    """A server's layout as it arrives: refused by the field's name, or it has one form and one id,
+    and adapters fit or are refused by name."""
+    with refused(InvalidArgument):
+        request = REQUESTS["RegisterLayout"].parse(data)
+        layout = store_convert.from_layout(request.layout)
+        formats = sorted({*IMAGE_FORMATS} & {*request.layout.image_formats})
+        layout = replace(layout, image_format=formats[-1] if formats else 1)
+        validate(layout)
+        text = to_text(layout)
+        again = from_text(text)
+        assert again.targets == layout.targets
+        assert layout_id(again) == layout_id(layout)
+        for checkpoint in ADAPTERS:
+            _plan(checkpoint, layout)
