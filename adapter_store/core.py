@@ -252,8 +252,6 @@ class Demands(Protocol):
     @property
     def rank(self) -> int: ...
     @property
-    def added_tokens(self) -> int: ...
-    @property
     def invocation_tokens(self) -> tuple[int, ...]: ...
 
 
@@ -303,9 +301,9 @@ class ServerLimits:
             of = _listed(sorted(set(found)))
             remedy = f"; {REMEDY}" if what in REPLACES else ""
             yield f"it has {what}, which this server does not apply" + (of and f": {of}{remedy}")
-        if adapter.added_tokens > self.max_added_tokens:
+        if changes.added_tokens > self.max_added_tokens:
             yield (
-                f"tokens that it adds to the vocabulary: {adapter.added_tokens}, above this "
+                f"tokens that it adds to the vocabulary: {changes.added_tokens}, above this "
                 f"server's limit {self.max_added_tokens}"
             )
         if adapter.invocation_tokens and not self.applies_invocation_tokens:
@@ -370,12 +368,14 @@ class Quota:
 
 class ImageContent(NamedTuple):
     """What an image changes: last components of its targets' names in the layout, what it has
-    beside A and B, and of which targets."""
+    beside A and B, and of which targets. `added_tokens` are the adapter's, whichever rank holds
+    their rows."""
 
     modules: tuple[str, ...]
     segment_kinds: tuple[SegmentKind, ...]
     names: tuple[tuple[str, ...], ...] = ()
     """What has each of `segment_kinds`: names of targets, without layers."""
+    added_tokens: int = 0
 
     def by_kind(self) -> Iterator[tuple[SegmentKind, tuple[str, ...]]]:
         """Yields the kinds with the names of their targets, as far as these are known."""
@@ -466,9 +466,8 @@ class AdapterRecord:
 
     `signed_by` is the key that verified `signature` when the version was recorded, "" for none.
     After `delete_time` the version is no longer resolved, and only kept for the grace.
-    `segment_kinds` are what it changes beside A and B, `added_tokens` how many it adds to the
-    vocabulary; of aLoRA, it is active from the first of its `invocation_tokens` on,
-    where all of them follow one another in the prompt for the last time.
+    `segment_kinds` are what it changes beside A and B; of aLoRA, it is active from the first of its
+    `invocation_tokens` on, where all of them follow one another in the prompt for the last time.
     """
 
     name: AdapterName
@@ -493,8 +492,14 @@ class AdapterRecord:
     signature: bytes = b""
     delete_time: datetime | None = None
     segment_kinds: tuple[SegmentKind, ...] = ()
-    added_tokens: int = 0
     invocation_tokens: tuple[int, ...] = ()
+
+    @property
+    def added_tokens(self) -> int:
+        """How many tokens it adds to the vocabulary: rows of the embedding or the head behind those
+        of the base. A layout says how many the base has: 0 until an image for one is planned."""
+        found = [each.content.added_tokens for each in self.verdicts if each.content is not None]
+        return max(found, default=0)
 
     @property
     def message_bytes(self) -> int:

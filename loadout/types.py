@@ -149,9 +149,9 @@ class Adapter:
 
     `created_by` is the token that recorded it, `signed_by` the key that it was verified with ("":
     it is not signed), `delete_time` since when it is deleted (None: it is not). `segment_kinds` are
-    what it changes beside A and B, `added_tokens` how many it adds to the vocabulary; of aLoRA, it
-    is active from the first of its `invocation_tokens` on, where all of them follow one another in
-    the prompt for the last time.
+    what it changes beside A and B, `added_tokens` how many it adds to the vocabulary, 0 until an
+    image of it is planned; of aLoRA, it is active from the first of its `invocation_tokens` on,
+    where all of them follow one another in the prompt for the last time.
     """
 
     name: str

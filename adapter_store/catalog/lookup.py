@@ -192,7 +192,6 @@ def _record_query() -> Select[Any]:
             blobs.c.targets,
             blobs.c.source_bytes,
             blobs.c.segment_kinds,
-            blobs.c.added_tokens,
             blobs.c.invocation_tokens,
         )
         .join(versions, versions.c.adapter_id == adapters.c.id)
@@ -240,7 +239,6 @@ def _to_records(conn: Connection, rows: Sequence[Row[Any]]) -> list[AdapterRecor
             signature=row.signature or b"",
             delete_time=None if row.delete_time is None else from_micros(row.delete_time),
             segment_kinds=load_kinds(row.segment_kinds),
-            added_tokens=row.added_tokens,
             invocation_tokens=tuple(json.loads(row.invocation_tokens)),
         )
         for row in rows
@@ -305,13 +303,16 @@ def to_verdict(row: Row[Any]) -> LayoutVerdict:
 
 def dump_content(content: ImageContent) -> str:
     kinds = [kind.value for kind in content.segment_kinds]
-    return json.dumps([content.modules, kinds, content.names], separators=(",", ":"))
+    parts = [content.modules, kinds, content.names, content.added_tokens]
+    return json.dumps(parts, separators=(",", ":"))
 
 
 def _load_content(text: str) -> ImageContent:
     modules, kinds, *more = json.loads(text)
-    names = more[0] if more else []  # they were not recorded at first
-    return ImageContent(tuple(modules), tuple(map(SegmentKind, kinds)), tuple(map(tuple, names)))
+    names, added_tokens = (*more, *([], 0)[len(more) :])  # they were not recorded at first
+    return ImageContent(
+        *(tuple(modules), tuple(map(SegmentKind, kinds)), tuple(map(tuple, names))), added_tokens
+    )
 
 
 def hidden_micros(create_time: int, verdict: LayoutVerdict, now: int) -> int:

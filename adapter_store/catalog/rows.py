@@ -52,7 +52,6 @@ class NewVersion:
     signature: bytes = b""
     blob: BlobPlace = field(default_factory=BlobPlace)
     segment_kinds: tuple[SegmentKind, ...] = ()
-    added_tokens: int = 0
     invocation_tokens: tuple[int, ...] = ()
 
 
@@ -160,7 +159,6 @@ def put_blob(conn: Connection, new: NewVersion, time: datetime) -> None:
                 source_bytes=new.source_bytes,
                 create_time=to_micros(time),
                 segment_kinds=dump_kinds(new.segment_kinds),
-                added_tokens=new.added_tokens,
                 invocation_tokens=json.dumps(new.invocation_tokens),
                 **where,
             )

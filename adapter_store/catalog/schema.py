@@ -53,7 +53,6 @@ blobs = Table(
     Column("files", Text, nullable=False, server_default="[]"),  # JSON: the files stored there
     # JSON list of what it changes beside A and B.
     Column("segment_kinds", Text, nullable=False, server_default="[]"),
-    Column("added_tokens", Integer, nullable=False, server_default="0"),
     Column("invocation_tokens", Text, nullable=False, server_default="[]"),  # JSON list
 )
 

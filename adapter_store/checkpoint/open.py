@@ -74,12 +74,6 @@ class Checkpoint:
         return tuple(sorted({changes.name.rpartition(".")[2] for changes in self.changes}))
 
     @property
-    def added_tokens(self) -> int:
-        """Always 0: only a layout says which rows are behind the base's vocabulary, and no server
-        applies rows yet."""
-        return 0
-
-    @property
     def invocation_tokens(self) -> tuple[int, ...]:
         """Returns, of aLoRA, the tokens from the first of which on it is active, where all of them
         follow one another in the prompt for the last time."""

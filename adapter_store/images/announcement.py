@@ -79,6 +79,7 @@ def content_of(plan: ImagePlan, layout: Layout) -> ImageContent:
     return ImageContent(
         *(tuple(modules), tuple(kinds)),
         tuple(tuple(sorted({_without_layer(name) for name in names[kind]})) for kind in kinds),
+        added_tokens=plan.added_tokens,
     )
 
 

@@ -121,6 +121,27 @@ def _check_shared_rows(uses: Iterable[Use]) -> None:
                 )
 
 
+def count_added_tokens(uses: Iterable[Use]) -> int:
+    """Returns how many rows of the embedding or the head an adapter has behind those of the base:
+    of tokens that it adds to the vocabulary."""
+    num_base, num_saved = 0, 0
+    ids: set[int] = set()
+    for use in uses:
+        changes = use.changes
+        is_embedding = use.target.kind is TargetKind.EMBEDDING
+        if not isinstance(changes, Replacement) or not (
+            is_embedding or use.target.name == OUTPUT_LAYER
+        ):
+            continue
+        num_base = max(num_base, use.target.num_rows)
+        if changes.row_ids is None:
+            num_saved = max(num_saved, changes.record.shape[0])
+        else:
+            ids.update(changes.row_ids)
+    end = max(num_base, num_saved)
+    return end - num_base + sum(token >= end for token in ids)
+
+
 class _Names:
     """The targets of a layout by name."""
 

@@ -21,7 +21,7 @@ from adapter_store.checkpoint.weights import Replacement
 from adapter_store.core import DataType, Held, Layout, Segment, SegmentKind
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.images.base_rows import Kept, kept_rows
-from adapter_store.images.fit import Use, fit
+from adapter_store.images.fit import Use, count_added_tokens, fit
 from adapter_store.images.layout import layout_id, runs
 from adapter_store.images.sources import SegmentSource, align, segment_sources
 
@@ -56,6 +56,8 @@ class ImagePlan:
     total_bytes: int
     sources: tuple[SegmentSource, ...] = field(default=(), compare=False, repr=False)
     """What the segments are made of, until they are made."""
+    added_tokens: int = 0
+    """Rows that the adapter has behind those of the base's vocabulary, here or elsewhere."""
 
     def without_sources(self) -> ImagePlan:
         return replace(self, sources=())
@@ -75,7 +77,8 @@ def plan_image(checkpoint: Checkpoint, layout: Layout, *, identity: str = "") ->
     Raises IncompatibleAdapter, with the tensor or target as subject: FORMAT_UNKNOWN, and as `fit`;
     and CorruptData if it seems so because the source differs from its digest.
     """
-    uses = _uses_of(checkpoint, layout)
+    all_uses = _uses_of(checkpoint, layout)
+    uses = [use for use in all_uses if use.target.held is Held.HERE]
     segments: list[Segment] = []
     names: list[str] = []
     sources: list[SegmentSource] = []
@@ -121,11 +124,12 @@ def plan_image(checkpoint: Checkpoint, layout: Layout, *, identity: str = "") ->
         parts=tuple(parts),
         total_bytes=end,
         sources=tuple(sources),
+        added_tokens=count_added_tokens(all_uses),
     )
 
 
 def _uses_of(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
-    """Returns what the image holds of the layout's targets, in order. Raises as `plan_image`."""
+    """Returns what the adapter changes of the layout, in order. Raises as `plan_image`."""
     if layout.image_format not in IMAGE_FORMATS:
         raise IncompatibleAdapter(
             f"image format {layout.image_format} is not known",
@@ -133,11 +137,10 @@ def _uses_of(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
             reason="FORMAT_UNKNOWN",
         )
     try:
-        uses = fit(checkpoint, layout)
+        return fit(checkpoint, layout)
     except IncompatibleAdapter:
         checkpoint.verify()  # a damaged blob must not look like an adapter that does not fit
         raise
-    return [use for use in uses if use.target.held is Held.HERE]
 
 
 def _sources_of(checkpoint: Checkpoint, use: Use, layout: Layout) -> Iterator[SegmentSource]:

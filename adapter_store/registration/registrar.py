@@ -356,7 +356,6 @@ def _new_version(
         config_base_model=checkpoint.base_model,
         files=staging.files,
         segment_kinds=checkpoint.segment_kinds,
-        added_tokens=checkpoint.added_tokens,
         invocation_tokens=checkpoint.invocation_tokens,
     )
 

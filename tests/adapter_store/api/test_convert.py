@@ -13,6 +13,7 @@ from adapter_store.core import (
     AdapterRecord,
     DataType,
     EventKind,
+    ImageContent,
     ImageState,
     LayoutVerdict,
     Segment,
@@ -45,7 +46,10 @@ def test_adapter_has_every_field():
         update_time=NOW,
         pinned=True,
         labels={"a": "b"},
-        verdicts=tuple(LayoutVerdict(f"L{i}", s, "why", 256) for i, s in enumerate(ImageState)),
+        verdicts=tuple(
+            LayoutVerdict(f"L{i}", s, "why", 256, content=ImageContent((), (), i))
+            for i, s in enumerate(ImageState)
+        ),
         description="about refunds",
         created_by="trainer-a",
         source_revision="0f3c",
@@ -55,7 +59,6 @@ def test_adapter_has_every_field():
         signature=bytes(64),
         delete_time=NOW,
         segment_kinds=(SegmentKind.FULL, SegmentKind.MAGNITUDE),
-        added_tokens=2,
         invocation_tokens=(7, 0),
     )
     message = convert.to_adapter(record)

@@ -302,9 +302,10 @@ REFUSALS = [
 def test_verdict_names_what_is_refused(catalog, names, announcement, fields, reason):
     catalog.add_layout("L", BASE, "{}")
     catalog.announce("L", "A", announcement)
-    names.register("a", "d1", **fields)
+    added_tokens = fields.get("added_tokens", 0)
+    names.register("a", "d1", **{key: fields[key] for key in fields if key != "added_tokens"})
     record = names.get("a")
-    changes = ImageContent(record.targets, record.segment_kinds)
+    changes = ImageContent(record.targets, record.segment_kinds, added_tokens)
     catalog.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256, content=changes))
     assert refusals(names) == [reason]
 
@@ -352,12 +353,12 @@ def test_images_of_the_release_before_change_what_their_adapters_name(catalog, n
 
 
 def test_what_an_adapter_has_is_kept(names):
-    has = {"segment_kinds": ALL_KINDS, "added_tokens": 3, "invocation_tokens": (5, 6, 5)}
+    has = {"segment_kinds": ALL_KINDS, "invocation_tokens": (5, 6, 5)}
     names.register("a", "d1", **has)
     names.register("b", "d2")
     record, plain = names.get("a"), names.get("b")
     assert set(record.segment_kinds) == set(ALL_KINDS)
-    assert (record.added_tokens, record.invocation_tokens) == (3, (5, 6, 5))
+    assert record.invocation_tokens == (5, 6, 5)
     assert (plain.segment_kinds, plain.added_tokens, plain.invocation_tokens) == ((), 0, ())
 
 
@@ -383,3 +384,16 @@ def test_models_of_one_layout_are_others_all_the_same(catalog, clock):
     assert catalog.expire_announcements() == 1
     assert catalog.layout_bases("L") == ["alias", BASE]
     assert names.get("b").verdicts == ()
+
+
+def test_added_tokens_are_known_once_an_image_is_planned(catalog, names):
+    """Which rows are behind the base's vocabulary, only a layout says; servers differ in it."""
+    for layout_id in ("L", "M"):
+        catalog.add_layout(layout_id, BASE, "{}")
+    names.register("a", "d1")
+    assert names.get("a").added_tokens == 0
+    catalog.set_fits(ImageKey("d1", "L"), 0, ImageContent(("embed_tokens",), (), 2))
+    assert names.get("a").added_tokens == 2
+    content = ImageContent(("embed_tokens",), (), 3)
+    catalog.set_verdict("d1", LayoutVerdict("M", ImageState.READY, "", 256, content=content))
+    assert names.get("a").added_tokens == 3

@@ -136,7 +136,7 @@ NEW_COLUMNS = {
         "base_model",
     ),
     "images": ("content",),
-    "blobs": ("segment_kinds", "added_tokens", "invocation_tokens"),
+    "blobs": ("segment_kinds", "invocation_tokens"),
 }
 """Those of migrations 0008 and 0009."""
 

@@ -19,8 +19,10 @@ from safetensors.torch import load_file, save_file
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.core import DataType, Layout, OtherName, SegmentKind, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
+from adapter_store.images.announcement import content_of
 from adapter_store.images.compile import compile_image
 from adapter_store.images.layout_checks import validate
+from adapter_store.images.plan import plan_image
 from tests.adapter_store.images.test_format_2 import experts_of, hashes_of, values_of
 
 HIDDEN, INNER, KV, VOCAB = 16, 24, 8, 40
@@ -150,6 +152,7 @@ def test_trained_tokens_are_rows_by_their_ids(tmp_path):
     assert checkpoint.segment_kinds == (SegmentKind.ROW_IDS, SegmentKind.ROWS)
     ids = values[EMBEDDING, SegmentKind.ROW_IDS]
     assert ids.tolist() == [5, 6, 30, 39]
+    assert plan_image(checkpoint, layout()).added_tokens == 0
     embedding = module(adapted, EMBEDDING)
     assert values[EMBEDDING, SegmentKind.ROWS].equal(embedding(ids))
     check_format_1(checkpoint, "rows")
@@ -460,8 +463,10 @@ def test_added_tokens_are_rows_behind_the_bases(tmp_path, option):
         with torch.no_grad():
             module(adapted, EMBEDDING).weight[:VOCAB] = weights[EMBEDDING]
         adapted.save_pretrained(str(tmp_path), save_embedding_layers=False)
-    _, values = compiled(tmp_path, with_hashes(weights))
+    of = with_hashes(weights)
+    checkpoint, values = compiled(tmp_path, of)
     assert values[EMBEDDING, SegmentKind.ROW_IDS].tolist() == added
+    assert content_of(plan_image(checkpoint, of), of).added_tokens == 2
     assert values[EMBEDDING, SegmentKind.ROWS].equal(module(adapted, EMBEDDING)(ids))
     with warnings.catch_warnings(action="ignore"):
         adapted.save_pretrained(str(tmp_path), save_embedding_layers=True)

@@ -12,7 +12,6 @@ down_revision = "0007"
 
 def upgrade() -> None:
     op.add_column("blobs", _json_list("segment_kinds"))
-    op.add_column("blobs", _number("added_tokens"))
     op.add_column("blobs", _json_list("invocation_tokens"))
     op.add_column("images", sa.Column("content", sa.Text()))
     for name in ("segment_kinds", "lora_targets"):
