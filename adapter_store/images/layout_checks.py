@@ -42,7 +42,11 @@ def validate(layout: Layout) -> None:
         "config_sha256",
         "not a sha256 in lower-case hex",
     )
-    _require(layout.dtype.is_computable, "dtype", "not one that models compute in")
+    _require(
+        layout.dtype.is_computable,
+        "dtype",
+        f"{layout.dtype.value} is not one that models compute in; images of float8 are not made yet",
+    )
     _require(0 < len(layout.targets) <= MAX_TARGETS, "targets", f"needs 1 to {MAX_TARGETS}")
     seen: dict[str, int] = {}
     for index, target in enumerate(layout.targets):

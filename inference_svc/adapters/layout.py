@@ -30,6 +30,9 @@ KIND_WORDS = {
 }
 """The kinds of segments that this service does not apply, in words."""
 
+FLOAT8 = "float8_e4m3fn"
+"""A type of values that the contract has for segments, and that no store compiles yet."""
+
 EMBEDDING, HEAD = "embed", "head"
 """Groups."""
 TEXT, SAMPLED = "text", "sampled"
@@ -178,6 +181,10 @@ class ModelLayout:
 
     def _check_segments(self, header: ImageHeader) -> None:
         segments = header.segments
+        if any(segment.dtype == FLOAT8 for segment in segments):
+            raise AdapterUnusable(
+                f"it has values in {FLOAT8}, which this server does not apply", subject="adapter"
+            )
         is_empty = not segments and header.image_format == 1
         if is_empty or len(segments) % 2:
             raise CorruptImage("the image has no segments, or an A without its B")

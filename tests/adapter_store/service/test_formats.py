@@ -181,6 +181,13 @@ def test_what_format_1_cannot_say_needs_a_server_that_reads_format_2(client, ref
         client.stub.RegisterLayout(pb.RegisterLayoutRequest(layout=message))
 
 
+def test_a_layout_of_float8_is_reserved_and_refused_by_name(client, refused):
+    message = layout_message(layout_of())
+    message.dtype = pb.DATA_TYPE_FLOAT8_E4M3
+    with refused("INVALID_ARGUMENT", "layout.dtype: F8_E4M3 is not one that models compute in"):
+        client.stub.RegisterLayout(pb.RegisterLayoutRequest(layout=message))
+
+
 def test_what_is_known_of_the_base_is_part_of_the_layout(client, make_layout):
     layout = layout_of()
     hashed = change(layout, "lm_head", base_hashes=(b"1" * 32,) * 3, base_dtype=DataType.BFLOAT16)

@@ -23,7 +23,7 @@ from inference_svc.adapters.image_source import (
     PullMessage,
     Segment,
 )
-from inference_svc.adapters.layout import KIND_WORDS, ModelLayout
+from inference_svc.adapters.layout import FLOAT8, KIND_WORDS, ModelLayout
 from inference_svc.adapters.pull import (
     ImageSink,
     PullDone,
@@ -145,6 +145,14 @@ def test_what_this_server_does_not_apply_is_refused_by_name(
     more = replace(last, kind=kind, rank=0, offset=header.total_bytes)
     with pytest.raises(AdapterUnusable, match=KIND_WORDS[kind]):
         layout.read_header(replace(header, segments=(*header.segments, more)))
+
+
+def test_float8_is_refused_by_name(good: list[PullMessage], layout: ModelLayout) -> None:
+    """The contract has it, with a scale for each segment."""
+    header = format_2(good[0])
+    first = replace(header.segments[0], dtype=FLOAT8, scale=0.5)
+    with pytest.raises(AdapterUnusable, match=f"{FLOAT8}, which this server does not apply"):
+        layout.check_header(replace(header, segments=(first, *header.segments[1:])))
 
 
 FORMS: dict[str, dict[str, object]] = {
