@@ -87,8 +87,8 @@ class _Stream:
 
 
 def fuzz_pull(data: bytes) -> None:
-    """All that a store sends of an image, message by message: each refused, or what is used has the
-    hashes that came with it."""
+    """Pulls what a store sends of an image, message by message: it is refused, or what is used has
+    the hashes that came with it."""
     stream = _Stream(data.split(SEPARATOR))
     memory = bytearray(MAX_IMAGE_BYTES)
     events: list[PullEvent] = []
@@ -147,7 +147,7 @@ _LAYER = "model.layers.0"
 
 
 def _layout() -> Layout:
-    """Every kind of target, and modules that compute several."""
+    """Returns a layout with every kind of target, and modules that compute several."""
     attention = {"q": 8, "k": 4, "v": 4}
     targets = [Target("model.embed_tokens", None, "embed", TargetKind.EMBEDDING, VOCAB, HIDDEN)]
     start = 0
@@ -185,8 +185,8 @@ OLD_LAYOUT = Layout("org/base", "0" * 64, DataType.FLOAT32, 1, tuple(
 
 
 def fuzz_contents(data: bytes) -> None:
-    """What a config and a header say that an adapter has, and what an image of it would be; of the
-    tensors there is no byte. MLX-LM's if the config is."""
+    """Reads what a config and a header say that an adapter has, and plans its images; of the tensors
+    there is no byte. MLX-LM's if the config is."""
     config_text, _, header = data.partition(SEPARATOR)
     with refused(InvalidAdapter):
         checkpoint = read_checkpoint(config_text, header)
@@ -303,8 +303,8 @@ ADAPTERS = _fixed_adapters()
 
 
 def fuzz_layout(data: bytes) -> None:
-    """A server's layout as it arrives: refused by the field's name, or it has one form and one id,
-    and adapters fit or are refused by name."""
+    """Checks a server's layout as it arrives: it is refused by the field's name, or has one form and
+    one id, and adapters fit or are refused by name."""
     with refused(InvalidArgument):
         request = REQUESTS["RegisterLayout"].parse(data)
         layout = store_convert.from_layout(request.layout)

@@ -45,7 +45,7 @@ def validate(layout: Layout) -> None:
     _require(
         layout.dtype.is_computable,
         "dtype",
-        f"{layout.dtype.value} is not one that models compute in; images of float8 are not made yet",
+        f"{layout.dtype.value} is not one that models compute in; float8 is not compiled yet",
     )
     _require(0 < len(layout.targets) <= MAX_TARGETS, "targets", f"needs 1 to {MAX_TARGETS}")
     seen: dict[str, int] = {}
