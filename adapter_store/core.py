@@ -496,8 +496,8 @@ class AdapterRecord:
 
     @property
     def added_tokens(self) -> int:
-        """Returns how many tokens it adds to the vocabulary: rows of the embedding or the head behind
-        those of the base. Layouts say how many the base has: 0 until an image is planned."""
+        """Returns how many tokens it adds to the vocabulary: rows of the embedding or the head
+        behind those of the base. Layouts say how many it has: 0 until an image is planned."""
         found = [each.content.added_tokens for each in self.verdicts if each.content is not None]
         return max(found, default=0)
 

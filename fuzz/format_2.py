@@ -185,8 +185,8 @@ OLD_LAYOUT = Layout("org/base", "0" * 64, DataType.FLOAT32, 1, tuple(
 
 
 def fuzz_contents(data: bytes) -> None:
-    """Reads what a config and a header say that an adapter has, and plans its images; of the tensors
-    there is no byte. MLX-LM's if the config is."""
+    """Reads what a config and a header say that an adapter has, and plans its images; of the
+    tensors there is no byte. MLX-LM's if the config is."""
     config_text, _, header = data.partition(SEPARATOR)
     with refused(InvalidAdapter):
         checkpoint = read_checkpoint(config_text, header)
@@ -303,8 +303,8 @@ ADAPTERS = _fixed_adapters()
 
 
 def fuzz_layout(data: bytes) -> None:
-    """Checks a server's layout as it arrives: it is refused by the field's name, or has one form and
-    one id, and adapters fit or are refused by name."""
+    """Checks a server's layout as it arrives: it is refused by the field's name, or has one form
+    and one id, and adapters fit or are refused by name."""
     with refused(InvalidArgument):
         request = REQUESTS["RegisterLayout"].parse(data)
         layout = store_convert.from_layout(request.layout)

@@ -216,7 +216,7 @@ SMALL_BYTES = 256 << 10
 are parsed, which takes hundreds of bytes of memory for two of the message."""
 MAX_SEGMENTS = 1 << 18
 MAX_DIMENSIONS = 4 * MAX_SEGMENTS
-"""Of the shapes of all segments together."""
+"""Bounds the shapes of all segments together."""
 _counter = Counter(
     pb.PullAdapterResponse,
     {"header.segments": MAX_SEGMENTS, "header.segments.shape": MAX_DIMENSIONS},
