@@ -8,6 +8,7 @@ what is not applied is refused by name.
 from __future__ import annotations
 
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from tests.system.zoo import AdapterSpec, make_zoo
 
 Make = Callable[[Trainer], Path]
 LAYER = f"{PREFIX}model.layers.0."
+FIXTURES = Path(__file__).parent.parent / "tests/adapter_store/checkpoint/trainers"
 _NAMED = re.compile(
     r"(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|trainable_tokens_delta)"
     r"((?:\.weight|\.bias)?)$"
@@ -169,6 +171,11 @@ def of_mlx(make: Make = CONTENTS[Feature.LINEAR], **fields: object) -> Make:
     return written
 
 
+def fixture(name: str) -> Make:
+    """Copies an adapter of a mixture that a trainer's own library saved."""
+    return lambda trainer: Path(shutil.copytree(FIXTURES / name, trainer.folder))
+
+
 @dataclass(frozen=True, slots=True)
 class Writer:
     """A column of the table: `trainers` are those of adapter_store.checkpoint.formats.readers that
@@ -202,8 +209,19 @@ WRITERS = (
             *(Feature.LINEAR, Feature.HEAD),
         ),
     ),
-    Writer("Tinker", ("Tinker",), _each(of_tinker, Feature.LINEAR, Feature.HEAD)),
-    Writer("Megatron-Bridge", ("Megatron-Bridge",), _each(lambda make: make, Feature.LINEAR)),
+    Writer(
+        "Tinker",
+        ("Tinker",),
+        {
+            **_each(of_tinker, Feature.LINEAR, Feature.HEAD),
+            Feature.EXPERTS: fixture("experts_tinker"),
+        },
+    ),
+    Writer(
+        "Megatron-Bridge",
+        ("Megatron-Bridge",),
+        _each(lambda make: make, Feature.LINEAR, Feature.EXPERTS),
+    ),
     Writer(
         "MLX-LM",
         ("MLX-LM",),
@@ -211,6 +229,7 @@ WRITERS = (
             **_each(of_mlx, Feature.LINEAR, Feature.HEAD, Feature.EMBEDDING),
             Feature.DORA: of_mlx(fine_tune_type="dora"),
             Feature.WHOLE_WEIGHTS: of_mlx(fine_tune_type="full"),
+            Feature.EXPERTS: fixture("experts_mlx"),
         },
     ),
 )

@@ -309,7 +309,8 @@ def dump_content(content: ImageContent) -> str:
 
 def _load_content(text: str) -> ImageContent:
     modules, kinds, *more = json.loads(text)
-    names, added_tokens = (*more, *([], 0)[len(more) :])  # they were not recorded at first
+    names = more[0] if more else []  # not recorded at first, and later without added tokens
+    added_tokens = more[1] if len(more) > 1 else 0
     return ImageContent(
         *(tuple(modules), tuple(map(SegmentKind, kinds)), tuple(map(tuple, names))), added_tokens
     )

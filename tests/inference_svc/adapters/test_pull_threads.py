@@ -152,7 +152,7 @@ def test_float8_is_refused_by_name(good: list[PullMessage], layout: ModelLayout)
     header = format_2(good[0])
     first = replace(header.segments[0], dtype=FLOAT8, scale=0.5)
     with pytest.raises(AdapterUnusable, match=f"{FLOAT8}, which this server does not apply"):
-        layout.check_header(replace(header, segments=(first, *header.segments[1:])))
+        layout.read_header(replace(header, segments=(first, *header.segments[1:])))
 
 
 FORMS: dict[str, dict[str, object]] = {
