@@ -123,21 +123,23 @@ class Arena:
 
     def _row(self, resident: Resident) -> TableRow:
         """Makes a table row, vectorised as this delays a step. Segments are A then B of each
-        target, in order; each lies within one extent."""
+        target, in order, each of its own rank; each lies within one extent."""
         segments = resident.header.segments
         targets = np.array([segment.target for segment in segments[::2]], dtype=np.int64)
-        ranks = np.array([segment.rank for segment in segments[::2]], dtype=np.int64)
+        ranks = np.array([segment.rank for segment in segments], dtype=np.int64)
         offsets = np.array([segment.offset for segment in segments], dtype=np.int64)
         granules = locate(resident.extents, offsets) // GRANULE_BYTES
         return TableRow(
             targets,
             granules[::2],
             granules[1::2],
-            ranks,
+            ranks[::2],
+            ranks[1::2],
             self._in_features[targets],
             self._out_features[targets],
             np.ones(len(targets), dtype=np.float32),
             self._is_embedding[targets],
+            np.zeros_like(targets),  # no target of a layout of ours is a mixture of experts
         )
 
 

@@ -152,7 +152,11 @@ class ModelLayout:
         """Returns the header with indices into `all_targets`. Raises CorruptImage unless the image
         consists of the A and then the B, of one rank, of some of our targets, in order, each
         complete, aligned and within the image; from format 2 on an A may lie where an earlier one
-        lies. Raises AdapterUnusable for what it names that we do not apply."""
+        lies. Raises AdapterUnusable for what it names that we do not apply.
+
+        The ranks are one as no target that we announce has a part of A's: the tables of adapters
+        and the kernels could have two.
+        """
         if header.image_format not in self.image_formats:
             raise CorruptImage(f"image format {header.image_format} is not one we read")
         if header.image_format > 1:

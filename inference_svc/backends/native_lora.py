@@ -59,7 +59,7 @@ class NativeLoraOps:
         return self._groups_of(used)
 
     def _groups_of(self, used: set[int]) -> frozenset[str]:
-        ranks = self._table.ranks.numpy()[list(used)]
+        ranks = self._table.b_ranks.numpy()[list(used)]
         num_groups = len(self._names)
         counts = np.bincount(self._group_of_target, ranks.any(axis=0), num_groups + 1)[:num_groups]
         changed = counts > 0

@@ -1,13 +1,14 @@
-"""Multi-adapter LoRA over one arena: `add_lora` and `add_lora_embedding` on CPU or CUDA.
+"""Multi-adapter LoRA over one arena: `add_lora`, `add_lora_experts` and `add_lora_embedding` on CPU
+or CUDA.
 
 README.md beside this file describes the memory layout and the launches.
 
 cpu             two products per segment and target, on views made at an adapter's first use
 native          LoRA in C++, as operations of a program over a plan that is refilled every step
-plan            which tokens of one step use which slot
+plan            which tokens of one step use which slot, and which expert
 reference       the definition: plain torch, fp32, a loop over tokens and targets
 table           where each adapter's A and B lie in the arena
-triton_kernels  the Triton kernels: shrink to the rank, then expand to the outputs
+triton_kernels  the Triton kernels: shrink or gather to the rank, then expand to the outputs
 triton_ops      their launches; grids follow from the plan's sizes alone
 """
 
@@ -32,6 +33,7 @@ __all__ = [
     "TableRow",
     "add_lora",
     "add_lora_embedding",
+    "add_lora_experts",
     "num_calls",
 ]
 
@@ -52,6 +54,32 @@ def add_lora(
     group: LoraGroup,
 ) -> None:
     """out[t, o_k : o_k + n_k] += scale * (x[t] @ A_k.T) @ B_k; see `reference.add_lora`."""
+    assert not plan.has_experts
+    _add_lora(out, x, arena, table, plan, group)
+
+
+def add_lora_experts(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    arena: torch.Tensor,
+    table: LoraTable,
+    plan: LoraPlan,
+    group: LoraGroup,
+) -> None:
+    """out[t, o_k : o_k + n_k] += scale * (x[t] @ A_k[e].T) @ B_k[e], of t's expert e; see
+    `reference.add_lora_experts`."""
+    assert plan.has_experts, "each token has an expert"
+    _add_lora(out, x, arena, table, plan, group)
+
+
+def _add_lora(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    arena: torch.Tensor,
+    table: LoraTable,
+    plan: LoraPlan,
+    group: LoraGroup,
+) -> None:
     assert x.shape == (plan.num_tokens, group.in_features), "x is [T, in_features]"
     assert out.shape[0] == plan.num_tokens, "out is [T, sum of out]"
     assert arena is table.arena

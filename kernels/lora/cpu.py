@@ -8,8 +8,9 @@ latter; fp32 products go to MKL, which has no such overhead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -20,61 +21,135 @@ MAX_SHORT_TOKENS = 5
 """16-bit segments up to here go row by row: the measured break-even against one oneDNN product."""
 
 
+_Tokens = TypeVar("_Tokens", slice, int)
+Product: TypeAlias = tuple[_Tokens, int, TargetWeights, torch.Tensor]
+"""Tokens, which target of the group, its weights, and y, which A has made of their inputs."""
+
+
+class Shrunk(NamedTuple):
+    """What the first products make."""
+
+    segments: list[Product[slice]]
+    """y is `[tokens, a_rank]`."""
+    rows: list[Product[int]]
+    """Of short segments, row by row: y is `[a_rank]`."""
+
+
+_Segment: TypeAlias = tuple[int, int, list[tuple[int, TargetWeights]]]
+"""First token, end, and what its adapter has of a group, by place in the group."""
+
+
 def add_lora(
     out: torch.Tensor, x: torch.Tensor, table: LoraTable, plan: LoraPlan, group: LoraGroup
 ) -> None:
-    """See `reference.add_lora`. The shrunk rows are rounded to the model's dtype."""
-    slices = [
-        (target, out.narrow(1, offset, width))
-        for target, offset, width in zip(
-            group.targets, group.out_offsets, group.out_features, strict=True
-        )
-        if target in plan.targets
-    ]
-    max_short = _max_short_tokens(x)
-    short = []
-    for segment in plan.segments:
-        start, end, slot = segment
-        weights = table.weights(slot)
-        present = [(weights[target], part) for target, part in slices if target in weights]
-        if not present:
-            continue
-        if end - start <= max_short:
-            short.append((segment, present))
-            continue
-        rows = x[start:end]
-        for w, part in present:
-            part[start:end].addmm_(rows.mm(w.a_t), w.b, alpha=w.scale)
-    if not short:
-        return
-    with _own_products():
-        for (start, end, _), present in short:
-            for t in range(start, end):
-                row = x[t]
-                for w, part in present:
-                    part[t].addmv_(w.b_t, w.a.mv(row), alpha=w.scale)
+    """See `reference.add_lora` and `reference.add_lora_experts`. The shrunk rows are rounded to the
+    model's dtype. Each is expanded as soon as it is there: `expand` of what `shrink` returns."""
+    assert table.rank_parts == 1, "others have parts of the shrunk rows"
+    segments, short = _segments(x.dtype, table, plan, group)
+    parts = _parts(out, plan, group)
+    if segments:
+        _expand_segments(parts, _shrink_segments(x, segments))
+    if short:
+        with _own_products():
+            _expand_rows(parts, _shrink_rows(x, short))
 
 
 def add_lora_embedding(
     out: torch.Tensor, token_ids: torch.Tensor, table: LoraTable, plan: LoraPlan, target: int
 ) -> None:
     """See `reference.add_lora_embedding`."""
-    max_short = _max_short_tokens(out)
-    for start, end, slot in plan.segments:
-        w: TargetWeights | None = table.weights(slot).get(target)
-        if w is None:
-            continue
-        y = w.a.index_select(0, token_ids[start:end])  # [n, rank]
-        if end - start > max_short:
-            out[start:end].addmm_(y, w.b, alpha=w.scale)
-            continue
+    assert table.rank_parts == 1, "others have parts of the shrunk rows"
+    group = LoraGroup((target,), 0, (0,), (out.shape[1],))
+    expand(out, gather(token_ids, table, plan, target), plan, group)
+
+
+def shrink(x: torch.Tensor, table: LoraTable, plan: LoraPlan, group: LoraGroup) -> Shrunk:
+    """See `reference.shrink`."""
+    segments, short = _segments(x.dtype, table, plan, group)
+    shrunk = Shrunk(list(_shrink_segments(x, segments)), [])
+    if short:
         with _own_products():
-            for t in range(start, end):
-                out[t].addmv_(w.b_t, y[t - start], alpha=w.scale)
+            shrunk.rows.extend(_shrink_rows(x, short))
+    return shrunk
 
 
-def _max_short_tokens(x: torch.Tensor) -> int:
-    return 0 if x.dtype == torch.float32 else MAX_SHORT_TOKENS
+def gather(token_ids: torch.Tensor, table: LoraTable, plan: LoraPlan, target: int) -> Shrunk:
+    """See `reference.gather`."""
+    group = LoraGroup((target,), 0, (0,), (0,))
+    shrunk = Shrunk([], [])
+    segments, short = _segments(table.arena.dtype, table, plan, group)
+    for start, end, present in segments:
+        ids = token_ids[start:end]
+        shrunk.segments.extend(
+            (slice(start, end), k, w, w.a.index_select(0, ids)) for k, w in present
+        )
+    for start, end, present in short:
+        ids = token_ids[start:end]
+        for k, w in present:
+            y = w.a.index_select(0, ids)
+            shrunk.rows.extend((start + i, k, w, y[i]) for i in range(end - start))
+    return shrunk
+
+
+def expand(out: torch.Tensor, shrunk: Shrunk, plan: LoraPlan, group: LoraGroup) -> None:
+    """See `reference.expand`. y is `[tokens, b_rank]`, or `[b_rank]`."""
+    parts = _parts(out, plan, group)
+    _expand_segments(parts, shrunk.segments)
+    if shrunk.rows:
+        with _own_products():
+            _expand_rows(parts, shrunk.rows)
+
+
+def _segments(
+    dtype: torch.dtype, table: LoraTable, plan: LoraPlan, group: LoraGroup
+) -> tuple[list[_Segment], list[_Segment]]:
+    """Returns the segments that have any of the group's targets, and those of them that go row by
+    row."""
+    max_short = 0 if dtype == torch.float32 else MAX_SHORT_TOKENS
+    segments: list[_Segment] = []
+    short: list[_Segment] = []
+    for start, end, slot, expert in plan.segments:
+        weights = table.weights(slot, expert)
+        present = [(k, weights[t]) for k, t in enumerate(group.targets) if t in weights]
+        if present:
+            (short if end - start <= max_short else segments).append((start, end, present))
+    return segments, short
+
+
+def _parts(out: torch.Tensor, plan: LoraPlan, group: LoraGroup) -> dict[int, torch.Tensor]:
+    """Returns the columns of each target that any adapter of the batch has."""
+    columns = zip(group.targets, group.out_offsets, group.out_features, strict=True)
+    return {
+        k: out.narrow(1, offset, width)
+        for k, (target, offset, width) in enumerate(columns)
+        if target in plan.targets
+    }
+
+
+def _shrink_segments(x: torch.Tensor, segments: Iterable[_Segment]) -> Iterator[Product[slice]]:
+    for start, end, present in segments:
+        tokens = slice(start, end)
+        rows = x[tokens]
+        for k, w in present:
+            yield tokens, k, w, rows.mm(w.a_t)
+
+
+def _shrink_rows(x: torch.Tensor, segments: Iterable[_Segment]) -> Iterator[Product[int]]:
+    for start, end, present in segments:
+        for t in range(start, end):
+            row = x[t]
+            for k, w in present:
+                yield t, k, w, w.a.mv(row)
+
+
+def _expand_segments(parts: Mapping[int, torch.Tensor], products: Iterable[Product[slice]]) -> None:
+    for tokens, k, w, y in products:
+        parts[k][tokens].addmm_(y, w.b, alpha=w.scale)
+
+
+def _expand_rows(parts: Mapping[int, torch.Tensor], products: Iterable[Product[int]]) -> None:
+    for t, k, w, y in products:
+        parts[k][t].addmv_(w.b_t, y, alpha=w.scale)
 
 
 @contextmanager

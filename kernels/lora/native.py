@@ -1,8 +1,8 @@
 """LoRA in C++ for programs: operations at fixed addresses over a plan that is refilled every step.
 
-`add_lora` and `add_lora_embedding` run them once over tensors. See `native/src/lora.h` for how
-the products are made; a token's numbers depend on its own row and adapter only, bit for bit.
-16-bit models are bf16 here, and their shrunk rows are rounded to it.
+`add_lora`, `add_lora_experts` and `add_lora_embedding` run them once over tensors. See
+`native/src/lora.h` for how the products are made; a token's numbers depend on its own row and
+adapter only, bit for bit. 16-bit models are bf16 here, and their shrunk rows are rounded to it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.native.library import Library, NativeOp, dtype_name
@@ -57,38 +58,52 @@ class _LoraArgs(ctypes.Structure):
 
 
 class NativeLoraPlan:
-    """One step's tokens by slot at fixed addresses; `fill` it before each run of a program.
+    """One step's tokens by slot, and with `has_experts` by expert, at fixed addresses; `fill` it
+    before each run of a program.
 
-    An item is up to TILE_TOKENS tokens of one slot, wherever they stand in the batch: they share
-    one read of A and B.
+    An item is up to TILE_TOKENS tokens of one slot and expert, wherever they stand in the batch:
+    they share one read of A and B.
     """
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, *, has_experts: bool = False) -> None:
         self.max_tokens = max_tokens
+        self.has_experts = has_experts
         self._items = np.zeros((max_tokens, 4), np.int32)
         self._tokens = np.zeros(max_tokens, np.int32)
         self._num_items = np.zeros(1, np.int32)
 
-    def fill(self, row_slots: Sequence[int], row_lengths: Sequence[int] | None = None) -> None:
+    def fill(
+        self,
+        row_slots: Sequence[int],
+        row_lengths: Sequence[int] | None = None,
+        row_experts: Sequence[int] | None = None,
+    ) -> None:
         """The plan of rows in batch order: row i has `row_lengths[i]` tokens (or one) of
-        `row_slots[i]`, which is -1 (base) or a row of the table."""
+        `row_slots[i]`, which is -1 (base) or a row of the table, and of `row_experts[i]`."""
+        assert (row_experts is not None) == self.has_experts
         slots = np.asarray(row_slots, np.int32)
+        experts = None if row_experts is None else np.asarray(row_experts, np.int32)
         if row_lengths is not None:
             slots = slots.repeat(row_lengths)
+            experts = None if experts is None else experts.repeat(row_lengths)
         assert len(slots) <= self.max_tokens, f"{len(slots)} tokens of {self.max_tokens}"
-        order = slots.argsort(kind="stable")
-        slots = slots[order]
-        num_base = int(slots.searchsorted(0))
-        slots, count = slots[num_base:], len(slots) - num_base
-        self._tokens[:count] = order[num_base:]
-        # Items begin where a slot does and every TILE_TOKENS from there.
-        begins = np.flatnonzero(np.diff(slots, prepend=-1))
+        keys = slots if experts is None else _keys(slots, experts)
+        order = keys.argsort(kind="stable")
+        keys = keys[order]
+        num_base = int(keys.searchsorted(0))
+        keys, count = keys[num_base:], len(keys) - num_base
+        tokens = self._tokens[:count]
+        tokens[:] = order[num_base:]
+        # Items begin where a key does and every TILE_TOKENS from there.
+        begins = np.flatnonzero(np.diff(keys, prepend=-1))
         place = np.arange(count) - begins.repeat(np.diff(begins, append=count))
         firsts = np.flatnonzero(place % TILE_TOKENS == 0)
         items = self._items[: len(firsts)]
         items[:, 0] = firsts
         items[:, 1] = np.diff(firsts, append=count)
-        items[:, 2] = slots[firsts]
+        items[:, 2] = slots[tokens[firsts]]
+        if experts is not None:
+            items[:, 3] = experts[tokens[firsts]]
         self._num_items[0] = len(firsts)
 
     @property
@@ -112,7 +127,8 @@ class NativeLora:
     table: LoraTable
     plan: NativeLoraPlan
     shrunk: Tensor
-    """Workspace `[targets of a group * max_tokens * rank]` of the arena's dtype."""
+    """Workspace `[targets of a group * max_tokens * rank]` of the arena's dtype; what is where in
+    it, `native/src/lora.h` says."""
 
     @classmethod
     def create(
@@ -122,36 +138,69 @@ class NativeLora:
         return cls(table, plan, torch.empty(size, dtype=table.arena.dtype))
 
     def add_ops(self, group: LoraGroup, x: Tensor, out: Tensor) -> list[NativeOp]:
-        """out[t, o_k : o_k + n_k] += scale * (x[t] @ A_k.T) @ B_k; see `reference.add_lora`.
-
-        x: `[max_tokens, in_features]` of the arena's dtype, out: `[max_tokens, >= out_end]` of the
-        same or fp32. The first operation does not touch `out`.
+        """out[t, o_k : o_k + n_k] += scale * (x[t] @ A_k.T) @ B_k; see `reference.add_lora` and,
+        for a plan with experts, `reference.add_lora_experts`. See `shrink_op` and `expand_op`.
         """
-        assert x.shape[1] == group.in_features, "x is [T, in_features]"
-        assert x.dtype == self.table.arena.dtype
-        assert x.stride(1) == 1, "rows are contiguous"
-        args = self._args(group, out)
-        args.x, args.x_stride, args.in_features = x.data_ptr(), x.stride(0), group.in_features
-        return self._ops("lora_shrink", args, out, x)
+        assert self.table.rank_parts == 1, "others have parts of the shrunk rows"
+        return [self.shrink_op(group, x), self.expand_op(group, out)]
 
     def add_embedding_ops(self, target: int, token_ids: Tensor, out: Tensor) -> list[NativeOp]:
         """out[t] += scale * A[token_ids[t]] @ B; see `reference.add_lora_embedding`.
 
-        token_ids: int64 `[max_tokens]`, out: `[max_tokens, out_features]`.
+        out: `[max_tokens, out_features]`. See `gather_op` and `expand_op`.
         """
+        assert self.table.rank_parts == 1, "others have parts of the shrunk rows"
+        group = LoraGroup((target,), 0, (0,), (out.shape[1],))
+        return [self.gather_op(target, token_ids), self.expand_op(group, out)]
+
+    def shrink_op(self, group: LoraGroup, x: Tensor) -> NativeOp:
+        """Writes the products with A to `shrunk`; see `reference.shrink`.
+
+        x: `[max_tokens, in_features]` of the arena's dtype.
+        """
+        assert x.shape[1] == group.in_features, "x is [T, in_features]"
+        assert x.dtype == self.table.arena.dtype
+        assert x.stride(1) == 1, "rows are contiguous"
+        args = self._args(group)
+        args.x, args.x_stride, args.in_features = x.data_ptr(), x.stride(0), group.in_features
+        return NativeOp(f"lora_shrink{self._suffix}", args, (self, x))
+
+    def gather_op(self, target: int, token_ids: Tensor) -> NativeOp:
+        """Writes rows of an embedding's A to `shrunk`; see `reference.gather`.
+
+        token_ids: int64 `[max_tokens]`.
+        """
+        assert not self.plan.has_experts
         assert token_ids.dtype == torch.int64
         assert token_ids.is_contiguous()
-        args = self._args(LoraGroup((target,), 0, (0,), (out.shape[1],)), out)
+        args = self._args(LoraGroup((target,), 0, (0,), (0,)))
         args.token_ids = token_ids.data_ptr()
-        return self._ops("lora_gather", args, out, token_ids)
+        return NativeOp(f"lora_gather{self._suffix}", args, (self, token_ids))
 
-    def _args(self, group: LoraGroup, out: Tensor) -> _LoraArgs:
+    def expand_op(self, group: LoraGroup, out: Tensor) -> NativeOp:
+        """Adds the products of `shrunk` with B; see `reference.expand`.
+
+        out: `[max_tokens, >= out_end]` of the arena's dtype or fp32.
+        """
+        dtype = self.table.arena.dtype
+        assert out.shape[1] >= group.out_end, "out holds every column of the group"
+        assert out.stride(1) == 1, "rows are contiguous"
+        assert out.dtype in (dtype, torch.float32), f"out is {out.dtype}"
+        args = self._args(group)
+        args.out, args.out_stride = out.data_ptr(), out.stride(0)
+        suffix = "" if out.dtype == dtype else "_to_float"
+        return NativeOp(f"lora_expand{self._suffix}{suffix}", args, (self, out))
+
+    @property
+    def _suffix(self) -> str:
+        experts = "_experts" if self.plan.has_experts else ""
+        return f"{experts}_{dtype_name(self.table.arena.dtype)}"
+
+    def _args(self, group: LoraGroup) -> _LoraArgs:
         table, num_targets = self.table, len(group.targets)
         assert num_targets <= MAX_TARGETS, f"a group of {num_targets} targets"
         size = num_targets * self.plan.max_tokens * _even(table.max_rank)
         assert size <= self.shrunk.numel(), "the workspace is of smaller groups"
-        assert out.shape[1] >= group.out_end, "out holds every column of the group"
-        assert out.stride(1) == 1, "rows are contiguous"
         return _LoraArgs(
             plan=self.plan.args(),
             arena=table.arena.data_ptr(),
@@ -163,20 +212,7 @@ class NativeLora:
             widths=_Targets(*group.out_features),
             y=self.shrunk.data_ptr(),
             max_rank=_even(table.max_rank),
-            out=out.data_ptr(),
-            out_stride=out.stride(0),
         )
-
-    def _ops(self, first: str, args: _LoraArgs, out: Tensor, given: Tensor) -> list[NativeOp]:
-        dtype = self.table.arena.dtype
-        assert out.dtype in (dtype, torch.float32), f"out is {out.dtype}"
-        name = dtype_name(dtype)
-        suffix = "" if out.dtype == dtype else "_to_float"
-        keep = (self, out, given)
-        return [
-            NativeOp(f"{first}_{name}", args, keep),
-            NativeOp(f"lora_expand_{name}{suffix}", args, keep),
-        ]
 
 
 def add_lora(
@@ -185,6 +221,14 @@ def add_lora(
     """See `reference.add_lora`. float32 and bfloat16; `out` may be float32 beside a bf16 arena."""
     lora = _once(table, plan, len(group.targets))
     library.run(*lora.add_ops(group, x, out))
+
+
+def add_lora_experts(
+    library: Library, out: Tensor, x: Tensor, table: LoraTable, plan: LoraPlan, group: LoraGroup
+) -> None:
+    """See `reference.add_lora_experts`; dtypes as of `add_lora`."""
+    assert plan.has_experts
+    add_lora(library, out, x, table, plan, group)
 
 
 def add_lora_embedding(
@@ -196,9 +240,16 @@ def add_lora_embedding(
 
 
 def _once(table: LoraTable, plan: LoraPlan, num_targets: int) -> NativeLora:
-    native_plan = NativeLoraPlan(plan.num_tokens)
-    native_plan.fill(plan.token_slots.tolist())
+    experts = None if plan.token_experts is None else plan.token_experts.tolist()
+    native_plan = NativeLoraPlan(plan.num_tokens, has_experts=plan.has_experts)
+    native_plan.fill(plan.token_slots.tolist(), row_experts=experts)
     return NativeLora.create(table, native_plan, num_targets)
+
+
+def _keys(slots: NDArray[np.int32], experts: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Returns numbers that are equal for tokens of one slot and expert; -1 for base tokens."""
+    num_experts = int(experts.max(initial=0)) + 1
+    return np.where(slots < 0, -1, slots.astype(np.int64) * num_experts + experts)
 
 
 def _even(rank: int) -> int:

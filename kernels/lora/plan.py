@@ -1,8 +1,11 @@
-"""The plan: which tokens of one step use which slot.
+"""The plan: which tokens of one step use which slot, and where targets are mixtures, which expert.
 
 Built once per step from host data and read by every layer. The host part (segments, which targets
 occur) serves the CPU and lets the engine skip what no adapter of the batch has; the device part
 (token slots, work items) is all that the kernels read.
+
+The tokens of a mixture of experts are pairs: as many of a token as it has experts, sorted so that
+those of one slot and expert are neighbours.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .table import LoraTable
+from .table import NO_EXPERT, LoraTable
 
 IntArray = NDArray[np.int64]
 
@@ -29,11 +32,12 @@ ITEM_NOTHING, ITEM_TOKEN, ITEM_TILE = 0, 1, 2
 
 
 class LoraSegment(NamedTuple):
-    """Tokens [start, end) of the step, all of one slot."""
+    """Tokens [start, end) of the step, all of one slot and expert."""
 
     start: int
     end: int
     slot: int
+    expert: int = NO_EXPERT
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,15 @@ class LoraPlan:
     """int32 [num_tokens]: slot of each token, -1 = base."""
     items: torch.Tensor
     """int32 [num_items, 4]: start, number of tokens, slot and kind of each program's tokens, which
-    are a single-token row or up to TILE_TOKENS neighbours of longer rows. After the last: zeros."""
+    are a single-token row or up to TILE_TOKENS neighbours of longer rows. After the last: zeros.
+    Where tokens have experts [num_items, 5]: and their expert."""
+    token_experts: torch.Tensor | None = None
+    """int32 [num_tokens]: expert of each token among those held here; of base tokens any. None:
+    this is no plan of a mixture."""
+
+    @property
+    def has_experts(self) -> bool:
+        return self.token_experts is not None
 
     @property
     def has_adapters(self) -> bool:
@@ -93,59 +105,82 @@ class LoraPlan:
         row_lengths: Sequence[int],
         table: LoraTable,
         device: torch.device | str,
+        row_experts: Sequence[int] | None = None,
     ) -> LoraPlan:
-        """The plan of rows in batch order: row i has `row_lengths[i]` tokens of `row_slots[i]`.
+        """The plan of rows in batch order: row i has `row_lengths[i]` tokens of `row_slots[i]`, and
+        for targets that are mixtures of `row_experts[i]`.
 
         Slots are -1 (base) or rows of `table` as it is now.
         """
-        segments = tuple(plan_segments(row_slots, row_lengths))
-        items = plan_items(np.asarray(row_slots, np.int64), np.asarray(row_lengths, np.int64))
+        segments = tuple(plan_segments(row_slots, row_lengths, row_experts))
+        items = plan_items(
+            np.asarray(row_slots, np.int64),
+            np.asarray(row_lengths, np.int64),
+            None if row_experts is None else np.asarray(row_experts, np.int64),
+        )
         adapters = [table.adapters[slot] for slot in {segment.slot for segment in segments}]
-        slots = [s for s, n in zip(row_slots, row_lengths, strict=True) for _ in range(n)]
+        slots = _per_token(row_slots, row_lengths)
+        experts = [] if row_experts is None else _per_token(row_experts, row_lengths)
         flat = items.flatten().tolist()
         # One list, one copy to the device.
-        packed = _to_device(flat + slots, device)
+        packed = _to_device(flat + slots + experts, device)
+        num_tokens = len(slots)
         return cls(
-            num_tokens=len(slots),
+            num_tokens=num_tokens,
             segments=segments,
             targets=frozenset().union(*{adapter.target_set for adapter in adapters}),
             max_rank=max((adapter.max_rank for adapter in adapters), default=0),
             has_tiles=bool((items[:, 3] == ITEM_TILE).any()),
-            token_slots=packed[len(flat) :],
-            items=packed[: len(flat)].view(-1, 4),
+            token_slots=packed[len(flat) : len(flat) + num_tokens],
+            items=packed[: len(flat)].view(-1, items.shape[1]),
+            token_experts=None if row_experts is None else packed[len(flat) + num_tokens :],
         )
 
 
-def plan_segments(slots: Sequence[int], lengths: Sequence[int]) -> Iterator[LoraSegment]:
+def plan_segments(
+    slots: Sequence[int], lengths: Sequence[int], experts: Sequence[int] | None = None
+) -> Iterator[LoraSegment]:
     """`LoraPlan.segments` of rows."""
+    if experts is None:
+        experts = [NO_EXPERT] * len(slots)
     start = 0
-    for slot, rows in groupby(zip(slots, lengths, strict=True), key=lambda row: row[0]):
-        end = start + sum(length for _, length in rows)
-        if slot != BASE_SLOT and end > start:
-            yield LoraSegment(start, end, slot)
+    for key, rows in groupby(zip(slots, experts, lengths, strict=True), key=lambda row: row[:2]):
+        end = start + sum(length for *_, length in rows)
+        if key[0] != BASE_SLOT and end > start:
+            yield LoraSegment(start, end, *key)
         start = end
 
 
-def plan_items(row_slots: IntArray, row_lengths: IntArray) -> NDArray[np.int32]:
-    """`LoraPlan.items` of rows: runs of neighbours of one slot and kind, cut into items."""
+def plan_items(
+    row_slots: IntArray, row_lengths: IntArray, row_experts: IntArray | None = None
+) -> NDArray[np.int32]:
+    """`LoraPlan.items` of rows: runs of neighbours of one slot, expert and kind, cut into items."""
     ends = np.cumsum(row_lengths)
     is_token = row_lengths == 1
     begins_run = np.ones(len(row_slots), dtype=np.bool_)
     begins_run[1:] = (row_slots[1:] != row_slots[:-1]) | (is_token[1:] != is_token[:-1])
+    if row_experts is not None:
+        begins_run[1:] |= row_experts[1:] != row_experts[:-1]
     firsts = np.flatnonzero(begins_run)
     run_starts = (ends - row_lengths)[firsts]
     run_ends = np.append(run_starts[1:], ends[-1:])
     steps = np.where(is_token[firsts], 1, TILE_TOKENS)
     counts = np.where(row_slots[firsts] == BASE_SLOT, 0, -((run_starts - run_ends) // steps))
     run = np.repeat(np.arange(len(firsts)), counts)
-    items = np.empty((len(run), 4), dtype=np.int32)
+    items = np.empty((len(run), 4 if row_experts is None else 5), dtype=np.int32)
     items[:, 0] = (
         run_starts[run] + (np.arange(len(run)) - (np.cumsum(counts) - counts)[run]) * (steps[run])
     )
     items[:, 1] = np.minimum(steps[run], run_ends[run] - items[:, 0])
     items[:, 2] = row_slots[firsts][run]
     items[:, 3] = np.where(is_token[firsts], ITEM_TOKEN, ITEM_TILE)[run]
+    if row_experts is not None:
+        items[:, 4] = row_experts[firsts][run]
     return items
+
+
+def _per_token(of_rows: Sequence[int], row_lengths: Sequence[int]) -> list[int]:
+    return [each for each, n in zip(of_rows, row_lengths, strict=True) for _ in range(n)]
 
 
 def _to_device(values: list[int], device: torch.device | str) -> torch.Tensor:

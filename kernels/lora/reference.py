@@ -1,15 +1,21 @@
 """The definition of the LoRA operations: plain torch, fp32, a loop over tokens and targets.
 
 Every fast implementation must agree with these up to the rounding of the model's dtype. They read
-only what the kernels read: the arena, the table's rows and the plan's token slots.
+only what the kernels read: the arena, the table's rows and the plan's tokens.
+
+`add_lora` is `shrink`, then `expand`; `add_lora_embedding` is `gather`, then `expand`. Where
+devices share A's rank, each has a part of the shrunk rows: those of all parts, one after the other,
+are what `expand` reads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from .plan import BASE_SLOT, LoraGroup, LoraPlan
-from .table import GRANULE_BYTES, LoraTable
+from .table import LoraTable, Place
 
 
 def add_lora(
@@ -29,20 +35,39 @@ def add_lora(
       x: Shape: `[T, in_features]`. Same dtype as `out`; must not share memory with it.
       arena: Shape: `[arena_bytes // itemsize]`. Same dtype. Holds A `[r, in_features]` and
         B `[r, n_k]` at the table's granules.
-      table: Rows of the slots in `plan`.
+      table: Rows of the slots in `plan`, with A and B of equal ranks.
       plan: Tokens t = 0..T-1 by slot; rows without an adapter stay bitwise as they are.
       group: The targets k, their columns o_k and n_k, and in_features.
     """
-    for t, slot in enumerate(plan.token_slots.tolist()):
-        if slot == BASE_SLOT:
-            continue
-        for target, o, n in zip(group.targets, group.out_offsets, group.out_features, strict=True):
-            rank = int(table.ranks[slot, target])
-            if rank == 0:
-                continue
-            a = _read(arena, table.a_granules[slot, target], rank, group.in_features)
-            y = a @ x[t].float()  # [rank]
-            _add(out[t, o : o + n], y, arena, table, slot, target)
+    assert table.rank_parts == 1, "others have parts of the shrunk rows"
+    assert not plan.has_experts
+    expand(out, shrink(x, arena, table, plan, group), arena, table, plan, group)
+
+
+def add_lora_experts(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    arena: torch.Tensor,
+    table: LoraTable,
+    plan: LoraPlan,
+    group: LoraGroup,
+) -> None:
+    """
+    Semantics, for every token t with slot s >= 0 and expert e, and every k with
+    rank[s, targets[k]] > 0, if the indices of its segments A and B say rank r > 0 of e:
+      out[t, o_k : o_k + n_k] += scale * (x[t] @ A[e].T) @ B[e]
+
+    Args:
+      As of `add_lora`, but:
+      arena: Holds the segments at the table's granules; A[e] `[r, in_features]` and B[e] `[r, n_k]`
+        as many granules after the start of these as their indices say. The scale is the row's
+        times that of B's index; that of A's is 1.
+      plan: Has an expert of each token, which is a pair of a token of the step and one of its
+        experts: `x` and `out` have a row for each.
+    """
+    assert table.rank_parts == 1, "others have parts of the shrunk rows"
+    assert plan.has_experts
+    expand(out, shrink(x, arena, table, plan, group), arena, table, plan, group)
 
 
 def add_lora_embedding(
@@ -61,35 +86,79 @@ def add_lora_embedding(
       out: Shape: `[T, out_features]`. In place; rounded once, when added.
       token_ids: Shape: `[T]`. Integers in [0, vocab).
       arena: Shape: `[arena_bytes // itemsize]`. Holds A `[vocab, r]` and B `[r, out_features]`.
-      table: Rows of the slots in `plan`.
+      table: Rows of the slots in `plan`, with A and B of equal ranks.
       plan: Tokens by slot.
       target: The embedding's index in the table.
     """
-    for t, slot in enumerate(plan.token_slots.tolist()):
-        rank = 0 if slot == BASE_SLOT else int(table.ranks[slot, target])
-        if rank == 0:
-            continue
-        start = _start(arena, table.a_granules[slot, target]) + int(token_ids[t]) * rank
-        _add(out[t], arena[start : start + rank].float(), arena, table, slot, target)
+    assert table.rank_parts == 1, "others have parts of the shrunk rows"
+    group = LoraGroup((target,), 0, (0,), (out.shape[1],))
+    expand(out, gather(token_ids, arena, table, plan, target), arena, table, plan, group)
 
 
-def _add(
+def shrink(
+    x: torch.Tensor, arena: torch.Tensor, table: LoraTable, plan: LoraPlan, group: LoraGroup
+) -> torch.Tensor:
+    """Returns y, fp32 `[T, K, max_rank]`: y[t, k, :r] = x[t] @ A.T, of A's rank r; else 0."""
+    y = torch.zeros(plan.num_tokens, len(group.targets), table.max_rank)
+    for t, slot, expert in _tokens(plan):
+        for k, target in enumerate(group.targets):
+            a = _place_of_a(arena, table, slot, expert, target)
+            y[t, k, : a.rank] = a.matrix(arena, group.in_features).float() @ x[t].float()
+    return y
+
+
+def gather(
+    token_ids: torch.Tensor, arena: torch.Tensor, table: LoraTable, plan: LoraPlan, target: int
+) -> torch.Tensor:
+    """Returns y, fp32 `[T, 1, max_rank]`: y[t, 0, :r] = A[token_ids[t]], of A's rank r; else 0."""
+    y = torch.zeros(plan.num_tokens, 1, table.max_rank)
+    for t, slot, expert in _tokens(plan):
+        a = _place_of_a(arena, table, slot, expert, target)
+        num_rows = int(token_ids[t]) + 1
+        y[t, 0, : a.rank] = a.matrix(arena, num_rows, transposed=True)[-1].float()
+    return y
+
+
+def expand(
     out: torch.Tensor,
     y: torch.Tensor,
     arena: torch.Tensor,
     table: LoraTable,
-    slot: int,
-    target: int,
+    plan: LoraPlan,
+    group: LoraGroup,
 ) -> None:
-    """out += scale * y @ B, in fp32. out: [n], y: [rank]."""
-    b = _read(arena, table.b_granules[slot, target], len(y), len(out))
-    out.copy_(out.float() + float(table.scales[slot, target]) * (y @ b))
+    """out[t, o_k : o_k + n_k] += scale * y[t, k, :r] @ B, of B's rank r."""
+    for t, slot, expert in _tokens(plan):
+        columns = zip(group.targets, group.out_offsets, group.out_features, strict=True)
+        for k, (target, o, n) in enumerate(columns):
+            b = _place_of_b(arena, table, slot, expert, target)
+            if b.rank:
+                added = b.scale * (y[t, k, : b.rank] @ b.matrix(arena, n).float())
+                out[t, o : o + n] = (out[t, o : o + n].float() + added).to(out.dtype)
 
 
-def _read(arena: torch.Tensor, granule: torch.Tensor, rank: int, num_features: int) -> torch.Tensor:
-    start = _start(arena, granule)
-    return arena[start : start + rank * num_features].view(rank, num_features).float()
+def _tokens(plan: LoraPlan) -> Iterator[tuple[int, int, int | None]]:
+    """Yields those that use an adapter: index, slot and expert, if they have any."""
+    experts = (
+        [None] * plan.num_tokens if plan.token_experts is None else plan.token_experts.tolist()
+    )
+    for t, (slot, expert) in enumerate(zip(plan.token_slots.tolist(), experts, strict=True)):
+        if slot != BASE_SLOT:
+            yield t, slot, expert
 
 
-def _start(arena: torch.Tensor, granule: torch.Tensor) -> int:
-    return int(granule) * (GRANULE_BYTES // arena.itemsize)
+def _place_of_a(
+    arena: torch.Tensor, table: LoraTable, slot: int, expert: int | None, target: int
+) -> Place:
+    a = Place(int(table.a_granules[slot, target]), int(table.a_ranks[slot, target]))
+    a = a if expert is None else a.of_expert(arena, expert)
+    assert a.scale == 1.0, "the scale is B's"
+    return a
+
+
+def _place_of_b(
+    arena: torch.Tensor, table: LoraTable, slot: int, expert: int | None, target: int
+) -> Place:
+    b = Place(int(table.b_granules[slot, target]), int(table.b_ranks[slot, target]))
+    b = b if expert is None else b.of_expert(arena, expert)
+    return b._replace(scale=b.scale * float(table.scales[slot, target]))

@@ -5,11 +5,17 @@ launch depends on an adapter; ranks and positions are loaded on the device. Prog
 item i: a single token, computed by products and sums, or a tile of tokens of one slot, computed by
 `tl.dot`. An item of kind 0 ends at once, and so does an item whose slot lacks the target.
 
+Shrink has A's rank, expand B's: y between them has as many numbers of each token. Where devices
+share the first product, A has a part of the ranks, and what they have written, one part after the
+other, is what expand reads. `gather` writes y of an embedding then; where A is whole, expand itself
+looks up its rows. With EXPERTS targets are mixtures, whose items name an expert: A and B are
+segments that begin with an index.
+
 A token's numbers do not depend on the batch: a sum over `in` is cut into chunks of fixed size that
 are added in a fixed order, whether one program walks all of them or each has a program of its own.
 
 Names: p_ pointer, o_ offsets, m_ mask, b_ block, i_ index. Sizes: T tokens, K targets of the group,
-S splits of `in`, R rank of one adapter for one target.
+S splits of `in`, R rank of A or B of one adapter for one target.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -18,33 +24,51 @@ import triton
 import triton.language as tl
 
 from .plan import ITEM_NOTHING, ITEM_TOKEN
+from .table import INDEX_FIELDS, NUM_FIELDS
 
 NOTHING = tl.constexpr(ITEM_NOTHING)
 TOKEN = tl.constexpr(ITEM_TOKEN)
+FIELDS = tl.constexpr(NUM_FIELDS)
+INDEX = tl.constexpr(INDEX_FIELDS)
+A, B = tl.constexpr(0), tl.constexpr(1)
 
 # Their values change from layer to layer and from step to step: none is worth a compilation.
 VARYING = ("first_target", "num_tokens")
 
 
 @triton.jit
-def load_item(items):
-    """start, num_tokens, slot, kind of this program's work item."""
-    p_item = items + tl.program_id(0).to(tl.int64) * 4
-    return tl.load(p_item), tl.load(p_item + 1), tl.load(p_item + 2), tl.load(p_item + 3)
+def load_item(items, EXPERTS: tl.constexpr):
+    """start, num_tokens, slot, kind and expert of this program's work item."""
+    NUM: tl.constexpr = 5 if EXPERTS else 4
+    p_item = items + tl.program_id(0).to(tl.int64) * NUM
+    expert = tl.load(p_item + 4) if EXPERTS else 0
+    return tl.load(p_item), tl.load(p_item + 1), tl.load(p_item + 2), tl.load(p_item + 3), expert
 
 
 @triton.jit
-def load_place(rows, slot, target, TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr):
-    """Element offsets of A and B, rank and scale of `target` in `slot`.
+def load_place(
+    arena, rows, slot, expert, target,
+    SIDE: tl.constexpr, TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Element offset, rank and scale of A or B of `target` in `slot`. Only B has a scale.
 
-    Multiplying the granule by a constant is what proves to the compiler that A and B are aligned.
+    Multiplying the granule by a constant is what proves to the compiler that they are aligned.
     """
-    p_row = rows + slot.to(tl.int64) * (4 * TABLE_TARGETS) + target
-    a_offset = tl.load(p_row).to(tl.int64) * GRANULE
-    b_offset = tl.load(p_row + TABLE_TARGETS).to(tl.int64) * GRANULE
-    rank = tl.load(p_row + 2 * TABLE_TARGETS)
-    scale = tl.load(p_row + 3 * TABLE_TARGETS).to(tl.float32, bitcast=True)
-    return a_offset, b_offset, rank, scale
+    p_row = rows + slot.to(tl.int64) * (FIELDS * TABLE_TARGETS) + target
+    offset = tl.load(p_row + SIDE * TABLE_TARGETS).to(tl.int64) * GRANULE
+    rank = tl.load(p_row + (2 + SIDE) * TABLE_TARGETS)
+    scale = 1.0
+    if SIDE == B:
+        scale = tl.load(p_row + 4 * TABLE_TARGETS).to(tl.float32, bitcast=True)
+    if EXPERTS:
+        p_index = (arena + offset).to(tl.pointer_type(tl.int32)) + expert.to(tl.int64) * INDEX
+        is_there = rank > 0  # else there may be no segment
+        offset += tl.load(p_index, mask=is_there, other=0).to(tl.int64) * GRANULE
+        rank = tl.load(p_index + 1, mask=is_there, other=0)
+        if SIDE == B:
+            bits = tl.load(p_index + 2, mask=is_there, other=0)
+            scale *= bits.to(tl.float32, bitcast=True)
+    return offset, rank, scale
 
 
 @triton.jit
@@ -112,14 +136,15 @@ def shrink_kernel(
     IN: tl.constexpr, Y_RANK: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     TILE_BLOCK_K: tl.constexpr, TILE_BLOCK_R: tl.constexpr,
-    HAS_TILES: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_TILES: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y[s, t, k, :R] = x[t] @ A_k.T over the chunks of split s, in fp32.
 
     y: [S, T, K, Y_RANK] fp32, Y_RANK a multiple of both rank blocks: whole blocks are written, zero
     beyond R, so that they can be read without a mask. x: [T, IN]. Grid: (items, K * S).
     """
-    start, count, slot, kind = load_item(items)
+    start, count, slot, kind, expert = load_item(items, EXPERTS)
     if kind == NOTHING:
         return
     K: tl.constexpr = len(TARGET_STEPS)
@@ -128,7 +153,9 @@ def shrink_kernel(
     step = 0
     for k in tl.static_range(K):
         step = tl.where(i_k == k, TARGET_STEPS[k], step)
-    a_offset, _, rank, _ = load_place(rows, slot, first_target + step, TABLE_TARGETS, GRANULE)
+    a_offset, rank, _ = load_place(
+        arena, rows, slot, expert, first_target + step, A, TABLE_TARGETS, GRANULE, EXPERTS
+    )
     if rank == 0:
         return
 
@@ -144,6 +171,37 @@ def shrink_kernel(
             p_y, p_x, p_a, rank, first_k, count, x_stride,
             K * Y_RANK, IN, CHUNK, NUM_CHUNKS, BLOCK_M, TILE_BLOCK_K, TILE_BLOCK_R, PRECISION,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=VARYING)
+def gather_kernel(
+    y, token_ids, arena, rows, items, first_target,
+    TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr, Y_RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """y[0, t, 0, :R] = A[token_ids[t]], of an embedding, in fp32.
+
+    y: [1, T, 1, Y_RANK] fp32, written as by `shrink_kernel`. token_ids: [T]. Grid: (items,).
+    """
+    start, count, slot, kind, expert = load_item(items, False)
+    if kind == NOTHING:
+        return
+    a_offset, rank, _ = load_place(
+        arena, rows, slot, expert, first_target, A, TABLE_TARGETS, GRANULE, False
+    )
+    o_m = tl.arange(0, BLOCK_M)
+    m_m = o_m < count
+    # [BLOCK_M]
+    b_id = tl.load(token_ids + start + o_m, mask=m_m, other=0).to(tl.int64)
+    i_r = 0
+    while i_r * BLOCK_R < rank:
+        o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
+        # [BLOCK_M, BLOCK_R]
+        p_block = arena + a_offset + b_id[:, None] * rank + o_r[None, :]
+        b_y = tl.load(p_block, mask=m_m[:, None] & (o_r < rank)[None, :], other=0.0)
+        p_block = y + (start + o_m).to(tl.int64)[:, None] * Y_RANK + o_r[None, :]
+        tl.store(p_block, b_y.to(tl.float32), mask=m_m[:, None])
+        i_r += 1
 
 
 @triton.jit
@@ -221,15 +279,17 @@ def expand_kernel(
     OUT_OFFSETS: tl.constexpr, OUT_FEATURES: tl.constexpr,
     Y_RANK: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, TILE_BLOCK_R: tl.constexpr,
-    HAS_TILES: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_TILES: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[t, o_k : o_k + n_k] += scale * (sum over s of y[s, t, k, :R]) @ B_k.
 
-    With `token_ids` [T] instead of y an embedding: its rows of A take the place of the sum.
+    With `token_ids` [T] instead of y an embedding: its rows of A, of B's rank, take the place of
+    the sum.
     out: [T, >= end of the last slice]; y: [S, T, K, Y_RANK] fp32.
     Grid: (items, blocks of BLOCK_N columns, target after target).
     """
-    start, count, slot, kind = load_item(items)
+    start, count, slot, kind, expert = load_item(items, EXPERTS)
     if kind == NOTHING:
         return
     K: tl.constexpr = len(TARGET_STEPS)
@@ -250,18 +310,24 @@ def expand_kernel(
         first_block = tl.where(is_ours, end_block, first_block)
         end_block += (OUT_FEATURES[k] + BLOCK_N - 1) // BLOCK_N
     target = first_target + step
-    a_offset, b_offset, rank, scale = load_place(rows, slot, target, TABLE_TARGETS, GRANULE)
+    b_offset, rank, scale = load_place(
+        arena, rows, slot, expert, target, B, TABLE_TARGETS, GRANULE, EXPERTS
+    )
     if rank == 0:
         return
 
     o_n = (i_n - first_block) * BLOCK_N + tl.arange(0, BLOCK_N)
     p_out = out + start.to(tl.int64) * out_stride + offset
-    p_a = arena + a_offset
     p_b = arena + b_offset
     if token_ids is None:
+        p_a = None
         p_token_id = None
         p_y = y + (start.to(tl.int64) * K + i_k) * Y_RANK
     else:
+        a_offset, _, _ = load_place(
+            arena, rows, slot, expert, target, A, TABLE_TARGETS, GRANULE, EXPERTS
+        )
+        p_a = arena + a_offset
         p_token_id = token_ids + start
         p_y = None
     split_stride = tl.cast(num_tokens, tl.int64) * (K * Y_RANK)

@@ -22,21 +22,41 @@ def add_lora(
     plan: LoraPlan,
     group: LoraGroup,
 ) -> None:
-    """See `reference.add_lora`. Two launches for all targets of the group."""
-    assert out.shape[1] >= group.out_end, "out holds every column of the group"
-    assert out.stride(1) == x.stride(1) == 1, "rows are contiguous"
-    if len(plan.items) == 0:
-        return
+    """See `reference.add_lora` and, for a plan with experts, `reference.add_lora_experts`. Two
+    launches for all targets of the group."""
+    assert table.rank_parts == 1, "others have parts of the shrunk rows"
+    expand(out, shrink(x, arena, table, plan, group), arena, table, plan, group)
+
+
+def add_lora_embedding(
+    out: torch.Tensor,
+    token_ids: torch.Tensor,
+    arena: torch.Tensor,
+    table: LoraTable,
+    plan: LoraPlan,
+    target: int,
+) -> None:
+    """See `reference.add_lora_embedding`. One launch: the shrunk rows are rows of A, and where A
+    and B are of one rank, expand reads them there."""
+    assert table.rank_parts == 1, "others have parts of the shrunk rows"
+    group = LoraGroup((target,), 0, (0,), (out.shape[1],))
+    _expand(out, None, token_ids, arena, table, plan, group)
+
+
+def shrink(
+    x: torch.Tensor, arena: torch.Tensor, table: LoraTable, plan: LoraPlan, group: LoraGroup
+) -> torch.Tensor:
+    """See `reference.shrink`. Returns y `[S, T, K, Y_RANK]`, to be added over S. Beyond A's rank
+    it is 0 up to the end of a block of ranks, and then anything."""
+    assert x.stride(1) == 1, "rows are contiguous"
     num_targets, tuned = len(group.targets), tuning.constants("shrink")
     # Chunks are added in order: having programs of their own, so that few tokens fill the device,
     # changes no number.
     chunk, is_split = tuned["chunk"], plan.num_tokens <= tuned["split_tokens"]
     num_splits = -(-group.in_features // chunk) if is_split else 1
-    y = torch.empty(
-        (num_splits, plan.num_tokens, num_targets, _y_rank(table)),
-        dtype=torch.float32,
-        device=x.device,
-    )
+    y = _shrunk(num_splits, table, plan, num_targets)
+    if len(plan.items) == 0:
+        return y
     kernels.shrink_kernel[(len(plan.items), num_targets * num_splits)](
         y,
         x,
@@ -54,24 +74,49 @@ def add_lora(
         SPLITS=num_splits,
         **_common(arena, table, plan, tuned),
     )
-    _expand(out, y, None, arena, table, plan, group)
+    return y
 
 
-def add_lora_embedding(
+def gather(
+    token_ids: torch.Tensor, arena: torch.Tensor, table: LoraTable, plan: LoraPlan, target: int
+) -> torch.Tensor:
+    """See `reference.gather`. Returns y `[1, T, 1, Y_RANK]`, as `shrink`."""
+    assert token_ids.is_contiguous()
+    assert not plan.has_experts
+    tuned = tuning.constants("expand")
+    y = _shrunk(1, table, plan, 1)
+    if len(plan.items) == 0:
+        return y
+    kernels.gather_kernel[(len(plan.items),)](
+        y,
+        token_ids,
+        arena,
+        table.rows,
+        plan.items,
+        target,
+        TABLE_TARGETS=table.num_targets,
+        GRANULE=GRANULE_BYTES // arena.itemsize,
+        Y_RANK=_y_rank(table),
+        BLOCK_M=TILE_TOKENS if plan.has_tiles else 1,
+        BLOCK_R=max(tuned["block_r"], tuned["tile_block_r"]),
+        num_warps=tuned["num_warps"],
+    )
+    return y
+
+
+def expand(
     out: torch.Tensor,
-    token_ids: torch.Tensor,
+    y: torch.Tensor,
     arena: torch.Tensor,
     table: LoraTable,
     plan: LoraPlan,
-    target: int,
+    group: LoraGroup,
 ) -> None:
-    """See `reference.add_lora_embedding`. One launch: the shrunk rows are rows of A."""
-    assert out.stride(1) == 1, "rows are contiguous"
-    assert token_ids.is_contiguous()
-    if len(plan.items) == 0:
-        return
-    group = LoraGroup((target,), 0, (0,), (out.shape[1],))
-    _expand(out, None, token_ids, arena, table, plan, group)
+    """See `reference.expand`. y: `[S, T, K, Y_RANK]`; beyond B's rank it is 0 up to the end of a
+    block of ranks."""
+    assert y.shape[1:] == (plan.num_tokens, len(group.targets), _y_rank(table))
+    assert y.is_contiguous()
+    _expand(out, y, None, arena, table, plan, group)
 
 
 def _expand(
@@ -83,6 +128,11 @@ def _expand(
     plan: LoraPlan,
     group: LoraGroup,
 ) -> None:
+    assert out.shape[1] >= group.out_end, "out holds every column of the group"
+    assert out.stride(1) == 1, "rows are contiguous"
+    assert token_ids is None or token_ids.is_contiguous()
+    if len(plan.items) == 0:
+        return
     tuned = tuning.constants("expand")
     num_blocks = sum(-(-width // tuned["block_n"]) for width in group.out_features)
     kernels.expand_kernel[(len(plan.items), num_blocks)](
@@ -102,6 +152,11 @@ def _expand(
         SPLITS=1 if y is None else y.shape[0],
         **_common(arena, table, plan, tuned),
     )
+
+
+def _shrunk(num_splits: int, table: LoraTable, plan: LoraPlan, num_targets: int) -> torch.Tensor:
+    shape = (num_splits, plan.num_tokens, num_targets, _y_rank(table))
+    return torch.empty(shape, dtype=torch.float32, device=table.arena.device)
 
 
 def _steps(group: LoraGroup) -> tuple[int, ...]:
@@ -124,6 +179,7 @@ def _common(
         "TABLE_TARGETS": table.num_targets,
         "GRANULE": GRANULE_BYTES // arena.itemsize,
         "HAS_TILES": plan.has_tiles,
+        "EXPERTS": plan.has_experts,
         "BLOCK_M": TILE_TOKENS,
         "BLOCK_R": tuned["block_r"],
         "TILE_BLOCK_R": tuned["tile_block_r"],

@@ -27,6 +27,7 @@ def launch_lora(row_lengths: list[int]) -> None:
     out = torch.zeros(plan.num_tokens, group.out_end, dtype=torch.bfloat16)
     lora_ops.add_lora(out, x, arena, table, plan, group)
     lora_ops.add_lora_embedding(out, plan.token_slots, arena, table, plan, 0)
+    lora_ops.gather(plan.token_slots, arena, table, plan, 0)
 
 
 def launch_attention(rows: list[tuple[int, int]], page_size: int, *, has_norms: bool) -> None:

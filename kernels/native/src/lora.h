@@ -5,6 +5,13 @@
 // Two operations, because the second product needs all of the first: shrink (or, for an embedding,
 // gather) writes y, expand reads it. A sum is made of the same terms in the same order however the
 // work is tiled and shared, so a token's numbers do not depend on the batch or on the threads.
+//
+// Each has a rank of its own: shrink and gather write as many numbers of a token as A has ranks,
+// expand reads as many as B has. Where devices share the first product A has a part of the ranks,
+// and what the devices have written, one part after the other, is what expand reads.
+//
+// With EXPERTS targets are mixtures: A and B are segments of an image, which begin with an index,
+// and the plan's tokens are pairs of a token and an expert.
 #pragma once
 
 #include <algorithm>
@@ -16,9 +23,10 @@ namespace loadout {
 
 constexpr int LORA_MAX_TARGETS = 8;  // of one group
 
-// Some tokens of one slot, which share one read of A and B: tokens[first : first + count].
+// Some tokens of one slot, which share one read of A and B: tokens[first : first + count]. Only
+// plans of mixtures have experts.
 struct LoraItem {
-  int32_t first, count, slot, nothing;
+  int32_t first, count, slot, expert;
 };
 
 struct LoraPlan {
@@ -31,7 +39,8 @@ struct LoraPlan {
 struct LoraArgs {
   LoraPlan plan;
   const void* arena;
-  const int32_t* rows;  // [max_loras, 4, table_targets]: granules of A and B, rank, bits of scale
+  // [max_loras, 5, table_targets]: granules of A and B, ranks of A and B, bits of scale
+  const int32_t* rows;
   int64_t table_targets;
   int64_t num_targets;  // of the group; the first ones below
   int32_t targets[LORA_MAX_TARGETS];
@@ -50,27 +59,51 @@ struct LoraArgs {
 constexpr int64_t GRANULE_BYTES = 256;
 constexpr int LINE_BYTES = 64;
 
-// One target of one adapter. Rank 0: the adapter does not have it.
+// What the index of a segment says of one expert.
+struct LoraIndex {
+  int32_t granule;  // from the segment's start
+  int32_t rank, scale_bits, nothing;
+};
+
+enum class LoraSide { A, B };
+
+// A or B of one target of one adapter. Rank 0: there is nothing of it here. Only B has a scale.
 template <typename T>
 struct LoraPlace {
-  const T* a = nullptr;
-  const T* b = nullptr;
+  const T* values = nullptr;
   int rank = 0;
   float scale = 0;
 
-  LoraPlace() = default;
-  LoraPlace(const LoraArgs& args, int slot, int64_t k) {
+  template <LoraSide SIDE, bool EXPERTS>
+  static LoraPlace of(const LoraArgs& args, const LoraItem& item, int64_t k) {
+    constexpr int side = SIDE == LoraSide::B;
     const int64_t step = args.table_targets;
-    const int32_t* row = args.rows + slot * 4 * step + args.targets[k];
-    const char* arena = static_cast<const char*>(args.arena);
-    a = reinterpret_cast<const T*>(arena + row[0] * GRANULE_BYTES);
-    b = reinterpret_cast<const T*>(arena + row[step] * GRANULE_BYTES);
-    rank = row[2 * step];
-    std::memcpy(&scale, row + 3 * step, sizeof scale);
+    const int32_t* row = args.rows + item.slot * 5 * step + args.targets[k];
+    const char* values = static_cast<const char*>(args.arena) + row[side * step] * GRANULE_BYTES;
+    LoraPlace place;
+    place.rank = row[(2 + side) * step];
+    if constexpr (SIDE == LoraSide::B) place.scale = from_bits(row[4 * step]);
+    if constexpr (EXPERTS) {
+      if (place.rank == 0) return place;  // nor is there a segment
+      const LoraIndex& index = reinterpret_cast<const LoraIndex*>(values)[item.expert];
+      values += index.granule * GRANULE_BYTES;
+      place.rank = index.rank;
+      if constexpr (SIDE == LoraSide::B) place.scale *= from_bits(index.scale_bits);
+    }
+    place.values = reinterpret_cast<const T*>(values);
+    return place;
+  }
+
+ private:
+  static float from_bits(int32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
   }
 };
 
-// y of an item and target is [count, y_step] at y_of: dense, so that it stays in the first cache.
+// y of an item and target is [count, y_step] at y_of, of A's rank when it is written and of B's when
+// it is read: dense, so that it stays in the first cache. An odd rank is followed by a 0.
 inline int y_step(int rank) { return (rank + 1) & ~1; }
 
 template <typename T>

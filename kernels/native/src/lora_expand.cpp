@@ -143,11 +143,11 @@ void expand_part(const LoraArgs& args, const LoraPart<T>& part, const LoraPart<T
   const int64_t ahead = std::max<int64_t>(AHEAD_BYTES / block_bytes, 1) * COLUMNS;
   for (int64_t column = part.begin; column < part.end; column += COLUMNS) {
     const int n = static_cast<int>(std::min<int64_t>(COLUMNS, part.end - column));
-    const Columns<T> columns{part.place.b + column, width, rank};
+    const Columns<T> columns{part.place.values + column, width, rank};
     Columns<T> soon{columns.b + ahead, width, rank};
     if (column + ahead >= part.end && next.item) {
       const int64_t first = next.begin + std::max<int64_t>(column + ahead - part.end, 0);
-      soon = {next.place.b + first, args.widths[next.k], next.place.rank};
+      soon = {next.place.values + first, args.widths[next.k], next.place.rank};
     }
     if (packs)
       for (int r = 0; r < rank; r += X::STEP) {
@@ -175,7 +175,7 @@ inline int64_t part_size(int64_t total, int num_threads, int64_t least, int64_t 
 }  // namespace
 
 // out += scale * y @ B of every item and target.
-template <typename T, typename Out>
+template <typename T, typename Out, bool EXPERTS>
 void lora_expand(const LoraArgs& args, const Slice& slice) {
   const int64_t num_items = *args.plan.num_items;
   int64_t total = 0;
@@ -190,7 +190,7 @@ void lora_expand(const LoraArgs& args, const Slice& slice) {
       int64_t index = i % splits;
       for (part.k = 0; index * size >= args.widths[part.k]; ++part.k)
         index -= (args.widths[part.k] + size - 1) / size;
-      part.place = LoraPlace<T>(args, item.slot, part.k);
+      part.place = LoraPlace<T>::template of<LoraSide::B, EXPERTS>(args, item, part.k);
       if (part.place.rank == 0) continue;
       part.begin = index * size;
       part.end = std::min<int64_t>(part.begin + size, args.widths[part.k]);
@@ -206,8 +206,14 @@ void lora_expand(const LoraArgs& args, const Slice& slice) {
 
 }  // namespace loadout
 
-LOADOUT_EXPORT(lora_expand_float, loadout::LoraArgs, (loadout::lora_expand<float, float>))
+LOADOUT_EXPORT(lora_expand_float, loadout::LoraArgs, (loadout::lora_expand<float, float, false>))
 LOADOUT_EXPORT(lora_expand_bf16, loadout::LoraArgs,
-               (loadout::lora_expand<loadout::bf16, loadout::bf16>))
+               (loadout::lora_expand<loadout::bf16, loadout::bf16, false>))
 LOADOUT_EXPORT(lora_expand_bf16_to_float, loadout::LoraArgs,
-               (loadout::lora_expand<loadout::bf16, float>))
+               (loadout::lora_expand<loadout::bf16, float, false>))
+LOADOUT_EXPORT(lora_expand_experts_float, loadout::LoraArgs,
+               (loadout::lora_expand<float, float, true>))
+LOADOUT_EXPORT(lora_expand_experts_bf16, loadout::LoraArgs,
+               (loadout::lora_expand<loadout::bf16, loadout::bf16, true>))
+LOADOUT_EXPORT(lora_expand_experts_bf16_to_float, loadout::LoraArgs,
+               (loadout::lora_expand<loadout::bf16, float, true>))

@@ -151,7 +151,7 @@ void dot_ranks(const LoraArgs& args, const LoraItem& item, const T* a, int64_t r
 }  // namespace
 
 // y = x @ A.T of every item and target.
-template <typename T>
+template <typename T, bool EXPERTS>
 void lora_shrink(const LoraArgs& args, const Slice& slice) {
   const int64_t num_items = *args.plan.num_items, num_targets = args.num_targets;
   // Few parts are split into ranks; how many there are is not known before the table is read.
@@ -165,7 +165,7 @@ void lora_shrink(const LoraArgs& args, const Slice& slice) {
     for (int64_t i; (i = slice.take()) < whole * splits;) {
       const LoraItem& item = args.plan.items[i / splits / num_targets];
       part.k = i / splits % num_targets;
-      part.place = LoraPlace<T>(args, item.slot, part.k);
+      part.place = LoraPlace<T>::template of<LoraSide::A, EXPERTS>(args, item, part.k);
       part.begin = i % splits * size;
       part.end = std::min<int64_t>(part.begin + size, part.place.rank);
       if (part.begin >= part.end) continue;
@@ -178,8 +178,8 @@ void lora_shrink(const LoraArgs& args, const Slice& slice) {
     const LoraPlace<T>& place = part.place;
     const int step = y_step(place.rank);
     T* y = y_of<T>(args, *part.item, part.k);
-    const T* next_a = next.item ? next.place.a + next.begin * args.in_features : place.a;
-    dot_ranks<T, DOT_RANKS>(args, *part.item, place.a, part.begin, part.end, y, step, next_a);
+    const T* next_a = next.item ? next.place.values + next.begin * args.in_features : place.values;
+    dot_ranks<T, DOT_RANKS>(args, *part.item, place.values, part.begin, part.end, y, step, next_a);
     if (part.end == place.rank && place.rank < step)
       for (int t = 0; t < part.item->count; ++t) y[t * step + place.rank] = from_float<T>(0);
   });
@@ -191,12 +191,12 @@ void lora_gather(const LoraArgs& args, const Slice& slice) {
   const auto mine = slice.range(*args.plan.num_items);
   for (int64_t i = mine.begin; i < mine.end; ++i) {
     const LoraItem& item = args.plan.items[i];
-    const LoraPlace<T> place(args, item.slot, 0);
+    const auto place = LoraPlace<T>::template of<LoraSide::A, false>(args, item, 0);
     const int step = y_step(place.rank);
     T* y = y_of<T>(args, item, 0);
     for (int t = 0; t < item.count; ++t, y += step) {
       const int64_t token = args.token_ids[args.plan.tokens[item.first + t]];
-      std::memcpy(y, place.a + token * place.rank, place.rank * sizeof(T));
+      std::memcpy(y, place.values + token * place.rank, place.rank * sizeof(T));
       if (place.rank < step) y[place.rank] = from_float<T>(0);
     }
   }
@@ -204,7 +204,10 @@ void lora_gather(const LoraArgs& args, const Slice& slice) {
 
 }  // namespace loadout
 
-LOADOUT_EXPORT(lora_shrink_float, loadout::LoraArgs, loadout::lora_shrink<float>)
-LOADOUT_EXPORT(lora_shrink_bf16, loadout::LoraArgs, loadout::lora_shrink<loadout::bf16>)
+LOADOUT_EXPORT(lora_shrink_float, loadout::LoraArgs, (loadout::lora_shrink<float, false>))
+LOADOUT_EXPORT(lora_shrink_bf16, loadout::LoraArgs, (loadout::lora_shrink<loadout::bf16, false>))
+LOADOUT_EXPORT(lora_shrink_experts_float, loadout::LoraArgs, (loadout::lora_shrink<float, true>))
+LOADOUT_EXPORT(lora_shrink_experts_bf16, loadout::LoraArgs,
+               (loadout::lora_shrink<loadout::bf16, true>))
 LOADOUT_EXPORT(lora_gather_float, loadout::LoraArgs, loadout::lora_gather<float>)
 LOADOUT_EXPORT(lora_gather_bf16, loadout::LoraArgs, loadout::lora_gather<loadout::bf16>)

@@ -25,10 +25,10 @@ def test_copy_is_visible_once_complete(store, layout, monkeypatch, copy_bytes) -
     start = hosted.extents[0].start
     host.memory[start : start + len(image.data)] = image.data
     arena.apply([HostCopy(hosted, resident)])
-    assert not arena.table.ranks.any(), "not visible yet"
+    assert not arena.table.b_ranks.any(), "not visible yet"
     assert until(arena.pop_completed_copies) == ["aaaa"]
     assert arena.pop_completed_copies() == []
     there = arena.flat.view(torch.uint8)[resident.extents[0].start :][: len(image.data)]
     assert bytes(there.cpu().numpy().data) == bytes(image.data)
     arena.apply([TableWrite(resident)])
-    assert arena.table.ranks.any()
+    assert arena.table.b_ranks.any()

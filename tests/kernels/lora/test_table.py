@@ -22,7 +22,7 @@ def test_a_row_says_where_its_matrices_lie(table):
     table.set_row(2, [TableEntry(1, 3, 5, 2, 10, 20, scale=0.25), TableEntry(2, 7, 9, 4, 8, 8)])
     assert table.a_granules.tolist() == [[0, 0, 0], [0, 0, 0], [0, 3, 7], [0, 0, 0]]
     assert table.b_granules[2].tolist() == [0, 5, 9]
-    assert table.ranks[2].tolist() == [0, 2, 4]
+    assert table.b_ranks[2].tolist() == [0, 2, 4]
     assert table.scales[2].tolist() == [0.0, 0.25, 1.0]
     assert table.rows.is_contiguous()
 
@@ -47,7 +47,7 @@ def test_replacing_and_clearing_leave_nothing_behind(table):
     address = table.rows.data_ptr()
     table.set_row(1, [TableEntry(0, 1, 2, 8, 8, 8), TableEntry(2, 3, 4, 8, 8, 8)])
     table.set_row(1, [TableEntry(1, 5, 6, 1, 8, 8)])
-    assert table.ranks[1].tolist() == [0, 1, 0]
+    assert table.b_ranks[1].tolist() == [0, 1, 0]
     assert list(table.weights(1)) == [1]
     table.clear_row(1)
     assert not table.rows.any()
