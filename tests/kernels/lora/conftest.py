@@ -13,13 +13,13 @@ import torch
 
 from kernels.lora import (
     BASE_SLOT,
-    GRANULE_BYTES,
     LoraGroup,
     LoraPlan,
     LoraTable,
     TableEntry,
     reference,
 )
+from tests.kernels.lora.packing import Packing
 
 OPERATIONS = Path(__file__).parent / "operations.py"
 RANKS = (1, 3, 8, 16, 33, 64)
@@ -68,17 +68,10 @@ def build_adapters(
     dtype: torch.dtype, in_features: int, out_features: Sequence[int], vocab: int
 ) -> Adapters:
     generator = torch.Generator().manual_seed(0)
-    granule = 3  # the first granules belong to nobody
-    parts: list[tuple[int, torch.Tensor]] = []
+    packing = Packing(dtype)
+    place = packing.place
     rows: list[list[TableEntry]] = []
     dense = {}
-
-    def place(matrix: torch.Tensor) -> int:
-        nonlocal granule
-        start = granule
-        parts.append((start, matrix))
-        granule += math.ceil(matrix.numel() * matrix.itemsize / GRANULE_BYTES)
-        return start
 
     for slot in range(NUM_SLOTS):
         entries = []
@@ -99,12 +92,8 @@ def build_adapters(
             )
         rows.append(entries)
 
-    arena = torch.full((granule * GRANULE_BYTES // dtype.itemsize,), float("nan"), dtype=dtype)
-    for start, matrix in parts:
-        offset = start * GRANULE_BYTES // dtype.itemsize
-        arena[offset : offset + matrix.numel()] = matrix.flatten()
     num_targets = 1 + len(out_features)
-    table = LoraTable.create(NUM_SLOTS, num_targets, arena, "cpu", max_rank=max(RANKS))
+    table = LoraTable.create(NUM_SLOTS, num_targets, packing.arena(), "cpu", max_rank=max(RANKS))
     for slot, entries in enumerate(rows):
         table.set_row(slot, entries)
     offsets = [sum(out_features[:k]) for k in range(len(out_features))]
@@ -188,6 +177,10 @@ class Interpreter:
     ) -> torch.Tensor:
         table = _without_views(adapters.table)
         return self.call("add_lora_embedding", out, token_ids, table, plan, EMBEDDING)
+
+    def half(self, name: str, first: torch.Tensor, table: LoraTable, *args: Any) -> torch.Tensor:
+        """What shrink or gather returns; the new `out` of expand."""
+        return self.call("half", name, first, _without_views(table), *args)
 
 
 def _without_views(table: LoraTable) -> LoraTable:

@@ -28,6 +28,18 @@ def add_lora_embedding(
     return out
 
 
+def half(
+    name: str, first: torch.Tensor, table: LoraTable, plan: LoraPlan, *args: Any
+) -> torch.Tensor:
+    """What shrink (first: x) or gather (token ids) returns, or the new `out` (first) of expand."""
+    if name == "expand":
+        y, *rest = args
+        triton_ops.expand(first, y, table.arena, table, plan, *rest)
+        return first
+    y: torch.Tensor = getattr(triton_ops, name)(first, table.arena, table, plan, *args)
+    return y
+
+
 def compile_launches(
     capability: int,
     dtype: torch.dtype,
@@ -35,34 +47,40 @@ def compile_launches(
     out_features: tuple[int, ...],
     row_lengths: list[int],
     first_target: int = 1,
+    has_experts: bool = False,
 ) -> dict[str, Any]:
-    """What add_lora and add_lora_embedding launch for such a step on sm_`capability`, compiled."""
+    """What add_lora, add_lora_embedding and gather launch for such a step on sm_`capability`,
+    compiled; with experts, what add_lora launches for a mixture's."""
     from triton.runtime import driver
 
     driver.set_active(NoDevice(capability))
     arena = torch.zeros(1024, dtype=dtype)
     table = LoraTable.create(4, 224, arena, "cpu", max_rank=64)
-    plan = LoraPlan.build([0] * len(row_lengths), row_lengths, table, "cpu")
+    rows = [0] * len(row_lengths)
+    plan = LoraPlan.build(rows, row_lengths, table, "cpu", rows if has_experts else None)
     offsets = tuple(sum(out_features[:k]) for k in range(len(out_features)))
     targets = tuple(range(first_target, first_target + len(offsets)))
     group = LoraGroup(targets, in_features, offsets, out_features)
     x = torch.zeros(plan.num_tokens, in_features, dtype=dtype)
     out = torch.zeros(plan.num_tokens, group.out_end, dtype=dtype)
-    kernels = {name: getattr(triton_kernels, name) for name in ("shrink_kernel", "expand_kernel")}
-    shrink, expand = (CompileOnly(kernel) for kernel in kernels.values())
-    vars(triton_kernels).update(shrink_kernel=shrink, expand_kernel=expand)
+    names = ("shrink_kernel", "gather_kernel", "expand_kernel")
+    kernels = {name: getattr(triton_kernels, name) for name in names}
+    only = {name: CompileOnly(kernel) for name, kernel in kernels.items()}
+    vars(triton_kernels).update(only)
     try:
         triton_ops.add_lora(out, x, arena, table, plan, group)
-        triton_ops.add_lora_embedding(out, plan.token_slots, arena, table, plan, 0)
+        if not has_experts:
+            triton_ops.add_lora_embedding(out, plan.token_slots, arena, table, plan, 0)
+            triton_ops.gather(plan.token_slots, arena, table, plan, 0)
     finally:
         vars(triton_kernels).update(kernels)
-    compiled = {"shrink": shrink.compiled[0]}
-    compiled["expand"], compiled["embedding"] = expand.compiled
-    return compiled
+    compiled = {name.removesuffix("_kernel"): each.compiled for name, each in only.items()}
+    found = {name: launches[0] for name, launches in compiled.items() if launches}
+    return found if has_experts else found | {"embedding": compiled["expand"][1]}
 
 
-def compile_ptx(*args: Any) -> dict[str, str]:
-    return {name: kernel.asm["ptx"] for name, kernel in compile_launches(*args).items()}
+def compile_ptx(*args: Any, **kwargs: Any) -> dict[str, str]:
+    return {name: kernel.asm["ptx"] for name, kernel in compile_launches(*args, **kwargs).items()}
 
 
 def count_compilations(*args: Any, first_targets: list[int], steps: list[list[int]]) -> int:
@@ -76,5 +94,5 @@ def count_compilations(*args: Any, first_targets: list[int], steps: list[list[in
 
 
 OPERATIONS = {
-    f.__name__: f for f in (add_lora, add_lora_embedding, compile_ptx, count_compilations)
+    f.__name__: f for f in (add_lora, add_lora_embedding, half, compile_ptx, count_compilations)
 }
