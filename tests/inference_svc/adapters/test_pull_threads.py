@@ -136,6 +136,18 @@ def test_targets_may_share_an_a(good: list[PullMessage], layout: ModelLayout) ->
             layout.read_header(replace(shared, segments=tuple(broken)))
 
 
+def test_a_part_of_the_rank_is_corrupt(good: list[PullMessage], layout: ModelLayout) -> None:
+    """No target of the layout announces one."""
+    header = format_2(good[0])
+    index = max(i for i, each in enumerate(header.segments) if each.kind == "a" and each.rank > 1)
+    a = header.segments[index]
+    part = replace(a, rank=a.rank - 1, length_bytes=a.length_bytes // a.rank * (a.rank - 1))
+    segments = list(header.segments)
+    segments[index] = replace(part, shape=shape_of(part))
+    with pytest.raises(CorruptImage, match="is not an A followed by its B"):
+        layout.check_header(replace(header, segments=tuple(segments)))
+
+
 @pytest.mark.parametrize("kind", KIND_WORDS)
 def test_what_this_server_does_not_apply_is_refused_by_name(
     kind: str, good: list[PullMessage], layout: ModelLayout
