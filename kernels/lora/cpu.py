@@ -32,7 +32,7 @@ class Shrunk(NamedTuple):
     segments: list[Product[slice]]
     """y is `[tokens, a_rank]`."""
     rows: list[Product[int]]
-    """Of short segments, row by row: y is `[a_rank]`."""
+    """Short segments row by row: y is `[a_rank]`."""
 
 
 _Segment: TypeAlias = tuple[int, int, list[tuple[int, TargetWeights]]]

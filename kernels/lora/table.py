@@ -32,7 +32,7 @@ NO_EXPERT = -1
 """Stands for the expert where a target is one weight, and not a mixture's."""
 INDEX_FIELDS = 4
 INDEX_BYTES = 4 * INDEX_FIELDS
-"""Of an index, for each expert."""
+"""What an expert takes of an index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Place(NamedTuple):
     scale: float = 1.0
 
     def of_expert(self, arena: torch.Tensor, expert: int) -> Place:
-        """Where this is a segment of a mixture's matrices, the place of one expert's."""
+        """Returns the place of one expert's matrix, where this is a segment of a mixture's."""
         if self.rank == 0:  # of all of them, or there is no segment
             return self
         start = self.granule * (GRANULE_BYTES // arena.itemsize)
@@ -122,7 +122,7 @@ class Place(NamedTuple):
     def matrix(
         self, arena: torch.Tensor, num_features: int, *, transposed: bool = False
     ) -> torch.Tensor:
-        """A view of its values, `[rank, num_features]` or the transpose."""
+        """Returns a view of its values, `[rank, num_features]` or the transpose."""
         start = self.granule * (GRANULE_BYTES // arena.itemsize)
         shape = (num_features, self.rank) if transposed else (self.rank, num_features)
         return arena[start : start + self.rank * num_features].view(shape)
@@ -288,7 +288,7 @@ class LoraTable:
         self.stream.copy([(self.rows[slot], row)])
 
     def _views(self, adapter: TableRow, index: int, expert: int) -> TargetWeights | None:
-        """None where the adapter lacks the expert."""
+        """Returns None where the adapter lacks the expert."""
         a = Place(int(adapter.a_granules[index]), int(adapter.a_ranks[index]))
         b = Place(int(adapter.b_granules[index]), int(adapter.b_ranks[index]))
         if expert != NO_EXPERT:
