@@ -19,6 +19,7 @@ from inference_svc.model.geometry import ModelGeometry
 from inference_svc.model.weights import weights_bytes
 from kernels import tuning
 from kernels.attention.plan import max_segments
+from kernels.lora.table import NUM_FIELDS
 
 MIB = 1 << 20
 LIBRARIES_BYTES = 384 * MIB
@@ -99,7 +100,8 @@ def _fixed_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
     )
     num_targets = 7 * geometry.num_layers + 2
     pages_bytes = 4 * ((max_rows + 1) * max_pages(config) + 1)
-    return logits_bytes + inputs_bytes + pages_bytes + 16 * config.max_loras * num_targets
+    table_bytes = 4 * NUM_FIELDS * config.max_loras * num_targets
+    return logits_bytes + inputs_bytes + pages_bytes + table_bytes
 
 
 def _graphs_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
