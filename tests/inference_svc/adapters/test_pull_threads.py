@@ -145,7 +145,7 @@ def test_a_part_of_the_rank_is_corrupt(good: list[PullMessage], layout: ModelLay
     segments = list(header.segments)
     segments[index] = replace(part, shape=shape_of(part))
     with pytest.raises(CorruptImage, match="is not an A followed by its B"):
-        layout.check_header(replace(header, segments=tuple(segments)))
+        layout.read_header(replace(header, segments=tuple(segments)))
 
 
 @pytest.mark.parametrize("kind", KIND_WORDS)
