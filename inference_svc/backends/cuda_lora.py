@@ -114,7 +114,7 @@ class _PlanArrays:
         self._rows = row_slots, row_lengths
 
     def fill_decodes(self, row_slots: IntArray) -> None:
-        """As `fill` of rows of one token each, in a few operations."""
+        """Does what `fill` does, for rows of one token each, in a few operations."""
         tokens = np.flatnonzero(row_slots != BASE_SLOT)
         self._fill(row_slots, len(tokens))
         items = self._items[: len(tokens)]
