@@ -23,7 +23,12 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from adapter_store.api.servicer import AUDITED, CALL_RULES, AdapterStoreServicer
+from adapter_store.api.servicer import (
+    AUDITED,
+    CALL_RULES,
+    AdapterStoreServicer,
+    StoreAuditEntry,
+)
 from adapter_store.blobs.fsync import make_folder
 from adapter_store.blobs.local import Blobs, LocalBlobs
 from adapter_store.blobs.s3_prefix import Bucket
@@ -34,7 +39,7 @@ from adapter_store.catalog.watch import Watch
 from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
 from adapter_store.config import StoreSettings
-from adapter_store.core import Action, StoreAuditEntry
+from adapter_store.core import Action
 from adapter_store.debug import DebugInfo
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.garbage_collector import Collector, SharedCollector

@@ -10,7 +10,6 @@ from itertools import repeat
 from typing import NamedTuple, Protocol, TypeAlias
 
 from servicekit.auth import principal
-from servicekit.auth.audit import AuditEntry
 from servicekit.auth.principal import Roles
 from servicekit.refs import AdapterName
 
@@ -581,24 +580,3 @@ class Recorded(NamedTuple):
     deleted_versions: tuple[int, ...] = ()
     base_model: BaseModelChoice | None = None
     ignored_config_keys: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class StoreAuditEntry(AuditEntry):
-    """Adds the version that was changed, the revision of the catalog, the older versions that were
-    deleted, and the unknown keys of the config that the operator lets pass."""
-
-    version: int = field(default=0, init=False)
-    revision: int = field(default=0, init=False)
-    deleted_versions: tuple[int, ...] = field(default=(), init=False)
-    ignored_config_keys: tuple[str, ...] = field(default=(), init=False)
-
-    def describe(self, record: AdapterRecord, revision: int) -> None:
-        """Notes what was changed, as it is now."""
-        self.name, self.version = str(record.name), record.version
-        self.digest, self.revision = record.digest, revision
-
-    def set_outcome(self, outcome: Recorded) -> None:
-        self.describe(outcome.record, outcome.revision)
-        self.deleted_versions = outcome.deleted_versions
-        self.ignored_config_keys = outcome.ignored_config_keys

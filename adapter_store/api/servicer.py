@@ -6,18 +6,19 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TypeAlias
 
 from adapter_store.api import convert
 from adapter_store.api.bounds import REQUESTS
-from adapter_store.core import Action, Principal, Recorded, StoreAuditEntry
+from adapter_store.core import Action, AdapterRecord, Principal, Recorded
 from adapter_store.debug import DebugInfo
 from adapter_store.errors import RevisionTooOld
 from adapter_store.service import Change, StoreService
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
-from servicekit.auth.audit import Audit
+from servicekit.auth.audit import Audit, AuditEntry
 from servicekit.auth.authenticator import Authenticator
 from servicekit.rpc import call_context
 from servicekit.rpc.call import Call
@@ -50,6 +51,27 @@ CALL_RULES = CallRules(
     facts=("tenant", "adapter", "digest"),
     traced_facts=("request_id", "tenant", "adapter", "digest", "layout_id"),
 )
+
+
+@dataclass(slots=True)
+class StoreAuditEntry(AuditEntry):
+    """Adds the version that was changed, the revision of the catalog, the older versions that were
+    deleted, and the unknown keys of the config that the operator lets pass."""
+
+    version: int = field(default=0, init=False)
+    revision: int = field(default=0, init=False)
+    deleted_versions: tuple[int, ...] = field(default=(), init=False)
+    ignored_config_keys: tuple[str, ...] = field(default=(), init=False)
+
+    def describe(self, record: AdapterRecord, revision: int) -> None:
+        """Notes what was changed, as it is now."""
+        self.name, self.version = str(record.name), record.version
+        self.digest, self.revision = record.digest, revision
+
+    def set_outcome(self, outcome: Recorded) -> None:
+        self.describe(outcome.record, outcome.revision)
+        self.deleted_versions = outcome.deleted_versions
+        self.ignored_config_keys = outcome.ignored_config_keys
 
 
 class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):

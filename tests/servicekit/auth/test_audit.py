@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from adapter_store.core import ROLES, AdapterRecord, Recorded, StoreAuditEntry
+from adapter_store.api.servicer import StoreAuditEntry
+from adapter_store.core import ROLES, AdapterRecord, Recorded
 from servicekit.auth.audit import MAX_NAME_CHARS, Audit, AuditEntry
 from servicekit.errors import InvalidSetting, NotFound, Unauthenticated, Unavailable
 from servicekit.refs import AdapterName
