@@ -1,6 +1,6 @@
 """Two checkouts in turns: is this one slower than that one?
 
-    python -m bench.turns BASELINE [--works throughput,ttft,store_cold] [--rounds 9] [--out FILE]
+    python -m bench.turns BASELINE [--works throughput,ttft,...] [--rounds 9] [--out FILE]
 
 BASELINE, a checkout of another commit that has this module too, runs twice, so that each figure
 comes with how far that commit lies from itself in the same run; this checkout runs once. All are
@@ -21,7 +21,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from bench import store_cold
+from bench import many_adapters, store_cold, store_pull
 from bench.models import ROOT as MODELS
 from bench.models import make_variants, prepare
 from bench.results import FOLDER, median, show, write
@@ -31,11 +31,14 @@ from bench.systems.ours import make_system
 from bench.systems.serve import serve, take_standard_output
 from bench.systems.worker import Worker
 from bench.throughput import NUM_ADAPTERS, ROWS, Row, make_job, make_spec
+from bench.trace import Traffic
 from bench.ttft import OverGrpc, wanted_for
 
 MODEL = "bench-200m"
 NUM_OUT = 32
 NUM_LAYERS = 16
+W4_ADAPTERS = (5, 200)
+W4_WINDOW_S = 4.0
 SIDES = ("baseline", "baseline again", "this")
 
 Figures = dict[str, float]
@@ -97,7 +100,43 @@ def store_cold_works(models: Path) -> Iterator[Works]:
     yield {"store_cold": run}
 
 
-WORKS = {"throughput": throughput_works, "ttft": ttft_works, "store_cold": store_cold_works}
+@contextmanager
+def many_adapters_works(models: Path) -> Iterator[Works]:
+    """W4 with all requests at once, for adapters that fit the arena and for more: output tokens per
+    second."""
+    prepared = prepare(MODEL, 1, models)
+    engine, digests = many_adapters.start_engine(prepared, max(W4_ADAPTERS))
+    driver = many_adapters.Driver(engine, digests, prepared.vocab)
+    engine.load(digests)
+
+    def run(num_adapters: int) -> Figures:
+        played = driver.play(Traffic(num_adapters), W4_WINDOW_S, seed=0)
+        return {f"{num_adapters} adapters, tokens/s": played["tokens_per_second"]}
+
+    try:
+        yield {str(n): lambda n=n: run(n) for n in W4_ADAPTERS}  # type: ignore[misc]
+    finally:
+        engine.stop()
+
+
+@contextmanager
+def store_pull_works(models: Path) -> Iterator[Works]:
+    """`bench.store_pull`: megabytes per second."""
+
+    def run() -> Figures:
+        found = store_pull.measure(1, NUM_LAYERS)
+        return {f"{what}, MB/s": rates[0] for what, rates in found.items()}
+
+    yield {"store_pull": run}
+
+
+WORKS = {
+    "throughput": throughput_works,
+    "ttft": ttft_works,
+    "many_adapters": many_adapters_works,
+    "store_cold": store_cold_works,
+    "store_pull": store_pull_works,
+}
 
 
 def serve_works(kind: str, models: Path) -> None:
