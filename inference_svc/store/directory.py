@@ -309,10 +309,10 @@ class Directory:
         return True
 
     def _check_servable(self, record: AdapterRecord) -> None:
-        """Raises AdapterUnusable. The store's verdict on our layout outweighs the base's name."""
+        """Raises AdapterUnusable. Also of a model of another name, whose layout may be ours."""
         name, servable = f"{record.name}@{record.version}", self._servable
         verdict = record.verdicts.get(self.layout_id)
-        if verdict is None and record.base_model not in servable.base_models:
+        if record.base_model not in servable.base_models:
             raise AdapterUnusable(
                 f"adapter {name} is for base model {record.base_model!r}; "
                 f"this server runs {servable.base_models[0]!r}",

@@ -363,11 +363,12 @@ def test_adapter_that_cannot_be_served_is_unusable(record: AdapterRecord, messag
     run(body)
 
 
-def test_verdict_outweighs_the_base_models_name() -> None:
+def test_adapter_of_another_model_is_refused_though_their_layouts_are_equal() -> None:
     catalog, directory, _ = make()
     usable = {"layout": LayoutVerdict(True), "other": LayoutVerdict(False, "no")}
     catalog.records["default/upper"] = replace(UPPER, base_model="/models/b", verdicts=usable)
-    assert run(lambda: directory.resolve(ANYONE, "upper")).digest == A
+    with pytest.raises(AdapterUnusable, match="is for base model '/models/b'"):
+        run(lambda: directory.resolve(ANYONE, "upper"))
 
 
 def test_without_a_store_every_adapter_is_unknown() -> None:
