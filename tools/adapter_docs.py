@@ -40,7 +40,7 @@ def render() -> dict[str, str]:
         for feature, cells in verdicts().items()
     ]
     others = [
-        [WORDS[Feature(note.feature)], ENGINES[note.engine], note.does, note.what, note.source]
+        [WORDS[Feature(note.feature)], ENGINES[note.engine], note.does, note.what, note.where]
         for note in NOTES
     ]
     return {

@@ -16,8 +16,7 @@ from servicekit.rpc.requests import RequestBounds, RequestTable
 
 MAX_LAYOUT_BYTES = 8 << 20
 """The largest model that we know of, Kimi K2, has 70,000 targets if each expert's matrix is one:
-6 MB. Layouts of dense models have at most 200 KB, most of it
-hashes of the base's weights."""
+6 MB. Layouts of dense models have at most 200 KB, most of it hashes of the base's weights."""
 MAX_CHUNK_BYTES = 4 << 20
 """Of an upload; clients send 512 KiB."""
 MAX_TENANTS = 1024

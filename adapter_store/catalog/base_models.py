@@ -65,9 +65,9 @@ def _served(
         .join(layouts, layouts.c.layout_id == announcements.c.layout_id)
         .where(is_live(live_since))
     )
-    found = conn.execute(announced).all()
+    found = [(row, names_of(row)) for row in conn.execute(announced)]
     # Those that earlier releases have recorded are the layout's.
-    claimed = {(row.layout_id, name) for row in found if row.base_model for name in names_of(row)}
+    claimed = {(row.layout_id, name) for row, own in found if row.base_model for name in own}
     base_by_layout: dict[str, str] = {}
     names: dict[str, set[str]] = {}
     for row in conn.execute(of_layouts):  # a layout's base model first, then its further names
@@ -75,9 +75,9 @@ def _served(
         if not row.is_alias or (row.layout_id, row.base_model) not in claimed:
             names.setdefault(base_model, set()).add(row.base_model)
     with_server: set[str] = set()
-    for row in found:
+    for row, own in found:
         base_model = row.base_model or base_by_layout[row.layout_id]
-        names.setdefault(base_model, {base_model}).update(names_of(row))
+        names.setdefault(base_model, {base_model}).update(own)
         if row.lasts:
             with_server.add(base_model)
     served = {base_model: frozenset(names[base_model]) for base_model in sorted(names)}

@@ -103,7 +103,8 @@ def _of_config(checkpoint: Checkpoint, limits: CheckpointLimits) -> Iterator[Fea
     data = read_capped(checkpoint.folder, CONFIG_FILE, limits.max_config_bytes)
     fields: Mapping[str, Any] = parse_object(data, CONFIG_FILE)
     for name, feature in _BY_FIELD.items():
-        if fields.get(name) not in (None, False, [], {}):
+        value = fields.get(name)
+        if value is not None and value is not False and value not in ([], {}):
             yield feature
 
 

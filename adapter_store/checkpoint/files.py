@@ -61,19 +61,25 @@ def is_shard(name: str) -> bool:
 @contextmanager
 def without_links(folder: Path) -> Iterator[Path]:
     """Yields a folder with the files of one that is the user's own, where links, as in a hub's
-    cache, are followed. It is the folder itself if it has none."""
-    links = [entry for entry in os.scandir(folder) if entry.is_symlink()]
-    if not any(entry.is_file() for entry in links):
+    cache, are followed. It is the folder itself if it has none. Of files that are no part of an
+    adapter it has the names."""
+    entries = list(os.scandir(folder))
+    if not any(entry.is_symlink() and is_adapter_file(entry.name) for entry in entries):
         yield folder
         return
     with TemporaryDirectory(prefix="loadout-") as name:
-        for entry in os.scandir(folder):
-            if not entry.is_file():
+        for entry in entries:
+            copy = Path(name, entry.name)
+            if not is_adapter_file(entry.name):
+                if not entry.is_dir():
+                    copy.touch()
                 continue
             try:
-                os.link(os.path.realpath(entry), Path(name, entry.name))
+                os.link(os.path.realpath(entry), copy)
+            except FileNotFoundError:
+                os.symlink(os.path.realpath(entry), copy)  # which is refused by its name
             except OSError:  # on another file system
-                shutil.copyfile(entry, Path(name, entry.name))
+                shutil.copyfile(entry, copy)
         yield Path(name)
 
 

@@ -245,10 +245,13 @@ def _group_facts(target: Target) -> Iterator[object]:
 
 def _validate_ties(layout: Layout, indices: Mapping[str, int]) -> None:
     """Requires that what is tied has the shape of an embedding, and what is known of its weight."""
+    tied: set[str] = set()
     for index, target in enumerate(layout.targets):
         if not target.tied_to:
             continue
         field = f"targets[{index}].tied_to"
+        _require(target.tied_to not in tied, field, "the embedding of another target, too")
+        tied.add(target.tied_to)
         embedding = layout.targets[indices.get(target.tied_to, index)]
         is_known = embedding.kind is TargetKind.EMBEDDING and target.kind is TargetKind.LINEAR
         _require(is_known, field, "not the embedding of a linear target")

@@ -162,15 +162,15 @@ def to_record(adapter: pb.Adapter, revision: int) -> AdapterRecord:
         create_time_s=adapter.create_time.ToMicroseconds() / 1e6,
         targets=tuple(adapter.targets),
         segment_kinds=tuple(_SEGMENT_KINDS.get(k, str(k)) for k in adapter.segment_kinds),
-        added_tokens=adapter.added_tokens,
         has_invocation_tokens=bool(adapter.invocation_tokens),
     )
 
 
 def from_registration(layout: ModelLayout, announcement: Announcement) -> pb.RegisterLayoutRequest:
-    return pb.RegisterLayoutRequest(
-        layout=from_layout(layout), announcement=from_announcement(announcement)
-    )
+    message = from_layout(layout)
+    if layout.image_formats == (1,):  # stores that know no other read no announcement
+        message.aliases.extend(announcement.aliases)
+    return pb.RegisterLayoutRequest(layout=message, announcement=from_announcement(announcement))
 
 
 def from_layout(layout: ModelLayout) -> pb.ModelLayout:

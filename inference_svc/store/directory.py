@@ -75,11 +75,6 @@ class Servable:
             return reason, "targets"
         if reason := refused_kinds(kind for kind in record.segment_kinds if kind != "full"):
             return reason, "segment_kinds"
-        if record.added_tokens:
-            return (
-                f"{record.added_tokens} added tokens, above this server's limit 0",
-                "added_tokens",
-            )
         if record.has_invocation_tokens:
             reason = "invocation tokens (aLoRA), which this server does not apply"
             return reason, "invocation_tokens"

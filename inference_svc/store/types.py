@@ -35,7 +35,6 @@ class AdapterRecord:
     create_time_s: float = 0.0
     targets: tuple[str, ...] = ()
     segment_kinds: tuple[str, ...] = ()
-    added_tokens: int = 0
     has_invocation_tokens: bool = False
 
 

@@ -22,6 +22,8 @@ from loadout.cli.output import (
     table_console,
 )
 from loadout.cli.service_code import run_service_code
+from loadout.cli.tokenizer import describe_tokenizer
+from loadout.errors import InvalidArgument
 from loadout.upload import open_folder
 
 EXAMPLES = """\b
@@ -34,6 +36,14 @@ Examples:
 
 Report = Mapping[str, Any]
 """See adapter_store.images.check.Report."""
+
+_NOTHING: Report = {
+    **dict.fromkeys(("saved_by", "base_model", "digest"), ""),
+    **dict.fromkeys(("source_bytes", "rank"), 0),
+    **dict.fromkeys(("invocation_tokens", "ignored_config_keys", "features", "modules"), ()),
+    "server": None,
+}
+"""Of a folder that is no adapter's."""
 
 _LAYER = re.compile(r"(?P<before>(?:[^.]+\.)*?)(?P<layer>\d+)\.(?P<module>.+)")
 _KIND_WORDS = {
@@ -86,8 +96,7 @@ def check(
     given = {flag: str(value) for flag, value in flags.items() if value}
     if given and not model:
         raise typer.BadParameter("is a server's: name its --model", param_hint=next(iter(given)))
-    path = open_folder(folder).path
-    report = _check(path, [f"--allow-config-keys={allow_config_keys}"], model, given)
+    report = _check(folder, [f"--allow-config-keys={allow_config_keys}"], model, given)
     if as_json:
         print_json({**report, "engine": None if engine is None else _engine_json(report, engine)})
     else:
@@ -98,6 +107,11 @@ def check(
 
 
 def _check(folder: Path, flags: list[str], model: str, of_server: Mapping[str, str]) -> Report:
+    try:
+        open_folder(folder)
+    except InvalidArgument as error:
+        refusal = {"subject": str(folder), "reason": "", "message": str(error)}
+        return {**_NOTHING, "refusal": refusal}
     arguments = ["check", str(folder), *flags]
     if not model:
         return dict(json.loads(run_service_code("adapter_store", *arguments)))
@@ -124,15 +138,28 @@ def _print(report: Report, folder: Path, model: str) -> None:
     targets = server["targets"] if server and server["targets"] else report["modules"]
     typer.echo()
     _print_modules(targets)
+    if note := describe_tokenizer(folder, Path(model) if model else None, report["base_model"]):
+        typer.echo(note, err=True)
     if not server:
         return
     typer.echo()
+    if not _may_be_same(report["base_model"], server["base_model"]):
+        typer.echo(
+            f"note: it is registered for {report['base_model']}, and is used only by servers that "
+            "call their model so, unless `loadout register --base-model NAME` says another"
+        )
     where = f"a server of {model}, ranks up to {server['max_rank']}"
     if server["refusals"]:
         for refusal in server["refusals"]:
             typer.echo(f"refused by {where}: {_text(refusal)}")
     else:
         typer.echo(f"applied by {where}, all of it; image of {decimal(server['image_bytes'])}")
+
+
+def _may_be_same(in_config: str, of_server: str) -> bool:
+    """Returns whether a config may mean a model by this name; a path means any."""
+    ends = [name.rstrip("/").rpartition("/")[2].lower() for name in (in_config, of_server)]
+    return not in_config or in_config.count("/") > 1 or in_config[0] in "./" or ends[0] == ends[1]
 
 
 def _print_modules(modules: list[Mapping[str, Any]]) -> None:
@@ -161,7 +188,7 @@ def _print_engine(report: Report, engine: Engine) -> None:
     if not notes:
         typer.echo(f"{ENGINES[engine]}: nothing of it is known to be left out")
     for note in notes:
-        line = f"{note.feature}: {ENGINES[engine]} {note.does.value}: {note.what} ({note.source})"
+        line = f"{note.feature}: {ENGINES[engine]} {note.does.value}: {note.what} ({note.where})"
         typer.echo(line)
 
 
@@ -174,7 +201,7 @@ def _engine_json(report: Report, engine: Engine) -> dict[str, Any]:
                 "feature": each.feature,
                 "does": each.does.value,
                 "what": each.what,
-                "source": each.source,
+                "source": each.where,
             }
             for each in notes
         ],
@@ -191,4 +218,4 @@ def _raise_refusal(report: Report) -> None:
 
 
 def _text(refusal: Mapping[str, str]) -> str:
-    return f"{refusal['message']} ({refusal['reason']})"
+    return refusal["message"] + (f" ({refusal['reason']})" if refusal["reason"] else "")

@@ -1,8 +1,7 @@
 """What other engines do with parts of an adapter, where it is known: a source per line.
 
 Found by reading these releases and by running their loaders on adapters that PEFT 0.21 saved; no
-server of theirs was run. Paths of vLLM are below `vllm/lora/`, those of SGLang below
-`sglang/srt/lora/`.
+server of theirs was run.
 """
 
 from __future__ import annotations
@@ -40,7 +39,13 @@ class Note:
     what: str
     source: str
 
+    @property
+    def where(self) -> str:
+        """The source, with what its path is below."""
+        return _FOLDERS[self.engine] + self.source
 
+
+_FOLDERS: Mapping[Engine, str] = {Engine.VLLM: "vllm/lora/", Engine.SGLANG: "sglang/srt/lora/"}
 _V, _S = Engine.VLLM, Engine.SGLANG
 NOTES = (
     Note(

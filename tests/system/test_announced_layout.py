@@ -22,7 +22,8 @@ from inference_svc.adapters.layout import KIND_WORDS, ModelLayout, build_layout
 from inference_svc.errors import AdapterUnusable, CorruptImage
 from inference_svc.model import base_hashes
 from inference_svc.model.geometry import load_geometry
-from inference_svc.store.convert import from_layout, to_pull_message
+from inference_svc.store.convert import from_layout, from_registration, to_pull_message
+from inference_svc.store.types import Announcement
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.system.zoo import ALL, MODELS, VOCAB, AdapterSpec, Zoo, make_zoo
 
@@ -85,6 +86,18 @@ def test_segments_are_of_the_columns_of_their_targets(
     assert [layout.targets[segment.target].name for segment in header.segments] == [
         name[:-2] for name in plan.names
     ]
+
+
+def test_a_store_of_format_1_is_told_of_aliases_as_it_knows_them(layout: ModelLayout) -> None:
+    """What it does not know of is an announcement."""
+    announcement = Announcement(("second", "third"), 16)
+    of_both = from_registration(layout, announcement)
+    assert (list(of_both.layout.aliases), list(of_both.announcement.aliases)) == (
+        [],
+        ["second", "third"],
+    )
+    of_first = from_registration(layout.of_format_1, announcement)
+    assert list(of_first.layout.aliases) == ["second", "third"]
 
 
 def test_segments_of_no_column_are_refused(zoo: Zoo, layout: ModelLayout) -> None:

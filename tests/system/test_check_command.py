@@ -99,6 +99,9 @@ def test_an_unknown_key_passes_where_a_store_lets_it(trainer, tmp_path, capfd):
     config = json.loads((folder / "adapter_config.json").read_text()) | {"note": "v3"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     assert run(capfd, "check", folder)[0] == 1
+    code, out, _ = run(capfd, "check", tmp_path / "nowhere", "--json")
+    assert (code, json.loads(out)["digest"]) == (1, "")
+    assert "is not a directory" in json.loads(out)["refusal"]["message"]
     code, out, _ = run(capfd, "check", folder, "--allow-config-keys", "note,other")
     assert code == 0
     assert "keys of its config that are not known, and allowed: note\n" in out
@@ -108,10 +111,16 @@ def test_links_of_a_hubs_cache_are_followed(trainer, tmp_path, capfd):
     whole = replace(trainer, folder=tmp_path / "whole").lora()
     digest = run(capfd, "digest", whole)
     links = linked(whole, tmp_path / "cache")
+    (links / "optimizer.pt").symlink_to(tmp_path / "gone")  # which nobody reads
     code, out, _ = run(capfd, "check", links)
     assert code == 0
     assert digest[1].strip() in out
     assert run(capfd, "digest", links) == digest
+    (links / "adapter_model.safetensors").unlink()
+    (links / "adapter_model.safetensors").symlink_to(tmp_path / "gone")
+    code, out, err = run(capfd, "digest", links)
+    assert (code, out) == (1, "")
+    assert "adapter_model.safetensors" in err
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,11 @@ def test_a_content_is_recognised(
         assert {target.name for target in report.server.targets} == modules
 
 
+def test_the_first_layer_alone_is_some_layers(trainer: Trainer, tmp_path: Path) -> None:
+    folder = replace(trainer, folder=tmp_path).lora(layers_to_transform=0)
+    assert check_folder(folder).features == ("linear", "layers")
+
+
 def test_bytes_that_targets_share_count_once(
     trainer: Trainer, server: Server, tmp_path: Path
 ) -> None:

@@ -111,9 +111,9 @@ def test_empty_message_is_refused() -> None:
 
 def test_record_says_what_else_an_adapter_has() -> None:
     kinds = [pb.SEGMENT_KIND_MAGNITUDE, pb.SEGMENT_KIND_FULL, 99]
-    adapter = pb.Adapter(targets=["q_proj"], segment_kinds=kinds, added_tokens=3)
+    adapter = pb.Adapter(targets=["q_proj"], segment_kinds=kinds)
     record = to_record(adapter, 5)
-    assert (record.targets, record.added_tokens) == (("q_proj",), 3)
+    assert record.targets == ("q_proj",)
     assert record.segment_kinds == ("magnitude", "full", "99")
     assert not record.has_invocation_tokens
     adapter.invocation_tokens.extend([0])

@@ -411,11 +411,6 @@ LIMITED = {
             "segment_kinds",
         ),
         (
-            {"added_tokens": 2},
-            "has 2 added tokens, above this server's limit 0",
-            "added_tokens",
-        ),
-        (
             {"has_invocation_tokens": True},
             "has invocation tokens (aLoRA), which this server does not apply",
             "invocation_tokens",
