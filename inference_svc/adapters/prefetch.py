@@ -125,13 +125,13 @@ class PrefetchPolicy:
     def choose(
         self,
         now_s: float,
-        is_here: Callable[[str], bool],
+        is_settled: Callable[[str], bool],
         candidates: Callable[[], Collection[str] | None],
     ) -> str | None:
         """Returns the digest to prefetch now, or None.
 
-        `is_here`: it is resident or on its way. `candidates` are the images of which one would be
-        evicted for it; None if nothing would.
+        `is_settled`: it is resident, or waited for. `candidates` are the images of which one would
+        be evicted for it; None if nothing would.
         """
         if self.current or self._next_check_s is None or now_s < self._next_check_s:
             return None
@@ -141,7 +141,7 @@ class PrefetchPolicy:
         backoff = self._backoff_until_s
         self._backoff_until_s = {d: until_s for d, until_s in backoff.items() if until_s > now_s}
         found = self.popularity.hottest(
-            now_s, lambda d: d not in self._backoff_until_s and not is_here(d), MIN_SCORE
+            now_s, lambda d: d not in self._backoff_until_s and not is_settled(d), MIN_SCORE
         )
         if found is None or found[1] < self._least_score(candidates(), now_s):
             self._next_check_s = min(self._backoff_until_s.values(), default=None)
@@ -225,7 +225,7 @@ class Prefetcher:
         if self.policy is None or self.loads.by_digest:
             return None
         candidates = partial(self.tiers.pull_tier.eviction_candidates, self.waiters)
-        return self.policy.choose(now_s, self._is_here, candidates)
+        return self.policy.choose(now_s, self._is_settled, candidates)
 
     def next_check_s(self) -> float | None:
         """Returns when `choose` is to be called again; None: not before the next event."""
@@ -308,8 +308,10 @@ class Prefetcher:
             self.policy.forget(digest)
             self.policy.on_evicted(digest)
 
-    def _is_here(self, digest: str) -> bool:
-        return digest in self.tiers.pull_tier or digest in self.tiers.device
+    def _is_settled(self, digest: str) -> bool:
+        """Returns whether it is here, or waited for: by those who are to be told of a failure."""
+        is_here = digest in self.tiers.pull_tier or digest in self.tiers.device
+        return is_here or digest in self.waiters
 
     def check_integrity(self) -> None:
         """Asserts that what is prefetched is loading, or resident and unused."""

@@ -227,7 +227,7 @@ class ReplicaSession:
         except InvalidArgument as error:
             if not (layout.vectors and knows_no_vectors(error)):
                 raise
-            request = from_registration(layout.of_format_1, announcement)
+            request = from_registration(layout, announcement, to_earlier=True)
             response = await self._call("RegisterLayout", request)
         return AcceptedLayout(response.layout_id, response.announcement_id)
 

@@ -166,9 +166,12 @@ def to_record(adapter: pb.Adapter, revision: int) -> AdapterRecord:
     )
 
 
-def from_registration(layout: ModelLayout, announcement: Announcement) -> pb.RegisterLayoutRequest:
-    message = from_layout(layout)
-    if layout.image_formats == (1,):  # stores that know no other read no announcement
+def from_registration(
+    layout: ModelLayout, announcement: Announcement, *, to_earlier: bool = False
+) -> pb.RegisterLayoutRequest:
+    """`to_earlier`: to a store of before announcements and format 2."""
+    message = from_layout(layout.of_format_1 if to_earlier else layout)
+    if to_earlier:
         message.aliases.extend(announcement.aliases)
     return pb.RegisterLayoutRequest(layout=message, announcement=from_announcement(announcement))
 

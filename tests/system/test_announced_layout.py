@@ -96,8 +96,9 @@ def test_a_store_of_format_1_is_told_of_aliases_as_it_knows_them(layout: ModelLa
         [],
         ["second", "third"],
     )
-    of_first = from_registration(layout.of_format_1, announcement)
+    of_first = from_registration(layout, announcement, to_earlier=True)
     assert list(of_first.layout.aliases) == ["second", "third"]
+    assert list(of_first.layout.image_formats) == [1]
 
 
 def test_segments_of_no_column_are_refused(zoo: Zoo, layout: ModelLayout) -> None:

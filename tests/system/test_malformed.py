@@ -133,7 +133,7 @@ UNSERVABLE: dict[str, tuple[Change, str]] = {
     "alora": (config(alora_invocation_tokens=[5, 6]), "aLoRA"),
     "modules-to-save": (lambda folder: _add_head(folder, modules_to_save=["lm_head"]), "whole"),
     "target-parameters": (lambda folder: _add_experts(folder), "mlp.experts.w1"),
-    "saved-along": (lambda folder: _add_head(folder), "loadout strip"),
+    "saved-along": (lambda folder: _add_head(folder), "whole weights of its own"),
     "dora": (lambda folder: _add_vectors(folder, "lora_magnitude_vector", "use_dora"), "DoRA"),
     "bias-of-b": (lambda folder: _add_vectors(folder, "lora_B.bias", "lora_bias"), "biases"),
     # Of content of its own: a digest means the first name that has it.

@@ -47,7 +47,7 @@ def test_adapter_has_every_field():
         pinned=True,
         labels={"a": "b"},
         verdicts=tuple(
-            LayoutVerdict(f"L{i}", s, "why", 256, content=ImageContent((), (), i))
+            LayoutVerdict(f"L{i}", s, "why", 256, content=ImageContent((), (), added_tokens=i))
             for i, s in enumerate(ImageState)
         ),
         description="about refunds",

@@ -305,7 +305,7 @@ def test_verdict_names_what_is_refused(catalog, names, announcement, fields, rea
     added_tokens = fields.get("added_tokens", 0)
     names.register("a", "d1", **{key: fields[key] for key in fields if key != "added_tokens"})
     record = names.get("a")
-    changes = ImageContent(record.targets, record.segment_kinds, added_tokens)
+    changes = ImageContent(record.targets, record.segment_kinds, added_tokens=added_tokens)
     catalog.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256, content=changes))
     assert refusals(names) == [reason]
 
@@ -392,8 +392,8 @@ def test_added_tokens_are_known_once_an_image_is_planned(catalog, names):
         catalog.add_layout(layout_id, BASE, "{}")
     names.register("a", "d1")
     assert names.get("a").added_tokens == 0
-    catalog.set_fits(ImageKey("d1", "L"), 0, ImageContent(("embed_tokens",), (), 2))
+    catalog.set_fits(ImageKey("d1", "L"), 0, ImageContent(("embed_tokens",), (), added_tokens=2))
     assert names.get("a").added_tokens == 2
-    content = ImageContent(("embed_tokens",), (), 3)
+    content = ImageContent(("embed_tokens",), (), added_tokens=3)
     catalog.set_verdict("d1", LayoutVerdict("M", ImageState.READY, "", 256, content=content))
     assert names.get("a").added_tokens == 3

@@ -237,6 +237,21 @@ def test_unloaded_or_failed_is_not_prefetched(world: World) -> None:
     assert not world.puller.jobs
 
 
+def test_what_is_waited_for_is_not_prefetched(world: World) -> None:
+    """Its load has failed, and those who wait are not told yet."""
+    for digest in ("v1", "v1"):
+        world.request(digest)
+        world.step(0.01)
+        world.advance_pull(fails=True)
+    world.request("v2")
+    world.step(0.01)
+    world.residency.on_repointed("v2", "v1", world.now_s)
+    world.advance_pull(fails=True)
+    world.step(CHECK_INTERVAL_S)
+    assert world.prefetch.current == ""
+    world.residency.check_integrity(Counter(world.waiting))
+
+
 def test_operator_load_takes_over_a_prefetch(world: World) -> None:
     world.use("v1", 3)
     world.residency.on_repointed("v1", "v2", world.now_s)
