@@ -140,9 +140,10 @@ def _print(report: Report, folder: Path, model: str) -> None:
     _print_modules(targets)
     if note := describe_tokenizer(folder, Path(model) if model else None, report["base_model"]):
         typer.echo(note, err=True)
-    if not server:
-        return
     typer.echo()
+    if not server:
+        typer.echo("a store registers it; --model MODEL says whether a server applies it")
+        return
     if not _may_be_same(report["base_model"], server["base_model"]):
         typer.echo(
             f"note: it is registered for {report['base_model']}, and is used only by servers that "
@@ -152,8 +153,19 @@ def _print(report: Report, folder: Path, model: str) -> None:
     if server["refusals"]:
         for refusal in server["refusals"]:
             typer.echo(f"refused by {where}: {_text(refusal)}")
-    else:
-        typer.echo(f"applied by {where}, all of it; image of {decimal(server['image_bytes'])}")
+        return
+    if copies := _copies(report):
+        typer.echo(f"equal to the base's, and left out: {', '.join(copies)}")
+    typer.echo(f"applied by {where}, all of it; image of {decimal(server['image_bytes'])}")
+
+
+def _copies(report: Report) -> list[str]:
+    """Returns the weights of the base that an adapter has whole, and its image has not."""
+    targets = {
+        target["name"] for target in report["server"]["targets"] if "full" in target["kinds"]
+    }
+    whole = (module["name"] for module in report["modules"] if "full" in module["kinds"])
+    return [name for name in whole if name not in targets]
 
 
 def _may_be_same(in_config: str, of_server: str) -> bool:

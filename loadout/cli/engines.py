@@ -27,6 +27,7 @@ class Does(enum.StrEnum):
     CHANGES = "computes it otherwise"
     FAILS = "accepts it, and fails at the first request"
     REFUSES = "refuses it"
+    REFUSES_FOR_SOME = "refuses it for some models"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +60,18 @@ NOTES = (
         "peft_helper.py, get_rank_and_scaling",
     ),
     Note(
-        *(_V, "embedding", Does.REFUSES),
-        "for models without `embedding_modules`, such as Qwen2, Gemma and Mistral",
+        *(_V, "embedding", Does.REFUSES_FOR_SOME),
+        "those without `embedding_modules`, such as Qwen2, Gemma and Mistral",
         "lora_model.py, check_unexpected_modules; vllm-project/vllm#48934",
     ),
     Note(
-        *(_V, "head", Does.REFUSES),
-        "for models without `embedding_modules`, such as Qwen2, Gemma and Mistral",
+        *(_V, "head", Does.REFUSES_FOR_SOME),
+        "those without `embedding_modules`, such as Qwen2, Gemma and Mistral",
         "lora_model.py, check_unexpected_modules; vllm-project/vllm#48934",
     ),
     Note(
-        *(_V, "fused", Does.REFUSES),
-        "where the checkpoint of the base has the parts, as of Llama and Qwen",
+        *(_V, "fused", Does.REFUSES_FOR_SOME),
+        "those whose checkpoints have the parts, such as Llama and Qwen",
         "worker_manager.py, _load_adapter",
     ),
     Note(*(_V, "lora_bias", Does.REFUSES), "before 0.32 it drops it", "peft_helper.py"),
@@ -97,13 +98,13 @@ NOTES = (
         "utils.py, parse_fine_tuned_lora_name; vllm-project/vllm#36501",
     ),
     Note(
-        *(_V, "experts", Does.REFUSES),
-        "for models that keep all experts in one tensor, and if an expert lacks one of its three",
+        *(_V, "experts", Does.REFUSES_FOR_SOME),
+        "those that keep all experts in one tensor; and if an expert lacks one of its three",
         "lora_model.py, lora_weights.py; vllm-project/vllm#40005",
     ),
     Note(
-        *(_V, "expert_parameters", Does.REFUSES),
-        "for models that keep each expert by itself, as Qwen3-MoE and Mixtral",
+        *(_V, "expert_parameters", Does.REFUSES_FOR_SOME),
+        "those that keep each expert by itself, such as Qwen3-MoE and Mixtral",
         "model_manager.py; vllm-project/vllm#42242",
     ),
     Note(

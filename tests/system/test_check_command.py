@@ -52,9 +52,18 @@ def test_what_an_adapter_changes_and_who_applies_it(trainer, tmp_path, capfd):
     assert "sgl-project/sglang#40835" in engine
 
 
+def test_what_equals_the_bases_is_named(trainer, tmp_path, capfd):
+    folder = replace(trainer, folder=tmp_path).lora(target_modules=["q_proj", "embed_tokens"])
+    code, out, _ = run(capfd, "check", folder, "--model", trainer.model_dir)
+    assert code == 0
+    assert "\nequal to the base's, and left out: model.embed_tokens\napplied by " in out
+
+
 def test_what_a_server_does_not_apply_fails(trainer, tmp_path, capfd):
     folder = replace(trainer, folder=tmp_path).lora(use_dora=True)
-    assert run(capfd, "check", folder)[0] == 0
+    code, out, _ = run(capfd, "check", folder)
+    assert code == 0
+    assert out.endswith("a store registers it; --model MODEL says whether a server applies it\n")
     code, out, err = run(capfd, "check", folder, "--model", trainer.model_dir)
     assert code == 1, err
     assert (
