@@ -43,7 +43,7 @@ _NOTHING: Report = {
     **dict.fromkeys(("invocation_tokens", "ignored_config_keys", "features", "modules"), ()),
     "server": None,
 }
-"""Of a folder that is no adapter's."""
+"""What there is to say of a folder that is no adapter's."""
 
 _LAYER = re.compile(r"(?P<before>(?:[^.]+\.)*?)(?P<layer>\d+)\.(?P<module>.+)")
 _KIND_WORDS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -85,11 +86,12 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def du(folder: Path) -> int:
-    """Bytes under a folder whose files come and go."""
+    """Bytes under a folder whose files and folders come and go."""
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            total += path.stat().st_size if path.is_file() else 0
+    for root, _, names in os.walk(folder):  # passes over what has gone
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.path.getsize(os.path.join(root, name))
     return total
 
 
