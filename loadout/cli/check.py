@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from loadout.cli.output import (
     new_table,
     number_ranges,
     print_json,
+    split_layer,
     table_console,
 )
 from loadout.cli.service_code import run_service_code
@@ -45,7 +45,6 @@ _NOTHING: Report = {
 }
 """What there is to say of a folder that is no adapter's."""
 
-_LAYER = re.compile(r"(?P<before>(?:[^.]+\.)*?)(?P<layer>\d+)\.(?P<module>.+)")
 _KIND_WORDS = {
     "a": "A",
     "b": "B",
@@ -178,10 +177,9 @@ def _print_modules(modules: list[Mapping[str, Any]]) -> None:
     """Prints a line for modules that differ in their layer alone."""
     lines: dict[tuple[str, str, int], list[tuple[int | None, int]]] = {}
     for each in modules:
-        match = _LAYER.fullmatch(each["name"])
-        name = each["name"] if match is None else f"{match['before']}*.{match['module']}"
+        before, layer, after = split_layer(each["name"])
+        name = after if layer is None else f"{before}*.{after}"
         has = ", ".join(filter(None, (_KIND_WORDS.get(kind, kind) for kind in each["kinds"])))
-        layer = None if match is None else int(match["layer"])
         lines.setdefault((name, has, each["rank"]), []).append((layer, each["num_bytes"]))
     table = new_table("module", "layers", "has", "rank", "size", right=("rank", "size"))
     for (name, has, rank), found in lines.items():

@@ -12,7 +12,14 @@ from rich.table import Table
 from loadout.cli import options
 from loadout.cli.completion import resident_names
 from loadout.cli.connection import Connection, connects
-from loadout.cli.output import new_table, number_ranges, print_json, table_console, to_json
+from loadout.cli.output import (
+    new_table,
+    number_ranges,
+    print_json,
+    split_layer,
+    table_console,
+    to_json,
+)
 from loadout.cli.residents import Targets
 from loadout.types import AdapterTier, InspectedAdapter, OperationGroup, ResidentTarget
 
@@ -104,37 +111,33 @@ def _target_table(targets: Iterable[ResidentTarget]) -> Table:
     rows: dict[tuple[str, ...], list[ResidentTarget]] = {}
     for target in targets:
         holds = ", ".join(segment.kind.value for segment in target.segments)
-        module = _module(target.name, target.layer)
-        rows.setdefault((*module, target.kind.value, str(target.rank), holds), []).append(target)
+        before, _, after = split_layer(target.name)
+        rows.setdefault((before, after, target.kind.value, str(target.rank), holds), []).append(
+            target
+        )
     table = new_table(
         *("layers", "module", "kind", "rank", "holds", "size", "within bytes"),
         right=("rank", "size"),
     )
-    for (_, module_name, *cells), row in rows.items():
+    for (_, module, *others), row in rows.items():
         segments = [segment for target in row for segment in target.segments]
         first = min((each.offset for each in segments), default=0)
         end = max((each.offset + each.num_bytes for each in segments), default=0)
         table.add_row(
             number_ranges([target.layer for target in row if target.layer is not None]),
-            module_name,
-            *cells,
+            module,
+            *others,
             decimal(sum(target.num_bytes for target in row)),
             _range(first, end - first) if segments else "",
         )
     return table
 
 
-def _module(name: str, layer: int | None) -> tuple[str, str]:
-    """Returns what names the layers, and the module's name in its layer."""
-    before, number, after = name.partition(f".{layer}.")
-    return (before, after) if number else ("", name)
-
-
 def _group_table(groups: Iterable[OperationGroup]) -> Table:
     """Returns a row for each kind of group: the layers where a step does the same for it."""
     rows: dict[tuple[Any, ...], list[tuple[int | None, OperationGroup]]] = {}
     for group in groups:
-        layer, name = _layer_of(group.name)
+        _, layer, name = split_layer(group.name)
         modules = tuple(target.rpartition(".")[2] for target in group.targets)
         rows.setdefault((name, modules, group.launches), []).append((layer, group))
     table = new_table("layers", "group", "its modules", "launches", right=("launches",))
@@ -143,14 +146,6 @@ def _group_table(groups: Iterable[OperationGroup]) -> Table:
         launches = sum(group.launches for _, group in row)
         table.add_row(number_ranges(layers), name, ", ".join(modules) or "none", str(launches))
     return table
-
-
-def _layer_of(group: str) -> tuple[int | None, str]:
-    """Returns the layer that a group's name begins with, and the rest of it."""
-    parts = group.split(".", 2)
-    if len(parts) == 3 and parts[1].isdecimal():
-        return int(parts[1]), parts[2]
-    return None, group
 
 
 def _operations(inspected: InspectedAdapter) -> Sequence[str]:

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from rich.table import Table
 from loadout.errors import LoadoutError
 from loadout.types import Adapter
 
+_LAYER = re.compile(r"(?P<before>(?:[^.]+\.)*?)(?P<layer>\d+)\.(?P<after>.+)")
 PIPED_WIDTH = 160
 """Columns in a pipe or a log, where a table must not be cut to a terminal's 80."""
 
@@ -84,6 +86,15 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 def time_stamp() -> str:
     """Returns the time for the name of a file."""
     return datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+
+
+def split_layer(name: str) -> tuple[str, int | None, str]:
+    """Returns what comes before a layer's number in a dotted name, the number, and what comes after
+    it; None and all of the name if it has none."""
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return "", None, name
+    return match["before"], int(match["layer"]), match["after"]
 
 
 def number_ranges(ascending: Sequence[int]) -> str:

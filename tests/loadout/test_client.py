@@ -150,19 +150,21 @@ def test_remaining_store_calls(client, fake_store):
     assert status.disk == types.TierStatus(0, 0, 0, 0, 0, 0)
 
 
+RESIDENT = inference_pb.ResidentAdapter(
+    digest="sha256:11",
+    names=["default/a@1"],
+    tier=inference_pb.ADAPTER_TIER_DEVICE,
+    bytes=9,
+    pinned=True,
+)
+
+
 def test_remaining_inference_calls(client, fake_inference):
-    resident = inference_pb.ResidentAdapter(
-        digest="sha256:11",
-        names=["default/a@1"],
-        tier=inference_pb.ADAPTER_TIER_DEVICE,
-        bytes=9,
-        pinned=True,
-    )
-    fake_inference.on("LoadAdapter", inference_pb.LoadAdapterResponse(adapter=resident))
-    fake_inference.on("PinAdapter", inference_pb.PinAdapterResponse(adapter=resident))
-    fake_inference.on("UnpinAdapter", inference_pb.UnpinAdapterResponse(adapter=resident))
+    fake_inference.on("LoadAdapter", inference_pb.LoadAdapterResponse(adapter=RESIDENT))
+    fake_inference.on("PinAdapter", inference_pb.PinAdapterResponse(adapter=RESIDENT))
+    fake_inference.on("UnpinAdapter", inference_pb.UnpinAdapterResponse(adapter=RESIDENT))
     fake_inference.on("UnloadAdapter", inference_pb.UnloadAdapterResponse(freed_bytes=512))
-    listing = inference_pb.ListResidentAdaptersResponse(adapters=[resident])
+    listing = inference_pb.ListResidentAdaptersResponse(adapters=[RESIDENT])
     fake_inference.on("ListResidentAdapters", listing)
     info = inference_pb.GetServerInfoResponse(
         sampling_defaults=inference_pb.SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95),
@@ -178,8 +180,15 @@ def test_remaining_inference_calls(client, fake_inference):
     assert client.pin_resident("a") == client.unpin_resident("a") == loaded
     assert client.unload("a") == 512
     assert client.residents() == (loaded,)
+    assert client.server_info().limits.max_loras == 4
+    assert client.server_info().sampling_defaults == types.SamplingDefaults(0.6, 20, 0.95)
+    assert client.server_info().memory == (types.MemoryUse("arena", 1, 2),)
+
+
+def test_inspected_adapter_has_names_for_numbers(client, fake_inference):
+    fake_inference.on("LoadAdapter", inference_pb.LoadAdapterResponse(adapter=RESIDENT))
     inspected = inference_pb.InspectAdapterResponse(
-        adapter=resident,
+        adapter=RESIDENT,
         slot=3,
         extents=[inference_pb.ResidentExtent(offset=256, bytes=512)],
         targets=[
@@ -215,13 +224,10 @@ def test_remaining_inference_calls(client, fake_inference):
     groups = types.OperationGroup("head", ("lm_head",), 2), types.OperationGroup("embed", (), 1)
     extents = (types.ResidentExtent(256, 512),)
     assert client.inspect("a") == types.InspectedAdapter(
-        loaded, 3, extents, targets, groups, 3, "triton"
+        client.load("a"), 3, extents, targets, groups, 3, "triton"
     )
     assert targets[0].num_bytes == 128
     assert fake_inference.requests["InspectAdapter"][0].ref == "a"
-    assert client.server_info().limits.max_loras == 4
-    assert client.server_info().sampling_defaults == types.SamplingDefaults(0.6, 20, 0.95)
-    assert client.server_info().memory == (types.MemoryUse("arena", 1, 2),)
 
 
 def test_generate_streams_typed_chunks(client, fake_inference, chunks):
