@@ -321,7 +321,7 @@ KIND_WORDS = {
 }
 """What adapters may have beside A and B, in words; as the inference service says."""
 REPLACES = frozenset(KIND_WORDS[kind] for kind in (SegmentKind.ROWS, SegmentKind.FULL))
-REMEDY = "adapt it with A and B instead, or save the adapter without it"
+REMEDY = "save the adapter without it, and adapt a matrix with A and B instead"
 MAX_LISTED = 8
 
 
@@ -417,11 +417,13 @@ class LayoutVerdict:
 
 @dataclass(frozen=True, slots=True)
 class LayoutInfo:
-    """A layout, and what the store has for it. `max_ranks` are those of the servers that
-    are there, one for each announcement, 0 for any rank; `last_use_time` is known to the hour."""
+    """A layout, and what the store has for it. `aliases` are of any of its base models; `max_ranks`
+    are those of the servers that are there, one for each announcement, 0 for any rank;
+    `last_use_time` is known to the hour."""
 
     layout_id: str
     base_model: str
+    other_base_models: tuple[str, ...]
     aliases: tuple[str, ...]
     max_ranks: tuple[int, ...]
     num_images: int

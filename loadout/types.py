@@ -111,6 +111,7 @@ class LayoutState:
 @dataclass(frozen=True, slots=True)
 class Layout:
     """A base model as some servers compute it, and the images that the store has compiled for it.
+    `other_base_models`, of equal shapes, are computed alike; `aliases` are of any of them.
 
     `max_ranks` are the highest ranks that its servers accept, 0 for any: one for all that have
     announced the same, none if no server is there now.
@@ -118,6 +119,7 @@ class Layout:
 
     layout_id: str
     base_model: str
+    other_base_models: tuple[str, ...]
     aliases: tuple[str, ...]
     max_ranks: tuple[int, ...]
     images: int

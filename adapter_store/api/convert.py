@@ -427,6 +427,7 @@ def to_layout_info(layout: LayoutInfo) -> pb.LayoutInfo:
         image_bytes=layout.image_bytes,
         create_time=_to_timestamp(layout.create_time),
         last_use_time=_to_timestamp(layout.last_use_time),
+        other_base_models=layout.other_base_models,
     )
 
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import islice
 
 from sqlalchemy import (
     ColumnElement,
@@ -36,8 +37,8 @@ MAX_FORGOTTEN = 100
 """How many layouts are forgotten in one transaction."""
 USE_PRECISION = timedelta(hours=1)
 """A use within this time of the last recorded one is not recorded."""
-MAX_SHOWN_ALIASES = 16
-"""How many aliases of a layout are listed."""
+MAX_SHOWN_NAMES = 16
+"""How many aliases of a layout, and how many of its base models but for the first, are listed."""
 FORGET_AFTER_TTLS = 4
 """A layout that was not used for so many times its time to live may be forgotten. A server
 registers its layout whenever it connects."""
@@ -240,18 +241,31 @@ def page(
     names: dict[str, list[str]] = {}
     of_layouts = select(layout_bases).where(layout_bases.c.layout_id.in_(layout_ids))
     order = (layout_bases.c.is_alias, layout_bases.c.base_model)
-    for row in conn.execute(of_layouts.order_by(*order)):  # the base model, then its aliases
+    for row in conn.execute(of_layouts.order_by(*order)):  # the first base model, then other names
         names.setdefault(row.layout_id, []).append(row.base_model)
+    announced = select(announcements.c.layout_id, announcements.c.base_model)
+    of_servers = announced.where(announcements.c.layout_id.in_(layout_ids))
+    base_models = {(row.layout_id, row.base_model) for row in conn.execute(of_servers)}
     now = to_micros(time)
     ranks = {
         layout_id: tuple(each.max_rank for each in present(announced, now, live_since))
         for layout_id, announced in servers(conn, layout_ids).items()
     }
+
+    def others(layout_id: str, *, is_base_model: bool) -> tuple[str, ...]:
+        found = (
+            name
+            for name in names[layout_id][1:]
+            if ((layout_id, name) in base_models) is is_base_model
+        )
+        return tuple(islice(found, MAX_SHOWN_NAMES))
+
     return [
         LayoutInfo(
             layout_id,
             names[layout_id][0],
-            tuple(names[layout_id][1 : 1 + MAX_SHOWN_ALIASES]),
+            others(layout_id, is_base_model=True),
+            others(layout_id, is_base_model=False),
             ranks.get(layout_id, ()),
             num_images,
             int(image_bytes or 0),

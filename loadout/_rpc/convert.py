@@ -129,6 +129,7 @@ def _layout(message: store_pb.LayoutInfo) -> types.Layout:
     return types.Layout(
         layout_id=message.layout_id,
         base_model=message.base_model,
+        other_base_models=tuple(message.other_base_models),
         aliases=tuple(message.aliases),
         max_ranks=tuple(message.max_ranks),
         images=message.images,

@@ -72,7 +72,7 @@ def _find(known: list[Layout], text: str) -> Layout:
 def _cells(layout: Layout) -> tuple[str, ...]:
     return (
         _hex(layout)[:SHOWN_CHARS],
-        layout.base_model,
+        " ".join((layout.base_model, *layout.other_base_models)),
         " ".join(layout.aliases),
         ", ".join(f"ranks up to {rank}" if rank else "any rank" for rank in layout.max_ranks)
         or "none",

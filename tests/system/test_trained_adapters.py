@@ -232,7 +232,7 @@ WAYS = {
     "dora": unservable(lora(use_dora=True), NOT_APPLIED.format("DoRA magnitudes")),
     "a bias of B": unservable(lora(lora_bias=True), NOT_APPLIED.format("biases of LoRA")),
     "a row of the head saved along differs": unservable(
-        another_row, OWN_WEIGHTS.format("lm_head; adapt it with A and B instead, or save the ")
+        another_row, OWN_WEIGHTS.format("lm_head; save the adapter without it, and adapt a ")
     ),
     "added tokens": unservable(
         added_tokens(["q_proj"]),

@@ -337,10 +337,10 @@ def test_what_an_image_changes_decides(catalog, names):
     catalog.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256, content=content))
     assert refusals(names) == [
         "target lm_head is not among this server's --lora-targets (k_proj, q_proj, v_proj); "
-        "it has rows of its own for tokens, which this server does not apply: lm_head; adapt it "
-        "with A and B instead, or save the adapter without it; "
+        "it has rows of its own for tokens, which this server does not apply: lm_head; save the "
+        "adapter without it, and adapt a matrix with A and B instead; "
         "it has whole weights of its own, which this server does not apply: k_proj.bias, q_proj; "
-        "adapt it with A and B instead, or save the adapter without it"
+        "save the adapter without it, and adapt a matrix with A and B instead"
     ]
 
 
@@ -378,6 +378,9 @@ def test_models_of_one_layout_are_others_all_the_same(catalog, clock):
     known = catalog.known_base_models(AdapterName("default", "x"))
     assert known.served == {BASE: {BASE, "alias"}, "other": {"other", "second"}}
     assert known.gone == frozenset()
+    [layout] = catalog.layout_page()[0]
+    shown = (layout.base_model, layout.other_base_models, layout.aliases)
+    assert shown == (BASE, ("other",), ("alias", "second"))
     clock.now += LASTS_FOR - SECOND
     catalog.renew("A")
     clock.now += 2 * SECOND

@@ -372,7 +372,9 @@ def test_layouts(run, fake_store):
     shown = store_pb.LayoutInfo(
         layout_id=ids[0], base_model="org/a", aliases=["a", "b"], max_ranks=[8, 0], images=3
     )
-    gone = store_pb.LayoutInfo(layout_id=ids[1], base_model="org/b")
+    gone = store_pb.LayoutInfo(
+        layout_id=ids[1], base_model="org/b", other_base_models=["org/c"], aliases=["d"]
+    )
     pages = {
         "": store_pb.ListLayoutsResponse(layouts=[shown], next_page_token=ids[0]),
         ids[0]: store_pb.ListLayoutsResponse(layouts=[gone]),
@@ -380,7 +382,7 @@ def test_layouts(run, fake_store):
     fake_store.on("ListLayouts", lambda request, _: pages[request.page_token])
     rows = [line.split() for line in run("layouts")[1].splitlines()]
     assert rows[1][:9] == ["111111111111", "org/a", "a", "b", "ranks", "up", "to", "8,", "any"]
-    assert rows[2][:4] == ["222222222222", "org/b", "none", "0"]
+    assert rows[2][:4] == ["222222222222", "org/b", "org/c", "d"]
     assert [each["layout_id"] for each in json.loads(run("layouts", "--json")[1])] == ids
     fake_store.on("ForgetLayout", store_pb.ForgetLayoutResponse(images=3))
     assert run("layouts", "--forget", "11111111")[1] == f"{ids[0]} forgotten, with 3 images\n"
