@@ -38,7 +38,7 @@ MODEL = "bench-200m"
 NUM_OUT = 32
 NUM_LAYERS = 16
 W4_ADAPTERS = (5, 200)
-W4_WINDOW_S = 4.0
+W4_WINDOW_S = 10.0
 SIDES = ("baseline", "baseline again", "this")
 
 Figures = dict[str, float]

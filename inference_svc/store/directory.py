@@ -151,7 +151,7 @@ class Directory:
             self._check_servable(record)
         except AdapterUnusable:
             # It may become usable without an event, for example in a store that compiles more.
-            self._cache.remove_name(record.name)
+            self._cache.remove_version(record.name, record.version)
             raise
         label = ref.digest or f"{record.name}@{record.version}"
         return Binding(label, tenant, record.digest, record.rank, record.create_time_s)

@@ -94,6 +94,12 @@ class NameCache:
         for ref in list(self._refs_of_name.get(name, ())):
             self.remove(ref)
 
+    def remove_version(self, name: str, version: int) -> None:
+        """Removes what points to this version of a name: other versions may have its bytes."""
+        for ref in list(self._refs_of_name.get(name, ())):
+            if self._entries[ref].record.version == version:
+                self.remove(ref)
+
     def clear(self) -> None:
         self._entries.clear()
         self._refs_of_name.clear()

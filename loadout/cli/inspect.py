@@ -21,7 +21,13 @@ from loadout.cli.output import (
     to_json,
 )
 from loadout.cli.residents import Targets
-from loadout.types import AdapterTier, InspectedAdapter, OperationGroup, ResidentTarget
+from loadout.types import (
+    AdapterTier,
+    InspectedAdapter,
+    OperationGroup,
+    ResidentAdapter,
+    ResidentTarget,
+)
 
 EXAMPLES = """\b
 Examples:
@@ -76,30 +82,35 @@ def inspect(
 
 
 def _print(inspected: InspectedAdapter, prefix: str) -> None:
-    typer.echo(prefix + _summary(inspected))
+    typer.echo(prefix + _summary(inspected.adapter))
+    typer.echo(_place(inspected))
     console = table_console()
     if inspected.targets:
         typer.echo()
         console.print(_target_table(inspected.targets))
     if inspected.groups:
         typer.echo()
-        console.print(_group_table(inspected.groups))
+        console.print(_group_table(inspected.groups, _unit(inspected)))
     typer.echo()
     for line in _operations(inspected):
         typer.echo(line)
 
 
-def _summary(inspected: InspectedAdapter) -> str:
+def _summary(adapter: ResidentAdapter) -> str:
+    digest = f", {adapter.digest}" if adapter.names else ""
+    return f"{adapter.label}: rank {adapter.rank}, {decimal(adapter.num_bytes)}{digest}"
+
+
+def _place(inspected: InspectedAdapter) -> str:
     adapter, extents = inspected.adapter, inspected.extents
-    where = PLACES.get(adapter.tier, "resident")
-    text = f"{adapter.label}: {where}, slot {inspected.slot}, rank {adapter.rank}, "
-    text += decimal(adapter.num_bytes)
+    text = f"{PLACES.get(adapter.tier, 'resident')}, slot {inspected.slot}"
+    text += ", pinned" * adapter.pinned
     if not extents:
         return text
     ranges = [_range(each.offset, each.num_bytes) for each in extents[:MAX_EXTENTS]]
     more = f" and {len(extents) - MAX_EXTENTS} more" if len(extents) > MAX_EXTENTS else ""
     count = "1 extent" if len(extents) == 1 else f"{len(extents)} extents"
-    return f"{text} in {count}: bytes {', '.join(ranges)}{more}"
+    return f"{text}, {count}: bytes {', '.join(ranges)}{more}"
 
 
 def _range(offset: int, num_bytes: int) -> str:
@@ -107,7 +118,8 @@ def _range(offset: int, num_bytes: int) -> str:
 
 
 def _target_table(targets: Iterable[ResidentTarget]) -> Table:
-    """Returns a row for each kind of module: the layers where it has the same parts and rank."""
+    """Returns a row for each kind of module: the layers where it has the same parts and rank, what
+    they take together, and where the first part begins. Other modules' parts lie between."""
     rows: dict[tuple[str, ...], list[ResidentTarget]] = {}
     for target in targets:
         holds = ", ".join(segment.kind.value for segment in target.segments)
@@ -116,31 +128,29 @@ def _target_table(targets: Iterable[ResidentTarget]) -> Table:
             target
         )
     table = new_table(
-        *("layers", "module", "kind", "rank", "holds", "size", "within bytes"),
-        right=("rank", "size"),
+        *("layers", "module", "kind", "rank", "holds", "size", "from byte"),
+        right=("rank", "size", "from byte"),
     )
     for (_, module, *others), row in rows.items():
         segments = [segment for target in row for segment in target.segments]
-        first = min((each.offset for each in segments), default=0)
-        end = max((each.offset + each.num_bytes for each in segments), default=0)
         table.add_row(
             number_ranges([target.layer for target in row if target.layer is not None]),
             module,
             *others,
             decimal(sum(target.num_bytes for target in row)),
-            _range(first, end - first) if segments else "",
+            str(min(each.offset for each in segments)) if segments else "",
         )
     return table
 
 
-def _group_table(groups: Iterable[OperationGroup]) -> Table:
+def _group_table(groups: Iterable[OperationGroup], unit: str) -> Table:
     """Returns a row for each kind of group: the layers where a step does the same for it."""
     rows: dict[tuple[Any, ...], list[tuple[int | None, OperationGroup]]] = {}
     for group in groups:
         _, layer, name = split_layer(group.name)
         modules = tuple(target.rpartition(".")[2] for target in group.targets)
         rows.setdefault((name, modules, group.launches), []).append((layer, group))
-    table = new_table("layers", "group", "its modules", "launches", right=("launches",))
+    table = new_table("layers", "group", "its modules", unit, right=(unit,))
     for (name, modules, _), row in rows.items():
         layers = [layer for layer, _ in row if layer is not None]
         launches = sum(group.launches for _, group in row)
@@ -148,17 +158,22 @@ def _group_table(groups: Iterable[OperationGroup]) -> Table:
     return table
 
 
+def _unit(inspected: InspectedAdapter) -> str:
+    """Returns what is counted: a CPU runs operations, a device launches kernels."""
+    return "launches" if inspected.kernels.startswith("triton") else "operations"
+
+
 def _operations(inspected: InspectedAdapter) -> Sequence[str]:
-    groups, kernels = inspected.groups, inspected.kernels
-    step = f"{inspected.launches} launches per decode step ({kernels})"
-    lines = [f"{len(groups)} groups, {step}"]
+    groups, unit = inspected.groups, _unit(inspected)
+    step = f"{inspected.launches} {unit} per decode step of its requests alone"
+    lines = [f"{len(groups)} groups, {step} ({inspected.kernels})"]
     if inspected.adapter.tier is AdapterTier.HOST:
         lines[0] += ", once it is on the device"
     idle = [group for group in groups if not group.targets]
     if idle:
         launches = sum(group.launches for group in idle)
         lines.append(
-            f"of them {len(idle)} groups, {launches} launches, change nothing: "
+            f"of them {len(idle)} groups, {launches} {unit}, change nothing: "
             "steps here serve any mix of adapters"
         )
     return lines

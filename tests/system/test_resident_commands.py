@@ -110,7 +110,7 @@ def test_inspect(run: Callable, services: Services, name: str) -> None:
     lines = [line.split() for line in out.splitlines()]
     first = [line for line in lines if line[:2] == ["0-1", "self_attn.q_proj"]]
     assert first[0][2:6] == ["linear", "16", "a,", "b"]
-    assert out.splitlines()[-1].startswith(f"8 groups, {inspected.launches} launches per decode")
+    assert out.splitlines()[-1].startswith(f"8 groups, {inspected.launches} operations per decode")
     run("unload", name)
     code, out, err = run("inspect", name)
     assert (code, out) == (1, "")

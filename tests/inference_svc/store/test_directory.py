@@ -371,6 +371,20 @@ def test_adapter_of_another_model_is_refused_though_their_layouts_are_equal() ->
         run(lambda: directory.resolve(ANYONE, "upper"))
 
 
+def test_refused_version_leaves_the_names_of_another_with_its_bytes() -> None:
+    catalog, directory, _ = make()
+    catalog.records["default/upper"] = replace(UPPER, version=2)
+    catalog.records["default/upper@1"] = replace(UPPER, base_model="llama")
+
+    async def body() -> None:
+        await directory.resolve(ANYONE, "upper")
+        with pytest.raises(AdapterUnusable, match="base model 'llama'"):
+            await directory.resolve(ANYONE, "upper@1")
+        assert directory.names_of(ANYONE, A) == ["default/upper"]
+
+    run(body)
+
+
 def test_without_a_store_every_adapter_is_unknown() -> None:
     directory = Directory(None, Servable(("base",), 16), 300.0)
     with pytest.raises(AdapterNotFound, match="no adapter store"):

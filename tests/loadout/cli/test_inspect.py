@@ -46,23 +46,24 @@ def answer(
 
 
 def test_layers_with_the_same_parts_are_a_row(run, fake_inference):
-    fake_inference.on("InspectAdapter", answer())
+    fake_inference.on("InspectAdapter", answer(pinned=True))
     code, out, err = run("inspect", "a")
     assert (code, err) == (0, "")
     assert [line.rstrip() for line in out.splitlines()] == [
-        "default/a@1: on the device, slot 3, rank 8, 40.0 kB in 1 extent: bytes 0-255",
+        "default/a@1: rank 8, 40.0 kB, sha256:a",
+        "on the device, slot 3, pinned, 1 extent: bytes 0-255",
         "",
-        "layers  module              kind       rank  holds       size  within bytes",
-        "        model.embed_tokens  embedding     4  a      100 bytes  0-99",
-        "0-1     self_attn.q_proj    linear        4  a, b      6.0 kB  1000-7999",
-        "2       self_attn.q_proj    linear        8  a, b      3.0 kB  9000-11999",
+        "layers  module              kind       rank  holds       size  from byte",
+        "        model.embed_tokens  embedding     4  a      100 bytes          0",
+        "0-1     self_attn.q_proj    linear        4  a, b      6.0 kB       1000",
+        "2       self_attn.q_proj    linear        8  a, b      3.0 kB       9000",
         "",
         "layers  group  its modules   launches",
         "        embed  embed_tokens         1",
         "0-2     qkv    q_proj               6",
         "0-2     o      none                 6",
         "",
-        "7 groups, 13 launches per decode step (triton, captured)",
+        "7 groups, 13 launches per decode step of its requests alone (triton, captured)",
         "of them 3 groups, 6 launches, change nothing: steps here serve any mix of adapters",
     ]
     assert [each.ref for each in fake_inference.requests["InspectAdapter"]] == ["a"]
@@ -88,10 +89,10 @@ def test_json_has_every_part(run, fake_inference):
 
 def test_host_tier_and_many_extents(run, fake_inference):
     fake_inference.on("InspectAdapter", answer(num_extents=6, tier=pb.ADAPTER_TIER_HOST))
-    first, *_, _, operations, _ = run("inspect", "a")[1].splitlines()
-    assert first.startswith("default/a@1: in host memory, slot 3, ")
-    assert first.endswith(
-        "in 6 extents: bytes 0-255, 65536-65791, 131072-131327, 196608-196863 and 2 more"
+    _, place, *_, operations, _ = run("inspect", "a")[1].splitlines()
+    assert place == (
+        "in host memory, slot 3, 6 extents: "
+        "bytes 0-255, 65536-65791, 131072-131327, 196608-196863 and 2 more"
     )
     assert operations.endswith(" (triton, captured), once it is on the device")
 
@@ -103,8 +104,8 @@ def test_an_adapter_that_changes_nothing(run, fake_inference):
     fake_inference.on("InspectAdapter", empty)
     assert run("inspect", "a") == (
         0,
-        "sha256:a: on the device, slot 0, rank 0, 0 bytes\n\n"
-        "0 groups, 0 launches per decode step (torch)\n",
+        "sha256:a: rank 0, 0 bytes\non the device, slot 0\n\n"
+        "0 groups, 0 operations per decode step of its requests alone (torch)\n",
         "",
     )
 
@@ -128,7 +129,7 @@ def test_every_replica(run, fail):
     code, out, err = run("inspect", "a", "--every-replica", "--inference", addresses)
     assert (code, err) == (1, f"loadout: {broken.address}: not there\n")
     for each in whole:
-        assert f"{each.address}: default/a@1: on the device" in out
+        assert f"{each.address}: default/a@1: rank 8" in out
     code, out, err = run("inspect", "a", "--every-replica", "--json", "--inference", addresses)
     assert code == 1
     assert {row["replica"] for row in json.loads(out)} == {each.address for each in whole}
