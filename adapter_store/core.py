@@ -331,8 +331,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_LISTED]) + more
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """One matrix or vector in an image: `offset` and `length_bytes` in bytes, offset a multiple of
     256. Values are multiplied by `scale`, which is 1 but for float8. Format 1 leaves out dtype and
     shape, which follow from the layout."""

@@ -26,6 +26,7 @@ from adapter_store.images.layout import layout_id, runs
 from adapter_store.images.sources import SegmentSource, align, segment_sources
 
 _ALL = Kept(is_whole=True)
+_SUFFIXES = {kind: kind.value.upper() for kind in SegmentKind}
 IMAGE_FORMATS = (1, 2)
 """The formats that this store can compile, oldest first."""
 
@@ -100,13 +101,13 @@ def plan_image(checkpoint: Checkpoint, layout: Layout, *, identity: str = "") ->
                     offset = shared.setdefault(source.identity, end)
                 elif isinstance(use.changes, Replacement):
                     offset = replaced.setdefault(source.identity, end)
+                kind = source.kind
                 segments.append(
                     Segment(
-                        *(use.column, source.kind, source.rank, offset, length),
-                        *(source.dtype, source.shape),
+                        use.column, kind, source.rank, offset, length, source.dtype, source.shape
                     )
                 )
-                names.append(f"{use.target.name}.{source.kind.value.upper()}")
+                names.append(f"{use.target.name}.{_SUFFIXES[kind]}")
                 sources.append(source)
                 if offset == end:  # else its bytes lie there already
                     end = align(end + length)

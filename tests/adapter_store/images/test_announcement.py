@@ -61,7 +61,7 @@ def test_content_is_by_the_layouts_names(make_adapter, make_layout):
     plan = plan_image(open_checkpoint(make_adapter(("q_proj", "lm_head"))), layout)
     assert content_of(plan, layout) == ImageContent(("lm_head", "q_proj"), ())
     kinds = (SegmentKind.FULL, SegmentKind.A, SegmentKind.B, SegmentKind.BIAS)
-    segments = tuple(replace(plan.segments[0], kind=kind) for kind in kinds)
+    segments = tuple(plan.segments[0]._replace(kind=kind) for kind in kinds)
     content = content_of(replace(plan, segments=segments), layout)
     assert content.segment_kinds == (SegmentKind.BIAS, SegmentKind.FULL)
     assert content.names == (("q_proj",), ("q_proj",))
