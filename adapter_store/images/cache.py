@@ -295,15 +295,15 @@ class ImageCache:
             self._memory.release(entry)
         is_idle = self._spare_task is None or self._spare_task.done()
         if is_idle and self._memory.lacks_spare(build.plan.total_bytes):
-            spare = self._prepare_spare(key, build.plan.total_bytes)
+            spare = self._prepare_spare(build.plan.total_bytes)
             self._spare_task = asyncio.create_task(spare)
 
-    async def _prepare_spare(self, key: ImageKey, num_bytes: int) -> None:
+    async def _prepare_spare(self, num_bytes: int) -> None:
         """Allocates a buffer for the next image of this size: faulting in new pages, and even more
-        so pinning them, takes as long as compiling."""
+        so pinning them, takes as long as compiling. One at a time."""
         try:
             spare = await self._workers.run(
-                key, Priority.WRITE, lambda _: resident_buffer(num_bytes)
+                "spare", Priority.WRITE, lambda _: resident_buffer(num_bytes)
             )
         except ServiceError:  # shutting down
             return

@@ -132,6 +132,38 @@ def test_the_next_image_finds_its_memory_ready(start, make_adapter, make_layout,
     asyncio.run(main())
 
 
+def test_an_image_is_built_again_while_a_buffer_is_made_ready(
+    start, make_adapter, make_layout, monkeypatch
+):
+    """It was deleted meanwhile, and registered again."""
+    folder = make_adapter()
+    may_end = threading.Event()
+    began = threading.Event()
+
+    def slow(num_bytes: int) -> torch.Tensor:
+        began.set()
+        assert may_end.wait(60)
+        return resident_buffer(num_bytes)
+
+    monkeypatch.setattr(images_module, "resident_buffer", slow)
+
+    async def main() -> None:
+        async with start(compile_workers=3) as store:
+            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            digest = (await register(store, folder)).digest
+            key = ImageKey(digest, layout_id)
+            first = await pulled_bytes(store, key)
+            assert await asyncio.to_thread(began.wait, 60)
+            store.images.drop_digests([digest])
+            try:
+                assert await pulled_bytes(store, key) == first
+            finally:
+                may_end.set()
+            await store.precompiler.wait_idle()
+
+    asyncio.run(main())
+
+
 def test_from_memory_then_disk_then_blob(start, make_adapter, make_layout, compiles):
     folder = make_adapter()
 
