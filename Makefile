@@ -81,6 +81,7 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/python -m tools.cli_docs
 	$(BIN)/python -m tools.sizing_docs
 	$(BIN)/python -m tools.adapter_docs
+	$(BIN)/python -m tools.model_docs
 	$(BIN)/python -m tools.configuration_docs
 	$(BIN)/python -m tools.prometheus_rule
 

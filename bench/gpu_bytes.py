@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench.gpu_launches import Launch
 from bench.gpu_step import Step
-from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.description import Decoder
 from kernels.attention.plan import segment_starts
 
 CACHE_BYTES = 25 << 20
@@ -48,14 +48,14 @@ def traffic(launch: Launch, step: Step) -> Traffic:
 def floor_bytes(step: Step) -> int:
     """Returns the bytes that any implementation of the step reads: the weights but for the
     embedding's table, the keys and values of every row, and each adapter once."""
-    work, geometry = step.work, step.geometry
+    work, decoder = step.work, step.decoder
     weights = sum(tensor.nbytes for tensor in step.weights if tensor is not step.embedding)
-    context_bytes = geometry.num_layers * work.context * _position_bytes(geometry, step.item_bytes)
+    context_bytes = decoder.num_layers * work.context * _position_bytes(decoder, step.item_bytes)
     return weights + work.rows * context_bytes + work.adapters * step.adapter_bytes
 
 
-def _position_bytes(geometry: ModelGeometry, item_bytes: int) -> int:
-    return 2 * geometry.kv_size * item_bytes
+def _position_bytes(decoder: Decoder, item_bytes: int) -> int:
+    return 2 * decoder.attentions[0].kv_size * item_bytes
 
 
 Arguments = dict[str, Any]
@@ -126,7 +126,7 @@ def _part_sizes(a: Arguments, step: Step) -> tuple[int, ...]:
 
 def _decode(a: Arguments, step: Step) -> Traffic:
     work = step.work
-    constant = work.rows * work.context * _position_bytes(step.geometry, a["kv"].itemsize)
+    constant = work.rows * work.context * _position_bytes(step.decoder, a["kv"].itemsize)
     num_pages = work.rows * -(-work.context // a["PAGE_SIZE"])
     read = (*_sizes(a["q"]), num_pages * a["page_table"].itemsize)
     return Traffic(constant, read, _part_sizes(a, step))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from bench.gpu_run.model import make_arena, read_geometry
+from bench.gpu_run.model import make_arena, read_description
 from bench.gpu_run.sizes import LLAMA_8B
 from bench.results import FOLDER, median, show, write
 from inference_svc import core
@@ -37,7 +37,7 @@ from inference_svc.engine.runner import Runner
 from inference_svc.engine.sampler import Sampler
 from inference_svc.engine.scheduler import Limits, Scheduler
 from inference_svc.engine.settle import Settler
-from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.description import Decoder
 from kernels.attention import KVCache
 
 SMALL_VOCABULARY = {"vocab_size": 512}
@@ -56,8 +56,8 @@ ENDLESS = core.SamplingParams(max_tokens=10**6, temperature=0.0, ignore_eos=True
 class NothingToCompute:
     """A decoder, and its recorded step."""
 
-    def __init__(self, geometry: ModelGeometry) -> None:
-        self.geometry = geometry
+    def __init__(self, decoder: Decoder) -> None:
+        self.description = decoder
 
     def replay(self) -> None:
         """Leaves the logits as they are."""
@@ -104,15 +104,15 @@ class HostTimes(NamedTuple):
 
 
 def make_backend(num_rows: int, num_adapters: int) -> CudaBackend:
-    geometry = read_geometry(LLAMA_8B | SMALL_VOCABULARY)
-    layout = build_layout(geometry, "bench", DTYPE)
+    decoder = read_description(LLAMA_8B | SMALL_VOCABULARY)
+    layout = build_layout(decoder, "bench", DTYPE)
     arena = make_arena(layout, ARENA_BYTES, num_adapters, RANK, CPU)
     cache = KVCache.allocate(
         num_layers=1, num_pages=num_rows * MAX_LEN // PAGE_SIZE // 8 + 1, page_size=PAGE_SIZE,
         num_kv_heads=1, head_dim=2, dtype=DTYPE,
     )  # fmt: skip
     limits = StepLimits(MAX_TOKENS, num_rows, MAX_LEN // PAGE_SIZE)
-    nothing: Any = NothingToCompute(geometry)
+    nothing: Any = NothingToCompute(decoder)
     groups = lora_groups(layout)
     return CudaBackend(nothing, cache, arena, groups, limits, lambda compute: nothing)
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from bench.gpu_launches import META, Launch, launches
-from bench.gpu_run.model import make_arena, random_transformer, read_geometry
+from bench.gpu_run.model import make_arena, random_transformer, read_description
 from bench.gpu_run.sizes import LLAMA_8B
 from inference_svc import core
 from inference_svc.adapters.layout import build_layout, lora_groups
 from inference_svc.backends.cuda import CudaBackend, StepLimits
-from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.description import Decoder
 from kernels.attention import KVCache
 
 DTYPE, PAGE_SIZE, MAX_LEN = torch.bfloat16, 16, 8192
@@ -57,7 +57,7 @@ class Step(NamedTuple):
     """A step, and what it launches, in order. `adapter_targets` are those that adapters have."""
 
     work: Workload
-    geometry: ModelGeometry
+    decoder: Decoder
     launches: list[Launch]
     weights: list[Tensor]
     embedding: Tensor
@@ -74,15 +74,18 @@ class Step(NamedTuple):
 
 def trace(work: Workload) -> Step:
     """Launches the step on `meta`."""
-    geometry = read_geometry(LLAMA_8B)
-    transformer = random_transformer(geometry, DTYPE, META, shares_layers=False)
-    weights, layout = transformer.weights, build_layout(geometry, "bench", DTYPE)
+    decoder = read_description(LLAMA_8B)
+    transformer = random_transformer(decoder, DTYPE, META, shares_layers=False)
+    weights, layout = transformer.weights, build_layout(decoder, "bench", DTYPE)
     arena = make_arena(layout, ARENA_BYTES, work.adapters, work.rank, META)
     max_pages = MAX_LEN // PAGE_SIZE
     cache = KVCache.allocate(
-        num_layers=geometry.num_layers, num_pages=work.rows * max_pages + 1, page_size=PAGE_SIZE,
-        num_kv_heads=geometry.num_kv_heads, head_dim=geometry.head_dim, dtype=DTYPE, device=META,
-    )  # fmt: skip
+        **decoder.kv_shape,
+        num_pages=work.rows * max_pages + 1,
+        page_size=PAGE_SIZE,
+        dtype=DTYPE,
+        device=META,
+    )
     backend = CudaBackend(
         transformer,
         cache,
@@ -98,7 +101,7 @@ def trace(work: Workload) -> Step:
     features = sum(target.in_features + target.out_features for target in targets)
     return Step(
         work,
-        geometry,
+        decoder,
         noted.launches,
         list(tensors_of(weights)),
         weights.embedding,

@@ -13,7 +13,7 @@ engine    schedule, run, settle: the loop, its queues, its process
 backends  how a step is computed on a kind of device
 store     the client of the adapter store: names, replicas, pulls
 adapters  which adapters are resident, where their bytes lie, and how they get there
-model     the decoder: architectures, geometry, weights, layers
+model     the decoder: architectures, decoder, weights, layers
 text      prompts to tokens, and tokens to text
 host      this machine: memory, processors, devices
 """

@@ -45,9 +45,10 @@ from inference_svc.host.memory import resident_bytes
 from inference_svc.metrics.engine import Snapshots
 from inference_svc.metrics.metrics import Metrics
 from inference_svc.metrics.store import replica_metrics
+from inference_svc.model.architectures import load_description
 from inference_svc.model.base_hashes import hashing_base
+from inference_svc.model.description import Decoder
 from inference_svc.model.generation_config import FILE_NAME, read_sampling_defaults
-from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.store.client import ImageClient, ImageClientRecipe, NoStore
 from inference_svc.store.convert import from_registration
 from inference_svc.store.credentials import NO_ACCESS, StoreAccess, read_store_access
@@ -55,7 +56,7 @@ from inference_svc.store.directory import Directory, Servable
 from inference_svc.store.replicas import Replicas
 from inference_svc.store.types import Announcement
 from inference_svc.store.watch import StoreConnection
-from inference_svc.text.detokenizer import Decoder
+from inference_svc.text.detokenizer import TokenDecoder
 from inference_svc.text.pieces import Vocabulary
 from inference_svc.text.prompt import Encoder, PromptEncoder
 from inference_svc.text.tokenizer import Tokenizer, tokenizer_bytes
@@ -105,11 +106,11 @@ async def serve(config: InferenceSettings) -> None:
     if the engine ends before.
     """
     stop = stop_on_signals()
-    geometry = load_geometry(config.model)
+    decoder = load_description(config.model)
     machine = await asyncio.to_thread(find_machine, config)
-    config = resolve_settings(config, machine, geometry)
+    config = resolve_settings(config, machine, decoder)
     access = read_store_access(config)
-    facts = _facts(config, geometry)
+    facts = _facts(config, decoder)
     server = InferenceServer(config, access)
     facts = replace(facts, metrics_port=split_address(server.metrics_address)[1])
     make_engine = _in_process if config.engine == "process" else _in_thread
@@ -128,11 +129,11 @@ async def serve(config: InferenceSettings) -> None:
 def describe_layout(config: InferenceSettings) -> str:
     """Returns what a server with these settings says to the store of itself: a
     RegisterLayoutRequest, as JSON. Raises InvalidSetting and UnsupportedModel."""
-    geometry = load_geometry(config.model)
-    config = resolve_model(config, _model_facts(geometry))
+    decoder = load_description(config.model)
+    config = resolve_model(config, _model_facts(decoder))
     dtype = getattr(torch, config.dtype)
-    layout = build_layout(geometry, config.base_model_names[0], dtype)
-    with hashing_base(config.model, geometry, usable_cpus()) as base:
+    layout = build_layout(decoder, config.base_model_names[0], dtype)
+    with hashing_base(config.model, decoder, usable_cpus()) as base:
         layout = layout.with_base(base())
     return MessageToJson(from_registration(layout, _announcement(config)), indent=None)
 
@@ -179,31 +180,31 @@ def _in_thread(
 
 
 def resolve_settings(
-    config: InferenceSettings, machine: Machine, geometry: ModelGeometry
+    config: InferenceSettings, machine: Machine, decoder: Decoder
 ) -> InferenceSettings:
     """Returns the settings with everything decided. Raises InvalidSetting for what machine or model
     cannot fulfil, ValueError for memory that does not suffice."""
-    fit = partial(fit_device, geometry=geometry)
-    return resolve(config, machine, _model_facts(geometry), fit)
+    fit = partial(fit_device, decoder=decoder)
+    return resolve(config, machine, _model_facts(decoder), fit)
 
 
-def _model_facts(geometry: ModelGeometry) -> ModelFacts:
+def _model_facts(decoder: Decoder) -> ModelFacts:
     return ModelFacts(
-        dtype=geometry.dtype,
-        max_position_embeddings=geometry.max_position_embeddings,
-        kv_elements_per_token=2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim,
-        lora_targets=lora_modules(geometry),
+        dtype=decoder.dtype,
+        max_position_embeddings=decoder.max_position_embeddings,
+        kv_elements_per_token=decoder.kv_elements_per_token,
+        lora_targets=lora_modules(decoder),
     )
 
 
-def _facts(config: InferenceSettings, geometry: ModelGeometry) -> ServerFacts:
+def _facts(config: InferenceSettings, decoder: Decoder) -> ServerFacts:
     return ServerFacts(
         base_model=config.base_model_names[0],
         aliases=config.base_model_names[1:],
-        architecture=geometry.architecture,
+        architecture=decoder.architecture,
         dtype=config.dtype,
         device=config.device,
-        vocab_size=geometry.vocab_size,
+        vocab_size=decoder.vocab_size,
         max_model_len=config.max_model_len,
         max_loras=config.max_loras,
         max_lora_rank=config.max_rank,
@@ -212,7 +213,7 @@ def _facts(config: InferenceSettings, geometry: ModelGeometry) -> ServerFacts:
         max_batch_tokens=config.max_batch_tokens,
         max_queue=config.max_queue,
         versions={name: found for name in PACKAGES if (found := _version(name))},
-        sampling=sampling_defaults(config, geometry.vocab_size),
+        sampling=sampling_defaults(config, decoder.vocab_size),
     )
 
 
@@ -248,7 +249,7 @@ class Engine(EngineHandle, Protocol):
     def stop(self, timeout_s: float = END_S) -> None: ...
 
 
-class TextModel(Encoder, Decoder, Vocabulary, Protocol):
+class TextModel(Encoder, TokenDecoder, Vocabulary, Protocol):
     """Both directions of a tokenizer, and its tokens one by one."""
 
 

@@ -38,7 +38,12 @@ NUMBERS = {"eps", "scale", "scaling"}
 MAYBE_NONE: dict[str, list[set[str]]] = {
     "add_rms_norm_kernel": [set(), {"rows"}, {"delta", "rows"}],
     "expand_kernel": [{"token_ids"}, {"y"}],
-    "store_kernel": [set(), {"q_norm", "k_norm"}],
+    "store_kernel": [
+        {"q_scale"},
+        {"q_norm", "k_norm", "q_scale"},
+        {"cos", "sin", "q_norm", "k_norm", "q_scale"},
+        {"q_norm", "k_norm"},
+    ],
 }
 """What is None together in launches of a kernel; of the others, nothing."""
 MAYBE_ONE = {"table_stride"}

@@ -316,6 +316,8 @@ def test_packages_map_their_modules(package: str) -> None:
         for name, path in TREE.under(package).items():
             if path.name != "__init__.py" or re.search(r"\.(versions|v1)$", name):
                 continue  # revisions are numbered, and stubs generated
+            if name == "inference_svc.model.architectures":
+                continue  # a family is one module, and docs/models.md, which is generated, a map
             text = ast.get_docstring(parsed(path)) or ""
             mapped = set(re.findall(r"^(\w+)(?: {2,}|$)", text, re.MULTILINE))
             inner = set(TREE.under(name)) - {name}
@@ -324,6 +326,20 @@ def test_packages_map_their_modules(package: str) -> None:
             yield from (f"{name}: {each} is no module" for each in mapped - modules)
 
     check(f"maps of {package}", found())
+
+
+def test_families_of_models_are_known_by_their_descriptions_alone() -> None:
+    """No name of an architecture stands outside the modules that describe them."""
+
+    def found() -> Iterator[str]:
+        for name, path in TREE.under("inference_svc", "kernels").items():
+            if not is_under(name, ["inference_svc.model.architectures"]):
+                for family in re.findall(
+                    r"\w+For(?:CausalLM|ConditionalGeneration)\b", path.read_text()
+                ):
+                    yield f"{name}: {family}"
+
+    check("names of families", found())
 
 
 SMALL_ON_PURPOSE = {

@@ -23,7 +23,8 @@ from inference_svc.backends.cuda import CudaFactory
 from inference_svc.backends.native import NativeFactory
 from inference_svc.config import InferenceSettings, Machine, to_engine_config
 from inference_svc.engine.memory_budget import Budget, human, plan_budgets
-from inference_svc.model.geometry import ModelGeometry, load_geometry
+from inference_svc.model.architectures import load_description
+from inference_svc.model.description import Decoder
 from kernels.attention import page_bytes
 from servicekit.errors import InvalidSetting
 from servicekit.settings.load import load_settings
@@ -63,7 +64,7 @@ class Plan:
     have a line for every area of memory."""
 
     config: InferenceSettings
-    geometry: ModelGeometry
+    decoder: Decoder
     layout: ModelLayout
     budgets: tuple[Budget, ...]
 
@@ -74,11 +75,7 @@ class Plan:
     def page_bytes(self) -> int:
         """Size of the keys and values of `page_size` tokens."""
         return page_bytes(
-            num_layers=self.geometry.num_layers,
-            page_size=self.config.page_size,
-            num_kv_heads=self.geometry.num_kv_heads,
-            head_dim=self.geometry.head_dim,
-            dtype=self.layout.dtype,
+            **self.decoder.kv_shape, page_size=self.config.page_size, dtype=self.layout.dtype
         )
 
     @property
@@ -103,7 +100,7 @@ def plan(
     """Plans for a GPU with so much memory that nobody else uses, in a machine that leaves
     `host_bytes`, or for a CPU with the native kernels. Raises like the service for models that it
     cannot serve and settings that it cannot meet."""
-    geometry = load_geometry(config.model)
+    decoder = load_description(config.model)
     config = config.model_copy(update={"store": config.store or "store:7070"})
     machine, memory = Machine(has_cuda=False), None
     backend: BackendFactory = NativeFactory()
@@ -111,10 +108,10 @@ def plan(
         memory = DeviceMemory(device_bytes - CONTEXT_BYTES, device_bytes)
         machine = Machine(True, memory.free_bytes, memory.total_bytes, host_bytes)
         backend = CudaFactory()
-    resolved = resolve_settings(config, machine, geometry)
+    resolved = resolve_settings(config, machine, decoder)
     engine_config = to_engine_config(resolved)
-    budgets = plan_budgets(engine_config, backend.memory_needs(engine_config, geometry), memory)
-    return Plan(resolved, geometry, layout_of(engine_config, geometry), budgets)
+    budgets = plan_budgets(engine_config, backend.memory_needs(engine_config, decoder), memory)
+    return Plan(resolved, decoder, layout_of(engine_config, decoder), budgets)
 
 
 def hit_share(num_held: int, num_adapters: int, alpha: float) -> float:

@@ -10,9 +10,11 @@ import torch
 from bench.gpu_run import lora_cases
 from bench.gpu_run.context import Context
 from bench.gpu_run.lora_cases import Case, Ours, Pool, random
-from bench.gpu_run.model import read_geometry
+from bench.gpu_run.model import read_description
+from inference_svc.model.description import Attention
 from kernels import elementwise
 from kernels.attention import AttentionPlan, KVCache, attend, rotary_angles, rotate_and_store
+from kernels.elementwise import NormWeight
 
 NUM_LAYERS = 32
 """Of which each call takes the next."""
@@ -104,9 +106,14 @@ def lora_problem(context: Context, pool: Pool, case: Case) -> Problem:
     return Problem(case.name, prepare)
 
 
+def _attention_of(context: Context) -> Attention:
+    """That of every layer."""
+    return read_description(context.sizes.config).attentions[0]
+
+
 def _cache(context: Context, num_pages: int) -> KVCache:
     """As many layers as memory is meant for, at least two, so that none is found in a cache."""
-    g, sizes = read_geometry(context.sizes.config), context.sizes
+    g, sizes = _attention_of(context), context.sizes
     page = 2 * sizes.page_size * g.kv_size * sizes.dtype.itemsize
     num_layers = max(2, min(NUM_LAYERS, sizes.max_calls, CACHE_BYTES // (page * num_pages)))
     cache = KVCache.allocate(
@@ -119,7 +126,7 @@ def _cache(context: Context, num_pages: int) -> KVCache:
 
 
 def _attention(context: Context, name: str, firsts: list[int], counts: list[int]) -> Problem:
-    g, page_size = read_geometry(context.sizes.config), context.sizes.page_size
+    g, page_size = _attention_of(context), context.sizes.page_size
     pages_of = [-(-(f + n) // page_size) for f, n in zip(firsts, counts, strict=True)]
 
     def prepare() -> Prepared:
@@ -130,7 +137,7 @@ def _attention(context: Context, name: str, firsts: list[int], counts: list[int]
         q = random(context, sum(counts), g.num_heads, g.head_dim)
 
         def one(layer: int) -> torch.Tensor:
-            return attend(q, cache, layer, plan, scale=g.head_dim**-0.5)
+            return attend(q, cache, layer, plan, scale=g.scale)
 
         def run() -> None:
             for layer in range(len(cache.data)):
@@ -155,7 +162,7 @@ def _prefill(context: Context, num_tokens: int) -> Problem:
 
 
 def _store(context: Context, num_tokens: int) -> Problem:
-    g, sizes = read_geometry(context.sizes.config), context.sizes
+    g, sizes = _attention_of(context), context.sizes
 
     def prepare() -> Prepared:
         cache = _cache(context, -(-num_tokens // sizes.page_size))
@@ -180,19 +187,19 @@ def _store(context: Context, num_tokens: int) -> Problem:
 
 
 def _norm(context: Context, num_tokens: int) -> Problem:
-    size = read_geometry(context.sizes.config).hidden_size
+    size = read_description(context.sizes.config).hidden_size
 
     def prepare() -> Prepared:
         hidden, delta = (random(context, num_tokens, size) for _ in range(2))
-        weight, zero = random(context, size), torch.zeros_like(hidden)
+        norm, zero = NormWeight(random(context, size), 1e-5), torch.zeros_like(hidden)
         calls = min(NUM_LAYERS, context.sizes.max_calls)
 
         def run() -> None:
             for _ in range(calls):
-                elementwise.add_rms_norm(hidden, delta, weight, 1e-5)
+                elementwise.add_rms_norm(hidden, delta, norm)
 
         def result() -> torch.Tensor:
-            return elementwise.add_rms_norm(delta.clone(), zero, weight, 1e-5)
+            return elementwise.add_rms_norm(delta.clone(), zero, norm)
 
         return Prepared(run, calls, result)
 
@@ -200,7 +207,7 @@ def _norm(context: Context, num_tokens: int) -> Problem:
 
 
 def _swiglu(context: Context, num_tokens: int) -> Problem:
-    size = read_geometry(context.sizes.config).intermediate_size
+    size = read_description(context.sizes.config).max_intermediate_size
 
     def prepare() -> Prepared:
         gate_up = random(context, num_tokens, 2 * size)

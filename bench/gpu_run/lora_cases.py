@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from bench.gpu_run.context import Context
-from bench.gpu_run.model import MAX_RANK, read_geometry
+from bench.gpu_run.model import MAX_RANK, read_description
 from bench.gpu_run.peers import LoraCall, Work
 from bench.gpu_run.timing import Times
 from inference_svc.adapters.layout import build_layout
@@ -55,7 +55,7 @@ class Case(NamedTuple):
 
 def groups(context: Context) -> list[Group]:
     """Returns the groups of the model, the output head last; no more than `sizes.max_groups`."""
-    layout = build_layout(read_geometry(context.sizes.config), "", context.sizes.dtype)
+    layout = build_layout(read_description(context.sizes.config), "", context.sizes.dtype)
     found: dict[str, list[tuple[int, int]]] = {}
     for target in layout.targets:
         if target.kind == "linear" and target.layer in (0, None):
@@ -180,8 +180,8 @@ class Ours:
 
 
 def num_targets(context: Context) -> int:
-    geometry = read_geometry(context.sizes.config)
-    return len(build_layout(geometry, "", context.sizes.dtype).targets)
+    decoder = read_description(context.sizes.config)
+    return len(build_layout(decoder, "", context.sizes.dtype).targets)
 
 
 def error(call: LoraCall, work: Work) -> float:

@@ -22,11 +22,13 @@ from inference_svc.adapters.tiers import HostTier, TableWrite
 from inference_svc.backends.base import Logits
 from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.backends.cuda_graphs import CudaRecorder
-from inference_svc.model.decoder import Transformer
-from inference_svc.model.geometry import ModelGeometry, load_geometry
-from inference_svc.model.layers import Linear, RMSNorm
-from inference_svc.model.weights import LayerWeights, ModelWeights
+from inference_svc.model.architectures import load_description
+from inference_svc.model.description import Block, Decoder, Norm
+from inference_svc.model.layers import Linear
+from inference_svc.model.transformer import Transformer
+from inference_svc.model.weights import BlockWeights, ModelWeights
 from kernels.attention import KVCache, page_bytes
+from kernels.elementwise import NormWeight
 from kernels.lora import TableEntry
 
 MAX_RANK = 64
@@ -38,17 +40,17 @@ KV_SHARE = 0.6
 STD = 0.02
 
 
-def read_geometry(config: dict[str, Any]) -> ModelGeometry:
+def read_description(config: dict[str, Any]) -> Decoder:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
-        return load_geometry(Path(folder))
+        return load_description(Path(folder))
 
 
 def random_transformer(
-    geometry: ModelGeometry, dtype: torch.dtype, device: torch.device, *, shares_layers: bool
+    decoder: Decoder, dtype: torch.dtype, device: torch.device, *, shares_layers: bool
 ) -> Transformer:
     """`shares_layers`: all layers have the same weights, so that many processes have room."""
-    g, num_bytes = geometry, 0
+    g, num_bytes = decoder, 0
 
     def linear(num_out: int, num_in: int) -> Linear:
         nonlocal num_bytes
@@ -56,27 +58,21 @@ def random_transformer(
         num_bytes += weight.nbytes
         return Linear(weight.normal_(std=num_in**-0.5))
 
-    def norm() -> RMSNorm:
-        return RMSNorm(torch.ones(g.hidden_size, dtype=dtype, device=device), g.rms_norm_eps)
+    def norm(each: Norm) -> NormWeight:
+        return NormWeight(torch.ones(each.size, dtype=dtype, device=device), each.eps)
 
-    def layer() -> LayerWeights[Linear]:
-        return LayerWeights(
-            input_norm=norm(),
-            qkv=linear(g.q_size + 2 * g.kv_size, g.hidden_size),
-            q_norm=None,
-            k_norm=None,
-            o=linear(g.hidden_size, g.q_size),
-            post_attention_norm=norm(),
-            gate_up=linear(2 * g.intermediate_size, g.hidden_size),
-            down=linear(g.hidden_size, g.intermediate_size),
+    def weights_of(block: Block) -> BlockWeights[Linear]:
+        return BlockWeights.build(
+            block, lambda each: linear(each.out_features, each.in_features), norm
         )
 
     if shares_layers:
-        layers = (layer(),) * g.num_layers
+        blocks = (weights_of(g.blocks[0]),) * g.num_layers
     else:
-        layers = tuple(layer() for _ in range(g.num_layers))
+        blocks = tuple(map(weights_of, g.blocks))
     embedding, head = (linear(g.vocab_size, g.hidden_size) for _ in range(2))
-    return Transformer(g, ModelWeights(embedding.weight, layers, norm(), head, num_bytes))
+    weights = ModelWeights(embedding.weight, blocks, norm(g.final_norm), head, num_bytes)
+    return Transformer(g, weights)
 
 
 def make_arena(
@@ -143,11 +139,11 @@ class BenchModel:
     ) -> None:
         sizes, device = context.sizes, context.device
         self.context, self.sizes, self.device = context, sizes, device
-        self.geometry = read_geometry(config or sizes.config)
+        self.decoder = read_description(config or sizes.config)
         self.transformer = random_transformer(
-            self.geometry, sizes.dtype, device, shares_layers=shares_layers
+            self.decoder, sizes.dtype, device, shares_layers=shares_layers
         )
-        self.layout = build_layout(self.geometry, "bench", sizes.dtype)
+        self.layout = build_layout(self.decoder, "bench", sizes.dtype)
         headers = [
             image_header(self.layout, str(index), sizes.rank)
             for index in range(max(1, num_adapters))
@@ -185,12 +181,10 @@ class BenchModel:
 
     def _allocate_cache(self, num_pages: int) -> KVCache:
         """As many pages as fit, up to `num_pages` and padding's."""
-        g, shape = self.geometry, self.sizes
+        g, shape = self.decoder, self.sizes
         facts: dict[str, Any] = {
-            "num_layers": g.num_layers,
+            **g.kv_shape,
             "page_size": shape.page_size,
-            "num_kv_heads": g.num_kv_heads,
-            "head_dim": g.head_dim,
             "dtype": shape.dtype,
         }
         if self.device.type == "cuda":
@@ -276,14 +270,14 @@ class BenchModel:
     def read_bytes(self, contexts: Sequence[int], num_adapters: int) -> int:
         """The bytes that a decode step of such rows must read: weights without the embedding's
         table, keys and values, each adapter once."""
-        g, weights = self.geometry, self.transformer.weights
-        per_token = 2 * g.num_layers * g.kv_size * self.sizes.dtype.itemsize
+        g, weights = self.decoder, self.transformer.weights
+        per_token = g.kv_elements_per_token * self.sizes.dtype.itemsize
         read = weights.num_bytes - weights.embedding.nbytes + per_token * sum(contexts)
         return read + num_adapters * self.image_bytes
 
     def product_flops(self, num_tokens: int, num_logits: int = 1) -> int:
         """The operations of a step's products, attention aside."""
-        g, weights = self.geometry, self.transformer.weights
+        g, weights = self.decoder, self.transformer.weights
         head = g.vocab_size * g.hidden_size
         elements = weights.num_bytes // self.sizes.dtype.itemsize - 2 * head
         return 2 * (elements * num_tokens + head * num_logits)

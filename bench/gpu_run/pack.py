@@ -41,7 +41,7 @@ from bench.gpu_run.pack_store import (
 from bench.memory_store import store_layout
 from inference_svc.adapters.layout import build_layout
 from inference_svc.engine.thread import EngineThread
-from inference_svc.model.geometry import load_geometry
+from inference_svc.model.architectures import load_description
 from loadout.demo import jobs
 
 ASSETS = Path("loadout/demo/assets")
@@ -139,8 +139,8 @@ def fetch(peer: Peer, folder: Path) -> dict[str, Any]:
 
 def compile_adapters(out: Path) -> dict[str, str]:
     """Makes the images of the demo's adapters in fp32; returns the digests by name."""
-    geometry = load_geometry(out / MODEL)
-    layout = store_layout(build_layout(geometry, BASE_MODEL, torch.float32))
+    decoder = load_description(out / MODEL)
+    layout = store_layout(build_layout(decoder, BASE_MODEL, torch.float32))
     folder = out / IMAGES
     folder.mkdir()
     digests = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,8 +13,14 @@ from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.resident import Shape
 from inference_svc.core import EngineConfig
 from inference_svc.errors import AdapterUnusable, CorruptImage
-from inference_svc.model.base_hashes import EMBED_TOKENS, LM_HEAD, BaseHashes, HashesByName
-from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.base_hashes import BaseHashes, HashesByName
+from inference_svc.model.description import (
+    EMBED_TOKENS,
+    LM_HEAD,
+    Decoder,
+    Projection,
+    layer_path,
+)
 from inference_svc.model.weights import vectors
 from kernels.lora import LoraGroup
 
@@ -267,35 +273,20 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_LISTED]) + more
 
 
-def layout_of(config: EngineConfig, geometry: ModelGeometry) -> ModelLayout:
+def layout_of(config: EngineConfig, decoder: Decoder) -> ModelLayout:
     """Returns the layout that an engine with this config announces."""
     dtype = getattr(torch, config.dtype)
-    return build_layout(geometry, config.base_model, dtype)
+    return build_layout(decoder, config.base_model, dtype)
 
 
-def build_layout(geometry: ModelGeometry, base_model: str, dtype: torch.dtype) -> ModelLayout:
+def build_layout(decoder: Decoder, base_model: str, dtype: torch.dtype) -> ModelLayout:
     """Returns the targets of a decoder, by the names of Hugging Face's modules."""
-    hidden, intermediate = geometry.hidden_size, geometry.intermediate_size
-    q_size = geometry.num_heads * geometry.head_dim
-    kv_size = geometry.num_kv_heads * geometry.head_dim
-    per_layer = [
-        ("self_attn.q_proj", "qkv", hidden, q_size),
-        ("self_attn.k_proj", "qkv", hidden, kv_size),
-        ("self_attn.v_proj", "qkv", hidden, kv_size),
-        ("self_attn.o_proj", "o", q_size, hidden),
-        ("mlp.gate_proj", "gate_up", hidden, intermediate),
-        ("mlp.up_proj", "gate_up", hidden, intermediate),
-        ("mlp.down_proj", "down", intermediate, hidden),
-    ]
-    vocab, tied_to = geometry.vocab_size, EMBED_TOKENS if geometry.tie_word_embeddings else ""
+    hidden, vocab = decoder.hidden_size, decoder.vocab_size
+    tied_to = EMBED_TOKENS if decoder.head.is_tied else ""
     targets = [LayoutTarget(EMBED_TOKENS, None, EMBEDDING, "embedding", vocab, hidden, space=TEXT)]
-    for layer in range(geometry.num_layers):
-        for name, group, num_in, num_out in per_layer:
-            path = f"model.layers.{layer}.{name}"
-            group_name = f"layers.{layer}.{group}"
-            fused = _fused_names(f"model.layers.{layer}.", name, per_layer)
-            sizes = (num_in, num_out)
-            targets.append(LayoutTarget(path, layer, group_name, "linear", *sizes, fused, TEXT))
+    for layer, block in enumerate(decoder.blocks):
+        for projection in block.projections:
+            targets += _targets_of(projection, layer)
     sizes = (hidden, vocab)
     targets.append(LayoutTarget(LM_HEAD, None, HEAD, "linear", *sizes, (), SAMPLED, tied_to))
     more = tuple(
@@ -303,40 +294,35 @@ def build_layout(geometry: ModelGeometry, base_model: str, dtype: torch.dtype) -
             *(vector.name, vector.layer, vector.name, "vector", 0, vector.size),
             space=SAMPLED if vector.layer is None else TEXT,
         )
-        for vector in vectors(geometry)
+        for vector in vectors(decoder)
     )
-    config = geometry.config_sha256
+    config = decoder.config_sha256
     return ModelLayout(base_model, config, dtype, IMAGE_FORMATS, tuple(targets), more)
 
 
-FUSED = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
-"""Modules of trainers that compute several of ours, with their outputs in this order."""
+def _targets_of(projection: Projection, layer: int) -> Iterator[LayoutTarget]:
+    """Yields the targets of a projection: each of its modules, which one that computes them all is
+    another name of."""
+    start = 0
+    for member in projection.members:
+        end = start + member.out_features
+        fused = (OtherName(layer_path(layer, projection.fused), (start, end)),)
+        yield LayoutTarget(
+            *(layer_path(layer, member.module), layer, f"layers.{layer}.{projection.name}"),
+            *("linear", projection.in_features, member.out_features),
+            *(fused if projection.fused else (), TEXT),
+        )
+        start = end
 
 
-def _fused_names(
-    prefix: str, name: str, per_layer: Sequence[tuple[str, str, int, int]]
-) -> tuple[OtherName, ...]:
-    """Returns the modules that compute a target together with others."""
-    sizes = {each: num_out for each, _, _, num_out in per_layer}
-    found = []
-    for module, parts in FUSED.items():
-        if name in parts:
-            start = sum(sizes[part] for part in parts[: parts.index(name)])
-            found.append(OtherName(prefix + module, (start, start + sizes[name])))
-    return tuple(found)
-
-
-def lora_modules(geometry: ModelGeometry) -> tuple[str, ...]:
+def lora_modules(decoder: Decoder) -> tuple[str, ...]:
     """Returns the last components of the names of what adapters may change, in order of use."""
-    return build_layout(geometry, "", torch.float32).modules
+    return build_layout(decoder, "", torch.float32).modules
 
 
-def computed_groups(config: EngineConfig, geometry: ModelGeometry) -> dict[str, LoraGroup]:
+def computed_groups(config: EngineConfig, decoder: Decoder) -> dict[str, LoraGroup]:
     """Returns the groups that an engine with this config computes."""
-    return lora_groups(layout_of(config, geometry), config.lora_targets)
+    return lora_groups(layout_of(config, decoder), config.lora_targets)
 
 
 def lora_groups(layout: ModelLayout, lora_targets: Collection[str] = ()) -> dict[str, LoraGroup]:

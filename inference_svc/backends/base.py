@@ -12,7 +12,7 @@ from torch import Tensor
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.core import Batch, EngineConfig, padding_pages
-from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.description import Decoder
 from kernels.attention import KVCache, page_bytes
 
 Inputs = TypeVar("Inputs")
@@ -128,7 +128,7 @@ class BackendFactory(Protocol):
         """Returns whether the backend computes on `config.device` with these settings, on this
         machine. Logs why not, if the settings would have it."""
 
-    def memory_needs(self, config: EngineConfig, geometry: ModelGeometry) -> MemoryNeeds:
+    def memory_needs(self, config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
         """Computes the needs, an upper bound, of sizes that are decided but `kv_bytes`,
         `arena_bytes` and `host_bytes`; needs no device."""
 
@@ -138,7 +138,7 @@ class BackendFactory(Protocol):
     def build(
         self,
         config: EngineConfig,
-        geometry: ModelGeometry,
+        decoder: Decoder,
         layout: ModelLayout,
         host_slab: Tensor | None,
     ) -> Backend[Any]:
@@ -160,12 +160,10 @@ def allocate_arena(config: EngineConfig, layout: ModelLayout, host_slab: Tensor 
     )
 
 
-def allocate_kv_cache(
-    config: EngineConfig, geometry: ModelGeometry, *, is_tiled: bool = False
-) -> KVCache:
+def allocate_kv_cache(config: EngineConfig, decoder: Decoder, *, is_tiled: bool = False) -> KVCache:
     """Allocates as many pages as `kv_bytes` hold. Raises ValueError if those that sequences may own
     do not hold one of `max_model_len`."""
-    num_bytes = kv_page_bytes(config, geometry)
+    num_bytes = kv_page_bytes(config, decoder)
     num_pages = config.kv_bytes // num_bytes
     num_padding = padding_pages(config.device)
     num_tokens = max(0, num_pages - num_padding) * config.page_size
@@ -176,26 +174,19 @@ def allocate_kv_cache(
             f"less than --max-model-len {config.max_model_len}: give it at least {needed} bytes"
         )
     return KVCache.allocate(
-        num_layers=geometry.num_layers,
+        **decoder.kv_shape,
         num_pages=num_pages,
         page_size=config.page_size,
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
         dtype=getattr(torch, config.dtype),
         device=torch.device(config.device),
         is_tiled=is_tiled,
     )
 
 
-def kv_page_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
+def kv_page_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns the size of a page of keys and values."""
-    return page_bytes(
-        num_layers=geometry.num_layers,
-        page_size=config.page_size,
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
-        dtype=getattr(torch, config.dtype),
-    )
+    dtype = getattr(torch, config.dtype)
+    return page_bytes(**decoder.kv_shape, page_size=config.page_size, dtype=dtype)
 
 
 def max_pages(config: EngineConfig) -> int:

@@ -36,10 +36,10 @@ from inference_svc.core import (
     SamplingParams,
     Sequence,
 )
-from inference_svc.model.decoder import Transformer
-from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.description import Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.layers import Linear
+from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import load_weights
 from kernels import tuning
 from kernels.attention import KVCache
@@ -113,7 +113,7 @@ class CudaBackend:
         self._decodes = self._make_step(max_rows, groups)
         self._sizes = captured_sizes(max_rows)
         # One place for every step's result, or each recording would keep its own.
-        vocab_size = transformer.geometry.vocab_size
+        vocab_size = transformer.description.vocab_size
         self._logits = torch.zeros(max_rows, vocab_size, device=arena.device)
         self._argmax = torch.zeros(max_rows, dtype=torch.int64, device=arena.device)
         self._captured: CapturedSteps | None = None
@@ -261,8 +261,8 @@ class CudaFactory:
     def supports(self, config: EngineConfig) -> bool:
         return torch.device(config.device).type == "cuda"
 
-    def memory_needs(self, config: EngineConfig, geometry: ModelGeometry) -> MemoryNeeds:
-        return memory_needs(config, geometry)
+    def memory_needs(self, config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
+        return memory_needs(config, decoder)
 
     def device_memory(self, config: EngineConfig) -> DeviceMemory | None:
         return DeviceMemory(*torch.cuda.mem_get_info(torch.device(config.device)))
@@ -270,7 +270,7 @@ class CudaFactory:
     def build(
         self,
         config: EngineConfig,
-        geometry: ModelGeometry,
+        decoder: Decoder,
         layout: ModelLayout,
         host_slab: Tensor | None,
     ) -> Backend[PreparedStep]:
@@ -278,7 +278,7 @@ class CudaFactory:
         table = "its own" if tuning.use_device(device_name) else "the default"
         logger.info("kernels on %s: %s constants", device_name, table)
         try:
-            return self._build(config, geometry, layout, host_slab)
+            return self._build(config, decoder, layout, host_slab)
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 "the device's memory does not suffice for what was planned: give less to "
@@ -288,17 +288,17 @@ class CudaFactory:
     def _build(
         self,
         config: EngineConfig,
-        geometry: ModelGeometry,
+        decoder: Decoder,
         layout: ModelLayout,
         host_slab: Tensor | None,
     ) -> CudaBackend:
-        kv_cache = allocate_kv_cache(config, geometry)
+        kv_cache = allocate_kv_cache(config, decoder)
         arena = allocate_arena(config, layout, host_slab)
         dtype = getattr(torch, config.dtype)
-        weights = load_weights(config.model_dir, geometry, dtype, config.device, Linear)
+        weights = load_weights(config.model_dir, decoder, dtype, config.device, Linear)
         limits = StepLimits(config.max_batch_tokens, config.max_sequences, max_pages(config))
         record = CudaRecorder() if config.record_steps else None
-        transformer = Transformer(geometry, weights)
+        transformer = Transformer(decoder, weights)
         groups = lora_groups(layout, config.lora_targets)
         backend = CudaBackend(transformer, kv_cache, arena, groups, limits, record)
         backend.warm_up()

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import torch
 
-from inference_svc.adapters.layout import EMBEDDING, HEAD, computed_groups
+from inference_svc.adapters.layout import EMBEDDING, HEAD, computed_groups, layout_of
 from inference_svc.backends.base import MemoryNeeds, max_pages
 from inference_svc.backends.cuda_graphs import captured_sizes
 from inference_svc.backends.cuda_inputs import CudaInputs
 from inference_svc.backends.cuda_lora import CudaLora
 from inference_svc.backends.torch import most_targets
 from inference_svc.core import EngineConfig
-from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.description import Decoder
 from inference_svc.model.weights import weights_bytes
 from kernels import tuning
 from kernels.attention.plan import max_segments
@@ -38,45 +38,52 @@ SAMPLER_COPIES = 4
 callers that want them, and three while rows are drawn."""
 
 
-def memory_needs(config: EngineConfig, geometry: ModelGeometry) -> MemoryNeeds:
-    sampler_bytes = SAMPLER_COPIES * 4 * config.max_sequences * geometry.vocab_size
-    layers_bytes = step_bytes(config, geometry, config.max_batch_tokens)
-    workspace_bytes = max(sampler_bytes, layers_bytes) + _fixed_bytes(config, geometry)
+def memory_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
+    sampler_bytes = SAMPLER_COPIES * 4 * config.max_sequences * decoder.vocab_size
+    layers_bytes = step_bytes(config, decoder, config.max_batch_tokens)
+    workspace_bytes = max(sampler_bytes, layers_bytes) + _fixed_bytes(config, decoder)
     return MemoryNeeds(
-        weights_bytes(geometry, getattr(torch, config.dtype)),
+        weights_bytes(decoder, getattr(torch, config.dtype)),
         workspace_bytes,
-        graphs_bytes=_graphs_bytes(config, geometry) if config.record_steps else 0,
+        graphs_bytes=_graphs_bytes(config, decoder) if config.record_steps else 0,
         libraries_bytes=LIBRARIES_BYTES,
     )
 
 
-def step_bytes(config: EngineConfig, geometry: ModelGeometry, num_tokens: int) -> int:
+def step_bytes(config: EngineConfig, decoder: Decoder, num_tokens: int) -> int:
     """Returns what `Transformer.forward` allocates at most at one time for so many tokens of all
     sequences, its logits included."""
-    g, item_bytes = geometry, getattr(torch, config.dtype).itemsize
-    attention_bytes = num_tokens * (2 * g.q_size + 2 * g.kv_size) * item_bytes
-    attention_bytes += _partial_results_bytes(config, g)
-    mlp_bytes = num_tokens * 3 * g.intermediate_size * item_bytes
-    # The residual stream, what was last added to it, its norm, and what comes of that; the angles.
-    layers_bytes = num_tokens * (4 * g.hidden_size + 2 * g.head_dim) * item_bytes
-    logits_bytes = config.max_sequences * g.vocab_size * item_bytes
-    layers_bytes += max(attention_bytes, mlp_bytes, logits_bytes)
-    return layers_bytes + _shrunk_bytes(config, g, num_tokens)
+    g, item_bytes = decoder, getattr(torch, config.dtype).itemsize
+    row_bytes = num_tokens * item_bytes
+    shrunk_bytes = _shrunk_bytes(config, g, num_tokens)
+    # What a half makes, and the norm of that; while adapters add to it, what they shrank is there.
+    out_bytes = row_bytes * g.hidden_size + shrunk_bytes
+    out_bytes += row_bytes * g.hidden_size * any(block.has_post_norms for block in g.blocks)
+    attention_bytes = row_bytes * (2 * g.max_q_size + 2 * g.max_kv_size)
+    phases = (
+        attention_bytes + _partial_results_bytes(config, g),
+        attention_bytes + out_bytes,
+        row_bytes * 3 * g.max_intermediate_size + out_bytes,
+        config.max_sequences * g.vocab_size * item_bytes + shrunk_bytes,
+    )
+    # Throughout, the residual stream, its norm, and the angles.
+    angles = sum(2 * rope.rotary_size(head_dim) for rope, head_dim in g.ropes)
+    return row_bytes * (2 * g.hidden_size + angles) + max(phases)
 
 
-def _partial_results_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
+def _partial_results_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns what decode attention holds of the segments of all contexts, in fp32: sums, and what
     they are weighted by."""
     positions = min(tuned["positions"] for tuned in tuning.all_constants("segments"))
     longest = max_pages(config) * config.page_size
     num_segments = max_segments(config.max_sequences, longest, positions)
-    return 4 * num_segments * geometry.num_heads * (geometry.head_dim + 1)
+    return 4 * num_segments * max(a.num_heads * (a.head_dim + 1) for a in decoder.attentions)
 
 
-def _shrunk_bytes(config: EngineConfig, geometry: ModelGeometry, num_tokens: int) -> int:
+def _shrunk_bytes(config: EngineConfig, decoder: Decoder, num_tokens: int) -> int:
     """Returns what an adapter's A makes of the inputs of a group: fp32, three targets at most. Few
     tokens have a sum for each chunk of their features. Rows of the embedding are looked up."""
-    groups = computed_groups(config, geometry)
+    groups = computed_groups(config, decoder)
     inputs = (group.in_features for name, group in groups.items() if name != EMBEDDING)
     widest = max(inputs, default=0)
     tables = tuning.all_constants("shrink")
@@ -86,28 +93,28 @@ def _shrunk_bytes(config: EngineConfig, geometry: ModelGeometry, num_tokens: int
     blocks = (*tables, *tuning.all_constants("expand"))
     block = max(tuned[name] for tuned in blocks for name in ("block_r", "tile_block_r"))
     rank = -(-config.max_lora_rank // block) * block
-    return 4 * max(num_tokens, num_split) * most_targets(config, geometry) * rank
+    return 4 * max(num_tokens, num_split) * most_targets(config, decoder) * rank
 
 
-def _fixed_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
+def _fixed_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns what is held between steps: where logits go, inputs, and the tables of pages and of
     adapters."""
     max_tokens, max_rows = config.max_batch_tokens, config.max_sequences
-    logits_bytes = max_rows * (4 * geometry.vocab_size + 8)
+    logits_bytes = max_rows * (4 * decoder.vocab_size + 8)
     inputs_bytes = sum(
         CudaInputs.num_bytes(count, max_rows) + CudaLora.num_bytes(count, max_rows)
         for count in (max_tokens, max_rows)
     )
-    num_targets = 7 * geometry.num_layers + 2
+    num_targets = len(layout_of(config, decoder).targets)
     pages_bytes = 4 * ((max_rows + 1) * max_pages(config) + 1)
     table_bytes = 4 * NUM_FIELDS * config.max_loras * num_targets
     return logits_bytes + inputs_bytes + pages_bytes + table_bytes
 
 
-def _graphs_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
+def _graphs_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns what recorded steps take: their kernels, and the memory of one of the largest, which
     all of them compute in."""
-    num_groups = len(computed_groups(config, geometry).keys() - {EMBEDDING, HEAD})
-    num_nodes = 2 * (LAYER_NODES * geometry.num_layers + OTHER_NODES) + GROUP_NODES * num_groups
+    num_groups = len(computed_groups(config, decoder).keys() - {EMBEDDING, HEAD})
+    num_nodes = 2 * (LAYER_NODES * decoder.num_layers + OTHER_NODES) + GROUP_NODES * num_groups
     nodes_bytes = len(captured_sizes(config.max_sequences)) * num_nodes * NODE_BYTES
-    return nodes_bytes + step_bytes(config, geometry, config.max_sequences)
+    return nodes_bytes + step_bytes(config, decoder, config.max_sequences)

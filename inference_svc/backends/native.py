@@ -32,19 +32,30 @@ from inference_svc.backends.native_buffers import BatchPages, StepArrays, Worksp
 from inference_svc.backends.native_lora import NativeLoraOps
 from inference_svc.backends.torch import most_targets, step_bytes
 from inference_svc.core import Batch, EngineConfig
-from inference_svc.model.geometry import ModelGeometry
-from inference_svc.model.layers import RMSNorm
+from inference_svc.model.description import Activation, Attention, Block, Decoder
+from inference_svc.model.rope import Rope
 from inference_svc.model.weights import (
-    LayerWeights,
     ModelWeights,
     largest_projection_bytes,
     load_weights,
     weights_bytes,
 )
 from kernels.attention import KVCache, can_tile
-from kernels.attention.native import NativeAttention, rope_and_store_op, rotary_angles_op
+from kernels.attention.native import (
+    NativeAttention,
+    query_growth_op,
+    rope_and_store_op,
+    rotary_angles_op,
+)
 from kernels.attention.native_memory import AttentionScratch, AttentionShape
-from kernels.elementwise import gather_op, rms_norm_op, swiglu_op
+from kernels.elementwise import (
+    NormWeight,
+    gather_op,
+    geglu_op,
+    rms_norm_op,
+    scale_rows_op,
+    swiglu_op,
+)
 from kernels.host_memory import Slab
 from kernels.linear import PackedLinear, linear_op
 from kernels.native.library import Library, NativeOp, Program, load
@@ -65,14 +76,27 @@ class AdapterOps(Protocol):
     def add_embedding(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """The rows that an operation computes: every token of a step, or only those that sample."""
+_GATED = {Activation.SILU: swiglu_op, Activation.GELU_TANH: geglu_op}
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The residual stream of every token of a step, or of those that sample only. `delta` is what
+    is still to be added to it, times `scale`: the next norm does it along."""
 
     hidden: Tensor
-    mixed: Tensor
     count: Tensor
-    samples_only: bool
+    samples_only: bool = False
+    delta: Tensor | None = None
+    scale: float = 1.0
+
+    def leave(self, delta: Tensor, scale: float) -> None:
+        assert self.delta is None
+        self.delta, self.scale = delta, scale
+
+    def take(self) -> tuple[Tensor | None, float]:
+        delta, self.delta = self.delta, None
+        return delta, self.scale
 
 
 class NativeTransformer:
@@ -80,7 +104,7 @@ class NativeTransformer:
 
     def __init__(
         self,
-        geometry: ModelGeometry,
+        description: Decoder,
         weights: ModelWeights[PackedLinear],
         kv_cache: KVCache,
         step: StepArrays,
@@ -88,18 +112,22 @@ class NativeTransformer:
         adapters: AdapterOps,
         library: Library,
     ) -> None:
-        self._geometry = geometry
+        self._description = description
         self._weights = weights
         self._kv_cache = kv_cache
         self._step = step
         self._workspace = workspace
         self._adapters = adapters
         self._library = library
-        self._angles = self._allocate_angles()
-        self._scratch = AttentionScratch(AttentionShape.of(kv_cache, geometry.num_heads))
+        self._angles = {rope: self._allocate_angles(*rope) for rope in description.ropes}
+        self._q_scales = {
+            growth: torch.zeros(len(step.positions)) for growth in description.query_growths
+        }
+        [num_heads] = {each.num_heads for each in description.attentions}
+        self._scratch = AttentionScratch(AttentionShape.of(kv_cache, num_heads))
         self._attention = {
             window: NativeAttention(kv_cache, step.rows, self._scratch, window)
-            for window in dict.fromkeys(geometry.sliding_windows)
+            for window in description.windows
         }
         self._ops = tuple(self._all_ops())
         self._every_group = frozenset(group for group, _ in self._ops if group)
@@ -141,96 +169,163 @@ class NativeTransformer:
     @property
     def num_bytes(self) -> int:
         """The memory that steps are computed in."""
-        angles = sum(tensor.nbytes for tensor in self._angles)
+        angles = sum(wave.nbytes for waves in self._angles.values() for wave in waves)
+        angles += sum(scale.nbytes for scale in self._q_scales.values())
         attention = sum(attention.num_bytes for attention in self._attention.values())
         return self._workspace.num_bytes + angles + self._scratch.num_bytes + attention
 
     def _all_ops(self) -> Iterator[tuple[str, NativeOp]]:
         """Yields each operation with the group of adapters that it is part of ("": always runs)."""
         step, work, weights = self._step, self._workspace, self._weights
+        description = self._description
         yield "", gather_op(weights.embedding, work.hidden, step.token_ids, step.num_tokens)
         yield from _of(EMBEDDING, self._adapters.add_embedding(step.token_ids, work.hidden))
-        yield "", self._angles_op()
+        if description.embedding_scale != 1.0:
+            scale = torch.tensor(description.embedding_scale, dtype=work.hidden.dtype).item()
+            yield "", scale_rows_op(work.hidden, step.num_tokens, scale=scale)
+        yield from self._position_ops()
+        stream = _Stream(work.hidden, step.num_tokens)
+        for index, block in enumerate(description.blocks):
+            is_last = index == description.num_layers - 1
+            yield from self._attention_ops(index, block, stream)
+            if is_last:
+                samples = _Stream(work.last_hidden, step.num_logits, samples_only=True)
+                for source, out in self._sampled(block):
+                    yield "", gather_op(source, out, step.logit_rows, step.num_logits)
+                stream = samples
+            yield from self._feed_forward_ops(index, block, stream)
+        yield "", self._norm_op(weights.norm, stream)
+        yield from self._project(HEAD, work.normed, weights.head, work.logits, stream)
+        head = description.head
+        if head.scale != 1.0 or head.softcap is not None:
+            yield (
+                "",
+                scale_rows_op(work.logits, stream.count, scale=head.scale, softcap=head.softcap),
+            )
+
+    def _position_ops(self) -> Iterator[tuple[str, NativeOp]]:
+        """What follows from positions and contexts alone, for all layers."""
+        step = self._step
+        for (rope, head_dim), (cos, sin) in self._angles.items():
+            yield (
+                "",
+                rotary_angles_op(
+                    *(
+                        step.positions,
+                        rope.inverse_frequencies(head_dim),
+                        cos,
+                        sin,
+                        step.num_tokens,
+                    ),
+                    scaling=rope.attention_scaling,
+                ),
+            )
+        for growth, scale in self._q_scales.items():
+            yield "", query_growth_op(step.positions, scale, step.num_tokens, **growth._asdict())
         for attention in self._attention.values():
             yield "", attention.items_op()
-        delta = None
-        rows = _Rows(work.hidden, work.mixed, step.num_tokens, samples_only=False)
-        for index, layer in enumerate(weights.layers):
-            yield from self._attention_ops(index, layer, rows, delta)
-            if index == len(weights.layers) - 1:
-                rows = _Rows(work.last_hidden, work.last_mixed, step.num_logits, samples_only=True)
-                yield "", gather_op(work.hidden, rows.hidden, step.logit_rows, rows.count)
-                yield "", gather_op(work.mixed, rows.mixed, step.logit_rows, rows.count)
-            yield from self._project(f"layers.{index}.o", rows.mixed, layer.o, work.delta, rows)
-            delta = work.delta
-            yield from self._mlp_ops(index, layer, rows)
-        yield "", self._norm_op(weights.norm, rows, delta)
-        yield from self._project(HEAD, work.normed, weights.head, work.logits, rows)
+
+    def _sampled(self, block: Block) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields what the last layer reads on after its attention, with where the rows of it go
+        that sample: the others are done."""
+        work = self._workspace
+        yield work.hidden, work.last_hidden
+        yield work.mixed_of(block.attention.q_size), work.last_mixed
+        if block.is_parallel:
+            yield work.normed, work.last_normed
 
     def _attention_ops(
-        self, index: int, layer: LayerWeights[PackedLinear], rows: _Rows, delta: Tensor | None
+        self, index: int, block: Block, stream: _Stream
     ) -> Iterator[tuple[str, NativeOp]]:
-        work = self._workspace
-        yield "", self._norm_op(layer.input_norm, rows, delta)
-        yield from self._project(f"layers.{index}.qkv", work.normed, layer.qkv, work.qkv, rows)
-        yield "", self._rope_and_store_op(index, layer)
-        attention = self._attention[self._geometry.sliding_windows[index]]
-        scale = self._geometry.head_dim**-0.5
-        yield "", attention.attend_op(work.qkv, rows.mixed, index, scale=scale)
+        """Up to what attention weighs, of every token."""
+        work, weights, attention = self._workspace, self._weights.blocks[index], block.attention
+        x = work.hidden if weights.attention_norm is None else work.normed
+        yield from _of("", self._add_and_norm(weights.attention_norm, stream))
+        qkv = work.qkv_of(attention.qkv.out_features)
+        yield from self._project(f"layers.{index}.qkv", x, weights.qkv, qkv, stream)
+        yield "", self._rope_and_store_op(index, attention, qkv)
+        yield (
+            "",
+            self._attention[attention.window].attend_op(
+                *(qkv, work.mixed_of(attention.q_size), index),
+                scale=attention.scale,
+                softcap=attention.softcap,
+            ),
+        )
 
-    def _allocate_angles(self) -> tuple[Tensor, Tensor]:
-        shape = (len(self._step.positions), self._geometry.head_dim // 2)
+    def _allocate_angles(self, rope: Rope, head_dim: int) -> tuple[Tensor, Tensor]:
+        shape = (len(self._step.positions), rope.rotary_size(head_dim) // 2)
         dtype = self._workspace.hidden.dtype
         return torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
 
-    def _angles_op(self) -> NativeOp:
-        rope, (cos, sin) = self._geometry.rope, self._angles
-        frequencies = rope.inverse_frequencies(self._geometry.head_dim)
-        step = self._step
-        return rotary_angles_op(
-            step.positions,
-            frequencies,
-            cos,
-            sin,
-            step.num_tokens,
-            scaling=rope.attention_scaling,
-        )
-
-    def _rope_and_store_op(self, index: int, layer: LayerWeights[PackedLinear]) -> NativeOp:
-        cos, sin = self._angles
-        q_norm, k_norm = layer.q_norm, layer.k_norm
+    def _rope_and_store_op(self, index: int, attention: Attention, qkv: Tensor) -> NativeOp:
+        rope, weights = attention.rope, self._weights.blocks[index]
+        cos, sin = (None, None) if rope is None else self._angles[rope, attention.head_dim]
+        q_norm, k_norm = weights.q_norm, weights.k_norm
+        growth = attention.query_growth
         return rope_and_store_op(
-            self._workspace.qkv,
-            self._kv_cache,
-            index,
-            cos,
-            sin,
-            self._step.rows,
-            num_heads=self._geometry.num_heads,
+            *(qkv, self._kv_cache, index, cos, sin, self._step.rows),
+            num_heads=attention.num_heads,
             q_norm=None if q_norm is None else q_norm.weight,
             k_norm=None if k_norm is None else k_norm.weight,
             eps=0.0 if q_norm is None else q_norm.eps,
+            is_interleaved=rope is not None and rope.is_interleaved,
+            norms_rotated=attention.norms_rotated,
+            q_scale=None if growth is None else self._q_scales[growth],
         )
 
-    def _mlp_ops(
-        self, index: int, layer: LayerWeights[PackedLinear], rows: _Rows
+    def _feed_forward_ops(
+        self, index: int, block: Block, stream: _Stream
     ) -> Iterator[tuple[str, NativeOp]]:
-        work, name = self._workspace, f"layers.{index}"
-        yield "", self._norm_op(layer.post_attention_norm, rows, work.delta)
-        yield from self._project(f"{name}.gate_up", work.normed, layer.gate_up, work.gate_up, rows)
-        yield "", swiglu_op(work.gate_up, work.gated, rows.count)
-        yield from self._project(f"{name}.down", work.gated, layer.down, work.delta, rows)
+        """From what attention weighed on, of the tokens that are left."""
+        work, weights, name = self._workspace, self._weights.blocks[index], f"layers.{index}"
+        mixed = work.last_mixed if stream.samples_only else work.mixed_of(block.attention.q_size)
+        yield from self._project(f"{name}.o", mixed, weights.o, work.delta, stream)
+        yield from _of("", self._post_norm(weights.attention_post_norm, stream))
+        stream.leave(work.delta, block.residual_scale)
+        if block.is_parallel:
+            x = work.last_normed if stream.samples_only else work.normed
+            x = stream.hidden if weights.attention_norm is None else x
+        else:
+            x = stream.hidden if weights.feed_forward_norm is None else work.normed
+        yield from _of("", self._add_and_norm(weights.feed_forward_norm, stream))
+        size = block.feed_forward.size
+        gate_up, gated = work.gate_up_of(size), work.gated_of(size)
+        yield from self._project(f"{name}.gate_up", x, weights.gate_up, gate_up, stream)
+        yield "", _GATED[block.feed_forward.activation](gate_up, gated, stream.count)
+        yield from self._project(f"{name}.down", gated, weights.down, work.delta, stream)
+        yield from _of("", self._post_norm(weights.feed_forward_post_norm, stream))
+        stream.leave(work.delta, block.residual_scale)
 
-    def _norm_op(self, norm: RMSNorm, rows: _Rows, delta: Tensor | None) -> NativeOp:
-        """Adds `delta` to the residual stream, and norms that."""
-        normed = self._workspace.normed
-        return rms_norm_op(rows.hidden, delta, norm.weight, normed, rows.count, eps=norm.eps)
+    def _add_and_norm(self, norm: NormWeight | None, stream: _Stream) -> Iterator[NativeOp]:
+        if norm is not None or stream.delta is not None:
+            yield self._norm_op(norm, stream)
+
+    def _norm_op(self, norm: NormWeight | None, stream: _Stream) -> NativeOp:
+        """Adds to the residual stream what was left to it, and norms that."""
+        weight, eps, is_centred = norm or (None, 0.0, False)
+        delta, scale = stream.take()
+        return rms_norm_op(
+            *(stream.hidden, delta, weight, self._workspace.normed, stream.count),
+            eps=eps,
+            delta_scale=scale,
+            is_centred=is_centred,
+        )
+
+    def _post_norm(self, norm: NormWeight | None, stream: _Stream) -> Iterator[NativeOp]:
+        delta = self._workspace.delta
+        if norm is not None:
+            yield rms_norm_op(
+                *(delta, None, norm.weight, delta, stream.count),
+                eps=norm.eps,
+                is_centred=norm.is_centred,
+            )
 
     def _project(
-        self, group: str, x: Tensor, weights: PackedLinear, out: Tensor, rows: _Rows
+        self, group: str, x: Tensor, weights: PackedLinear, out: Tensor, stream: _Stream
     ) -> Iterator[tuple[str, NativeOp]]:
-        yield "", linear_op(x, weights, out, rows.count)
-        yield from _of(group, self._adapters.add(group, x, out, samples_only=rows.samples_only))
+        yield "", linear_op(x, weights, out, stream.count)
+        yield from _of(group, self._adapters.add(group, x, out, samples_only=stream.samples_only))
 
 
 def _of(group: str, ops: Iterable[NativeOp]) -> Iterator[tuple[str, NativeOp]]:
@@ -302,14 +397,14 @@ class NativeFactory:
             return False
         return load() is not None
 
-    def memory_needs(self, config: EngineConfig, geometry: ModelGeometry) -> MemoryNeeds:
+    def memory_needs(self, config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
         dtype = getattr(torch, config.dtype)
-        needed_bytes = weights_bytes(geometry, dtype)
-        if geometry.tie_word_embeddings:  # packed, the head cannot share the embedding's memory
-            needed_bytes += geometry.vocab_size * geometry.hidden_size * dtype.itemsize
-        workspace = step_bytes(config, geometry) + _native_bytes(config, geometry)
+        needed_bytes = weights_bytes(decoder, dtype)
+        if decoder.head.is_tied:  # packed, the head cannot share the embedding's memory
+            needed_bytes += decoder.vocab_size * decoder.hidden_size * dtype.itemsize
+        workspace = step_bytes(config, decoder) + _native_bytes(config, decoder)
         # While a projection is packed, the tensor of its file is in memory as well.
-        return MemoryNeeds(needed_bytes, workspace, largest_projection_bytes(geometry, dtype))
+        return MemoryNeeds(needed_bytes, workspace, largest_projection_bytes(decoder, dtype))
 
     def device_memory(self, config: EngineConfig) -> DeviceMemory | None:
         return None
@@ -317,37 +412,42 @@ class NativeFactory:
     def build(
         self,
         config: EngineConfig,
-        geometry: ModelGeometry,
+        decoder: Decoder,
         layout: ModelLayout,
         host_slab: Tensor | None,
     ) -> Backend[frozenset[str]]:
         library, dtype = load(), getattr(torch, config.dtype)
         assert library is not None, "the backend is supported"
         max_tokens, max_rows = config.max_batch_tokens, config.max_sequences
-        is_tiled = can_tile(config.page_size, geometry.head_dim, dtype)
-        kv_cache = allocate_kv_cache(config, geometry, is_tiled=is_tiled)
+        is_tiled = can_tile(config.page_size, decoder.kv_shape["head_dim"], dtype)
+        kv_cache = allocate_kv_cache(config, decoder, is_tiled=is_tiled)
         arena = allocate_arena(config, layout, host_slab)
         pack = partial(PackedLinear.pack, allocate=Slab().take)
-        packed = load_weights(config.model_dir, geometry, dtype, config.device, pack)
+        packed = load_weights(config.model_dir, decoder, dtype, config.device, pack)
         pages = BatchPages(max_rows, max_pages(config))
         step = StepArrays(max_tokens, max_rows, config.page_size, pages)
         lora = NativeLoraOps(arena, lora_groups(layout, config.lora_targets), max_tokens, max_rows)
-        workspace = Workspace.allocate(geometry, max_tokens, max_rows, dtype)
-        transformer = NativeTransformer(geometry, packed, kv_cache, step, workspace, lora, library)
+        workspace = Workspace.allocate(decoder, max_tokens, max_rows, dtype)
+        transformer = NativeTransformer(decoder, packed, kv_cache, step, workspace, lora, library)
         return NativeBackend(transformer, kv_cache, arena, step, lora, library)
 
 
-def _native_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
+def _native_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns what the native kernels add to a step's memory: the rows that sample apart in the
     last layer, and each thread's memory for attention."""
-    g, item_bytes = geometry, getattr(torch, config.dtype).itemsize
-    shrunk = most_targets(config, g) * config.max_lora_rank
-    per_sample = (g.hidden_size + g.q_size + shrunk) * item_bytes
-    shape = AttentionShape(g.num_heads, g.num_kv_heads, g.head_dim, item_bytes)
-    attention = shape.num_bytes(
-        config.max_batch_tokens,
-        config.max_sequences,
-        config.num_threads or torch.get_num_threads(),
-        len(set(g.sliding_windows)),
+    item_bytes = getattr(torch, config.dtype).itemsize
+    shrunk = most_targets(config, decoder) * config.max_lora_rank
+    last = decoder.blocks[-1]
+    stream = decoder.hidden_size * (2 if last.is_parallel else 1)
+    per_sample = (stream + last.attention.q_size + shrunk) * item_bytes
+    attention = max(
+        AttentionShape(each.num_heads, each.num_kv_heads, each.head_dim, item_bytes).num_bytes(
+            config.max_batch_tokens,
+            config.max_sequences,
+            config.num_threads or torch.get_num_threads(),
+            len(decoder.windows),
+        )
+        for each in set(decoder.attentions)
     )
-    return int(config.max_sequences * per_sample + attention)
+    growths = 4 * config.max_batch_tokens * len(decoder.query_growths)
+    return int(config.max_sequences * per_sample + attention + growths)

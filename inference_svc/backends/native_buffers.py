@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_svc.core import BatchColumns
-from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.description import Decoder
 from kernels.attention.native import StepRows
 from kernels.host_memory import allocate_host
 
@@ -167,51 +167,75 @@ class StepArrays:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Activations of `max_tokens` tokens in the model's dtype, and fp32 logits of `max_logits`."""
+    """Activations of `max_tokens` tokens in the model's dtype, and fp32 logits of `max_logits`.
+
+    What has another width in some layers is flat here, and has rows of a layer's width where it is
+    used.
+    """
 
     hidden: Tensor
     """[T, hidden_size]: the residual stream."""
     delta: Tensor
-    """[T, hidden_size]: what the last block adds to it."""
+    """[T, hidden_size]: what the last half adds to it."""
     normed: Tensor
     """[T, hidden_size]"""
     qkv: Tensor
-    """[T, q_size + 2 * kv_size]"""
+    """[T * that of the widest layer]"""
     mixed: Tensor
-    """[T, q_size]: attention's result."""
+    """[T * q_size of the widest layer]: attention's result."""
     gate_up: Tensor
-    """[T, 2 * intermediate_size]"""
+    """[T * 2 * that of the widest layer]"""
     gated: Tensor
-    """[T, intermediate_size]"""
+    """[T * that of the widest layer]"""
     last_hidden: Tensor
     """[N, hidden_size]: the residual stream of the rows that sample, from the last layer's
     attention on."""
     last_mixed: Tensor
     """[N, q_size]: the last layer's attention of these rows."""
+    last_normed: Tensor
+    """[N, hidden_size]: what the last layer's attention read of these rows, if its other half reads
+    it, too; else [0, hidden_size]."""
     logits: Tensor
     """fp32 [N, vocab_size]"""
 
     @classmethod
     def allocate(
-        cls, geometry: ModelGeometry, max_tokens: int, max_logits: int, dtype: torch.dtype
+        cls, decoder: Decoder, max_tokens: int, max_logits: int, dtype: torch.dtype
     ) -> Workspace:
-        g = geometry
-
         def buffer(rows: int, columns: int, dtype: torch.dtype = dtype) -> Tensor:
             return allocate_host(rows * columns * dtype.itemsize).view(dtype).view(rows, columns)
 
+        hidden, last = decoder.hidden_size, decoder.blocks[-1]
+        qkv = max(each.qkv.out_features for each in decoder.attentions)
         return cls(
-            hidden=buffer(max_tokens, g.hidden_size),
-            delta=buffer(max_tokens, g.hidden_size),
-            normed=buffer(max_tokens, g.hidden_size),
-            qkv=buffer(max_tokens, g.q_size + 2 * g.kv_size),
-            mixed=buffer(max_tokens, g.q_size),
-            gate_up=buffer(max_tokens, 2 * g.intermediate_size),
-            gated=buffer(max_tokens, g.intermediate_size),
-            last_hidden=buffer(max_logits, g.hidden_size),
-            last_mixed=buffer(max_logits, g.q_size),
-            logits=buffer(max_logits, g.vocab_size, torch.float32),
+            hidden=buffer(max_tokens, hidden),
+            delta=buffer(max_tokens, hidden),
+            normed=buffer(max_tokens, hidden),
+            qkv=buffer(max_tokens, qkv).view(-1),
+            mixed=buffer(max_tokens, decoder.max_q_size).view(-1),
+            gate_up=buffer(max_tokens, 2 * decoder.max_intermediate_size).view(-1),
+            gated=buffer(max_tokens, decoder.max_intermediate_size).view(-1),
+            last_hidden=buffer(max_logits, hidden),
+            last_mixed=buffer(max_logits, last.attention.q_size),
+            last_normed=buffer(max_logits if last.is_parallel else 0, hidden),
+            logits=buffer(max_logits, decoder.vocab_size, torch.float32),
         )
+
+    def qkv_of(self, width: int) -> Tensor:
+        return self._rows(self.qkv, width)
+
+    def mixed_of(self, q_size: int) -> Tensor:
+        return self._rows(self.mixed, q_size)
+
+    def gate_up_of(self, size: int) -> Tensor:
+        return self._rows(self.gate_up, 2 * size)
+
+    def gated_of(self, size: int) -> Tensor:
+        return self._rows(self.gated, size)
+
+    def _rows(self, flat: Tensor, width: int) -> Tensor:
+        num_rows = len(self.hidden)
+        return flat[: num_rows * width].view(num_rows, width)
 
     @property
     def num_bytes(self) -> int:

@@ -20,10 +20,10 @@ from inference_svc.backends.base import (
     allocate_kv_cache,
 )
 from inference_svc.core import BASE_SLOT, Batch, BatchRow, EngineConfig
-from inference_svc.model.decoder import Transformer
-from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.description import Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.layers import Linear
+from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import load_weights, weights_bytes
 from kernels.attention import KVCache
 from kernels.lora import LoraGroup, LoraPlan, add_lora, add_lora_embedding
@@ -135,9 +135,9 @@ class TorchFactory:
     def supports(self, config: EngineConfig) -> bool:
         return torch.device(config.device).type == "cpu"
 
-    def memory_needs(self, config: EngineConfig, geometry: ModelGeometry) -> MemoryNeeds:
+    def memory_needs(self, config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
         dtype = getattr(torch, config.dtype)
-        return MemoryNeeds(weights_bytes(geometry, dtype), step_bytes(config, geometry))
+        return MemoryNeeds(weights_bytes(decoder, dtype), step_bytes(config, decoder))
 
     def device_memory(self, config: EngineConfig) -> DeviceMemory | None:
         return None
@@ -145,33 +145,33 @@ class TorchFactory:
     def build(
         self,
         config: EngineConfig,
-        geometry: ModelGeometry,
+        decoder: Decoder,
         layout: ModelLayout,
         host_slab: Tensor | None,
     ) -> Backend[TorchInputs]:
-        kv_cache = allocate_kv_cache(config, geometry)
+        kv_cache = allocate_kv_cache(config, decoder)
         arena = allocate_arena(config, layout, host_slab)
         dtype = getattr(torch, config.dtype)
-        weights = load_weights(config.model_dir, geometry, dtype, config.device, Linear)
+        weights = load_weights(config.model_dir, decoder, dtype, config.device, Linear)
         groups = lora_groups(layout, config.lora_targets)
-        return TorchBackend(Transformer(geometry, weights), kv_cache, arena, groups)
+        return TorchBackend(Transformer(decoder, weights), kv_cache, arena, groups)
 
 
-def step_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
+def step_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns what the widest step computes with: activations of `max_batch_tokens`, what adapters
     shrink them to, the gathered keys and values of one longest sequence, and logits and the
     sampler's copies of `max_sequences`."""
     item_bytes = getattr(torch, config.dtype).itemsize
-    hidden, intermediate = geometry.hidden_size, geometry.intermediate_size
-    attention = 3 * geometry.q_size + 4 * geometry.kv_size
+    hidden, intermediate = decoder.hidden_size, decoder.max_intermediate_size
+    attention = 3 * decoder.max_q_size + 4 * decoder.max_kv_size
     per_token = (3 * hidden + attention + 3 * intermediate) * item_bytes
-    per_token += most_targets(config, geometry) * config.max_lora_rank * item_bytes
+    per_token += most_targets(config, decoder) * config.max_lora_rank * item_bytes
     per_token += 2 * hidden * 4  # norms, in fp32
-    gathered = config.max_model_len * 2 * geometry.kv_size * item_bytes
-    logits = config.max_sequences * geometry.vocab_size * 4
+    gathered = config.max_model_len * 2 * decoder.max_kv_size * item_bytes
+    logits = config.max_sequences * decoder.vocab_size * 4
     return int(config.max_batch_tokens * per_token + gathered + 3 * logits)
 
 
-def most_targets(config: EngineConfig, geometry: ModelGeometry) -> int:
+def most_targets(config: EngineConfig, decoder: Decoder) -> int:
     """Returns of how many targets a group is at most: so often an adapter shrinks its inputs."""
-    return max(len(group.targets) for group in computed_groups(config, geometry).values())
+    return max(len(group.targets) for group in computed_groups(config, decoder).values())

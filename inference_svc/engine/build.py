@@ -34,8 +34,9 @@ from inference_svc.engine.status import Describe
 from inference_svc.engine.step_times import StepTimes
 from inference_svc.host.cpus import partition_cpus, usable_cpus
 from inference_svc.host.device_info import machine_name
+from inference_svc.model.architectures import load_description
 from inference_svc.model.base_hashes import hashing_base
-from inference_svc.model.geometry import ModelGeometry, load_geometry
+from inference_svc.model.description import Decoder
 from kernels.host_memory import return_freed
 
 
@@ -47,7 +48,7 @@ class BuiltEngine:
     residency: Residency
     puller: Puller
     layout: ModelLayout
-    geometry: ModelGeometry
+    decoder: Decoder
 
     def place_threads(self) -> None:
         """Binds the calling thread, which will call `engine.step`, and those that compute with it
@@ -69,22 +70,22 @@ def build_engine(
     # Torch counts the machine's cores, not those that this process may use.
     num_threads = config.num_threads or min(torch.get_num_threads(), usable_cpus())
     torch.set_num_threads(num_threads)
-    geometry = load_geometry(config.model_dir)
+    decoder = load_description(config.model_dir).for_length(config.max_model_len)
     factory = select_backend(config)
-    budget = check_budgets(config, geometry, factory)
-    layout = layout_of(config, geometry)
+    budget = check_budgets(config, decoder, factory)
+    layout = layout_of(config, decoder)
     host = _allocate_host_tier(config, pin_memory=factory.has_device_memory)
-    with hashing_base(config.model_dir, geometry, num_threads) as base:
-        backend = factory.build(config, geometry, layout, None if host is None else host.slab)
+    with hashing_base(config.model_dir, decoder, num_threads) as base:
+        backend = factory.build(config, decoder, layout, None if host is None else host.slab)
         return_freed()
         layout = layout.with_base(base())
     puller, residency = _make_residency(config, store, post, layout, backend.arena, host)
     pages = PagePool(backend.num_pages, config.page_size, config.prefix_cache)
     scheduler = Scheduler(_limits(config), pages, residency)
     profiler = StepProfiler(factory.profiler_device)
-    sampler = Sampler(geometry.eos_token_ids, has_device_memory=factory.has_device_memory)
+    sampler = Sampler(decoder.eos_token_ids, has_device_memory=factory.has_device_memory)
     runner = Runner(backend, sampler, profiler.marks, scheduler.step_limit)
-    settler = Settler(scheduler, frozenset(geometry.eos_token_ids), config.max_model_len)
+    settler = Settler(scheduler, frozenset(decoder.eos_token_ids), config.max_model_len)
     times, machine = StepTimes(), machine_name(config.device)
     describe = Describe(scheduler, residency, runner, settler, budget, times, machine)
     wait_s, inspect = config.adapter_wait_s, Inspect(scheduler, residency, config.device)
@@ -92,7 +93,7 @@ def build_engine(
     commands = Commands(residency, describe, inspect, inspect_image, profiler, wait_s)
     admission = Admission(scheduler, config.max_queue, config.max_tenant_queue)
     engine = Engine(scheduler, runner, settler, residency, commands, admission, times, wait_s)
-    return BuiltEngine(engine, residency, puller, layout, geometry)
+    return BuiltEngine(engine, residency, puller, layout, decoder)
 
 
 def _make_residency(

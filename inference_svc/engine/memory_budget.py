@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from inference_svc.backends.base import BackendFactory, DeviceMemory, MemoryNeeds
 from inference_svc.core import EngineConfig
 from inference_svc.host.memory import available_bytes, resident_bytes
-from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.description import Decoder
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +73,10 @@ def human(num_bytes: int) -> str:
     return f"{size:.0f} {UNITS[unit]}" if unit == 0 else f"{size:.1f} {UNITS[unit]}"
 
 
-def check_budgets(config: EngineConfig, geometry: ModelGeometry, backend: BackendFactory) -> Budget:
+def check_budgets(config: EngineConfig, decoder: Decoder, backend: BackendFactory) -> Budget:
     """Returns the device's budget. Raises ValueError with the arithmetic of one that does not
     fit."""
-    needs, memory = backend.memory_needs(config, geometry), backend.device_memory(config)
+    needs, memory = backend.memory_needs(config, decoder), backend.device_memory(config)
     budgets = plan_budgets(config, needs, memory)
     for budget in budgets:
         budget.check()

@@ -17,7 +17,7 @@ from inference_svc.backends.select import select_backend
 from inference_svc.config import InferenceSettings, Machine, Sizes, to_engine_config
 from inference_svc.core import EngineConfig, padding_pages
 from inference_svc.engine.memory_budget import Budget, human, plan_budgets
-from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.description import Decoder
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +36,9 @@ NO_ADAPTERS_BYTES = 1 << 20
 """Arena and host tier where there is no store to load adapters from."""
 
 
-def fit_device(settings: InferenceSettings, machine: Machine, *, geometry: ModelGeometry) -> Sizes:
+def fit_device(settings: InferenceSettings, machine: Machine, *, decoder: Decoder) -> Sizes:
     """See `config.FitDevice`. Raises ValueError with the budget's lines if they do not fit."""
-    fit = _Fit(settings, machine, geometry)
+    fit = _Fit(settings, machine, decoder)
     sizes = fit.with_step(Sizes(0, 0, 0, 0, 0))
     sizes = fit.with_adapters(sizes)
     sizes = fit.with_pages(sizes)
@@ -52,7 +52,7 @@ class _Fit:
 
     settings: InferenceSettings
     machine: Machine
-    geometry: ModelGeometry
+    decoder: Decoder
 
     def with_step(self, sizes: Sizes) -> Sizes:
         """Chooses the widest step that takes no more than its share."""
@@ -120,10 +120,10 @@ class _Fit:
         return replace(sizes, kv_memory=max(left_bytes, self._min_pages_bytes()))
 
     def _min_pages_bytes(self) -> int:
-        settings, longest = self.settings, self.geometry.max_position_embeddings
+        settings, longest = self.settings, self.decoder.max_position_embeddings
         num_tokens = settings.max_model_len or min(MIN_KV_TOKENS, longest)
         num_pages = -(-num_tokens // settings.page_size) + padding_pages(settings.device)
-        return num_pages * kv_page_bytes(self._config(Sizes(0, 0, 0, 1, 1)), self.geometry)
+        return num_pages * kv_page_bytes(self._config(Sizes(0, 0, 0, 1, 1)), self.decoder)
 
     def budget(self, sizes: Sizes) -> Budget:
         """Returns the device's."""
@@ -132,11 +132,11 @@ class _Fit:
 
     def _needs(self, sizes: Sizes) -> MemoryNeeds:
         config = self._config(sizes)
-        return select_backend(config).memory_needs(config, self.geometry)
+        return select_backend(config).memory_needs(config, self.decoder)
 
     def _config(self, sizes: Sizes) -> EngineConfig:
         """Where the longest sequence is not decided, it is the model's: it decides little."""
-        max_model_len = self.settings.max_model_len or self.geometry.max_position_embeddings
+        max_model_len = self.settings.max_model_len or self.decoder.max_position_embeddings
         decided = asdict(sizes) | {"max_model_len": max_model_len}
         return to_engine_config(self.settings.model_copy(update=decided))
 
@@ -152,5 +152,5 @@ class _Fit:
     @cached_property
     def _largest_image(self) -> Shape:
         """The shape of the largest adapter that is admitted."""
-        layout = layout_of(self._config(Sizes(0, 0, 0, 1, 1)), self.geometry)
+        layout = layout_of(self._config(Sizes(0, 0, 0, 1, 1)), self.decoder)
         return layout.largest_image(self.settings.max_rank, self.settings.lora_targets)

@@ -27,7 +27,7 @@ from inference_svc.core import EngineConfig
 from inference_svc.engine.messages import Message, StepOutputs, Stop, StoreMessage
 from inference_svc.engine.process_main import Ready, StoreFactory, encode
 from inference_svc.errors import EngineFailed
-from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.description import Decoder
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +44,11 @@ class EngineProcess:
     """The child begins to load the model when this is made; serves from `start` to `stop`.
 
     `make_store` makes the store in the child, where pulls run; `on_store_message` receives that
-    store's messages, in a thread of this process. `layout` and `geometry` are set by `load`.
+    store's messages, in a thread of this process. `layout` and `decoder` are set by `load`.
     """
 
     layout: ModelLayout
-    geometry: ModelGeometry
+    decoder: Decoder
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class EngineProcess:
         if isinstance(answer, Exception):
             raise answer
         assert isinstance(answer, Ready)
-        self.layout, self.geometry = answer.layout, answer.geometry
+        self.layout, self.decoder = answer.layout, answer.decoder
         return self
 
     @property

@@ -23,7 +23,7 @@ from inference_svc.core import EngineConfig
 from inference_svc.engine.messages import Stop, StoreMessage
 from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import UnsupportedModel
-from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.description import Decoder
 from servicekit import interpreter_gc
 from servicekit.errors import ServiceError
 
@@ -58,7 +58,7 @@ class Ready:
     """The engine is built."""
 
     layout: ModelLayout
-    geometry: ModelGeometry
+    decoder: Decoder
 
 
 def encode(frame: object) -> bytes:
@@ -130,7 +130,7 @@ class Child:
             self._send(_portable(error))
             return
         self._engine.start(self._send)
-        self._send(Ready(self._engine.layout, self._engine.geometry))
+        self._send(Ready(self._engine.layout, self._engine.decoder))
 
     def _send(self, frame: object) -> None:
         data = encode(frame)

@@ -18,7 +18,7 @@ from inference_svc.core import EngineConfig
 from inference_svc.engine.build import build_engine
 from inference_svc.engine.messages import Call, Message, Output, Reply, StepOutputs, Stop, Submit
 from inference_svc.errors import EngineFailed
-from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.description import Decoder
 from servicekit.errors import Draining
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ class EngineThread:
         return self.built.layout
 
     @property
-    def geometry(self) -> ModelGeometry:
-        return self.built.geometry
+    def decoder(self) -> Decoder:
+        return self.built.decoder
 
     @property
     def is_alive(self) -> bool:

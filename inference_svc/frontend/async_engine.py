@@ -38,7 +38,7 @@ from inference_svc.engine.status_types import (
 from inference_svc.errors import DuplicateRequest, EngineFailed
 from inference_svc.frontend.output_stream import UNREAD_BYTES, Delta, Generation
 from inference_svc.host.memory import resident_bytes
-from inference_svc.text.detokenizer import Decoder
+from inference_svc.text.detokenizer import TokenDecoder
 from servicekit.errors import Draining, ServiceError
 from servicekit.shares import Shares
 from servicekit.telemetry import spans
@@ -73,7 +73,7 @@ class AsyncEngine:
     called with the spans that the engine has recorded. `unread_bytes` bounds what accounts do not
     read."""
 
-    def __init__(self, engine: EngineHandle, decoder: Decoder, unread_bytes: Shares) -> None:
+    def __init__(self, engine: EngineHandle, decoder: TokenDecoder, unread_bytes: Shares) -> None:
         self.failed = asyncio.Event()
         self.failure: EngineFailed | None = None
         self._engine = engine

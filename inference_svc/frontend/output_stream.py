@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from inference_svc.core import FinishReason, Request, TokenLogprobs
 from inference_svc.engine.messages import Output, Timings, Usage
-from inference_svc.text.detokenizer import Decoder, Detokenizer
+from inference_svc.text.detokenizer import Detokenizer, TokenDecoder
 from inference_svc.text.stop import StopMatcher
 from servicekit.errors import ShareExceeded
 from servicekit.shares import Reservation
@@ -39,7 +39,7 @@ class Generation:
     timings, which follow the Cancel within a step.
     """
 
-    def __init__(self, request: Request, decoder: Decoder, place: Reservation) -> None:
+    def __init__(self, request: Request, decoder: TokenDecoder, place: Reservation) -> None:
         self._place = place
         self._unread_bytes = self._sending_bytes = 0
         self._min_tokens = request.sampling.min_tokens

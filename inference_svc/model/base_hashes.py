@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from inference_svc.errors import UnsupportedModel
+from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder
 from inference_svc.model.files import weight_files
-from inference_svc.model.geometry import ModelGeometry
 from inference_svc.model.weights import vectors
 
 logger = logging.getLogger(__name__)
 
 HASHED_ROWS = 256
-EMBED_TOKENS, LM_HEAD = "model.embed_tokens", "lm_head"
 MAX_THREADS = 4
 PIECE_BYTES = 1 << 20
 """What a thread reads at once."""
@@ -59,7 +58,7 @@ class _Stored(NamedTuple):
 
 @contextmanager
 def hashing_base(
-    model_dir: Path, geometry: ModelGeometry, num_threads: int
+    model_dir: Path, decoder: Decoder, num_threads: int
 ) -> Iterator[Callable[[], HashesByName]]:
     """Hashes the weights of a model's folder in threads while the context's body runs, which gets a
     function that waits for the hashes, and raises OSError if a file became shorter. What is not
@@ -68,7 +67,7 @@ def hashing_base(
     Raises UnsupportedModel for a file that is not of safetensors.
     """
     start_s = time.monotonic()
-    tensors = _find_tensors(model_dir, geometry)
+    tensors = _find_tensors(model_dir, decoder)
     with ThreadPoolExecutor(min(num_threads, MAX_THREADS), "loadout-hash") as threads:
         blocks = {
             tensor: [threads.submit(_hash, tensor.path, *block) for block in _blocks_of(tensor)]
@@ -92,14 +91,14 @@ def hashing_base(
             threads.shutdown(cancel_futures=True)
 
 
-def _find_tensors(model_dir: Path, geometry: ModelGeometry) -> dict[str, _Stored]:
+def _find_tensors(model_dir: Path, decoder: Decoder) -> dict[str, _Stored]:
     """Returns what can be hashed, by the name that adapters have it under. A tied head is the
     embedding, whatever the file has."""
     stored = {name: each for path in weight_files(model_dir) for name, each in _read(path)}
     embedding = f"{EMBED_TOKENS}.weight"
-    head = embedding if geometry.tie_word_embeddings else f"{LM_HEAD}.weight"
+    head = embedding if decoder.head.is_tied else f"{LM_HEAD}.weight"
     names = {EMBED_TOKENS: embedding, LM_HEAD: head}
-    names |= {vector.name: vector.tensor for vector in vectors(geometry)}
+    names |= {vector.name: vector.tensor for vector in vectors(decoder)}
     return {
         name: stored[tensor]
         for name, tensor in names.items()

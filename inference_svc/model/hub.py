@@ -147,14 +147,14 @@ def _write_ref(repo: str, revision: str, commit: str) -> None:
 def _check_small_files(name: str, folder: Path) -> None:
     """Raises UnsupportedModel for what shows without the weights that the model is not served."""
     # Imports torch, which a start of the service does after its settings are known to be good.
-    from inference_svc.model.geometry import load_geometry
+    from inference_svc.model.architectures import load_description
 
     if not (folder / CONFIG).is_file():
         raise UnsupportedModel(f"{name} has no {CONFIG} on the hub: it is no model of transformers")
     if not has_vocabulary(folder):
         raise _incomplete(name, TOKENIZER)
     try:
-        load_geometry(folder)
+        load_description(folder)
         check_tokenizer(folder)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: {error}") from error

@@ -1,4 +1,4 @@
-"""The decoder's parts that hold something: weights of projections and norms, frequencies."""
+"""The decoder's parts that hold something: weights of projections, frequencies."""
 
 from __future__ import annotations
 
@@ -29,18 +29,12 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
 
-class RMSNorm(NamedTuple):
-    """A norm over the last dimension; see `kernels.elementwise.reference.rms_norm`."""
-
-    weight: Tensor
-    eps: float
-
-
 class Rotation(NamedTuple):
-    """One step's angles [T, 1, head_dim]; see `kernels.attention.reference.rotary_angles`."""
+    """One step's angles [T, 1, rotary size]; see `kernels.attention.reference.rotary_angles`. None:
+    nothing is rotated."""
 
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
 
 
 class RotaryEmbedding:

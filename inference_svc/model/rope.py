@@ -1,15 +1,17 @@
 """Rotary position embedding: the parameters in config.json, and their frequencies.
 
 The formulas are those of transformers' `modeling_rope_utils`; only kinds whose frequencies do not
-depend on the sequence's length so far are supported.
+depend on the sequence's length so far are supported. `dynamic` is HunYuan's, whose fixed `alpha`
+stretches the base (transformers' `ntk_alpha`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,16 +36,41 @@ _KEYS = {
             "truncate",
         }
     ),
+    "longrope": frozenset(
+        {
+            "factor",
+            "attention_factor",
+            "original_max_position_embeddings",
+            "long_factor",
+            "short_factor",
+        }
+    ),
+    "dynamic": frozenset({"factor", "alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}),
+    "proportional": frozenset({"factor"}),
 }
 _COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+_REQUIRED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("long_factor", "short_factor"),
+    "dynamic": ("alpha",),
+}
+_MAY_BE_ZERO = frozenset({"mscale", "mscale_all_dim", "truncate"})
+_LISTS = frozenset({"long_factor", "short_factor"})
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """One kind of rotary embedding; fields of other kinds keep their defaults."""
+    """One kind of rotary embedding; fields of other kinds keep their defaults.
+
+    `part` of each head is turned, from its beginning. Element i turns with element i + half of
+    that, or, if it `is_interleaved`, with its neighbour.
+    """
 
     rope_type: str = "default"
     rope_theta: float = 10_000.0
+    part: float = 1.0
+    is_interleaved: bool = False
     factor: float = 1.0
     original_max_position_embeddings: int = 0
     low_freq_factor: float = 1.0
@@ -54,11 +81,34 @@ class Rope:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    alpha: float = 1.0
+    long_factor: tuple[float, ...] = ()
+    short_factor: tuple[float, ...] = ()
+    is_long: bool = False
+    """Whether longrope takes its long factors."""
+
+    def rotary_size(self, head_dim: int) -> int:
+        """Returns how many elements of a head are turned."""
+        return head_dim if self.rope_type == "proportional" else int(head_dim * self.part)
+
+    def for_length(self, max_model_len: int) -> Rope:
+        """Returns the rotation for sequences up to this length."""
+        if self.rope_type != "longrope":
+            return self
+        return replace(self, is_long=max_model_len > self.original_max_position_embeddings)
 
     def inverse_frequencies(self, head_dim: int) -> Tensor:
-        """Returns fp32 [head_dim / 2], on the CPU; position p rotates pair i by p * result[i]."""
+        """Returns fp32 [rotary size / 2], on the CPU; position p turns pair i by p * result[i]."""
+        if self.rope_type == "proportional":
+            return self._proportional(head_dim)
+        head_dim = self.rotary_size(head_dim)
         steps = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+        if self.rope_type == "dynamic":
+            return 1.0 / ((self.rope_theta * self.alpha ** (head_dim / (head_dim - 2))) ** steps)
         plain = 1.0 / (self.rope_theta**steps)
+        if self.rope_type == "longrope":
+            factors = self.long_factor if self.is_long else self.short_factor
+            return 1.0 / (torch.tensor(factors) * self.rope_theta**steps)
         if self.rope_type == "linear":
             return plain / self.factor
         if self.rope_type == "llama3":
@@ -70,10 +120,14 @@ class Rope:
     @property
     def attention_scaling(self) -> float:
         """The factor of cos and sin."""
-        if self.rope_type != "yarn":
+        if self.rope_type not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.rope_type == "longrope":
+            context = self.original_max_position_embeddings
+            ratio = math.log(self.factor) / math.log(context) if self.factor > 1 else 0.0
+            return math.sqrt(1 + ratio)
         if self.mscale and self.mscale_all_dim:
             return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
         return _mscale(self.factor, 1.0)
@@ -89,6 +143,13 @@ class Rope:
         )
         between = (1 - smooth) * plain / self.factor + smooth * plain
         return torch.where(is_long, plain / self.factor, torch.where(is_short, plain, between))
+
+    def _proportional(self, head_dim: int) -> Tensor:
+        """Frequencies of the whole head, of which only a part turns."""
+        num_turning = int(self.part * head_dim // 2)
+        steps = torch.arange(0, 2 * num_turning, 2, dtype=torch.float) / head_dim
+        still = torch.zeros(head_dim // 2 - num_turning)
+        return torch.cat((1.0 / self.rope_theta**steps, still)) / self.factor
 
     def _yarn(self, periods: Tensor, head_dim: int) -> Tensor:
         """Ramps over the dimensions, from original frequencies to those divided by `factor`."""
@@ -112,38 +173,79 @@ def _mscale(scale: float, mscale: float) -> float:
     return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
 
 
-def parse_rope(config: Mapping[str, Any], max_position_embeddings: int) -> Rope:
+class RopeFacts(NamedTuple):
+    """What a family says of its rotation beside the parameters in config.json.
+
+    `part`: of a head that is turned if config.json does not say; None: all of it, always. `kinds`
+    has further values of `rope_type`, and what they are called here; `other_keys` are parameters
+    that are not the rotation's.
+    """
+
+    max_position_embeddings: int
+    theta: float = 10_000.0
+    part: float | None = None
+    is_interleaved: bool = False
+    kinds: Mapping[str, str] = MappingProxyType({})
+    other_keys: Collection[str] = ()
+
+
+COMMON_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+def parse_rope(config: Mapping[str, Any], facts: RopeFacts) -> Rope:
     """Reads `rope_parameters`, or the older `rope_scaling` and `rope_theta`.
 
     Raises UnsupportedModel naming a kind, a key or a value that is not computed here.
     """
-    values = config.get("rope_scaling") or config.get("rope_parameters") or {}
     where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    return parse_parameters(config.get(where) or {}, where, config, facts)
+
+
+def parse_parameters(values: Any, where: str, config: Mapping[str, Any], facts: RopeFacts) -> Rope:
+    """Reads `values`, the parameters of one rotation, and what is beside them in `config`. Raises
+    as `parse_rope`."""
     if not isinstance(values, Mapping):
         raise UnsupportedModel(f"config.json: {where} is not an object: {values!r}")
-    kind = values.get("rope_type") or values.get("type") or "default"
-    if not isinstance(kind, str) or kind not in _KEYS:
+    name = values.get("rope_type") or values.get("type") or "default"
+    kinds = {**{each: each for each in COMMON_KINDS}, **facts.kinds}
+    if not isinstance(name, str) or name not in kinds:
         raise UnsupportedModel(
-            f"config.json: {where}.rope_type {kind!r} is not supported; "
-            f"supported are {', '.join(_KEYS)}"
+            f"config.json: {where}.rope_type {name!r} is not supported; "
+            f"supported are {', '.join(kinds)}"
         )
+    kind = kinds[name]
     for key, value in values.items():
-        if value is not None and key not in _KEYS[kind] | _COMMON_KEYS:
-            raise UnsupportedModel(f"config.json: {where}.{key} is not supported for {kind!r} rope")
-    _refuse_partial(values.get("partial_rotary_factor", config.get("partial_rotary_factor")))
+        if value is not None and key not in _KEYS[kind] | _COMMON_KEYS | {*facts.other_keys}:
+            raise UnsupportedModel(f"config.json: {where}.{key} is not supported for {name!r} rope")
     numbers = {key: values[key] for key in _KEYS[kind] if values.get(key) is not None}
-    numbers["rope_theta"] = values.get("rope_theta") or config.get("rope_theta") or 10_000.0
+    numbers["rope_theta"] = values.get("rope_theta") or config.get("rope_theta") or facts.theta
+    numbers["part"] = _part(values.get("partial_rotary_factor"), config, facts)
+    _fill_defaults(numbers, kind, where, config, facts.max_position_embeddings)
     for key, value in numbers.items():
-        is_number = isinstance(value, int | float) and math.isfinite(value)
-        if not is_number or (value <= 0 and key not in {"mscale", "mscale_all_dim", "truncate"}):
-            raise UnsupportedModel(f"config.json: {where}.{key} has no meaning: {value!r}")
-    _fill_defaults(numbers, kind, where, config, max_position_embeddings)
-    return Rope(rope_type=kind, **numbers)
+        _check(f"{where}.{key}", key, value)
+    lists = {key: tuple(numbers[key]) for key in _LISTS & numbers.keys()}
+    return Rope(kind, is_interleaved=facts.is_interleaved, **(numbers | lists))
 
 
-def _refuse_partial(factor: float | None) -> None:
-    if factor not in (None, 1, 1.0):
-        raise UnsupportedModel(f"config.json: partial_rotary_factor {factor!r} is not supported")
+def _part(value: Any, config: Mapping[str, Any], facts: RopeFacts) -> Any:
+    value = config.get("partial_rotary_factor") if value is None else value
+    if value is None:
+        return 1.0 if facts.part is None else facts.part
+    if facts.part is None and value != 1:
+        raise UnsupportedModel(f"config.json: partial_rotary_factor {value!r} is not supported")
+    return value
+
+
+def _check(field: str, key: str, value: Any) -> None:
+    """Raises UnsupportedModel for what is no number, or no list of numbers where that is due."""
+    numbers = value if key in _LISTS else [value]
+    are_numbers = isinstance(numbers, list) and all(
+        isinstance(each, int | float) and math.isfinite(each) for each in numbers
+    )
+    if not are_numbers or (key not in _MAY_BE_ZERO and any(each <= 0 for each in numbers)):
+        raise UnsupportedModel(f"config.json: {field} has no meaning: {value!r}")
+    if key == "part" and value > 1:
+        raise UnsupportedModel(f"config.json: {field} has no meaning: {value!r}")
 
 
 def _fill_defaults(
@@ -153,15 +255,15 @@ def _fill_defaults(
     config: Mapping[str, Any],
     max_position_embeddings: int,
 ) -> None:
-    if kind in {"llama3", "yarn"}:
+    if kind in {"llama3", "yarn", "longrope"}:
         # A value next to the rope parameters overrides the one among them, as in transformers.
         outer = config.get("original_max_position_embeddings")
         inner = numbers.get("original_max_position_embeddings", max_position_embeddings)
         numbers["original_max_position_embeddings"] = outer or inner
-    if kind == "yarn":
-        ratio = max_position_embeddings / numbers["original_max_position_embeddings"]
-        numbers.setdefault("factor", ratio)
-    required = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}
-    for key in required.get(kind, []):
+    if kind in {"yarn", "longrope"} and "factor" not in numbers:
+        original = numbers["original_max_position_embeddings"]
+        _check(f"{where}.original_max_position_embeddings", "", original)
+        numbers["factor"] = max_position_embeddings / original
+    for key in _REQUIRED.get(kind, ()):
         if key not in numbers:
             raise UnsupportedModel(f"config.json: {where}.{key} is missing for {kind!r} rope")

@@ -8,7 +8,7 @@ a projection is made as soon as all its tensors are there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -16,33 +16,73 @@ import torch
 from torch import Tensor
 
 from inference_svc.errors import UnsupportedModel
+from inference_svc.model.description import (
+    EMBED_TOKENS,
+    LM_HEAD,
+    Block,
+    Decoder,
+    Norm,
+    NormKind,
+    Projection,
+    layer_path,
+)
 from inference_svc.model.files import weight_files
-from inference_svc.model.geometry import ModelGeometry
-from inference_svc.model.layers import Linear, RMSNorm
+from inference_svc.model.layers import Linear
+from kernels.elementwise import NormWeight
 
 _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 
 
-class Projection(Protocol):
-    """A weight in the form that a backend computes with."""
+class Packed(Protocol):
+    """A projection's weight in the form that a backend computes with."""
 
     @property
     def num_bytes(self) -> int: ...
 
 
-P = TypeVar("P", bound=Projection)
+P = TypeVar("P", bound=Packed)
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights(Generic[P]):
-    input_norm: RMSNorm
+class BlockWeights(Generic[P]):
+    """The weights of a `Block`, by its names; None for what it does not have."""
+
+    attention_norm: NormWeight | None
     qkv: P
-    q_norm: RMSNorm | None
-    k_norm: RMSNorm | None
+    q_norm: NormWeight | None
+    k_norm: NormWeight | None
     o: P
-    post_attention_norm: RMSNorm
+    attention_post_norm: NormWeight | None
+    feed_forward_norm: NormWeight | None
     gate_up: P
     down: P
+    feed_forward_post_norm: NormWeight | None
+
+    @classmethod
+    def build(
+        cls,
+        block: Block,
+        make_projection: Callable[[Projection], P],
+        make_norm: Callable[[Norm], NormWeight],
+    ) -> BlockWeights[P]:
+        """Makes a block's weights one by one."""
+
+        def norm(description: Norm | None) -> NormWeight | None:
+            return None if description is None else make_norm(description)
+
+        attention, feed_forward = block.attention, block.feed_forward
+        return cls(
+            attention_norm=norm(block.attention_norm),
+            qkv=make_projection(attention.qkv),
+            q_norm=norm(attention.q_norm),
+            k_norm=norm(attention.k_norm),
+            o=make_projection(attention.out),
+            attention_post_norm=norm(block.attention_post_norm),
+            feed_forward_norm=norm(block.feed_forward_norm),
+            gate_up=make_projection(feed_forward.gate_up),
+            down=make_projection(feed_forward.down),
+            feed_forward_post_norm=norm(block.feed_forward_post_norm),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +91,15 @@ class ModelWeights(Generic[P]):
     in memory: a tied head that shares the embedding's tensor is counted once."""
 
     embedding: Tensor
-    layers: tuple[LayerWeights[P], ...]
-    norm: RMSNorm
+    blocks: tuple[BlockWeights[P], ...]
+    norm: NormWeight
     head: P
     num_bytes: int
 
 
 def load_weights(
     model_dir: Path,
-    geometry: ModelGeometry,
+    decoder: Decoder,
     dtype: torch.dtype,
     device: torch.device | str,
     make_projection: Callable[[Tensor, Tensor | None], P],
@@ -73,10 +113,10 @@ def load_weights(
     """
     from safetensors import safe_open  # models that are made in memory do without
 
-    parameters = _parameters(geometry)
+    parameters = _parameters(decoder)
     tensors = _tensors(model_dir)
     _check(tensors, parameters)
-    assembly = _Assembly(geometry, parameters, dtype, torch.device(device), make_projection)
+    assembly = _Assembly(decoder, parameters, dtype, torch.device(device), make_projection)
     for tensor in tensors:
         if tensor.name in assembly:
             # Opened for each tensor anew: pages of a mapping that stays open would count as ours
@@ -86,16 +126,15 @@ def load_weights(
     return assembly.finish()
 
 
-def weights_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> int:
+def weights_bytes(decoder: Decoder, dtype: torch.dtype) -> int:
     """Returns what `load_weights` will take with plain projections, without allocating."""
-    return sum(each.num_elements for each in _parameters(geometry)) * dtype.itemsize
+    return sum(each.num_bytes(dtype) for each in _parameters(decoder))
 
 
-def largest_projection_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> int:
+def largest_projection_bytes(decoder: Decoder, dtype: torch.dtype) -> int:
     """Returns the size of the largest projection that `load_weights` reads and then converts. A
     tied head is not read: it is made from the embedding, which stays."""
-    sizes = [each.num_elements for each in _parameters(geometry) if each.is_projection]
-    return max(sizes) * dtype.itemsize
+    return max(each.num_bytes(dtype) for each in _parameters(decoder) if each.is_projection)
 
 
 class Vector(NamedTuple):
@@ -108,10 +147,10 @@ class Vector(NamedTuple):
     size: int
 
 
-def vectors(geometry: ModelGeometry) -> Iterator[Vector]:
+def vectors(decoder: Decoder) -> Iterator[Vector]:
     """Yields the model's vectors in order of use."""
-    for parameter in _parameters(geometry):
-        for name, size in parameter.rows.items():
+    for parameter in _parameters(decoder):
+        for name, size in parameter.members.items():
             if not parameter.in_size:
                 yield Vector(name, f"{name}.weight", parameter.layer, size)
             elif parameter.has_bias:
@@ -122,24 +161,28 @@ def vectors(geometry: ModelGeometry) -> Iterator[Vector]:
 class _Parameter:
     """A part of the decoder, and the tensors of the file that lie below each other in it.
 
-    `key` is such as "layers.0.qkv"; `rows` maps the tensors' names, without ".weight" or ".bias",
-    to their sizes. `in_size` is 0 for a vector.
+    `key` is such as "layers.0.qkv", of a norm its module; `rows` maps the tensors' names, without
+    ".weight" or ".bias", to their sizes; `members` the same by the names of the modules that
+    adapters know. `in_size` is 0 for a norm's weight.
     """
 
     key: str
     rows: dict[str, int]
+    members: dict[str, int]
     in_size: int = 0
     has_bias: bool = False
     is_projection: bool = False
     layer: int | None = None
+    norm: Norm | None = None
 
     @property
     def num_rows(self) -> int:
         return sum(self.rows.values())
 
-    @property
-    def num_elements(self) -> int:
-        return self.num_rows * ((self.in_size or 1) + self.has_bias)
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        is_wide = self.norm is not None and self.norm.is_wide
+        item_bytes = (torch.float32 if is_wide else dtype).itemsize
+        return self.num_rows * ((self.in_size or 1) + self.has_bias) * item_bytes
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -153,41 +196,48 @@ class _Parameter:
         return shapes
 
 
-def _parameters(g: ModelGeometry) -> list[_Parameter]:
+def _parameters(decoder: Decoder) -> list[_Parameter]:
     """Returns all parameters of a decoder, in order of use."""
-    found = [_Parameter("embedding", {"model.embed_tokens": g.vocab_size}, g.hidden_size)]
-    for index in range(g.num_layers):
-        found += _layer_parameters(g, index)
-    found.append(_Parameter("norm", {"model.norm": g.hidden_size}))
-    if not g.tie_word_embeddings:
-        rows = {"lm_head": g.vocab_size}
-        found.append(_Parameter("head", rows, g.hidden_size, is_projection=True))
+    embedding = {EMBED_TOKENS: decoder.vocab_size}
+    found = [_Parameter("embedding", embedding, embedding, decoder.hidden_size)]
+    for index, block in enumerate(decoder.blocks):
+        found += _block_parameters(block, index)
+    final = {decoder.final_norm.module: decoder.final_norm.size}
+    found.append(_Parameter("norm", final, final, norm=decoder.final_norm))
+    if not decoder.head.is_tied:
+        rows = {LM_HEAD: decoder.vocab_size}
+        found.append(_Parameter("head", rows, rows, decoder.hidden_size, is_projection=True))
     return found
 
 
-def _layer_parameters(g: ModelGeometry, index: int) -> Iterator[_Parameter]:
-    key, prefix = f"layers.{index}.", f"model.layers.{index}."
-    attention, mlp = prefix + "self_attn.", prefix + "mlp."
+def _block_parameters(block: Block, layer: int) -> Iterator[_Parameter]:
+    attention = block.attention
 
-    def norm(name: str, tensor: str, size: int) -> _Parameter:
-        return _Parameter(key + name, {tensor: size}, layer=index)
+    def norms(*found: Norm | None) -> Iterator[_Parameter]:
+        for norm in filter(None, found):
+            path = layer_path(layer, norm.module)
+            rows = {path: norm.size}
+            yield _Parameter(path, rows, rows, layer=layer, norm=norm)
 
-    def projection(name: str, rows: dict[str, int], in_size: int, has_bias: bool) -> _Parameter:
-        return _Parameter(key + name, rows, in_size, has_bias, is_projection=True, layer=index)
+    def projection(each: Projection) -> _Parameter:
+        rows, members = (
+            {layer_path(layer, module): size for module, size in modules}
+            for modules in (each.stored, each.members)
+        )
+        return _Parameter(
+            *(f"layers.{layer}.{each.name}", rows, members, each.in_features, each.has_bias),
+            is_projection=True,
+            layer=layer,
+        )
 
-    qkv = {"q_proj": g.q_size, "k_proj": g.kv_size, "v_proj": g.kv_size}
-    qkv = {attention + name: size for name, size in qkv.items()}
-    gate_up = {mlp + "gate_proj": g.intermediate_size, mlp + "up_proj": g.intermediate_size}
-    down = {mlp + "down_proj": g.hidden_size}
-    yield norm("input_norm", prefix + "input_layernorm", g.hidden_size)
-    yield projection("qkv", qkv, g.hidden_size, g.qkv_bias)
-    if g.qk_norm:
-        yield norm("q_norm", attention + "q_norm", g.head_dim)
-        yield norm("k_norm", attention + "k_norm", g.head_dim)
-    yield projection("o", {attention + "o_proj": g.hidden_size}, g.q_size, g.o_bias)
-    yield norm("post_attention_norm", prefix + "post_attention_layernorm", g.hidden_size)
-    yield projection("gate_up", gate_up, g.hidden_size, g.mlp_bias)
-    yield projection("down", down, g.intermediate_size, g.mlp_bias)
+    yield from norms(block.attention_norm)
+    yield projection(attention.qkv)
+    yield from norms(attention.q_norm, attention.k_norm)
+    yield projection(attention.out)
+    yield from norms(block.attention_post_norm, block.feed_forward_norm)
+    yield projection(block.feed_forward.gate_up)
+    yield projection(block.feed_forward.down)
+    yield from norms(block.feed_forward_post_norm)
 
 
 @dataclass(eq=False, slots=True)
@@ -201,6 +251,8 @@ class _Buffers:
     @classmethod
     def allocate(cls, parameter: _Parameter, dtype: torch.dtype, device: torch.device) -> _Buffers:
         inner = (parameter.in_size,) if parameter.in_size else ()
+        if parameter.norm is not None and parameter.norm.is_wide:
+            dtype = torch.float32
         weight = torch.empty(parameter.num_rows, *inner, dtype=dtype, device=device)
         bias = weight.new_empty(parameter.num_rows) if parameter.has_bias else None
         places: dict[str, Tensor] = {}
@@ -217,13 +269,13 @@ class _Assembly(Generic[P]):
 
     def __init__(
         self,
-        geometry: ModelGeometry,
+        decoder: Decoder,
         parameters: list[_Parameter],
         dtype: torch.dtype,
         device: torch.device,
         make_projection: Callable[[Tensor, Tensor | None], P],
     ) -> None:
-        self._geometry, self._dtype, self._device = geometry, dtype, device
+        self._decoder, self._dtype, self._device = decoder, dtype, device
         self._make_projection = make_projection
         self._parameter_of = {name: each for each in parameters for name in each.shapes}
         self._reading: dict[str, _Buffers] = {}
@@ -250,24 +302,29 @@ class _Assembly(Generic[P]):
             self._num_bytes += projection.num_bytes
             return projection
         self._num_bytes += buffers.weight.nbytes
-        is_norm = not parameter.in_size
-        return RMSNorm(buffers.weight, self._geometry.rms_norm_eps) if is_norm else buffers.weight
+        if parameter.norm is None:
+            return buffers.weight
+        buffers.weight += parameter.norm.weight_offset
+        is_centred = parameter.norm.kind is NormKind.LAYER
+        return NormWeight(buffers.weight, parameter.norm.eps, is_centred)
 
     def finish(self) -> ModelWeights[P]:
         """Returns the weights; every tensor must have been added."""
         assert not self._reading
         made = self._made
-        if self._geometry.tie_word_embeddings:
+        if self._decoder.head.is_tied:
             made["head"] = head = self._make_projection(made["embedding"], None)
             if not isinstance(head, Linear):
                 self._num_bytes += head.num_bytes
-        layers = tuple(self._layer(index) for index in range(self._geometry.num_layers))
-        return ModelWeights(made["embedding"], layers, made["norm"], made["head"], self._num_bytes)
+        blocks = tuple(self._block(index) for index in range(self._decoder.num_layers))
+        return ModelWeights(made["embedding"], blocks, made["norm"], made["head"], self._num_bytes)
 
-    def _layer(self, index: int) -> LayerWeights[P]:
-        names = [each.name for each in fields(LayerWeights)]
-        parts: dict[str, Any] = {name: self._made.get(f"layers.{index}.{name}") for name in names}
-        return LayerWeights(**parts)
+    def _block(self, index: int) -> BlockWeights[P]:
+        return BlockWeights.build(
+            self._decoder.blocks[index],
+            lambda projection: self._made[f"layers.{index}.{projection.name}"],
+            lambda norm: self._made[layer_path(index, norm.module)],
+        )
 
 
 @dataclass(frozen=True, slots=True)

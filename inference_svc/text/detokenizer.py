@@ -11,7 +11,7 @@ MAX_HELD = 16
 MAX_CHARACTER_BYTES = 4
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """The part of a tokenizer that decoding needs."""
 
     @property
@@ -31,7 +31,7 @@ class Detokenizer:
     incomplete character decodes.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: TokenDecoder) -> None:
         self._decoder = decoder
         self._token_ids: list[int] = []
         self._prefix = 0

@@ -41,14 +41,15 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """What `reference.attend` defines. q: [T, num_heads, head_dim]; tokens may be apart, a token's
     heads lie side by side."""
     if uses_triton(q):
         from kernels.attention import triton_ops  # Triton is an extra that the CPU does without
 
-        return triton_ops.attend(q, cache, layer, plan, scale=scale, window=window)
-    return cpu.attend(q, cache, layer, plan, scale=scale, window=window)
+        return triton_ops.attend(q, cache, layer, plan, scale=scale, window=window, softcap=softcap)
+    return cpu.attend(q, cache, layer, plan, scale=scale, window=window, softcap=softcap)
 
 
 def rotary_angles(
@@ -67,16 +68,26 @@ def rotate_and_store(
     cache: KVCache,
     layer: int,
     cells: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    *,
+    is_interleaved: bool = False,
+    norms_rotated: bool = False,
+    q_scale: Tensor | None = None,
 ) -> None:
     """See `reference.rotate_and_store`."""
     if uses_triton(qkv):
         from kernels.attention import triton_ops
 
-        triton_ops.rotate_and_store(qkv, cache, layer, cells, cos, sin, q_norm, k_norm, eps)
-        return
-    reference.rotate_and_store(qkv, cache, layer, cells, cos, sin, q_norm, k_norm, eps)
+        compute = triton_ops.rotate_and_store
+    else:
+        compute = reference.rotate_and_store
+    compute(
+        *(qkv, cache, layer, cells, cos, sin, q_norm, k_norm, eps),
+        is_interleaved=is_interleaved,
+        norms_rotated=norms_rotated,
+        q_scale=q_scale,
+    )

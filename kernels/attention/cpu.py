@@ -59,50 +59,92 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """What `reference.attend` defines. q may be a strided view with unit stride in its last
     dimension."""
     schedule = _schedule(plan, window, q.dtype)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in schedule.groups:
-        _attend_decode(out, q, cache, layer, group, scale)
+        _attend_decode(out, q, cache, layer, group, scale, softcap)
     for chunk in schedule.chunks:
-        _attend_chunk(out, q, cache, layer, chunk, scale)
+        _attend_chunk(out, q, cache, layer, chunk, scale, softcap)
     return out
 
 
 def _attend_decode(
-    out: Tensor, q: Tensor, cache: KVCache, layer: int, group: DecodeGroup, scale: float
+    out: Tensor,
+    q: Tensor,
+    cache: KVCache,
+    layer: int,
+    group: DecodeGroup,
+    scale: float,
+    softcap: float | None,
 ) -> None:
     by_key_head = (cache.num_kv_heads, q.shape[1] // cache.num_kv_heads)
     k, v = cache.gather(layer, group.cells)  # [B, L, num_kv_heads, head_dim]
-    result = F.scaled_dot_product_attention(
+    result = _weighted(
         q[group.tokens].unflatten(1, by_key_head),
         k.transpose(1, 2),
         v.transpose(1, 2),
-        attn_mask=group.bias,
-        scale=scale,
+        group.bias,
+        scale,
+        softcap,
     )
     out[group.tokens] = result.flatten(1, 2)
 
 
 def _attend_chunk(
-    out: Tensor, q: Tensor, cache: KVCache, layer: int, chunk: Chunk, scale: float
+    out: Tensor,
+    q: Tensor,
+    cache: KVCache,
+    layer: int,
+    chunk: Chunk,
+    scale: float,
+    softcap: float | None,
 ) -> None:
     by_key_head = (cache.num_kv_heads, q.shape[1] // cache.num_kv_heads)
     k, v = cache.gather(layer, chunk.cells)  # [L, num_kv_heads, head_dim]
     # Key heads take the place of the batch, and their query heads the place of the heads, so that
     # sharing a key head is a stride of 0.
     queries = q[chunk.start : chunk.end].unflatten(1, by_key_head)
-    result = F.scaled_dot_product_attention(
+    result = _weighted(
         queries.permute(1, 2, 0, 3),
         k.transpose(0, 1).unsqueeze(1).expand(*by_key_head, -1, -1),
         v.transpose(0, 1).unsqueeze(1).expand(*by_key_head, -1, -1),
-        attn_mask=chunk.mask,
+        chunk.mask,
+        scale,
+        softcap,
         is_causal=chunk.mask is None,
-        scale=scale,
     )
     out[chunk.start : chunk.end].unflatten(1, by_key_head).copy_(result.permute(2, 0, 1, 3))
+
+
+def _weighted(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    *,
+    is_causal: bool = False,
+) -> Tensor:
+    """Attention of q [..., queries, head_dim] over k and v [..., cells, head_dim]. `mask` is -inf,
+    or false, where a query does not see a cell."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale
+        )
+    scores = torch.matmul(q, k.transpose(-1, -2)).float().mul_(scale / softcap).tanh_()
+    scores *= softcap
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril_()
+    if mask is not None and mask.dtype == torch.bool:
+        scores.masked_fill_(~mask, float("-inf"))
+    elif mask is not None:
+        scores += mask
+    return torch.matmul(scores.softmax(-1).to(q.dtype), v)
 
 
 def _schedule(plan: AttentionPlan, window: int | None, dtype: torch.dtype) -> Schedule:

@@ -50,16 +50,38 @@ class _RotaryAnglesArgs(ctypes.Structure):
     )
 
 
+class _QueryGrowthArgs(ctypes.Structure):
+    _fields_ = (
+        ("positions", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_void_p),
+        ("length", ctypes.c_int64),
+        ("beta", ctypes.c_float),
+    )
+
+
+class _HeadNorm(ctypes.Structure):
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("is_wide", ctypes.c_int64),
+    )
+
+
 class _RopeAndStoreArgs(ctypes.Structure):
     _fields_ = (
         ("cache", _KvLayer),
         ("qkv", ctypes.c_void_p),
         ("row_stride", ctypes.c_int64),
         ("num_heads", ctypes.c_int64),
+        ("half", ctypes.c_int64),
         ("cos", ctypes.c_void_p),
         ("sin", ctypes.c_void_p),
-        ("q_norm", ctypes.c_void_p),
-        ("k_norm", ctypes.c_void_p),
+        ("is_interleaved", ctypes.c_int64),
+        ("q_norm", _HeadNorm),
+        ("k_norm", _HeadNorm),
+        ("norms_rotated", ctypes.c_int64),
+        ("q_scale", ctypes.c_void_p),
         ("cells", ctypes.c_void_p),
         ("num_tokens", ctypes.c_void_p),
         ("eps", ctypes.c_float),
@@ -101,6 +123,7 @@ class _AttendArgs(ctypes.Structure):
         ("scratch_bytes", ctypes.c_int64),
         ("max_threads", ctypes.c_int64),
         ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
     )
 
 
@@ -151,8 +174,8 @@ def rotary_angles_op(
 ) -> NativeOp:
     """cos, sin of positions[t] * inverse_frequencies, times `scaling`, for t < num_tokens.
 
-    positions: int64 [T], inverse_frequencies: fp32 [head_dim / 2], cos and sin: [T, head_dim / 2]
-    in the model's dtype, num_tokens: int32 [1].
+    positions: int64 [T], inverse_frequencies: fp32 [half of what is turned of a head], cos and sin:
+    [T, half] in the model's dtype, num_tokens: int32 [1].
     """
     assert positions.dtype == torch.int64
     assert inverse_frequencies.dtype == torch.float32
@@ -172,44 +195,80 @@ def rotary_angles_op(
     return NativeOp("rotary_angles_" + dtype_name(cos.dtype), args, keep)
 
 
+def query_growth_op(
+    positions: Tensor, scale: Tensor, num_tokens: Tensor, *, beta: float, length: int
+) -> NativeOp:
+    """scale[t] = 1 + beta * ln(1 + floor(positions[t] / length)) for t < num_tokens (Llama 4).
+
+    positions: int64 [T], scale: fp32 [T], num_tokens: int32 [1].
+    """
+    assert positions.dtype == torch.int64
+    assert scale.dtype == torch.float32
+    args = _QueryGrowthArgs(
+        positions.data_ptr(), scale.data_ptr(), num_tokens.data_ptr(), length, beta
+    )
+    return NativeOp("query_growth", args, (positions, scale, num_tokens))
+
+
 def rope_and_store_op(
     qkv: Tensor,
     cache: KVCache,
     layer: int,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     rows: StepRows,
     *,
     num_heads: int,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    is_interleaved: bool = False,
+    norms_rotated: bool = False,
+    q_scale: Tensor | None = None,
 ) -> NativeOp:
-    """Each q and k head of the step's tokens is normed (`RMSNorm` with weights [head_dim] and
-    `eps`, where there are weights) and rotated; q stays in `qkv`, k and v go to the tokens' cells.
+    """What `reference.rotate_and_store` defines, of the step's tokens: q stays in `qkv`, k and v go
+    to the tokens' cells.
 
     qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim] with unit stride in its last dimension;
-    cos and sin as `rotary_angles_op` writes them.
+    cos and sin as `rotary_angles_op` writes them; q_scale: fp32 [T].
     """
-    assert qkv.dtype == cache.data.dtype == cos.dtype
+    assert qkv.dtype == cache.data.dtype
+    assert cos is None or cos.dtype == qkv.dtype
     assert qkv.stride(1) == 1
-    for weight in (q_norm, k_norm):
-        assert weight is None or (weight.dtype == qkv.dtype and len(weight) == cache.head_dim)
     args = _RopeAndStoreArgs(
         _kv_layer(cache, layer),
         qkv.data_ptr(),
         qkv.stride(0),
         num_heads,
-        cos.data_ptr(),
-        sin.data_ptr(),
-        None if q_norm is None else q_norm.data_ptr(),
-        None if k_norm is None else k_norm.data_ptr(),
+        0 if cos is None else cos.shape[1],
+        _pointer(cos),
+        _pointer(sin),
+        is_interleaved,
+        _head_norm(q_norm, qkv.dtype, num_heads, cache.head_dim),
+        _head_norm(k_norm, qkv.dtype, cache.num_kv_heads, cache.head_dim),
+        norms_rotated,
+        _pointer(q_scale),
         rows.cells.data_ptr(),
         rows.num_tokens.data_ptr(),
         eps,
     )
-    keep = (qkv, cache, cos, sin, rows, q_norm, k_norm)
+    keep = (qkv, cache, cos, sin, rows, q_norm, k_norm, q_scale)
     return NativeOp("rope_and_store_" + dtype_name(qkv.dtype), args, keep)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    assert tensor is None or tensor.is_contiguous()
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _head_norm(
+    weight: Tensor | None, dtype: torch.dtype, num_heads: int, head_dim: int
+) -> _HeadNorm:
+    if weight is None:
+        return _HeadNorm(None, 0, 0)
+    assert len(weight) in (head_dim, num_heads * head_dim)
+    assert weight.dtype in (dtype, torch.float32)
+    return _HeadNorm(_pointer(weight), len(weight), weight.dtype != dtype)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -250,7 +309,15 @@ class NativeAttention:
         )
         return NativeOp("attention_items", args, self)
 
-    def attend_op(self, q: Tensor, out: Tensor, layer: int, *, scale: float) -> NativeOp:
+    def attend_op(
+        self,
+        q: Tensor,
+        out: Tensor,
+        layer: int,
+        *,
+        scale: float,
+        softcap: float | None = None,
+    ) -> NativeOp:
         """out = what `reference.attend` defines, of the step's tokens.
 
         q and out: [T, at least num_heads * head_dim] with unit stride in the last dimension; the
@@ -278,6 +345,7 @@ class NativeAttention:
             shape.thread_bytes,
             scratch.max_threads,
             scale,
+            softcap or 0.0,
         )
         return NativeOp("attend_" + dtype_name(q.dtype), args, (self, q, out))
 
@@ -306,6 +374,7 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     library: Library | None = None,
 ) -> Tensor:
     """What `reference.attend` defines, as a program of its own, by the best library or this one.
@@ -316,7 +385,7 @@ def attend(
     scratch = AttentionScratch(AttentionShape.of(cache, q.shape[1]))
     attention = NativeAttention(cache, StepRows.of(plan), scratch, window)
     heads = q.flatten(1) if len(q) == 0 else q.as_strided((len(q), q[0].numel()), (q.stride(0), 1))
-    attend_op = attention.attend_op(heads, out.flatten(1), layer, scale=scale)
+    attend_op = attention.attend_op(heads, out.flatten(1), layer, scale=scale, softcap=softcap)
     library.run(attention.items_op(), attend_op)
     return out
 

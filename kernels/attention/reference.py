@@ -18,11 +18,13 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """out[t, h] = sum_j softmax_j(scale * q[t, h] . K[j, h // group]) V[j, h // group]
+    """out[t, h] = sum_j softmax_j(score(q[t, h], K[j, h // group])) V[j, h // group]
 
     over the positions j of t's own sequence with j <= p and, under a sliding `window`,
-    j > p - window, where p is t's position. group = num_heads / num_kv_heads.
+    j > p - window, where p is t's position. group = num_heads / num_kv_heads; score(q, k) = scale *
+    q . k, or, with a cap (Bello et al., 2016), softcap * tanh(scale * q . k / softcap).
 
     q: [T, num_heads, head_dim]; returns [T, num_heads, head_dim] in q's dtype. The step's own keys
     and values must have been written to the cache before.
@@ -41,6 +43,8 @@ def attend(
             k = k.float().repeat_interleave(group, dim=1)  # [context, num_heads, head_dim]
             v = v.float().repeat_interleave(group, dim=1)
             scores = scale * torch.einsum("hd,jhd->hj", q[token].float(), k)
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
             out[token] = torch.einsum("hj,jhd->hd", scores.softmax(-1), v).to(q.dtype)
     return out
 
@@ -58,10 +62,18 @@ def rotary_angles(
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns heads [T, num_heads, D] with element i rotated with element i + D / 2."""
-    swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
-    return (heads * cos).addcmul_(swapped, sin)
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False) -> Tensor:
+    """Returns heads [T, num_heads, D] of whose first elements, as many as `cos` has, element i is
+    rotated with element i + half of them, or, interleaved, with its neighbour."""
+    size = cos.shape[-1]
+    turned = heads[..., :size]
+    if is_interleaved:
+        cos, sin = (torch.stack(wave.chunk(2, dim=-1), dim=-1).flatten(-2) for wave in (cos, sin))
+        swapped = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        swapped = turned.roll(size // 2, dims=-1)
+    turned = (turned * cos).addcmul_(swapped, sin)
+    return turned if size == heads.shape[-1] else torch.cat((turned, heads[..., size:]), dim=-1)
 
 
 def rotate_and_store(
@@ -69,24 +81,40 @@ def rotate_and_store(
     cache: KVCache,
     layer: int,
     cells: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    *,
+    is_interleaved: bool = False,
+    norms_rotated: bool = False,
+    q_scale: Tensor | None = None,
 ) -> None:
-    """q[t] = rotate(norm(q[t])) in place; cell cells[t] gets rotate(norm(k[t])) and v[t].
+    """q[t] = q_scale[t] * rotate(norm(q[t])) in place; cell cells[t] gets rotate(norm(k[t])) and
+    v[t]; with `norms_rotated` they are rotated first.
 
     qkv: [T, q | k | v of all heads], of whose k nothing is said afterwards; cells: int64 [T]; cos,
-    sin: [T, 1, D] of `rotary_angles`; q_norm, k_norm: weights [D] of an RMSNorm over a head, or
-    None.
+    sin: [T, 1, at most D] of `rotary_angles`, None: nothing is rotated; q_norm, k_norm: weights of
+    an RMSNorm over a head, [D], or over all heads, or None; q_scale: [T], None: 1.
     """
     num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     turned = qkv[:, : (num_heads + num_kv_heads) * head_dim].unflatten(1, (-1, head_dim))
     q, k = turned.split((num_heads, num_kv_heads), dim=1)
+
+    def rotate_all() -> None:
+        if cos is not None and sin is not None:
+            turned.copy_(rotate(turned, cos, sin, is_interleaved=is_interleaved))
+
+    if norms_rotated:
+        rotate_all()
     for heads, weight in ((q, q_norm), (k, k_norm)):
         if weight is not None:
-            heads.copy_(rms_norm(heads, weight, eps))
-    turned.copy_(rotate(turned, cos, sin))
+            over = heads if len(weight) == head_dim else heads.flatten(1)
+            heads.copy_(rms_norm(over, weight, eps).view(heads.shape))
+    if not norms_rotated:
+        rotate_all()
+    if q_scale is not None:
+        q *= q_scale[:, None, None]
     cache.write(layer, cells, qkv[:, num_heads * head_dim :])

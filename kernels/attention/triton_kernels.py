@@ -23,22 +23,26 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def normalised(b_x1, b_x2, p_weight, o_d, m_d, eps, HALF: tl.constexpr):
-    """RMSNorm over both halves of a head; the product with the weight is in the weight's dtype."""
+def normalised(b_x1, b_x2, b_x3, p_weight, o_1, o_2, o_3, m_d, m_3, eps, D: tl.constexpr):
+    """RMSNorm over a head, whose parts lie at these offsets; the product with the weight is in the
+    weight's dtype."""
     dtype = p_weight.dtype.element_ty
     total = tl.sum(b_x1 * b_x1, axis=1) + tl.sum(b_x2 * b_x2, axis=1)
-    factor = 1.0 / tl.sqrt(total / (2 * HALF) + eps)
-    b_w1 = tl.load(p_weight + o_d, mask=m_d, other=0.0)
-    b_w2 = tl.load(p_weight + HALF + o_d, mask=m_d, other=0.0)
+    total += tl.sum(b_x3 * b_x3, axis=1)
+    factor = 1.0 / tl.sqrt(total / D + eps)
+    b_w1 = tl.load(p_weight + o_1, mask=m_d, other=0.0)
+    b_w2 = tl.load(p_weight + o_2, mask=m_d, other=0.0)
+    b_w3 = tl.load(p_weight + o_3, mask=m_3, other=0.0)
     b_x1 = (b_x1 * factor[:, None]).to(dtype) * b_w1[None, :]
     b_x2 = (b_x2 * factor[:, None]).to(dtype) * b_w2[None, :]
-    return b_x1.to(tl.float32), b_x2.to(tl.float32)
+    b_x3 = (b_x3 * factor[:, None]).to(dtype) * b_w3[None, :]
+    return b_x1.to(tl.float32), b_x2.to(tl.float32), b_x3.to(tl.float32)
 
 
 @triton.jit
 def rotated(b_x1, b_x2, p_cos, p_sin, o_rows, m_block, o_d, HALF: tl.constexpr):
-    """Element i turns with element i + D / 2. `sin` [T, D] has the sign of the rotation. Products
-    are rounded to its dtype, as transformers does in 16 bits."""
+    """The first part turns with the second. `sin` [T, 2 * HALF] has the sign of the rotation.
+    Products are rounded to its dtype, as transformers does in 16 bits."""
     dtype = p_sin.dtype.element_ty
     o_1 = o_rows[:, None] + o_d[None, :]
     b_cos1 = tl.load(p_cos + o_1, mask=m_block, other=0.0).to(tl.float32)
@@ -48,6 +52,21 @@ def rotated(b_x1, b_x2, p_cos, p_sin, o_rows, m_block, o_d, HALF: tl.constexpr):
     b_y1 = (b_x1 * b_cos1).to(dtype).to(tl.float32) + (b_x2 * b_sin1).to(dtype).to(tl.float32)
     b_y2 = (b_x2 * b_cos2).to(dtype).to(tl.float32) + (b_x1 * b_sin2).to(dtype).to(tl.float32)
     return b_y1, b_y2
+
+
+@triton.jit
+def norm_rows_kernel(x, weight, eps, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """RMSNorm of rows [SIZE] that lie `x_stride` apart, in place; the product with the weight is in
+    the weight's dtype. Grid: (rows,)."""
+    p_x = x + tl.program_id(0).to(tl.int64) * x_stride
+    o = tl.arange(0, BLOCK)
+    m = o < SIZE
+    # [BLOCK]
+    b_x = tl.load(p_x + o, mask=m, other=0.0).to(tl.float32)
+    b_x *= 1.0 / tl.sqrt(tl.sum(b_x * b_x, axis=0) / SIZE + eps)
+    b_weight = tl.load(weight + o, mask=m, other=0.0)
+    b_out = b_x.to(weight.dtype.element_ty).to(tl.float32) * b_weight.to(tl.float32)
+    tl.store(p_x + o, b_out.to(x.dtype.element_ty), mask=m)
 
 
 @triton.jit
@@ -71,50 +90,94 @@ def rotary_angles_kernel(
     tl.store(sin + o_out + HALF, b_sin, mask=m)
 
 
+@triton.jit
+def prepared(
+    b_x1, b_x2, b_x3, norm, cos, sin, o_rows, m_block, o_d, o_1, o_2, o_3, m_d, m_3, eps, dtype,
+    D: tl.constexpr, HALF: tl.constexpr, NORMS_ROTATED: tl.constexpr,
+):  # fmt: skip
+    """The parts of heads, normed and rotated, each where there is something to do it with, or the
+    other way round; rounded to `dtype` between."""
+    if norm is not None and not NORMS_ROTATED:
+        b_x1, b_x2, b_x3 = normalised(
+            b_x1, b_x2, b_x3, norm, o_1, o_2, o_3, m_d, m_3, eps, D
+        )  # fmt: skip
+        b_x1, b_x2 = b_x1.to(dtype).to(tl.float32), b_x2.to(dtype).to(tl.float32)
+    if cos is not None:
+        b_x1, b_x2 = rotated(b_x1, b_x2, cos, sin, o_rows, m_block, o_d, HALF)
+    if norm is not None and NORMS_ROTATED:
+        b_x1, b_x2 = b_x1.to(dtype).to(tl.float32), b_x2.to(dtype).to(tl.float32)
+        b_x1, b_x2, b_x3 = normalised(
+            b_x1, b_x2, b_x3, norm, o_1, o_2, o_3, m_d, m_3, eps, D
+        )  # fmt: skip
+    return b_x1, b_x2, b_x3
+
+
 @triton.jit(do_not_specialize=VARYING)
 def store_kernel(
-    qkv, kv, cells, cos, sin, q_norm, k_norm, num_tokens, eps,
+    qkv, kv, cells, cos, sin, q_norm, k_norm, q_scale, num_tokens, eps,
     qkv_stride, page_stride, head_stride, side_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+    NORMS_ROTATED: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Norms and rotates q in place; norms and rotates k, and puts k and v into their cells.
 
     qkv: [T, (NUM_HEADS + 2 * NUM_KV_HEADS) * D]; kv: one layer of the cache; cells int64 [T];
-    cos, sin: [T, D]; q_norm, k_norm: [D], or None. Grid: (blocks of tokens, heads of q, k and v).
+    cos, sin: [T, 2 * HALF], or None; q_norm, k_norm: [D], or None; q_scale: [T], or None. A head
+    is two parts that turn with each other, HALF each, and what does not turn. Grid: (blocks of
+    tokens, heads of q, k and v).
     """
-    D: tl.constexpr = 2 * HALF
     i_h = tl.program_id(1)
     o_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     m_t = o_t < num_tokens
     o_d = tl.arange(0, BLOCK_H)
     m_d = o_d < HALF
+    o_1 = 2 * o_d if IS_INTERLEAVED else o_d
+    o_2 = 2 * o_d + 1 if IS_INTERLEAVED else HALF + o_d
+    o_3 = 2 * HALF + tl.arange(0, BLOCK_R)
+    m_3 = o_3 < D
     m_block = m_t[:, None] & m_d[None, :]
+    m_rest = m_t[:, None] & m_3[None, :]
     o_t = o_t.to(tl.int64)
-    # [BLOCK_T, BLOCK_H]
-    p_x = qkv + o_t[:, None] * qkv_stride + i_h * D + o_d[None, :]
-    b_x1 = tl.load(p_x, mask=m_block, other=0.0).to(tl.float32)
-    b_x2 = tl.load(p_x + HALF, mask=m_block, other=0.0).to(tl.float32)
+    # [BLOCK_T, BLOCK_H] twice, [BLOCK_T, BLOCK_R]
+    p_x = qkv + o_t[:, None] * qkv_stride + i_h * D
+    b_x1 = tl.load(p_x + o_1[None, :], mask=m_block, other=0.0).to(tl.float32)
+    b_x2 = tl.load(p_x + o_2[None, :], mask=m_block, other=0.0).to(tl.float32)
+    b_x3 = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
+    if 2 * HALF < D:
+        b_x3 = tl.load(p_x + o_3[None, :], mask=m_rest, other=0.0).to(tl.float32)
     dtype = qkv.dtype.element_ty
     if i_h < NUM_HEADS:
-        if q_norm is not None:
-            b_x1, b_x2 = normalised(b_x1, b_x2, q_norm, o_d, m_d, eps, HALF)
-        b_x1, b_x2 = rotated(b_x1, b_x2, cos, sin, o_t * D, m_block, o_d, HALF)
-        tl.store(p_x, b_x1.to(dtype), mask=m_block)
-        tl.store(p_x + HALF, b_x2.to(dtype), mask=m_block)
+        b_x1, b_x2, b_x3 = prepared(
+            b_x1, b_x2, b_x3, q_norm, cos, sin, o_t * (2 * HALF), m_block, o_d, o_1, o_2, o_3,
+            m_d, m_3, eps, dtype, D, HALF, NORMS_ROTATED,
+        )  # fmt: skip
+        if q_scale is not None:
+            b_scale = tl.load(q_scale + o_t, mask=m_t, other=0.0).to(tl.float32)[:, None]
+            b_x1 = b_x1.to(dtype).to(tl.float32) * b_scale
+            b_x2 = b_x2.to(dtype).to(tl.float32) * b_scale
+            b_x3 = b_x3.to(dtype).to(tl.float32) * b_scale
+        tl.store(p_x + o_1[None, :], b_x1.to(dtype), mask=m_block)
+        tl.store(p_x + o_2[None, :], b_x2.to(dtype), mask=m_block)
+        if 2 * HALF < D:
+            tl.store(p_x + o_3[None, :], b_x3.to(dtype), mask=m_rest)
     else:
         i_kv = i_h - NUM_HEADS
         i_side = i_kv // NUM_KV_HEADS
         if i_side == 0:
-            if k_norm is not None:
-                b_x1, b_x2 = normalised(b_x1, b_x2, k_norm, o_d, m_d, eps, HALF)
-            b_x1, b_x2 = rotated(b_x1, b_x2, cos, sin, o_t * D, m_block, o_d, HALF)
+            b_x1, b_x2, b_x3 = prepared(
+                b_x1, b_x2, b_x3, k_norm, cos, sin, o_t * (2 * HALF), m_block, o_d, o_1, o_2,
+                o_3, m_d, m_3, eps, dtype, D, HALF, NORMS_ROTATED,
+            )  # fmt: skip
         b_cell = tl.load(cells + o_t, mask=m_t, other=0)
         o_cell = (b_cell // PAGE_SIZE) * page_stride + (b_cell % PAGE_SIZE) * D
         o_cell += (i_kv % NUM_KV_HEADS) * head_stride + i_side * side_stride
-        p_kv = kv + o_cell[:, None] + o_d[None, :]
-        tl.store(p_kv, b_x1.to(dtype), mask=m_block)
-        tl.store(p_kv + HALF, b_x2.to(dtype), mask=m_block)
+        p_kv = kv + o_cell[:, None]
+        tl.store(p_kv + o_1[None, :], b_x1.to(dtype), mask=m_block)
+        tl.store(p_kv + o_2[None, :], b_x2.to(dtype), mask=m_block)
+        if 2 * HALF < D:
+            tl.store(p_kv + o_3[None, :], b_x3.to(dtype), mask=m_rest)
 
 
 @triton.jit
@@ -132,9 +195,18 @@ def load_pair(
 
 
 @triton.jit
-def attended(b_acc, b_max, b_sum, b_q, b_k, b_v, m_seen, scale, PRECISION: tl.constexpr):
-    """One more block of keys and values in a running softmax (base 2)."""
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * (scale * LOG2_E)
+def attended(
+    b_acc, b_max, b_sum, b_q, b_k, b_v, m_seen, scale,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One more block of keys and values in a running softmax (base 2). SOFTCAP 0: none."""
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    if SOFTCAP > 0:
+        # tanh(x) = 1 - 2 / (1 + e^(2x))
+        b_tanh = 1.0 - 2.0 / (1.0 + tl.exp(b_s * (2.0 * scale / SOFTCAP)))
+        b_s = b_tanh * (SOFTCAP * LOG2_E)
+    else:
+        b_s *= scale * LOG2_E
     b_s = tl.where(m_seen, b_s, float("-inf"))
     b_new = tl.maximum(b_max, tl.max(b_s, axis=1))
     # A query that has seen nothing yet has no maximum.
@@ -152,7 +224,7 @@ def decode_kernel(
     parts, lses, q, kv, query_starts, context_lengths, table_rows, page_table, segment_starts,
     num_rows, scale, q_stride, table_stride, page_stride, head_stride, side_stride,
     NUM_KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rows of one query: the G heads of one key head over one segment of a context, and then the
@@ -200,7 +272,7 @@ def decode_kernel(
                 p_kv, p_pages, o_n, m_n, o_d, m_d, page_stride, side_stride, PAGE_SIZE, D
             )  # fmt: skip
             b_acc, b_max, b_sum = attended(
-                b_acc, b_max, b_sum, b_q, b_k, b_v, m_n[None, :], scale, PRECISION
+                b_acc, b_max, b_sum, b_q, b_k, b_v, m_n[None, :], scale, SOFTCAP, PRECISION
             )  # fmt: skip
         # A segment without positions, before the window or behind the last block, has the weight 0.
         b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
@@ -253,7 +325,7 @@ def prefill_kernel(
     out, q, kv, tiles, query_starts, context_lengths, table_rows, page_table, scale,
     q_stride, table_stride, page_stride, head_stride, side_stride,
     NUM_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Up to BLOCK_M neighbouring queries of one row and head over all that they see.
@@ -295,7 +367,7 @@ def prefill_kernel(
         if WINDOW > 0:
             m_seen = m_seen & (o_n[None, :] > b_position[:, None] - WINDOW)
         b_acc, b_max, b_sum = attended(
-            b_acc, b_max, b_sum, b_q, b_k, b_v, m_seen, scale, PRECISION
+            b_acc, b_max, b_sum, b_q, b_k, b_v, m_seen, scale, SOFTCAP, PRECISION
         )  # fmt: skip
     b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
     p_out = out + (o_token * NUM_HEADS + i_h)[:, None] * D + o_d[None, :]

@@ -44,20 +44,33 @@ def rotate_and_store(
     cache: KVCache,
     layer: int,
     cells: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    *,
+    is_interleaved: bool = False,
+    norms_rotated: bool = False,
+    q_scale: Tensor | None = None,
 ) -> None:
-    """See `reference.rotate_and_store`. Rows of qkv have unit stride; its k stays as it is."""
+    """See `reference.rotate_and_store`. Rows of qkv have unit stride."""
     assert not cache.is_tiled, "the kernels read caches in rows"
     head_dim, num_kv_heads = cache.head_dim, cache.num_kv_heads
     num_tokens, width = qkv.shape
     num_heads = width // head_dim - 2 * num_kv_heads
     assert qkv.stride(1) == 1
-    assert cos.is_contiguous()
-    assert sin.is_contiguous()
+    for waves in (cos, sin):
+        assert waves is None or waves.is_contiguous()
+    start = num_heads * head_dim
+    if q_norm is not None and len(q_norm) != head_dim:
+        assert not norms_rotated, "norms of all heads come first"
+        _norm_rows(qkv[:, :start], q_norm, eps)
+        q_norm = None
+    if k_norm is not None and len(k_norm) != head_dim:
+        _norm_rows(qkv[:, start : start + num_kv_heads * head_dim], k_norm, eps)
+        k_norm = None
+    half = head_dim // 2 if cos is None else cos.shape[-1] // 2
     tuned = tuning.constants("store", head_dim=head_dim)
     block_t = 1 if num_tokens < tuned["many_tokens"] else tuned["block_t"]
     kv = cache.data[layer]
@@ -69,6 +82,7 @@ def rotate_and_store(
         sin,
         q_norm,
         k_norm,
+        q_scale,
         num_tokens,
         eps,
         qkv.stride(0),
@@ -78,10 +92,29 @@ def rotate_and_store(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         PAGE_SIZE=cache.page_size,
-        HALF=head_dim // 2,
-        BLOCK_H=power_of_2(head_dim // 2),
+        D=head_dim,
+        HALF=half,
+        IS_INTERLEAVED=is_interleaved,
+        NORMS_ROTATED=norms_rotated,
+        BLOCK_H=power_of_2(half),
+        BLOCK_R=power_of_2(max(1, head_dim - 2 * half)),
         BLOCK_T=block_t,
         num_warps=1 if block_t == 1 else tuned["num_warps"],
+    )
+
+
+def _norm_rows(x: Tensor, weight: Tensor, eps: float) -> None:
+    """x = RMSNorm(x) * weight, in place; rows may be apart."""
+    size = x.shape[1]
+    block, tuned = power_of_2(size), tuning.constants("add_rms_norm", size=size)
+    kernels.norm_rows_kernel[(len(x),)](
+        x,
+        weight,
+        eps,
+        x.stride(0),
+        SIZE=size,
+        BLOCK=block,
+        num_warps=min(tuned["max_warps"], max(1, block // tuned["elements_per_warp"])),
     )
 
 
@@ -93,6 +126,7 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """See `reference.attend`. Heads of a token lie side by side; tokens may be apart."""
     assert not cache.is_tiled, "the kernels read caches in rows"
@@ -100,15 +134,15 @@ def attend(
     assert q.stride(2) == 1
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if plan.has_decodes:
-        _decode(out, q, cache, layer, plan, scale, window or 0)
+        _decode(out, q, cache, layer, plan, scale, window or 0, softcap or 0.0)
     if len(plan.tiles):
-        _prefill(out, q, cache, layer, plan, scale, window or 0)
+        _prefill(out, q, cache, layer, plan, scale, window or 0, softcap or 0.0)
     return out
 
 
 def _decode(
     out: Tensor, q: Tensor, cache: KVCache, layer: int, plan: AttentionPlan, scale: float,
-    window: int,
+    window: int, softcap: float,
 ) -> None:  # fmt: skip
     num_rows, num_heads, head_dim = len(plan.context_lengths), q.shape[1], cache.head_dim
     tuned = tuning.constants("decode", head_dim=head_dim)
@@ -139,6 +173,7 @@ def _decode(
         D=head_dim,
         PAGE_SIZE=cache.page_size,
         WINDOW=window,
+        SOFTCAP=softcap,
         BLOCK_ROWS=max(MIN_BLOCK_ROWS, power_of_2(num_rows)),
         BLOCK_G=max(MIN_BLOCK, power_of_2(group)),
         BLOCK_D=max(MIN_BLOCK, power_of_2(head_dim)),
@@ -165,7 +200,7 @@ def _decode(
 
 def _prefill(
     out: Tensor, q: Tensor, cache: KVCache, layer: int, plan: AttentionPlan, scale: float,
-    window: int,
+    window: int, softcap: float,
 ) -> None:  # fmt: skip
     num_heads, kv = q.shape[1], cache.data[layer]
     tuned = tuning.constants("prefill", head_dim=cache.head_dim, itemsize=q.itemsize)
@@ -189,6 +224,7 @@ def _prefill(
         D=cache.head_dim,
         PAGE_SIZE=cache.page_size,
         WINDOW=window,
+        SOFTCAP=softcap,
         BLOCK_M=TILE_QUERIES,
         BLOCK_D=max(MIN_BLOCK, power_of_2(cache.head_dim)),
         BLOCK_N=tuned["block_n"],

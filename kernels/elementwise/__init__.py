@@ -10,24 +10,68 @@ triton_ops      their launches
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from kernels.dispatch import uses_triton
 from kernels.elementwise import reference
-from kernels.elementwise.native import gather_op, rms_norm_op, swiglu_op
+from kernels.elementwise.native import (
+    gather_op,
+    geglu_op,
+    rms_norm_op,
+    scale_rows_op,
+    swiglu_op,
+)
+from kernels.elementwise.reference import bound_logits
 
-__all__ = ["add_rms_norm", "gather_op", "rms_norm_op", "swiglu", "swiglu_op"]
+__all__ = [
+    "NormWeight",
+    "add_rms_norm",
+    "bound_logits",
+    "gather_op",
+    "geglu",
+    "geglu_op",
+    "rms_norm",
+    "rms_norm_op",
+    "scale_rows_op",
+    "swiglu",
+    "swiglu_op",
+]
+
+
+class NormWeight(NamedTuple):
+    """A norm over the last dimension; see `reference.rms_norm`."""
+
+    weight: Tensor
+    eps: float
+    is_centred: bool = False
+
+
+def rms_norm(x: Tensor, norm: NormWeight) -> Tensor:
+    """See `reference.rms_norm`."""
+    if uses_triton(x):
+        from kernels.elementwise import triton_ops
+
+        return triton_ops.add_rms_norm(x, None, norm.weight, norm.eps, is_centred=norm.is_centred)
+    return reference.rms_norm(x, norm.weight, norm.eps, is_centred=norm.is_centred)
 
 
 def add_rms_norm(
-    hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, rows: Tensor | None = None
+    hidden: Tensor,
+    delta: Tensor | None,
+    norm: NormWeight | None,
+    rows: Tensor | None = None,
+    scale: float = 1.0,
 ) -> Tensor:
     """See `reference.add_rms_norm`."""
+    weight, eps, is_centred = norm or (None, 0.0, False)
+    compute = reference.add_rms_norm
     if uses_triton(hidden):
         from kernels.elementwise import triton_ops  # Triton is an extra that the CPU does without
 
-        return triton_ops.add_rms_norm(hidden, delta, weight, eps, rows)
-    return reference.add_rms_norm(hidden, delta, weight, eps, rows)
+        compute = triton_ops.add_rms_norm
+    return compute(hidden, delta, weight, eps, rows, scale=scale, is_centred=is_centred)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -37,3 +81,12 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
         return triton_ops.swiglu(gate_up)
     return reference.swiglu(gate_up)
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """See `reference.geglu`."""
+    if uses_triton(gate_up):
+        from kernels.elementwise import triton_ops
+
+        return triton_ops.geglu(gate_up)
+    return reference.geglu(gate_up)

@@ -32,16 +32,29 @@ class _RmsNormArgs(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("count", ctypes.c_void_p),
         ("size", ctypes.c_int64),
+        ("is_wide", ctypes.c_int64),
+        ("is_centred", ctypes.c_int64),
         ("eps", ctypes.c_float),
+        ("delta_scale", ctypes.c_float),
     )
 
 
-class _SwigluArgs(ctypes.Structure):
+class _GatedArgs(ctypes.Structure):
     _fields_ = (
         ("gate_up", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("num_tokens", ctypes.c_void_p),
         ("size", ctypes.c_int64),
+    )
+
+
+class _ScaleArgs(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("count", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
     )
 
 
@@ -62,22 +75,35 @@ def gather_op(source: Tensor, out: Tensor, rows: Tensor, count: Tensor) -> Nativ
 def rms_norm_op(
     hidden: Tensor,
     delta: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | None,
     out: Tensor,
     count: Tensor,
     *,
     eps: float,
+    delta_scale: float = 1.0,
+    is_centred: bool = False,
 ) -> NativeOp:
-    """hidden += delta; out = RMSNorm(hidden) * weight, for the first `count` (int32 [1]) rows."""
-    _check(count, hidden, out, weight, delta)
+    """hidden += delta_scale * delta; out = RMSNorm(hidden) * weight, for the first `count` (int32
+    [1]) rows: see `reference.add_rms_norm`.
+
+    weight: [size], in the others' dtype or in float32; None: nothing but the addition. `out` may be
+    `hidden` itself. Centred norms have weights in float32.
+    """
+    _check(count, hidden, out, delta)
+    is_wide = weight is not None and (is_centred or weight.dtype != hidden.dtype)
+    assert weight is None or weight.is_contiguous()
+    assert weight is None or weight.dtype == (torch.float32 if is_wide else hidden.dtype)
     args = _RmsNormArgs(
         hidden.data_ptr(),
         None if delta is None else delta.data_ptr(),
-        weight.data_ptr(),
+        None if weight is None else weight.data_ptr(),
         out.data_ptr(),
         count.data_ptr(),
         hidden.shape[1],
+        is_wide,
+        is_centred,
         eps,
+        delta_scale,
     )
     keep = (hidden, delta, weight, out, count)
     return NativeOp("rms_norm_" + dtype_name(hidden.dtype), args, keep)
@@ -88,11 +114,29 @@ def swiglu_op(gate_up: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
 
     gate_up: [T, 2 * size], gate first; out: [T, size].
     """
+    return _gated_op("swiglu", gate_up, out, num_tokens)
+
+
+def geglu_op(gate_up: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
+    """out = gelu(gate) * up, approximated by tanh; arguments as of `swiglu_op`."""
+    return _gated_op("geglu", gate_up, out, num_tokens)
+
+
+def _gated_op(name: str, gate_up: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
     _check(num_tokens, gate_up, out)
     assert gate_up.shape[1] == 2 * out.shape[1]
-    args = _SwigluArgs(gate_up.data_ptr(), out.data_ptr(), num_tokens.data_ptr(), out.shape[1])
-    name = "swiglu_" + dtype_name(out.dtype)
-    return NativeOp(name, args, (gate_up, out, num_tokens))
+    args = _GatedArgs(gate_up.data_ptr(), out.data_ptr(), num_tokens.data_ptr(), out.shape[1])
+    return NativeOp(f"{name}_{dtype_name(out.dtype)}", args, (gate_up, out, num_tokens))
+
+
+def scale_rows_op(
+    x: Tensor, count: Tensor, *, scale: float, softcap: float | None = None
+) -> NativeOp:
+    """x = bound_logits(x, scale, softcap) for the first `count` (int32 [1]) rows of x [N, size]."""
+    _check(count, x)
+    assert softcap is None or softcap > 0
+    args = _ScaleArgs(x.data_ptr(), count.data_ptr(), x.shape[1], scale, softcap or 0.0)
+    return NativeOp("scale_rows_" + dtype_name(x.dtype), args, (x, count))
 
 
 def _check(count: Tensor, first: Tensor, *others: Tensor | None) -> None:

@@ -7,20 +7,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centred: bool = False) -> Tensor:
     """Returns weight * x / sqrt(mean(x^2) + eps) over the last dimension (Zhang and Sennrich,
-    2019), in fp32 up to the product with the weight, which is in x's dtype."""
+    2019), in fp32 up to the product with the weight, which is in the weight's dtype: x's, or fp32.
+
+    `is_centred`: of x - mean(x), a LayerNorm (Ba et al., 2016) without bias.
+    """
     # One fp32 copy that is worked on in place: fresh memory costs more than the arithmetic.
     wide = x.to(torch.float32, copy=True)
+    if is_centred:
+        wide -= wide.mean(-1, keepdim=True)
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     wide *= norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-    return wide.to(x.dtype).mul_(weight)
+    return wide.to(weight.dtype).mul_(weight).to(x.dtype)
 
 
 def add_rms_norm(
-    hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, rows: Tensor | None = None
+    hidden: Tensor,
+    delta: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    rows: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    is_centred: bool = False,
 ) -> Tensor:
-    """hidden += delta, rounded to their dtype; returns the RMSNorm of it.
+    """hidden += round(scale * delta), rounded to their dtype; returns the norm of it, or, without a
+    weight, `hidden` itself. `delta` may be overwritten.
 
     hidden, delta: [T, size]; weight: [size]. With `rows` (int64 [N]) only these are computed:
     returns [N, size], and `hidden` stays as it is.
@@ -29,8 +42,10 @@ def add_rms_norm(
         chosen = hidden.index_select(0, rows)
         hidden, delta = chosen, None if delta is None else delta.index_select(0, rows)
     if delta is not None:
-        hidden += delta
-    return rms_norm(hidden, weight, eps)
+        hidden += delta if scale == 1.0 else delta.mul_(scale)
+    if weight is None:
+        return hidden
+    return rms_norm(hidden, weight, eps, is_centred=is_centred)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -38,3 +53,17 @@ def swiglu(gate_up: Tensor) -> Tensor:
     [T, size]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """Returns gelu(gate), in its approximation by tanh (Hendrycks and Gimpel, 2016), rounded, * up.
+    Shapes as of `swiglu`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def bound_logits(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Returns scale * logits, or, if there is a cap, cap * tanh(scale * logits / cap)."""
+    if scale != 1.0:
+        logits = logits * scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)

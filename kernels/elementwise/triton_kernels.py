@@ -11,8 +11,9 @@ import triton.language as tl
 
 @triton.jit
 def add_rms_norm_kernel(
-    out, hidden, delta, weight, rows, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
+    out, hidden, delta, weight, rows, eps, scale, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    IS_SCALED: tl.constexpr, IS_CENTRED: tl.constexpr,
+):  # fmt: skip
     """See `reference.add_rms_norm`. hidden, delta: [T, SIZE]; out: [N, SIZE]; `delta` and `rows`
     may be None. Grid: (N,)."""
     i_out = tl.program_id(0).to(tl.int64)
@@ -23,20 +24,26 @@ def add_rms_norm_kernel(
     # [BLOCK]
     b_x = tl.load(hidden + i_row * SIZE + o, mask=m, other=0.0).to(tl.float32)
     if delta is not None:
-        b_x += tl.load(delta + i_row * SIZE + o, mask=m, other=0.0).to(tl.float32)
+        b_delta = tl.load(delta + i_row * SIZE + o, mask=m, other=0.0).to(tl.float32)
+        if IS_SCALED:
+            b_delta = (b_delta * scale).to(dtype).to(tl.float32)
+        b_x += b_delta
         b_sum = b_x.to(dtype)
         if rows is None:
             tl.store(hidden + i_row * SIZE + o, b_sum, mask=m)
         b_x = b_sum.to(tl.float32)
+    if IS_CENTRED:
+        b_x = tl.where(m, b_x - tl.sum(b_x, axis=0) / SIZE, 0.0)
     b_x *= 1.0 / tl.sqrt(tl.sum(b_x * b_x, axis=0) / SIZE + eps)
     b_weight = tl.load(weight + o, mask=m, other=0.0)
-    b_out = b_x.to(dtype).to(tl.float32) * b_weight.to(tl.float32)
+    b_out = b_x.to(weight.dtype.element_ty).to(tl.float32) * b_weight.to(tl.float32)
     tl.store(out + i_out * SIZE + o, b_out.to(dtype), mask=m)
 
 
 @triton.jit
-def swiglu_kernel(out, gate_up, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """See `reference.swiglu`. gate_up: [T, 2 * SIZE]; out: [T, SIZE]. Grid: (T, blocks)."""
+def swiglu_kernel(out, gate_up, SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: tl.constexpr):
+    """See `reference.swiglu`, or, IS_GELU, `geglu`. gate_up: [T, 2 * SIZE]; out: [T, SIZE]. Grid:
+    (T, blocks)."""
     i_token = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m = o < SIZE
@@ -45,5 +52,8 @@ def swiglu_kernel(out, gate_up, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     # [BLOCK]
     b_gate = tl.load(p_gate, mask=m, other=0.0).to(tl.float32)
     b_up = tl.load(p_gate + SIZE, mask=m, other=0.0).to(tl.float32)
-    b_silu = (b_gate / (1.0 + tl.exp(-b_gate))).to(dtype).to(tl.float32)
-    tl.store(out + i_token * SIZE + o, (b_silu * b_up).to(dtype), mask=m)
+    b_logit = b_gate
+    if IS_GELU:  # 0.5 x (1 + tanh(u)) = x * sigmoid(2 u)
+        b_logit = 1.5957691216057308 * (b_gate + 0.044715 * b_gate * b_gate * b_gate)
+    b_active = (b_gate / (1.0 + tl.exp(-b_logit))).to(dtype).to(tl.float32)
+    tl.store(out + i_token * SIZE + o, (b_active * b_up).to(dtype), mask=m)

@@ -39,8 +39,8 @@ def test_little_else_is_read_and_written(step):
 def test_more_context_is_more_bytes():
     """Of keys and values, and of nothing else that lies in memory before the step."""
     short, long = (trace(Workload(2, 0, context)) for context in (512, 4096))
-    geometry = short.geometry
-    more = 2 * (4096 - 512) * geometry.num_layers * 2 * geometry.kv_size * 2
+    description = short.decoder
+    more = 2 * (4096 - 512) * description.kv_elements_per_token * 2
     assert floor_bytes(long) - floor_bytes(short) == more
     constant = [sum(traffic(one, each).constant for one in each.launches) for each in (short, long)]
     assert constant[1] - constant[0] == more

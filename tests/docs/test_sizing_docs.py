@@ -17,7 +17,7 @@ from bench import store_catalog
 from bench.models import NAME as BENCH_NAME
 from bench.models import SHAPES
 from inference_svc.adapters.layout import build_layout
-from inference_svc.model.geometry import load_geometry
+from inference_svc.model.architectures import load_description
 from inference_svc.store.convert import from_layout
 from tools import sizing, sizing_docs
 from tools.sizing_docs import KUBERNETES_PATH, PATH
@@ -63,8 +63,8 @@ def test_production_has_at_least_what_the_table_says() -> None:
 
 def test_an_image_has_the_bytes_that_the_store_gives_it() -> None:
     checkpoint = open_checkpoint(ASSETS / "adapters" / "upper")
-    geometry = load_geometry(ASSETS / "model")
-    layout = build_layout(geometry, checkpoint.base_model, torch.bfloat16)
+    description = load_description(ASSETS / "model")
+    layout = build_layout(description, checkpoint.base_model, torch.bfloat16)
     stored = plan_image(checkpoint, replace(to_store_layout(from_layout(layout)), image_format=1))
     targets = tuple({name.rpartition(".")[2] for name in checkpoint.targets})
     kind = sizing.Adapters(checkpoint.rank, targets)

@@ -17,11 +17,13 @@ from inference_svc.adapters.layout import build_layout, lora_groups
 from inference_svc.backends.base import Logits
 from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.backends.torch import TorchBackend
-from inference_svc.model.decoder import Transformer
-from inference_svc.model.geometry import ModelGeometry, load_geometry
-from inference_svc.model.layers import Linear, RMSNorm
-from inference_svc.model.weights import LayerWeights, ModelWeights
+from inference_svc.model.architectures import load_description
+from inference_svc.model.description import Decoder, Norm, NormKind, Projection
+from inference_svc.model.layers import Linear
+from inference_svc.model.transformer import Transformer
+from inference_svc.model.weights import BlockWeights, ModelWeights
 from kernels.attention import KVCache
+from kernels.elementwise import NormWeight
 from kernels.lora import TableEntry
 
 PAGE_SIZE, NUM_PAGES, MAX_PAGES, MAX_TOKENS, MAX_ROWS = 4, 60, 20, 70, 6
@@ -51,15 +53,15 @@ FEATURES: dict[str, dict[str, Any]] = {
 """A model for every feature that the decoder has."""
 
 
-def make_geometry(name: str, folder: Path, **changes: Any) -> ModelGeometry:
+def make_decoder(name: str, folder: Path, **changes: Any) -> Decoder:
     (folder / "config.json").write_text(json.dumps(SHAPE | FEATURES[name] | changes))
-    return load_geometry(folder)
+    return load_description(folder)
 
 
 def random_weights(
-    geometry: ModelGeometry, dtype: torch.dtype, generator: torch.Generator
+    decoder: Decoder, dtype: torch.dtype, generator: torch.Generator
 ) -> ModelWeights[Linear]:
-    g = geometry
+    g = decoder
 
     def random(*shape: int) -> Tensor:
         values = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
@@ -68,36 +70,29 @@ def random_weights(
     def linear(num_out: int, num_in: int, *, has_bias: bool) -> Linear:
         return Linear(random(num_out, num_in), random(num_out) if has_bias else None)
 
-    def norm(size: int) -> RMSNorm:
-        return RMSNorm((torch.rand(size, generator=generator) + 0.5).to(dtype), g.rms_norm_eps)
+    def norm(each: Norm) -> NormWeight:
+        weight = torch.rand(each.size, generator=generator) + 0.5
+        is_centred = each.kind is NormKind.LAYER
+        return NormWeight(weight if each.is_wide else weight.to(dtype), each.eps, is_centred)
 
-    layers = tuple(
-        LayerWeights(
-            input_norm=norm(g.hidden_size),
-            qkv=linear(g.q_size + 2 * g.kv_size, g.hidden_size, has_bias=g.qkv_bias),
-            q_norm=norm(g.head_dim) if g.qk_norm else None,
-            k_norm=norm(g.head_dim) if g.qk_norm else None,
-            o=linear(g.hidden_size, g.q_size, has_bias=g.o_bias),
-            post_attention_norm=norm(g.hidden_size),
-            gate_up=linear(2 * g.intermediate_size, g.hidden_size, has_bias=g.mlp_bias),
-            down=linear(g.hidden_size, g.intermediate_size, has_bias=g.mlp_bias),
-        )
-        for _ in range(g.num_layers)
-    )
+    def projection(each: Projection) -> Linear:
+        return linear(each.out_features, each.in_features, has_bias=each.has_bias)
+
+    blocks = tuple(BlockWeights.build(block, projection, norm) for block in g.blocks)
     head = linear(g.vocab_size, g.hidden_size, has_bias=False)
     embedding = random(g.vocab_size, g.hidden_size)
-    return ModelWeights(embedding, layers, norm(g.hidden_size), head, num_bytes=0)
+    return ModelWeights(embedding, blocks, norm(g.final_norm), head, num_bytes=0)
 
 
 def moved(weights: Any, device: torch.device) -> Any:
     """Returns weights, or a part of them, on `device`."""
     if isinstance(weights, Tensor):
         return weights.to(device)
-    if isinstance(weights, RMSNorm):
-        return RMSNorm(weights.weight.to(device), weights.eps)
+    if isinstance(weights, NormWeight):
+        return weights._replace(weight=weights.weight.to(device))
     if isinstance(weights, tuple):
         return tuple(moved(each, device) for each in weights)
-    if isinstance(weights, Linear | LayerWeights | ModelWeights):
+    if isinstance(weights, Linear | BlockWeights | ModelWeights):
         parts = {f.name: moved(getattr(weights, f.name), device) for f in fields(weights)}
         return replace(weights, **parts)
     return weights
@@ -111,11 +106,11 @@ class Model:
     arena: Arena
 
     @classmethod
-    def make(cls, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device) -> Model:
+    def make(cls, decoder: Decoder, dtype: torch.dtype, device: torch.device) -> Model:
         """The same values on every device."""
         generator = torch.Generator().manual_seed(0)
-        weights = random_weights(geometry, dtype, generator)
-        layout = build_layout(geometry, "model", dtype)
+        weights = random_weights(decoder, dtype, generator)
+        layout = build_layout(decoder, "model", dtype)
         arena = Arena(layout, 1 << 20, NUM_SLOTS, MAX_RANK, device)
         values = torch.randn(arena.flat.shape, generator=generator) * 0.1
         arena.flat.copy_(values.to(dtype))
@@ -135,16 +130,13 @@ class Model:
                 if index % 2 == 0
             ]
             arena.table.set_row(slot, entries)
-        return cls(Transformer(geometry, moved(weights, device)), arena)
+        return cls(Transformer(decoder, moved(weights, device)), arena)
 
     def cache(self) -> KVCache:
-        g = self.transformer.geometry
         return KVCache.allocate(
-            num_layers=g.num_layers,
+            **self.transformer.description.kv_shape,
             num_pages=NUM_PAGES,
             page_size=PAGE_SIZE,
-            num_kv_heads=g.num_kv_heads,
-            head_dim=g.head_dim,
             dtype=self.arena.flat.dtype,
             device=self.arena.device,
         )

@@ -14,7 +14,7 @@ from inference_svc.engine.profiler import Marks
 from inference_svc.engine.runner import Runner
 from inference_svc.engine.sampler import Sampler
 from inference_svc.engine.step_limit import StepLimit
-from inference_svc.model.decoder import Transformer
+from inference_svc.model.transformer import Transformer
 from tests.gpu.models import steps
 
 MIB = 1 << 20

@@ -18,13 +18,13 @@ from torch import Tensor
 from inference_svc import core
 from inference_svc.adapters.layout import lora_groups
 from inference_svc.backends.cuda import CudaBackend, StepLimits
-from inference_svc.model.decoder import Transformer
 from inference_svc.model.layers import Linear
+from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import ModelWeights
 from kernels import tuning
 from kernels.attention import AttentionPlan, KVCache, attend, rotary_angles, rotate_and_store
 from tests.gpu.lora import GROUP, Bench, rows_of
-from tests.gpu.models import PAGE_SIZE, Eager, Model, make_geometry
+from tests.gpu.models import PAGE_SIZE, Eager, Model, make_decoder
 
 NUM_ROWS, MAX_PAGES = 16, 12
 CHOICES = {
@@ -58,7 +58,7 @@ def by_rows(weights: ModelWeights[Linear]) -> ModelWeights[Linear]:
             gate_up=each(layer.gate_up),
             down=each(layer.down),
         )
-        for layer in weights.layers
+        for layer in weights.blocks
     )
     return replace(weights, layers=layers, head=each(weights.head))
 
@@ -78,14 +78,14 @@ def sequences() -> list[core.Sequence]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("feature", ["qwen3, norms of heads", "mistral, a window"])
 def test_a_row_of_a_step(tmp_path, device, on_device, feature, dtype):
-    geometry = make_geometry(feature, tmp_path, num_hidden_layers=1)
-    model = Model.make(geometry, dtype, device)
+    decoder = make_decoder(feature, tmp_path, num_hidden_layers=1)
+    model = Model.make(decoder, dtype, device)
     cache = KVCache.allocate(
         num_layers=1, num_pages=NUM_ROWS * MAX_PAGES + 1, page_size=PAGE_SIZE,
-        num_kv_heads=geometry.num_kv_heads, head_dim=geometry.head_dim, dtype=dtype, device=device,
+        num_kv_heads=decoder.num_kv_heads, head_dim=decoder.head_dim, dtype=dtype, device=device,
     )  # fmt: skip
     before = torch.randn(cache.data.shape, generator=torch.Generator().manual_seed(0))
-    transformer = Transformer(geometry, by_rows(model.transformer.weights))
+    transformer = Transformer(decoder, by_rows(model.transformer.weights))
     limits = StepLimits(NUM_ROWS, NUM_ROWS, MAX_PAGES)
     groups = lora_groups(model.arena.layout)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from inference_svc.engine.step_limit import StepLimit
-from tests.gpu.models import MAX_TOKENS, Model, make_geometry
+from tests.gpu.models import MAX_TOKENS, Model, make_decoder
 from tests.gpu.shortage import little_memory, tokens
 
 WIDE = 1 << 16
@@ -15,8 +15,8 @@ SLOTS = [-1, 0, 1, 2, 2]
 
 def test_a_step_in_parts(tmp_path, device, on_device):
     changes = {"intermediate_size": WIDE} if device.type == "cuda" else {}
-    geometry = make_geometry("qwen3, norms of heads", tmp_path, num_hidden_layers=1, **changes)
-    model = Model.make(geometry, torch.float32, device)
+    decoder = make_decoder("qwen3, norms of heads", tmp_path, num_hidden_layers=1, **changes)
+    model = Model.make(decoder, torch.float32, device)
     wanted = tokens(model.plain(), SLOTS, StepLimit(MAX_TOKENS))
     backend, limit = model.fixed(None, is_warm=False), StepLimit(MAX_TOKENS)
     with on_device(), little_memory(backend):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inference_svc.backends.cuda_graphs import CudaRecorder
-from tests.gpu.models import FEATURES, Eager, Model, assert_close, make_geometry, run, steps
+from tests.gpu.models import FEATURES, Eager, Model, assert_close, make_decoder, run, steps
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 BASE, ALL, SOME = [-1] * 5, [0, 0, 1, 2, 2], [-1, -1, 0, 1, 1]
@@ -21,8 +21,8 @@ def check_equal(tmp_path, device, on_device):
     """`check_equal(feature, dtype, slots)` computes the same steps in both ways."""
 
     def check(feature: str, dtype: torch.dtype, slots: list[int], num_layers: int = 2) -> None:
-        geometry = make_geometry(feature, tmp_path, num_hidden_layers=num_layers)
-        host, there = (Model.make(geometry, dtype, at) for at in (torch.device("cpu"), device))
+        decoder = make_decoder(feature, tmp_path, num_hidden_layers=num_layers)
+        host, there = (Model.make(decoder, dtype, at) for at in (torch.device("cpu"), device))
         wanted = run(host.plain(), steps(slots))
         with on_device():
             # The interpreter compiles nothing, and takes its time.
@@ -58,8 +58,8 @@ def test_bfloat16(check_equal, feature):
 
 
 def test_warm_up_leaves_pages_alone(tmp_path, device, on_device):
-    geometry = make_geometry("llama", tmp_path, num_hidden_layers=1)
-    model = Model.make(geometry, torch.float16, device)
+    decoder = make_decoder("llama", tmp_path, num_hidden_layers=1)
+    model = Model.make(decoder, torch.float16, device)
     cache = model.cache()
     cache.data.fill_(1.5)
     with on_device():
@@ -70,7 +70,7 @@ def test_warm_up_leaves_pages_alone(tmp_path, device, on_device):
 
 @pytest.fixture
 def qwen3(tmp_path, device):
-    return Model.make(make_geometry("qwen3, norms of heads", tmp_path), torch.float16, device)
+    return Model.make(make_decoder("qwen3, norms of heads", tmp_path), torch.float16, device)
 
 
 @pytest.mark.real

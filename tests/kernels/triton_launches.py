@@ -30,8 +30,8 @@ def launch_lora(row_lengths: list[int]) -> None:
     lora_ops.gather(plan.token_slots, arena, table, plan, 0)
 
 
-def launch_attention(rows: list[tuple[int, int]], page_size: int, *, has_norms: bool) -> None:
-    """`rows`: (first position, queries)."""
+def launch_attention(rows: list[tuple[int, int]], page_size: int, norms: str = "") -> None:
+    """`rows`: (first position, queries); `norms`: of each head, or of all."""
     cache = KVCache.allocate(
         num_layers=1, num_pages=4, page_size=page_size, num_kv_heads=2, head_dim=64,
         dtype=torch.bfloat16,
@@ -41,8 +41,12 @@ def launch_attention(rows: list[tuple[int, int]], page_size: int, *, has_norms: 
     num_tokens = len(plan.cells)
     qkv = torch.zeros(num_tokens, 8 * 64, dtype=torch.bfloat16)
     angles = attention_ops.rotary_angles(plan.cells, torch.zeros(32), 1, torch.bfloat16)
-    norm = torch.ones(64, dtype=torch.bfloat16) if has_norms else None
-    attention_ops.rotate_and_store(qkv, cache, 0, plan.cells, *angles, norm, norm)
+    sizes = {"": (0, 0), "each": (64, 64), "all": (4 * 64, 2 * 64)}[norms]
+    weights = [torch.ones(size, dtype=torch.bfloat16) if size else None for size in sizes]
+    attention_ops.rotate_and_store(qkv, cache, 0, plan.cells, *angles, *weights)
+    attention_ops.rotate_and_store(qkv, cache, 0, plan.cells, None, None)
+    growth = torch.ones(num_tokens, dtype=torch.bfloat16)
+    attention_ops.rotate_and_store(qkv, cache, 0, plan.cells, *angles, q_scale=growth)
     q = qkv[:, : 4 * 64].view(num_tokens, 4, 64)
     attention_ops.attend(q, cache, 0, plan, scale=0.1)
 
@@ -53,6 +57,7 @@ def launch_between(num_tokens: int) -> None:
     weight, rows = weight.to(torch.bfloat16), torch.zeros(1, dtype=torch.int64)
     for delta, chosen in ((None, None), (hidden, None), (hidden, rows)):
         elementwise_ops.add_rms_norm(hidden, delta, weight, 1e-5, chosen)
+        elementwise_ops.add_rms_norm(hidden, delta, weight, 1e-5, chosen, scale=0.5)
     elementwise_ops.swiglu(torch.zeros(num_tokens, 512, dtype=torch.bfloat16))
 
 
@@ -75,8 +80,8 @@ def launched_signatures() -> list[tuple[str, dict[str, str]]]:
             launch_between(sum(row_lengths))
         for rows in ([(5, 1)], [(5, 1)] * 8, [(0, 40), (9, 1)], [(0, MANY)]):
             for page_size in (16, 1024):
-                for has_norms in (False, True):
-                    launch_attention(rows, page_size, has_norms=has_norms)
+                for norms in ("", "each", "all"):
+                    launch_attention(rows, page_size, norms)
     finally:
         knobs.runtime.jit_cache_hook = None
     return found

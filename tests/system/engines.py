@@ -5,28 +5,25 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from adapter_store import core as store_core
+from adapter_store.api import convert as store_convert
+from adapter_store.api.convert import to_pull_response
 from adapter_store.checkpoint.open import open_checkpoint
+from adapter_store.images import pull as store_pull
 from adapter_store.images.compile import Image, compile_image
 from adapter_store.images.layout import layout_id
-from bench.memory_store import store_layout
-from inference_svc.adapters.image_source import (
-    ImageChunk,
-    ImageHeader,
-    ImageTrailer,
-    LayerEnd,
-    PullMessage,
-    Segment,
-)
+from adapter_store.images.plan import IMAGE_FORMATS
+from inference_svc.adapters.image_source import ImageChunk, ImageTrailer, LayerEnd, PullMessage
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.core import Request, SamplingParams
 from inference_svc.engine.messages import Call, Cancel, Command, Output, Reply, StepOutputs, Submit
 from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
+from inference_svc.store.convert import from_layout, to_pull_message
 from tests.support.wait import until
 
 
@@ -61,18 +58,11 @@ class Stream:
         start = self.offset if self.image_id == image.plan.image_id else 0
         data = image.buffer.numpy().tobytes()
         plan = image.plan
-        yield ImageHeader(
-            plan.image_id,
-            plan.digest,
-            self.store.layout_id,
-            plan.image_format,
-            plan.total_bytes,
-            tuple(
-                Segment(s.target, s.kind.value, s.rank, s.offset, s.length_bytes)
-                for s in plan.segments
-            ),
-            start,
+        header = store_pull.ImageHeader(
+            *(plan.image_id, plan.digest, self.store.layout_id, plan.image_format),
+            *(plan.total_bytes, plan.segments, start),
         )
+        yield to_pull_message(to_pull_response(header))
         for part in image.parts:
             if part.start >= start:
                 yield ImageChunk(part.start, data[part.start : part.end])
@@ -104,7 +94,8 @@ class CompilingStore:
         return digest
 
     def register_layout(self, layout: ModelLayout) -> str:
-        self.layout = store_layout(layout)
+        announced = store_convert.from_layout(from_layout(layout))
+        self.layout = replace(announced, image_format=IMAGE_FORMATS[-1])
         self.layout_id = layout_id(self.layout)
         return self.layout_id
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from inference_svc.app import InferenceServer, _facts, resolve_settings
 from inference_svc.config import InferenceSettings, Machine, to_engine_config
 from inference_svc.engine.thread import EngineThread
-from inference_svc.model.geometry import load_geometry
+from inference_svc.model.architectures import load_description
 from inference_svc.store.client import ImageClient, NoStore
 from inference_svc.store.credentials import read_store_access
 from inference_svc.text.tokenizer import Tokenizer
@@ -62,15 +62,15 @@ class Inference:
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        geometry = load_geometry(self._config.model)
-        config = resolve_settings(self._config, Machine(has_cuda=False), geometry)
+        description = load_description(self._config.model)
+        config = resolve_settings(self._config, Machine(has_cuda=False), description)
         access = read_store_access(config)
         self.server = InferenceServer(config, access)
         images = ImageClient(self.server.replicas, access) if config.store else NoStore()
         try:
             text = Tokenizer(config.model)
             engine = EngineThread(to_engine_config(config), images)
-            await self.server.start(engine, text, _facts(config, geometry))
+            await self.server.start(engine, text, _facts(config, description))
             self._ready.set()
             await self._stop.wait()
         finally:

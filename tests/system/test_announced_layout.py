@@ -21,7 +21,7 @@ from inference_svc.adapters.image_source import ImageHeader
 from inference_svc.adapters.layout import KIND_WORDS, ModelLayout, build_layout
 from inference_svc.errors import AdapterUnusable, CorruptImage
 from inference_svc.model import base_hashes
-from inference_svc.model.geometry import load_geometry
+from inference_svc.model.architectures import load_description
 from inference_svc.store.convert import from_layout, from_registration, to_pull_message
 from inference_svc.store.types import Announcement
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
@@ -36,9 +36,9 @@ def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture
 def layout(zoo: Zoo) -> ModelLayout:
-    geometry = load_geometry(zoo.model_dir)
-    with base_hashes.hashing_base(zoo.model_dir, geometry, 1) as wait:
-        return build_layout(geometry, "base", torch.float32).with_base(wait())
+    description = load_description(zoo.model_dir)
+    with base_hashes.hashing_base(zoo.model_dir, description, 1) as wait:
+        return build_layout(description, "base", torch.float32).with_base(wait())
 
 
 def as_stored(layout: ModelLayout, image_format: int = 2) -> Layout:
@@ -119,7 +119,7 @@ def test_segments_of_no_column_are_refused(zoo: Zoo, layout: ModelLayout) -> Non
 
 
 def test_a_server_without_a_folder_announces_no_hashes(zoo: Zoo) -> None:
-    geometry = load_geometry(Path(zoo.model_dir))
-    stored = as_stored(build_layout(geometry, "base", torch.float32))
+    description = load_description(Path(zoo.model_dir))
+    stored = as_stored(build_layout(description, "base", torch.float32))
     assert not any(target.base_hashes for target in stored.targets)
     assert {target.kind for target in stored.targets} > {TargetKind.VECTOR}

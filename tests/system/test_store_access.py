@@ -15,7 +15,7 @@ from inference_svc.adapters.image_source import ImageTrailer
 from inference_svc.adapters.layout import ModelLayout, build_layout
 from inference_svc.config import InferenceSettings
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
-from inference_svc.model.geometry import load_geometry
+from inference_svc.model.architectures import load_description
 from inference_svc.store.client import CatalogClient, ImageClient
 from inference_svc.store.credentials import StoreAccess, read_store_access
 from inference_svc.store.replicas import Endpoint, Replicas
@@ -78,7 +78,7 @@ def guarded(zoos: Callable[[str], Zoo], tmp_path_factory: pytest.TempPathFactory
 
 
 def layout_of(zoo: Zoo) -> ModelLayout:
-    return build_layout(load_geometry(zoo.model_dir), "llama", torch.float32)
+    return build_layout(load_description(zoo.model_dir), "llama", torch.float32)
 
 
 def ask(

@@ -32,6 +32,15 @@ _SHAPE = {
     "bos_token_id": 1,
     "pad_token_id": 0,
 }
+_TYPES = ["sliding_attention", "full_attention"]
+_GEMMA = {
+    "head_dim": 24,
+    "query_pre_attn_scalar": 30,
+    "sliding_window": 24,
+    "layer_types": _TYPES,
+    "tie_word_embeddings": True,
+}
+_TEXT_PARTS = ("Gemma3",)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": (
         "Llama",
@@ -62,7 +71,104 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma2": (
+        "Gemma2",
+        _GEMMA | {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0},
+    ),
+    "gemma3": (
+        "Gemma3",
+        _GEMMA
+        | {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 9e3, "factor": 4.0},
+            },
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 24,
+            "sliding_window": 40,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
+    ),
+    "phi3": (
+        "Phi3",
+        {
+            "sliding_window": 40,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0 + n / 4 for n in range(6)],
+                "long_factor": [1.0 + n for n in range(6)],
+            },
+            "original_max_position_embeddings": 1024,
+        },
+    ),
+    "phi3-long": (
+        "Phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0 + n / 4 for n in range(8)],
+                "long_factor": [1.0 + n for n in range(8)],
+                "attention_factor": 1.1,
+            },
+            "original_max_position_embeddings": 1,  # longer than that is every context
+        },
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0], "tie_word_embeddings": True}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"layer_types": _TYPES, "sliding_window": 24}),
+    "granite": (
+        "Granite",
+        {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 0.5,
+            "residual_multiplier": 0.6,
+            "mlp_bias": True,
+        },
+    ),
+    "glm4": ("Glm4", {"head_dim": 24, "attention_bias": True}),
+    "cohere2": (
+        "Cohere2",
+        {"layer_types": _TYPES, "sliding_window": 24, "logit_scale": 0.5, "attention_bias": True},
+    ),
+    "ernie": ("Ernie4_5", {"head_dim": 24, "use_bias": True}),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        {
+            "head_dim": 24,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 1e4,
+                "alpha": 5.0,
+                "factor": 1.0,
+            },
+        },
+    ),
 }
+_PHI3 = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+}
+FUSED: dict[str, dict[str, str]] = {
+    "phi3": _PHI3,
+    "phi3-long": _PHI3,
+    "glm4": dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+}
+"""Modules that a model has in place of others."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +233,8 @@ class Zoo:
 def make_zoo(kind: str, folder: Path, specs: Sequence[AdapterSpec] = SPECS) -> Zoo:
     prefix, options = MODELS[kind]
     torch.manual_seed(7)
-    config = getattr(transformers, f"{prefix}Config")(**(_SHAPE | options))
+    name = f"{prefix}TextConfig" if prefix in _TEXT_PARTS else f"{prefix}Config"
+    config = getattr(transformers, name)(**(_SHAPE | options))
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     _shake_norms_and_biases(model)
     model.generation_config.eos_token_id = 2
@@ -136,13 +243,14 @@ def make_zoo(kind: str, folder: Path, specs: Sequence[AdapterSpec] = SPECS) -> Z
     _save_tokenizer(folder / "model")
     reference: Any = None
     dirs = {}
+    names = FUSED.get(kind, {})
     for spec in specs:
         lora = peft.LoraConfig(
             r=spec.rank,
             lora_alpha=2 * spec.rank,
-            target_modules=spec.targets,
+            target_modules=_targets(spec.targets, names),
             base_model_name_or_path=kind,
-            **spec.options,
+            **_renamed(spec.options, names),
         )
         with warnings.catch_warnings():
             # Advice about merging into tied embeddings; nothing is merged here.
@@ -158,6 +266,18 @@ def make_zoo(kind: str, folder: Path, specs: Sequence[AdapterSpec] = SPECS) -> Z
     for spec in specs:
         dirs[spec.name] = folder / "adapters" / spec.name
     return Zoo(folder / "model", reference.eval(), dirs)
+
+
+def _targets(targets: Sequence[str] | str, names: dict[str, str]) -> list[str] | str:
+    if isinstance(targets, str):
+        return targets
+    return list(dict.fromkeys(names.get(each, each) for each in targets))
+
+
+def _renamed(options: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Returns the options with patterns of ranks by these names."""
+    patterns = {names.get(key, key): rank for key, rank in options.get("rank_pattern", {}).items()}
+    return options | ({"rank_pattern": patterns} if patterns else {})
 
 
 def _shake_norms_and_biases(model: torch.nn.Module) -> None:

@@ -109,7 +109,7 @@ def measure_loop(
             num_adapters,
             context=tokens,
             page_size=sizes.page_size,
-            vocab_size=min(500, model.geometry.vocab_size),
+            vocab_size=min(500, model.decoder.vocab_size),
             num_steps=sizes.steps,
             warm_up_steps=sizes.warm_up_steps,
             now_s=model.context.timer.now_s,

@@ -65,7 +65,7 @@ def measure(model: BenchModel, backend: CudaBackend, length: int, num_adapters: 
 
 def attention(context: Context, model: BenchModel, length: int) -> Found:
     """A prompt's attention of one layer, beside torch's over keys and values that lie densely."""
-    g, sizes, device = model.geometry, context.sizes, context.device
+    g, sizes, device = model.decoder.attentions[0], context.sizes, context.device
     num_pages = -(-length // sizes.page_size)
     cache = KVCache.allocate(
         num_layers=1, num_pages=num_pages, page_size=sizes.page_size,
@@ -75,7 +75,7 @@ def attention(context: Context, model: BenchModel, length: int) -> Found:
     pages = torch.randperm(num_pages).tolist()
     plan = AttentionPlan.build([0], [length], [pages], sizes.page_size, device)
     q = torch.randn(length, g.num_heads, g.head_dim, dtype=sizes.dtype, device=device)
-    scale = g.head_dim**-0.5
+    scale = g.scale
     starts = torch.tensor(pages, device=device)[:, None] * sizes.page_size
     cells = (starts + torch.arange(sizes.page_size, device=device)).flatten()[None, :length]
     k, v = (each[0].contiguous() for each in cache.gather(0, cells))

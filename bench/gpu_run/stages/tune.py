@@ -23,7 +23,7 @@ from bench.gpu_run.compile_pool import context_of_job, run_jobs
 from bench.gpu_run.context import Context, Found, Missing
 from bench.gpu_run.kernel_cases import Problem
 from bench.gpu_run.lora_cases import Case, Pool
-from bench.gpu_run.model import read_geometry
+from bench.gpu_run.model import read_description
 from bench.gpu_run.peers import LoraCall, Sglang, Vllm, Work, default_chunk
 from bench.gpu_run.timing import Deadline
 from kernels import tuning
@@ -158,14 +158,15 @@ def make_pool(context: Context) -> Pool:
 
 def default_of(context: Context, kernel: str) -> Constants:
     """Returns the constants of `kernel` for the model under measurement."""
-    g = read_geometry(context.sizes.config)
+    g = read_description(context.sizes.config)
+    head_dim = g.attentions[0].head_dim
     facts = {
-        "decode": {"head_dim": g.head_dim},
-        "combine": {"head_dim": g.head_dim},
-        "prefill": {"head_dim": g.head_dim, "itemsize": context.sizes.dtype.itemsize},
-        "store": {"head_dim": g.head_dim},
+        "decode": {"head_dim": head_dim},
+        "combine": {"head_dim": head_dim},
+        "prefill": {"head_dim": head_dim, "itemsize": context.sizes.dtype.itemsize},
+        "store": {"head_dim": head_dim},
         "add_rms_norm": {"size": g.hidden_size},
-        "swiglu": {"size": g.intermediate_size},
+        "swiglu": {"size": g.max_intermediate_size},
     }
     return dict(tuning.constants(kernel, **facts.get(kernel, {})))
 

@@ -33,9 +33,12 @@ struct AttendArgs {
   int64_t scratch_bytes;
   int64_t max_threads;
   float scale;
+  float softcap;  // 0: none; else scores are softcap * tanh(score / softcap)
 };
 
 namespace {
+
+constexpr float LOG2_E = 1.44269504f;
 
 // One item, block by block.
 template <typename T>
@@ -156,11 +159,15 @@ struct Attention {
   float soften(const Cells<T>& cells, int64_t position, int64_t row, int i, const State& state) {
     const int64_t begin = args.window ? position - args.window + 1 - cells.begin : 0;
     const int64_t end = std::min(cells.end, position + 1) - cells.begin;
-    const VF scale = vset1(args.scale * 1.44269504f);
+    const VF scale = vset1(args.softcap ? args.scale / args.softcap : args.scale * LOG2_E);
     const float* s = scratch.s + i * BLOCK;
     T* p = scratch.p + i * BLOCK;
     VF x[N];
     LOADOUT_UNROLL for (int j = 0; j < N; ++j) x[j] = vmul(vload(s + j * VF_WIDTH), scale);
+    if (args.softcap) {
+      const VF cap = vset1(args.softcap * LOG2_E);
+      for (int j = 0; j < N; ++j) x[j] = vmul(vtanh(x[j]), cap);
+    }
     if (begin > 0 || end < N * VF_WIDTH) {
       LOADOUT_UNROLL for (int j = 0; j < N; ++j) {
         const int64_t at = j * VF_WIDTH;

@@ -22,35 +22,81 @@ void gather(const GatherArgs& args, const Slice& slice) {
   }
 }
 
-// hidden[i] = hidden[i] + delta[i], rounded (delta null: as it is);
-// out[i] = round(hidden[i] / sqrt(mean(hidden[i]^2) + eps)) * weight.
+// hidden[i] = hidden[i] + round(delta_scale * delta[i]), rounded (delta null: as it is);
+// out[i] = hidden[i] / sqrt(mean(hidden[i]^2) + eps) * weight, without a weight nothing: rounded
+// before the product, too, unless the weight is wide. Centred: of hidden[i] - mean(hidden[i]).
 struct RmsNormArgs {
   void* hidden;        // [count, size]
   const void* delta;   // [count, size] or null
-  const void* weight;  // [size]
-  void* out;           // [count, size]
+  const void* weight;  // [size], of floats if it is wide, or null
+  void* out;           // [count, size]; may be `hidden`
   const int32_t* count;
   int64_t size;
+  int64_t is_wide;
+  int64_t is_centred;
   float eps;
+  float delta_scale;
 };
+
+// Adds, and returns the sum of squares, or, centred, of the differences from the mean.
+template <typename T>
+VF add_delta(T* hidden, const T* delta, VF delta_scale, int64_t size) {
+  VF squares = vzero();
+  for_vectors(size, [&](int64_t at, auto lanes) {
+    VF x = vload(hidden + at, lanes);
+    if (delta) {
+      x = rounded<T>(vadd(x, rounded<T>(vmul(vload(delta + at, lanes), delta_scale))));
+      vstore(hidden + at, x, lanes);
+    }
+    squares = vfma(x, x, squares);
+  });
+  return squares;
+}
+
+template <typename T>
+void centred_norm(const RmsNormArgs& args, const T* hidden, T* out) {
+  const int64_t size = args.size;
+  const float* weight = static_cast<const float*>(args.weight);
+  VF sum = vzero();
+  for_vectors(size, [&](int64_t at, auto lanes) { sum = vadd(sum, vload(hidden + at, lanes)); });
+  const float mean = reduce_add(sum) / size;
+  float squares = 0.0f;
+  for (int64_t at = 0; at < size; ++at) {
+    const float difference = to_float(hidden[at]) - mean;
+    squares += difference * difference;
+  }
+  const VF scale = vset1(1.0f / std::sqrt(squares / size + args.eps)), middle = vset1(mean);
+  for_vectors(size, [&](int64_t at, auto lanes) {
+    const VF normed = vmul(vsub(vload(hidden + at, lanes), middle), scale);
+    vstore(out + at, vmul(normed, vload(weight + at, lanes)), lanes);
+  });
+}
 
 template <typename T>
 void rms_norm(const RmsNormArgs& args, const Slice& slice) {
   const int64_t size = args.size;
-  const T* weight = static_cast<const T*>(args.weight);
+  const VF delta_scale = vset1(args.delta_scale);
   const auto mine = slice.range(*args.count);
   for (int64_t i = mine.begin; i < mine.end; ++i) {
     T* hidden = static_cast<T*>(args.hidden) + i * size;
     T* out = static_cast<T*>(args.out) + i * size;
     const T* delta = args.delta ? static_cast<const T*>(args.delta) + i * size : nullptr;
-    VF squares = vzero();
-    for_vectors(size, [&](int64_t at, auto lanes) {
-      VF x = vload(hidden + at, lanes);
-      if (delta) x = rounded<T>(vadd(x, vload(delta + at, lanes)));
-      if (delta) vstore(hidden + at, x, lanes);
-      squares = vfma(x, x, squares);
-    });
+    const VF squares = add_delta(hidden, delta, delta_scale, size);
+    if (!args.weight) continue;
+    if (args.is_centred) {
+      centred_norm(args, hidden, out);
+      continue;
+    }
     const VF scale = vset1(1.0f / std::sqrt(reduce_add(squares) / size + args.eps));
+    if (args.is_wide) {
+      const float* weight = static_cast<const float*>(args.weight);
+      for_vectors(size, [&](int64_t at, auto lanes) {
+        const VF normed = vmul(vload(hidden + at, lanes), scale);
+        vstore(out + at, vmul(normed, vload(weight + at, lanes)), lanes);
+      });
+      continue;
+    }
+    const T* weight = static_cast<const T*>(args.weight);
     for_vectors(size, [&](int64_t at, auto lanes) {
       const VF normed = rounded<T>(vmul(vload(hidden + at, lanes), scale));
       vstore(out + at, vmul(normed, vload(weight + at, lanes)), lanes);
@@ -58,16 +104,30 @@ void rms_norm(const RmsNormArgs& args, const Slice& slice) {
   }
 }
 
-// out[t] = round(silu(gate)) * up, where gate_up[t] holds both side by side.
-struct SwigluArgs {
+// out[t] = round(silu(gate)) * up, or of gelu(gate), approximated by tanh; gate_up[t] holds both
+// side by side.
+struct GatedArgs {
   const void* gate_up;  // [T, 2 * size]
   void* out;            // [T, size]
   const int32_t* num_tokens;
   int64_t size;
 };
 
-template <typename T>
-void swiglu(const SwigluArgs& args, const Slice& slice) {
+// silu(x) = x * sigmoid(x).
+struct Silu {
+  static VF logit(VF x) { return x; }
+};
+
+// 0.5 x (1 + tanh(u)) = x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
+struct GeluTanh {
+  static VF logit(VF x) {
+    const VF cubic = vmul(vmul(x, x), vset1(2 * 0.7978845608f * 0.044715f));
+    return vmul(x, vadd(cubic, vset1(2 * 0.7978845608f)));
+  }
+};
+
+template <typename T, typename Activation>
+void gated(const GatedArgs& args, const Slice& slice) {
   const int64_t size = args.size;
   const VF one = vset1(1.0f);
   const auto mine = slice.range(*args.num_tokens);
@@ -77,8 +137,32 @@ void swiglu(const SwigluArgs& args, const Slice& slice) {
     T* out = static_cast<T*>(args.out) + t * size;
     for_vectors(size, [&](int64_t at, auto lanes) {
       const VF g = vload(gate + at, lanes);
-      const VF silu = rounded<T>(vdiv(g, vadd(one, vexp(vsub(vzero(), g)))));
-      vstore(out + at, vmul(silu, vload(up + at, lanes)), lanes);
+      const VF logit = Activation::logit(g);
+      const VF active = rounded<T>(vdiv(g, vadd(one, vexp(vsub(vzero(), logit)))));
+      vstore(out + at, vmul(active, vload(up + at, lanes)), lanes);
+    });
+  }
+}
+
+// x[i] = round(scale * x[i]), or, with a cap, cap * tanh(scale * x[i] / cap).
+struct ScaleArgs {
+  void* x;  // [count, size]
+  const int32_t* count;
+  int64_t size;
+  float scale;
+  float softcap;  // 0: none
+};
+
+template <typename T>
+void scale_rows(const ScaleArgs& args, const Slice& slice) {
+  const VF scale = vset1(args.scale), cap = vset1(args.softcap);
+  const auto mine = slice.range(*args.count);
+  for (int64_t i = mine.begin; i < mine.end; ++i) {
+    T* row = static_cast<T*>(args.x) + i * args.size;
+    for_vectors(args.size, [&](int64_t at, auto lanes) {
+      VF x = vmul(vload(row + at, lanes), scale);
+      if (args.softcap) x = vmul(vtanh(vdiv(x, cap)), cap);
+      vstore(row + at, x, lanes);
     });
   }
 }
@@ -89,5 +173,9 @@ LOADOUT_EXPORT(gather_float, loadout::GatherArgs, loadout::gather<float>)
 LOADOUT_EXPORT(gather_bf16, loadout::GatherArgs, loadout::gather<loadout::bf16>)
 LOADOUT_EXPORT(rms_norm_float, loadout::RmsNormArgs, loadout::rms_norm<float>)
 LOADOUT_EXPORT(rms_norm_bf16, loadout::RmsNormArgs, loadout::rms_norm<loadout::bf16>)
-LOADOUT_EXPORT(swiglu_float, loadout::SwigluArgs, loadout::swiglu<float>)
-LOADOUT_EXPORT(swiglu_bf16, loadout::SwigluArgs, loadout::swiglu<loadout::bf16>)
+LOADOUT_EXPORT(swiglu_float, loadout::GatedArgs, (loadout::gated<float, loadout::Silu>))
+LOADOUT_EXPORT(swiglu_bf16, loadout::GatedArgs, (loadout::gated<loadout::bf16, loadout::Silu>))
+LOADOUT_EXPORT(geglu_float, loadout::GatedArgs, (loadout::gated<float, loadout::GeluTanh>))
+LOADOUT_EXPORT(geglu_bf16, loadout::GatedArgs, (loadout::gated<loadout::bf16, loadout::GeluTanh>))
+LOADOUT_EXPORT(scale_rows_float, loadout::ScaleArgs, loadout::scale_rows<float>)
+LOADOUT_EXPORT(scale_rows_bf16, loadout::ScaleArgs, loadout::scale_rows<loadout::bf16>)

@@ -7,11 +7,11 @@ namespace loadout {
 // cos[t] and sin[t] of positions[t] * inverse_frequencies, times `scaling`.
 struct RotaryAnglesArgs {
   const int64_t* positions;           // [T]
-  const float* inverse_frequencies;   // [head_dim / 2]
-  void* cos;                          // [T, head_dim / 2]
-  void* sin;                          // [T, head_dim / 2]
+  const float* inverse_frequencies;   // [half]
+  void* cos;                          // [T, half]
+  void* sin;                          // [T, half]
   const int32_t* num_tokens;
-  int64_t half;  // head_dim / 2
+  int64_t half;  // of what is turned of a head
   float scaling;
 };
 
@@ -30,34 +30,59 @@ void rotary_angles(const RotaryAnglesArgs& args, const Slice& slice) {
   }
 }
 
-// For every token: q and k of each head are normed (where there are weights) and rotated; q stays
-// in place, k and v go to the token's cell.
+// An RMSNorm over a head, or over all heads side by side.
+struct HeadNorm {
+  const void* weight;  // [size], of floats if it is wide, or null: no norm
+  int64_t size;        // head_dim, or that of all heads
+  int64_t is_wide;     // the product with the weight is rounded, not the norm before it
+};
+
+// For every token: q and k are normed (where there are weights) and rotated, or the other way
+// round; q, times its scale, stays in place, k and v go to the token's cell.
 struct RopeAndStoreArgs {
   KvLayer cache;
   void* qkv;  // [T, row_stride]: q of all heads, k, v
   int64_t row_stride;
   int64_t num_heads;
-  const void* cos;  // [T, head_dim / 2]
+  int64_t half;     // of what is turned of a head
+  const void* cos;  // [T, half], or null: nothing is rotated
   const void* sin;
-  const void* q_norm;  // [head_dim] or null
-  const void* k_norm;
+  int64_t is_interleaved;  // neighbours turn with each other
+  HeadNorm q_norm;
+  HeadNorm k_norm;
+  int64_t norms_rotated;
+  const float* q_scale;  // [T], or null
   const int64_t* cells;  // [T]
   const int32_t* num_tokens;
   float eps;
 };
 
 template <typename T>
-void norm_head(T* x, const T* weight, int64_t size, float eps) {
+void norm_part(T* x, const HeadNorm& norm, float eps) {
   VF squares = vzero();
-  for_vectors(size, [&](int64_t i, auto lanes) {
+  for_vectors(norm.size, [&](int64_t i, auto lanes) {
     const VF part = vload(x + i, lanes);
     squares = vfma(part, part, squares);
   });
-  const VF scale = vset1(1.0f / std::sqrt(reduce_add(squares) / size + eps));
-  for_vectors(size, [&](int64_t i, auto lanes) {
+  const VF scale = vset1(1.0f / std::sqrt(reduce_add(squares) / norm.size + eps));
+  if (norm.is_wide) {
+    const float* weight = static_cast<const float*>(norm.weight);
+    for_vectors(norm.size, [&](int64_t i, auto lanes) {
+      vstore(x + i, vmul(vmul(vload(x + i, lanes), scale), vload(weight + i, lanes)), lanes);
+    });
+    return;
+  }
+  const T* weight = static_cast<const T*>(norm.weight);
+  for_vectors(norm.size, [&](int64_t i, auto lanes) {
     const VF normed = rounded<T>(vmul(vload(x + i, lanes), scale));
     vstore(x + i, vmul(normed, vload(weight + i, lanes)), lanes);
   });
+}
+
+template <typename T>
+void norm_heads(T* x, const HeadNorm& norm, int64_t size, float eps) {
+  if (!norm.weight) return;
+  for (int64_t at = 0; at < size; at += norm.size) norm_part(x + at, norm, eps);
 }
 
 // Element i turns with element i + half. Rounded after the first product, as torch does.
@@ -69,6 +94,17 @@ void rotate_head(T* x, const T* cos, const T* sin, int64_t half) {
     vstore(x + i, vsub(rounded<T>(vmul(a, c)), vmul(b, s)), lanes);
     vstore(x + half + i, vfma(a, s, rounded<T>(vmul(b, c))), lanes);
   });
+}
+
+// Element 2 i turns with element 2 i + 1.
+template <typename T>
+void rotate_neighbours(T* x, const T* cos, const T* sin, int64_t half) {
+  for (int64_t i = 0; i < half; ++i) {
+    const float c = to_float(cos[i]), s = to_float(sin[i]);
+    const float a = to_float(x[2 * i]), b = to_float(x[2 * i + 1]);
+    x[2 * i] = from_float<T>(to_float(from_float<T>(a * c)) - b * s);
+    x[2 * i + 1] = from_float<T>(to_float(from_float<T>(b * c)) + a * s);
+  }
 }
 
 template <typename T>
@@ -90,24 +126,52 @@ void store_cell(const KvLayer& cache, int64_t cell, int64_t kv_head, const T* k,
   for (int64_t i = 0; i < size; ++i) values[i * P] = v[i];
 }
 
+// scale[t] = 1 + beta ln(1 + floor(positions[t] / length)).
+struct QueryGrowthArgs {
+  const int64_t* positions;
+  float* scale;  // [T]
+  const int32_t* num_tokens;
+  int64_t length;
+  float beta;
+};
+
+inline void query_growth(const QueryGrowthArgs& args, const Slice& slice) {
+  const auto mine = slice.range(*args.num_tokens);
+  for (int64_t t = mine.begin; t < mine.end; ++t) {
+    args.scale[t] = 1.0f + args.beta * std::log1p(static_cast<float>(args.positions[t] / args.length));
+  }
+}
+
 template <typename T>
 void rope_and_store(const RopeAndStoreArgs& args, const Slice& slice) {
-  const int64_t size = args.cache.head_dim, half = size / 2;
+  const int64_t size = args.cache.head_dim, half = args.half;
   const int64_t num_kv_heads = args.cache.num_kv_heads;
-  const T* q_norm = static_cast<const T*>(args.q_norm);
-  const T* k_norm = static_cast<const T*>(args.k_norm);
+  const int64_t q_size = args.num_heads * size, kv_size = num_kv_heads * size;
   const auto mine = slice.range(*args.num_tokens);
   for (int64_t t = mine.begin; t < mine.end; ++t) {
     T* heads = static_cast<T*>(args.qkv) + t * args.row_stride;
-    const T* cos = static_cast<const T*>(args.cos) + t * half;
-    const T* sin = static_cast<const T*>(args.sin) + t * half;
-    for (int64_t h = 0; h < args.num_heads + num_kv_heads; ++h) {
-      const T* weight = h < args.num_heads ? q_norm : k_norm;
-      if (weight) norm_head(heads + h * size, weight, size, args.eps);
-      rotate_head(heads + h * size, cos, sin, half);
+    T* k = heads + q_size;
+    const T* v = k + kv_size;
+    if (!args.norms_rotated) {
+      norm_heads(heads, args.q_norm, q_size, args.eps);
+      norm_heads(k, args.k_norm, kv_size, args.eps);
     }
-    const T* k = heads + args.num_heads * size;
-    const T* v = k + num_kv_heads * size;
+    if (args.cos) {
+      const T* cos = static_cast<const T*>(args.cos) + t * half;
+      const T* sin = static_cast<const T*>(args.sin) + t * half;
+      const auto rotate = args.is_interleaved ? rotate_neighbours<T> : rotate_head<T>;
+      for (int64_t at = 0; at < q_size + kv_size; at += size) rotate(heads + at, cos, sin, half);
+    }
+    if (args.norms_rotated) {
+      norm_heads(heads, args.q_norm, q_size, args.eps);
+      norm_heads(k, args.k_norm, kv_size, args.eps);
+    }
+    if (args.q_scale) {
+      const VF scale = vset1(args.q_scale[t]);
+      for_vectors(q_size, [&](int64_t i, auto lanes) {
+        vstore(heads + i, vmul(vload(heads + i, lanes), scale), lanes);
+      });
+    }
     for (int64_t h = 0; h < num_kv_heads; ++h) {
       store_cell(args.cache, args.cells[t], h, k + h * size, v + h * size);
     }
@@ -118,6 +182,7 @@ void rope_and_store(const RopeAndStoreArgs& args, const Slice& slice) {
 
 LOADOUT_EXPORT(rotary_angles_float, loadout::RotaryAnglesArgs, loadout::rotary_angles<float>)
 LOADOUT_EXPORT(rotary_angles_bf16, loadout::RotaryAnglesArgs, loadout::rotary_angles<loadout::bf16>)
+LOADOUT_EXPORT(query_growth, loadout::QueryGrowthArgs, loadout::query_growth)
 LOADOUT_EXPORT(rope_and_store_float, loadout::RopeAndStoreArgs, loadout::rope_and_store<float>)
 LOADOUT_EXPORT(rope_and_store_bf16, loadout::RopeAndStoreArgs,
                loadout::rope_and_store<loadout::bf16>)

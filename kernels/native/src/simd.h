@@ -122,6 +122,11 @@ inline VF keep_lanes(VF x, int64_t begin, int64_t end, VF other) {
   return _mm512_mask_mov_ps(other, static_cast<__mmask16>(below(end) & ~below(begin)), x);
 }
 
+// Lanes of `near` where x < limit, of `other` elsewhere.
+inline VF vselect_below(VF x, VF limit, VF near, VF other) {
+  return _mm512_mask_mov_ps(other, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), near);
+}
+
 // y * 2^n for whole n.
 inline VF scale_by_power(VF y, VF n) { return _mm512_scalef_ps(y, n); }
 constexpr float LEAST_POWER = -160.0f;
@@ -213,6 +218,11 @@ inline VF keep_lanes(VF x, int64_t begin, int64_t end, VF other) {
   return _mm256_blendv_ps(other, x, is_kept);
 }
 
+// Lanes of `near` where x < limit, of `other` elsewhere.
+inline VF vselect_below(VF x, VF limit, VF near, VF other) {
+  return _mm256_blendv_ps(other, near, _mm256_cmp_ps(x, limit, _CMP_LT_OQ));
+}
+
 // y * 2^n for whole n; n = LEAST_POWER gives 0.
 inline VF scale_by_power(VF y, VF n) { return vmul(y, exponent(n)); }
 constexpr float LEAST_POWER = -127.0f;
@@ -292,6 +302,19 @@ inline VF vexp2(VF x) {
   y = vfma(y, f, vset1(6.931472028550421e-1f));
   y = vfma(y, f, vset1(1.0f));
   return scale_by_power(y, n);
+}
+
+// 1 - 2 / (1 + e^(2x)); near 0 it is x - x^3 / 3, which the difference would lose.
+inline VF vtanh(VF x) {
+  x = vmax(vmin(x, vset1(20.0f)), vset1(-20.0f));
+  const VF one = vset1(1.0f);
+  const VF far = vsub(one, vdiv(vset1(2.0f), vadd(one, vexp(vadd(x, x)))));
+  const VF square = vmul(x, x);
+  VF series = vset1(-17.0f / 315.0f);
+  series = vfma(series, square, vset1(2.0f / 15.0f));
+  series = vfma(series, square, vset1(-1.0f / 3.0f));
+  series = vmul(vfma(series, square, one), x);
+  return vselect_below(square, vset1(0.04f), series, far);
 }
 
 }  // namespace loadout

@@ -11,8 +11,8 @@ from inference_svc.backends.cuda_graphs import Compute, captured_sizes
 from inference_svc.backends.cuda_lora import CudaLora
 from inference_svc.backends.torch import LoraStep
 from inference_svc.engine.step_limit import StepLimit
-from inference_svc.model.decoder import Transformer
 from inference_svc.model.inputs import StepInputs
+from inference_svc.model.transformer import Transformer
 from kernels import tuning
 from kernels.attention import KVCache
 from tests.gpu.models import (
@@ -23,7 +23,7 @@ from tests.gpu.models import (
     Eager,
     Model,
     assert_close,
-    make_geometry,
+    make_decoder,
     run,
     steps,
 )
@@ -38,7 +38,7 @@ class Spy:
 
     def __init__(self, transformer: Transformer) -> None:
         self._transformer = transformer
-        self.geometry = transformer.geometry
+        self.description = transformer.description
         self.rows: list[tuple[int, int]] = []
         """Tokens and rows of each step."""
         self.variants: set[tuple] = set()
@@ -63,8 +63,8 @@ class Runs(Eager):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Model:
-    geometry = make_geometry("qwen3, norms of heads", tmp_path_factory.mktemp("model"))
-    return Model.make(geometry, torch.float32, torch.device("cpu"))
+    description = make_decoder("qwen3, norms of heads", tmp_path_factory.mktemp("model"))
+    return Model.make(description, torch.float32, torch.device("cpu"))
 
 
 SLOTS = [[-1] * 5, [0, 0, 1, 2, 2], [-1, -1, 0, 1, 1]]
@@ -139,6 +139,6 @@ def test_warm_up_respects_the_step_limits(model):
 
 def test_workspace_bytes(model):
     inputs_bytes = CudaLora.num_bytes(MAX_TOKENS, MAX_ROWS) + 4 * MAX_ROWS * MAX_PAGES
-    logits_bytes = 4 * MAX_ROWS * model.transformer.geometry.vocab_size
+    logits_bytes = 4 * MAX_ROWS * model.transformer.description.vocab_size
     assert model.fixed(None).workspace_bytes > inputs_bytes + logits_bytes
     assert model.plain().workspace_bytes == 0

@@ -15,8 +15,8 @@ from bench.gpu_launches import META, Launch, NotCapturable, Noted, launches, sto
 from bench.gpu_step import tensors_of
 from inference_svc.backends.cuda import CudaBackend, PreparedStep
 from kernels.attention import KVCache
-from kernels.elementwise import add_rms_norm, swiglu
-from tests.gpu.models import FEATURES, Eager, Model, make_geometry, steps
+from kernels.elementwise import NormWeight, add_rms_norm, swiglu
+from tests.gpu.models import FEATURES, Eager, Model, make_decoder, steps
 
 BASE, ALL, SOME = [-1] * 5, [0, 0, 1, 2, 2], [-1, -1, 0, 1, 1]
 
@@ -73,7 +73,10 @@ def places_of(backend: CudaBackend, model: Model, cache: KVCache) -> dict[int, s
     """What stays where it is, by storage."""
     places = {storage_id(each): "weights" for each in tensors_of(model.transformer.weights)}
     named = {
-        "frequencies": model.transformer._rotary._inverse_frequencies,
+        **{
+            f"frequencies {index}": rotary._inverse_frequencies
+            for index, rotary in enumerate(model.transformer._rotary.values())
+        },
         "keys and values": cache.data,
         "page table": backend._table.on_device,
         "arena": model.arena.flat,
@@ -97,8 +100,8 @@ def check_all(make: Callable[[], Checked]) -> None:
 @pytest.fixture
 def make_model(tmp_path):
     def make(feature: str) -> Model:
-        geometry = make_geometry(feature, tmp_path)
-        return Model.make(geometry, torch.float16, META)
+        description = make_decoder(feature, tmp_path)
+        return Model.make(description, torch.float16, META)
 
     return make
 
@@ -113,7 +116,7 @@ class Planted:
     """A decoder that does something else besides."""
 
     def __init__(self, model: Model, plant: Callable[[Planted, Tensor], Any]) -> None:
-        self.geometry = model.transformer.geometry
+        self.description = model.transformer.description
         self.model = model
         self.stray = torch.ones(1, device=META)
         self.num_calls = 0
@@ -145,14 +148,14 @@ HOST = {
     "a copy from the CPU": lambda _, x: x[0].copy_(torch.zeros(x.shape[1])),
     "a constant of the CPU": lambda _, x: torch.tensor([1, 2]).to(x.device),
     "a kernel over the CPU's memory": lambda _, x: add_rms_norm(
-        torch.zeros(1, x.shape[1]), None, x[0], 1e-5
+        torch.zeros(1, x.shape[1]), None, NormWeight(x[0], 1e-5)
     ),
 }
 DIFFERENT = {
     "one operation more": lambda p, x: x.add_(1) if p.is_odd else None,
     "another operation": lambda p, x: x.add_(1) if p.is_odd else x.mul_(1),
     "another number": lambda p, x: x.mul_(p.num_calls),
-    "another grid": lambda p, x: add_rms_norm(x[: 1 + p.is_odd], None, x[0], 1e-5),
+    "another grid": lambda p, x: add_rms_norm(x[: 1 + p.is_odd], None, NormWeight(x[0], 1e-5)),
     "another constant": lambda p, x: swiglu(x.flatten()[None, : 8 + 8 * p.is_odd]),
     "another address": lambda p, x: x.add_(p.model.transformer.weights.embedding[p.is_odd, 0]),
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.gpu_launches import META, launches
-from tests.gpu.models import Model, make_geometry
+from tests.gpu.models import Model, make_decoder
 
 NUM_LAYERS = 32
 LIMITS = {False: 360, True: 620}
@@ -17,8 +17,8 @@ LIMITS = {False: 360, True: 620}
 
 @pytest.mark.parametrize("with_lora", LIMITS)
 def test_a_decode_step_launches_few_kernels(tmp_path, with_lora):
-    geometry = make_geometry("llama", tmp_path, num_hidden_layers=NUM_LAYERS)
-    backend = Model.make(geometry, torch.float32, META).fixed(lambda compute: None)
+    description = make_decoder("llama", tmp_path, num_hidden_layers=NUM_LAYERS)
+    backend = Model.make(description, torch.float32, META).fixed(lambda compute: None)
     with launches() as noted:
         backend._decode(1, with_lora)
     counts = Counter(launch.name for launch in noted.launches)
@@ -40,8 +40,8 @@ def test_a_decode_step_launches_few_kernels(tmp_path, with_lora):
 )
 def test_nothing_is_launched_for_targets_that_are_refused(tmp_path, lora_targets, num_kernels):
     """For each group that has an accepted target two kernels, for the embedding one."""
-    geometry = make_geometry("llama", tmp_path, num_hidden_layers=NUM_LAYERS)
-    model = Model.make(geometry, torch.float32, META)
+    description = make_decoder("llama", tmp_path, num_hidden_layers=NUM_LAYERS)
+    model = Model.make(description, torch.float32, META)
     counts = []
     for with_lora in (False, True):
         backend = model.fixed(lambda compute: None, lora_targets=lora_targets)

@@ -29,7 +29,7 @@ from tests.gpu.models import (
     NUM_SLOTS,
     PAGE_SIZE,
     Model,
-    make_geometry,
+    make_decoder,
 )
 from tests.inference_svc.backends.test_cuda_launches import LIMITS, NUM_LAYERS
 
@@ -75,8 +75,8 @@ def live_bytes() -> Iterator[LiveBytes]:
 )
 def model(tmp_path: Path, request: pytest.FixtureRequest) -> Model:
     """Models whose attention, feed-forward, head and residual stream takes most."""
-    geometry = make_geometry("qwen3, norms of heads", tmp_path, **request.param)
-    return Model.make(geometry, torch.float32, torch.device("cpu"))
+    description = make_decoder("qwen3, norms of heads", tmp_path, **request.param)
+    return Model.make(description, torch.float32, torch.device("cpu"))
 
 
 def config_of(num_tokens: int, **changes: Any) -> EngineConfig:
@@ -118,13 +118,13 @@ def test_a_step_takes_no_more(model, num_tokens, lora_targets):
         backend = model.fixed(None, is_warm=False, max_tokens=num_tokens, lora_targets=lora_targets)
         peak = peak_bytes(backend, num_tokens, has_decodes=True)
     config = config_of(num_tokens, lora_targets=lora_targets)
-    planned = cuda_needs.step_bytes(config, model.transformer.geometry, num_tokens)
+    planned = cuda_needs.step_bytes(config, model.transformer.description, num_tokens)
     assert peak <= planned <= 1.3 * peak, "more would be memory that could be pages"
 
 
 def test_what_is_held_between_steps(model):
     backend = model.fixed(None, is_warm=False)
-    planned = cuda_needs._fixed_bytes(config_of(70), model.transformer.geometry)
+    planned = cuda_needs._fixed_bytes(config_of(70), model.transformer.description)
     held = backend.workspace_bytes + backend.arena.table.rows.nbytes
     assert held <= planned <= 1.3 * held
 
@@ -147,20 +147,20 @@ def test_choosing_tokens_takes_no_more(monkeypatch, changes):
 
 
 def test_more_of_anything_needs_more(model):
-    config, geometry = config_of(70), model.transformer.geometry
-    needs = cuda_needs.memory_needs(config, geometry)
+    config, description = config_of(70), model.transformer.description
+    needs = cuda_needs.memory_needs(config, description)
     for change in ({"max_sequences": 64}, {"max_batch_tokens": 1 << 14}):
-        more = cuda_needs.memory_needs(replace(config, **change), geometry)
+        more = cuda_needs.memory_needs(replace(config, **change), description)
         assert more.step_bytes > needs.step_bytes
-    eager = cuda_needs.memory_needs(replace(config, record_steps=False), geometry)
+    eager = cuda_needs.memory_needs(replace(config, record_steps=False), description)
     assert eager.step_bytes == needs.workspace_bytes
 
 
 def test_fewer_targets_need_less(model):
-    config, geometry = config_of(1 << 14), model.transformer.geometry
-    every = cuda_needs.memory_needs(config, geometry)
-    some = cuda_needs.memory_needs(replace(config, lora_targets=("o_proj",)), geometry)
-    fewer_kernels = 2 * 3 * geometry.num_layers * len(captured_sizes(MAX_ROWS))
+    config, description = config_of(1 << 14), model.transformer.description
+    every = cuda_needs.memory_needs(config, description)
+    some = cuda_needs.memory_needs(replace(config, lora_targets=("o_proj",)), description)
+    fewer_kernels = 2 * 3 * description.num_layers * len(captured_sizes(MAX_ROWS))
     less = every.graphs_bytes - some.graphs_bytes
     assert less >= fewer_kernels * cuda_needs.NODE_BYTES
     assert some.workspace_bytes < every.workspace_bytes

@@ -26,10 +26,10 @@ from inference_svc.adapters.load_metrics import LoadTimes
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostTier, MemoryTiers
 from inference_svc.backends.cuda import CudaBackend, StepLimits
-from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.description import Decoder
 from kernels.attention import KVCache
 from kernels.lora.table import GRANULE_BYTES
-from tests.gpu.models import Eager, make_geometry
+from tests.gpu.models import Eager, make_decoder
 from tests.support.late_streams import LateDevice
 
 PAGE_SIZE, MAX_PAGES, NUM_PAGES, MAX_ROWS, MAX_TOKENS = 2, 8, 40, 3, 40
@@ -65,8 +65,8 @@ class Reader:
     """Stands for the decoder: compares what a step reads, when it runs, with what it was made of.
     Computes no logits."""
 
-    def __init__(self, geometry: ModelGeometry, arena: Arena, headers: list[ImageHeader]) -> None:
-        self.geometry = geometry
+    def __init__(self, description: Decoder, arena: Arena, headers: list[ImageHeader]) -> None:
+        self.description = description
         self.rows: list[Row] = []
         self.num_steps = 0
         self._arena = arena
@@ -94,7 +94,7 @@ class Reader:
         if lora is not None:
             self._check_adapters(lora, starts)
         self.num_steps += 1
-        return torch.zeros(len(inputs.logit_rows), self.geometry.vocab_size)
+        return torch.zeros(len(inputs.logit_rows), self.description.vocab_size)
 
     def _check_adapters(self, lora: Any, starts: list[int]) -> None:
         slots = [row.slot for row in self.rows for _ in row.token_ids]
@@ -137,7 +137,7 @@ class World:
     """Sequences that come, grow and go, and images that replace each other, on a late device."""
 
     device: LateDevice
-    geometry: ModelGeometry
+    description: Decoder
     layout: ModelLayout
     running: list[core.Sequence] = field(default_factory=list)
 
@@ -157,7 +157,7 @@ class World:
             num_layers=1, num_pages=NUM_PAGES + 1, page_size=PAGE_SIZE, num_kv_heads=1, head_dim=2,
             dtype=DTYPE,
         )  # fmt: skip
-        self.reader: Any = Reader(self.geometry, self.arena, self.headers)
+        self.reader: Any = Reader(self.description, self.arena, self.headers)
         limits = StepLimits(MAX_TOKENS, MAX_ROWS, MAX_PAGES)
         groups = lora_groups(self.layout)
         self.backend = LateBackend(self.reader, cache, self.arena, groups, limits, Eager)
@@ -266,14 +266,14 @@ def _small_pieces() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> tuple[ModelGeometry, ModelLayout]:
+def model(tmp_path_factory) -> tuple[Decoder, ModelLayout]:
     folder: Path = tmp_path_factory.mktemp("model")
-    geometry = make_geometry("llama", folder, num_hidden_layers=1)
-    return geometry, build_layout(geometry, "m", DTYPE)
+    description = make_decoder("llama", folder, num_hidden_layers=1)
+    return description, build_layout(description, "m", DTYPE)
 
 
 def search(
-    model: tuple[ModelGeometry, ModelLayout], ignored: str | None, num_examples: int = NUM_EXAMPLES
+    model: tuple[Decoder, ModelLayout], ignored: str | None, num_examples: int = NUM_EXAMPLES
 ) -> set[str]:
     """Runs many schedules, the same ones every time; returns where was recorded and waited."""
     sites: set[str] = set()

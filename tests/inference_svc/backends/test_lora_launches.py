@@ -17,7 +17,7 @@ from inference_svc.adapters.layout import ModelLayout, lora_groups
 from inference_svc.backends.cuda import CudaBackend
 from inference_svc.core import BASE_SLOT
 from kernels.lora import TableEntry
-from tests.gpu.models import Eager, Model, make_geometry, steps
+from tests.gpu.models import Eager, Model, make_decoder, steps
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "nothing": (),
@@ -61,8 +61,8 @@ def decode(slot: int) -> core.Batch:
 @pytest.fixture(scope="module")
 def meta(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """A model that computes nothing."""
-    geometry = make_geometry("llama", tmp_path_factory.mktemp("model"))
-    return Model.make(geometry, torch.float16, META)
+    description = make_decoder("llama", tmp_path_factory.mktemp("model"))
+    return Model.make(description, torch.float16, META)
 
 
 def check_kernels(model: Model, backend: CudaBackend, targets: list[int]) -> dict[str, int]:
@@ -115,7 +115,7 @@ class Counted(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_operations_of_torch(tmp_path: Path, choice: str, dtype: torch.dtype) -> None:
-    model = Model.make(make_geometry("llama", tmp_path), dtype, torch.device("cpu"))
+    model = Model.make(make_decoder("llama", tmp_path), dtype, torch.device("cpu"))
     targets = with_adapter(model, CHOICES[choice])
     backend, counts = model.plain(), []
     for slot in (BASE_SLOT, SLOT):

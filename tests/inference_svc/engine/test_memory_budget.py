@@ -16,7 +16,8 @@ from inference_svc.backends.torch import TorchFactory
 from inference_svc.core import EngineConfig
 from inference_svc.engine.build import build_engine
 from inference_svc.engine.memory_budget import Budget, Line, human, plan_budgets
-from inference_svc.model.geometry import ModelGeometry, load_geometry
+from inference_svc.model.architectures import load_description
+from inference_svc.model.description import Decoder
 from inference_svc.store.client import NoStore
 from kernels.attention import KVCache
 from kernels.attention.native import NativeAttention
@@ -29,10 +30,10 @@ NATIVE, TORCH = NativeFactory(), TorchFactory()
 
 def budget_of(
     config: EngineConfig,
-    geometry: ModelGeometry,
+    description: Decoder,
     backend: NativeFactory | TorchFactory = NATIVE,
 ) -> Budget:
-    (budget,) = plan_budgets(config, backend.memory_needs(config, geometry), None)
+    (budget,) = plan_budgets(config, backend.memory_needs(config, description), None)
     return budget
 
 
@@ -90,10 +91,10 @@ def test_units(num_bytes: int, text: str) -> None:
 
 
 def test_every_setting_that_takes_memory_has_a_line(config: EngineConfig) -> None:
-    geometry = load_geometry(config.model_dir)
+    description = load_description(config.model_dir)
     changed = replace(config, host_bytes=8 * MIB, memory_limit_bytes=1 << 30, frontend_bytes=MIB)
     changed = replace(changed, tokenizer_bytes=3 * MIB)
-    budget = budget_of(changed, geometry)
+    budget = budget_of(changed, description)
     assert budget.place == "host"
     assert budget.limit_bytes == 1 << 30
     assert budget.bytes_of("kv_pages") == 96 * MIB
@@ -104,13 +105,17 @@ def test_every_setting_that_takes_memory_has_a_line(config: EngineConfig) -> Non
     num_parameters = 2 * 2048 * 512 + 2 * (4 * 512 * 512 + 3 * 512 * 1024 + 2 * 512) + 512
     assert budget.bytes_of("weights") == 4 * num_parameters
     wider = replace(changed, max_batch_tokens=1024)
-    assert budget_of(wider, geometry).bytes_of("workspace") > budget.bytes_of("workspace")
+    assert budget_of(wider, description).bytes_of("workspace") > budget.bytes_of("workspace")
+
+
+def tied(description: Decoder) -> Decoder:
+    return replace(description, head=replace(description.head, is_tied=True))
 
 
 def test_tied_head_is_packed_apart(config: EngineConfig) -> None:
-    geometry = replace(load_geometry(config.model_dir), tie_word_embeddings=True)
+    description = tied(load_description(config.model_dir))
     plain, packed = (
-        budget_of(config, geometry, backend).bytes_of("weights") for backend in (TORCH, NATIVE)
+        budget_of(config, description, backend).bytes_of("weights") for backend in (TORCH, NATIVE)
     )
     assert packed - plain == 4 * 2048 * 512
 
@@ -132,7 +137,7 @@ def test_native_backend_stays_within_its_lines(
         config, dtype=dtype, num_threads=num_threads, max_sequences=max_sequences, max_lora_rank=128
     )
     built = build_engine(config, NoStore(), lambda event: None)
-    budget = budget_of(config, built.geometry)
+    budget = budget_of(config, built.decoder)
     backend, describe = built.engine.runner.backend, built.engine.commands.describe
     assert isinstance(backend, NativeBackend)
     assert 0 < backend.workspace_bytes <= budget.bytes_of("workspace")
@@ -145,15 +150,15 @@ def test_native_backend_stays_within_its_lines(
 
 def test_packing_counts_beyond_the_workspace(config: EngineConfig) -> None:
     """The unpacked form is gone before the workspace is there."""
-    geometry = replace(load_geometry(config.model_dir), vocab_size=8192)
+    description = replace(load_description(config.model_dir), vocab_size=8192)
     small = replace(config, max_model_len=16, max_sequences=1, max_batch_tokens=1)
-    budget = budget_of(small, geometry)
+    budget = budget_of(small, description)
     assert budget.bytes_of("packing") == 4 * 8192 * 512 - budget.bytes_of("workspace")
-    tied = budget_of(small, replace(geometry, tie_word_embeddings=True))
+    with_tie = budget_of(small, tied(description))
     gate_up_bytes = 4 * 2 * 1024 * 512
-    assert tied.bytes_of("packing") == gate_up_bytes - tied.bytes_of("workspace")
+    assert with_tie.bytes_of("packing") == gate_up_bytes - with_tie.bytes_of("workspace")
     for plenty, backend in ((replace(config, max_batch_tokens=4096), NATIVE), (small, TORCH)):
-        budget = budget_of(plenty, geometry, backend)
+        budget = budget_of(plenty, description, backend)
         assert "packing" not in {line.name for line in budget.lines}
 
 

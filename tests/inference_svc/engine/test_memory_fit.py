@@ -19,7 +19,7 @@ from inference_svc.backends.cuda import CudaFactory
 from inference_svc.config import InferenceSettings, Machine, to_engine_config
 from inference_svc.engine.memory_budget import plan_budgets
 from inference_svc.engine.memory_fit import NO_ADAPTERS_BYTES, SPARE_SHARE, STEP_SHARE
-from inference_svc.model.geometry import load_geometry
+from inference_svc.model.architectures import load_description
 from tools.sizing import Adapters, Plan
 from tools.sizing_docs import plan_card
 from tools.sizing_models import CARDS, GB, LLAMA_8B, MODELS, card_bytes
@@ -130,12 +130,12 @@ def machine_of(gigabytes: float, in_use: int = 600 * MIB, host_bytes: int = 64 <
 
 def resolved(folder: Path, machine: Machine, **settings: Any) -> InferenceSettings:
     config = InferenceSettings(model=folder, **({"store": "127.0.0.1:1"} | settings))
-    return resolve_settings(config, machine, load_geometry(folder))
+    return resolve_settings(config, machine, load_description(folder))
 
 
 def test_what_is_decided_stays(folder: Path) -> None:
     config = resolved(folder, machine_of(24))
-    assert resolve_settings(config, machine_of(24), load_geometry(folder)) == config
+    assert resolve_settings(config, machine_of(24), load_description(folder)) == config
 
 
 def test_what_is_set_counts(folder: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_little_more_in_use_is_no_reason_to_refuse(folder: Path) -> None:
     """The engine asks the device again, and other programs come and go."""
     machine = machine_of(24)
     config = to_engine_config(resolved(folder, machine))
-    needs = CudaFactory().memory_needs(config, load_geometry(folder))
+    needs = CudaFactory().memory_needs(config, load_description(folder))
     for more, fits in ((machine.total_bytes // 200, True), (machine.total_bytes // 50, False)):
         memory = DeviceMemory(machine.free_bytes - more, machine.total_bytes)
         device, _host = plan_budgets(config, needs, memory)
@@ -221,7 +221,7 @@ def test_the_hosts_limit_stands_for_what_the_host_says(folder: Path) -> None:
     """A machine whose memory grows with its use says that it has little."""
     config = to_engine_config(resolved(folder, machine_of(80), host_memory_limit=1 << 40))
     config = replace(config, host_bytes=1 << 39)
-    needs = CudaFactory().memory_needs(config, load_geometry(folder))
+    needs = CudaFactory().memory_needs(config, load_description(folder))
     _device, host = plan_budgets(config, needs, DeviceMemory(1, 1))
     assert (host.limit_bytes, host.limit_change) == (1 << 40, "--host-memory-limit")
     host.check()

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from inference_svc import core
 from inference_svc.backends.native import AdapterOps, NativeTransformer
 from inference_svc.backends.native_buffers import BatchPages, StepArrays, Workspace
-from inference_svc.model.decoder import Transformer
-from inference_svc.model.geometry import load_geometry
+from inference_svc.model.architectures import load_description
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.layers import Linear
 from inference_svc.model.lora import Lora
+from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import load_weights
 from kernels.attention import KVCache
 from kernels.linear import PackedLinear
@@ -35,6 +35,10 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+
+
+TEXT_PARTS = ("Gemma3",)
+"""Families whose models of text alone have another config."""
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +60,8 @@ def random_model() -> Callable[..., PreTrainedModel]:
 
     def make(family: str, **changes: Any) -> PreTrainedModel:
         torch.manual_seed(0)
-        config = getattr(transformers, f"{family}Config")(**(SHAPE | changes))
+        name = f"{family}TextConfig" if family in TEXT_PARTS else f"{family}Config"
+        config = getattr(transformers, name)(**(SHAPE | changes))
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -182,27 +187,26 @@ def load_decoder() -> Callable[..., Decoder]:
         page_size: int = 4,
         path: str = "torch",
         adapters: AdapterOps | None = None,
+        max_model_len: int = NUM_CELLS,
     ) -> Decoder:
-        geometry = load_geometry(folder)
+        description = load_description(folder).for_length(max_model_len)
         cache = KVCache.allocate(
-            num_layers=geometry.num_layers,
+            **description.kv_shape,
             num_pages=NUM_CELLS // page_size,
             page_size=page_size,
-            num_kv_heads=geometry.num_kv_heads,
-            head_dim=geometry.head_dim,
             dtype=dtype,
             is_tiled=path == "tiled",
         )
         if path == "torch":
-            weights = load_weights(folder, geometry, dtype, "cpu", Linear)
-            return TorchDecoder(cache, transformer=Transformer(geometry, weights))
+            weights = load_weights(folder, description, dtype, "cpu", Linear)
+            return TorchDecoder(cache, transformer=Transformer(description, weights))
         library = native_library()
-        packed = load_weights(folder, geometry, dtype, "cpu", PackedLinear.pack)
+        packed = load_weights(folder, description, dtype, "cpu", PackedLinear.pack)
         pages = BatchPages(MAX_TOKENS, NUM_CELLS // page_size)
         arrays = StepArrays(MAX_TOKENS, MAX_TOKENS, page_size, pages)
-        workspace = Workspace.allocate(geometry, MAX_TOKENS, MAX_TOKENS, dtype)
+        workspace = Workspace.allocate(description, MAX_TOKENS, MAX_TOKENS, dtype)
         transformer = NativeTransformer(
-            geometry, packed, cache, arrays, workspace, adapters or NoAdapters(), library
+            description, packed, cache, arrays, workspace, adapters or NoAdapters(), library
         )
         return NativeDecoder(cache, transformer=transformer, arrays=arrays)
 

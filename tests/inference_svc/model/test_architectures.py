@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import transformers
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.model.architectures import ARCHITECTURES
-from inference_svc.model.geometry import load_geometry
+from inference_svc.model.architectures import families, load_description
+from inference_svc.model.description import Decoder
+from tests.inference_svc.model.conftest import TEXT_PARTS
 
-FAMILIES = [name.removesuffix("ForCausalLM") for name in ARCHITECTURES]
+FAMILIES = [name.removesuffix("ForCausalLM") for name in families()]
 LLAMA_32 = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -60,48 +62,65 @@ def model_dir(tmp_path: Path):
     return write
 
 
+def windows(decoder: Decoder) -> tuple[int | None, ...]:
+    return tuple(each.window for each in decoder.attentions)
+
+
 def test_published_config(model_dir):
-    geometry = load_geometry(model_dir(LLAMA_32))
-    assert (geometry.num_heads, geometry.num_kv_heads, geometry.head_dim) == (32, 8, 64)
-    assert (geometry.q_size, geometry.kv_size) == (2048, 512)
-    assert geometry.dtype == "bfloat16"
-    assert geometry.eos_token_ids == (128001, 128008, 128009)
-    assert geometry.rope.rope_type == "llama3"
-    assert geometry.rope.rope_theta == 500_000
-    assert geometry.rope.original_max_position_embeddings == 8192
-    assert geometry.tie_word_embeddings
-    assert geometry.sliding_windows == (None,) * 16
+    decoder = load_description(model_dir(LLAMA_32))
+    attention = decoder.attentions[0]
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (32, 8, 64)
+    assert (attention.q_size, attention.kv_size) == (2048, 512)
+    assert decoder.dtype == "bfloat16"
+    assert decoder.eos_token_ids == (128001, 128008, 128009)
+    assert attention.rope.rope_type == "llama3"
+    assert attention.rope.rope_theta == 500_000
+    assert attention.rope.original_max_position_embeddings == 8192
+    assert decoder.head.is_tied
+    assert windows(decoder) == (None,) * 16
+
+
+def config_of(family: str, **values) -> transformers.PreTrainedConfig:
+    name = f"{family}TextConfig" if family in TEXT_PARTS else f"{family}Config"
+    return getattr(transformers, name)(**values)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_defaults_are_those_of_transformers(family, model_dir):
-    expected = getattr(transformers, f"{family}Config")()
-    geometry = load_geometry(model_dir({"architectures": [f"{family}ForCausalLM"]}))
-    assert geometry.vocab_size == expected.vocab_size
-    assert geometry.hidden_size == expected.hidden_size
-    assert geometry.intermediate_size == expected.intermediate_size
-    assert geometry.num_layers == expected.num_hidden_layers
-    assert geometry.num_heads == expected.num_attention_heads
-    assert geometry.num_kv_heads == expected.num_key_value_heads
-    assert geometry.head_dim == (getattr(expected, "head_dim", None) or 128)
-    assert geometry.rms_norm_eps == expected.rms_norm_eps
-    assert geometry.max_position_embeddings == expected.max_position_embeddings
-    assert geometry.tie_word_embeddings == expected.tie_word_embeddings
-    assert geometry.rope.rope_theta == expected.rope_parameters["rope_theta"]
-    assert geometry.eos_token_ids == ((expected.eos_token_id,) if expected.eos_token_id else ())
-    window = getattr(expected, "sliding_window", None)
-    assert geometry.sliding_windows == (window,) * geometry.num_layers
+    """A config with nothing in it, and one with everything, as transformers writes it, say the
+    same."""
+    expected = config_of(family)
+    decoder = load_description(model_dir({"architectures": [f"{family}ForCausalLM"]}))
+    attention = decoder.attentions[0]
+    assert decoder.vocab_size == expected.vocab_size
+    assert decoder.hidden_size == expected.hidden_size
+    assert decoder.max_intermediate_size == expected.intermediate_size
+    assert decoder.num_layers == expected.num_hidden_layers
+    assert attention.num_heads == expected.num_attention_heads
+    num_kv_heads = expected.num_key_value_heads or expected.num_attention_heads
+    assert attention.num_kv_heads == num_kv_heads
+    derived = expected.hidden_size // expected.num_attention_heads
+    assert attention.head_dim == (getattr(expected, "head_dim", None) or derived)
+    eps = getattr(expected, "rms_norm_eps", None) or expected.layer_norm_eps
+    assert decoder.final_norm.eps == eps
+    assert decoder.max_position_embeddings == expected.max_position_embeddings
+    assert decoder.head.is_tied == expected.tie_word_embeddings
+    everything = expected.to_dict() | {"architectures": [f"{family}ForCausalLM"]}
+    written = load_description(model_dir(everything))
+    assert replace(written, config_sha256="", dtype="") == replace(
+        decoder, config_sha256="", dtype=""
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_that_transformers_saves_are_known(family, tmp_path):
     """A config as the installed version writes it, its generation defaults included."""
-    config = getattr(transformers, f"{family}Config")(architectures=[f"{family}ForCausalLM"])
+    config = config_of(family, architectures=[f"{family}ForCausalLM"])
     everything = config.to_dict() | transformers.GenerationConfig().to_dict()
     everything |= {"_name_or_path": "x/y", "torch_dtype": "bfloat16", "rope_scaling": None}
     everything["eos_token_id"] = 2
     (tmp_path / "config.json").write_text(json.dumps(everything))
-    assert load_geometry(tmp_path).eos_token_ids == (2,)
+    assert load_description(tmp_path).eos_token_ids == (2,)
 
 
 BASE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -193,9 +212,9 @@ REFUSED = {
 def test_refused_by_name(name, model_dir):
     family, changes, culprit = REFUSED[name]
     config = {"architectures": [f"{family}ForCausalLM"]} | BASE
-    load_geometry(model_dir(config))
+    load_description(model_dir(config))
     with pytest.raises(UnsupportedModel, match=culprit):
-        load_geometry(model_dir(config | changes))
+        load_description(model_dir(config | changes))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +229,7 @@ def test_refused_by_name(name, model_dir):
     ],
 )
 def test_disabled_features_are_accepted(changes, model_dir):
-    load_geometry(model_dir({"architectures": ["LlamaForCausalLM"]} | BASE | changes))
+    load_description(model_dir({"architectures": ["LlamaForCausalLM"]} | BASE | changes))
 
 
 def test_sliding_windows_of_qwen(model_dir):
@@ -220,20 +239,20 @@ def test_sliding_windows_of_qwen(model_dir):
         "sliding_window": 8,
         "max_window_layers": 3,
     }
-    assert load_geometry(model_dir(config)).sliding_windows == (None,) * 4
+    assert windows(load_description(model_dir(config))) == (None,) * 4
     config["use_sliding_window"] = True
-    assert load_geometry(model_dir(config)).sliding_windows == (None, None, None, 8)
+    assert windows(load_description(model_dir(config))) == (None, None, None, 8)
     config["layer_types"] = ["sliding_attention"] * 2 + ["full_attention"] * 2
-    assert load_geometry(model_dir(config)).sliding_windows == (8, 8, None, None)
+    assert windows(load_description(model_dir(config))) == (8, 8, None, None)
 
 
 def test_generation_config_overrides_end_tokens(model_dir):
     config = {"architectures": ["LlamaForCausalLM"], "eos_token_id": 5}
-    assert load_geometry(model_dir(config)).eos_token_ids == (5,)
-    assert load_geometry(model_dir(config, {"eos_token_id": [7, 5, 7]})).eos_token_ids == (7, 5)
-    assert load_geometry(model_dir(config, {"eos_token_id": None})).eos_token_ids == (5,)
+    assert load_description(model_dir(config)).eos_token_ids == (5,)
+    assert load_description(model_dir(config, {"eos_token_id": [7, 5, 7]})).eos_token_ids == (7, 5)
+    assert load_description(model_dir(config, {"eos_token_id": None})).eos_token_ids == (5,)
     config["eos_token_id"] = None
-    assert load_geometry(model_dir(config)).eos_token_ids == ()
+    assert load_description(model_dir(config)).eos_token_ids == ()
 
 
 def test_config_sha256_is_of_the_content(tmp_path):
@@ -245,7 +264,7 @@ def test_config_sha256_is_of_the_content(tmp_path):
         '{"architectures": ["LlamaForCausalLM"], "vocab_size": 101}',
     ):
         path.write_text(text)
-        hashes.append(load_geometry(tmp_path).config_sha256)
+        hashes.append(load_description(tmp_path).config_sha256)
     assert hashes[0] == hashes[1] != hashes[2]
     assert hashes[0] == "7b1b4473a55393cdc82050c5112e2cafe1722ac2513de3a1a9a789ca8d33cde6"
 
@@ -255,4 +274,4 @@ def test_unreadable_config(content, tmp_path):
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(UnsupportedModel, match=r"config\.json"):
-        load_geometry(tmp_path)
+        load_description(tmp_path)

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inference_svc.errors import UnsupportedModel
+from inference_svc.model.architectures import load_description
 from inference_svc.model.base_hashes import hashing_base
 from inference_svc.model.files import weight_files
-from inference_svc.model.geometry import load_geometry
 
 VOCAB = 600
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -26,7 +26,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def hashes_of(folder: Path, num_threads: int = 3) -> dict[str, tuple[str, tuple[bytes, ...]]]:
-    with hashing_base(folder, load_geometry(folder), num_threads) as wait:
+    with hashing_base(folder, load_description(folder), num_threads) as wait:
         return {name: (each.dtype, each.sha256) for name, each in wait().items()}
 
 

@@ -7,6 +7,7 @@ import torch
 from inference_svc.backends.native import MAX_PROGRAMS
 from kernels.attention.native import rotary_angles_op
 from kernels.native.library import NativeOp
+from tests.inference_svc.model.conftest import SHAPE
 
 
 class CountedAdapters:
@@ -57,10 +58,12 @@ def test_last_layer_computes_sampling_rows_only(random_model, save_model, load_d
     rows = [(decoder.add(tokens), 0, len(tokens), True) for tokens in (first, second, third)]
     expected = decoder.step(rows)
     work = decoder.transformer._workspace
-    for buffer in (work.gate_up, work.gated, work.last_hidden, work.last_mixed):
+    size = SHAPE["intermediate_size"]
+    buffers = (work.gate_up_of(size), work.gated_of(size), work.last_hidden, work.last_mixed)
+    for buffer in buffers:
         buffer.fill_(torch.nan)
     got = decoder.step([rows[0], (*rows[1][:3], False), rows[2]])
     assert torch.equal(got, expected[[0, 2]])
-    for buffer in (work.gate_up, work.gated, work.last_hidden, work.last_mixed):
+    for buffer in buffers:
         assert not buffer[:2].isnan().any()
         assert buffer[2:].isnan().all()

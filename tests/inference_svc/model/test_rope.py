@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from inference_svc.model.layers import RotaryEmbedding
-from inference_svc.model.rope import parse_rope
+from inference_svc.model.rope import RopeFacts, parse_rope
 from kernels.attention.reference import rotate
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -49,7 +49,7 @@ def test_rotation(name, head_dim):
     }
     config = LlamaConfig(head_dim=head_dim, max_position_embeddings=2048, **(raw | copied))
     theirs = LlamaRotaryEmbedding(config)
-    rope = parse_rope(raw, 2048)
+    rope = parse_rope(raw, RopeFacts(2048))
     torch.testing.assert_close(rope.inverse_frequencies(head_dim), theirs.inv_freq)
     assert rope.attention_scaling == pytest.approx(theirs.attention_scaling, rel=1e-12)
 

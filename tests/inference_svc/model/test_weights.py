@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.model.geometry import load_geometry
+from inference_svc.model.architectures import load_description
 from inference_svc.model.layers import Linear
 from inference_svc.model.weights import ModelWeights, load_weights
 
@@ -26,15 +26,15 @@ def model_dir(random_model, save_model):
 
 
 def load(model_dir, dtype=torch.float32) -> ModelWeights[Linear]:
-    return load_weights(model_dir, load_geometry(model_dir), dtype, "cpu", Linear)
+    return load_weights(model_dir, load_description(model_dir), dtype, "cpu", Linear)
 
 
 def tensors(weights: ModelWeights[Linear]) -> list[torch.Tensor]:
     found = [weights.embedding, weights.norm.weight, weights.head.weight]
-    for layer in weights.layers:
+    for layer in weights.blocks:
         assert layer.q_norm is not None
         assert layer.k_norm is not None
-        for norm in (layer.input_norm, layer.q_norm, layer.k_norm, layer.post_attention_norm):
+        for norm in (layer.attention_norm, layer.q_norm, layer.k_norm, layer.feed_forward_norm):
             found.append(norm.weight)
         for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
             found.append(linear.weight)
@@ -45,7 +45,7 @@ def tensors(weights: ModelWeights[Linear]) -> list[torch.Tensor]:
 
 def test_fused_buffers(model_dir):
     weights, saved = load(model_dir), load_file(model_dir / "model.safetensors")
-    layer, prefix = weights.layers[1], "model.layers.1."
+    layer, prefix = weights.blocks[1], "model.layers.1."
     names = [f"{prefix}self_attn.{name}_proj" for name in "qkv"]
     assert torch.equal(layer.qkv.weight, torch.cat([saved[name + ".weight"] for name in names]))
     assert layer.qkv.bias is not None
@@ -144,9 +144,10 @@ def test_faulty_tensors(fault, message, model_dir):
 
 
 def test_missing_layers_are_counted(model_dir):
-    geometry = replace(load_geometry(model_dir), num_layers=9)
+    description = load_description(model_dir)
+    description = replace(description, blocks=description.blocks * 3)
     with pytest.raises(UnsupportedModel, match=r"missing tensors: .* and \d+ more"):
-        load_weights(model_dir, geometry, torch.float32, "cpu", Linear)
+        load_weights(model_dir, description, torch.float32, "cpu", Linear)
 
 
 def test_no_files(model_dir):
@@ -191,7 +192,7 @@ def test_faulty_index(index, message, model_dir):
 MEASURE = """
 import re, sys, torch
 from pathlib import Path
-from inference_svc.model.geometry import load_geometry
+from inference_svc.model.architectures import load_description
 from inference_svc.model.layers import Linear
 from inference_svc.model.weights import load_weights
 def peak():
@@ -199,12 +200,12 @@ def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1]) * 1024
 
 folder = Path(sys.argv[1])
-geometry = load_geometry(folder)
+description = load_description(folder)
 torch.zeros(8).bfloat16().float()  # whatever torch loads at first use
 for name in sys.argv[2:]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts at what is resident now
     before = peak()
-    weights = load_weights(folder, geometry, getattr(torch, name), "cpu", Linear)
+    weights = load_weights(folder, description, getattr(torch, name), "cpu", Linear)
     print(peak() - before, weights.num_bytes)
     del weights
 """

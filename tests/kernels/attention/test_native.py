@@ -49,12 +49,12 @@ def test_attend(
         )
         for is_tiled in layouts
     }
-    for window in (None, 70):
-        options = {"scale": head_dim**-0.5, "window": window}
+    for window, softcap in ((None, None), (70, None), (None, 2.0), (70, 0.5)):
+        options = {"scale": head_dim**-0.5, "window": window, "softcap": softcap}
         q, cache, plan = cases[False]
         wanted = reference.attend(q, cache, 1, plan, **options)
         for is_tiled, (q, cache, plan) in cases.items():
-            name = f"window {window}, tiled {is_tiled}"
+            name = f"window {window}, cap {softcap}, tiled {is_tiled}"
             got = native.attend(q, cache, 1, plan, library=library, **options)
             assert_close(name, wanted, got, TOLERANCES[dtype])
 
@@ -276,3 +276,78 @@ def test_rope_and_store(library, assert_close, head_dim, page_size, is_tiled, ha
     assert cos[num_tokens].isnan().all(), "a row beyond num_tokens was written"
     assert not torch.cat(cache.gather(1, cells[-1:])).any()
     assert not cache.data[0].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("part", "options"),
+    [
+        (0.5, {}),
+        (1.0, {"is_interleaved": True}),
+        (0.5, {"is_interleaved": True, "norm": 1}),
+        (1.0, {"norm": 1, "norms_rotated": True}),
+        (1.0, {"norm": 4}),
+        (0.0, {}),
+        (0.0, {"norm": 4, "q_scale": True}),
+    ],
+    ids=str,
+)
+def test_what_families_do_with_heads(library, assert_close, part, options, dtype):
+    """A part of a head is turned, or nothing; neighbours with each other; norms of a head (1) or of
+    all (4) with weights in fp32, before or behind; growing queries."""
+    options, num_heads, head_dim, num_tokens = dict(options), 4, 24, 37
+    rope = Rope(part=part or 1.0)
+    size = rope.rotary_size(head_dim)
+    cache = KVCache.allocate(
+        num_layers=2,
+        num_pages=25,
+        page_size=4,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+    )
+    qkv = (torch.randn(num_tokens, 3 * num_heads * head_dim) * 3).to(dtype)
+    positions, cells = torch.randint(0, 3000, (num_tokens,)), torch.randperm(100)[:num_tokens]
+    rows = StepRows(
+        *(torch.tensor([num_tokens], dtype=torch.int32) for _ in range(4)),
+        page_table=torch.zeros(1, 1, dtype=torch.int32),
+        cells=cells,
+    )
+    norms = dict.fromkeys(("q_norm", "k_norm"))
+    if width := options.pop("norm", 0):
+        norms = {name: torch.rand(width * head_dim) + 0.5 for name in norms}
+    frequencies = rope.inverse_frequencies(head_dim)
+    waves = (None, None)
+    if part:
+        waves = tuple(torch.zeros(2, num_tokens, size // 2, dtype=dtype))
+        library.run(
+            native.rotary_angles_op(positions, frequencies, *waves, rows.num_tokens, scaling=1.0)
+        )
+    if options.pop("q_scale", False):
+        options["q_scale"] = torch.zeros(num_tokens)
+        growth = (positions, options["q_scale"], rows.num_tokens)
+        library.run(native.query_growth_op(*growth, beta=0.3, length=700))
+    got = qkv.clone()
+    library.run(
+        native.rope_and_store_op(
+            got, cache, 1, *waves, rows, num_heads=num_heads, eps=1e-6, **norms, **options
+        )
+    )
+    if "q_scale" in options:
+        expected = 1 + 0.3 * torch.log1p(torch.floor(positions / 700))
+        torch.testing.assert_close(options["q_scale"], expected)
+    angles = reference.rotary_angles(positions, frequencies, 1.0, dtype) if part else (None, None)
+    wanted = KVCache.allocate(
+        num_layers=2,
+        num_pages=25,
+        page_size=4,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+    )
+    reference.rotate_and_store(qkv, wanted, 1, cells, *angles, *norms.values(), 1e-6, **options)
+    ratio = {torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
+    end = num_heads * head_dim
+    assert_close("q", qkv[:, :end], got[:, :end], ratio)
+    for name, *pair in zip("kv", wanted.gather(1, cells), cache.gather(1, cells), strict=True):
+        assert_close(name, *pair, ratio)

@@ -129,6 +129,60 @@ def test_rotate_and_store(interpreter, assert_close, has_norms, num_tokens):
     assert_close("cache", cache.data, got_data, 1e-6)
 
 
+@pytest.mark.parametrize("num_tokens", [3, 300])
+@pytest.mark.parametrize("dtype", [FP32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("part", "options"),
+    [
+        (8, {}),
+        (12, {"is_interleaved": True}),
+        (6, {"is_interleaved": True, "norm": 1}),
+        (12, {"norm": 1, "norms_rotated": True}),
+        (4, {"norm": 1, "q_scale": True}),
+        (12, {"norm": 3}),
+        (0, {}),
+        (0, {"norm": 3, "q_scale": True}),
+    ],
+    ids=str,
+)
+def test_what_families_do_with_heads(interpreter, assert_close, part, options, dtype, num_tokens):
+    """A part of a head is turned, or nothing; neighbours with each other; norms of a head (1) or of
+    all (3) with weights in fp32, before or behind."""
+    options = dict(options)
+    heads, kv_heads, dim = 3, 3, 12
+    qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * dim).to(dtype)
+    cos = sin = None
+    if part:
+        frequencies = torch.rand(part // 2)
+        cos, sin = reference.rotary_angles(torch.arange(num_tokens), frequencies, 0.8, dtype)
+    shape = {"num_pages": 80, "page_size": 5, "num_kv_heads": kv_heads, "head_dim": dim}
+    cache = KVCache.allocate(num_layers=2, dtype=dtype, **shape)
+    cells = torch.randperm(400)[:num_tokens]
+    norms = [None, None]
+    if width := options.pop("norm", 0):
+        norms = [torch.rand(width * dim) + 0.5 for _ in range(2)]
+    if options.pop("q_scale", False):
+        options["q_scale"] = torch.rand(num_tokens) + 0.5
+    args = (cells, cos, sin, *norms, 1e-5)
+    got_qkv, got_data = interpreter.call("rotate_and_store", qkv, cache, 1, *args, **options)
+    if "q_scale" in options:
+        options["q_scale"] = options["q_scale"].to(dtype)
+    reference.rotate_and_store(qkv, cache, 1, *args, **options)
+    tolerance = 1e-6 if dtype is FP32 else 3e-3
+    assert_close("q", qkv[:, : heads * dim], got_qkv[:, : heads * dim], tolerance)
+    assert_close("cache", cache.data, got_data, tolerance)
+
+
+@pytest.mark.parametrize(("window", "dtype"), [(None, FP32), (20, torch.float16)], ids=str)
+def test_soft_caps(make_case, interpreter, assert_close, window, dtype):
+    """Of scores large and small."""
+    q, cache, plan = make_case(MIXED, dtype=dtype)
+    q[::2] *= 20
+    wanted = reference.attend(q, cache, 1, plan, scale=0.3, window=window, softcap=5.0)
+    got = interpreter.call("attend", q, cache, 1, plan, scale=0.3, window=window, softcap=5.0)
+    assert_close("out", wanted, got, TOLERANCES[dtype])
+
+
 def test_rotation_rounds_as_transformers_does(interpreter):
     """Each product, and their sum: bit by bit."""
     heads, dim, num_tokens = 3, 12, 4

@@ -10,9 +10,15 @@ from worker import CompileOnly, NoDevice
 from kernels.elementwise import triton_kernels, triton_ops
 
 
-def add_rms_norm(hidden: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(
+    hidden: torch.Tensor, *args: Any, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The result, and what `hidden` is afterwards."""
-    return triton_ops.add_rms_norm(hidden, *args), hidden
+    return triton_ops.add_rms_norm(hidden, *args, **options), hidden
+
+
+def geglu(gate_up: torch.Tensor) -> torch.Tensor:
+    return triton_ops.geglu(gate_up)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -36,4 +42,4 @@ def compile_ptx(capability: int, dtype: torch.dtype) -> dict[str, str]:
     return {name: launch.compiled[0].asm["ptx"] for name, launch in launches.items()}
 
 
-OPERATIONS = {f.__name__: f for f in (add_rms_norm, swiglu, compile_ptx)}
+OPERATIONS = {f.__name__: f for f in (add_rms_norm, geglu, swiglu, compile_ptx)}

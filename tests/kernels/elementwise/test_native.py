@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from kernels.elementwise import gather_op, rms_norm_op, swiglu_op
-from kernels.elementwise.reference import rms_norm, swiglu
+from kernels.elementwise import gather_op, geglu_op, rms_norm_op, scale_rows_op, swiglu_op
+from kernels.elementwise.reference import add_rms_norm, bound_logits, geglu, rms_norm, swiglu
 from kernels.native.library import Library
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -24,10 +26,11 @@ def rows(number: int, size: int, dtype: torch.dtype, scale: float = 1.0) -> torc
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_swiglu(library: Library, dtype: torch.dtype, size: int) -> None:
+@pytest.mark.parametrize(("op", "definition"), [(swiglu_op, swiglu), (geglu_op, geglu)])
+def test_gated(library: Library, dtype: torch.dtype, size: int, op: Any, definition: Any) -> None:
     gate_up, out = rows(17, 2 * size, dtype, 20), torch.full((17, size), torch.nan, dtype=dtype)
-    library.run(swiglu_op(gate_up, out, count(16)))
-    torch.testing.assert_close(out[:16], swiglu(gate_up)[:16])
+    library.run(op(gate_up, out, count(16)))
+    torch.testing.assert_close(out[:16], definition(gate_up)[:16])
     assert out[16].isnan().all(), "a row beyond the count was written"
 
 
@@ -44,6 +47,49 @@ def test_rms_norm_adds_first(library: Library, dtype: torch.dtype, size: int) ->
     library.run(rms_norm_op(hidden, None, weight[0], out, count(17), eps=1e-5))
     assert torch.equal(hidden, expected)
     torch.testing.assert_close(out, normed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("is_centred", [False, True])
+def test_weights_in_float32(
+    library: Library, dtype: torch.dtype, size: int, is_centred: bool
+) -> None:
+    """What is added is scaled, and rounded, first; the product is rounded, not the norm."""
+    hidden, delta = rows(17, size, dtype, 3) + 1, rows(18, size, dtype, 3)[:17]
+    weight, out = rows(1, size, torch.float32)[0], torch.zeros(17, size, dtype=dtype)
+    expected = hidden.clone()
+    options = {"is_centred": is_centred}
+    normed = add_rms_norm(expected, delta.clone(), weight, 1e-5, scale=0.3, **options)
+    library.run(
+        rms_norm_op(hidden, delta, weight, out, count(17), eps=1e-5, delta_scale=0.3, **options)
+    )
+    # In fp32 a compiler may multiply and add with one rounding.
+    torch.testing.assert_close(hidden, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out, normed)
+    library.run(rms_norm_op(hidden, None, weight, hidden, count(17), eps=1e-5, **options))
+    torch.testing.assert_close(hidden, normed, msg="in place")
+
+
+def test_an_addition_without_a_norm(library: Library) -> None:
+    hidden, delta = rows(5, 33, torch.float32), rows(6, 33, torch.float32)[:5]
+    expected, out = hidden + 0.5 * delta, torch.full((5, 33), torch.nan)
+    library.run(rms_norm_op(hidden, delta, None, out, count(5), eps=0.0, delta_scale=0.5))
+    torch.testing.assert_close(hidden, expected, rtol=1e-6, atol=1e-6)
+    assert out.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_rows_are_scaled_and_bounded(
+    library: Library, dtype: torch.dtype, softcap: float | None
+) -> None:
+    x = torch.cat((rows(4, 101, dtype, 30), rows(4, 101, dtype, 1e-3), rows(1, 101, dtype)))
+    expected = bound_logits(x.float(), 0.7, softcap).to(dtype)
+    untouched = x[8].clone()
+    library.run(scale_rows_op(x, count(8), scale=0.7, softcap=softcap))
+    torch.testing.assert_close(x[:8], expected[:8])
+    assert torch.equal(x[8], untouched)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -32,11 +32,30 @@ def test_add_rms_norm(interpreter, dtype, size, has_delta, rows):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [None, [4, 0]], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"scale": 0.3}, {"is_centred": True}, {"scale": 1.7, "is_centred": True}],
+    ids=str,
+)
+def test_scaled_additions_and_centred_norms(interpreter, dtype, rows, options):
+    """With weights in fp32, whose product is rounded instead of the norm."""
+    hidden, delta = ((torch.randn(5, 101) * 3 + 1).to(dtype) for _ in range(2))
+    weight, rows = torch.randn(101), None if rows is None else torch.tensor(rows)
+    args = (delta, weight, 1e-5, rows)
+    got, got_hidden = interpreter.call("add_rms_norm", hidden, *args, **options)
+    wanted = reference.add_rms_norm(hidden, *args, **options)
+    assert torch.equal(got_hidden, hidden), "the residual stream is the same to the bit"
+    torch.testing.assert_close(got, wanted, **TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
-def test_swiglu(interpreter, dtype, size):
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+def test_gated(interpreter, dtype, size, name):
     gate_up = (torch.randn(3, 2 * size) * 10).to(dtype)
     gate_up[0, 0] = -200.0  # where exp overflows
-    got, wanted = interpreter.call("swiglu", gate_up), reference.swiglu(gate_up)
+    got, wanted = interpreter.call(name, gate_up), getattr(reference, name)(gate_up)
     torch.testing.assert_close(got, wanted, **TOLERANCES[dtype])
 
 

@@ -1,0 +1,108 @@
+"""The families of models: one module each, which describes what config.json says as data.
+
+A family is added by a module with FAMILIES (and a row of test_parity.py, which compares its logits
+with those of transformers): it is found by being here, and nothing else knows its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from inference_svc.errors import UnsupportedModel
+from inference_svc.model.config_keys import check_keys
+from inference_svc.model.config_reader import ConfigReader
+from inference_svc.model.description import Decoder
+from inference_svc.model.files import CONFIG, read_json
+from inference_svc.model.generation_config import read_generation_config
+
+DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+"""Values that transformers assumes for keys that config.json leaves out, unless a family's
+`defaults` differ. A bias that is left out is absent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Models of one architecture, as config.json names it.
+
+    `describe` makes a description of a config whose keys are known: those of `config_keys.READ`,
+    and `reads`. `ignores` do not change what is computed. `defaults` are what transformers assumes
+    for keys that config.json leaves out, where that differs from `DEFAULTS`.
+    """
+
+    architecture: str
+    describe: Callable[[ConfigReader], Decoder]
+    reads: frozenset[str] = frozenset()
+    ignores: frozenset[str] = frozenset()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+@cache
+def families() -> Mapping[str, Family]:
+    """Returns all families by the name of their architecture."""
+    names = sorted(each.name for each in pkgutil.iter_modules(__path__))
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
+    return {each.architecture: each for module in modules for each in module.FAMILIES}
+
+
+def load_description(model_dir: Path) -> Decoder:
+    """Reads config.json, and the end tokens of generation_config.json where there is one.
+
+    Raises UnsupportedModel naming the key that is malformed or not honoured.
+    """
+    values = read_json(model_dir / CONFIG)
+    family = _family_of(values)
+    check_keys(values, family.architecture, family.reads, family.ignores)
+    config = ConfigReader(values, {**DEFAULTS, **family.defaults})
+    return replace(
+        family.describe(config),
+        architecture=family.architecture,
+        config_sha256=_canonical_sha256(values),
+        dtype=str(values.get("dtype") or values.get("torch_dtype") or "float32"),
+        eos_token_ids=_eos_token_ids(model_dir, config),
+    )
+
+
+def _family_of(config: Mapping[str, Any]) -> Family:
+    names = config.get("architectures") or []
+    family = next((each for name, each in families().items() if names == [name]), None)
+    if family is None:
+        supported = ", ".join(families())
+        raise UnsupportedModel(
+            f"config.json: architectures = {names!r}: supported is one of {supported}"
+        )
+    return family
+
+
+def _canonical_sha256(config: Mapping[str, Any]) -> str:
+    canonical = json.dumps(config, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _eos_token_ids(model_dir: Path, config: ConfigReader) -> tuple[int, ...]:
+    ids = read_generation_config(model_dir).get("eos_token_id")
+    ids = config.get("eos_token_id") if ids is None else ids
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(token_id, int) for token_id in ids):
+        raise config.unsupported("eos_token_id", "must be one or several token ids", ids)
+    return tuple(dict.fromkeys(ids))

@@ -1,0 +1,42 @@
+"""HunYuan, dense: Llama with norms of each head's queries and keys behind the rotation, whose base
+a fixed factor stretches."""
+
+from inference_svc.model.architectures import Family
+from inference_svc.model.building import (
+    attention,
+    block,
+    decoder,
+    dense,
+    norm,
+    rope,
+    with_windows,
+)
+from inference_svc.model.config_keys import names
+from inference_svc.model.config_reader import ConfigReader
+from inference_svc.model.description import Decoder
+
+
+def describe(config: ConfigReader) -> Decoder:
+    has_bias, head_dim = config.flag("attention_bias"), config.head_dim
+    mixer = attention(
+        config,
+        rope(config, kinds={"dynamic": "dynamic"}),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        q_norm=norm(config, "self_attn.query_layernorm", head_dim),
+        k_norm=norm(config, "self_attn.key_layernorm", head_dim),
+        norms_rotated=True,
+    )
+    layer = block(config, mixer, dense(config))
+    return decoder(config, with_windows(layer, config.same_window(None)))
+
+
+FAMILIES = (
+    Family(
+        "HunYuanDenseV1ForCausalLM",
+        describe,
+        reads=names("hidden_act rms_norm_eps attention_bias"),
+        ignores=names("eod_token_id im_start_id im_end_id im_newline_id text_start_id text_end_id"),
+        defaults={"vocab_size": 290943, "rms_norm_eps": 1e-5},
+    ),
+)

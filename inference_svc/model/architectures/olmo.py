@@ -1,0 +1,93 @@
+"""OLMo 2 and 3: a norm behind each half and none before it, and norms of all queries and of all
+keys; OLMo 3 has windows in three of four layers."""
+
+from dataclasses import replace
+from functools import partial
+
+from inference_svc.model.architectures import Family
+from inference_svc.model.building import (
+    attention,
+    block,
+    decoder,
+    dense,
+    norm,
+    rope,
+    rope_facts,
+)
+from inference_svc.model.config_keys import names
+from inference_svc.model.config_reader import FULL, HEADS, SLIDING, ConfigReader
+from inference_svc.model.description import Attention, Block, Decoder
+from inference_svc.model.rope import Rope, parse_parameters
+
+_norm = partial(norm, is_wide=True)
+
+
+def describe_olmo2(config: ConfigReader) -> Decoder:
+    mixer = _attention(config, rope(config))
+    windows = config.same_window(None)
+    return _decoder(config, tuple(replace(mixer, window=window) for window in windows))
+
+
+def describe_olmo3(config: ConfigReader) -> Decoder:
+    types = config.layer_types(lambda layer: SLIDING if (layer + 1) % 4 else FULL)
+    ropes = {kind: _rope_of(config, kind) for kind in dict.fromkeys(types)}
+    mixers = (
+        replace(_attention(config, ropes[kind]), window=window)
+        for kind, window in zip(types, config.windows(types), strict=True)
+    )
+    return _decoder(config, tuple(mixers))
+
+
+def _rope_of(config: ConfigReader, kind: str) -> Rope:
+    """Returns the rotation of layers of this kind. In older files `rope_scaling` is that of full
+    attention alone."""
+    by_kind = config.get("rope_parameters") or {}
+    facts = rope_facts(config, theta=500_000.0)
+    if kind in by_kind:
+        return parse_parameters(by_kind[kind], f"rope_parameters.{kind}", {}, facts)
+    values = config.get("rope_scaling") or {} if kind == FULL else {}
+    given = {"rope_theta": config.get("rope_theta")}
+    return parse_parameters(values, "rope_scaling", given, facts)
+
+
+def _attention(config: ConfigReader, rope: Rope) -> Attention:
+    has_bias, head_dim = config.flag("attention_bias"), config.head_dim
+    return attention(
+        config,
+        rope,
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        q_norm=_norm(config, "self_attn.q_norm", config.positive(HEADS) * head_dim),
+        k_norm=_norm(config, "self_attn.k_norm", config.num_kv_heads * head_dim),
+    )
+
+
+def _decoder(config: ConfigReader, mixers: tuple[Attention, ...]) -> Decoder:
+    feed_forward = dense(config)
+
+    def layer(mixer: Attention) -> Block:
+        return block(
+            config,
+            mixer,
+            feed_forward,
+            attention_norm=None,
+            attention_post_norm=_norm(config, "post_attention_layernorm"),
+            feed_forward_norm=None,
+            feed_forward_post_norm=_norm(config, "post_feedforward_layernorm"),
+        )
+
+    return decoder(config, tuple(map(layer, mixers)), final_norm=_norm(config, "model.norm"))
+
+
+_READS = names("hidden_act rms_norm_eps attention_bias")
+_DEFAULTS = {"vocab_size": 50304, "eos_token_id": 50279, "rms_norm_eps": 1e-5}
+
+FAMILIES = (
+    Family("Olmo2ForCausalLM", describe_olmo2, reads=_READS, defaults=_DEFAULTS),
+    Family(
+        "Olmo3ForCausalLM",
+        describe_olmo3,
+        reads=_READS | {"sliding_window"},
+        defaults={**_DEFAULTS, "sliding_window": 4096},
+    ),
+)

@@ -1,0 +1,129 @@
+"""What most families have in common, as parts of a description."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from inference_svc.errors import UnsupportedModel
+from inference_svc.model.config_reader import HEADS, ConfigReader
+from inference_svc.model.description import (
+    Attention,
+    Block,
+    Decoder,
+    Dense,
+    Head,
+    Member,
+    Norm,
+    Projection,
+)
+from inference_svc.model.rope import Rope, RopeFacts, parse_rope
+
+
+def rope_facts(config: ConfigReader, **changes: Any) -> RopeFacts:
+    return RopeFacts(config.positive("max_position_embeddings"), **changes)
+
+
+def rope(config: ConfigReader, **changes: Any) -> Rope:
+    """Returns the one rotation of a model; `changes` are of RopeFacts."""
+    return parse_rope(config.given, rope_facts(config, **changes))
+
+
+def norm(config: ConfigReader, module: str, size: int = 0, **changes: Any) -> Norm:
+    """Returns a norm over the hidden size or `size`; `changes` are of Norm."""
+    size = size or config.positive("hidden_size")
+    return Norm(module, size, config.epsilon("rms_norm_eps"), **changes)
+
+
+def attention(
+    config: ConfigReader,
+    rope: Rope | None,
+    *,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    is_stored_fused: bool = False,
+    **changes: Any,
+) -> Attention:
+    """Returns attention as in Llama; `changes` are of Attention."""
+    hidden_size, head_dim = config.positive("hidden_size"), config.head_dim
+    num_heads, num_kv_heads = config.positive(HEADS), config.num_kv_heads
+    _check_rope(config, rope, head_dim)
+    q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
+    members = (
+        Member("self_attn.q_proj", q_size),
+        Member("self_attn.k_proj", kv_size),
+        Member("self_attn.v_proj", kv_size),
+    )
+    qkv = Projection(
+        *("qkv", members, hidden_size, qkv_bias, "self_attn.qkv_proj"),
+        is_stored_fused=is_stored_fused,
+    )
+    out = Projection("o", (Member("self_attn.o_proj", hidden_size),), q_size, out_bias)
+    changes.setdefault("scale", head_dim**-0.5)
+    return Attention(num_heads, num_kv_heads, head_dim, qkv=qkv, out=out, rope=rope, **changes)
+
+
+def _check_rope(config: ConfigReader, rope: Rope | None, head_dim: int) -> None:
+    """Raises UnsupportedModel for a rotation that does not fit the heads."""
+    if rope is None:
+        return
+    size = rope.rotary_size(head_dim)
+    if size < 2 or size % 2:
+        reason = f"turns {size} elements of a head, which must be even"
+        raise config.unsupported("partial_rotary_factor", reason, rope.part)
+    for factors in filter(None, (rope.long_factor, rope.short_factor)):
+        if len(factors) != size // 2:
+            raise UnsupportedModel(
+                f"{config.where}: long_factor and short_factor must have {size // 2} numbers, one "
+                f"for each pair that turns; one has {len(factors)}"
+            )
+
+
+def dense(
+    config: ConfigReader,
+    *,
+    has_bias: bool = False,
+    is_stored_fused: bool = False,
+    activation: str = "hidden_act",
+) -> Dense:
+    """Returns a gated feed-forward half as in Llama; `activation` is its key."""
+    hidden_size, size = config.positive("hidden_size"), config.positive("intermediate_size")
+    members = (Member("mlp.gate_proj", size), Member("mlp.up_proj", size))
+    gate_up = Projection(
+        *("gate_up", members, hidden_size, has_bias, "mlp.gate_up_proj"),
+        is_stored_fused=is_stored_fused,
+    )
+    down = Projection("down", (Member("mlp.down_proj", hidden_size),), size, has_bias)
+    return Dense(config.activation(activation), gate_up, down)
+
+
+def block(config: ConfigReader, attention: Attention, feed_forward: Dense, **changes: Any) -> Block:
+    """Returns a layer with a norm before each half, as in Llama; `changes` are of Block."""
+    changes.setdefault("attention_norm", norm(config, "input_layernorm"))
+    changes.setdefault("feed_forward_norm", norm(config, "post_attention_layernorm"))
+    return Block(attention, feed_forward, **changes)
+
+
+def with_windows(block: Block, windows: Iterable[int | None]) -> tuple[Block, ...]:
+    """Returns the block for each layer, whose windows these are."""
+    return tuple(
+        replace(block, attention=replace(block.attention, window=window)) for window in windows
+    )
+
+
+def decoder(config: ConfigReader, blocks: tuple[Block, ...], **changes: Any) -> Decoder:
+    """Returns the decoder of these layers; `changes` are of Decoder. What is the same for every
+    family, `model.architectures` fills in."""
+    changes.setdefault("final_norm", norm(config, "model.norm"))
+    changes.setdefault("head", Head(config.flag("tie_word_embeddings")))
+    return Decoder(
+        architecture="",
+        config_sha256="",
+        dtype="",
+        vocab_size=config.positive("vocab_size"),
+        hidden_size=config.positive("hidden_size"),
+        max_position_embeddings=config.positive("max_position_embeddings"),
+        blocks=blocks,
+        **changes,
+    )

@@ -1,0 +1,273 @@
+"""A decoder as data: all that makes a model's maths and shapes what they are.
+
+`model.architectures` makes a `Decoder` of config.json. Everything else that knows a model walks it:
+which tensors of the checkpoint go where, what adapters may change, the memory of steps, and what
+each backend computes. Modules are named as in Hugging Face's models: those of a layer below it
+("self_attn.q_proj"), the others below the whole ("model.norm").
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, TypedDict
+
+from inference_svc.model.rope import Rope
+
+EMBED_TOKENS, LM_HEAD = "model.embed_tokens", "lm_head"
+
+
+def layer_path(layer: int, module: str) -> str:
+    """Returns the path of a layer's module, such as "model.layers.3.self_attn.q_proj"."""
+    return f"model.layers.{layer}.{module}"
+
+
+class NormKind(enum.Enum):
+    """RMS: x / sqrt(mean(x^2) + eps). LAYER: the same of x - mean(x)."""
+
+    RMS = "rms"
+    LAYER = "layer"
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm over `size` elements, times its weight plus `weight_offset`.
+
+    Where it `is_wide` the weight is in fp32, and the product is rounded; else the norm is rounded
+    to the model's dtype before the product.
+    """
+
+    module: str
+    size: int
+    eps: float
+    kind: NormKind = NormKind.RMS
+    weight_offset: float = 0.0
+    is_wide: bool = False
+
+
+class Member(NamedTuple):
+    """A linear layer and its number of outputs."""
+
+    module: str
+    out_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """Linear layers that read the same input, computed as one, their outputs side by side.
+
+    `name` is such as "qkv". `fused` is the module that computes all of them where they are one: the
+    checkpoint has that instead of its members if it `is_stored_fused`.
+    """
+
+    name: str
+    members: tuple[Member, ...]
+    in_features: int
+    has_bias: bool = False
+    fused: str = ""
+    is_stored_fused: bool = False
+
+    @property
+    def out_features(self) -> int:
+        return sum(member.out_features for member in self.members)
+
+    @property
+    def stored(self) -> tuple[Member, ...]:
+        """The modules whose weights the checkpoint has, in the order of their outputs."""
+        return (Member(self.fused, self.out_features),) if self.is_stored_fused else self.members
+
+
+class QueryGrowth(NamedTuple):
+    """Queries at position p are multiplied by 1 + beta * ln(1 + floor(p / length)) (Llama 4)."""
+
+    beta: float
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Causal attention of `num_heads` queries in groups, which share keys and values.
+
+    `scale` multiplies scores, which are bounded by `softcap`: cap * tanh(score / cap). `window` is
+    how many positions a query attends to, its own included; None: all. `rope` None: positions do
+    not enter. Norms are over a head, or, as their size says, over all heads; before the rotation,
+    or behind it if `norms_rotated`.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    qkv: Projection
+    out: Projection
+    rope: Rope | None
+    window: int | None = None
+    softcap: float | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    norms_rotated: bool = False
+    query_growth: QueryGrowth | None = None
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+class Activation(enum.Enum):
+    """By the names of config.json."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """down(activation(gate) * up)."""
+
+    activation: Activation
+    gate_up: Projection
+    down: Projection
+
+    @property
+    def size(self) -> int:
+        return self.down.in_features
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A layer: attention, then the feed-forward half; each reads the norm of the residual stream,
+    or the stream itself, and adds to it, normed or not, times `residual_scale`.
+
+    `is_parallel`: both halves read what `attention_norm` makes.
+    """
+
+    attention: Attention
+    feed_forward: Dense
+    attention_norm: Norm | None
+    feed_forward_norm: Norm | None
+    attention_post_norm: Norm | None = None
+    feed_forward_post_norm: Norm | None = None
+    is_parallel: bool = False
+    residual_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        assert not self.is_parallel or self.feed_forward_norm is None
+
+    @property
+    def has_post_norms(self) -> bool:
+        return bool(self.attention_post_norm or self.feed_forward_post_norm)
+
+    @property
+    def projections(self) -> Iterator[Projection]:
+        """In order of use."""
+        yield from (self.attention.qkv, self.attention.out)
+        yield from (self.feed_forward.gate_up, self.feed_forward.down)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Logits: the embedding's weight if tied, else `lm_head`'s; times `scale`, bounded by
+    `softcap` as attention's scores."""
+
+    is_tied: bool
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+class KVShape(TypedDict):
+    """Keys and values, as `kernels.attention.KVCache.allocate` calls it."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """What one model computes.
+
+    `dtype` is what its weights were saved as, by torch's name; `config_sha256` the hex digest of
+    config.json as canonical JSON: keys sorted, no spaces. Embeddings are multiplied by
+    `embedding_scale`, rounded to their dtype.
+    """
+
+    architecture: str
+    config_sha256: str
+    dtype: str
+    vocab_size: int
+    hidden_size: int
+    max_position_embeddings: int
+    blocks: tuple[Block, ...]
+    final_norm: Norm
+    head: Head
+    embedding_scale: float = 1.0
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.blocks)
+
+    @cached_property
+    def attentions(self) -> tuple[Attention, ...]:
+        return tuple(block.attention for block in self.blocks)
+
+    @property
+    def ropes(self) -> tuple[tuple[Rope, int], ...]:
+        """The distinct rotations, with the size of the heads that they turn."""
+        found = ((each.rope, each.head_dim) for each in self.attentions if each.rope is not None)
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The distinct windows."""
+        return tuple(dict.fromkeys(each.window for each in self.attentions))
+
+    @property
+    def query_growths(self) -> tuple[QueryGrowth, ...]:
+        """The distinct ways in which queries grow with their positions."""
+        found = (each.query_growth for each in self.attentions)
+        return tuple(dict.fromkeys(each for each in found if each is not None))
+
+    @property
+    def max_q_size(self) -> int:
+        return max(each.q_size for each in self.attentions)
+
+    @property
+    def max_kv_size(self) -> int:
+        return max(each.kv_size for each in self.attentions)
+
+    @property
+    def max_intermediate_size(self) -> int:
+        return max(block.feed_forward.size for block in self.blocks)
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """The shape of keys and values, which all layers have."""
+        [(num_kv_heads, head_dim)] = {
+            (each.num_kv_heads, each.head_dim) for each in self.attentions
+        }
+        return KVShape(num_layers=self.num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """Keys and values of all layers."""
+        return sum(2 * each.kv_size for each in self.attentions)
+
+    def for_length(self, max_model_len: int) -> Decoder:
+        """Returns the decoder for sequences up to this length, by which some rotations are
+        chosen."""
+
+        def chosen(block: Block) -> Block:
+            attention = block.attention
+            if attention.rope is None:
+                return block
+            rope = attention.rope.for_length(max_model_len)
+            return replace(block, attention=replace(attention, rope=rope))
+
+        return replace(self, blocks=tuple(map(chosen, self.blocks)))

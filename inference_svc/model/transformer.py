@@ -1,0 +1,180 @@
+"""The decoder in torch: one class computes whatever a description says.
+
+It reads a step's inputs, the key-value cache, and a `Lora` if the step has adapters; requests,
+pages and adapters are unknown here. What lies between the projections is one kernel each on a
+device, and its definition in torch on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inference_svc.model.description import Activation, Attention, Block, Decoder
+from inference_svc.model.inputs import StepInputs
+from inference_svc.model.layers import Linear, RotaryEmbedding, Rotation
+from inference_svc.model.lora import Lora
+from inference_svc.model.rope import Rope
+from inference_svc.model.weights import BlockWeights, ModelWeights
+from kernels.attention import KVCache, attend, rotate_and_store
+from kernels.elementwise import (
+    NormWeight,
+    add_rms_norm,
+    bound_logits,
+    geglu,
+    rms_norm,
+    swiglu,
+)
+
+_GATED = {Activation.SILU: swiglu, Activation.GELU_TANH: geglu}
+_NO_ROTATION = Rotation(None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step's data that all layers share."""
+
+    inputs: StepInputs
+    rotations: Mapping[tuple[Rope, int], Rotation]
+    kv_cache: KVCache
+    lora: Lora | None
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The residual stream [T, hidden_size]. `delta` is what is still to be added to it, times
+    `scale`: the next norm does it along."""
+
+    hidden: Tensor
+    delta: Tensor | None = None
+    scale: float = 1.0
+
+    def leave(self, delta: Tensor, scale: float) -> None:
+        self.delta, self.scale = delta, scale
+
+    def normed(self, norm: NormWeight | None, rows: Tensor | None = None) -> Tensor:
+        """Returns its norm, or itself, of all rows or of these."""
+        delta, self.delta = self.delta, None
+        return add_rms_norm(self.hidden, delta, norm, rows, self.scale)
+
+
+class Transformer:
+    """Computes steps operation by operation."""
+
+    def __init__(self, description: Decoder, weights: ModelWeights[Linear]) -> None:
+        self.description = description
+        self.weights = weights
+        device = weights.embedding.device
+        self._rotary = {
+            (rope, head_dim): RotaryEmbedding(rope, head_dim, device)
+            for rope, head_dim in description.ropes
+        }
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs, kv_cache: KVCache, lora: Lora | None = None) -> Tensor:
+        """Computes one step; returns logits [len(inputs.logit_rows), vocab_size] in the model's
+        dtype, an inference tensor.
+
+        Writes the step's keys and values to the cells of `inputs.attention`; what each token
+        attends to must be in the cache already, or be computed in this step. Without `lora` no
+        adapter code runs.
+        """
+        hidden = F.embedding(inputs.token_ids, self.weights.embedding)
+        if lora is not None:
+            lora.add_embedding(inputs.token_ids, hidden)
+        if self.description.embedding_scale != 1.0:
+            hidden *= torch.tensor(self.description.embedding_scale, dtype=hidden.dtype)
+        rotations = {
+            key: rotary(inputs.positions, hidden.dtype) for key, rotary in self._rotary.items()
+        }
+        step, stream = _Step(inputs, rotations, kv_cache, lora), _Stream(hidden)
+        for index, block in enumerate(self.description.blocks):
+            self._block(index, block, stream, step)
+        return self._logits(stream, step)
+
+    def _block(self, index: int, block: Block, stream: _Stream, step: _Step) -> None:
+        weights, scale = self.weights.blocks[index], block.residual_scale
+        normed = stream.normed(weights.attention_norm)
+        delta = self._attention(index, block.attention, weights, normed, step)
+        stream.leave(_post_normed(delta, weights.attention_post_norm), scale)
+        del delta  # or it would be in memory when the next norm has added it
+        if block.is_parallel:
+            stream.normed(None)
+        else:
+            del normed
+            normed = stream.normed(weights.feed_forward_norm)
+        delta = self._feed_forward(index, block, weights, normed, step)
+        stream.leave(_post_normed(delta, weights.feed_forward_post_norm), scale)
+
+    def _attention(
+        self,
+        index: int,
+        attention: Attention,
+        weights: BlockWeights[Linear],
+        x: Tensor,
+        step: _Step,
+    ) -> Tensor:
+        """x: [T, hidden_size] -> [T, hidden_size]."""
+        rope, plan = attention.rope, step.inputs.attention
+        rotation = _NO_ROTATION if rope is None else step.rotations[rope, attention.head_dim]
+        qkv = _project(weights.qkv, x, step.lora, f"layers.{index}.qkv")
+        q_norm, k_norm = weights.q_norm, weights.k_norm
+        rotate_and_store(
+            *(qkv, step.kv_cache, index, plan.cells, *rotation),
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            0.0 if q_norm is None else q_norm.eps,
+            is_interleaved=rope is not None and rope.is_interleaved,
+            norms_rotated=attention.norms_rotated,
+            q_scale=_q_scale(attention, step.inputs.positions, qkv.dtype),
+        )
+        mixed = attend(
+            qkv[:, : attention.q_size].unflatten(1, (-1, attention.head_dim)),
+            step.kv_cache,
+            index,
+            plan,
+            scale=attention.scale,
+            window=attention.window,
+            softcap=attention.softcap,
+        )
+        return _project(weights.o, mixed.flatten(1), step.lora, f"layers.{index}.o")
+
+    def _feed_forward(
+        self, index: int, block: Block, weights: BlockWeights[Linear], x: Tensor, step: _Step
+    ) -> Tensor:
+        """x: [T, hidden_size] -> [T, hidden_size]."""
+        gate_up = _project(weights.gate_up, x, step.lora, f"layers.{index}.gate_up")
+        gated = _GATED[block.feed_forward.activation](gate_up)
+        return _project(weights.down, gated, step.lora, f"layers.{index}.down")
+
+    def _logits(self, stream: _Stream, step: _Step) -> Tensor:
+        """Logits of the rows that sample."""
+        head = self.description.head
+        normed = stream.normed(self.weights.norm, step.inputs.logit_rows)
+        logits = self.weights.head(normed)
+        if step.lora is not None:
+            step.lora.add_head(normed, logits)
+        return bound_logits(logits, head.scale, head.softcap)
+
+
+def _post_normed(delta: Tensor, norm: NormWeight | None) -> Tensor:
+    return delta if norm is None else rms_norm(delta, norm)
+
+
+def _q_scale(attention: Attention, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Returns by what each token's queries grow, [T]."""
+    if attention.query_growth is None:
+        return None
+    beta, length = attention.query_growth
+    return (1 + beta * torch.log1p(torch.floor(positions / length))).to(dtype)
+
+
+def _project(linear: Linear, x: Tensor, lora: Lora | None, group: str) -> Tensor:
+    out = linear(x)
+    if lora is not None:
+        lora.add(group, x, out)
+    return out
