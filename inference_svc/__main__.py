@@ -72,7 +72,7 @@ def _download(arguments: list[str]) -> int:
 def _print_layout(arguments: list[str]) -> int:
     try:
         settings = find_model(load_settings(InferenceSettings, arguments))
-        check_files(settings.model)
+        check_files(settings.model, has_tokenizer=settings.tokenizer)
         from inference_svc.app import describe_layout  # imports torch
 
         print(describe_layout(settings))
@@ -88,7 +88,7 @@ def _run(settings: InferenceSettings) -> int:
     try:
         check_ports(settings)
         settings = find_model(settings)
-        check_files(settings.model)
+        check_files(settings.model, has_tokenizer=settings.tokenizer)
     except (InvalidSetting, UnsupportedModel, OSError) as error:
         return _fail(error, 1)
     interpreter_gc.pause()

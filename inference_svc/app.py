@@ -57,6 +57,7 @@ from inference_svc.store.replicas import Replicas
 from inference_svc.store.types import Announcement
 from inference_svc.store.watch import StoreConnection
 from inference_svc.text.detokenizer import TokenDecoder
+from inference_svc.text.no_tokenizer import NoTokenizer
 from inference_svc.text.pieces import Vocabulary
 from inference_svc.text.prompt import Encoder, PromptEncoder
 from inference_svc.text.tokenizer import Tokenizer, tokenizer_bytes
@@ -117,13 +118,17 @@ async def serve(config: InferenceSettings) -> None:
     async with reloading(config, server.reloader):
         with make_engine(config, server.replicas, access) as load:
             try:
-                text = await asyncio.to_thread(Tokenizer, config.model)
+                text = await asyncio.to_thread(_load_tokenizer, config)
                 engine = await asyncio.to_thread(load)
                 await server.start(engine, text, facts)
                 interpreter_gc.resume()
                 await server.run(stop)
             finally:
                 await server.close()
+
+
+def _load_tokenizer(config: InferenceSettings) -> TextModel:
+    return Tokenizer(config.model) if config.tokenizer else NoTokenizer()
 
 
 def describe_layout(config: InferenceSettings) -> str:
@@ -156,7 +161,7 @@ def _in_process(
     engine_config = replace(
         to_engine_config(config),
         frontend_bytes=resident_bytes(),
-        tokenizer_bytes=tokenizer_bytes(config.model),
+        tokenizer_bytes=tokenizer_bytes(config.model) if config.tokenizer else 0,
     )
     engine = EngineProcess(engine_config, ImageClientRecipe(config), replicas.on_update)
     replicas.publish_to(lambda update: engine.send(StoreMessage(update)))
@@ -205,6 +210,7 @@ def _facts(config: InferenceSettings, decoder: Decoder) -> ServerFacts:
         dtype=config.dtype,
         device=config.device,
         vocab_size=decoder.vocab_size,
+        has_tokenizer=config.tokenizer,
         max_model_len=config.max_model_len,
         max_loras=config.max_loras,
         max_lora_rank=config.max_rank,

@@ -94,6 +94,10 @@ class InferenceSettings(ServiceSettings):
     """Name by which adapters know the base model. Unset: the model's name on
     the hub, or that of its folder."""
 
+    tokenizer: Annotated[bool, MODEL] = True
+    """Whether the model's tokenizer is read. Without it requests are token ids, and so are answers:
+    text, chats and stop strings are refused."""
+
     aliases: Annotated[Names, MODEL] = ()
     """Further names of the base model."""
 

@@ -38,9 +38,10 @@ _SINGLE = struct.Struct("f")
 class GenerateCall:
     """`adapter` "" is the base model. Each of the `prompts` is answered by `num_choices` requests.
 
-    `adapter_field` and `max_tokens_field` are the caller's names of these fields, the latter ""
-    where it gave no limit. `max_logprobs` bounds the logprobs of all requests together. An id that
-    is not unique, such as one that a mesh sends along with many calls, is none to the engine.
+    `adapter_field`, `stop_field` and `max_tokens_field` are the caller's names of these fields, the
+    last "" where it gave no limit. `max_logprobs` bounds the logprobs of all requests together. An
+    id that is not unique, such as one that a mesh sends along with many calls, is none to the
+    engine.
     """
 
     request_id: str
@@ -54,6 +55,7 @@ class GenerateCall:
     num_choices: int = 1
     adapter_field: str = "adapter"
     max_tokens_field: str = ""
+    stop_field: str = "sampling.stop"
     max_logprobs: int | None = None
     is_id_unique: bool = True
 

@@ -21,6 +21,7 @@ from inference_svc.errors import AdapterNotFound
 from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.store.directory import Binding, Directory
 from inference_svc.store.types import AdapterPage, Registered, Registry, Source
+from inference_svc.text.no_tokenizer import NO_TOKENIZER
 from inference_svc.text.prompt import PromptEncoder
 from servicekit.auth.audit import Audit, AuditEntry
 from servicekit.auth.authenticator import Authenticator, Metadata, bearer_token
@@ -53,6 +54,7 @@ class ServerFacts:
     aliases: tuple[str, ...] = ()
     sampling: SamplingDefaults = NO_DEFAULTS
     metrics_port: int = 0
+    has_tokenizer: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,9 @@ class Service:
                 finally:
                     record.adapter = incoming.adapter
                     self._work.charge(principal.account, incoming.num_read / READ_BYTES_PER_SECOND)
+                if call.sampling.stop and not self.facts.has_tokenizer:
+                    detail = f"{call.stop_field}: {NO_TOKENIZER}: use stop_token_ids"
+                    raise InvalidArgument(detail, subject=call.stop_field)
                 prompts = tuple(map(self._request_log.note_of, call.prompts))
                 record.request_id, record.prompt = call.request_id, prompts[0]
                 binding = await self.resolve(

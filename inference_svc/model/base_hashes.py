@@ -94,7 +94,11 @@ def hashing_base(
 def _find_tensors(model_dir: Path, decoder: Decoder) -> dict[str, _Stored]:
     """Returns what can be hashed, by the name that adapters have it under. A tied head is the
     embedding, whatever the file has."""
-    stored = {name: each for path in weight_files(model_dir) for name, each in _read(path)}
+    stored = {
+        decoder.wrapper.text_name(name): each
+        for path in weight_files(model_dir)
+        for name, each in _read(path)
+    }
     embedding = f"{EMBED_TOKENS}.weight"
     head = embedding if decoder.head.is_tied else f"{LM_HEAD}.weight"
     names = {EMBED_TOKENS: embedding, LM_HEAD: head}

@@ -180,6 +180,25 @@ class Head:
     softcap: float | None = None
 
 
+class Wrapper(NamedTuple):
+    """How a whole checkpoint, of a model of several towers, names the tensors of its text part:
+    `prefixes` and what they stand for; and how those begin that are other towers'."""
+
+    prefixes: tuple[tuple[str, str], ...] = ()
+    others: tuple[str, ...] = ()
+
+    def text_name(self, stored: str) -> str | None:
+        """Returns the name of a tensor as a model of text alone has it; None for one of another
+        tower."""
+        for prefix, meant in self.prefixes:
+            if stored.startswith(prefix):
+                return meant + stored.removeprefix(prefix)
+        return None if stored.removeprefix("model.").startswith(self.others) else stored
+
+
+TEXT_ALONE = Wrapper()
+
+
 class KVShape(TypedDict):
     """Keys and values, as `kernels.attention.KVCache.allocate` calls it."""
 
@@ -208,6 +227,7 @@ class Decoder:
     head: Head
     embedding_scale: float = 1.0
     eos_token_ids: tuple[int, ...] = ()
+    wrapper: Wrapper = TEXT_ALONE
 
     @property
     def num_layers(self) -> int:

@@ -15,6 +15,8 @@ from inference_svc.errors import UnsupportedModel
 CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+MAX_HEADER_BYTES = 100_000_000
+"""The most that safetensors accepts of a file's header."""
 VOCABULARIES = (TOKENIZER, "tokenizer.model", "vocab.json")
 """Files of which a tokenizer has one."""
 _POINTER = b"version https://git-lfs.github.com/"
@@ -44,12 +46,26 @@ def weight_files(model_dir: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def missing_files(model_dir: Path) -> list[str]:
-    """Returns the names of the files without which nothing can be served and that are not there.
-    Raises UnsupportedModel like `weight_files`."""
+def tensor_names(model_dir: Path) -> list[str]:
+    """Returns the names of the tensors in a model's folder; none where the weights are not there,
+    or broken: what reads them says so."""
+    try:
+        index = model_dir / INDEX
+        if not (model_dir / SINGLE).exists() and index.exists():
+            return list(json.loads(index.read_bytes())["weight_map"])
+        with (model_dir / SINGLE).open("rb") as file:
+            num_bytes = int.from_bytes(file.read(8), "little")
+            return list(json.loads(file.read(min(num_bytes, MAX_HEADER_BYTES))))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return []
+
+
+def missing_files(model_dir: Path, *, has_tokenizer: bool = True) -> list[str]:
+    """Returns the names of the files without which nothing can be served and that are not there;
+    a server may do without a tokenizer. Raises UnsupportedModel like `weight_files`."""
     wanted = [model_dir / CONFIG, *weight_files(model_dir)]
     missing = [path.name for path in wanted if not path.is_file()]
-    if not has_vocabulary(model_dir):
+    if has_tokenizer and not has_vocabulary(model_dir):
         missing.append(TOKENIZER)
     return missing
 
@@ -58,14 +74,16 @@ def has_vocabulary(model_dir: Path) -> bool:
     return any((model_dir / name).is_file() for name in VOCABULARIES)
 
 
-def check_files(model_dir: Path) -> None:
+def check_files(model_dir: Path, *, has_tokenizer: bool = True) -> None:
     """Raises UnsupportedModel naming the first file that is missing, or that is broken so that it
     shows in a moment, and saying what to do."""
-    for name in missing_files(model_dir):
+    for name in missing_files(model_dir, has_tokenizer=has_tokenizer):
         raise UnsupportedModel(f"{model_dir} has no {name}{_advice(model_dir, name)}")
-    for path in (*weight_files(model_dir), *(model_dir / name for name in VOCABULARIES)):
+    vocabularies = VOCABULARIES if has_tokenizer else ()
+    for path in (*weight_files(model_dir), *(model_dir / name for name in vocabularies)):
         _check_content(path)
-    check_tokenizer(model_dir)
+    if has_tokenizer:
+        check_tokenizer(model_dir)
 
 
 def check_tokenizer(model_dir: Path) -> None:
@@ -82,7 +100,10 @@ def _advice(model_dir: Path, name: str) -> str:
     """Returns what follows the name of a missing file."""
     if name == TOKENIZER:
         save = f"AutoTokenizer.from_pretrained(MODEL).save_pretrained({str(model_dir)!r})"
-        return f": put the tokenizer's files there, in Python with {save}"
+        return (
+            f": put the tokenizer's files there, in Python with {save}, or do without "
+            "(--no-tokenizer): token ids in, token ids out"
+        )
     if name == SINGLE:
         return f" and no {INDEX}: weights are read from safetensors, as save_pretrained writes them"
     return f": {_COPY}"

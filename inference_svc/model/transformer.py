@@ -69,6 +69,8 @@ class Transformer:
         self.description = description
         self.weights = weights
         device = weights.embedding.device
+        scale = torch.tensor(description.embedding_scale, dtype=weights.embedding.dtype)
+        self._embedding_scale = float(scale)  # as the dtype holds it
         self._rotary = {
             (rope, head_dim): RotaryEmbedding(rope, head_dim, device)
             for rope, head_dim in description.ropes
@@ -86,8 +88,8 @@ class Transformer:
         hidden = F.embedding(inputs.token_ids, self.weights.embedding)
         if lora is not None:
             lora.add_embedding(inputs.token_ids, hidden)
-        if self.description.embedding_scale != 1.0:
-            hidden *= torch.tensor(self.description.embedding_scale, dtype=hidden.dtype)
+        if self._embedding_scale != 1.0:
+            hidden *= self._embedding_scale
         rotations = {
             key: rotary(inputs.positions, hidden.dtype) for key, rotary in self._rotary.items()
         }

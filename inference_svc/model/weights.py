@@ -24,6 +24,7 @@ from inference_svc.model.description import (
     Norm,
     NormKind,
     Projection,
+    Wrapper,
     layer_path,
 )
 from inference_svc.model.files import weight_files
@@ -114,7 +115,7 @@ def load_weights(
     from safetensors import safe_open  # models that are made in memory do without
 
     parameters = _parameters(decoder)
-    tensors = _tensors(model_dir)
+    tensors = _tensors(model_dir, decoder.wrapper)
     _check(tensors, parameters)
     assembly = _Assembly(decoder, parameters, dtype, torch.device(device), make_projection)
     for tensor in tensors:
@@ -122,7 +123,7 @@ def load_weights(
             # Opened for each tensor anew: pages of a mapping that stays open would count as ours
             # until the whole file had been read.
             with safe_open(tensor.path, framework="pt") as file:
-                assembly.add(tensor.name, file.get_tensor(tensor.name))
+                assembly.add(tensor.name, file.get_tensor(tensor.stored_name))
     return assembly.finish()
 
 
@@ -329,26 +330,32 @@ class _Assembly(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class _StoredTensor:
-    """A tensor of a file, as the file's header has it."""
+    """A tensor of a file, as the file's header has it; `name` is what a model of text alone calls
+    it."""
 
     name: str
+    stored_name: str
     path: Path
     shape: tuple[int, ...]
     dtype: str
 
 
-def _tensors(model_dir: Path) -> list[_StoredTensor]:
-    """Returns the tensors of a model directory, in the order in which they lie in its files."""
+def _tensors(model_dir: Path, wrapper: Wrapper) -> list[_StoredTensor]:
+    """Returns the tensors of a model directory but for those of other towers, in the order in which
+    they lie in its files."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, _StoredTensor] = {}
     for path in weight_files(model_dir):
         try:
             with safe_open(path, framework="pt") as file:
-                for name in file.offset_keys():
-                    header = file.get_slice(name)
+                for stored in file.offset_keys():
+                    name = wrapper.text_name(stored)
+                    if name is None:
+                        continue
+                    header = file.get_slice(stored)
                     shape = tuple(header.get_shape())
-                    found[name] = _StoredTensor(name, path, shape, header.get_dtype())
+                    found[name] = _StoredTensor(name, stored, path, shape, header.get_dtype())
         except (OSError, SafetensorError) as error:
             raise UnsupportedModel(f"{path} cannot be read: {error}") from error
     return list(found.values())

@@ -49,6 +49,42 @@ FEATURES: dict[str, dict[str, Any]] = {
         "model_type": "mistral",
         "sliding_window": 9,
     },
+    "gemma2, soft caps, wide norms on both sides, geglu": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+        "sliding_window": 9,
+    },
+    "gemma3, two rotations": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "sliding_window_pattern": 2,
+        "sliding_window": 9,
+    },
+    "cohere2, parallel halves, LayerNorm, a layer without rotation": {
+        "architectures": ["Cohere2ForCausalLM"],
+        "sliding_window_pattern": 2,
+        "sliding_window": 9,
+    },
+    "glm4, a part turned, neighbours": {"architectures": ["Glm4ForCausalLM"]},
+    "olmo2, norms of all heads, none before": {"architectures": ["Olmo2ForCausalLM"]},
+    "hunyuan, norms behind the rotation": {"architectures": ["HunYuanDenseV1ForCausalLM"]},
+    "ministral3, growing queries": {
+        "architectures": ["Ministral3ForCausalLM"],
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
+    "granite, multipliers": {
+        "architectures": ["GraniteForCausalLM"],
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 0.7,
+        "residual_multiplier": 0.6,
+    },
 }
 """A model for every feature that the decoder has."""
 

@@ -126,6 +126,53 @@ def compiled_attention(
         return {name: describe(each)._asdict() for name, each in launched()}
 
 
+def compiled_families(shape: Shape, rows: list[tuple[int, int]]) -> dict[str, dict[str, int]]:
+    """As `compiled_step`, of what some families compute otherwise, by the kernel and that."""
+    from triton.runtime import driver
+
+    driver.set_active(NoDevice(90))
+    shape, found = Shape(*shape), {}
+    dim, num_heads, num_kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
+    cache = KVCache.allocate(
+        num_layers=1, num_pages=4, page_size=PAGE_SIZE, num_kv_heads=num_kv_heads, head_dim=dim,
+        dtype=DTYPE,
+    )  # fmt: skip
+    pages = [[0] * (1 + (first + count) // PAGE_SIZE) for first, count in rows]
+    plan = AttentionPlan.build(*zip(*rows, strict=True), pages, PAGE_SIZE)
+    num_tokens, width = len(plan.cells), num_heads * dim
+    qkv = torch.zeros(num_tokens, width + 2 * num_kv_heads * dim, dtype=DTYPE)
+    hidden = torch.zeros(num_tokens, shape.hidden, dtype=DTYPE)
+    of_head, of_all = torch.zeros(dim), (torch.zeros(width), torch.zeros(num_kv_heads * dim))
+    angles = torch.zeros(num_tokens, 1, dim, dtype=DTYPE)
+    part = torch.zeros(num_tokens, 1, dim // 2, dtype=DTYPE)
+
+    def store(cos: torch.Tensor | None, *norms: torch.Tensor, **options: Any) -> None:
+        attention_ops.rotate_and_store(
+            qkv, cache, 0, plan.cells, cos, cos, *norms, eps=1e-5, **options
+        )
+
+    variants: dict[str, Callable[[], Any]] = {
+        "soft-capped": lambda: attention_ops.attend(
+            qkv[:, :width].view(num_tokens, num_heads, dim), cache, 0, plan, scale=0.1, softcap=50.0
+        ),
+        "a part turned, neighbours": lambda: store(part, is_interleaved=True),
+        "norms rotated": lambda: store(angles, of_head, of_head, norms_rotated=True),
+        "norms of all heads": lambda: store(angles, *of_all),
+        "nothing turned, growing": lambda: store(None, q_scale=torch.zeros(num_tokens)),
+        "centred, scaled": lambda: elementwise_ops.add_rms_norm(
+            hidden, hidden, torch.zeros(shape.hidden), 1e-5, scale=0.2, is_centred=True
+        ),
+        "geglu": lambda: elementwise_ops.geglu(
+            torch.zeros(num_tokens, 2 * shape.intermediate, dtype=DTYPE)
+        ),
+    }
+    with recorded() as launched:
+        for label, launch in variants.items():
+            launch()
+            found |= {f"{name} {label}": describe(each)._asdict() for name, each in launched()}
+    return found
+
+
 def _launch_layer(shape: Shape, rows: list[tuple[int, int]], dtype: torch.dtype = DTYPE) -> None:
     dim, num_heads, num_kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
     cache = KVCache.allocate(
@@ -209,4 +256,4 @@ def _run(tool: str, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-OPERATIONS = {f.__name__: f for f in (compiled_step, compiled_attention)}
+OPERATIONS = {f.__name__: f for f in (compiled_attention, compiled_families, compiled_step)}

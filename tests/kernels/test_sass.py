@@ -82,6 +82,22 @@ def test_launches(compiler, shape, step):
             assert found[name]["wgmma"] > 0, found[name]
 
 
+@pytest.mark.parametrize("step", ["32 rows", "a short prompt"])
+@pytest.mark.parametrize("shape", ["heads of 256", pytest.param("8B", marks=pytest.mark.long)])
+def test_what_families_compute_otherwise(compiler, shape, step):
+    """Nothing spills at the heads that they have."""
+    found = compiler.call("compiled_families", SHAPES[shape], STEPS[step])
+    for label, facts in found.items():
+        kernel = SimpleNamespace(**facts)
+        assert kernel.spills == kernel.stack_bytes == 0, (label, kernel)
+        least = MIN_CTAS_OF_WIDE_HEADS.get(label.split()[0], 4)
+        assert kernel.num_ctas >= least, (label, kernel)
+    assert {label.split()[0] for label in found} >= {
+        *("decode_kernel", "store_kernel", "norm_rows_kernel", "swiglu_kernel"),
+        "add_rms_norm_kernel",
+    }
+
+
 @pytest.mark.parametrize("shape", ["8B", pytest.param("heads of 256", marks=pytest.mark.long)])
 def test_prompts_in_fp32(compiler, shape):
     """Twice the bytes take other blocks."""

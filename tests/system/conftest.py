@@ -38,16 +38,17 @@ def zoos(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Zoo]:
 
 @pytest.fixture
 def start(zoos: Callable[[str], Zoo]) -> Iterator[Callable[..., Running]]:
-    """Starts engines over a zoo; all are stopped, and found whole, at the end of the test."""
+    """Starts engines over a zoo, by its kind; all are stopped, and found whole, at the end of the
+    test."""
     running: list[Running] = []
 
-    def begin(kind: str = "llama", **changes: Any) -> Running:
-        zoo = zoos(kind)
+    def begin(kind: str | Zoo = "llama", **changes: Any) -> Running:
+        zoo = zoos(kind) if isinstance(kind, str) else kind
         store = CompilingStore()
         digests = {name: store.register(folder) for name, folder in zoo.adapter_dirs.items()}
         defaults = EngineConfig(
             zoo.model_dir,
-            kind,
+            zoo.kind,
             max_model_len=256,
             kv_bytes=4 << 20,
             arena_bytes=4 << 20,

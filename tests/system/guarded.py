@@ -16,13 +16,12 @@ import grpc
 import torch
 from safetensors.torch import load_file, save_file
 
-from inference_svc.app import InferenceServer, _facts, resolve_settings
+from inference_svc.app import InferenceServer, _facts, _load_tokenizer, resolve_settings
 from inference_svc.config import InferenceSettings, Machine, to_engine_config
 from inference_svc.engine.thread import EngineThread
 from inference_svc.model.architectures import load_description
 from inference_svc.store.client import ImageClient, NoStore
 from inference_svc.store.credentials import read_store_access
-from inference_svc.text.tokenizer import Tokenizer
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
@@ -68,7 +67,7 @@ class Inference:
         self.server = InferenceServer(config, access)
         images = ImageClient(self.server.replicas, access) if config.store else NoStore()
         try:
-            text = Tokenizer(config.model)
+            text = _load_tokenizer(config)
             engine = EngineThread(to_engine_config(config), images)
             await self.server.start(engine, text, _facts(config, description))
             self._ready.set()

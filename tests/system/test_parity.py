@@ -10,7 +10,7 @@ import torch
 
 from inference_svc.core import SampledToken, Sequence
 from inference_svc.engine.sampler import Sampler
-from tests.system.zoo import MODELS
+from tests.system.zoo import ALL, FUSED, MODELS, AdapterSpec, Zoo, make_zoo
 
 PATHS = {"native": True, "torch": False}
 
@@ -58,8 +58,9 @@ def test_a_mixed_batch_has_the_oracles_logits(
     asked = prompts(len(adapters))
     for name, prompt in zip(adapters, asked, strict=True):
         running.submit(name or "base", prompt, name, max_tokens=64 if dtype == "float32" else 16)
-    for name, prompt in zip(adapters, asked, strict=True):
-        tokens, last = running.result(name or "base")
+    # All of them first: the torch path sets torch's options, which are the oracle's, too.
+    results = [running.result(name or "base") for name in adapters]
+    for name, prompt, (tokens, last) in zip(adapters, asked, results, strict=True):
         assert last.error is None
         given, start_of_answer = prompt + tokens[:-1], len(prompt) - 1
         expected = zoos(kind).logits(name, given, torch.float32)[start_of_answer:]
@@ -91,3 +92,29 @@ def test_adapters_change_what_the_model_says(zoos: Callable) -> None:
     base = zoo.logits("", prompt, torch.float32)
     for name in zoo.adapter_dirs:
         assert relative_rms(zoo.logits(name, prompt, torch.float32), base) > 0.02, name
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    """A model with an adapter for each module of its layers, the embedding and the head, alone."""
+    kind = request.param
+    modules = dict.fromkeys(FUSED.get(kind, {}).get(each, each) for each in ALL)
+    specs = [AdapterSpec(name, 4, [name]) for name in (*modules, "embed_tokens", "lm_head")]
+    return make_zoo(kind, tmp_path_factory.mktemp(kind), specs)
+
+
+def test_each_module_alone_changes_what_the_model_says(alone: Zoo, start: Callable) -> None:
+    """Nothing is dropped in silence: the oracle's logits, and not the base's."""
+    running = start(alone, max_model_len=64)
+    recorder = RecordingSampler(running.engine.decoder.eos_token_ids)
+    running.engine.built.engine.runner._sampler = recorder
+    prompt = prompts(2)[1]
+    for name in ("", *running.digests):
+        running.submit(name or "base", prompt, name, max_tokens=1)
+    for name in ("", *running.digests):
+        running.result(name or "base")
+    base = recorder.logits["base"][0]
+    for name in running.digests:
+        got = recorder.logits[name][0]
+        assert relative_rms(got, alone.logits(name, prompt, torch.float32)[-1]) <= 1e-4, name
+        assert relative_rms(got, base) > 1e-3, name

@@ -198,6 +198,7 @@ SPECS = (
 class Zoo:
     """One random model with its adapters, in the form of transformers + peft and on disk."""
 
+    kind: str
     model_dir: Path
     reference: Any
     adapter_dirs: dict[str, Path]
@@ -265,7 +266,7 @@ def make_zoo(kind: str, folder: Path, specs: Sequence[AdapterSpec] = SPECS) -> Z
     reference.save_pretrained(folder / "adapters", save_embedding_layers=False)
     for spec in specs:
         dirs[spec.name] = folder / "adapters" / spec.name
-    return Zoo(folder / "model", reference.eval(), dirs)
+    return Zoo(kind, folder / "model", reference.eval(), dirs)
 
 
 def _targets(targets: Sequence[str] | str, names: dict[str, str]) -> list[str] | str:

@@ -414,6 +414,7 @@ class GenerationBody(Body):
             cache_salt=self.cache_salt or "",
             num_choices=self.n or 1,
             adapter_field="model",
+            stop_field="stop",
             max_tokens_field=self.max_tokens_field,
             max_logprobs=MAX_RESPONSE_LOGPROBS,
             is_id_unique=False,

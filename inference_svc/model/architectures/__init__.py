@@ -19,8 +19,8 @@ from typing import Any
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.config_keys import check_keys
 from inference_svc.model.config_reader import ConfigReader
-from inference_svc.model.description import Decoder
-from inference_svc.model.files import CONFIG, read_json
+from inference_svc.model.description import LM_HEAD, Decoder, Wrapper
+from inference_svc.model.files import CONFIG, read_json, tensor_names
 from inference_svc.model.generation_config import read_generation_config
 
 DEFAULTS: Mapping[str, Any] = {
@@ -39,6 +39,7 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """Values that transformers assumes for keys that config.json leaves out, unless a family's
 `defaults` differ. A bias that is left out is absent."""
+HEAD = f"{LM_HEAD}.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,27 @@ class Family:
     reads: frozenset[str] = frozenset()
     ignores: frozenset[str] = frozenset()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def describe_text_part(config: ConfigReader, parts: Mapping[str, str], wrapper: Wrapper) -> Decoder:
+    """Returns the decoder that `text_config` describes; `parts` has the architecture of each
+    `model_type` of it, the one that is meant without any first. The model's own flag says whether
+    the head is tied."""
+    values = config.get("text_config")
+    if not isinstance(values, Mapping):
+        raise config.unsupported("text_config", "must describe the text part")
+    kind = values.get("model_type") or next(iter(parts))
+    if not isinstance(kind, str) or kind not in parts:
+        raise config.unsupported(
+            "text_config.model_type", f"supported are {', '.join(parts)}", kind
+        )
+    family, where = families()[parts[kind]], "config.json: text_config"
+    check_keys(values, family.architecture, family.reads, family.ignores, where)
+    text = ConfigReader(values, {**DEFAULTS, **family.defaults}, where)
+    decoder = family.describe(text)
+    head = replace(decoder.head, is_tied=config.flag("tie_word_embeddings"))
+    eos_token_ids = _token_ids(text, text.get("eos_token_id"))
+    return replace(decoder, head=head, wrapper=wrapper, eos_token_ids=eos_token_ids)
 
 
 @cache
@@ -74,13 +96,28 @@ def load_description(model_dir: Path) -> Decoder:
     family = _family_of(values)
     check_keys(values, family.architecture, family.reads, family.ignores)
     config = ConfigReader(values, {**DEFAULTS, **family.defaults})
+    decoder = family.describe(config)
+    if decoder.wrapper.prefixes and "tie_word_embeddings" not in values:
+        # As transformers does: tied, unless the checkpoint has a head.
+        names = map(decoder.wrapper.text_name, tensor_names(model_dir))
+        decoder = replace(decoder, head=replace(decoder.head, is_tied=HEAD not in names))
+    eos_token_ids = read_generation_config(model_dir).get("eos_token_id")
+    if eos_token_ids is None:
+        eos_token_ids = config.get("eos_token_id")
     return replace(
-        family.describe(config),
+        decoder,
         architecture=family.architecture,
         config_sha256=_canonical_sha256(values),
-        dtype=str(values.get("dtype") or values.get("torch_dtype") or "float32"),
-        eos_token_ids=_eos_token_ids(model_dir, config),
+        dtype=_dtype_of(values),
+        eos_token_ids=_token_ids(config, eos_token_ids) or decoder.eos_token_ids,
     )
+
+
+def _dtype_of(values: Mapping[str, Any]) -> str:
+    text = values.get("text_config")
+    both = (values, text if isinstance(text, Mapping) else {})
+    named = (each.get(key) for each in both for key in ("dtype", "torch_dtype"))
+    return str(next(filter(None, named), "float32"))
 
 
 def _family_of(config: Mapping[str, Any]) -> Family:
@@ -99,9 +136,8 @@ def _canonical_sha256(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _eos_token_ids(model_dir: Path, config: ConfigReader) -> tuple[int, ...]:
-    ids = read_generation_config(model_dir).get("eos_token_id")
-    ids = config.get("eos_token_id") if ids is None else ids
+def _token_ids(config: ConfigReader, ids: Any) -> tuple[int, ...]:
+    """Returns the end tokens that a config names in one of its ways."""
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
     if not all(isinstance(token_id, int) for token_id in ids):
         raise config.unsupported("eos_token_id", "must be one or several token ids", ids)

@@ -38,14 +38,16 @@ struct RmsNormArgs {
   float delta_scale;
 };
 
-// Adds, and returns the sum of squares, or, centred, of the differences from the mean.
-template <typename T>
+// Adds, and returns the sum of squares.
+template <typename T, bool IS_SCALED>
 VF add_delta(T* hidden, const T* delta, VF delta_scale, int64_t size) {
   VF squares = vzero();
   for_vectors(size, [&](int64_t at, auto lanes) {
     VF x = vload(hidden + at, lanes);
     if (delta) {
-      x = rounded<T>(vadd(x, rounded<T>(vmul(vload(delta + at, lanes), delta_scale))));
+      VF added = vload(delta + at, lanes);
+      if constexpr (IS_SCALED) added = rounded<T>(vmul(added, delta_scale));
+      x = rounded<T>(vadd(x, added));
       vstore(hidden + at, x, lanes);
     }
     squares = vfma(x, x, squares);
@@ -81,7 +83,9 @@ void rms_norm(const RmsNormArgs& args, const Slice& slice) {
     T* hidden = static_cast<T*>(args.hidden) + i * size;
     T* out = static_cast<T*>(args.out) + i * size;
     const T* delta = args.delta ? static_cast<const T*>(args.delta) + i * size : nullptr;
-    const VF squares = add_delta(hidden, delta, delta_scale, size);
+    const VF squares = args.delta_scale == 1.0f
+                           ? add_delta<T, false>(hidden, delta, delta_scale, size)
+                           : add_delta<T, true>(hidden, delta, delta_scale, size);
     if (!args.weight) continue;
     if (args.is_centred) {
       centred_norm(args, hidden, out);

@@ -159,8 +159,13 @@ void rope_and_store(const RopeAndStoreArgs& args, const Slice& slice) {
     if (args.cos) {
       const T* cos = static_cast<const T*>(args.cos) + t * half;
       const T* sin = static_cast<const T*>(args.sin) + t * half;
-      const auto rotate = args.is_interleaved ? rotate_neighbours<T> : rotate_head<T>;
-      for (int64_t at = 0; at < q_size + kv_size; at += size) rotate(heads + at, cos, sin, half);
+      for (int64_t at = 0; at < q_size + kv_size; at += size) {
+        if (args.is_interleaved) {
+          rotate_neighbours(heads + at, cos, sin, half);
+        } else {
+          rotate_head(heads + at, cos, sin, half);
+        }
+      }
     }
     if (args.norms_rotated) {
       norm_heads(heads, args.q_norm, q_size, args.eps);

@@ -14,7 +14,7 @@ from inference_svc.model.architectures import families, load_description
 from inference_svc.model.description import Decoder
 from tests.inference_svc.model.conftest import TEXT_PARTS
 
-FAMILIES = [name.removesuffix("ForCausalLM") for name in families()]
+FAMILIES = [name[: -len("ForCausalLM")] for name in families() if name.endswith("ForCausalLM")]
 LLAMA_32 = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,

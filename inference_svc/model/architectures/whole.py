@@ -1,0 +1,53 @@
+"""Models of several towers, of which the text part is served: tensors of the others are not read.
+Adapters and the checkpoint may have any of transformers' names for the text part's modules."""
+
+from inference_svc.model.architectures import Family, describe_text_part
+from inference_svc.model.config_keys import names
+from inference_svc.model.config_reader import ConfigReader
+from inference_svc.model.description import Decoder, Wrapper
+
+_LLAVA = Wrapper(
+    prefixes=(
+        ("language_model.model.", "model."),
+        ("model.language_model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+    ),
+    others=("vision_tower.", "multi_modal_projector."),
+)
+"""The names that transformers has used, before its release 5 and since."""
+_MISTRAL3 = {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
+
+
+def describe_gemma3(config: ConfigReader) -> Decoder:
+    return describe_text_part(config, {"gemma3_text": "Gemma3ForCausalLM"}, _LLAVA)
+
+
+def describe_mistral3(config: ConfigReader) -> Decoder:
+    return describe_text_part(config, _MISTRAL3, _LLAVA)
+
+
+_IGNORES = names(
+    """
+    vision_config image_token_index image_token_id boi_token_index boi_token_id eoi_token_index
+    eoi_token_id mm_tokens_per_image projector_hidden_act vision_feature_layer
+    multimodal_projector_bias spatial_merge_size
+    """
+)
+_DEFAULTS = {"tie_word_embeddings": True, "eos_token_id": None}
+
+FAMILIES = (
+    Family(
+        "Gemma3ForConditionalGeneration",
+        describe_gemma3,
+        reads=names("text_config"),
+        ignores=_IGNORES,
+        defaults=_DEFAULTS,
+    ),
+    Family(
+        "Mistral3ForConditionalGeneration",
+        describe_mistral3,
+        reads=names("text_config"),
+        ignores=_IGNORES,
+        defaults=_DEFAULTS,
+    ),
+)

@@ -1,0 +1,37 @@
+"""Stands for the tokenizer of a server without one: token ids in, token ids out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inference_svc.text.prompt import ChatMessage
+from servicekit.errors import InvalidArgument
+
+NO_TOKENIZER = "this server has no tokenizer (--no-tokenizer)"
+
+
+class NoTokenizer:
+    """Refuses text, and makes none of tokens."""
+
+    visible_ids: frozenset[int] = frozenset()
+    byte_ids: frozenset[int] = frozenset()
+    is_byte_level = False
+    max_chars_per_token = 1
+
+    def encode(self, text: str) -> list[int]:
+        """Raises InvalidArgument."""
+        raise InvalidArgument(f"prompt: {NO_TOKENIZER}: send token ids", subject="prompt")
+
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float
+    ) -> list[int]:
+        """Raises InvalidArgument."""
+        raise InvalidArgument(
+            f"chat: {NO_TOKENIZER}, and so no chat template: send token ids", subject="chat"
+        )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def name_of(self, token_id: int) -> str:
+        return ""

@@ -1,0 +1,154 @@
+"""The text part of models of several towers is served from the whole checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from inference_svc.errors import UnsupportedModel
+from inference_svc.model.architectures import load_description
+from inference_svc.model.base_hashes import hashing_base
+from inference_svc.model.layers import Linear
+from inference_svc.model.weights import load_weights, weights_bytes
+from tests.inference_svc.model.conftest import SHAPE
+
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+TEXT = {"head_dim": 12, "pad_token_id": 0, "sliding_window": 10}
+WHOLE: dict[str, dict[str, Any]] = {
+    "Gemma3": {
+        "text_config": SHAPE | TEXT | {"query_pre_attn_scalar": 30},
+        "vision_config": VISION,
+        "mm_tokens_per_image": 4,
+        "image_token_index": 80,
+        "boi_token_index": 81,
+        "eoi_token_index": 82,
+    },
+    "Mistral3": {
+        "text_config": SHAPE | TEXT | {"model_type": "mistral"},
+        "vision_config": VISION | {"head_dim": 8, "model_type": "pixtral"},
+        "image_token_index": 80,
+    },
+    "Ministral3": {
+        "text_config": SHAPE | TEXT | {"model_type": "ministral3"},
+        "vision_config": VISION | {"head_dim": 8, "model_type": "pixtral"},
+        "image_token_index": 80,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+@pytest.fixture
+def whole(tmp_path: Path):
+    """`whole(name)`: a random model, and its folder."""
+
+    def make(name: str) -> tuple[transformers.PreTrainedModel, Path]:
+        torch.manual_seed(0)
+        family = "Mistral3" if name == "Ministral3" else name
+        config = getattr(transformers, f"{family}Config")(**WHOLE[name])
+        kind = getattr(transformers, f"{family}ForConditionalGeneration")
+        model = kind._from_config(config, dtype=torch.float32).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2 if parameter.dim() > 1 else 1)
+        model.save_pretrained(tmp_path / name)
+        return model, tmp_path / name
+
+    return make
+
+
+def renamed(folder: Path, prefixes: dict[str, str]) -> None:
+    """Names the tensors of a checkpoint otherwise."""
+    saved = load_file(folder / "model.safetensors")
+    named = {}
+    for name, tensor in saved.items():
+        before = next((each for each in prefixes if name.startswith(each)), "")
+        named[prefixes.get(before, "") + name.removeprefix(before)] = tensor
+    save_file(named, folder / "model.safetensors")
+
+
+OLDER = {
+    "model.language_model.": "language_model.model.",
+    "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+    "lm_head.": "language_model.lm_head.",
+}
+NEWER = {old: new for new, old in OLDER.items()}
+
+
+@pytest.mark.parametrize("names", [OLDER, NEWER], ids=["older names", "newer names"])
+@pytest.mark.parametrize("path", ["torch", "native"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_logits(name, path, names, whole, load_decoder, relative_rms):
+    model, folder = whole(name)
+    renamed(folder, names)
+    token_ids = torch.randint(1, 79, (60,)).tolist()
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([token_ids])).logits[0]
+    decoder = load_decoder(folder, path=path)
+    assert relative_rms(expected, decoder.logits(token_ids, chunk=60)) <= 1e-4
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_only_the_text_part_is_read(name, whole):
+    model, folder = whole(name)
+    description = load_description(folder)
+    assert description.architecture == model.config.architectures[0]
+    weights = load_weights(folder, description, torch.float32, "cpu", Linear)
+    tower = sum(each.nbytes for each in model.model.vision_tower.parameters())
+    tower += sum(each.nbytes for each in model.model.multi_modal_projector.parameters())
+    whole_bytes = sum(each.nbytes for each in model.parameters())
+    assert weights.num_bytes == whole_bytes - tower == weights_bytes(description, torch.float32)
+    with hashing_base(folder, description, 1) as base:
+        assert {"model.embed_tokens", "lm_head", "model.norm"} <= base().keys()
+
+
+def test_a_head_of_its_own_is_found_where_config_json_does_not_say(whole):
+    _, folder = whole("Ministral3")
+    config = json.loads((folder / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert not load_description(folder).head.is_tied
+    saved = load_file(folder / "model.safetensors")
+    head = next(name for name in saved if name.endswith("lm_head.weight"))
+    save_file({k: v for k, v in saved.items() if k != head}, folder / "model.safetensors")
+    assert load_description(folder).head.is_tied
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text_config": None}, "text_config = None: must describe the text part"),
+        ({"text_config": {"model_type": "llama"}}, "text_config.model_type = 'llama': supported"),
+        (
+            {"text_config": {"model_type": "mistral", "residual_scale": 2}},
+            "text_config: residual_scale = 2: not known for MistralForCausalLM",
+        ),
+        ({"residual_scale": 2}, "residual_scale = 2: not known for Mistral3ForConditional"),
+    ],
+)
+def test_refused_by_name(changes, message, tmp_path):
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(UnsupportedModel, match=message):
+        load_description(tmp_path)
+
+
+def test_a_tensor_of_no_part_is_refused(whole):
+    _, folder = whole("Mistral3")
+    saved = load_file(folder / "model.safetensors")
+    save_file(saved | {"audio_tower.weight": torch.zeros(3)}, folder / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=r"unexpected tensors: audio_tower\.weight"):
+        load_weights(folder, load_description(folder), torch.float32, "cpu", Linear)
