@@ -157,6 +157,7 @@ MODELS = {
     ),
     "ernie": ("Ernie4_5", {"head_dim": 12}),
     "ernie-biases": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "exaone4": ("Exaone4", {"num_hidden_layers": 5, "sliding_window": 10, "pad_token_id": 0}),
     "hunyuan": ("HunYuanDenseV1", {"head_dim": 12}),
     "hunyuan-alpha-bias": (
         "HunYuanDenseV1",

@@ -1,0 +1,57 @@
+"""EXAONE 4: a norm behind each half and none before it, and norms of each head's queries and keys;
+three of four layers have a window, and where there are windows, only these rotate."""
+
+from dataclasses import replace
+
+from inference_svc.model.architectures import Family
+from inference_svc.model.building import attention, block, decoder, dense, norm, rope
+from inference_svc.model.config_keys import names
+from inference_svc.model.config_reader import FULL, SLIDING, ConfigReader
+from inference_svc.model.description import Decoder
+
+
+def describe(config: ConfigReader) -> Decoder:
+    head_dim, feed_forward = config.head_dim, dense(config)
+    mixer = attention(
+        config,
+        rope(config),
+        q_norm=norm(config, "self_attn.q_norm", head_dim),
+        k_norm=norm(config, "self_attn.k_norm", head_dim),
+    )
+    is_hybrid = config.get("sliding_window") is not None
+    pattern = config.positive("sliding_window_pattern") if is_hybrid else 1
+    types = config.layer_types(lambda layer: SLIDING if (layer + 1) % pattern else FULL)
+    mixers = (
+        replace(mixer, window=window, rope=mixer.rope if window or not is_hybrid else None)
+        for window in config.windows(types)
+    )
+    blocks = (
+        block(
+            config,
+            each,
+            feed_forward,
+            attention_norm=None,
+            attention_post_norm=norm(config, "post_attention_layernorm"),
+            feed_forward_norm=None,
+            feed_forward_post_norm=norm(config, "post_feedforward_layernorm"),
+        )
+        for each in mixers
+    )
+    return decoder(config, tuple(blocks))
+
+
+FAMILIES = (
+    Family(
+        "Exaone4ForCausalLM",
+        describe,
+        reads=names("hidden_act rms_norm_eps sliding_window sliding_window_pattern"),
+        defaults={
+            "vocab_size": 102400,
+            "intermediate_size": 16384,
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+    ),
+)
