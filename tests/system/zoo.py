@@ -144,6 +144,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Cohere2",
         {"layer_types": _TYPES, "sliding_window": 24, "logit_scale": 0.5, "attention_bias": True},
     ),
+    "exaone4": ("Exaone4", {"layer_types": _TYPES, "sliding_window": 24}),
     "ernie": ("Ernie4_5", {"head_dim": 24, "use_bias": True}),
     "hunyuan": (
         "HunYuanDenseV1",
