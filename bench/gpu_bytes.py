@@ -101,11 +101,11 @@ def _add_rms_norm(a: Arguments, step: Step) -> Traffic:
 
 
 def _swiglu(a: Arguments, step: Step) -> Traffic:
-    return Traffic(0, _sizes(a["gate_up"]), _sizes(a["out"]))
+    return Traffic(0, _sizes(a["gate"], a["up"]), _sizes(a["out"]))
 
 
 def _store(a: Arguments, step: Step) -> Traffic:
-    constant = sum(_sizes(a["q_norm"], a["k_norm"]))
+    constant = sum(_sizes(a["q_norm"], a["k_norm"], a["v_norm"]))
     read = _sizes(a["qkv"], a["cells"], a["cos"], a["sin"])
     return Traffic(constant, read, _sizes(a["qkv"]))
 

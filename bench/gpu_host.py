@@ -37,7 +37,8 @@ from inference_svc.engine.runner import Runner
 from inference_svc.engine.sampler import Sampler
 from inference_svc.engine.scheduler import Limits, Scheduler
 from inference_svc.engine.settle import Settler
-from inference_svc.model.description import Decoder
+from inference_svc.model.description import Decoder, KVPlace
+from inference_svc.model.kv_caches import KVCaches
 from kernels.attention import KVCache
 
 SMALL_VOCABULARY = {"vocab_size": 512}
@@ -114,7 +115,8 @@ def make_backend(num_rows: int, num_adapters: int) -> CudaBackend:
     limits = StepLimits(MAX_TOKENS, num_rows, MAX_LEN // PAGE_SIZE)
     nothing: Any = NothingToCompute(decoder)
     groups = lora_groups(layout)
-    return CudaBackend(nothing, cache, arena, groups, limits, lambda compute: nothing)
+    caches = KVCaches((cache,), (KVPlace(0, 0),))
+    return CudaBackend(nothing, caches, arena, groups, limits, lambda compute: nothing)
 
 
 def engine_steps(

@@ -28,7 +28,7 @@ META = torch.device("meta")
 MODULES: tuple[ModuleType, ...] = (attention, elementwise, lora)
 FREE = {"empty", "detach", "t", "view", "_unsafe_view", "slice", "split", "split_with_sizes"}
 FREE |= {"empty_like", "flatten", "unflatten", "reshape", "alias", "select", "transpose"}
-FREE |= {"as_strided", "expand", "squeeze", "unsqueeze", "permute", "unbind", "new_empty"}
+FREE |= {"as_strided", "chunk", "expand", "squeeze", "unsqueeze", "permute", "unbind", "new_empty"}
 """Operations of torch that launch nothing."""
 WAITING = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_static"}
 WAITING |= {"masked_select", "unique_dim", "_unique2", "unique_consecutive", "bincount"}

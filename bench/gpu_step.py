@@ -16,7 +16,7 @@ from inference_svc import core
 from inference_svc.adapters.layout import build_layout, lora_groups
 from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.model.description import Decoder
-from kernels.attention import KVCache
+from inference_svc.model.kv_caches import KVCaches
 
 DTYPE, PAGE_SIZE, MAX_LEN = torch.bfloat16, 16, 8192
 ARENA_BYTES = 16 << 20
@@ -79,8 +79,8 @@ def trace(work: Workload) -> Step:
     weights, layout = transformer.weights, build_layout(decoder, "bench", DTYPE)
     arena = make_arena(layout, ARENA_BYTES, work.adapters, work.rank, META)
     max_pages = MAX_LEN // PAGE_SIZE
-    cache = KVCache.allocate(
-        **decoder.kv_shape,
+    caches = KVCaches.allocate(
+        decoder,
         num_pages=work.rows * max_pages + 1,
         page_size=PAGE_SIZE,
         dtype=DTYPE,
@@ -88,7 +88,7 @@ def trace(work: Workload) -> Step:
     )
     backend = CudaBackend(
         transformer,
-        cache,
+        caches,
         arena,
         lora_groups(arena.layout),
         StepLimits(work.rows, work.rows, max_pages),

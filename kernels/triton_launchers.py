@@ -34,15 +34,17 @@ POINTER, INTEGER, NUMBER, ABSENT = "*fp32", "i32", "fp32", "constexpr"
 """Triton's names of types. All pointers are launched alike; what is None, or 1, is not passed."""
 
 INTEGERS = {*attention.VARYING, *lora.VARYING}
-NUMBERS = {"eps", "scale", "scaling"}
+NUMBERS = {"eps", "scale", "delta_scale", "sum_scale", "scaling"}
 MAYBE_NONE: dict[str, list[set[str]]] = {
     "add_rms_norm_kernel": [set(), {"rows"}, {"delta", "rows"}],
     "expand_kernel": [{"token_ids"}, {"y"}],
     "store_kernel": [
         {"q_scale"},
-        {"q_norm", "k_norm", "q_scale"},
-        {"cos", "sin", "q_norm", "k_norm", "q_scale"},
-        {"q_norm", "k_norm"},
+        {"v_norm", "q_scale"},
+        {"k_norm", "v_norm", "q_scale"},
+        {"q_norm", "k_norm", "v_norm", "q_scale"},
+        {"cos", "sin", "q_norm", "k_norm", "v_norm", "q_scale"},
+        {"q_norm", "k_norm", "v_norm"},
     ],
 }
 """What is None together in launches of a kernel; of the others, nothing."""

@@ -25,7 +25,7 @@ from inference_svc.config import InferenceSettings, Machine, to_engine_config
 from inference_svc.engine.memory_budget import Budget, human, plan_budgets
 from inference_svc.model.architectures import load_description
 from inference_svc.model.description import Decoder
-from kernels.attention import page_bytes
+from inference_svc.model.kv_caches import kv_page_bytes
 from servicekit.errors import InvalidSetting
 from servicekit.settings.load import load_settings
 from servicekit.settings.types import Size
@@ -74,9 +74,7 @@ class Plan:
     @property
     def page_bytes(self) -> int:
         """Size of the keys and values of `page_size` tokens."""
-        return page_bytes(
-            **self.decoder.kv_shape, page_size=self.config.page_size, dtype=self.layout.dtype
-        )
+        return kv_page_bytes(self.decoder, self.config.page_size, self.layout.dtype)
 
     @property
     def kv_tokens(self) -> int:

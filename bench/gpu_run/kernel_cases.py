@@ -174,11 +174,11 @@ def _store(context: Context, num_tokens: int) -> Problem:
 
         def run() -> None:
             for layer in range(len(cache.data)):
-                rotate_and_store(qkv, cache, layer, cells, *angles)
+                rotate_and_store(qkv, cache, layer, cells, *angles, num_heads=g.num_heads)
 
         def result() -> torch.Tensor:
             qkv.copy_(before)
-            rotate_and_store(qkv, cache, 0, cells, *angles)
+            rotate_and_store(qkv, cache, 0, cells, *angles, num_heads=g.num_heads)
             return qkv
 
         return Prepared(run, len(cache.data), result)
@@ -210,13 +210,13 @@ def _swiglu(context: Context, num_tokens: int) -> Problem:
     size = read_description(context.sizes.config).max_intermediate_size
 
     def prepare() -> Prepared:
-        gate_up = random(context, num_tokens, 2 * size)
+        gate, up = random(context, num_tokens, 2 * size).chunk(2, dim=1)
         calls = min(NUM_LAYERS, context.sizes.max_calls)
 
         def run() -> None:
             for _ in range(calls):
-                elementwise.swiglu(gate_up)
+                elementwise.swiglu(gate, up)
 
-        return Prepared(run, calls, lambda: elementwise.swiglu(gate_up))
+        return Prepared(run, calls, lambda: elementwise.swiglu(gate, up))
 
     return Problem(f"{num_tokens} tokens", prepare)

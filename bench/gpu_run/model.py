@@ -24,10 +24,10 @@ from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.backends.cuda_graphs import CudaRecorder
 from inference_svc.model.architectures import load_description
 from inference_svc.model.description import Block, Decoder, Norm
+from inference_svc.model.kv_caches import KVCaches, kv_page_bytes
 from inference_svc.model.layers import Linear
 from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import BlockWeights, ModelWeights
-from kernels.attention import KVCache, page_bytes
 from kernels.elementwise import NormWeight
 from kernels.lora import TableEntry
 
@@ -171,7 +171,7 @@ class BenchModel:
         ]
         pages = -(-(max_context + NEW_TOKENS) // sizes.page_size)
         self.limits = StepLimits(sizes.max_tokens, max_rows, pages)
-        self.cache = self._allocate_cache(num_pages or max_rows * pages)
+        self.caches = self._allocate_caches(num_pages or max_rows * pages)
 
     @staticmethod
     def _reserve(slots: Slots, header: ImageHeader) -> Resident:
@@ -179,20 +179,23 @@ class BenchModel:
         assert reserved is not None
         return reserved.resident
 
-    def _allocate_cache(self, num_pages: int) -> KVCache:
+    def _allocate_caches(self, num_pages: int) -> KVCaches:
         """As many pages as fit, up to `num_pages` and padding's."""
         g, shape = self.decoder, self.sizes
-        facts: dict[str, Any] = {
-            **g.kv_shape,
-            "page_size": shape.page_size,
-            "dtype": shape.dtype,
-        }
+        page_bytes = kv_page_bytes(g, shape.page_size, shape.dtype)
         if self.device.type == "cuda":
             free_bytes, _ = torch.cuda.mem_get_info(self.device)
-            num_pages = min(num_pages, int(free_bytes * KV_SHARE) // page_bytes(**facts))
-        cache = KVCache.allocate(num_pages=num_pages + 1, device=self.device, **facts)
-        cache.data.normal_()
-        return cache
+            num_pages = min(num_pages, int(free_bytes * KV_SHARE) // page_bytes)
+        caches = KVCaches.allocate(
+            g,
+            num_pages=num_pages + 1,
+            page_size=shape.page_size,
+            dtype=shape.dtype,
+            device=self.device,
+        )
+        for cache in caches.caches:
+            cache.data.normal_()
+        return caches
 
     def backend(self, *, is_captured: bool = True, is_warm: bool = True) -> CudaBackend:
         """Its decode steps are recorded, if `is_captured` and there is a device; `is_warm`: before
@@ -200,7 +203,9 @@ class BenchModel:
         is_captured = is_captured and not self.context.is_emulated
         record = CudaRecorder() if is_captured else None
         groups = lora_groups(self.layout)
-        backend = CudaBackend(self.transformer, self.cache, self.arena, groups, self.limits, record)
+        backend = CudaBackend(
+            self.transformer, self.caches, self.arena, groups, self.limits, record
+        )
         if is_warm:
             backend.warm_up()
         return backend
@@ -208,7 +213,7 @@ class BenchModel:
     def sequences(self, contexts: Sequence[int], num_adapters: int) -> list[core.Sequence]:
         """Sequences with so many tokens, the first `num_adapters` adapters in turn, in the order
         of their slots. Their pages are their own, as far as there are pages."""
-        made, next_page, num_pages = [], 0, self.cache.num_pages - 1
+        made, next_page, num_pages = [], 0, self.caches.num_pages - 1
         for row, length in enumerate(contexts):
             tokens = tuple((row + 7 * index) % 50 for index in range(length))
             sequence = core.Sequence(core.Request(str(row), tokens, core.SamplingParams()))

@@ -21,7 +21,7 @@ from inference_svc.model.description import (
     Projection,
     layer_path,
 )
-from inference_svc.model.weights import vectors
+from inference_svc.model.parameters import vectors
 from kernels.lora import LoraGroup
 
 IMAGE_FORMATS = (1, 2)
@@ -114,7 +114,7 @@ class ModelLayout:
         def place(index: int) -> float:
             target = found[index]
             if target.layer is None:
-                return -1 if target.kind == "embedding" else math.inf
+                return math.inf if target.group == HEAD or target.space == SAMPLED else -1
             return target.layer
 
         order = sorted(range(len(found)), key=place)
@@ -284,6 +284,8 @@ def build_layout(decoder: Decoder, base_model: str, dtype: torch.dtype) -> Model
     hidden, vocab = decoder.hidden_size, decoder.vocab_size
     tied_to = EMBED_TOKENS if decoder.head.is_tied else ""
     targets = [LayoutTarget(EMBED_TOKENS, None, EMBEDDING, "embedding", vocab, hidden, space=TEXT)]
+    if decoder.layer_inputs is not None:
+        targets += _targets_of(decoder.layer_inputs.projection, None)
     for layer, block in enumerate(decoder.blocks):
         for projection in block.projections:
             targets += _targets_of(projection, layer)
@@ -292,7 +294,7 @@ def build_layout(decoder: Decoder, base_model: str, dtype: torch.dtype) -> Model
     more = tuple(
         LayoutTarget(
             *(vector.name, vector.layer, vector.name, "vector", 0, vector.size),
-            space=SAMPLED if vector.layer is None else TEXT,
+            space=SAMPLED if vector.name == decoder.final_norm.module else TEXT,
         )
         for vector in vectors(decoder)
     )
@@ -300,17 +302,21 @@ def build_layout(decoder: Decoder, base_model: str, dtype: torch.dtype) -> Model
     return ModelLayout(base_model, config, dtype, IMAGE_FORMATS, tuple(targets), more)
 
 
-def _targets_of(projection: Projection, layer: int) -> Iterator[LayoutTarget]:
+def _targets_of(projection: Projection, layer: int | None) -> Iterator[LayoutTarget]:
     """Yields the targets of a projection: each of its modules, which one that computes them all is
     another name of."""
+
+    def path(module: str) -> str:
+        return module if layer is None else layer_path(layer, module)
+
+    group = projection.name if layer is None else f"layers.{layer}.{projection.name}"
     start = 0
     for member in projection.members:
         end = start + member.out_features
-        fused = (OtherName(layer_path(layer, projection.fused), (start, end)),)
+        fused = (OtherName(path(projection.fused), (start, end)),) if projection.fused else ()
         yield LayoutTarget(
-            *(layer_path(layer, member.module), layer, f"layers.{layer}.{projection.name}"),
-            *("linear", projection.in_features, member.out_features),
-            *(fused if projection.fused else (), TEXT),
+            *(path(member.module), layer, group, "linear"),
+            *(projection.in_features, member.out_features, fused, TEXT),
         )
         start = end
 

@@ -13,7 +13,7 @@ from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.core import Batch, EngineConfig, padding_pages
 from inference_svc.model.description import Decoder
-from kernels.attention import KVCache, page_bytes
+from inference_svc.model.kv_caches import KVCaches, kv_page_bytes
 
 Inputs = TypeVar("Inputs")
 
@@ -160,10 +160,13 @@ def allocate_arena(config: EngineConfig, layout: ModelLayout, host_slab: Tensor 
     )
 
 
-def allocate_kv_cache(config: EngineConfig, decoder: Decoder, *, is_tiled: bool = False) -> KVCache:
+def allocate_kv_caches(
+    config: EngineConfig, decoder: Decoder, *, prefers_tiles: bool = False
+) -> KVCaches:
     """Allocates as many pages as `kv_bytes` hold. Raises ValueError if those that sequences may own
     do not hold one of `max_model_len`."""
-    num_bytes = kv_page_bytes(config, decoder)
+    dtype = getattr(torch, config.dtype)
+    num_bytes = kv_page_bytes(decoder, config.page_size, dtype)
     num_pages = config.kv_bytes // num_bytes
     num_padding = padding_pages(config.device)
     num_tokens = max(0, num_pages - num_padding) * config.page_size
@@ -173,20 +176,14 @@ def allocate_kv_cache(config: EngineConfig, decoder: Decoder, *, is_tiled: bool 
             f"--kv-memory of {config.kv_bytes} bytes holds {num_tokens} tokens of sequences, "
             f"less than --max-model-len {config.max_model_len}: give it at least {needed} bytes"
         )
-    return KVCache.allocate(
-        **decoder.kv_shape,
+    return KVCaches.allocate(
+        decoder,
         num_pages=num_pages,
         page_size=config.page_size,
-        dtype=getattr(torch, config.dtype),
+        dtype=dtype,
         device=torch.device(config.device),
-        is_tiled=is_tiled,
+        prefers_tiles=prefers_tiles,
     )
-
-
-def kv_page_bytes(config: EngineConfig, decoder: Decoder) -> int:
-    """Returns the size of a page of keys and values."""
-    dtype = getattr(torch, config.dtype)
-    return page_bytes(**decoder.kv_shape, page_size=config.page_size, dtype=dtype)
 
 
 def max_pages(config: EngineConfig) -> int:

@@ -18,7 +18,7 @@ from inference_svc.backends.base import (
     Logits,
     MemoryNeeds,
     allocate_arena,
-    allocate_kv_cache,
+    allocate_kv_caches,
     max_pages,
 )
 from inference_svc.backends.cuda_graphs import CapturedSteps, CudaRecorder, Record, captured_sizes
@@ -38,11 +38,11 @@ from inference_svc.core import (
 )
 from inference_svc.model.description import Decoder
 from inference_svc.model.inputs import StepInputs
+from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
 from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import load_weights
 from kernels import tuning
-from kernels.attention import KVCache
 from kernels.lora import LoraGroup
 
 logger = logging.getLogger(__name__)
@@ -91,18 +91,18 @@ class CudaBackend:
     def __init__(
         self,
         transformer: Transformer,
-        kv_cache: KVCache,
+        kv_caches: KVCaches,
         arena: Arena,
         groups: Mapping[str, LoraGroup],
         limits: StepLimits,
         record: Record | None,
     ) -> None:
         self.arena = arena
-        self.num_pages, self.kv_bytes = kv_cache.num_pages - 1, kv_cache.num_bytes
+        self.num_pages, self.kv_bytes = kv_caches.num_pages - 1, kv_caches.num_bytes
         self.num_lora_steps = 0
         self.num_replays = 0
         self._transformer = transformer
-        self._kv_cache = kv_cache
+        self._kv_caches = kv_caches
         self._groups = groups
         self._limits = limits
         max_tokens, max_rows, max_pages = limits
@@ -125,7 +125,7 @@ class CudaBackend:
             self._captured = CapturedSteps(self._sizes, self._decode, record)
 
     def _make_step(self, max_tokens: int, groups: Mapping[str, LoraGroup]) -> FixedStep:
-        max_rows, page_size = self._limits.max_rows, self._kv_cache.page_size
+        max_rows, page_size = self._limits.max_rows, self._kv_caches.page_size
         reserved_bytes = CudaLora.num_bytes(max_tokens, max_rows)
         inputs = CudaInputs(max_tokens, max_rows, self._table, page_size, reserved_bytes)
         return FixedStep(inputs, CudaLora(self.arena, groups, inputs.block, max_tokens, max_rows))
@@ -180,12 +180,12 @@ class CudaBackend:
     def _warm_up_prompts(self, num_tokens: int) -> None:
         """Runs a step of so many tokens, or as many as fit its rows."""
         _, max_rows, max_pages = self._limits
-        rows, longest = [], max_pages * self._kv_cache.page_size
+        rows, longest = [], max_pages * self._kv_caches.page_size
         num_rows = min(max_rows, -(-num_tokens // longest))
         for start in range(0, num_rows * longest, longest):
             length = min(longest, num_tokens - start)
             sequence = Sequence(Request("warm-up", (0,) * length, SamplingParams()))
-            sequence.page_ids = [self._padding_page] * -(-length // self._kv_cache.page_size)
+            sequence.page_ids = [self._padding_page] * -(-length // self._kv_caches.page_size)
             rows.append(BatchRow(sequence, 0, length, samples=start == 0))
         step = self._send(self._prompts, Batch(tuple(rows)).columns())[0]
         inputs = step.inputs.inputs()
@@ -244,7 +244,7 @@ class CudaBackend:
         """Writes the step's logits, and the largest of each row, to their places."""
         step.inputs.write_pages()
         logits = self._logits[: len(inputs.logit_rows)]
-        logits.copy_(self._transformer.forward(inputs, self._kv_cache, lora))
+        logits.copy_(self._transformer.forward(inputs, self._kv_caches, lora))
         torch.argmax(logits, dim=-1, out=self._argmax[: len(logits)])
 
     @property
@@ -292,7 +292,7 @@ class CudaFactory:
         layout: ModelLayout,
         host_slab: Tensor | None,
     ) -> CudaBackend:
-        kv_cache = allocate_kv_cache(config, decoder)
+        kv_caches = allocate_kv_caches(config, decoder)
         arena = allocate_arena(config, layout, host_slab)
         dtype = getattr(torch, config.dtype)
         weights = load_weights(config.model_dir, decoder, dtype, config.device, Linear)
@@ -300,7 +300,7 @@ class CudaFactory:
         record = CudaRecorder() if config.record_steps else None
         transformer = Transformer(decoder, weights)
         groups = lora_groups(layout, config.lora_targets)
-        backend = CudaBackend(transformer, kv_cache, arena, groups, limits, record)
+        backend = CudaBackend(transformer, kv_caches, arena, groups, limits, record)
         backend.warm_up()
         return backend
 

@@ -16,7 +16,7 @@ from inference_svc.backends.cuda_lora import CudaLora
 from inference_svc.backends.torch import most_targets
 from inference_svc.core import EngineConfig
 from inference_svc.model.description import Decoder
-from inference_svc.model.weights import weights_bytes
+from inference_svc.model.parameters import weights_bytes
 from kernels import tuning
 from kernels.attention.plan import max_segments
 from kernels.lora.table import NUM_FIELDS
@@ -60,15 +60,19 @@ def step_bytes(config: EngineConfig, decoder: Decoder, num_tokens: int) -> int:
     out_bytes = row_bytes * g.hidden_size + shrunk_bytes
     out_bytes += row_bytes * g.hidden_size * any(block.has_post_norms for block in g.blocks)
     attention_bytes = row_bytes * (2 * g.max_q_size + 2 * g.max_kv_size)
-    phases = (
+    phases: tuple[int, ...] = (
         attention_bytes + _partial_results_bytes(config, g),
         attention_bytes + out_bytes,
         row_bytes * 3 * g.max_intermediate_size + out_bytes,
         config.max_sequences * g.vocab_size * item_bytes + shrunk_bytes,
     )
-    # Throughout, the residual stream, its norm, and the angles.
-    angles = sum(2 * rope.rotary_size(head_dim) for rope, head_dim in g.ropes)
-    return row_bytes * (2 * g.hidden_size + angles) + max(phases)
+    # Throughout, the residual stream, its norm, the angles, and what layers are told of tokens;
+    # that is made before, of as much again twice.
+    kept = 2 * g.hidden_size + sum(2 * rope.rotary_size(head_dim) for rope, head_dim in g.ropes)
+    if g.layer_inputs is not None:
+        kept += g.layer_inputs.total_size
+        phases += (2 * row_bytes * g.layer_inputs.total_size + shrunk_bytes,)
+    return row_bytes * kept + max(phases)
 
 
 def _partial_results_bytes(config: EngineConfig, decoder: Decoder) -> int:

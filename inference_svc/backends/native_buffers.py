@@ -184,9 +184,13 @@ class Workspace:
     mixed: Tensor
     """[T * q_size of the widest layer]: attention's result."""
     gate_up: Tensor
-    """[T * 2 * that of the widest layer]"""
+    """[T * 2 * that of the widest layer], before all layers the embeddings of `LayerInputs`."""
     gated: Tensor
     """[T * that of the widest layer]"""
+    layer_inputs: Tensor
+    """[T, those of all layers]: what layers are told of tokens."""
+    last_layer_input: Tensor
+    """[N, size of a layer's]: what the last layer is told of the rows that sample."""
     last_hidden: Tensor
     """[N, hidden_size]: the residual stream of the rows that sample, from the last layer's
     attention on."""
@@ -207,33 +211,27 @@ class Workspace:
 
         hidden, last = decoder.hidden_size, decoder.blocks[-1]
         qkv = max(each.qkv.out_features for each in decoder.attentions)
+        told = decoder.layer_inputs
+        total, told_last = (told.total_size, told.size) if told is not None else (0, 0)
+        gated = max(decoder.max_intermediate_size, told_last)
         return cls(
             hidden=buffer(max_tokens, hidden),
             delta=buffer(max_tokens, hidden),
             normed=buffer(max_tokens, hidden),
             qkv=buffer(max_tokens, qkv).view(-1),
             mixed=buffer(max_tokens, decoder.max_q_size).view(-1),
-            gate_up=buffer(max_tokens, 2 * decoder.max_intermediate_size).view(-1),
-            gated=buffer(max_tokens, decoder.max_intermediate_size).view(-1),
+            gate_up=buffer(max_tokens, max(2 * gated, total)).view(-1),
+            gated=buffer(max_tokens, gated).view(-1),
+            layer_inputs=buffer(max_tokens, total),
+            last_layer_input=buffer(max_logits, told_last),
             last_hidden=buffer(max_logits, hidden),
             last_mixed=buffer(max_logits, last.attention.q_size),
             last_normed=buffer(max_logits if last.is_parallel else 0, hidden),
             logits=buffer(max_logits, decoder.vocab_size, torch.float32),
         )
 
-    def qkv_of(self, width: int) -> Tensor:
-        return self._rows(self.qkv, width)
-
-    def mixed_of(self, q_size: int) -> Tensor:
-        return self._rows(self.mixed, q_size)
-
-    def gate_up_of(self, size: int) -> Tensor:
-        return self._rows(self.gate_up, 2 * size)
-
-    def gated_of(self, size: int) -> Tensor:
-        return self._rows(self.gated, size)
-
-    def _rows(self, flat: Tensor, width: int) -> Tensor:
+    def rows_of(self, flat: Tensor, width: int) -> Tensor:
+        """Returns [T, width] of a flat one."""
         num_rows = len(self.hidden)
         return flat[: num_rows * width].view(num_rows, width)
 

@@ -17,15 +17,16 @@ from inference_svc.backends.base import (
     Logits,
     MemoryNeeds,
     allocate_arena,
-    allocate_kv_cache,
+    allocate_kv_caches,
 )
 from inference_svc.core import BASE_SLOT, Batch, BatchRow, EngineConfig
 from inference_svc.model.description import Decoder
 from inference_svc.model.inputs import StepInputs
+from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
+from inference_svc.model.parameters import weights_bytes
 from inference_svc.model.transformer import Transformer
-from inference_svc.model.weights import load_weights, weights_bytes
-from kernels.attention import KVCache
+from inference_svc.model.weights import load_weights
 from kernels.lora import LoraGroup, LoraPlan, add_lora, add_lora_embedding
 
 
@@ -87,15 +88,15 @@ class TorchBackend:
     def __init__(
         self,
         transformer: Transformer,
-        kv_cache: KVCache,
+        kv_caches: KVCaches,
         arena: Arena,
         groups: Mapping[str, LoraGroup],
     ) -> None:
         self.arena = arena
-        self.num_pages, self.kv_bytes = kv_cache.num_pages, kv_cache.num_bytes
+        self.num_pages, self.kv_bytes = kv_caches.num_pages, kv_caches.num_bytes
         self.num_lora_steps = 0
         self._transformer = transformer
-        self._kv_cache = kv_cache
+        self._kv_caches = kv_caches
         self._groups = groups
 
     def lora_launches(self, targets: Collection[int]) -> Mapping[str, int]:
@@ -113,13 +114,13 @@ class TorchBackend:
         """Leaves torch's threads to the system."""
 
     def prepare(self, batch: Batch) -> TorchInputs:
-        step = StepInputs.build(batch, self._kv_cache.page_size, self.arena.device)
+        step = StepInputs.build(batch, self._kv_caches.page_size, self.arena.device)
         lora = plan_lora(batch.rows, self.arena, self._groups)
         self.num_lora_steps += lora is not None
         return TorchInputs(step, lora)
 
     def forward(self, inputs: TorchInputs) -> Logits:
-        logits = self._transformer.forward(inputs.step, self._kv_cache, inputs.lora)
+        logits = self._transformer.forward(inputs.step, self._kv_caches, inputs.lora)
         return Logits(logits.float())
 
     def free_unused(self) -> None:
@@ -149,12 +150,12 @@ class TorchFactory:
         layout: ModelLayout,
         host_slab: Tensor | None,
     ) -> Backend[TorchInputs]:
-        kv_cache = allocate_kv_cache(config, decoder)
+        kv_caches = allocate_kv_caches(config, decoder)
         arena = allocate_arena(config, layout, host_slab)
         dtype = getattr(torch, config.dtype)
         weights = load_weights(config.model_dir, decoder, dtype, config.device, Linear)
         groups = lora_groups(layout, config.lora_targets)
-        return TorchBackend(Transformer(decoder, weights), kv_cache, arena, groups)
+        return TorchBackend(Transformer(decoder, weights), kv_caches, arena, groups)
 
 
 def step_bytes(config: EngineConfig, decoder: Decoder) -> int:
@@ -167,6 +168,8 @@ def step_bytes(config: EngineConfig, decoder: Decoder) -> int:
     per_token = (3 * hidden + attention + 3 * intermediate) * item_bytes
     per_token += most_targets(config, decoder) * config.max_lora_rank * item_bytes
     per_token += 2 * hidden * 4  # norms, in fp32
+    if decoder.layer_inputs is not None:  # and what they are added up from
+        per_token += 3 * decoder.layer_inputs.total_size * item_bytes
     gathered = config.max_model_len * 2 * decoder.max_kv_size * item_bytes
     logits = config.max_sequences * decoder.vocab_size * 4
     return int(config.max_batch_tokens * per_token + gathered + 3 * logits)

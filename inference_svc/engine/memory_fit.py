@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
-from inference_svc.adapters.layout import layout_of
+from inference_svc.adapters.layout import ModelLayout, layout_of
 from inference_svc.adapters.resident import Shape
-from inference_svc.backends.base import DeviceMemory, MemoryNeeds, kv_page_bytes
+from inference_svc.backends.base import DeviceMemory, MemoryNeeds
 from inference_svc.backends.select import select_backend
 from inference_svc.config import InferenceSettings, Machine, Sizes, to_engine_config
 from inference_svc.core import EngineConfig, padding_pages
 from inference_svc.engine.memory_budget import Budget, human, plan_budgets
 from inference_svc.model.description import Decoder
+from inference_svc.model.kv_caches import kv_page_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class _Fit:
         settings, longest = self.settings, self.decoder.max_position_embeddings
         num_tokens = settings.max_model_len or min(MIN_KV_TOKENS, longest)
         num_pages = -(-num_tokens // settings.page_size) + padding_pages(settings.device)
-        return num_pages * kv_page_bytes(self._config(Sizes(0, 0, 0, 1, 1)), self.decoder)
+        return num_pages * kv_page_bytes(self.decoder, settings.page_size, self._layout.dtype)
 
     def budget(self, sizes: Sizes) -> Budget:
         """Returns the device's."""
@@ -150,7 +151,10 @@ class _Fit:
         return budget.limit_bytes
 
     @cached_property
+    def _layout(self) -> ModelLayout:
+        return layout_of(self._config(Sizes(0, 0, 0, 1, 1)), self.decoder)
+
+    @cached_property
     def _largest_image(self) -> Shape:
         """The shape of the largest adapter that is admitted."""
-        layout = layout_of(self._config(Sizes(0, 0, 0, 1, 1)), self.decoder)
-        return layout.largest_image(self.settings.max_rank, self.settings.lora_targets)
+        return self._layout.largest_image(self.settings.max_rank, self.settings.lora_targets)

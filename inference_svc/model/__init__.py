@@ -9,10 +9,12 @@ config_keys        The treatment of every key of config.json.
 config_reader      Values of config.json; every complaint names the key.
 building           What most families have in common, as parts of a description.
 rope               Rotary position embedding: its parameters, and their frequencies.
+parameters         Which tensors of a checkpoint a decoder has, and where each goes.
 weights            The safetensors of a model directory, read into the decoder's buffers.
 base_hashes        What the checkpoint has of what trainers save along, hashed for the store.
 transformer        The decoder in torch: computes whatever a description says.
 layers             The decoder's parts that hold something: linear layers, frequencies.
+kv_caches          The keys and values of a decoder's layers, a cache for each of their shapes.
 inputs             A batch as the tensors of one step.
 lora               The Protocol by which adapters enter the decoder.
 """

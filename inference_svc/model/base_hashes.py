@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder
 from inference_svc.model.files import weight_files
-from inference_svc.model.weights import vectors
+from inference_svc.model.parameters import vectors
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,13 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 from inference_svc.model.rope import Rope
 
 EMBED_TOKENS, LM_HEAD = "model.embed_tokens", "lm_head"
+LAYER_INPUTS = "layer_inputs"
+"""The name of the projection of `LayerInputs`."""
 
 
 def layer_path(layer: int, module: str) -> str:
@@ -33,7 +35,8 @@ class NormKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A norm over `size` elements, times its weight plus `weight_offset`.
+    """A norm over `size` elements, times its weight plus `weight_offset`; without a `module` the
+    weight is 1.
 
     Where it `is_wide` the weight is in fp32, and the product is rounded; else the norm is rounded
     to the model's dtype before the product.
@@ -86,6 +89,21 @@ class QueryGrowth(NamedTuple):
     length: int
 
 
+class KVShape(NamedTuple):
+    """The keys of one token in one layer; its values have the same shape."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+class KVPlace(NamedTuple):
+    """Where a layer's keys and values are: in the cache of the shape with this index, whose layer
+    this is."""
+
+    shape: int
+    layer: int
+
+
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Causal attention of `num_heads` queries in groups, which share keys and values.
@@ -93,7 +111,8 @@ class Attention:
     `scale` multiplies scores, which are bounded by `softcap`: cap * tanh(score / cap). `window` is
     how many positions a query attends to, its own included; None: all. `rope` None: positions do
     not enter. Norms are over a head, or, as their size says, over all heads; before the rotation,
-    or behind it if `norms_rotated`.
+    or behind it if `norms_rotated`. `kv_layer` is the layer whose keys and values it reads, None:
+    its own. Where `values_are_keys`, values are what keys are before their norm and rotation.
     """
 
     num_heads: int
@@ -107,7 +126,10 @@ class Attention:
     softcap: float | None = None
     q_norm: Norm | None = None
     k_norm: Norm | None = None
+    v_norm: Norm | None = None
     norms_rotated: bool = False
+    kv_layer: int | None = None
+    values_are_keys: bool = False
     query_growth: QueryGrowth | None = None
 
     @property
@@ -117,6 +139,10 @@ class Attention:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def kv_shape(self) -> KVShape:
+        return KVShape(self.num_kv_heads, self.head_dim)
 
 
 class Activation(enum.Enum):
@@ -140,11 +166,22 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInput:
+    """out(activation(gate(x)) * e), e being the layer's part of what `LayerInputs` computes."""
+
+    activation: Activation
+    gate: Projection
+    out: Projection
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """A layer: attention, then the feed-forward half; each reads the norm of the residual stream,
-    or the stream itself, and adds to it, normed or not, times `residual_scale`.
+    or the stream itself, and adds to it, normed or not, times `residual_scale`. What there may be
+    of a `layer_input` reads the stream itself, and adds to it last.
 
-    `is_parallel`: both halves read what `attention_norm` makes.
+    `is_parallel`: both halves read what `attention_norm` makes. `scalar` is the module whose number
+    the stream is multiplied by at the end. The checkpoint may have modules that are `unused`.
     """
 
     attention: Attention
@@ -153,21 +190,52 @@ class Block:
     feed_forward_norm: Norm | None
     attention_post_norm: Norm | None = None
     feed_forward_post_norm: Norm | None = None
+    layer_input: LayerInput | None = None
+    layer_input_post_norm: Norm | None = None
     is_parallel: bool = False
     residual_scale: float = 1.0
+    scalar: str = ""
+    unused: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert not self.is_parallel or self.feed_forward_norm is None
 
     @property
     def has_post_norms(self) -> bool:
-        return bool(self.attention_post_norm or self.feed_forward_post_norm)
+        found = (self.attention_post_norm, self.feed_forward_post_norm, self.layer_input_post_norm)
+        return any(norm is not None for norm in found)
 
     @property
     def projections(self) -> Iterator[Projection]:
         """In order of use."""
         yield from (self.attention.qkv, self.attention.out)
         yield from (self.feed_forward.gate_up, self.feed_forward.down)
+        if self.layer_input is not None:
+            yield from (self.layer_input.gate, self.layer_input.out)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """What every layer is told of each token, `size` elements for each (Gemma 3n):
+
+    scale * (norm(projection_scale * projection(x)) + embedding_scale * embedding[token]), where x
+    is the scaled embedding. The table of embeddings has the parts of all layers side by side, as
+    the projection makes them.
+    """
+
+    embedding: str
+    vocab_size: int
+    size: int
+    projection: Projection
+    norm: Norm
+    embedding_scale: float
+    projection_scale: float
+    scale: float
+
+    @property
+    def total_size(self) -> int:
+        """Elements of all layers together."""
+        return self.projection.out_features
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,14 +267,6 @@ class Wrapper(NamedTuple):
 TEXT_ALONE = Wrapper()
 
 
-class KVShape(TypedDict):
-    """Keys and values, as `kernels.attention.KVCache.allocate` calls it."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-
-
 @dataclass(frozen=True)
 class Decoder:
     """What one model computes.
@@ -226,6 +286,7 @@ class Decoder:
     final_norm: Norm
     head: Head
     embedding_scale: float = 1.0
+    layer_inputs: LayerInputs | None = None
     eos_token_ids: tuple[int, ...] = ()
     wrapper: Wrapper = TEXT_ALONE
 
@@ -266,18 +327,28 @@ class Decoder:
     def max_intermediate_size(self) -> int:
         return max(block.feed_forward.size for block in self.blocks)
 
-    @property
-    def kv_shape(self) -> KVShape:
-        """The shape of keys and values, which all layers have."""
-        [(num_kv_heads, head_dim)] = {
-            (each.num_kv_heads, each.head_dim) for each in self.attentions
-        }
-        return KVShape(num_layers=self.num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    @cached_property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """The distinct shapes of keys and values."""
+        return tuple(dict.fromkeys(each.kv_shape for each in self.attentions))
+
+    @cached_property
+    def kv_places(self) -> tuple[KVPlace, ...]:
+        """Where each layer's keys and values are."""
+        places: list[KVPlace] = []
+        for each in self.attentions:
+            if each.kv_layer is not None:
+                places.append(places[each.kv_layer])
+                continue
+            shape = self.kv_shapes.index(each.kv_shape)
+            before = {place for place in places if place.shape == shape}
+            places.append(KVPlace(shape, len(before)))
+        return tuple(places)
 
     @property
     def kv_elements_per_token(self) -> int:
-        """Keys and values of all layers."""
-        return sum(2 * each.kv_size for each in self.attentions)
+        """Keys and values of all layers that have their own."""
+        return sum(2 * each.kv_size for each in self.attentions if each.kv_layer is None)
 
     def for_length(self, max_model_len: int) -> Decoder:
         """Returns the decoder for sequences up to this length, by which some rotations are

@@ -12,7 +12,8 @@ class Lora(Protocol):
     bias, for exactly those tokens whose row has an adapter with the target.
 
     Groups are "layers.{i}.qkv" (out: q, k and v side by side), "layers.{i}.o",
-    "layers.{i}.gate_up" (out: gate and up side by side) and "layers.{i}.down".
+    "layers.{i}.gate_up" (out: gate and up side by side) and "layers.{i}.down", and others by the
+    names of their projections.
     """
 
     def add(self, group: str, x: Tensor, out: Tensor) -> None:

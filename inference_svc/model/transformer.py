@@ -14,13 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inference_svc.model.description import Activation, Attention, Block, Decoder
+from inference_svc.model.description import (
+    LAYER_INPUTS,
+    Activation,
+    Attention,
+    Block,
+    Decoder,
+    LayerInput,
+)
 from inference_svc.model.inputs import StepInputs
+from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear, RotaryEmbedding, Rotation
 from inference_svc.model.lora import Lora
 from inference_svc.model.rope import Rope
 from inference_svc.model.weights import BlockWeights, ModelWeights
-from kernels.attention import KVCache, attend, rotate_and_store
+from kernels.attention import attend, rotate_and_store
 from kernels.elementwise import (
     NormWeight,
     add_rms_norm,
@@ -40,26 +48,31 @@ class _Step:
 
     inputs: StepInputs
     rotations: Mapping[tuple[Rope, int], Rotation]
-    kv_cache: KVCache
+    kv_caches: KVCaches
     lora: Lora | None
+    layer_inputs: Tensor | None
+    """[T, layers, size of a layer's]"""
 
 
 @dataclass(slots=True)
 class _Stream:
     """The residual stream [T, hidden_size]. `delta` is what is still to be added to it, times
-    `scale`: the next norm does it along."""
+    `delta_scale`, and `sum_scale` what their sum is multiplied by: the next norm does it along."""
 
     hidden: Tensor
     delta: Tensor | None = None
-    scale: float = 1.0
+    delta_scale: float = 1.0
+    sum_scale: float = 1.0
 
-    def leave(self, delta: Tensor, scale: float) -> None:
-        self.delta, self.scale = delta, scale
+    def leave(self, delta: Tensor, delta_scale: float = 1.0) -> None:
+        self.delta, self.delta_scale, self.sum_scale = delta, delta_scale, 1.0
 
     def normed(self, norm: NormWeight | None, rows: Tensor | None = None) -> Tensor:
         """Returns its norm, or itself, of all rows or of these."""
         delta, self.delta = self.delta, None
-        return add_rms_norm(self.hidden, delta, norm, rows, self.scale)
+        return add_rms_norm(
+            self.hidden, delta, norm, rows, delta_scale=self.delta_scale, sum_scale=self.sum_scale
+        )
 
 
 class Transformer:
@@ -68,16 +81,15 @@ class Transformer:
     def __init__(self, description: Decoder, weights: ModelWeights[Linear]) -> None:
         self.description = description
         self.weights = weights
-        device = weights.embedding.device
-        scale = torch.tensor(description.embedding_scale, dtype=weights.embedding.dtype)
-        self._embedding_scale = float(scale)  # as the dtype holds it
+        device, dtype = weights.embedding.device, weights.embedding.dtype
+        self._embedding_scale = as_held(description.embedding_scale, dtype)
         self._rotary = {
             (rope, head_dim): RotaryEmbedding(rope, head_dim, device)
             for rope, head_dim in description.ropes
         }
 
     @torch.inference_mode()
-    def forward(self, inputs: StepInputs, kv_cache: KVCache, lora: Lora | None = None) -> Tensor:
+    def forward(self, inputs: StepInputs, kv_caches: KVCaches, lora: Lora | None = None) -> Tensor:
         """Computes one step; returns logits [len(inputs.logit_rows), vocab_size] in the model's
         dtype, an inference tensor.
 
@@ -93,7 +105,9 @@ class Transformer:
         rotations = {
             key: rotary(inputs.positions, hidden.dtype) for key, rotary in self._rotary.items()
         }
-        step, stream = _Step(inputs, rotations, kv_cache, lora), _Stream(hidden)
+        layer_inputs = self._layer_inputs(inputs, hidden, lora)
+        step = _Step(inputs, rotations, kv_caches, lora, layer_inputs)
+        stream = _Stream(hidden)
         for index, block in enumerate(self.description.blocks):
             self._block(index, block, stream, step)
         return self._logits(stream, step)
@@ -111,6 +125,41 @@ class Transformer:
             normed = stream.normed(weights.feed_forward_norm)
         delta = self._feed_forward(index, block, weights, normed, step)
         stream.leave(_post_normed(delta, weights.feed_forward_post_norm), scale)
+        if block.layer_input is not None:
+            del normed, delta
+            delta = self._layer_input(index, block.layer_input, weights, stream.normed(None), step)
+            stream.leave(_post_normed(delta, weights.layer_input_post_norm))
+        stream.sum_scale = weights.scalar
+
+    def _layer_inputs(self, inputs: StepInputs, hidden: Tensor, lora: Lora | None) -> Tensor | None:
+        """Computes what layers are told of tokens, [T, layers, size of a layer's]."""
+        described, weights = self.description.layer_inputs, self.weights.layer_inputs
+        if described is None or weights is None:
+            return None
+        own = F.embedding(inputs.token_ids, weights.embedding)
+        own *= as_held(described.embedding_scale, own.dtype)
+        projected = _project(weights.projection, hidden, lora, LAYER_INPUTS)
+        projected *= described.projection_scale
+        made = rms_norm(projected.view(-1, described.size), weights.norm)
+        made += own.view_as(made)
+        made *= described.scale
+        return made.view(len(hidden), -1, described.size)
+
+    def _layer_input(
+        self,
+        index: int,
+        layer_input: LayerInput,
+        weights: BlockWeights[Linear],
+        x: Tensor,
+        step: _Step,
+    ) -> Tensor:
+        """x: [T, hidden_size] -> [T, hidden_size]."""
+        assert step.layer_inputs is not None
+        assert weights.layer_input is not None
+        names = [f"layers.{index}.{each.name}" for each in (layer_input.gate, layer_input.out)]
+        gate = _project(weights.layer_input.gate, x, step.lora, names[0])
+        gated = _GATED[layer_input.activation](gate, step.layer_inputs[:, index])
+        return _project(weights.layer_input.out, gated, step.lora, names[1])
 
     def _attention(
         self,
@@ -124,21 +173,16 @@ class Transformer:
         rope, plan = attention.rope, step.inputs.attention
         rotation = _NO_ROTATION if rope is None else step.rotations[rope, attention.head_dim]
         qkv = _project(weights.qkv, x, step.lora, f"layers.{index}.qkv")
-        q_norm, k_norm = weights.q_norm, weights.k_norm
+        cache, layer = step.kv_caches.of(index)
         rotate_and_store(
-            *(qkv, step.kv_cache, index, plan.cells, *rotation),
-            None if q_norm is None else q_norm.weight,
-            None if k_norm is None else k_norm.weight,
-            0.0 if q_norm is None else q_norm.eps,
+            *(qkv, cache, layer, plan.cells, *rotation, weights.head_norms(attention)),
+            num_heads=attention.num_heads,
             is_interleaved=rope is not None and rope.is_interleaved,
-            norms_rotated=attention.norms_rotated,
             q_scale=_q_scale(attention, step.inputs.positions, qkv.dtype),
         )
         mixed = attend(
             qkv[:, : attention.q_size].unflatten(1, (-1, attention.head_dim)),
-            step.kv_cache,
-            index,
-            plan,
+            *(cache, layer, plan),
             scale=attention.scale,
             window=attention.window,
             softcap=attention.softcap,
@@ -150,7 +194,7 @@ class Transformer:
     ) -> Tensor:
         """x: [T, hidden_size] -> [T, hidden_size]."""
         gate_up = _project(weights.gate_up, x, step.lora, f"layers.{index}.gate_up")
-        gated = _GATED[block.feed_forward.activation](gate_up)
+        gated = _GATED[block.feed_forward.activation](*gate_up.chunk(2, dim=-1))
         return _project(weights.down, gated, step.lora, f"layers.{index}.down")
 
     def _logits(self, stream: _Stream, step: _Step) -> Tensor:
@@ -161,6 +205,11 @@ class Transformer:
         if step.lora is not None:
             step.lora.add_head(normed, logits)
         return bound_logits(logits, head.scale, head.softcap)
+
+
+def as_held(number: float, dtype: torch.dtype) -> float:
+    """Returns a number as the dtype holds it."""
+    return float(torch.tensor(number, dtype=dtype))
 
 
 def _post_normed(delta: Tensor, norm: NormWeight | None) -> Tensor:

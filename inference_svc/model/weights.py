@@ -1,24 +1,22 @@
 """Reads a model directory's safetensors into the decoder's buffers, in one pass.
 
-Projections that read the same input lie in one buffer: q, k and v in `qkv`, gate and up in
-`gate_up`. Each tensor is read once, in the order of its file, and copied to its place in a buffer;
-a projection is made as soon as all its tensors are there.
+Each tensor is read once, in the order of its file, and copied to its place in a buffer; a
+projection is made as soon as all its tensors are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.description import (
-    EMBED_TOKENS,
-    LM_HEAD,
+    Attention,
     Block,
     Decoder,
     Norm,
@@ -29,6 +27,8 @@ from inference_svc.model.description import (
 )
 from inference_svc.model.files import weight_files
 from inference_svc.model.layers import Linear
+from inference_svc.model.parameters import Parameter, parameters, unused
+from kernels.attention import HeadNorms
 from kernels.elementwise import NormWeight
 
 _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
@@ -45,6 +45,23 @@ P = TypeVar("P", bound=Packed)
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInputWeights(Generic[P]):
+    """The weights of a `LayerInput`."""
+
+    gate: P
+    out: P
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputsWeights(Generic[P]):
+    """The weights of `LayerInputs`; `embedding` is [vocab_size, of all layers]."""
+
+    embedding: Tensor
+    projection: P
+    norm: NormWeight
+
+
+@dataclass(frozen=True, slots=True)
 class BlockWeights(Generic[P]):
     """The weights of a `Block`, by its names; None for what it does not have."""
 
@@ -52,12 +69,16 @@ class BlockWeights(Generic[P]):
     qkv: P
     q_norm: NormWeight | None
     k_norm: NormWeight | None
+    v_norm: NormWeight | None
     o: P
     attention_post_norm: NormWeight | None
     feed_forward_norm: NormWeight | None
     gate_up: P
     down: P
     feed_forward_post_norm: NormWeight | None
+    layer_input: LayerInputWeights[P] | None
+    layer_input_post_norm: NormWeight | None
+    scalar: float
 
     @classmethod
     def build(
@@ -65,6 +86,7 @@ class BlockWeights(Generic[P]):
         block: Block,
         make_projection: Callable[[Projection], P],
         make_norm: Callable[[Norm], NormWeight],
+        scalar: float = 1.0,
     ) -> BlockWeights[P]:
         """Makes a block's weights one by one."""
 
@@ -72,18 +94,34 @@ class BlockWeights(Generic[P]):
             return None if description is None else make_norm(description)
 
         attention, feed_forward = block.attention, block.feed_forward
+        layer_input = block.layer_input
         return cls(
             attention_norm=norm(block.attention_norm),
             qkv=make_projection(attention.qkv),
             q_norm=norm(attention.q_norm),
             k_norm=norm(attention.k_norm),
+            v_norm=norm(attention.v_norm),
             o=make_projection(attention.out),
             attention_post_norm=norm(block.attention_post_norm),
             feed_forward_norm=norm(block.feed_forward_norm),
             gate_up=make_projection(feed_forward.gate_up),
             down=make_projection(feed_forward.down),
             feed_forward_post_norm=norm(block.feed_forward_post_norm),
+            layer_input=None
+            if layer_input is None
+            else LayerInputWeights(
+                make_projection(layer_input.gate), make_projection(layer_input.out)
+            ),
+            layer_input_post_norm=norm(block.layer_input_post_norm),
+            scalar=scalar,
         )
+
+    def head_norms(self, attention: Attention) -> HeadNorms:
+        """Returns the norms of its attention, which this is."""
+        found = (self.q_norm, self.k_norm, self.v_norm)
+        [eps] = {norm.eps for norm in found if norm is not None} or {0.0}
+        q, k, v = (None if norm is None else norm.weight for norm in found)
+        return HeadNorms(q, k, v, eps, attention.norms_rotated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +134,7 @@ class ModelWeights(Generic[P]):
     norm: NormWeight
     head: P
     num_bytes: int
+    layer_inputs: LayerInputsWeights[P] | None = None
 
 
 def load_weights(
@@ -114,10 +153,10 @@ def load_weights(
     """
     from safetensors import safe_open  # models that are made in memory do without
 
-    parameters = _parameters(decoder)
+    found = parameters(decoder)
     tensors = _tensors(model_dir, decoder.wrapper)
-    _check(tensors, parameters)
-    assembly = _Assembly(decoder, parameters, dtype, torch.device(device), make_projection)
+    _check(tensors, found, unused(decoder))
+    assembly = _Assembly(decoder, found, dtype, torch.device(device), make_projection)
     for tensor in tensors:
         if tensor.name in assembly:
             # Opened for each tensor anew: pages of a mapping that stays open would count as ours
@@ -125,120 +164,6 @@ def load_weights(
             with safe_open(tensor.path, framework="pt") as file:
                 assembly.add(tensor.name, file.get_tensor(tensor.stored_name))
     return assembly.finish()
-
-
-def weights_bytes(decoder: Decoder, dtype: torch.dtype) -> int:
-    """Returns what `load_weights` will take with plain projections, without allocating."""
-    return sum(each.num_bytes(dtype) for each in _parameters(decoder))
-
-
-def largest_projection_bytes(decoder: Decoder, dtype: torch.dtype) -> int:
-    """Returns the size of the largest projection that `load_weights` reads and then converts. A
-    tied head is not read: it is made from the embedding, which stays."""
-    return max(each.num_bytes(dtype) for each in _parameters(decoder) if each.is_projection)
-
-
-class Vector(NamedTuple):
-    """A norm's weight or a bias of a projection, by the name that adapters have it under, and its
-    tensor's in the checkpoint."""
-
-    name: str
-    tensor: str
-    layer: int | None
-    size: int
-
-
-def vectors(decoder: Decoder) -> Iterator[Vector]:
-    """Yields the model's vectors in order of use."""
-    for parameter in _parameters(decoder):
-        for name, size in parameter.members.items():
-            if not parameter.in_size:
-                yield Vector(name, f"{name}.weight", parameter.layer, size)
-            elif parameter.has_bias:
-                yield Vector(f"{name}.bias", f"{name}.bias", parameter.layer, size)
-
-
-@dataclass(frozen=True, slots=True)
-class _Parameter:
-    """A part of the decoder, and the tensors of the file that lie below each other in it.
-
-    `key` is such as "layers.0.qkv", of a norm its module; `rows` maps the tensors' names, without
-    ".weight" or ".bias", to their sizes; `members` the same by the names of the modules that
-    adapters know. `in_size` is 0 for a norm's weight.
-    """
-
-    key: str
-    rows: dict[str, int]
-    members: dict[str, int]
-    in_size: int = 0
-    has_bias: bool = False
-    is_projection: bool = False
-    layer: int | None = None
-    norm: Norm | None = None
-
-    @property
-    def num_rows(self) -> int:
-        return sum(self.rows.values())
-
-    def num_bytes(self, dtype: torch.dtype) -> int:
-        is_wide = self.norm is not None and self.norm.is_wide
-        item_bytes = (torch.float32 if is_wide else dtype).itemsize
-        return self.num_rows * ((self.in_size or 1) + self.has_bias) * item_bytes
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the file's tensors by name."""
-        inner = (self.in_size,) if self.in_size else ()
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, size in self.rows.items():
-            shapes[f"{name}.weight"] = (size, *inner)
-            if self.has_bias:
-                shapes[f"{name}.bias"] = (size,)
-        return shapes
-
-
-def _parameters(decoder: Decoder) -> list[_Parameter]:
-    """Returns all parameters of a decoder, in order of use."""
-    embedding = {EMBED_TOKENS: decoder.vocab_size}
-    found = [_Parameter("embedding", embedding, embedding, decoder.hidden_size)]
-    for index, block in enumerate(decoder.blocks):
-        found += _block_parameters(block, index)
-    final = {decoder.final_norm.module: decoder.final_norm.size}
-    found.append(_Parameter("norm", final, final, norm=decoder.final_norm))
-    if not decoder.head.is_tied:
-        rows = {LM_HEAD: decoder.vocab_size}
-        found.append(_Parameter("head", rows, rows, decoder.hidden_size, is_projection=True))
-    return found
-
-
-def _block_parameters(block: Block, layer: int) -> Iterator[_Parameter]:
-    attention = block.attention
-
-    def norms(*found: Norm | None) -> Iterator[_Parameter]:
-        for norm in filter(None, found):
-            path = layer_path(layer, norm.module)
-            rows = {path: norm.size}
-            yield _Parameter(path, rows, rows, layer=layer, norm=norm)
-
-    def projection(each: Projection) -> _Parameter:
-        rows, members = (
-            {layer_path(layer, module): size for module, size in modules}
-            for modules in (each.stored, each.members)
-        )
-        return _Parameter(
-            *(f"layers.{layer}.{each.name}", rows, members, each.in_features, each.has_bias),
-            is_projection=True,
-            layer=layer,
-        )
-
-    yield from norms(block.attention_norm)
-    yield projection(attention.qkv)
-    yield from norms(attention.q_norm, attention.k_norm)
-    yield projection(attention.out)
-    yield from norms(block.attention_post_norm, block.feed_forward_norm)
-    yield projection(block.feed_forward.gate_up)
-    yield projection(block.feed_forward.down)
-    yield from norms(block.feed_forward_post_norm)
 
 
 @dataclass(eq=False, slots=True)
@@ -250,12 +175,14 @@ class _Buffers:
     places: dict[str, Tensor]
 
     @classmethod
-    def allocate(cls, parameter: _Parameter, dtype: torch.dtype, device: torch.device) -> _Buffers:
+    def allocate(cls, parameter: Parameter, dtype: torch.dtype, device: torch.device) -> _Buffers:
         inner = (parameter.in_size,) if parameter.in_size else ()
         if parameter.norm is not None and parameter.norm.is_wide:
             dtype = torch.float32
         weight = torch.empty(parameter.num_rows, *inner, dtype=dtype, device=device)
         bias = weight.new_empty(parameter.num_rows) if parameter.has_bias else None
+        if parameter.is_scalar:
+            return cls(weight, None, dict.fromkeys(parameter.rows, weight))
         places: dict[str, Tensor] = {}
         sizes = list(parameter.rows.values())
         for suffix, buffer in (("weight", weight), ("bias", bias)):
@@ -271,7 +198,7 @@ class _Assembly(Generic[P]):
     def __init__(
         self,
         decoder: Decoder,
-        parameters: list[_Parameter],
+        parameters: list[Parameter],
         dtype: torch.dtype,
         device: torch.device,
         make_projection: Callable[[Tensor, Tensor | None], P],
@@ -297,11 +224,13 @@ class _Assembly(Generic[P]):
             del self._reading[parameter.key]
             self._made[parameter.key] = self._make(parameter, buffers)
 
-    def _make(self, parameter: _Parameter, buffers: _Buffers) -> object:
+    def _make(self, parameter: Parameter, buffers: _Buffers) -> object:
         if parameter.is_projection:
             projection = self._make_projection(buffers.weight, buffers.bias)
             self._num_bytes += projection.num_bytes
             return projection
+        if parameter.is_scalar:
+            return float(buffers.weight)
         self._num_bytes += buffers.weight.nbytes
         if parameter.norm is None:
             return buffers.weight
@@ -318,14 +247,37 @@ class _Assembly(Generic[P]):
             if not isinstance(head, Linear):
                 self._num_bytes += head.num_bytes
         blocks = tuple(self._block(index) for index in range(self._decoder.num_layers))
-        return ModelWeights(made["embedding"], blocks, made["norm"], made["head"], self._num_bytes)
+        return ModelWeights(
+            *(made["embedding"], blocks, made["norm"], made["head"], self._num_bytes),
+            layer_inputs=self._layer_inputs(),
+        )
+
+    def _layer_inputs(self) -> LayerInputsWeights[P] | None:
+        if self._decoder.layer_inputs is None:
+            return None
+        projection = self._made[self._decoder.layer_inputs.projection.name]
+        norm = self._made["layer_inputs_norm"]
+        return LayerInputsWeights(self._made["layer_embedding"], projection, norm)
 
     def _block(self, index: int) -> BlockWeights[P]:
+        def norm(norm: Norm) -> NormWeight:
+            if not norm.module:
+                return ones(norm, self._dtype, self._device)
+            found: NormWeight = self._made[layer_path(index, norm.module)]
+            return found
+
         return BlockWeights.build(
             self._decoder.blocks[index],
             lambda projection: self._made[f"layers.{index}.{projection.name}"],
-            lambda norm: self._made[layer_path(index, norm.module)],
+            norm,
+            self._made.get(f"layers.{index}.scalar", 1.0),
         )
+
+
+def ones(norm: Norm, dtype: torch.dtype, device: torch.device) -> NormWeight:
+    """Returns a norm that has no weight of its own."""
+    weight = torch.ones(norm.size, dtype=torch.float32 if norm.is_wide else dtype, device=device)
+    return NormWeight(weight, norm.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,11 +313,14 @@ def _tensors(model_dir: Path, wrapper: Wrapper) -> list[_StoredTensor]:
     return list(found.values())
 
 
-def _check(tensors: list[_StoredTensor], parameters: list[_Parameter]) -> None:
+def _check(
+    tensors: list[_StoredTensor], parameters: list[Parameter], unused: frozenset[str]
+) -> None:
     shapes = {name: shape for each in parameters for name, shape in each.shapes.items()}
     names = {tensor.name for tensor in tensors}
     missing = sorted(shapes.keys() - names)
-    unexpected = sorted(name for name in names - shapes.keys() if not _is_ignored(name))
+    others = names - shapes.keys() - unused
+    unexpected = sorted(name for name in others if not _is_ignored(name))
     for what, found in (("missing", missing), ("unexpected", unexpected)):
         if found:
             more = f" and {len(found) - 5} more" if len(found) > 5 else ""

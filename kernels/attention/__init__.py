@@ -20,10 +20,13 @@ from torch import Tensor
 from kernels.attention import cpu, reference
 from kernels.attention.kv_cache import KVCache, can_tile, page_bytes
 from kernels.attention.plan import AttentionPlan
+from kernels.attention.reference import NO_NORMS, HeadNorms
 from kernels.dispatch import uses_triton
 
 __all__ = [
+    "NO_NORMS",
     "AttentionPlan",
+    "HeadNorms",
     "KVCache",
     "attend",
     "can_tile",
@@ -70,24 +73,21 @@ def rotate_and_store(
     cells: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
+    norms: HeadNorms = NO_NORMS,
     *,
+    num_heads: int,
     is_interleaved: bool = False,
-    norms_rotated: bool = False,
     q_scale: Tensor | None = None,
 ) -> None:
     """See `reference.rotate_and_store`."""
+    compute = reference.rotate_and_store
     if uses_triton(qkv):
         from kernels.attention import triton_ops
 
         compute = triton_ops.rotate_and_store
-    else:
-        compute = reference.rotate_and_store
     compute(
-        *(qkv, cache, layer, cells, cos, sin, q_norm, k_norm, eps),
+        *(qkv, cache, layer, cells, cos, sin, norms),
+        num_heads=num_heads,
         is_interleaved=is_interleaved,
-        norms_rotated=norms_rotated,
         q_scale=q_scale,
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels.attention.kv_cache import KVCache
 from kernels.attention.native_memory import AttentionScratch, AttentionShape, WorkItem
 from kernels.attention.plan import AttentionPlan
+from kernels.attention.reference import NO_NORMS, HeadNorms
 from kernels.native.library import Library, NativeOp, dtype_name, load
 
 
@@ -78,8 +79,11 @@ class _RopeAndStoreArgs(ctypes.Structure):
         ("cos", ctypes.c_void_p),
         ("sin", ctypes.c_void_p),
         ("is_interleaved", ctypes.c_int64),
+        ("num_keys", ctypes.c_int64),
+        ("has_values", ctypes.c_int64),
         ("q_norm", _HeadNorm),
         ("k_norm", _HeadNorm),
+        ("v_norm", _HeadNorm),
         ("norms_rotated", ctypes.c_int64),
         ("q_scale", ctypes.c_void_p),
         ("cells", ctypes.c_void_p),
@@ -217,24 +221,24 @@ def rope_and_store_op(
     cos: Tensor | None,
     sin: Tensor | None,
     rows: StepRows,
+    norms: HeadNorms = NO_NORMS,
     *,
     num_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
     is_interleaved: bool = False,
-    norms_rotated: bool = False,
     q_scale: Tensor | None = None,
 ) -> NativeOp:
     """What `reference.rotate_and_store` defines, of the step's tokens: q stays in `qkv`, k and v go
     to the tokens' cells.
 
-    qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim] with unit stride in its last dimension;
-    cos and sin as `rotary_angles_op` writes them; q_scale: fp32 [T].
+    qkv: its rows have unit stride; cos and sin as `rotary_angles_op` writes them; q_scale: fp32
+    [T].
     """
     assert qkv.dtype == cache.data.dtype
     assert cos is None or cos.dtype == qkv.dtype
     assert qkv.stride(1) == 1
+    stored = qkv.shape[1] // cache.head_dim - num_heads
+    num_kv_heads = cache.num_kv_heads
+    assert stored in (0, num_kv_heads, 2 * num_kv_heads)
     args = _RopeAndStoreArgs(
         _kv_layer(cache, layer),
         qkv.data_ptr(),
@@ -244,15 +248,18 @@ def rope_and_store_op(
         _pointer(cos),
         _pointer(sin),
         is_interleaved,
-        _head_norm(q_norm, qkv.dtype, num_heads, cache.head_dim),
-        _head_norm(k_norm, qkv.dtype, cache.num_kv_heads, cache.head_dim),
-        norms_rotated,
+        min(stored, num_kv_heads),
+        stored > num_kv_heads,
+        _head_norm(norms.q, qkv.dtype, num_heads, cache.head_dim),
+        _head_norm(norms.k, qkv.dtype, num_kv_heads, cache.head_dim),
+        _head_norm(norms.v, qkv.dtype, num_kv_heads, cache.head_dim),
+        norms.are_rotated,
         _pointer(q_scale),
         rows.cells.data_ptr(),
         rows.num_tokens.data_ptr(),
-        eps,
+        norms.eps,
     )
-    keep = (qkv, cache, cos, sin, rows, q_norm, k_norm, q_scale)
+    keep = (qkv, cache, cos, sin, rows, norms, q_scale)
     return NativeOp("rope_and_store_" + dtype_name(qkv.dtype), args, keep)
 
 

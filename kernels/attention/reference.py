@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from kernels.attention.kv_cache import KVCache
 from kernels.attention.plan import AttentionPlan
 from kernels.elementwise.reference import rms_norm
+
+
+class HeadNorms(NamedTuple):
+    """Weights of RMSNorms of queries, keys and values: each over a head, [head_dim], or over all
+    heads, or None. `are_rotated`: norms of q and k come behind the rotation."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    eps: float = 0.0
+    are_rotated: bool = False
+
+
+NO_NORMS = HeadNorms()
 
 
 def attend(
@@ -83,38 +99,43 @@ def rotate_and_store(
     cells: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
+    norms: HeadNorms = NO_NORMS,
     *,
+    num_heads: int,
     is_interleaved: bool = False,
-    norms_rotated: bool = False,
     q_scale: Tensor | None = None,
 ) -> None:
     """q[t] = q_scale[t] * rotate(norm(q[t])) in place; cell cells[t] gets rotate(norm(k[t])) and
-    v[t]; with `norms_rotated` they are rotated first.
+    norm(v[t]); with `norms.are_rotated` they are rotated first.
 
-    qkv: [T, q | k | v of all heads], of whose k nothing is said afterwards; cells: int64 [T]; cos,
-    sin: [T, 1, at most D] of `rotary_angles`, None: nothing is rotated; q_norm, k_norm: weights of
-    an RMSNorm over a head, [D], or over all heads, or None; q_scale: [T], None: 1.
+    qkv: [T, q | k | v of all heads], of whose k and v nothing is said afterwards; [T, q | k]: v is
+    what k is before its norm; [T, q]: nothing is stored. cells: int64 [T]; cos, sin: [T, 1, at most
+    D] of `rotary_angles`, None: nothing is rotated; q_scale: [T], None: 1.
     """
-    num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
-    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-    turned = qkv[:, : (num_heads + num_kv_heads) * head_dim].unflatten(1, (-1, head_dim))
-    q, k = turned.split((num_heads, num_kv_heads), dim=1)
+    head_dim = cache.head_dim
+    num_keys = min(cache.num_kv_heads, qkv.shape[1] // head_dim - num_heads)
+    turned = qkv[:, : (num_heads + num_keys) * head_dim].unflatten(1, (-1, head_dim))
+    q, k = turned.split((num_heads, num_keys), dim=1)
+    kv = qkv[:, num_heads * head_dim :]
+    if kv.shape[1] == num_keys * head_dim:
+        kv = torch.cat((kv, kv), dim=1)  # what k is at first, where norms of k do not reach it
+    v = kv[:, num_keys * head_dim :].unflatten(1, (-1, head_dim))
 
     def rotate_all() -> None:
         if cos is not None and sin is not None:
             turned.copy_(rotate(turned, cos, sin, is_interleaved=is_interleaved))
 
-    if norms_rotated:
+    if norms.are_rotated:
         rotate_all()
-    for heads, weight in ((q, q_norm), (k, k_norm)):
-        if weight is not None:
+    for heads, weight in ((q, norms.q), (k, norms.k), (v, norms.v)):
+        if weight is not None and heads.numel():
             over = heads if len(weight) == head_dim else heads.flatten(1)
-            heads.copy_(rms_norm(over, weight, eps).view(heads.shape))
-    if not norms_rotated:
+            heads.copy_(rms_norm(over, weight, norms.eps).view(heads.shape))
+    if not norms.are_rotated:
         rotate_all()
     if q_scale is not None:
         q *= q_scale[:, None, None]
-    cache.write(layer, cells, qkv[:, num_heads * head_dim :])
+    if num_keys:
+        if kv.data_ptr() != k.data_ptr():
+            kv[:, : num_keys * head_dim] = k.flatten(1)
+        cache.write(layer, cells, kv)

@@ -114,21 +114,25 @@ def prepared(
 
 @triton.jit(do_not_specialize=VARYING)
 def store_kernel(
-    qkv, kv, cells, cos, sin, q_norm, k_norm, q_scale, num_tokens, eps,
+    qkv, kv, cells, cos, sin, q_norm, k_norm, v_norm, q_scale, num_tokens, eps,
     qkv_stride, page_stride, head_stride, side_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
-    NORMS_ROTATED: tl.constexpr,
+    NORMS_ROTATED: tl.constexpr, VALUES_ARE_KEYS: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Norms and rotates q in place; norms and rotates k, and puts k and v into their cells.
+    """Norms and rotates q in place; norms and rotates k, norms v, and puts k and v into their
+    cells.
 
-    qkv: [T, (NUM_HEADS + 2 * NUM_KV_HEADS) * D]; kv: one layer of the cache; cells int64 [T];
-    cos, sin: [T, 2 * HALF], or None; q_norm, k_norm: [D], or None; q_scale: [T], or None. A head
-    is two parts that turn with each other, HALF each, and what does not turn. Grid: (blocks of
-    tokens, heads of q, k and v).
+    qkv: [T, (NUM_HEADS + 2 * NUM_KV_HEADS) * D], or, VALUES_ARE_KEYS, without v; kv: one layer of
+    the cache; cells int64 [T]; cos, sin: [T, 2 * HALF], or None; q_norm, k_norm, v_norm: [D], or
+    None; q_scale: [T], or None. A head is two parts that turn with each other, HALF each, and what
+    does not turn. Grid: (blocks of tokens, heads of q, k and v; of q alone: nothing is stored).
     """
     i_h = tl.program_id(1)
+    i_read = i_h
+    if VALUES_ARE_KEYS and i_h >= NUM_HEADS + NUM_KV_HEADS:
+        i_read = i_h - NUM_KV_HEADS
     o_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     m_t = o_t < num_tokens
     o_d = tl.arange(0, BLOCK_H)
@@ -141,7 +145,7 @@ def store_kernel(
     m_rest = m_t[:, None] & m_3[None, :]
     o_t = o_t.to(tl.int64)
     # [BLOCK_T, BLOCK_H] twice, [BLOCK_T, BLOCK_R]
-    p_x = qkv + o_t[:, None] * qkv_stride + i_h * D
+    p_x = qkv + o_t[:, None] * qkv_stride + i_read * D
     b_x1 = tl.load(p_x + o_1[None, :], mask=m_block, other=0.0).to(tl.float32)
     b_x2 = tl.load(p_x + o_2[None, :], mask=m_block, other=0.0).to(tl.float32)
     b_x3 = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
@@ -169,6 +173,10 @@ def store_kernel(
             b_x1, b_x2, b_x3 = prepared(
                 b_x1, b_x2, b_x3, k_norm, cos, sin, o_t * (2 * HALF), m_block, o_d, o_1, o_2,
                 o_3, m_d, m_3, eps, dtype, D, HALF, NORMS_ROTATED,
+            )  # fmt: skip
+        elif v_norm is not None:
+            b_x1, b_x2, b_x3 = normalised(
+                b_x1, b_x2, b_x3, v_norm, o_1, o_2, o_3, m_d, m_3, eps, D
             )  # fmt: skip
         b_cell = tl.load(cells + o_t, mask=m_t, other=0)
         o_cell = (b_cell // PAGE_SIZE) * page_stride + (b_cell % PAGE_SIZE) * D

@@ -9,6 +9,7 @@ from kernels import tuning
 from kernels.attention import triton_kernels as kernels
 from kernels.attention.kv_cache import KVCache
 from kernels.attention.plan import MAX_SEGMENTS, TILE_QUERIES, AttentionPlan
+from kernels.attention.reference import NO_NORMS, HeadNorms
 from kernels.elementwise.triton_ops import power_of_2
 
 MIN_BLOCK = 16
@@ -46,45 +47,39 @@ def rotate_and_store(
     cells: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
+    norms: HeadNorms = NO_NORMS,
     *,
+    num_heads: int,
     is_interleaved: bool = False,
-    norms_rotated: bool = False,
     q_scale: Tensor | None = None,
 ) -> None:
     """See `reference.rotate_and_store`. Rows of qkv have unit stride."""
     assert not cache.is_tiled, "the kernels read caches in rows"
     head_dim, num_kv_heads = cache.head_dim, cache.num_kv_heads
-    num_tokens, width = qkv.shape
-    num_heads = width // head_dim - 2 * num_kv_heads
+    num_tokens, num_stored = len(qkv), qkv.shape[1] // head_dim - num_heads
+    assert num_stored in (0, num_kv_heads, 2 * num_kv_heads)
     assert qkv.stride(1) == 1
     for waves in (cos, sin):
         assert waves is None or waves.is_contiguous()
-    start = num_heads * head_dim
-    if q_norm is not None and len(q_norm) != head_dim:
-        assert not norms_rotated, "norms of all heads come first"
-        _norm_rows(qkv[:, :start], q_norm, eps)
-        q_norm = None
-    if k_norm is not None and len(k_norm) != head_dim:
-        _norm_rows(qkv[:, start : start + num_kv_heads * head_dim], k_norm, eps)
-        k_norm = None
+    values_are_keys = num_stored == num_kv_heads
+    norms = _norm_wide(qkv, norms, cache, num_heads, values_are_keys=values_are_keys)
     half = head_dim // 2 if cos is None else cos.shape[-1] // 2
     tuned = tuning.constants("store", head_dim=head_dim)
     block_t = 1 if num_tokens < tuned["many_tokens"] else tuned["block_t"]
     kv = cache.data[layer]
-    kernels.store_kernel[(-(-num_tokens // block_t), width // head_dim)](
+    num_computed = num_heads + (2 * num_kv_heads if num_stored else 0)
+    kernels.store_kernel[(-(-num_tokens // block_t), num_computed)](
         qkv,
         kv,
         cells,
         cos,
         sin,
-        q_norm,
-        k_norm,
+        norms.q,
+        norms.k,
+        norms.v,
         q_scale,
         num_tokens,
-        eps,
+        norms.eps,
         qkv.stride(0),
         kv.stride(0),
         kv.stride(1),
@@ -95,12 +90,31 @@ def rotate_and_store(
         D=head_dim,
         HALF=half,
         IS_INTERLEAVED=is_interleaved,
-        NORMS_ROTATED=norms_rotated,
+        NORMS_ROTATED=norms.are_rotated,
+        VALUES_ARE_KEYS=values_are_keys,
         BLOCK_H=power_of_2(half),
         BLOCK_R=power_of_2(max(1, head_dim - 2 * half)),
         BLOCK_T=block_t,
         num_warps=1 if block_t == 1 else tuned["num_warps"],
     )
+
+
+def _norm_wide(
+    qkv: Tensor, norms: HeadNorms, cache: KVCache, num_heads: int, *, values_are_keys: bool
+) -> HeadNorms:
+    """Computes the norms over all heads, in place; returns the others."""
+    head_dim, start = cache.head_dim, num_heads * cache.head_dim
+    assert norms.v is None or len(norms.v) == head_dim, "values have norms of heads"
+    if norms.q is not None and len(norms.q) != head_dim:
+        assert not norms.are_rotated, "norms of all heads come first"
+        _norm_rows(qkv[:, :start], norms.q, norms.eps)
+        norms = norms._replace(q=None)
+    if norms.k is not None and len(norms.k) != head_dim:
+        assert not norms.are_rotated, "norms of all heads come first"
+        assert not values_are_keys, "values are what keys are before their norm"
+        _norm_rows(qkv[:, start : start + len(norms.k)], norms.k, norms.eps)
+        norms = norms._replace(k=None)
+    return norms
 
 
 def _norm_rows(x: Tensor, weight: Tensor, eps: float) -> None:

@@ -62,7 +62,8 @@ def add_rms_norm(
     delta: Tensor | None,
     norm: NormWeight | None,
     rows: Tensor | None = None,
-    scale: float = 1.0,
+    delta_scale: float = 1.0,
+    sum_scale: float = 1.0,
 ) -> Tensor:
     """See `reference.add_rms_norm`."""
     weight, eps, is_centred = norm or (None, 0.0, False)
@@ -71,22 +72,27 @@ def add_rms_norm(
         from kernels.elementwise import triton_ops  # Triton is an extra that the CPU does without
 
         compute = triton_ops.add_rms_norm
-    return compute(hidden, delta, weight, eps, rows, scale=scale, is_centred=is_centred)
+    return compute(
+        *(hidden, delta, weight, eps, rows),
+        delta_scale=delta_scale,
+        sum_scale=sum_scale,
+        is_centred=is_centred,
+    )
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """See `reference.swiglu`."""
-    if uses_triton(gate_up):
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """See `reference.swiglu`; rows may be apart."""
+    if uses_triton(gate):
         from kernels.elementwise import triton_ops
 
-        return triton_ops.swiglu(gate_up)
-    return reference.swiglu(gate_up)
+        return triton_ops.swiglu(gate, up)
+    return reference.swiglu(gate, up)
 
 
-def geglu(gate_up: Tensor) -> Tensor:
-    """See `reference.geglu`."""
-    if uses_triton(gate_up):
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """See `reference.geglu`; rows may be apart."""
+    if uses_triton(gate):
         from kernels.elementwise import triton_ops
 
-        return triton_ops.geglu(gate_up)
-    return reference.geglu(gate_up)
+        return triton_ops.geglu(gate, up)
+    return reference.geglu(gate, up)

@@ -1,7 +1,7 @@
 """The element-wise operations for programs: each builds its arguments at fixed addresses.
 
-Tensors are contiguous, of one dtype (float32 or bfloat16), with at least as many rows as `count`
-will ever say. Counts are read when the program runs.
+Tensors are contiguous, unless it says otherwise, of one dtype (float32 or bfloat16), with at least
+as many rows as `count` will ever say. Counts are read when the program runs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class _GatherArgs(ctypes.Structure):
         ("rows", ctypes.c_void_p),
         ("count", ctypes.c_void_p),
         ("size", ctypes.c_int64),
+        ("source_stride", ctypes.c_int64),
     )
 
 
@@ -31,20 +32,25 @@ class _RmsNormArgs(ctypes.Structure):
         ("weight", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("count", ctypes.c_void_p),
+        ("rows_per_count", ctypes.c_int64),
         ("size", ctypes.c_int64),
         ("is_wide", ctypes.c_int64),
         ("is_centred", ctypes.c_int64),
         ("eps", ctypes.c_float),
         ("delta_scale", ctypes.c_float),
+        ("sum_scale", ctypes.c_float),
     )
 
 
 class _GatedArgs(ctypes.Structure):
     _fields_ = (
-        ("gate_up", ctypes.c_void_p),
+        ("gate", ctypes.c_void_p),
+        ("up", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("num_tokens", ctypes.c_void_p),
         ("size", ctypes.c_int64),
+        ("gate_stride", ctypes.c_int64),
+        ("up_stride", ctypes.c_int64),
     )
 
 
@@ -61,13 +67,15 @@ class _ScaleArgs(ctypes.Structure):
 def gather_op(source: Tensor, out: Tensor, rows: Tensor, count: Tensor) -> NativeOp:
     """out[i] = source[rows[i]] for i < count: tokens' embeddings, or some rows of a step.
 
-    source: [S, size], out: [N, size], rows: int64 [N], count: int32 [1].
+    source: [S, size], of unit stride in its rows, out: [N, size], rows: int64 [N], count: int32
+    [1].
     """
-    _check(count, source, out)
-    assert source.shape[1] == out.shape[1]
+    _check(count, out)
+    _check_rows(out.shape[1], out.dtype, source)
     assert rows.dtype == torch.int64
     args = _GatherArgs(
-        source.data_ptr(), out.data_ptr(), rows.data_ptr(), count.data_ptr(), out.shape[1]
+        *(source.data_ptr(), out.data_ptr(), rows.data_ptr(), count.data_ptr(), out.shape[1]),
+        source.stride(0),
     )
     return NativeOp("gather_" + dtype_name(out.dtype), args, (source, out, rows, count))
 
@@ -81,14 +89,17 @@ def rms_norm_op(
     *,
     eps: float,
     delta_scale: float = 1.0,
+    sum_scale: float = 1.0,
     is_centred: bool = False,
+    rows_per_count: int = 1,
 ) -> NativeOp:
-    """hidden += delta_scale * delta; out = RMSNorm(hidden) * weight, for the first `count` (int32
-    [1]) rows: see `reference.add_rms_norm`.
+    """hidden = sum_scale * (hidden + delta_scale * delta); out = RMSNorm(hidden) * weight, for the
+    first `count` (int32 [1]) rows, or so many times `rows_per_count`: see `reference.add_rms_norm`.
 
     weight: [size], in the others' dtype or in float32; None: nothing but the addition. `out` may be
     `hidden` itself. Centred norms have weights in float32.
     """
+    assert delta is not None or sum_scale == 1.0
     _check(count, hidden, out, delta)
     is_wide = weight is not None and (is_centred or weight.dtype != hidden.dtype)
     assert weight is None or weight.is_contiguous()
@@ -99,34 +110,39 @@ def rms_norm_op(
         None if weight is None else weight.data_ptr(),
         out.data_ptr(),
         count.data_ptr(),
+        rows_per_count,
         hidden.shape[1],
         is_wide,
         is_centred,
         eps,
         delta_scale,
+        sum_scale,
     )
     keep = (hidden, delta, weight, out, count)
     return NativeOp("rms_norm_" + dtype_name(hidden.dtype), args, keep)
 
 
-def swiglu_op(gate_up: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
+def swiglu_op(gate: Tensor, up: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
     """out = silu(gate) * up for the first num_tokens (int32 [1]) rows.
 
-    gate_up: [T, 2 * size], gate first; out: [T, size].
+    gate, up: [T, size], of unit stride in their rows; out: [T, size].
     """
-    return _gated_op("swiglu", gate_up, out, num_tokens)
+    return _gated_op("swiglu", gate, up, out, num_tokens)
 
 
-def geglu_op(gate_up: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
+def geglu_op(gate: Tensor, up: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
     """out = gelu(gate) * up, approximated by tanh; arguments as of `swiglu_op`."""
-    return _gated_op("geglu", gate_up, out, num_tokens)
+    return _gated_op("geglu", gate, up, out, num_tokens)
 
 
-def _gated_op(name: str, gate_up: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
-    _check(num_tokens, gate_up, out)
-    assert gate_up.shape[1] == 2 * out.shape[1]
-    args = _GatedArgs(gate_up.data_ptr(), out.data_ptr(), num_tokens.data_ptr(), out.shape[1])
-    return NativeOp(f"{name}_{dtype_name(out.dtype)}", args, (gate_up, out, num_tokens))
+def _gated_op(name: str, gate: Tensor, up: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
+    _check(num_tokens, out)
+    _check_rows(out.shape[1], out.dtype, gate, up)
+    args = _GatedArgs(
+        *(gate.data_ptr(), up.data_ptr(), out.data_ptr(), num_tokens.data_ptr(), out.shape[1]),
+        *(gate.stride(0), up.stride(0)),
+    )
+    return NativeOp(f"{name}_{dtype_name(out.dtype)}", args, (gate, up, out, num_tokens))
 
 
 def scale_rows_op(
@@ -143,3 +159,10 @@ def _check(count: Tensor, first: Tensor, *others: Tensor | None) -> None:
     assert count.dtype == torch.int32
     for tensor in (first, *others):
         assert tensor is None or (tensor.dtype == first.dtype and tensor.is_contiguous())
+
+
+def _check_rows(size: int, dtype: torch.dtype, *tensors: Tensor) -> None:
+    for tensor in tensors:
+        assert tensor.dtype == dtype
+        assert tensor.shape[1] == size
+        assert tensor.stride(1) == 1

@@ -29,11 +29,12 @@ def add_rms_norm(
     eps: float,
     rows: Tensor | None = None,
     *,
-    scale: float = 1.0,
+    delta_scale: float = 1.0,
+    sum_scale: float = 1.0,
     is_centred: bool = False,
 ) -> Tensor:
-    """hidden += round(scale * delta), rounded to their dtype; returns the norm of it, or, without a
-    weight, `hidden` itself. `delta` may be overwritten.
+    """hidden = sum_scale * round(hidden + round(delta_scale * delta)), rounded to their dtype;
+    returns the norm of it, or, without a weight, `hidden` itself. `delta` may be overwritten.
 
     hidden, delta: [T, size]; weight: [size]. With `rows` (int64 [N]) only these are computed:
     returns [N, size], and `hidden` stays as it is.
@@ -42,23 +43,22 @@ def add_rms_norm(
         chosen = hidden.index_select(0, rows)
         hidden, delta = chosen, None if delta is None else delta.index_select(0, rows)
     if delta is not None:
-        hidden += delta if scale == 1.0 else delta.mul_(scale)
+        hidden += delta if delta_scale == 1.0 else delta.mul_(delta_scale)
+        if sum_scale != 1.0:
+            hidden *= sum_scale
     if weight is None:
         return hidden
     return rms_norm(hidden, weight, eps, is_centred=is_centred)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """Returns silu(gate), rounded, * up (Shazeer, 2020). gate_up: [T, 2 * size], gate first ->
-    [T, size]."""
-    gate, up = gate_up.chunk(2, dim=-1)
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Returns silu(gate), rounded, * up (Shazeer, 2020). gate, up: [T, size] -> [T, size]."""
     return F.silu(gate).mul_(up)
 
 
-def geglu(gate_up: Tensor) -> Tensor:
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
     """Returns gelu(gate), in its approximation by tanh (Hendrycks and Gimpel, 2016), rounded, * up.
     Shapes as of `swiglu`."""
-    gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 

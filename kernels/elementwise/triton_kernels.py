@@ -11,8 +11,8 @@ import triton.language as tl
 
 @triton.jit
 def add_rms_norm_kernel(
-    out, hidden, delta, weight, rows, eps, scale, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    IS_SCALED: tl.constexpr, IS_CENTRED: tl.constexpr,
+    out, hidden, delta, weight, rows, eps, delta_scale, sum_scale,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_SCALED: tl.constexpr, IS_CENTRED: tl.constexpr,
 ):  # fmt: skip
     """See `reference.add_rms_norm`. hidden, delta: [T, SIZE]; out: [N, SIZE]; `delta` and `rows`
     may be None. Grid: (N,)."""
@@ -26,9 +26,11 @@ def add_rms_norm_kernel(
     if delta is not None:
         b_delta = tl.load(delta + i_row * SIZE + o, mask=m, other=0.0).to(tl.float32)
         if IS_SCALED:
-            b_delta = (b_delta * scale).to(dtype).to(tl.float32)
+            b_delta = (b_delta * delta_scale).to(dtype).to(tl.float32)
         b_x += b_delta
         b_sum = b_x.to(dtype)
+        if IS_SCALED:
+            b_sum = (b_sum.to(tl.float32) * sum_scale).to(dtype)
         if rows is None:
             tl.store(hidden + i_row * SIZE + o, b_sum, mask=m)
         b_x = b_sum.to(tl.float32)
@@ -41,17 +43,19 @@ def add_rms_norm_kernel(
 
 
 @triton.jit
-def swiglu_kernel(out, gate_up, SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: tl.constexpr):
-    """See `reference.swiglu`, or, IS_GELU, `geglu`. gate_up: [T, 2 * SIZE]; out: [T, SIZE]. Grid:
-    (T, blocks)."""
+def swiglu_kernel(
+    out, gate, up, gate_stride, up_stride,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: tl.constexpr,
+):  # fmt: skip
+    """See `reference.swiglu`, or, IS_GELU, `geglu`. gate, up: [T, SIZE], rows so far apart; out:
+    [T, SIZE]. Grid: (T, blocks)."""
     i_token = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m = o < SIZE
-    p_gate = gate_up + i_token * (2 * SIZE) + o
     dtype = out.dtype.element_ty
     # [BLOCK]
-    b_gate = tl.load(p_gate, mask=m, other=0.0).to(tl.float32)
-    b_up = tl.load(p_gate + SIZE, mask=m, other=0.0).to(tl.float32)
+    b_gate = tl.load(gate + i_token * gate_stride + o, mask=m, other=0.0).to(tl.float32)
+    b_up = tl.load(up + i_token * up_stride + o, mask=m, other=0.0).to(tl.float32)
     b_logit = b_gate
     if IS_GELU:  # 0.5 x (1 + tanh(u)) = x * sigmoid(2 u)
         b_logit = 1.5957691216057308 * (b_gate + 0.044715 * b_gate * b_gate * b_gate)

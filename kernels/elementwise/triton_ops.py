@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels import tuning
+from kernels.elementwise import reference
 from kernels.elementwise import triton_kernels as kernels
 
 
@@ -16,13 +17,17 @@ def add_rms_norm(
     eps: float,
     rows: Tensor | None = None,
     *,
-    scale: float = 1.0,
+    delta_scale: float = 1.0,
+    sum_scale: float = 1.0,
     is_centred: bool = False,
 ) -> Tensor:
     """See `reference.add_rms_norm`. Tensors are contiguous."""
     assert hidden.is_contiguous()
     if weight is None:
-        return _added(hidden, delta, rows, scale)
+        # Nothing is launched of ours: torch's own kernels round as the definition says.
+        return reference.add_rms_norm(
+            hidden, delta, None, eps, rows, delta_scale=delta_scale, sum_scale=sum_scale
+        )
     assert delta is None or (delta.is_contiguous() and delta.shape == hidden.shape)
     size = hidden.shape[-1]
     num_rows = hidden.numel() // size if rows is None else len(rows)
@@ -35,46 +40,39 @@ def add_rms_norm(
         weight,
         rows,
         eps,
-        scale,
+        delta_scale,
+        sum_scale,
         SIZE=size,
         BLOCK=block,
-        IS_SCALED=scale != 1.0,
+        IS_SCALED=(delta_scale, sum_scale) != (1.0, 1.0),
         IS_CENTRED=is_centred,
         num_warps=min(tuned["max_warps"], max(1, block // tuned["elements_per_warp"])),
     )
     return out
 
 
-def _added(hidden: Tensor, delta: Tensor | None, rows: Tensor | None, scale: float) -> Tensor:
-    """Adds without a norm: torch's own kernels do it in one pass, or two where `delta` is scaled,
-    so that it is rounded as the definition says."""
-    if rows is not None:
-        chosen = hidden.index_select(0, rows)
-        hidden, delta = chosen, None if delta is None else delta.index_select(0, rows)
-    if delta is not None:
-        hidden += delta if scale == 1.0 else delta.mul_(scale)
-    return hidden
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """See `reference.swiglu`. Rows have unit stride."""
+    return _gated(gate, up, is_gelu=False)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """See `reference.swiglu`."""
-    return _gated(gate_up, is_gelu=False)
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """See `reference.geglu`. Rows have unit stride."""
+    return _gated(gate, up, is_gelu=True)
 
 
-def geglu(gate_up: Tensor) -> Tensor:
-    """See `reference.geglu`."""
-    return _gated(gate_up, is_gelu=True)
-
-
-def _gated(gate_up: Tensor, *, is_gelu: bool) -> Tensor:
-    assert gate_up.is_contiguous()
-    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+def _gated(gate: Tensor, up: Tensor, *, is_gelu: bool) -> Tensor:
+    assert gate.stride(1) == up.stride(1) == 1
+    num_tokens, size = gate.shape
+    out = torch.empty((num_tokens, size), dtype=gate.dtype, device=gate.device)
     tuned = tuning.constants("swiglu", size=size)
     block = min(tuned["block"], power_of_2(size))
     kernels.swiglu_kernel[(num_tokens, -(-size // block))](
         out,
-        gate_up,
+        gate,
+        up,
+        gate.stride(0),
+        up.stride(0),
         SIZE=size,
         BLOCK=block,
         IS_GELU=is_gelu,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.backends.torch import TorchBackend
 from inference_svc.model.architectures import load_description
 from inference_svc.model.description import Decoder, Norm, NormKind, Projection
+from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
 from inference_svc.model.transformer import Transformer
-from inference_svc.model.weights import BlockWeights, ModelWeights
-from kernels.attention import KVCache
+from inference_svc.model.weights import BlockWeights, LayerInputsWeights, ModelWeights, ones
 from kernels.elementwise import NormWeight
 from kernels.lora import TableEntry
 
@@ -78,6 +78,20 @@ FEATURES: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.3,
         },
     },
+    "gemma4, larger heads, values that are keys, keys of other layers, inputs of layers": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "num_hidden_layers": 5,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 24,
+        "vocab_size_per_layer_input": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+        "sliding_window": 9,
+        "final_logit_softcapping": 3.0,
+    },
     "granite, multipliers": {
         "architectures": ["GraniteForCausalLM"],
         "attention_multiplier": 0.3,
@@ -107,6 +121,8 @@ def random_weights(
         return Linear(random(num_out, num_in), random(num_out) if has_bias else None)
 
     def norm(each: Norm) -> NormWeight:
+        if not each.module:
+            return ones(each, dtype, torch.device("cpu"))
         weight = torch.rand(each.size, generator=generator) + 0.5
         is_centred = each.kind is NormKind.LAYER
         return NormWeight(weight if each.is_wide else weight.to(dtype), each.eps, is_centred)
@@ -114,10 +130,18 @@ def random_weights(
     def projection(each: Projection) -> Linear:
         return linear(each.out_features, each.in_features, has_bias=each.has_bias)
 
-    blocks = tuple(BlockWeights.build(block, projection, norm) for block in g.blocks)
+    blocks = tuple(
+        BlockWeights.build(block, projection, norm, 0.75 if block.scalar else 1.0)
+        for block in g.blocks
+    )
+    told = g.layer_inputs
+    layer_inputs = told and LayerInputsWeights(
+        random(told.vocab_size, told.total_size), projection(told.projection), norm(told.norm)
+    )
     head = linear(g.vocab_size, g.hidden_size, has_bias=False)
     embedding = random(g.vocab_size, g.hidden_size)
-    return ModelWeights(embedding, blocks, norm(g.final_norm), head, num_bytes=0)
+    weights = ModelWeights(embedding, blocks, norm(g.final_norm), head, num_bytes=0)
+    return replace(weights, layer_inputs=layer_inputs)
 
 
 def moved(weights: Any, device: torch.device) -> Any:
@@ -128,7 +152,7 @@ def moved(weights: Any, device: torch.device) -> Any:
         return weights._replace(weight=weights.weight.to(device))
     if isinstance(weights, tuple):
         return tuple(moved(each, device) for each in weights)
-    if isinstance(weights, Linear | BlockWeights | ModelWeights):
+    if is_dataclass(weights):
         parts = {f.name: moved(getattr(weights, f.name), device) for f in fields(weights)}
         return replace(weights, **parts)
     return weights
@@ -168,9 +192,9 @@ class Model:
             arena.table.set_row(slot, entries)
         return cls(Transformer(decoder, moved(weights, device)), arena)
 
-    def cache(self) -> KVCache:
-        return KVCache.allocate(
-            **self.transformer.description.kv_shape,
+    def caches(self) -> KVCaches:
+        return KVCaches.allocate(
+            self.transformer.description,
             num_pages=NUM_PAGES,
             page_size=PAGE_SIZE,
             dtype=self.arena.flat.dtype,
@@ -179,7 +203,7 @@ class Model:
 
     def plain(self) -> TorchBackend:
         groups = lora_groups(self.arena.layout)
-        return TorchBackend(self.transformer, self.cache(), self.arena, groups)
+        return TorchBackend(self.transformer, self.caches(), self.arena, groups)
 
     def fixed(
         self,
@@ -187,14 +211,14 @@ class Model:
         *,
         is_warm: bool = True,
         max_tokens: int = MAX_TOKENS,
-        cache: KVCache | None = None,
+        caches: KVCaches | None = None,
         transformer: Any = None,
         lora_targets: tuple[str, ...] = (),
     ) -> CudaBackend:
         """`is_warm`: kernels are compiled, and steps recorded, before the first one."""
         backend = CudaBackend(
             transformer or self.transformer,
-            cache or self.cache(),
+            caches or self.caches(),
             self.arena,
             lora_groups(self.arena.layout, lora_targets),
             StepLimits(max_tokens, MAX_ROWS, MAX_PAGES),

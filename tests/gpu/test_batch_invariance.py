@@ -22,7 +22,14 @@ from inference_svc.model.layers import Linear
 from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import ModelWeights
 from kernels import tuning
-from kernels.attention import AttentionPlan, KVCache, attend, rotary_angles, rotate_and_store
+from kernels.attention import (
+    AttentionPlan,
+    HeadNorms,
+    KVCache,
+    attend,
+    rotary_angles,
+    rotate_and_store,
+)
 from tests.gpu.lora import GROUP, Bench, rows_of
 from tests.gpu.models import PAGE_SIZE, Eager, Model, make_decoder
 
@@ -159,7 +166,7 @@ def test_heads_of_a_row(device, on_device, dtype):
         )  # fmt: skip
         qkv, cells = values[tokens].to(device, dtype), torch.tensor(tokens, device=device)
         angles = rotary_angles(cells, frequencies, 1.0, dtype)
-        rotate_and_store(qkv, cache, 0, cells, *angles, *norms, 1e-5)
+        rotate_and_store(qkv, cache, 0, cells, *angles, HeadNorms(*norms, eps=1e-5), num_heads=1)
         kv = cache.data[0].unflatten(-1, (page_size, head_dim))
         return qkv[:, :head_dim].cpu(), kv[cells // page_size, 0, :, cells % page_size].cpu()
 

@@ -60,10 +60,11 @@ def test_bfloat16(check_equal, feature):
 def test_warm_up_leaves_pages_alone(tmp_path, device, on_device):
     decoder = make_decoder("llama", tmp_path, num_hidden_layers=1)
     model = Model.make(decoder, torch.float16, device)
-    cache = model.cache()
+    caches = model.caches()
+    [cache] = caches.caches
     cache.data.fill_(1.5)
     with on_device():
-        model.fixed(None, cache=cache)
+        model.fixed(None, caches=caches)
     assert (cache.data[:, :-1] == 1.5).all(), "what sequences may own"
     assert (cache.data[:, -1] != 1.5).any(), "padding's page"
 

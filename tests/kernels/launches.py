@@ -15,7 +15,7 @@ import torch
 import triton
 from worker import CompileOnly, NoDevice
 
-from kernels.attention import AttentionPlan, KVCache
+from kernels.attention import AttentionPlan, HeadNorms, KVCache
 from kernels.attention import triton_kernels as attention
 from kernels.attention import triton_ops as attention_ops
 from kernels.elementwise import triton_kernels as elementwise
@@ -145,10 +145,16 @@ def compiled_families(shape: Shape, rows: list[tuple[int, int]]) -> dict[str, di
     of_head, of_all = torch.zeros(dim), (torch.zeros(width), torch.zeros(num_kv_heads * dim))
     angles = torch.zeros(num_tokens, 1, dim, dtype=DTYPE)
     part = torch.zeros(num_tokens, 1, dim // 2, dtype=DTYPE)
+    gate_up = torch.zeros(num_tokens, 2 * shape.intermediate, dtype=DTYPE)
 
-    def store(cos: torch.Tensor | None, *norms: torch.Tensor, **options: Any) -> None:
+    def store(cos: torch.Tensor | None, sides: int = 2, **options: Any) -> None:
+        norms = HeadNorms(
+            eps=1e-5, **{k: options.pop(k) for k in HeadNorms._fields if k in options}
+        )
         attention_ops.rotate_and_store(
-            qkv, cache, 0, plan.cells, cos, cos, *norms, eps=1e-5, **options
+            *(qkv[:, : width + sides * num_kv_heads * dim], cache, 0, plan.cells, cos, cos, norms),
+            num_heads=num_heads,
+            **options,
         )
 
     variants: dict[str, Callable[[], Any]] = {
@@ -156,15 +162,18 @@ def compiled_families(shape: Shape, rows: list[tuple[int, int]]) -> dict[str, di
             qkv[:, :width].view(num_tokens, num_heads, dim), cache, 0, plan, scale=0.1, softcap=50.0
         ),
         "a part turned, neighbours": lambda: store(part, is_interleaved=True),
-        "norms rotated": lambda: store(angles, of_head, of_head, norms_rotated=True),
-        "norms of all heads": lambda: store(angles, *of_all),
+        "norms rotated": lambda: store(angles, q=of_head, k=of_head, are_rotated=True),
+        "norms of all heads": lambda: store(angles, q=of_all[0], k=of_all[1]),
+        "values are keys": lambda: store(angles, 1, q=of_head, k=of_head, v=of_head),
+        "keys of another layer": lambda: store(angles, 0, q=of_head),
         "nothing turned, growing": lambda: store(None, q_scale=torch.zeros(num_tokens)),
         "centred, scaled": lambda: elementwise_ops.add_rms_norm(
-            hidden, hidden, torch.zeros(shape.hidden), 1e-5, scale=0.2, is_centred=True
+            *(hidden, hidden, torch.zeros(shape.hidden), 1e-5),
+            delta_scale=0.2,
+            sum_scale=0.3,
+            is_centred=True,
         ),
-        "geglu": lambda: elementwise_ops.geglu(
-            torch.zeros(num_tokens, 2 * shape.intermediate, dtype=DTYPE)
-        ),
+        "geglu": lambda: elementwise_ops.geglu(*gate_up.chunk(2, dim=1)),
     }
     with recorded() as launched:
         for label, launch in variants.items():
@@ -182,11 +191,13 @@ def _launch_layer(shape: Shape, rows: list[tuple[int, int]], dtype: torch.dtype 
     pages = [[0] * (1 + (first + count) // PAGE_SIZE) for first, count in rows]
     plan = AttentionPlan.build(*zip(*rows, strict=True), pages, PAGE_SIZE)
     num_tokens = len(plan.cells)
-    elementwise_ops.swiglu(torch.zeros(num_tokens, 2 * shape.intermediate, dtype=dtype))
+    gate_up = torch.zeros(num_tokens, 2 * shape.intermediate, dtype=dtype)
+    elementwise_ops.swiglu(*gate_up.chunk(2, dim=1))
     angles = attention_ops.rotary_angles(plan.cells, torch.zeros(dim // 2), 1.0, dtype)
     qkv = torch.zeros(num_tokens, (num_heads + 2 * num_kv_heads) * dim, dtype=dtype)
     norm = torch.zeros(dim, dtype=dtype)
-    attention_ops.rotate_and_store(qkv, cache, 0, plan.cells, *angles, norm, norm, 1e-5)
+    norms = HeadNorms(norm, norm, eps=1e-5)
+    attention_ops.rotate_and_store(qkv, cache, 0, plan.cells, *angles, norms, num_heads=num_heads)
     q = qkv[:, : num_heads * dim].view(num_tokens, num_heads, dim)
     attention_ops.attend(q, cache, 0, plan, scale=0.1)
 

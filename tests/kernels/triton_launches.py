@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from worker import NoDevice
 
 from kernels import triton_launchers
-from kernels.attention import AttentionPlan, KVCache
+from kernels.attention import AttentionPlan, HeadNorms, KVCache
 from kernels.attention import triton_ops as attention_ops
 from kernels.elementwise import triton_ops as elementwise_ops
 from kernels.lora import LoraGroup, LoraPlan, LoraTable
@@ -43,10 +44,15 @@ def launch_attention(rows: list[tuple[int, int]], page_size: int, norms: str = "
     angles = attention_ops.rotary_angles(plan.cells, torch.zeros(32), 1, torch.bfloat16)
     sizes = {"": (0, 0), "each": (64, 64), "all": (4 * 64, 2 * 64)}[norms]
     weights = [torch.ones(size, dtype=torch.bfloat16) if size else None for size in sizes]
-    attention_ops.rotate_and_store(qkv, cache, 0, plan.cells, *angles, *weights)
-    attention_ops.rotate_and_store(qkv, cache, 0, plan.cells, None, None)
+    store = partial(attention_ops.rotate_and_store, num_heads=4)
+    store(qkv, cache, 0, plan.cells, *angles, HeadNorms(*weights))
+    store(qkv, cache, 0, plan.cells, None, None)
     growth = torch.ones(num_tokens, dtype=torch.bfloat16)
-    attention_ops.rotate_and_store(qkv, cache, 0, plan.cells, *angles, q_scale=growth)
+    store(qkv, cache, 0, plan.cells, *angles, q_scale=growth)
+    # Values that are keys, and keys and values of another layer.
+    norms = HeadNorms(*(torch.ones(64) for _ in range(3)))
+    store(qkv[:, : 6 * 64], cache, 0, plan.cells, *angles, norms)
+    store(qkv[:, : 4 * 64], cache, 0, plan.cells, *angles, norms._replace(k=None, v=None))
     q = qkv[:, : 4 * 64].view(num_tokens, 4, 64)
     attention_ops.attend(q, cache, 0, plan, scale=0.1)
 
@@ -57,8 +63,9 @@ def launch_between(num_tokens: int) -> None:
     weight, rows = weight.to(torch.bfloat16), torch.zeros(1, dtype=torch.int64)
     for delta, chosen in ((None, None), (hidden, None), (hidden, rows)):
         elementwise_ops.add_rms_norm(hidden, delta, weight, 1e-5, chosen)
-        elementwise_ops.add_rms_norm(hidden, delta, weight, 1e-5, chosen, scale=0.5)
-    elementwise_ops.swiglu(torch.zeros(num_tokens, 512, dtype=torch.bfloat16))
+        elementwise_ops.add_rms_norm(hidden, delta, weight, 1e-5, chosen, delta_scale=0.5)
+    gate_up = torch.zeros(num_tokens, 512, dtype=torch.bfloat16)
+    elementwise_ops.swiglu(*gate_up.chunk(2, dim=1))
 
 
 def launched_signatures() -> list[tuple[str, dict[str, str]]]:

@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-OTHERS = ("gemma3", "phi3", "cohere2")
+OTHERS = ("gemma3", "gemma4", "phi3", "cohere2")
 """Models beside Llama, with windows, two rotations, parts of heads, halves side by side."""
 RUNS = [("llama", case) for case in CASES] + [
     (kind, case) for kind in OTHERS for case in list(CASES)[1:6]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import le
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 from inference_svc.core import SampledToken, Sequence
 from inference_svc.engine.sampler import Sampler
-from tests.system.zoo import ALL, FUSED, MODELS, AdapterSpec, Zoo, make_zoo
+from tests.system.zoo import MODELS, AdapterSpec, Zoo, make_zoo, modules_of
 
 PATHS = {"native": True, "torch": False}
 
@@ -60,14 +62,19 @@ def test_a_mixed_batch_has_the_oracles_logits(
         running.submit(name or "base", prompt, name, max_tokens=64 if dtype == "float32" else 16)
     # All of them first: the torch path sets torch's options, which are the oracle's, too.
     results = [running.result(name or "base") for name in adapters]
+    ours, theirs = [], []
     for name, prompt, (tokens, last) in zip(adapters, asked, results, strict=True):
         assert last.error is None
         given, start_of_answer = prompt + tokens[:-1], len(prompt) - 1
         expected = zoos(kind).logits(name, given, torch.float32)[start_of_answer:]
-        theirs = zoos(kind).logits(name, given, getattr(torch, dtype))[start_of_answer:]
-        error = relative_rms(torch.stack(recorder.logits[name or "base"]), expected)
-        # In bf16 they are as near to those in fp32 as the oracle's.
-        assert error <= max(1e-4, 1.4 * relative_rms(theirs, expected)), (name, error)
+        got = zoos(kind).logits(name, given, getattr(torch, dtype))[start_of_answer:]
+        theirs.append(relative_rms(got, expected))
+        ours.append(relative_rms(torch.stack(recorder.logits[name or "base"]), expected))
+    # In bf16 they are as near to those in fp32 as the oracle's: in the mean, as a few tokens'
+    # rounding is chance.
+    limits = [max(1e-4, 2 * error) for error in theirs]
+    assert all(map(le, ours, limits)), (adapters, ours, theirs)
+    assert mean(ours) <= max(1e-4, 1.2 * mean(theirs)), (ours, theirs)
     running.check_idle()
 
 
@@ -98,8 +105,8 @@ def test_adapters_change_what_the_model_says(zoos: Callable) -> None:
 def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     """A model with an adapter for each module of its layers, the embedding and the head, alone."""
     kind = request.param
-    modules = dict.fromkeys(FUSED.get(kind, {}).get(each, each) for each in ALL)
-    specs = [AdapterSpec(name, 4, [name]) for name in (*modules, "embed_tokens", "lm_head")]
+    names = (*modules_of(kind), "embed_tokens", "lm_head")
+    specs = [AdapterSpec(name, 4, [name]) for name in names]
     return make_zoo(kind, tmp_path_factory.mktemp(kind), specs)
 
 

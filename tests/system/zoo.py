@@ -40,7 +40,7 @@ _GEMMA = {
     "layer_types": _TYPES,
     "tie_word_embeddings": True,
 }
-_TEXT_PARTS = ("Gemma3",)
+_TEXT_PARTS = ("Gemma3", "Gemma4")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": (
         "Llama",
@@ -83,6 +83,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
                 "full_attention": {"rope_type": "linear", "rope_theta": 9e3, "factor": 4.0},
             },
+        },
+    ),
+    "gemma4": (
+        "Gemma4",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": [*_TYPES, "sliding_attention", *_TYPES],
+            "sliding_window": 24,
+            "head_dim": 24,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB,
+            "final_logit_softcapping": 10.0,
         },
     ),
     "ministral3": (
@@ -170,6 +187,16 @@ FUSED: dict[str, dict[str, str]] = {
     "glm4": dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
 """Modules that a model has in place of others."""
+MORE: dict[str, list[str]] = {
+    "gemma4": ["per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"],
+}
+"""Linear layers that a model has beside them."""
+
+
+def modules_of(kind: str) -> list[str]:
+    """Returns the names of all linear layers of a model but for its head."""
+    names = dict.fromkeys(FUSED.get(kind, {}).get(each, each) for each in ALL)
+    return [*names, *MORE.get(kind, [])]
 
 
 @dataclass(frozen=True)
@@ -247,10 +274,11 @@ def make_zoo(kind: str, folder: Path, specs: Sequence[AdapterSpec] = SPECS) -> Z
     dirs = {}
     names = FUSED.get(kind, {})
     for spec in specs:
+        targets = modules_of(kind) if spec.targets is ALL else _targets(spec.targets, names)
         lora = peft.LoraConfig(
             r=spec.rank,
             lora_alpha=2 * spec.rank,
-            target_modules=_targets(spec.targets, names),
+            target_modules=targets,
             base_model_name_or_path=kind,
             **_renamed(spec.options, names),
         )
@@ -284,9 +312,15 @@ def _renamed(options: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
 
 def _shake_norms_and_biases(model: torch.nn.Module) -> None:
     """Initialisation leaves them at one and zero, which would hide a missing one."""
+    is_gemma4 = getattr(model.config, "model_type", "") == "gemma4_text"
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, mean=0.0 if "bias" in name else 1.0, std=0.2)
+        if name.endswith("q_norm.weight") and is_gemma4:
+            parameter.data *= 0.25  # nothing else scales its scores
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.fill_(0.8)
 
 
 def _save_tokenizer(folder: Path) -> None:

@@ -38,7 +38,7 @@ def run(context: Context) -> Found:
     found: Found = {
         "adapter_bytes": model.image_bytes,
         "weights_bytes": model.transformer.weights.num_bytes,
-        "kv_pages": model.cache.num_pages - 1,
+        "kv_pages": model.caches.num_pages - 1,
         "workspace_bytes": backend.workspace_bytes,
         "steps": [],
         "loop": [],

@@ -15,11 +15,16 @@ _LLAVA = Wrapper(
     others=("vision_tower.", "multi_modal_projector."),
 )
 """The names that transformers has used, before its release 5 and since."""
+_GEMMA4 = _LLAVA._replace(others=("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."))
 _MISTRAL3 = {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
 
 
 def describe_gemma3(config: ConfigReader) -> Decoder:
     return describe_text_part(config, {"gemma3_text": "Gemma3ForCausalLM"}, _LLAVA)
+
+
+def describe_gemma4(config: ConfigReader) -> Decoder:
+    return describe_text_part(config, {"gemma4_text": "Gemma4ForCausalLM"}, _GEMMA4)
 
 
 def describe_mistral3(config: ConfigReader) -> Decoder:
@@ -41,6 +46,19 @@ FAMILIES = (
         describe_gemma3,
         reads=names("text_config"),
         ignores=_IGNORES,
+        defaults=_DEFAULTS,
+    ),
+    Family(
+        "Gemma4ForConditionalGeneration",
+        describe_gemma4,
+        reads=names("text_config"),
+        ignores=_IGNORES
+        | names(
+            """
+            audio_config video_token_id audio_token_id boa_token_id eoa_token_id eoa_token_index
+            vision_soft_tokens_per_image
+            """
+        ),
         defaults=_DEFAULTS,
     ),
     Family(

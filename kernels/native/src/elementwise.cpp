@@ -6,24 +6,25 @@ namespace loadout {
 
 // out[i] = source[rows[i]].
 struct GatherArgs {
-  const void* source;  // [S, size]
+  const void* source;  // [S, size], rows source_stride apart
   void* out;           // [count, size]
   const int64_t* rows;
   const int32_t* count;
   int64_t size;
+  int64_t source_stride;
 };
 
 template <typename T>
 void gather(const GatherArgs& args, const Slice& slice) {
   const auto mine = slice.range(*args.count);
   for (int64_t i = mine.begin; i < mine.end; ++i) {
-    const T* row = static_cast<const T*>(args.source) + args.rows[i] * args.size;
+    const T* row = static_cast<const T*>(args.source) + args.rows[i] * args.source_stride;
     std::memcpy(static_cast<T*>(args.out) + i * args.size, row, args.size * sizeof(T));
   }
 }
 
-// hidden[i] = hidden[i] + round(delta_scale * delta[i]), rounded (delta null: as it is);
-// out[i] = hidden[i] / sqrt(mean(hidden[i]^2) + eps) * weight, without a weight nothing: rounded
+// hidden[i] = round(hidden[i] + round(delta_scale * delta[i])), times sum_scale, rounded (delta
+// null: as it is); out[i] = hidden[i] / sqrt(mean(hidden[i]^2) + eps) * weight, without a weight nothing: rounded
 // before the product, too, unless the weight is wide. Centred: of hidden[i] - mean(hidden[i]).
 struct RmsNormArgs {
   void* hidden;        // [count, size]
@@ -31,16 +32,20 @@ struct RmsNormArgs {
   const void* weight;  // [size], of floats if it is wide, or null
   void* out;           // [count, size]; may be `hidden`
   const int32_t* count;
+  int64_t rows_per_count;
   int64_t size;
   int64_t is_wide;
   int64_t is_centred;
   float eps;
   float delta_scale;
+  float sum_scale;
 };
 
 // Adds, and returns the sum of squares.
 template <typename T, bool IS_SCALED>
-VF add_delta(T* hidden, const T* delta, VF delta_scale, int64_t size) {
+VF add_delta(const RmsNormArgs& args, T* hidden, const T* delta) {
+  const VF delta_scale = vset1(args.delta_scale), sum_scale = vset1(args.sum_scale);
+  const int64_t size = args.size;
   VF squares = vzero();
   for_vectors(size, [&](int64_t at, auto lanes) {
     VF x = vload(hidden + at, lanes);
@@ -48,6 +53,7 @@ VF add_delta(T* hidden, const T* delta, VF delta_scale, int64_t size) {
       VF added = vload(delta + at, lanes);
       if constexpr (IS_SCALED) added = rounded<T>(vmul(added, delta_scale));
       x = rounded<T>(vadd(x, added));
+      if constexpr (IS_SCALED) x = rounded<T>(vmul(x, sum_scale));
       vstore(hidden + at, x, lanes);
     }
     squares = vfma(x, x, squares);
@@ -77,15 +83,14 @@ void centred_norm(const RmsNormArgs& args, const T* hidden, T* out) {
 template <typename T>
 void rms_norm(const RmsNormArgs& args, const Slice& slice) {
   const int64_t size = args.size;
-  const VF delta_scale = vset1(args.delta_scale);
-  const auto mine = slice.range(*args.count);
+  const bool is_scaled = args.delta_scale != 1.0f || args.sum_scale != 1.0f;
+  const auto mine = slice.range(*args.count * args.rows_per_count);
   for (int64_t i = mine.begin; i < mine.end; ++i) {
     T* hidden = static_cast<T*>(args.hidden) + i * size;
     T* out = static_cast<T*>(args.out) + i * size;
     const T* delta = args.delta ? static_cast<const T*>(args.delta) + i * size : nullptr;
-    const VF squares = args.delta_scale == 1.0f
-                           ? add_delta<T, false>(hidden, delta, delta_scale, size)
-                           : add_delta<T, true>(hidden, delta, delta_scale, size);
+    const VF squares = is_scaled ? add_delta<T, true>(args, hidden, delta)
+                                 : add_delta<T, false>(args, hidden, delta);
     if (!args.weight) continue;
     if (args.is_centred) {
       centred_norm(args, hidden, out);
@@ -108,13 +113,15 @@ void rms_norm(const RmsNormArgs& args, const Slice& slice) {
   }
 }
 
-// out[t] = round(silu(gate)) * up, or of gelu(gate), approximated by tanh; gate_up[t] holds both
-// side by side.
+// out[t] = round(silu(gate[t])) * up[t], or of gelu(gate[t]), approximated by tanh.
 struct GatedArgs {
-  const void* gate_up;  // [T, 2 * size]
-  void* out;            // [T, size]
+  const void* gate;  // [T, size], rows gate_stride apart
+  const void* up;    // [T, size], rows up_stride apart
+  void* out;         // [T, size]
   const int32_t* num_tokens;
   int64_t size;
+  int64_t gate_stride;
+  int64_t up_stride;
 };
 
 // silu(x) = x * sigmoid(x).
@@ -136,8 +143,8 @@ void gated(const GatedArgs& args, const Slice& slice) {
   const VF one = vset1(1.0f);
   const auto mine = slice.range(*args.num_tokens);
   for (int64_t t = mine.begin; t < mine.end; ++t) {
-    const T* gate = static_cast<const T*>(args.gate_up) + t * 2 * size;
-    const T* up = gate + size;
+    const T* gate = static_cast<const T*>(args.gate) + t * args.gate_stride;
+    const T* up = static_cast<const T*>(args.up) + t * args.up_stride;
     T* out = static_cast<T*>(args.out) + t * size;
     for_vectors(size, [&](int64_t at, auto lanes) {
       const VF g = vload(gate + at, lanes);

@@ -1,4 +1,7 @@
 // Rotary position embedding, and the way of a step's keys and values into the cache.
+#include <algorithm>
+#include <vector>
+
 #include "kv_pages.h"
 #include "slice.h"
 
@@ -38,18 +41,21 @@ struct HeadNorm {
 };
 
 // For every token: q and k are normed (where there are weights) and rotated, or the other way
-// round; q, times its scale, stays in place, k and v go to the token's cell.
+// round, and v is normed; q, times its scale, stays in place, k and v go to the token's cell.
 struct RopeAndStoreArgs {
   KvLayer cache;
-  void* qkv;  // [T, row_stride]: q of all heads, k, v
+  void* qkv;  // [T, row_stride]: q of all heads, k and v where there are any
   int64_t row_stride;
   int64_t num_heads;
   int64_t half;     // of what is turned of a head
   const void* cos;  // [T, half], or null: nothing is rotated
   const void* sin;
   int64_t is_interleaved;  // neighbours turn with each other
+  int64_t num_keys;        // heads of k; 0: nothing is stored
+  int64_t has_values;      // else v is what k is at first
   HeadNorm q_norm;
   HeadNorm k_norm;
+  HeadNorm v_norm;
   int64_t norms_rotated;
   const float* q_scale;  // [T], or null
   const int64_t* cells;  // [T]
@@ -143,41 +149,46 @@ inline void query_growth(const QueryGrowthArgs& args, const Slice& slice) {
 }
 
 template <typename T>
+void rotate_heads(const RopeAndStoreArgs& args, T* heads, int64_t t) {
+  if (!args.cos) return;
+  const T* cos = static_cast<const T*>(args.cos) + t * args.half;
+  const T* sin = static_cast<const T*>(args.sin) + t * args.half;
+  const int64_t size = args.cache.head_dim;
+  for (int64_t head = 0; head < args.num_heads + args.num_keys; ++head) {
+    if (args.is_interleaved) {
+      rotate_neighbours(heads + head * size, cos, sin, args.half);
+    } else {
+      rotate_head(heads + head * size, cos, sin, args.half);
+    }
+  }
+}
+
+template <typename T>
 void rope_and_store(const RopeAndStoreArgs& args, const Slice& slice) {
-  const int64_t size = args.cache.head_dim, half = args.half;
-  const int64_t num_kv_heads = args.cache.num_kv_heads;
-  const int64_t q_size = args.num_heads * size, kv_size = num_kv_heads * size;
+  const int64_t size = args.cache.head_dim;
+  const int64_t q_size = args.num_heads * size, kv_size = args.num_keys * size;
+  std::vector<T> copied(args.has_values ? 0 : kv_size);
   const auto mine = slice.range(*args.num_tokens);
   for (int64_t t = mine.begin; t < mine.end; ++t) {
     T* heads = static_cast<T*>(args.qkv) + t * args.row_stride;
     T* k = heads + q_size;
-    const T* v = k + kv_size;
-    if (!args.norms_rotated) {
-      norm_heads(heads, args.q_norm, q_size, args.eps);
-      norm_heads(k, args.k_norm, kv_size, args.eps);
+    T* v = k + kv_size;
+    if (!args.has_values) {
+      std::copy_n(k, kv_size, copied.data());
+      v = copied.data();
     }
-    if (args.cos) {
-      const T* cos = static_cast<const T*>(args.cos) + t * half;
-      const T* sin = static_cast<const T*>(args.sin) + t * half;
-      for (int64_t at = 0; at < q_size + kv_size; at += size) {
-        if (args.is_interleaved) {
-          rotate_neighbours(heads + at, cos, sin, half);
-        } else {
-          rotate_head(heads + at, cos, sin, half);
-        }
-      }
-    }
-    if (args.norms_rotated) {
-      norm_heads(heads, args.q_norm, q_size, args.eps);
-      norm_heads(k, args.k_norm, kv_size, args.eps);
-    }
+    if (args.norms_rotated) rotate_heads(args, heads, t);
+    norm_heads(heads, args.q_norm, q_size, args.eps);
+    norm_heads(k, args.k_norm, kv_size, args.eps);
+    norm_heads(v, args.v_norm, kv_size, args.eps);
+    if (!args.norms_rotated) rotate_heads(args, heads, t);
     if (args.q_scale) {
       const VF scale = vset1(args.q_scale[t]);
       for_vectors(q_size, [&](int64_t i, auto lanes) {
         vstore(heads + i, vmul(vload(heads + i, lanes), scale), lanes);
       });
     }
-    for (int64_t h = 0; h < num_kv_heads; ++h) {
+    for (int64_t h = 0; h < args.num_keys; ++h) {
       store_cell(args.cache, args.cells[t], h, k + h * size, v + h * size);
     }
   }

@@ -12,9 +12,9 @@ from inference_svc.backends.cuda_lora import CudaLora
 from inference_svc.backends.torch import LoraStep
 from inference_svc.engine.step_limit import StepLimit
 from inference_svc.model.inputs import StepInputs
+from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.transformer import Transformer
 from kernels import tuning
-from kernels.attention import KVCache
 from tests.gpu.models import (
     MAX_PAGES,
     MAX_ROWS,
@@ -44,13 +44,15 @@ class Spy:
         self.variants: set[tuple] = set()
         """Many tokens, rows of several, and of one; of adapters many tokens, with tiles or not."""
 
-    def forward(self, inputs: StepInputs, kv_cache: KVCache, lora: LoraStep | None) -> torch.Tensor:
+    def forward(
+        self, inputs: StepInputs, kv_caches: KVCaches, lora: LoraStep | None
+    ) -> torch.Tensor:
         num_tokens, attention = len(inputs.token_ids), inputs.attention
         self.rows.append((num_tokens, len(attention.context_lengths)))
         of_lora = lora and (lora.plan.num_tokens > SPLIT_TOKENS, lora.plan.has_tiles)
         is_prompt = len(attention.tiles) > 0
         self.variants.add((num_tokens >= MANY_TOKENS, is_prompt, attention.has_decodes, of_lora))
-        return self._transformer.forward(inputs, kv_cache, lora)
+        return self._transformer.forward(inputs, kv_caches, lora)
 
 
 class Runs(Eager):
@@ -110,9 +112,10 @@ def test_a_step_may_sample_nothing(model):
 @pytest.mark.parametrize("record", [Runs, None], ids=["recorded", "computed"])
 def test_warm_up_runs_every_kind_of_step(model, record):
     """Every choice that compiles kernels of its own, at the sizes at which it is made."""
-    spy, cache = Spy(model.transformer), model.cache()
-    cache.data.fill_(1.5)
-    model.fixed(record, max_tokens=300, cache=cache, transformer=spy)
+    spy, caches = Spy(model.transformer), model.caches()
+    for cache in caches.caches:
+        cache.data.fill_(1.5)
+    model.fixed(record, max_tokens=300, caches=caches, transformer=spy)
     of_prompts = {
         (many, True, False, of_lora)
         for many in (False, True)

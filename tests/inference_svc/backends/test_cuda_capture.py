@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from bench.gpu_launches import META, Launch, NotCapturable, Noted, launches, storage_id
 from bench.gpu_step import tensors_of
 from inference_svc.backends.cuda import CudaBackend, PreparedStep
-from kernels.attention import KVCache
+from inference_svc.model.kv_caches import KVCaches
 from kernels.elementwise import NormWeight, add_rms_norm, swiglu
 from tests.gpu.models import FEATURES, Eager, Model, make_decoder, steps
 
@@ -25,9 +25,9 @@ class Checked:
     """A backend whose every step is looked at."""
 
     def __init__(self, model: Model, transformer: Any = None) -> None:
-        cache = model.cache()
-        self.backend = model.fixed(Eager, is_warm=False, cache=cache, transformer=transformer)
-        self.places = places_of(self.backend, model, cache)
+        caches = model.caches()
+        self.backend = model.fixed(Eager, is_warm=False, caches=caches, transformer=transformer)
+        self.places = places_of(self.backend, model, caches)
         self.recorded: dict[tuple[int, bool], list[tuple]] = {}
 
     def record(self) -> None:
@@ -69,7 +69,7 @@ class Checked:
         return [describe(launch) for launch in noted.launches]
 
 
-def places_of(backend: CudaBackend, model: Model, cache: KVCache) -> dict[int, str]:
+def places_of(backend: CudaBackend, model: Model, caches: KVCaches) -> dict[int, str]:
     """What stays where it is, by storage."""
     places = {storage_id(each): "weights" for each in tensors_of(model.transformer.weights)}
     named = {
@@ -77,7 +77,7 @@ def places_of(backend: CudaBackend, model: Model, cache: KVCache) -> dict[int, s
             f"frequencies {index}": rotary._inverse_frequencies
             for index, rotary in enumerate(model.transformer._rotary.values())
         },
-        "keys and values": cache.data,
+        **{f"keys and values {index}": each.data for index, each in enumerate(caches.caches)},
         "page table": backend._table.on_device,
         "arena": model.arena.flat,
         "table of adapters": model.arena.table.rows,
@@ -156,7 +156,7 @@ DIFFERENT = {
     "another operation": lambda p, x: x.add_(1) if p.is_odd else x.mul_(1),
     "another number": lambda p, x: x.mul_(p.num_calls),
     "another grid": lambda p, x: add_rms_norm(x[: 1 + p.is_odd], None, NormWeight(x[0], 1e-5)),
-    "another constant": lambda p, x: swiglu(x.flatten()[None, : 8 + 8 * p.is_odd]),
+    "another constant": lambda p, x: swiglu(*[x.flatten()[None, : 4 + 4 * p.is_odd]] * 2),
     "another address": lambda p, x: x.add_(p.model.transformer.weights.embedding[p.is_odd, 0]),
 }
 

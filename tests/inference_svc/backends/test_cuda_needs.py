@@ -23,6 +23,7 @@ from inference_svc.core import EngineConfig, Request, SamplingParams, Sequence
 from inference_svc.engine import sampler
 from inference_svc.engine.sampler import Sampler
 from tests.gpu.models import (
+    FEATURES,
     MAX_PAGES,
     MAX_RANK,
     MAX_ROWS,
@@ -70,12 +71,16 @@ def live_bytes() -> Iterator[LiveBytes]:
         {"intermediate_size": 512},
         {"vocab_size": 8192},
         {"hidden_size": 256},
+        {"hidden_size_per_layer_input": 256},
     ],
     ids=str,
 )
 def model(tmp_path: Path, request: pytest.FixtureRequest) -> Model:
-    """Models whose attention, feed-forward, head and residual stream takes most."""
-    description = make_decoder("qwen3, norms of heads", tmp_path, **request.param)
+    """Models whose attention, feed-forward, head, residual stream and what layers are told of
+    tokens takes most."""
+    told = "hidden_size_per_layer_input" in request.param
+    name = next(each for each in FEATURES if each.startswith("gemma4" if told else "qwen3"))
+    description = make_decoder(name, tmp_path, **request.param)
     return Model.make(description, torch.float32, torch.device("cpu"))
 
 
@@ -107,7 +112,7 @@ def peak_bytes(backend: CudaBackend, num_tokens: int, *, has_decodes: bool) -> i
     )
     lora = LoraStep(backend.arena, step.lora._groups, *plans)
     with live_bytes() as live:
-        backend._transformer.forward(inputs, backend._kv_cache, lora)
+        backend._transformer.forward(inputs, backend._kv_caches, lora)
     return live.peak
 
 

@@ -26,7 +26,8 @@ from inference_svc.adapters.load_metrics import LoadTimes
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostTier, MemoryTiers
 from inference_svc.backends.cuda import CudaBackend, StepLimits
-from inference_svc.model.description import Decoder
+from inference_svc.model.description import Decoder, KVPlace
+from inference_svc.model.kv_caches import KVCaches
 from kernels.attention import KVCache
 from kernels.lora.table import GRANULE_BYTES
 from tests.gpu.models import Eager, make_decoder
@@ -73,7 +74,7 @@ class Reader:
         self._segments = headers[0].segments
         self._bytes = arena.flat.view(torch.uint8).numpy()
 
-    def forward(self, inputs: Any, kv_cache: KVCache, lora: Any) -> Tensor:
+    def forward(self, inputs: Any, kv_caches: KVCaches, lora: Any) -> Tensor:
         attention, rows = inputs.attention, self.rows
         starts = attention.query_starts.tolist()
         table_rows, contexts = attention.table_rows.tolist(), attention.context_lengths.tolist()
@@ -157,10 +158,11 @@ class World:
             num_layers=1, num_pages=NUM_PAGES + 1, page_size=PAGE_SIZE, num_kv_heads=1, head_dim=2,
             dtype=DTYPE,
         )  # fmt: skip
+        caches = KVCaches((cache,), (KVPlace(0, 0),))
         self.reader: Any = Reader(self.description, self.arena, self.headers)
         limits = StepLimits(MAX_TOKENS, MAX_ROWS, MAX_PAGES)
         groups = lora_groups(self.layout)
-        self.backend = LateBackend(self.reader, cache, self.arena, groups, limits, Eager)
+        self.backend = LateBackend(self.reader, caches, self.arena, groups, limits, Eager)
         self.backend.device, self.backend.reader = self.device, self.reader
         self.free_pages = list(range(NUM_PAGES))
         random.shuffle(self.free_pages)

@@ -13,15 +13,15 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inference_svc import core
-from inference_svc.backends.native import AdapterOps, NativeTransformer
 from inference_svc.backends.native_buffers import BatchPages, StepArrays, Workspace
+from inference_svc.backends.native_program import AdapterOps, NativeTransformer
 from inference_svc.model.architectures import load_description
 from inference_svc.model.inputs import StepInputs
+from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
 from inference_svc.model.lora import Lora
 from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import load_weights
-from kernels.attention import KVCache
 from kernels.linear import PackedLinear
 from kernels.native.library import NativeOp
 from tests.support.native import native_library
@@ -37,7 +37,7 @@ SHAPE: dict[str, Any] = {
 }
 
 
-TEXT_PARTS = ("Gemma3",)
+TEXT_PARTS = ("Gemma3", "Gemma4")
 """Families whose models of text alone have another config."""
 
 
@@ -71,6 +71,9 @@ def random_model() -> Callable[..., PreTrainedModel]:
                     parameter.normal_(std=0.5)
                 else:
                     parameter.mul_(4)
+            for name, buffer in model.named_buffers():
+                if name.endswith("layer_scalar"):
+                    buffer.uniform_(0.5, 1.5)
         return model
 
     return make
@@ -93,7 +96,7 @@ Rows = Sequence[tuple[core.Sequence, int, int, bool]]
 class Decoder:
     """Our decoder with a cache, and sequences whose pages are scattered in it."""
 
-    cache: KVCache
+    cache: KVCaches
     sequences: list[core.Sequence] = field(default_factory=list)
 
     def add(self, token_ids: Sequence[int]) -> core.Sequence:
@@ -190,12 +193,12 @@ def load_decoder() -> Callable[..., Decoder]:
         max_model_len: int = NUM_CELLS,
     ) -> Decoder:
         description = load_description(folder).for_length(max_model_len)
-        cache = KVCache.allocate(
-            **description.kv_shape,
+        cache = KVCaches.allocate(
+            description,
             num_pages=NUM_CELLS // page_size,
             page_size=page_size,
             dtype=dtype,
-            is_tiled=path == "tiled",
+            prefers_tiles=path == "tiled",
         )
         if path == "torch":
             weights = load_weights(folder, description, dtype, "cpu", Linear)

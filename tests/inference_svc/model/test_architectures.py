@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -89,7 +90,8 @@ def config_of(family: str, **values) -> transformers.PreTrainedConfig:
 def test_defaults_are_those_of_transformers(family, model_dir):
     """A config with nothing in it, and one with everything, as transformers writes it, say the
     same."""
-    expected = config_of(family)
+    everything = config_of(family).to_dict() | {"architectures": [f"{family}ForCausalLM"]}
+    expected = SimpleNamespace(**everything)
     decoder = load_description(model_dir({"architectures": [f"{family}ForCausalLM"]}))
     attention = decoder.attentions[0]
     assert decoder.vocab_size == expected.vocab_size
@@ -105,7 +107,6 @@ def test_defaults_are_those_of_transformers(family, model_dir):
     assert decoder.final_norm.eps == eps
     assert decoder.max_position_embeddings == expected.max_position_embeddings
     assert decoder.head.is_tied == expected.tie_word_embeddings
-    everything = expected.to_dict() | {"architectures": [f"{family}ForCausalLM"]}
     written = load_description(model_dir(everything))
     assert replace(written, config_sha256="", dtype="") == replace(
         decoder, config_sha256="", dtype=""

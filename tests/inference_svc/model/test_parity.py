@@ -33,6 +33,22 @@ LONGROPE = {
     },
 }
 GEMMA = {"head_dim": 20, "query_pre_attn_scalar": 30, "sliding_window": 10, "pad_token_id": 0}
+GEMMA4 = {
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 24,
+    "vocab_size_per_layer_input": 96,
+    "layer_types": ["sliding_attention", "full_attention"] * 3 + ["full_attention"],
+    "sliding_window": 10,
+    "final_logit_softcapping": 3.0,
+    "pad_token_id": 0,
+}
 MULTIPLIERS = {
     "attention_multiplier": 0.3,
     "embedding_multiplier": 3.0,
@@ -88,6 +104,15 @@ MODELS = {
             },
             "attention_bias": True,
         },
+    ),
+    "gemma4": ("Gemma4", GEMMA4),
+    "gemma4-layers-told-nothing": (
+        "Gemma4",
+        GEMMA4 | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    ),
+    "gemma4-same-heads-own-values-biases": (
+        "Gemma4",
+        GEMMA4 | {"global_head_dim": 16, "attention_k_eq_v": False, "attention_bias": True},
     ),
     "ministral3": (
         "Ministral3",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from inference_svc.backends.native import MAX_PROGRAMS
+from inference_svc.backends.native_program import MAX_PROGRAMS
 from kernels.attention.native import rotary_angles_op
 from kernels.native.library import NativeOp
 from tests.inference_svc.model.conftest import SHAPE
@@ -59,7 +59,8 @@ def test_last_layer_computes_sampling_rows_only(random_model, save_model, load_d
     expected = decoder.step(rows)
     work = decoder.transformer._workspace
     size = SHAPE["intermediate_size"]
-    buffers = (work.gate_up_of(size), work.gated_of(size), work.last_hidden, work.last_mixed)
+    gate_up, gated = work.rows_of(work.gate_up, 2 * size), work.rows_of(work.gated, size)
+    buffers = (gate_up, gated, work.last_hidden, work.last_mixed)
     for buffer in buffers:
         buffer.fill_(torch.nan)
     got = decoder.step([rows[0], (*rows[1][:3], False), rows[2]])

@@ -15,7 +15,8 @@ from inference_svc.errors import UnsupportedModel
 from inference_svc.model.architectures import load_description
 from inference_svc.model.base_hashes import hashing_base
 from inference_svc.model.layers import Linear
-from inference_svc.model.weights import load_weights, weights_bytes
+from inference_svc.model.parameters import weights_bytes
+from inference_svc.model.weights import load_weights
 from tests.inference_svc.model.conftest import SHAPE
 
 VISION = {
@@ -26,6 +27,7 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+FULL = ["full_attention"]
 TEXT = {"head_dim": 12, "pad_token_id": 0, "sliding_window": 10}
 WHOLE: dict[str, dict[str, Any]] = {
     "Gemma3": {
@@ -35,6 +37,35 @@ WHOLE: dict[str, dict[str, Any]] = {
         "image_token_index": 80,
         "boi_token_index": 81,
         "eoi_token_index": 82,
+    },
+    "Gemma4": {
+        "text_config": SHAPE
+        | {
+            "head_dim": 12,
+            "global_head_dim": 16,
+            "pad_token_id": 0,
+            "sliding_window": 10,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 89,
+            "num_kv_shared_layers": 1,
+            "layer_types": ["sliding_attention"] * 1 + FULL * 2,
+        },
+        "vision_config": {
+            **{key: VISION[key] for key in VISION if not key.startswith("image")},
+            "head_dim": 8,
+            "num_key_value_heads": 2,
+            "position_embedding_size": 16,
+        },
+        "audio_config": {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "subsampling_conv_channels": [4, 4],
+            "output_proj_dims": 16,
+        },
+        "image_token_id": 80,
+        "video_token_id": 81,
+        "audio_token_id": 82,
     },
     "Mistral3": {
         "text_config": SHAPE | TEXT | {"model_type": "mistral"},
@@ -107,10 +138,11 @@ def test_only_the_text_part_is_read(name, whole):
     description = load_description(folder)
     assert description.architecture == model.config.architectures[0]
     weights = load_weights(folder, description, torch.float32, "cpu", Linear)
-    tower = sum(each.nbytes for each in model.model.vision_tower.parameters())
-    tower += sum(each.nbytes for each in model.model.multi_modal_projector.parameters())
-    whole_bytes = sum(each.nbytes for each in model.parameters())
-    assert weights.num_bytes == whole_bytes - tower == weights_bytes(description, torch.float32)
+    parts = {name: each.nbytes for name, each in model.named_parameters()}
+    text = {name for name in parts if name.startswith(("model.language_model.", "lm_head."))}
+    assert parts.keys() - text
+    text_bytes = sum(parts[name] for name in text)
+    assert weights.num_bytes == text_bytes == weights_bytes(description, torch.float32)
     with hashing_base(folder, description, 1) as base:
         assert {"model.embed_tokens", "lm_head", "model.norm"} <= base().keys()
 

@@ -52,7 +52,7 @@ def compile_ptx(capability: int, dtype: torch.dtype, rows: list[tuple[int, int]]
         num_tokens = len(plan.cells)
         qkv = torch.zeros(num_tokens, 48 * 128, dtype=dtype)
         angles = triton_ops.rotary_angles(plan.cells, torch.zeros(64), 1.0, dtype)
-        triton_ops.rotate_and_store(qkv, cache, 0, plan.cells, *angles)
+        triton_ops.rotate_and_store(qkv, cache, 0, plan.cells, *angles, num_heads=32)
         q = qkv[:, : 32 * 128].view(num_tokens, 32, 128)
         triton_ops.attend(q, cache, 0, plan, scale=0.1)
     finally:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from inference_svc.model.rope import Rope
-from kernels.attention import AttentionPlan, KVCache, can_tile, native, reference
+from kernels.attention import AttentionPlan, HeadNorms, KVCache, can_tile, native, reference
 from kernels.attention.native import NativeAttention, StepRows
 from kernels.attention.native_memory import AttentionScratch, AttentionShape
 from kernels.elementwise.reference import rms_norm
@@ -231,7 +231,7 @@ def run_rope_and_store(
     angles = (positions, frequencies, cos, sin, rows.num_tokens)
     library.run(
         native.rotary_angles_op(*angles, scaling=scaling),
-        native.rope_and_store_op(qkv, cache, 1, cos, sin, rows, num_heads=num_heads, **norms),
+        native.rope_and_store_op(qkv, cache, 1, cos, sin, rows, norms, num_heads=num_heads),
     )
 
 
@@ -265,7 +265,7 @@ def test_rope_and_store(library, assert_close, head_dim, page_size, is_tiled, ha
 
     cells = torch.randperm(100)[: num_tokens + 1]
     cos, sin = torch.full((2, num_tokens + 1, head_dim // 2), torch.nan, dtype=dtype)
-    norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": 1e-6}
+    norms = HeadNorms(q_norm, k_norm, eps=1e-6)
     run_rope_and_store(library, qkv, cache, cells, rope, positions, cos, sin, num_heads, norms)
     ratio = {torch.float32: 1e-6, torch.bfloat16: 2e-3}[dtype]
     got = qkv[:num_tokens].unflatten(1, (-1, head_dim))
@@ -289,12 +289,16 @@ def test_rope_and_store(library, assert_close, head_dim, page_size, is_tiled, ha
         (1.0, {"norm": 4}),
         (0.0, {}),
         (0.0, {"norm": 4, "q_scale": True}),
+        (1.0, {"norm": 1, "v_norm": True}),
+        (0.5, {"norm": 1, "v_norm": True, "sides": 1}),
+        (1.0, {"norm": 1, "sides": 0}),
     ],
     ids=str,
 )
 def test_what_families_do_with_heads(library, assert_close, part, options, dtype):
     """A part of a head is turned, or nothing; neighbours with each other; norms of a head (1) or of
-    all (4) with weights in fp32, before or behind; growing queries."""
+    all (4) with weights in fp32, before or behind; growing queries; values that are keys (1 side),
+    or none (0)."""
     options, num_heads, head_dim, num_tokens = dict(options), 4, 24, 37
     rope = Rope(part=part or 1.0)
     size = rope.rotary_size(head_dim)
@@ -306,16 +310,20 @@ def test_what_families_do_with_heads(library, assert_close, part, options, dtype
         head_dim=head_dim,
         dtype=dtype,
     )
-    qkv = (torch.randn(num_tokens, 3 * num_heads * head_dim) * 3).to(dtype)
+    width = (1 + options.pop("sides", 2)) * num_heads * head_dim
+    qkv = (torch.randn(num_tokens, width) * 3).to(dtype)
     positions, cells = torch.randint(0, 3000, (num_tokens,)), torch.randperm(100)[:num_tokens]
     rows = StepRows(
         *(torch.tensor([num_tokens], dtype=torch.int32) for _ in range(4)),
         page_table=torch.zeros(1, 1, dtype=torch.int32),
         cells=cells,
     )
-    norms = dict.fromkeys(("q_norm", "k_norm"))
+    norms = HeadNorms(eps=1e-6, are_rotated=options.pop("norms_rotated", False))
     if width := options.pop("norm", 0):
-        norms = {name: torch.rand(width * head_dim) + 0.5 for name in norms}
+        q_norm, k_norm = (torch.rand(width * head_dim) + 0.5 for _ in range(2))
+        norms = norms._replace(q=q_norm, k=k_norm)
+    if options.pop("v_norm", False):
+        norms = norms._replace(v=torch.rand(head_dim) + 0.5)
     frequencies = rope.inverse_frequencies(head_dim)
     waves = (None, None)
     if part:
@@ -329,9 +337,7 @@ def test_what_families_do_with_heads(library, assert_close, part, options, dtype
         library.run(native.query_growth_op(*growth, beta=0.3, length=700))
     got = qkv.clone()
     library.run(
-        native.rope_and_store_op(
-            got, cache, 1, *waves, rows, num_heads=num_heads, eps=1e-6, **norms, **options
-        )
+        native.rope_and_store_op(got, cache, 1, *waves, rows, norms, num_heads=num_heads, **options)
     )
     if "q_scale" in options:
         expected = 1 + 0.3 * torch.log1p(torch.floor(positions / 700))
@@ -345,7 +351,9 @@ def test_what_families_do_with_heads(library, assert_close, part, options, dtype
         head_dim=head_dim,
         dtype=dtype,
     )
-    reference.rotate_and_store(qkv, wanted, 1, cells, *angles, *norms.values(), 1e-6, **options)
+    reference.rotate_and_store(
+        qkv, wanted, 1, cells, *angles, norms, num_heads=num_heads, **options
+    )
     ratio = {torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
     end = num_heads * head_dim
     assert_close("q", qkv[:, :end], got[:, :end], ratio)

@@ -12,7 +12,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kernels import tuning
-from kernels.attention import AttentionPlan, KVCache, reference
+from kernels.attention import AttentionPlan, HeadNorms, KVCache, reference
 from kernels.attention.plan import MAX_SEGMENTS, segment_starts
 
 FP32 = torch.float32
@@ -121,10 +121,11 @@ def test_rotate_and_store(interpreter, assert_close, has_norms, num_tokens):
     cache = KVCache.allocate(num_layers=2, dtype=FP32, **shape)
     cells = torch.randperm(400)[:num_tokens]
     q_norm, k_norm = (torch.rand(dim) + 0.5 for _ in range(2)) if has_norms else (None, None)
-    args = (cells, cos, sin, q_norm, k_norm, 1e-5)
-    got_qkv, got_data = interpreter.call("rotate_and_store", qkv, cache, 1, *args)
+    args = (cells, cos, sin, HeadNorms(q_norm, k_norm, eps=1e-5))
+    options = {"num_heads": heads}
+    got_qkv, got_data = interpreter.call("rotate_and_store", qkv, cache, 1, *args, **options)
     assert torch.equal(got_qkv[:, heads * dim :], qkv[:, heads * dim :]), "k and v stay"
-    reference.rotate_and_store(qkv, cache, 1, *args)
+    reference.rotate_and_store(qkv, cache, 1, *args, **options)
     assert_close("q", qkv[:, : heads * dim], got_qkv[:, : heads * dim], 1e-6)
     assert_close("cache", cache.data, got_data, 1e-6)
 
@@ -142,15 +143,19 @@ def test_rotate_and_store(interpreter, assert_close, has_norms, num_tokens):
         (12, {"norm": 3}),
         (0, {}),
         (0, {"norm": 3, "q_scale": True}),
+        (12, {"norm": 1, "v_norm": True}),
+        (6, {"norm": 1, "v_norm": True, "sides": 1}),
+        (12, {"norm": 1, "sides": 0}),
     ],
     ids=str,
 )
 def test_what_families_do_with_heads(interpreter, assert_close, part, options, dtype, num_tokens):
     """A part of a head is turned, or nothing; neighbours with each other; norms of a head (1) or of
-    all (3) with weights in fp32, before or behind."""
-    options = dict(options)
+    all (3) with weights in fp32, before or behind; values that are keys (1 side), or none (0)."""
     heads, kv_heads, dim = 3, 3, 12
-    qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * dim).to(dtype)
+    options = {"num_heads": heads, **options}
+    sides = options.pop("sides", 2)
+    qkv = torch.randn(num_tokens, (heads + sides * kv_heads) * dim).to(dtype)
     cos = sin = None
     if part:
         frequencies = torch.rand(part // 2)
@@ -158,12 +163,15 @@ def test_what_families_do_with_heads(interpreter, assert_close, part, options, d
     shape = {"num_pages": 80, "page_size": 5, "num_kv_heads": kv_heads, "head_dim": dim}
     cache = KVCache.allocate(num_layers=2, dtype=dtype, **shape)
     cells = torch.randperm(400)[:num_tokens]
-    norms = [None, None]
+    norms = HeadNorms(eps=1e-5, are_rotated=options.pop("norms_rotated", False))
     if width := options.pop("norm", 0):
-        norms = [torch.rand(width * dim) + 0.5 for _ in range(2)]
+        q_norm, k_norm = (torch.rand(width * dim) + 0.5 for _ in range(2))
+        norms = norms._replace(q=q_norm, k=k_norm)
+    if options.pop("v_norm", False):
+        norms = norms._replace(v=torch.rand(dim) + 0.5)
     if options.pop("q_scale", False):
         options["q_scale"] = torch.rand(num_tokens) + 0.5
-    args = (cells, cos, sin, *norms, 1e-5)
+    args = (cells, cos, sin, norms)
     got_qkv, got_data = interpreter.call("rotate_and_store", qkv, cache, 1, *args, **options)
     if "q_scale" in options:
         options["q_scale"] = options["q_scale"].to(dtype)
@@ -194,7 +202,7 @@ def test_rotation_rounds_as_transformers_does(interpreter):
         num_layers=1, num_pages=2, page_size=5, num_kv_heads=1, head_dim=dim, dtype=torch.float16
     )
     cells = torch.arange(num_tokens)
-    got, _ = interpreter.call("rotate_and_store", qkv, cache, 0, cells, cos, sin)
+    got, _ = interpreter.call("rotate_and_store", qkv, cache, 0, cells, cos, sin, num_heads=heads)
     q = qkv[:, : heads * dim].unflatten(1, (-1, dim))
     unsigned = torch.cat((-sin[..., : dim // 2], sin[..., dim // 2 :]), dim=-1)
     theirs, _ = apply_rotary_pos_emb(q, q, cos[:, 0], unsigned[:, 0])

@@ -17,12 +17,12 @@ def add_rms_norm(
     return triton_ops.add_rms_norm(hidden, *args, **options), hidden
 
 
-def geglu(gate_up: torch.Tensor) -> torch.Tensor:
-    return triton_ops.geglu(gate_up)
+def geglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return triton_ops.geglu(gate, up)
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    return triton_ops.swiglu(gate_up)
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return triton_ops.swiglu(gate, up)
 
 
 def compile_ptx(capability: int, dtype: torch.dtype) -> dict[str, str]:
@@ -36,7 +36,7 @@ def compile_ptx(capability: int, dtype: torch.dtype) -> dict[str, str]:
     try:
         hidden, weight = torch.zeros(3, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
         triton_ops.add_rms_norm(hidden, hidden, weight, 1e-5)
-        triton_ops.swiglu(torch.zeros(3, 2 * 14336, dtype=dtype))
+        triton_ops.swiglu(*torch.zeros(3, 2 * 14336, dtype=dtype).chunk(2, dim=1))
     finally:
         vars(triton_kernels).update(kernels)
     return {name: launch.compiled[0].asm["ptx"] for name, launch in launches.items()}

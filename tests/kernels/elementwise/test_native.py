@@ -29,8 +29,9 @@ def rows(number: int, size: int, dtype: torch.dtype, scale: float = 1.0) -> torc
 @pytest.mark.parametrize(("op", "definition"), [(swiglu_op, swiglu), (geglu_op, geglu)])
 def test_gated(library: Library, dtype: torch.dtype, size: int, op: Any, definition: Any) -> None:
     gate_up, out = rows(17, 2 * size, dtype, 20), torch.full((17, size), torch.nan, dtype=dtype)
-    library.run(op(gate_up, out, count(16)))
-    torch.testing.assert_close(out[:16], definition(gate_up)[:16])
+    gate, up = gate_up.chunk(2, dim=1)
+    library.run(op(gate, up, out, count(16)))
+    torch.testing.assert_close(out[:16], definition(gate, up)[:16])
     assert out[16].isnan().all(), "a row beyond the count was written"
 
 
@@ -60,10 +61,9 @@ def test_weights_in_float32(
     weight, out = rows(1, size, torch.float32)[0], torch.zeros(17, size, dtype=dtype)
     expected = hidden.clone()
     options = {"is_centred": is_centred}
-    normed = add_rms_norm(expected, delta.clone(), weight, 1e-5, scale=0.3, **options)
-    library.run(
-        rms_norm_op(hidden, delta, weight, out, count(17), eps=1e-5, delta_scale=0.3, **options)
-    )
+    scales = {"delta_scale": 0.3, "sum_scale": 0.7}
+    normed = add_rms_norm(expected, delta.clone(), weight, 1e-5, **scales, **options)
+    library.run(rms_norm_op(hidden, delta, weight, out, count(17), eps=1e-5, **scales, **options))
     # In fp32 a compiler may multiply and add with one rounding.
     torch.testing.assert_close(hidden, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(out, normed)
@@ -101,7 +101,25 @@ def test_gather(library: Library, dtype: torch.dtype) -> None:
     assert out[3].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gathers_columns(library: Library, dtype: torch.dtype) -> None:
+    source, chosen = rows(50, 33, dtype)[:, 11:22], torch.tensor([49, 0, 7])
+    out = torch.zeros((3, 11), dtype=dtype)
+    library.run(gather_op(source, out, chosen, count(3)))
+    assert torch.equal(out, source[chosen])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_of_parts_of_rows(library: Library, dtype: torch.dtype) -> None:
+    whole, weight = rows(6, 40, dtype, 3), rows(1, 8, torch.float32)[0]
+    parts, untouched = whole.view(-1, 8), whole[5].clone()
+    expected = rms_norm(parts[:25], weight, 1e-5)
+    library.run(rms_norm_op(parts, None, weight, parts, count(5), eps=1e-5, rows_per_count=5))
+    torch.testing.assert_close(parts[:25], expected)
+    assert torch.equal(whole[5], untouched)
+
+
 def test_no_rows_are_no_work(library: Library) -> None:
     out = torch.full((2, 8), torch.nan)
-    library.run(swiglu_op(torch.ones(2, 16), out, count(0)))
+    library.run(swiglu_op(torch.ones(2, 8), torch.ones(2, 8), out, count(0)))
     assert out.isnan().all()

@@ -35,7 +35,12 @@ def test_add_rms_norm(interpreter, dtype, size, has_delta, rows):
 @pytest.mark.parametrize("rows", [None, [4, 0]], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{"scale": 0.3}, {"is_centred": True}, {"scale": 1.7, "is_centred": True}],
+    [
+        {"delta_scale": 0.3},
+        {"sum_scale": 0.6},
+        {"is_centred": True},
+        {"delta_scale": 1.7, "sum_scale": 1.1, "is_centred": True},
+    ],
     ids=str,
 )
 def test_scaled_additions_and_centred_norms(interpreter, dtype, rows, options):
@@ -53,9 +58,14 @@ def test_scaled_additions_and_centred_norms(interpreter, dtype, rows, options):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["swiglu", "geglu"])
 def test_gated(interpreter, dtype, size, name):
-    gate_up = (torch.randn(3, 2 * size) * 10).to(dtype)
+    """Of halves side by side, and of rows that are elsewhere."""
+    gate_up, others = ((torch.randn(3, 2 * size) * 10).to(dtype) for _ in range(2))
     gate_up[0, 0] = -200.0  # where exp overflows
-    got, wanted = interpreter.call(name, gate_up), getattr(reference, name)(gate_up)
+    gate, up = gate_up.chunk(2, dim=1)
+    got, wanted = interpreter.call(name, gate, up), getattr(reference, name)(gate, up)
+    torch.testing.assert_close(got, wanted, **TOLERANCES[dtype])
+    gate, up = gate.contiguous(), others[:, 1 : 1 + size]
+    got, wanted = interpreter.call(name, gate, up), getattr(reference, name)(gate, up)
     torch.testing.assert_close(got, wanted, **TOLERANCES[dtype])
 
 

@@ -27,7 +27,11 @@ def test_a_program_runs_in_order_and_again_with_other_arguments() -> None:
     loaded = native_library()
     first, second = torch.ones(4, 64), torch.empty(4, 32)
     third, count = torch.empty(4, 16), torch.tensor([4], dtype=torch.int32)
-    program = loaded.program([swiglu_op(first, second, count), swiglu_op(second, third, count)])
+    ops = [
+        swiglu_op(*gate_up.chunk(2, dim=1), out, count)
+        for gate_up, out in ((first, second), (second, third))
+    ]
+    program = loaded.program(ops)
     for value in (1.0, 2.0):
         first.fill_(value)
         program.run()
@@ -43,7 +47,8 @@ def test_threads_stay_where_they_are_placed_and_others_where_they_were() -> None
     loaded, here = native_library(), os.sched_getaffinity(0)
     first, *others = sorted(here)
     parts = [[first], others or [first]]
-    program = loaded.program([swiglu_op(torch.ones(2, 8), torch.empty(2, 4), _count(2))])
+    ones = torch.ones(2, 4)
+    program = loaded.program([swiglu_op(ones, ones, torch.empty(2, 4), _count(2))])
     placed: list[set[int]] = []
 
     def work() -> None:

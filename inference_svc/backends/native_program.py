@@ -1,0 +1,385 @@
+"""The decoder as one program in C++: its operations, top down, over fixed buffers.
+
+What `Transformer` computes, in the same order and with the same roundings, but in one call: no
+Python between operations, no allocation. Programs differ only in which adapters' operations they
+hold.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from inference_svc.adapters.layout import EMBEDDING, HEAD
+from inference_svc.backends.native_buffers import StepArrays, Workspace
+from inference_svc.model.description import (
+    LAYER_INPUTS,
+    Activation,
+    Attention,
+    Block,
+    Decoder,
+    LayerInput,
+    LayerInputs,
+)
+from inference_svc.model.kv_caches import KVCaches
+from inference_svc.model.rope import Rope
+from inference_svc.model.transformer import as_held
+from inference_svc.model.weights import LayerInputsWeights, ModelWeights
+from kernels.attention.native import (
+    NativeAttention,
+    query_growth_op,
+    rope_and_store_op,
+    rotary_angles_op,
+)
+from kernels.attention.native_memory import AttentionScratch, AttentionShape
+from kernels.elementwise import (
+    NormWeight,
+    gather_op,
+    geglu_op,
+    rms_norm_op,
+    scale_rows_op,
+    swiglu_op,
+)
+from kernels.linear import PackedLinear, linear_op
+from kernels.native.library import Library, NativeOp, Program
+
+MAX_PROGRAMS = 16
+"""Tenants choose what their adapters change, so that the number must be limited."""
+
+
+class AdapterOps(Protocol):
+    """Operations that add what the step's adapters change, after the base projection; groups as in
+    `model.lora.Lora`. They read a plan that is refilled before each run."""
+
+    def add(self, group: str, x: Tensor, out: Tensor, *, samples_only: bool) -> list[NativeOp]:
+        """Rows of `x` and `out` are the tokens of the step, or those that sample only."""
+
+    def add_embedding(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]: ...
+
+
+_GATED = {Activation.SILU: swiglu_op, Activation.GELU_TANH: geglu_op}
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The residual stream of every token of a step, or of those that sample only. `delta` is what
+    is still to be added to it, times `delta_scale`, and `sum_scale` what their sum is multiplied
+    by: the next norm does it along."""
+
+    hidden: Tensor
+    count: Tensor
+    samples_only: bool = False
+    delta: Tensor | None = None
+    delta_scale: float = 1.0
+    sum_scale: float = 1.0
+
+    def leave(self, delta: Tensor, delta_scale: float = 1.0) -> None:
+        assert self.delta is None
+        self.delta, self.delta_scale, self.sum_scale = delta, delta_scale, 1.0
+
+    def take(self) -> tuple[Tensor | None, float, float]:
+        delta, self.delta = self.delta, None
+        scales = (self.delta_scale, self.sum_scale) if delta is not None else (1.0, 1.0)
+        return delta, *scales
+
+
+class NativeTransformer:
+    """`step` holds the inputs and `workspace` the activations of any step."""
+
+    def __init__(
+        self,
+        description: Decoder,
+        weights: ModelWeights[PackedLinear],
+        kv_caches: KVCaches,
+        step: StepArrays,
+        workspace: Workspace,
+        adapters: AdapterOps,
+        library: Library,
+    ) -> None:
+        self._description = description
+        self._weights = weights
+        self._kv_caches = kv_caches
+        self._step = step
+        self._workspace = workspace
+        self._adapters = adapters
+        self._library = library
+        self._angles = {rope: self._allocate_angles(*rope) for rope in description.ropes}
+        self._q_scales = {
+            growth: torch.zeros(len(step.positions)) for growth in description.query_growths
+        }
+        self._scratches: dict[AttentionShape, AttentionScratch] = {}
+        self._attention: dict[tuple[AttentionShape, int | None], NativeAttention] = {}
+        for index, attention in enumerate(description.attentions):
+            self._add_attention(index, attention)
+        self._ops = tuple(self._all_ops())
+        self._every_group = frozenset(group for group, _ in self._ops if group)
+        always_there = (frozenset[str](), self._every_group)
+        self._programs = {groups: self._build(groups) for groups in always_there}
+
+    def forward(self, groups: frozenset[str] = frozenset()) -> Tensor:
+        """Runs the step that `step` describes, with adapters in `groups` only. Returns fp32 logits
+        [num_logits, vocab_size], overwritten by the next run."""
+        self._program(groups).run()
+        return self._workspace.logits[: int(self._step.num_logits)]
+
+    def _program(self, groups: frozenset[str]) -> Program:
+        """Returns the program of `groups`, or that of all groups if there are too many programs:
+        then groups that no adapter changes cost the step a check of their ranks."""
+        groups = self._computed(groups)
+        if groups not in self._programs:
+            self._programs[groups] = self._build(groups)
+        return self._programs[groups]
+
+    def _computed(self, groups: frozenset[str]) -> frozenset[str]:
+        is_full = groups not in self._programs and len(self._programs) >= MAX_PROGRAMS
+        return self._every_group if is_full else groups
+
+    def num_ops(self, groups: frozenset[str]) -> Counter[str]:
+        """Counts the operations, by group, of the program that computes adapters in `groups`."""
+        computed = self._computed(groups)
+        return Counter(group for group, _ in self._ops if group in computed)
+
+    def _build(self, groups: frozenset[str]) -> Program:
+        return self._library.program(
+            [op for group, op in self._ops if not group or group in groups]
+        )
+
+    @property
+    def weights_bytes(self) -> int:
+        return self._weights.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that steps are computed in."""
+        angles = sum(wave.nbytes for waves in self._angles.values() for wave in waves)
+        angles += sum(scale.nbytes for scale in self._q_scales.values())
+        attention = sum(attention.num_bytes for attention in self._attention.values())
+        attention += sum(scratch.num_bytes for scratch in self._scratches.values())
+        return self._workspace.num_bytes + angles + attention
+
+    def _add_attention(self, index: int, attention: Attention) -> None:
+        """Layers of one shape share what they compute in; of one window, too, their work items."""
+        cache, _ = self._kv_caches.of(index)
+        shape, window = AttentionShape.of(cache, attention.num_heads), attention.window
+        if shape not in self._scratches:
+            self._scratches[shape] = AttentionScratch(shape)
+        if (shape, window) not in self._attention:
+            scratch = self._scratches[shape]
+            self._attention[shape, window] = NativeAttention(
+                cache, self._step.rows, scratch, window
+            )
+
+    def _all_ops(self) -> Iterator[tuple[str, NativeOp]]:
+        """Yields each operation with the group of adapters that it is part of ("": always runs)."""
+        step, work, weights = self._step, self._workspace, self._weights
+        description = self._description
+        yield "", gather_op(weights.embedding, work.hidden, step.token_ids, step.num_tokens)
+        yield from _of(EMBEDDING, self._adapters.add_embedding(step.token_ids, work.hidden))
+        if description.embedding_scale != 1.0:
+            scale = as_held(description.embedding_scale, work.hidden.dtype)
+            yield "", scale_rows_op(work.hidden, step.num_tokens, scale=scale)
+        if description.layer_inputs is not None and weights.layer_inputs is not None:
+            yield from self._layer_inputs_ops(description.layer_inputs, weights.layer_inputs)
+        yield from self._position_ops()
+        stream = _Stream(work.hidden, step.num_tokens)
+        for index, block in enumerate(description.blocks):
+            is_last = index == description.num_layers - 1
+            yield from self._attention_ops(index, block, stream)
+            if is_last:
+                samples = _Stream(work.last_hidden, step.num_logits, samples_only=True)
+                for source, out in self._sampled(block):
+                    yield "", gather_op(source, out, step.logit_rows, step.num_logits)
+                stream = samples
+            yield from self._feed_forward_ops(index, block, stream)
+            if block.layer_input is not None:
+                yield from self._layer_input_ops(index, block.layer_input, stream)
+            stream.sum_scale = weights.blocks[index].scalar
+        yield "", self._norm_op(weights.norm, stream)
+        yield from self._project(HEAD, work.normed, weights.head, work.logits, stream)
+        head = description.head
+        if head.scale != 1.0 or head.softcap is not None:
+            yield (
+                "",
+                scale_rows_op(work.logits, stream.count, scale=head.scale, softcap=head.softcap),
+            )
+
+    def _layer_inputs_ops(
+        self, described: LayerInputs, weights: LayerInputsWeights[PackedLinear]
+    ) -> Iterator[tuple[str, NativeOp]]:
+        """What layers are told of tokens, of all layers."""
+        step, work, count = self._step, self._workspace, self._step.num_tokens
+        own = work.rows_of(work.gate_up, described.total_size)
+        yield "", gather_op(weights.embedding, own, step.token_ids, count)
+        scale = as_held(described.embedding_scale, own.dtype)
+        yield "", scale_rows_op(own, count, scale=scale)
+        stream, made = _Stream(work.hidden, count), work.layer_inputs
+        yield from self._project(LAYER_INPUTS, work.hidden, weights.projection, made, stream)
+        yield "", scale_rows_op(made, count, scale=described.projection_scale)
+        norm, parts = weights.norm, made.view(-1, described.size)
+        yield (
+            "",
+            rms_norm_op(
+                *(parts, None, norm.weight, parts, count),
+                eps=norm.eps,
+                rows_per_count=made.shape[1] // described.size,
+            ),
+        )
+        yield "", rms_norm_op(made, own, None, made, count, eps=0.0, sum_scale=described.scale)
+
+    def _position_ops(self) -> Iterator[tuple[str, NativeOp]]:
+        """What follows from positions and contexts alone, for all layers."""
+        step = self._step
+        for (rope, head_dim), (cos, sin) in self._angles.items():
+            yield (
+                "",
+                rotary_angles_op(
+                    *(
+                        step.positions,
+                        rope.inverse_frequencies(head_dim),
+                        cos,
+                        sin,
+                        step.num_tokens,
+                    ),
+                    scaling=rope.attention_scaling,
+                ),
+            )
+        for growth, scale in self._q_scales.items():
+            yield "", query_growth_op(step.positions, scale, step.num_tokens, **growth._asdict())
+        for attention in self._attention.values():
+            yield "", attention.items_op()
+
+    def _sampled(self, block: Block) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields what the last layer reads on after its attention, with where the rows of it go
+        that sample: the others are done."""
+        work, size = self._workspace, block.attention.q_size
+        yield work.hidden, work.last_hidden
+        yield work.rows_of(work.mixed, size), work.last_mixed
+        if block.is_parallel:
+            yield work.normed, work.last_normed
+        if block.layer_input is not None:
+            yield self._layer_input_of(self._description.num_layers - 1), work.last_layer_input
+
+    def _layer_input_of(self, layer: int) -> Tensor:
+        """Returns what a layer is told of all tokens, [T, size]."""
+        made = self._workspace.layer_inputs
+        return made.unflatten(1, (self._description.num_layers, -1))[:, layer]
+
+    def _attention_ops(
+        self, index: int, block: Block, stream: _Stream
+    ) -> Iterator[tuple[str, NativeOp]]:
+        """Up to what attention weighs, of every token."""
+        work, weights, attention = self._workspace, self._weights.blocks[index], block.attention
+        x = work.hidden if weights.attention_norm is None else work.normed
+        yield from _of("", self._add_and_norm(weights.attention_norm, stream))
+        qkv = work.rows_of(work.qkv, attention.qkv.out_features)
+        yield from self._project(f"layers.{index}.qkv", x, weights.qkv, qkv, stream)
+        yield "", self._rope_and_store_op(index, attention, qkv)
+        cache, layer = self._kv_caches.of(index)
+        shape = AttentionShape.of(cache, attention.num_heads)
+        yield (
+            "",
+            self._attention[shape, attention.window].attend_op(
+                *(qkv, work.rows_of(work.mixed, attention.q_size), layer),
+                scale=attention.scale,
+                softcap=attention.softcap,
+            ),
+        )
+
+    def _allocate_angles(self, rope: Rope, head_dim: int) -> tuple[Tensor, Tensor]:
+        shape = (len(self._step.positions), rope.rotary_size(head_dim) // 2)
+        dtype = self._workspace.hidden.dtype
+        return torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+
+    def _rope_and_store_op(self, index: int, attention: Attention, qkv: Tensor) -> NativeOp:
+        rope, weights = attention.rope, self._weights.blocks[index]
+        cos, sin = (None, None) if rope is None else self._angles[rope, attention.head_dim]
+        growth = attention.query_growth
+        return rope_and_store_op(
+            *(qkv, *self._kv_caches.of(index), cos, sin, self._step.rows),
+            weights.head_norms(attention),
+            num_heads=attention.num_heads,
+            is_interleaved=rope is not None and rope.is_interleaved,
+            q_scale=None if growth is None else self._q_scales[growth],
+        )
+
+    def _feed_forward_ops(
+        self, index: int, block: Block, stream: _Stream
+    ) -> Iterator[tuple[str, NativeOp]]:
+        """From what attention weighed on, of the tokens that are left."""
+        work, weights, name = self._workspace, self._weights.blocks[index], f"layers.{index}"
+        mixed = work.rows_of(work.mixed, block.attention.q_size)
+        mixed = work.last_mixed if stream.samples_only else mixed
+        yield from self._project(f"{name}.o", mixed, weights.o, work.delta, stream)
+        yield from _of("", self._post_norm(weights.attention_post_norm, stream))
+        stream.leave(work.delta, block.residual_scale)
+        if block.is_parallel:
+            x = work.last_normed if stream.samples_only else work.normed
+            x = stream.hidden if weights.attention_norm is None else x
+        else:
+            x = stream.hidden if weights.feed_forward_norm is None else work.normed
+        yield from _of("", self._add_and_norm(weights.feed_forward_norm, stream))
+        size = block.feed_forward.size
+        gate_up = work.rows_of(work.gate_up, 2 * size)
+        gated = work.rows_of(work.gated, size)
+        yield from self._project(f"{name}.gate_up", x, weights.gate_up, gate_up, stream)
+        gate, up = gate_up.chunk(2, dim=1)
+        yield "", _GATED[block.feed_forward.activation](gate, up, gated, stream.count)
+        yield from self._project(f"{name}.down", gated, weights.down, work.delta, stream)
+        yield from _of("", self._post_norm(weights.feed_forward_post_norm, stream))
+        stream.leave(work.delta, block.residual_scale)
+
+    def _layer_input_ops(
+        self, index: int, layer_input: LayerInput, stream: _Stream
+    ) -> Iterator[tuple[str, NativeOp]]:
+        """What a layer makes of what it is told, of the tokens that are left."""
+        work, weights, size = self._workspace, self._weights.blocks[index], layer_input.out
+        assert weights.layer_input is not None
+        yield from _of("", self._add_and_norm(None, stream))
+        names = [f"layers.{index}.{each.name}" for each in (layer_input.gate, layer_input.out)]
+        gate, gated = (work.rows_of(each, size.in_features) for each in (work.gate_up, work.gated))
+        yield from self._project(names[0], stream.hidden, weights.layer_input.gate, gate, stream)
+        told = work.last_layer_input if stream.samples_only else self._layer_input_of(index)
+        yield "", _GATED[layer_input.activation](gate, told, gated, stream.count)
+        yield from self._project(names[1], gated, weights.layer_input.out, work.delta, stream)
+        yield from _of("", self._post_norm(weights.layer_input_post_norm, stream))
+        stream.leave(work.delta)
+
+    def _add_and_norm(self, norm: NormWeight | None, stream: _Stream) -> Iterator[NativeOp]:
+        if norm is not None or stream.delta is not None:
+            yield self._norm_op(norm, stream)
+
+    def _norm_op(self, norm: NormWeight | None, stream: _Stream) -> NativeOp:
+        """Adds to the residual stream what was left to it, and norms that."""
+        weight, eps, is_centred = norm or (None, 0.0, False)
+        delta, delta_scale, sum_scale = stream.take()
+        return rms_norm_op(
+            *(stream.hidden, delta, weight, self._workspace.normed, stream.count),
+            eps=eps,
+            delta_scale=delta_scale,
+            sum_scale=sum_scale,
+            is_centred=is_centred,
+        )
+
+    def _post_norm(self, norm: NormWeight | None, stream: _Stream) -> Iterator[NativeOp]:
+        delta = self._workspace.delta
+        if norm is not None:
+            yield rms_norm_op(
+                *(delta, None, norm.weight, delta, stream.count),
+                eps=norm.eps,
+                is_centred=norm.is_centred,
+            )
+
+    def _project(
+        self, group: str, x: Tensor, weights: PackedLinear, out: Tensor, stream: _Stream
+    ) -> Iterator[tuple[str, NativeOp]]:
+        yield "", linear_op(x, weights, out, stream.count)
+        yield from _of(group, self._adapters.add(group, x, out, samples_only=stream.samples_only))
+
+
+def _of(group: str, ops: Iterable[NativeOp]) -> Iterator[tuple[str, NativeOp]]:
+    return ((group, op) for op in ops)

@@ -1,0 +1,79 @@
+"""The keys and values of a decoder's layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from inference_svc.model.description import Decoder, KVPlace
+from kernels.attention import KVCache, can_tile, page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KVCaches:
+    """A cache for each shape that keys and values have. All have the same pages: a page's number
+    stands for the same positions of a sequence in every layer."""
+
+    caches: tuple[KVCache, ...]
+    places: tuple[KVPlace, ...]
+
+    @classmethod
+    def allocate(
+        cls,
+        decoder: Decoder,
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        prefers_tiles: bool = False,
+    ) -> KVCaches:
+        """`prefers_tiles`: caches are tiled whose shape can be."""
+        num_layers = _layers_by_shape(decoder)
+        caches = (
+            KVCache.allocate(
+                **shape._asdict(),
+                num_layers=num_layers[index],
+                num_pages=num_pages,
+                page_size=page_size,
+                dtype=dtype,
+                device=device,
+                is_tiled=prefers_tiles and can_tile(page_size, shape.head_dim, dtype),
+            )
+            for index, shape in enumerate(decoder.kv_shapes)
+        )
+        return cls(tuple(caches), decoder.kv_places)
+
+    def of(self, layer: int) -> tuple[KVCache, int]:
+        """Returns the cache that a layer of the decoder reads, and which of its layers."""
+        place = self.places[layer]
+        return self.caches[place.shape], place.layer
+
+    @property
+    def num_pages(self) -> int:
+        return self.caches[0].num_pages
+
+    @property
+    def page_size(self) -> int:
+        return self.caches[0].page_size
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(cache.num_bytes for cache in self.caches)
+
+
+def kv_page_bytes(decoder: Decoder, page_size: int, dtype: torch.dtype) -> int:
+    """Returns the size of a page of all layers."""
+    num_layers = _layers_by_shape(decoder)
+    return sum(
+        page_bytes(
+            **shape._asdict(), num_layers=num_layers[index], page_size=page_size, dtype=dtype
+        )
+        for index, shape in enumerate(decoder.kv_shapes)
+    )
+
+
+def _layers_by_shape(decoder: Decoder) -> Counter[int]:
+    return Counter(place.shape for place in set(decoder.kv_places))
