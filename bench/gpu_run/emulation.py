@@ -13,6 +13,7 @@ from bench.gpu_run.context import Context
 from inference_svc.backends import cuda
 from inference_svc.core import EngineConfig
 from inference_svc.engine import build
+from inference_svc.model.description import Decoder
 from kernels import tuning
 from kernels.dispatch import interpreted
 
@@ -51,7 +52,7 @@ def emulated() -> Iterator[None]:
         yield
 
 
-def _select(config: EngineConfig) -> EmulatedFactory:
+def _select(config: EngineConfig, decoder: Decoder) -> EmulatedFactory:
     return EmulatedFactory()
 
 

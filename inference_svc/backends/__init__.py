@@ -18,7 +18,8 @@ To add one: write `backends/NAME.py` (with `NAME_*.py` for its parts) and add it
 `select.BACKENDS`, before those that it is preferred to. Its `BackendFactory`
 
 1. `supports` says whether it computes on `config.device` with these settings, and logs why not
-   where a user could expect it to; a model that it cannot compute is UnsupportedModel in `build`;
+   where a user could expect it to; `features` names what it computes of what models have: one that
+   has more is refused at start by name;
 2. `memory_needs` is arithmetic only, an upper bound: the server is refused at start by it, and
    `tools.sizing` plans with it on machines without the device;
 3. `device_memory` asks the device for what is free, if its memory is not the host's;

@@ -116,6 +116,18 @@ class BackendFactory(Protocol):
     """Describes a backend before anything is allocated, and makes it."""
 
     @property
+    def name(self) -> str:
+        """What error messages call the backend."""
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What it computes of what decoders have, as `model.features` names it."""
+
+    @property
+    def without(self) -> str:
+        """The setting by which a server does without the backend; empty: none."""
+
+    @property
     def has_device_memory(self) -> bool:
         """Whether the device's memory is not the host's: then images are pulled into a pinned host
         tier first."""
@@ -145,7 +157,8 @@ class BackendFactory(Protocol):
         """Allocates all memory, reads the weights, and compiles and records what steps need, so
         that no request waits for it. `host_slab` is the host tier's memory, if there is one.
 
-        Raises UnsupportedModel; ValueError when the memory given does not suffice.
+        Raises UnsupportedModel for what the checkpoint has; ValueError when the memory given does
+        not suffice.
         """
 
 

@@ -40,7 +40,7 @@ from inference_svc.model.description import Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
-from inference_svc.model.transformer import Transformer
+from inference_svc.model.transformer import COMPUTED, Transformer
 from inference_svc.model.weights import load_weights
 from kernels import tuning
 from kernels.lora import LoraGroup
@@ -255,6 +255,9 @@ class CudaBackend:
 class CudaFactory:
     """A `BackendFactory` for one CUDA device."""
 
+    name = "CUDA"
+    features = COMPUTED
+    without = "--device cpu"
     has_device_memory = True
     profiler_device = "cuda"
 

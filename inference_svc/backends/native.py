@@ -22,7 +22,7 @@ from inference_svc.backends.base import (
 )
 from inference_svc.backends.native_buffers import BatchPages, StepArrays, Workspace
 from inference_svc.backends.native_lora import NativeLoraOps
-from inference_svc.backends.native_program import NativeTransformer
+from inference_svc.backends.native_program import COMPUTED, NativeTransformer
 from inference_svc.backends.torch import most_targets, step_bytes
 from inference_svc.core import Batch, EngineConfig
 from inference_svc.model.description import Decoder
@@ -89,6 +89,9 @@ class NativeBackend:
 class NativeFactory:
     """A `BackendFactory` for CPUs that the native kernels are compiled for."""
 
+    name = "native"
+    features = COMPUTED
+    without = "--no-native-kernels"
     has_device_memory = False
     profiler_device = None
 

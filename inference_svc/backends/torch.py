@@ -25,7 +25,7 @@ from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
 from inference_svc.model.parameters import weights_bytes
-from inference_svc.model.transformer import Transformer
+from inference_svc.model.transformer import COMPUTED, Transformer
 from inference_svc.model.weights import load_weights
 from kernels.lora import LoraGroup, LoraPlan, add_lora, add_lora_embedding
 
@@ -130,6 +130,9 @@ class TorchBackend:
 class TorchFactory:
     """A `BackendFactory` for any CPU and every dtype."""
 
+    name = "torch"
+    features = COMPUTED
+    without = ""
     has_device_memory = False
     profiler_device = None
 

@@ -71,7 +71,7 @@ def build_engine(
     num_threads = config.num_threads or min(torch.get_num_threads(), usable_cpus())
     torch.set_num_threads(num_threads)
     decoder = load_description(config.model_dir).for_length(config.max_model_len)
-    factory = select_backend(config)
+    factory = select_backend(config, decoder)
     budget = check_budgets(config, decoder, factory)
     layout = layout_of(config, decoder)
     host = _allocate_host_tier(config, pin_memory=factory.has_device_memory)

@@ -133,7 +133,7 @@ class _Fit:
 
     def _needs(self, sizes: Sizes) -> MemoryNeeds:
         config = self._config(sizes)
-        return select_backend(config).memory_needs(config, self.decoder)
+        return select_backend(config, self.decoder).memory_needs(config, self.decoder)
 
     def _config(self, sizes: Sizes) -> EngineConfig:
         """Where the longest sequence is not decided, it is the model's: it decides little."""

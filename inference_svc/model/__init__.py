@@ -5,6 +5,7 @@ files              The files that a model's folder has to have, checked before a
 architectures      The families of models: one module each.
 generation_config  What generation_config.json says: end tokens, defaults of sampling.
 description        A decoder as data: what makes its maths and its shapes.
+features           What a decoder has that a backend must compute, by name.
 config_keys        The treatment of every key of config.json.
 config_reader      Values of config.json; every complaint names the key.
 building           What most families have in common, as parts of a description.

@@ -1,0 +1,65 @@
+"""What a decoder has beyond what every decoder has: the features that a backend must compute.
+
+Read off the description itself, so that none can be forgotten. Each type of part is a feature, such
+as "dense", and so is each field that says more than its default ("attention.softcap"), each choice
+of several ("norm.kind=layer"), and the absence of what has no default ("attention.rope=none").
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
+
+from inference_svc.model.description import Decoder
+
+NOT_COMPUTED = frozenset(
+    {
+        # Where tensors are, and how they are called.
+        *("norm.module", "projection.fused", "projection.is_stored_fused", "block.unused"),
+        *("decoder.wrapper",),
+        # When a sequence ends.
+        *("decoder.eos_token_ids",),
+        # What `Rope` itself makes frequencies and a scale of.
+        *("rope.rope_type", "rope.rope_theta", "rope.factor", "rope.attention_factor"),
+        *("rope.original_max_position_embeddings", "rope.truncate", "rope.alpha", "rope.is_long"),
+        *("rope.low_freq_factor", "rope.high_freq_factor", "rope.beta_fast", "rope.beta_slow"),
+        *("rope.mscale", "rope.mscale_all_dim", "rope.long_factor", "rope.short_factor"),
+    }
+)
+"""Fields that no backend computes with."""
+
+
+def feature_names(text: str) -> frozenset[str]:
+    """Returns the words of a text."""
+    return frozenset(text.split())
+
+
+def features(decoder: Decoder) -> frozenset[str]:
+    """Returns the names of the features of a decoder."""
+    return frozenset(_features(decoder))
+
+
+def _features(part: Any) -> Iterator[str]:
+    kind = _kind(part)
+    yield kind
+    for each in fields(part):
+        name, value = f"{kind}.{each.name}", getattr(part, each.name)
+        if name in NOT_COMPUTED:
+            continue
+        if isinstance(value, enum.Enum):
+            yield f"{name}={value.value}"
+        elif value is None and each.default is MISSING:
+            yield f"{name}=none"
+        elif each.default is not MISSING and value != each.default:
+            yield name
+        for inner in value if isinstance(value, tuple) else (value,):
+            if is_dataclass(inner):
+                yield from _features(inner)
+
+
+def _kind(part: object) -> str:
+    """Returns the name of a part's type as fields are written, such as "layer_input"."""
+    name = type(part).__name__
+    return "".join("_" + c.lower() if c.isupper() else c for c in name).lstrip("_")

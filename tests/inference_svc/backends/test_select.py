@@ -1,0 +1,124 @@
+"""A model that a backend does not compute in full is refused by name, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from inference_svc.backends import select
+from inference_svc.backends.base import BackendFactory
+from inference_svc.backends.select import BACKENDS, check_features, select_backend
+from inference_svc.core import EngineConfig
+from inference_svc.engine.build import build_engine
+from inference_svc.errors import UnsupportedModel
+from inference_svc.model import description
+from inference_svc.model.architectures import load_description
+from inference_svc.model.description import Decoder
+from inference_svc.model.features import NOT_COMPUTED, features
+from inference_svc.model.rope import Rope
+from inference_svc.store.client import NoStore
+from tests.inference_svc.model.conftest import SHAPE, TEXT_PARTS
+from tests.inference_svc.model.test_parity import MODELS
+
+
+@pytest.fixture(scope="session")
+def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Decoder]:
+    """Those whose logits the parity test compares on every backend."""
+    folder = tmp_path_factory.mktemp("models")
+    return {name: load_description(write_config(folder / name, name)) for name in MODELS}
+
+
+def write_config(folder: Path, name: str) -> Path:
+    family, changes = MODELS[name]
+    config = f"{family}TextConfig" if family in TEXT_PARTS else f"{family}Config"
+    values: dict[str, Any] = SHAPE | changes | {"architectures": [f"{family}ForCausalLM"]}
+    folder.mkdir()
+    text = json.dumps(getattr(transformers, config)(**values).to_dict())
+    (folder / "config.json").write_text(text)
+    return folder
+
+
+FEATURES = sorted(frozenset().union(*(factory.features for factory in BACKENDS)))
+
+
+@pytest.mark.parametrize("factory", BACKENDS, ids=lambda factory: factory.name)
+def test_backends_compute_what_the_parity_test_compares(
+    factory: BackendFactory, decoders: dict[str, Decoder]
+) -> None:
+    """Nothing that it claims goes untested, and no model that is tested is refused."""
+    assert factory.features == frozenset().union(*map(features, decoders.values()))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("factory", BACKENDS, ids=lambda factory: factory.name)
+def test_a_feature_that_a_backend_lacks_is_refused_by_name(
+    factory: BackendFactory,
+    feature: str,
+    decoders: dict[str, Decoder],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoder = next(each for each in decoders.values() if feature in features(each))
+    monkeypatch.setattr(type(factory), "features", factory.features - {feature})
+    with pytest.raises(UnsupportedModel) as caught:
+        check_features(factory, decoder)
+    refused = f"the {factory.name} backend does not compute {feature}, which {decoder.architecture}"
+    assert refused in str(caught.value)
+    for other in decoders.values():
+        if feature not in features(other):
+            check_features(factory, other)
+
+
+def test_the_remedy_is_a_backend_that_computes_it(
+    decoders: dict[str, Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, (_, native, torch) = decoders["gemma2"], BACKENDS
+    lacking = native.features - {"head.softcap"}
+    monkeypatch.setattr(type(native), "features", lacking)
+    with pytest.raises(UnsupportedModel, match=r"; --no-native-kernels has it computed by torch$"):
+        check_features(native, decoder)
+    monkeypatch.setattr(type(torch), "features", lacking)
+    with pytest.raises(
+        UnsupportedModel, match=r"does not compute head\.softcap, which Gemma2.* has"
+    ):
+        check_features(torch, decoder)
+
+
+def test_a_server_is_refused_before_its_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder has none."""
+    config = EngineConfig(write_config(tmp_path / "model", "gemma2"), "m", native_kernels=False)
+    (torch,) = (factory for factory in BACKENDS if factory.name == "torch")
+    lacking = torch.features - {"attention.softcap"}
+    monkeypatch.setattr(type(torch), "features", lacking)
+    with pytest.raises(UnsupportedModel, match=r"does not compute attention\.softcap"):
+        build_engine(config, NoStore(), lambda event: None)
+
+
+def test_no_other_backend_takes_its_place(
+    decoders: dict[str, Decoder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, (_, native, torch) = decoders["llama"], BACKENDS
+    config = EngineConfig(tmp_path, "m")
+    monkeypatch.setattr(type(native), "supports", lambda self, config: True)
+    monkeypatch.setattr(select, "BACKENDS", (native, torch))
+    assert select_backend(config, decoder) is native
+    monkeypatch.setattr(type(native), "features", native.features - {"dense"})
+    with pytest.raises(UnsupportedModel, match="the native backend"):
+        select_backend(config, decoder)
+
+
+def test_what_is_not_computed_are_fields() -> None:
+    """A field that is renamed does not leave its name behind."""
+    parts = [part for part in vars(description).values() if is_dataclass(part)]
+    found = {
+        f"{''.join('_' + c.lower() if c.isupper() else c for c in part.__name__)[1:]}.{name}"
+        for part in (*parts, Rope)
+        for name in part.__dataclass_fields__
+    }
+    assert found >= NOT_COMPUTED
