@@ -16,6 +16,7 @@ SHAPES = {
     "8B": (4096, 14336, 32, 8, 128),
     "an eighth of 70B": (8192, 3584, 8, 1, 128),
     "heads of 256": (2560, 10240, 8, 4, 256),
+    "heads of 512": (2560, 10240, 8, 2, 512),
 }
 DECODE = {f"{count} rows": [(500, 1)] * count for count in (1, 32, 128)}
 PROMPTS = {"a short prompt": [(0, 100), (500, 1)], "a long prompt": [(0, 2048)]}
@@ -33,7 +34,15 @@ MIN_CTAS = {
     "expand_kernel": 2,
 }
 """Programs that fit an SM at once, at least."""
-MIN_CTAS_OF_WIDE_HEADS = MIN_CTAS | {"decode_kernel": 3, "combine_kernel": 6}
+MIN_CTAS_OF_WIDE_HEADS = {
+    "heads of 256": {"decode_kernel": 3, "combine_kernel": 6},
+    "heads of 512": {
+        "decode_kernel": 2,
+        "combine_kernel": 6,
+        "store_kernel": 6,
+        "prefill_kernel": 1,
+    },
+}
 STREAMS = ("add_rms_norm", "swiglu", "decode", "prefill", "shrink", "expand")
 """Kernels that read much: 16 bytes at a time, and nothing element by element."""
 NARROW_LOADS = {"expand_kernel": 1}
@@ -47,7 +56,12 @@ def compiler(start_worker):
     return start_worker(OPERATIONS, interpret=False)
 
 
-SHORT = {("8B", "32 rows"), ("8B", "a short prompt"), ("heads of 256", "a long prompt")}
+SHORT = {
+    ("8B", "32 rows"),
+    ("8B", "a short prompt"),
+    ("heads of 256", "a long prompt"),
+    ("heads of 512", "a long prompt"),
+}
 """The others take minutes to compile."""
 CASES = [
     pytest.param(shape, step, marks=() if (shape, step) in SHORT else pytest.mark.long)
@@ -61,7 +75,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(("shape", "step"), CASES)
 def test_launches(compiler, shape, step):
     found = compiler.call("compiled_step", SHAPES[shape], STEPS[step])
-    min_ctas = MIN_CTAS_OF_WIDE_HEADS if shape == "heads of 256" else MIN_CTAS
+    min_ctas = MIN_CTAS | MIN_CTAS_OF_WIDE_HEADS.get(shape, {})
     for name, facts in found.items():
         kernel = SimpleNamespace(**facts)
         label = f"{name}, {shape}, {step}: {kernel}"
@@ -83,14 +97,17 @@ def test_launches(compiler, shape, step):
 
 
 @pytest.mark.parametrize("step", ["32 rows", "a short prompt"])
-@pytest.mark.parametrize("shape", ["heads of 256", pytest.param("8B", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "shape", ["heads of 256", "heads of 512", pytest.param("8B", marks=pytest.mark.long)]
+)
 def test_what_families_compute_otherwise(compiler, shape, step):
     """Nothing spills at the heads that they have."""
     found = compiler.call("compiled_families", SHAPES[shape], STEPS[step])
+    min_ctas = {"prefill_kernel": 2} | MIN_CTAS_OF_WIDE_HEADS.get(shape, {})
     for label, facts in found.items():
         kernel = SimpleNamespace(**facts)
         assert kernel.spills == kernel.stack_bytes == 0, (label, kernel)
-        least = MIN_CTAS_OF_WIDE_HEADS.get(label.split()[0], 4)
+        least = min_ctas.get(label.split()[0], 4)
         assert kernel.num_ctas >= least, (label, kernel)
     assert {label.split()[0] for label in found} >= {
         *("decode_kernel", "store_kernel", "norm_rows_kernel", "swiglu_kernel"),
