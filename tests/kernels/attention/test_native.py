@@ -31,7 +31,10 @@ def set_threads() -> Iterator[object]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "page_size"),
-    [(4, 1, 64, 16), (8, 1, 128, 32), (3, 3, 80, 16), (4, 2, 32, 64), (6, 3, 10, 3), (70, 1, 2, 1)],
+    [
+        *[(4, 1, 64, 16), (8, 1, 128, 32), (3, 3, 80, 16), (4, 2, 32, 64), (6, 3, 10, 3)],
+        *[(70, 1, 2, 1), (4, 2, 256, 16), (4, 1, 512, 16)],
+    ],
 )
 def test_attend(
     library, make_case, assert_close, num_heads, num_kv_heads, head_dim, page_size, dtype

@@ -83,7 +83,12 @@ def test_a_row_is_the_same_bits_in_any_batch(make_case, attend, window):
 
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "page_size", "window", "dtype"),
-    [(2, 2, 16, 16, 9, FP32), (3, 1, 24, 3, None, torch.float16)],
+    [
+        (2, 2, 16, 16, 9, FP32),
+        (3, 1, 24, 3, None, torch.float16),
+        (2, 1, 256, 16, 9, torch.float16),
+        (2, 1, 512, 16, None, FP32),
+    ],
     ids=str,
 )
 def test_mixed_batch(
