@@ -367,13 +367,14 @@ class Quota:
 class ImageContent(NamedTuple):
     """What an image changes: last components of its targets' names in the layout, what it has
     beside A and B, and of which targets. `added_tokens` are the adapter's, whichever rank holds
-    their rows."""
+    their rows. `unused_spaces` are those of targets that it has and no request passes through."""
 
     modules: tuple[str, ...]
     segment_kinds: tuple[SegmentKind, ...]
     names: tuple[tuple[str, ...], ...] = ()
     """What has each of `segment_kinds`: names of targets, without layers."""
     added_tokens: int = 0
+    unused_spaces: tuple[str, ...] = ()
 
     def by_kind(self) -> Iterator[tuple[SegmentKind, tuple[str, ...]]]:
         """Yields the kinds with the names of their targets, as far as these are known."""

@@ -49,6 +49,7 @@ from inference_svc.model.architectures import load_description
 from inference_svc.model.base_hashes import hashing_base
 from inference_svc.model.description import Decoder
 from inference_svc.model.generation_config import FILE_NAME, read_sampling_defaults
+from inference_svc.model.headers import tower_modules
 from inference_svc.store.client import ImageClient, ImageClientRecipe, NoStore
 from inference_svc.store.convert import from_registration
 from inference_svc.store.credentials import NO_ACCESS, StoreAccess, read_store_access
@@ -140,6 +141,7 @@ def describe_layout(config: InferenceSettings) -> str:
     layout = build_layout(decoder, config.base_model_names[0], dtype)
     with hashing_base(config.model, decoder, usable_cpus()) as base:
         layout = layout.with_base(base())
+    layout = layout.with_towers(tower_modules(config.model, decoder.wrapper))
     return MessageToJson(from_registration(layout, _announcement(config)), indent=None)
 
 

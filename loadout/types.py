@@ -98,7 +98,8 @@ class ServerVerdict:
 class LayoutState:
     """State of one adapter's image under one layout; `reason` says why it is INCOMPATIBLE.
     `servers` are those of the layout that are there now; `fits` says whether the adapter is known
-    to fit it, also before the image is compiled."""
+    to fit it, also before the image is compiled. `unused_spaces` are parts of the model, such as
+    "vision_tower", that the adapter changes and no request of these servers passes through."""
 
     layout_id: str
     state: ImageState
@@ -106,6 +107,7 @@ class LayoutState:
     image_bytes: int
     servers: tuple[ServerVerdict, ...] = ()
     fits: bool = False
+    unused_spaces: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ row."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -303,17 +303,20 @@ def to_verdict(row: Row[Any]) -> LayoutVerdict:
 
 def dump_content(content: ImageContent) -> str:
     kinds = [kind.value for kind in content.segment_kinds]
-    parts = [content.modules, kinds, content.names, content.added_tokens]
+    parts = [content.modules, kinds, content.names, content.added_tokens, content.unused_spaces]
     return json.dumps(parts, separators=(",", ":"))
 
 
 def _load_content(text: str) -> ImageContent:
     modules, kinds, *more = json.loads(text)
-    names = more[0] if more else []  # not recorded at first, and later without added tokens
-    added_tokens = more[1] if len(more) > 1 else 0
-    return ImageContent(
-        *(tuple(modules), tuple(map(SegmentKind, kinds)), tuple(map(tuple, names))), added_tokens
-    )
+    found = ImageContent(tuple(modules), tuple(map(SegmentKind, kinds)))
+    read: dict[str, Callable[[Any], Any]] = {
+        "names": lambda names: tuple(map(tuple, names)),
+        "added_tokens": int,
+        "unused_spaces": tuple,
+    }  # earlier releases recorded none, or the first of them
+    later = zip(read.items(), more, strict=False)
+    return found._replace(**{name: parse(value) for (name, parse), value in later})
 
 
 def hidden_micros(create_time: int, verdict: LayoutVerdict, now: int) -> int:

@@ -80,6 +80,7 @@ def content_of(plan: ImagePlan, layout: Layout) -> ImageContent:
         *(tuple(modules), tuple(kinds)),
         tuple(tuple(sorted({_without_layer(name) for name in names[kind]})) for kind in kinds),
         added_tokens=plan.added_tokens,
+        unused_spaces=tuple(sorted({space for space, _ in plan.unused})),
     )
 
 

@@ -41,13 +41,14 @@ class Refusal:
 @dataclass(frozen=True, slots=True)
 class ServerReport:
     """What a server of one layout makes of an adapter. `refusals` say why it does not serve it;
-    none: it does."""
+    none: it does, but for the modules that are `unused`: no request passes through them."""
 
     base_model: str
     max_rank: int
     image_bytes: int
     targets: tuple[ModuleContent, ...]
     refusals: tuple[Refusal, ...]
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,8 @@ def _check_server(checkpoint: Checkpoint, server: Server) -> ServerReport:
         return ServerReport(*said, 0, (), (_refusal(error),))
     found = limits.refusals(checkpoint, content_of(plan, layout))
     refusals = tuple(Refusal("", "NOT_APPLIED", why) for why in found)
-    return ServerReport(*said, plan.total_bytes, _targets(plan, layout), refusals)
+    unused = tuple(module for _, module in plan.unused)
+    return ServerReport(*said, plan.total_bytes, _targets(plan, layout), refusals, unused)
 
 
 def _targets(plan: ImagePlan, layout: Layout) -> tuple[ModuleContent, ...]:

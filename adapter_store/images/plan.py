@@ -12,7 +12,7 @@ Image format 1 has A and B of matrices and embeddings only. Its bytes are those 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from adapter_store.checkpoint.digest import canonical_json, sha256_text
@@ -58,6 +58,8 @@ class ImagePlan:
     sources: tuple[SegmentSource, ...] = field(default=(), compare=False, repr=False)
     """What the segments are made of, until they are made."""
     added_tokens: int = 0
+    unused: tuple[tuple[str, str], ...] = ()
+    """What the adapter has that no request passes through: the target's space, and the module."""
     """Rows that the adapter has behind those of the base's vocabulary, here or elsewhere."""
 
     def without_sources(self) -> ImagePlan:
@@ -126,7 +128,14 @@ def plan_image(checkpoint: Checkpoint, layout: Layout, *, identity: str = "") ->
         total_bytes=end,
         sources=tuple(sources),
         added_tokens=count_added_tokens(all_uses),
+        unused=tuple(_unused(all_uses)),
     )
+
+
+def _unused(uses: Iterable[Use]) -> Iterator[tuple[str, str]]:
+    for use in uses:
+        if use.target.held is Held.UNUSED:
+            yield use.target.space or use.target.name, use.changes.name
 
 
 def _uses_of(checkpoint: Checkpoint, layout: Layout) -> list[Use]:

@@ -21,6 +21,7 @@ from inference_svc.model.description import (
     Projection,
     layer_path,
 )
+from inference_svc.model.headers import TowerModule
 from inference_svc.model.parameters import vectors
 from kernels.lora import LoraGroup
 
@@ -49,17 +50,19 @@ MAX_LISTED = 8
 
 @dataclass(frozen=True, slots=True)
 class OtherName:
-    """A module that computes several targets, and which of its outputs are one target's."""
+    """A further name of a target; or a module that computes several targets, and which of its
+    `outputs` are one target's."""
 
     name: str
-    outputs: tuple[int, int]
+    outputs: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutTarget:
     """One weight that adapters may change. `kind` is "linear", "embedding" or "vector", which LoRA
     does not change. `space` is the kind of tokens that pass through it, `tied_to` the embedding
-    whose weight it has, `base` says what the checkpoint has."""
+    whose weight it has, `base` says what the checkpoint has. `is_unused`: no request passes
+    through it; adapters may have it all the same."""
 
     name: str
     layer: int | None
@@ -71,6 +74,7 @@ class LayoutTarget:
     space: str = ""
     tied_to: str = ""
     base: BaseHashes | None = None
+    is_unused: bool = False
 
     @property
     def module(self) -> str:
@@ -89,8 +93,8 @@ class ModelLayout:
     """All targets of a model; the store identifies a layout by a layout_id.
 
     `targets` are those that LoRA may change, in order of use: the columns of the table of what is
-    resident. `vectors`, norms and biases of the base, have none. Images of format 1 know of
-    `targets` only, and count these.
+    resident. `vectors`, norms and biases of the base, have none, nor have `unused`, of towers that
+    are not served. Images of format 1 know of `targets` only, and count these.
     """
 
     base_model: str
@@ -99,14 +103,15 @@ class ModelLayout:
     image_formats: tuple[int, ...]
     targets: tuple[LayoutTarget, ...]
     vectors: tuple[LayoutTarget, ...] = ()
+    unused: tuple[LayoutTarget, ...] = ()
     order_of_use: tuple[int, ...] = field(init=False)
     """Indices into `all_targets` as a store is told of them, and as images from format 2 on count
     them: embedding, layers, head."""
 
     @property
     def all_targets(self) -> tuple[LayoutTarget, ...]:
-        """Targets, and then vectors."""
-        return self.targets + self.vectors
+        """Targets, then vectors, then what is unused."""
+        return self.targets + self.vectors + self.unused
 
     def __post_init__(self) -> None:
         found = self.all_targets
@@ -127,7 +132,7 @@ class ModelLayout:
             replace(target, other_names=(), space="", tied_to="", base=None)
             for target in self.targets
         )
-        return replace(self, image_formats=(1,), targets=tuple(targets), vectors=())
+        return replace(self, image_formats=(1,), targets=tuple(targets), vectors=(), unused=())
 
     def with_base(self, hashes: HashesByName) -> ModelLayout:
         """Returns the layout with what is known of the base's own weights."""
@@ -136,6 +141,19 @@ class ModelLayout:
             return tuple(replace(target, base=hashes.get(target.name)) for target in targets)
 
         return replace(self, targets=known(self.targets), vectors=known(self.vectors))
+
+    def with_towers(self, modules: Iterable[TowerModule]) -> ModelLayout:
+        """Returns the layout with what a whole model has beside what is served."""
+        unused = (
+            LayoutTarget(
+                *(name, None, name, "linear", num_in, num_out),
+                tuple(map(OtherName, others)),
+                space=tower,
+                is_unused=True,
+            )
+            for tower, (name, *others), num_in, num_out in modules
+        )
+        return replace(self, unused=tuple(unused))
 
     @property
     def modules(self) -> tuple[str, ...]:

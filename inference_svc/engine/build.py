@@ -37,6 +37,7 @@ from inference_svc.host.device_info import machine_name
 from inference_svc.model.architectures import load_description
 from inference_svc.model.base_hashes import hashing_base
 from inference_svc.model.description import Decoder
+from inference_svc.model.headers import tower_modules
 from kernels.host_memory import return_freed
 
 
@@ -79,6 +80,7 @@ def build_engine(
         backend = factory.build(config, decoder, layout, None if host is None else host.slab)
         return_freed()
         layout = layout.with_base(base())
+    layout = layout.with_towers(tower_modules(config.model_dir, decoder.wrapper))
     puller, residency = _make_residency(config, store, post, layout, backend.arena, host)
     pages = PagePool(backend.num_pages, config.page_size, config.prefix_cache)
     scheduler = Scheduler(_limits(config), pages, residency)

@@ -12,6 +12,7 @@ building           What most families have in common, as parts of a description.
 rope               Rotary position embedding: its parameters, and their frequencies.
 parameters         Which tensors of a checkpoint a decoder has, and where each goes.
 weights            The safetensors of a model directory, read into the decoder's buffers.
+headers            The tensors of a checkpoint by its files' headers, other towers' among them.
 base_hashes        What the checkpoint has of what trainers save along, hashed for the store.
 transformer        The decoder in torch: computes whatever a description says.
 layers             The decoder's parts that hold something: linear layers, frequencies.

@@ -8,7 +8,6 @@ HASHED_ROWS rows, of a vector of all of it.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -16,11 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-from inference_svc.errors import UnsupportedModel
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder
-from inference_svc.model.files import weight_files
+from inference_svc.model.headers import StoredTensor, stored_tensors
 from inference_svc.model.parameters import vectors
 
 logger = logging.getLogger(__name__)
@@ -44,16 +42,6 @@ class BaseHashes:
 
 HashesByName: TypeAlias = dict[str, BaseHashes]
 """By the names that adapters have the weights under."""
-
-
-class _Stored(NamedTuple):
-    """A tensor's place in a file."""
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    num_bytes: int
 
 
 @contextmanager
@@ -91,14 +79,10 @@ def hashing_base(
             threads.shutdown(cancel_futures=True)
 
 
-def _find_tensors(model_dir: Path, decoder: Decoder) -> dict[str, _Stored]:
+def _find_tensors(model_dir: Path, decoder: Decoder) -> dict[str, StoredTensor]:
     """Returns what can be hashed, by the name that adapters have it under. A tied head is the
     embedding, whatever the file has."""
-    stored = {
-        decoder.wrapper.text_name(name): each
-        for path in weight_files(model_dir)
-        for name, each in _read(path)
-    }
+    stored = {decoder.wrapper.text_name(name): each for name, each in stored_tensors(model_dir)}
     embedding = f"{EMBED_TOKENS}.weight"
     head = embedding if decoder.head.is_tied else f"{LM_HEAD}.weight"
     names = {EMBED_TOKENS: embedding, LM_HEAD: head}
@@ -110,24 +94,7 @@ def _find_tensors(model_dir: Path, decoder: Decoder) -> dict[str, _Stored]:
     }
 
 
-def _read(path: Path) -> Iterator[tuple[str, _Stored]]:
-    """Yields the tensors of a file by name. Raises UnsupportedModel."""
-    try:
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            if header_bytes > path.stat().st_size:
-                raise ValueError("its header ends behind it")
-            header = json.loads(file.read(header_bytes))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                start, end = entry["data_offsets"]
-                place = 8 + header_bytes + start, end - start
-                yield name, _Stored(path, entry["dtype"], tuple(entry["shape"]), *place)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise UnsupportedModel(f"{path} cannot be read: {error!r}") from error
-
-
-def _blocks_of(tensor: _Stored) -> Iterator[tuple[int, int]]:
+def _blocks_of(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
     """Yields where each block of rows starts in the file, and its size."""
     num_rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
     row_bytes = tensor.num_bytes // max(1, num_rows)

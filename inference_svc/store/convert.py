@@ -194,6 +194,10 @@ def from_announcement(announcement: Announcement) -> pb.Announcement:
     )
 
 
+def _to_slice(ends: tuple[int, int] | None) -> pb.Slice | None:
+    return None if ends is None else pb.Slice(start=ends[0], end=ends[1])
+
+
 def _from_target(target: LayoutTarget) -> pb.Target:
     return pb.Target(
         name=target.name,
@@ -203,14 +207,14 @@ def _from_target(target: LayoutTarget) -> pb.Target:
         in_features=target.in_features,
         out_features=target.out_features,
         other_names=[
-            pb.OtherName(name=other.name, outputs=pb.Slice(start=start, end=end))
+            pb.OtherName(name=other.name, outputs=_to_slice(other.outputs))
             for other in target.other_names
-            for start, end in [other.outputs]
         ],
         space=target.space,
         base_hashes=target.base.sha256 if target.base else (),
         base_dtype=_DTYPES[f"torch.{target.base.dtype}"] if target.base else None,
         tied_to=target.tied_to,
+        held=pb.HELD_UNUSED if target.is_unused else pb.HELD_UNSPECIFIED,
     )
 
 

@@ -118,6 +118,7 @@ def _layout_state(message: store_pb.LayoutState) -> types.LayoutState:
             for each in message.servers
         ),
         fits=message.fits,
+        unused_spaces=tuple(message.unused_spaces),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -115,6 +115,7 @@ def _check(folder: Path, flags: list[str], model: str, of_server: Mapping[str, s
     if not model:
         return dict(json.loads(run_service_code("adapter_store", *arguments)))
     given = [word for flag in of_server.items() for word in flag]
+    given.append("--no-tokenizer")  # it may have none
     server = run_service_code("inference_svc", "layout", "--model", model, *given)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(server)
@@ -155,7 +156,20 @@ def _print(report: Report, folder: Path, model: str) -> None:
         return
     if copies := _copies(report):
         typer.echo(f"equal to the base's, and left out: {', '.join(copies)}")
-    typer.echo(f"applied by {where}, all of it; image of {decimal(server['image_bytes'])}")
+    much = "all of it"
+    if unused := server["unused"]:
+        much = "the rest of it"
+        typer.echo(
+            f"not used, as no request passes through them: {', '.join(_without_layers(unused))}"
+        )
+    typer.echo(f"applied by {where}, {much}; image of {decimal(server['image_bytes'])}")
+
+
+def _without_layers(modules: Iterable[str]) -> list[str]:
+    """Returns the names once each that modules of all layers have, such as "layers.*.mlp"."""
+    parts = map(split_layer, modules)
+    names = (after if layer is None else f"{before}*.{after}" for before, layer, after in parts)
+    return list(dict.fromkeys(names))
 
 
 def _copies(report: Report) -> list[str]:
@@ -164,7 +178,7 @@ def _copies(report: Report) -> list[str]:
         target["name"] for target in report["server"]["targets"] if "full" in target["kinds"]
     }
     whole = (module["name"] for module in report["modules"] if "full" in module["kinds"])
-    return [name for name in whole if name not in targets]
+    return [name for name in whole if name not in targets.union(report["server"]["unused"])]
 
 
 def _may_be_same(in_config: str, of_server: str) -> bool:
@@ -177,8 +191,7 @@ def _print_modules(modules: list[Mapping[str, Any]]) -> None:
     """Prints a line for modules that differ in their layer alone."""
     lines: dict[tuple[str, str, int], list[tuple[int | None, int]]] = {}
     for each in modules:
-        before, layer, after = split_layer(each["name"])
-        name = after if layer is None else f"{before}*.{after}"
+        [name], layer = _without_layers([each["name"]]), split_layer(each["name"])[1]
         has = ", ".join(filter(None, (_KIND_WORDS.get(kind, kind) for kind in each["kinds"])))
         lines.setdefault((name, has, each["rank"]), []).append((layer, each["num_bytes"]))
     table = new_table("module", "layers", "has", "rank", "size", right=("rank", "size"))

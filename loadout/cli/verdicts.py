@@ -102,6 +102,9 @@ def _line(state: LayoutState, server: ServerVerdict) -> str:
         where += f", ranks up to {server.max_rank}"
     if not server.servable:
         return f"{NOT_SERVABLE} by {where}: {server.reason}"
+    if state.unused_spaces:
+        spaces = ", ".join(state.unused_spaces)
+        where += f", but for what it changes in {spaces}, which no request passes through"
     if state.state is ImageState.READY:
         return f"{SERVABLE} by {where}"
     if not _is_open(state):

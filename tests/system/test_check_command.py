@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import peft
 import pytest
 
 from adapter_store.checkpoint.features import Feature
 from loadout.cli.__main__ import main
 from loadout.cli.engines import NOTES, Does, Engine
+from tests.inference_svc.model.test_whole_models import make_whole
 from tests.system.trained import Trainer, as_mlx, linked
 from tests.system.zoo import AdapterSpec, make_zoo
 
@@ -57,6 +59,20 @@ def test_what_equals_the_bases_is_named(trainer, tmp_path, capfd):
     code, out, _ = run(capfd, "check", folder, "--model", trainer.model_dir)
     assert code == 0
     assert "\nequal to the base's, and left out: model.embed_tokens\napplied by " in out
+
+
+def test_what_no_request_passes_through_is_named(tmp_path, capfd):
+    """PEFT's "all-linear" of a whole model adapts its vision tower, too."""
+    model, folder = make_whole("Gemma3", tmp_path / "model"), tmp_path / "adapter"
+    config = peft.LoraConfig(target_modules="all-linear")
+    peft.get_peft_model(model, config).save_pretrained(folder)
+    code, out, err = run(capfd, "check", folder, "--model", tmp_path / "model")
+    assert (code, err) == (0, "")
+    unused, verdict = out.splitlines()[-2:]
+    said, _, names = unused.partition(": ")
+    assert said == "not used, as no request passes through them"
+    assert "model.vision_tower.encoder.layers.*.self_attn.q_proj" in names.split(", ")
+    assert ", the rest of it; image of " in verdict
 
 
 def test_what_a_server_does_not_apply_fails(trainer, tmp_path, capfd):

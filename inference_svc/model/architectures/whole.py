@@ -1,5 +1,6 @@
 """Models of several towers, of which the text part is served: tensors of the others are not read.
-Adapters and the checkpoint may have any of transformers' names for the text part's modules."""
+Adapters and the checkpoint may have any of transformers' names for the text part's modules. What an
+adapter has for other towers is not used, and the verdict says so."""
 
 from inference_svc.model.architectures import Family, describe_text_part
 from inference_svc.model.config_keys import names
@@ -12,10 +13,11 @@ _LLAVA = Wrapper(
         ("model.language_model.", "model."),
         ("language_model.lm_head.", "lm_head."),
     ),
-    others=("vision_tower.", "multi_modal_projector."),
+    others=("vision_tower", "multi_modal_projector"),
+    tower_prefixes=(("vision_tower.vision_model.", "vision_tower."),),
 )
 """The names that transformers has used, before its release 5 and since."""
-_GEMMA4 = _LLAVA._replace(others=("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."))
+_GEMMA4 = _LLAVA._replace(others=("vision_tower", "audio_tower", "embed_vision", "embed_audio"))
 _MISTRAL3 = {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
 
 

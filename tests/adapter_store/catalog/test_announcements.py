@@ -332,6 +332,10 @@ def test_what_an_image_changes_decides(catalog, names):
     assert refusals(names) == [""], "what was recorded first stays"
     names.catalog.set_verdict("d1", LayoutVerdict("L", ImageState.COMPILING))
     assert refusals(names) == [""]
+    content = ImageContent(("q_proj",), (), added_tokens=1, unused_spaces=("vision_tower",))
+    catalog.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256, content=content))
+    assert refusals(names) == [""]
+    assert names.get("a").verdicts[0].content == content
     kinds, of = (SegmentKind.ROW_IDS, SegmentKind.ROWS, SegmentKind.FULL), ("lm_head",)
     content = ImageContent(("lm_head", "q_proj"), kinds, (of, of, ("k_proj.bias", "q_proj")))
     catalog.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256, content=content))

@@ -22,6 +22,7 @@ from adapter_store.checkpoint.tensors import TargetWeights
 from adapter_store.checkpoint.weights import ExpertWeights, Matrix, Replacement
 from adapter_store.core import DataType, Held, Layout, OtherName, SegmentKind, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter
+from adapter_store.images.announcement import content_of
 from adapter_store.images.compile import Image, compile_image
 from adapter_store.images.file import read_image, write_image
 from adapter_store.images.layout import from_text, layout_id, to_text
@@ -69,7 +70,7 @@ def layout_of(**changes: Any) -> Layout:
             *(W1, 0, "w1", TargetKind.EXPERTS, HIDDEN, INNER, EXPERTS),
             other_names=(OtherName(f"{W1}_turned", transposed=True),),
         ),
-        linear("vision.proj", 8, 8, layer=1, held=Held.UNUSED),
+        linear("vision.proj", 8, 8, layer=1, held=Held.UNUSED, space="vision"),
         linear(HEAD, HIDDEN, VOCAB, layer=None),
     )
     made = Layout("org/base", "0" * 64, DataType.FLOAT32, 2, targets)
@@ -387,6 +388,8 @@ def test_an_image_may_be_empty(tmp_path):
     layout = change(layout_of(), Q, held=Held.ELSEWHERE)
     image = compile_image(saved.checkpoint(saved.lora(Q), saved.lora("vision.proj")), layout)
     assert (image.plan.total_bytes, image.plan.segments, image.parts) == (0, (), ())
+    assert image.plan.unused == (("vision", "vision.proj"),)
+    assert content_of(image.plan, layout).unused_spaces == ("vision",)
     write_image(tmp_path / "image", image)
     assert read_image(tmp_path / "image", image.plan).sha256 == hashlib.sha256().digest()
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.architectures import load_description
 from inference_svc.model.base_hashes import hashing_base
+from inference_svc.model.headers import tower_modules
 from inference_svc.model.layers import Linear
 from inference_svc.model.parameters import weights_bytes
 from inference_svc.model.weights import load_weights
@@ -85,19 +86,21 @@ WHOLE: dict[str, dict[str, Any]] = {
 def whole(tmp_path: Path):
     """`whole(name)`: a random model, and its folder."""
 
-    def make(name: str) -> tuple[transformers.PreTrainedModel, Path]:
-        torch.manual_seed(0)
-        family = "Mistral3" if name == "Ministral3" else name
-        config = getattr(transformers, f"{family}Config")(**WHOLE[name])
-        kind = getattr(transformers, f"{family}ForConditionalGeneration")
-        model = kind._from_config(config, dtype=torch.float32).eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(2 if parameter.dim() > 1 else 1)
-        model.save_pretrained(tmp_path / name)
-        return model, tmp_path / name
+    return lambda name: (make_whole(name, tmp_path / name), tmp_path / name)
 
-    return make
+
+def make_whole(name: str, folder: Path) -> transformers.PreTrainedModel:
+    """Saves a random model of several towers, and returns it."""
+    torch.manual_seed(0)
+    family = "Mistral3" if name == "Ministral3" else name
+    config = getattr(transformers, f"{family}Config")(**WHOLE[name])
+    kind = getattr(transformers, f"{family}ForConditionalGeneration")
+    model = kind._from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2 if parameter.dim() > 1 else 1)
+    model.save_pretrained(folder)
+    return model
 
 
 def renamed(folder: Path, prefixes: dict[str, str]) -> None:
@@ -145,6 +148,38 @@ def test_only_the_text_part_is_read(name, whole):
     assert weights.num_bytes == text_bytes == weights_bytes(description, torch.float32)
     with hashing_base(folder, description, 1) as base:
         assert {"model.embed_tokens", "lm_head", "model.norm"} <= base().keys()
+
+
+@pytest.mark.parametrize("names", [OLDER, NEWER], ids=["older names", "newer names"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_linear_layers_of_other_towers_are_known_by_their_names(name, names, whole):
+    """Those of the installed transformers first, whose adapters have them; and of checkpoints."""
+    model, folder = whole(name)
+    renamed(folder, names)
+    found = {
+        each.names[0]: each for each in tower_modules(folder, load_description(folder).wrapper)
+    }
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and ".language_model." not in name
+    }
+    del layers["lm_head"]
+    assert layers
+    for name, module in layers.items():
+        expected = module.in_features, module.out_features
+        assert (found[name].in_features, found[name].out_features) == expected
+        assert name.removeprefix("model.") in found[name].names
+        assert found[name].tower == name.split(".")[1]
+
+
+def test_a_tower_of_a_published_checkpoint_has_its_present_names(whole):
+    """Before release 5, transformers had another module in between."""
+    wrapper = load_description(whole("Gemma3")[1]).wrapper
+    old, new = "vision_tower.vision_model.encoder.x", "vision_tower.encoder.x"
+    for stored in (old, f"model.{old}", new, f"model.{new}"):
+        names = wrapper.tower_names(stored)
+        assert names == (f"model.{new}", new, f"model.{old}", old)
 
 
 def test_a_head_of_its_own_is_found_where_config_json_does_not_say(whole):
