@@ -38,6 +38,7 @@ from inference_svc.model.architectures import load_description
 from inference_svc.model.base_hashes import hashing_base
 from inference_svc.model.description import Decoder
 from inference_svc.model.headers import tower_modules
+from inference_svc.model.weights import check_tensors
 from kernels.host_memory import return_freed
 
 
@@ -73,6 +74,7 @@ def build_engine(
     torch.set_num_threads(num_threads)
     decoder = load_description(config.model_dir).for_length(config.max_model_len)
     factory = select_backend(config, decoder)
+    check_tensors(config.model_dir, decoder)
     budget = check_budgets(config, decoder, factory)
     layout = layout_of(config, decoder)
     host = _allocate_host_tier(config, pin_memory=factory.has_device_memory)

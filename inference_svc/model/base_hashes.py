@@ -18,16 +18,13 @@ from pathlib import Path
 from typing import TypeAlias
 
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder
-from inference_svc.model.headers import StoredTensor, stored_tensors
+from inference_svc.model.headers import PIECE_BYTES, StoredTensor, stored_tensors
 from inference_svc.model.parameters import vectors
 
 logger = logging.getLogger(__name__)
 
 HASHED_ROWS = 256
 MAX_THREADS = 4
-PIECE_BYTES = 1 << 20
-"""What a thread reads at once."""
-
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Dtypes that hashes can be announced of, by their names in safetensors and in torch."""
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.model.config_reader import HEADS, ConfigReader
+from inference_svc.model.config_reader import FULL, HEADS, SLIDING, ConfigReader
 from inference_svc.model.description import (
     Attention,
     Block,
@@ -18,7 +18,7 @@ from inference_svc.model.description import (
     Norm,
     Projection,
 )
-from inference_svc.model.rope import Rope, RopeFacts, parse_rope
+from inference_svc.model.rope import Rope, RopeFacts, parse_parameters, parse_rope
 
 
 def rope_facts(config: ConfigReader, **changes: Any) -> RopeFacts:
@@ -28,6 +28,21 @@ def rope_facts(config: ConfigReader, **changes: Any) -> RopeFacts:
 def rope(config: ConfigReader, **changes: Any) -> Rope:
     """Returns the one rotation of a model; `changes` are of RopeFacts."""
     return parse_rope(config.given, rope_facts(config, **changes))
+
+
+def rope_of_kind(
+    config: ConfigReader, kind: str, facts: RopeFacts, older: Callable[[], Rope]
+) -> Rope:
+    """Returns the rotation of layers of this kind of attention: what `rope_parameters` has for it,
+    or else `older`, as files have it that know no kinds."""
+    by_kind = config.get("rope_parameters") or {}
+    is_by_kind = isinstance(by_kind, Mapping) and not by_kind.keys() - {FULL, SLIDING}
+    if not is_by_kind or (by_kind and config.get("rope_scaling")):
+        reason = f"must map {FULL} and {SLIDING} to parameters, and replace rope_scaling"
+        raise config.unsupported("rope_parameters", reason)
+    if by_kind.get(kind) is None:
+        return older()
+    return parse_parameters(by_kind[kind], f"rope_parameters.{kind}", {}, facts)
 
 
 def norm(config: ConfigReader, module: str, size: int = 0, **changes: Any) -> Norm:

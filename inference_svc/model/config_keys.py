@@ -1,7 +1,8 @@
 """The treatment of every key of config.json.
 
 A key is READ for every family, or read by the family's own module, or IGNORED because it cannot
-change a served token (training, file keeping, sampling defaults), or REFUSED by name. Any other key
+change a served token (training, file keeping, sampling defaults), or accepted with the values that
+say what the family computes anyway, or REFUSED by name. Any other key
 is refused unless its value is null or false: its meaning is unknown, and a model served with other
 maths than it was trained with fails silently. Names that begin with an underscore are transformers'
 private notes.
@@ -64,8 +65,8 @@ REFUSED = {
     "pruned_heads": "pruned heads are not supported",
     "is_encoder_decoder": "only decoders are supported",
     "add_cross_attention": "only decoders are supported",
-    "attn_logit_softcapping": "softcapping is not supported",
-    "final_logit_softcapping": "softcapping is not supported",
+    "attn_logit_softcapping": "this family's scores are not bounded",
+    "final_logit_softcapping": "this family's logits are not bounded",
 }
 
 
@@ -74,16 +75,29 @@ def check_keys(
     family: str,
     reads: Collection[str],
     ignores: Collection[str],
+    accepts: Mapping[str, Any],
     where: str = "config.json",
 ) -> None:
-    """Raises UnsupportedModel for a key that is not honoured. `reads` and `ignores` are the
-    family's own, in addition to those of every family."""
+    """Raises UnsupportedModel for keys that are not honoured. `reads` and `ignores` are the
+    family's own, in addition to those of every family; `accepts` has the one value of a key that
+    changes nothing."""
     known = {*READ, *IGNORED, *reads, *ignores}
+    refused: dict[str, list[str]] = {}
     for key, value in config.items():
-        if key in known or key.startswith("_") or value is None or value is False or value == {}:
+        if key in known or key.startswith("_") or value is None:
             continue
-        unknown = f"not known for {family}, and it may change the maths"
-        raise UnsupportedModel(f"{where}: {key} = {_shortened(value)}: {REFUSED.get(key, unknown)}")
+        if key in accepts:
+            reason = f"{family} is computed with {accepts[key]!r}"
+            is_honoured = value == accepts[key]
+        else:
+            unknown = f"not known for {family}, and it may change the maths"
+            reason = REFUSED.get(key, unknown)
+            is_honoured = value is False or value == {}
+        if not is_honoured:
+            refused.setdefault(reason, []).append(f"{key} = {_shortened(value)}")
+    if refused:
+        found = (f"{', '.join(keys)}: {reason}" for reason, keys in refused.items())
+        raise UnsupportedModel(f"{where}: {'; '.join(found)}")
 
 
 def _shortened(value: Any) -> str:

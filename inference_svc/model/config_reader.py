@@ -116,6 +116,16 @@ class ConfigReader:
                 raise self.unsupported("layer_types", reason, each)
         return tuple(types)
 
+    @property
+    def window(self) -> int | None:
+        """Returns `sliding_window`, None where it is null."""
+        return None if self.get("sliding_window") is None else self.positive("sliding_window")
+
+    def require_same(self, key: str, other: str) -> None:
+        """Raises UnsupportedModel unless a key is left out, or has the value of another."""
+        if self.get(key) is not None and self.get(key) != self.get(other):
+            raise self.unsupported(key, f"must be {other}, {self.get(other)!r}")
+
     def same_window(self, window: int | None) -> tuple[int | None, ...]:
         """Returns the window of every layer, which all have the same: `layer_types` may not say
         otherwise."""

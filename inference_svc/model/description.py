@@ -132,6 +132,10 @@ class Attention:
     values_are_keys: bool = False
     query_growth: QueryGrowth | None = None
 
+    def __post_init__(self) -> None:
+        norms = (self.q_norm, self.k_norm, self.v_norm)
+        assert len({norm.eps for norm in norms if norm is not None}) <= 1, "they are one operation"
+
     @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
@@ -198,7 +202,9 @@ class Block:
     unused: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        assert not self.is_parallel or self.feed_forward_norm is None
+        if self.is_parallel:
+            assert self.attention_norm is not None
+            assert self.feed_forward_norm is None
 
     @property
     def has_post_norms(self) -> bool:

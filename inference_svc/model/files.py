@@ -46,20 +46,6 @@ def weight_files(model_dir: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def tensor_names(model_dir: Path) -> list[str]:
-    """Returns the names of the tensors in a model's folder; none where the weights are not there,
-    or broken: what reads them says so."""
-    try:
-        index = model_dir / INDEX
-        if not (model_dir / SINGLE).exists() and index.exists():
-            return list(json.loads(index.read_bytes())["weight_map"])
-        with (model_dir / SINGLE).open("rb") as file:
-            num_bytes = int.from_bytes(file.read(8), "little")
-            return list(json.loads(file.read(min(num_bytes, MAX_HEADER_BYTES))))
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return []
-
-
 def missing_files(model_dir: Path, *, has_tokenizer: bool = True) -> list[str]:
     """Returns the names of the files without which nothing can be served and that are not there;
     a server may do without a tokenizer. Raises UnsupportedModel like `weight_files`."""

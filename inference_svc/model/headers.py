@@ -1,17 +1,19 @@
-"""What the headers of a checkpoint's files say: its tensors, and the linear layers of towers that
-are not served."""
+"""What the headers of a checkpoint's files say: its tensors, where they lie, and the linear layers
+of towers that are not served."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.description import Wrapper
-from inference_svc.model.files import weight_files
+from inference_svc.model.files import INDEX, MAX_HEADER_BYTES, SINGLE, weight_files
 
+PIECE_BYTES = 1 << 20
+"""What is read at once."""
 _WEIGHT = ".weight"
 
 
@@ -42,6 +44,47 @@ def stored_tensors(model_dir: Path) -> Iterator[tuple[str, StoredTensor]]:
         yield from _read(path)
 
 
+def tensor_names(model_dir: Path) -> list[str]:
+    """Returns the names of the tensors in a model's folder, by its index if it has one; none where
+    the weights are not there, or broken: what reads them says so."""
+    index = model_dir / INDEX
+    try:
+        if not (model_dir / SINGLE).exists() and index.exists():
+            return list(json.loads(index.read_bytes())["weight_map"])
+        return [name for name, _ in stored_tensors(model_dir)]
+    except (UnsupportedModel, OSError, ValueError, LookupError, TypeError, RecursionError):
+        return []
+
+
+def tensors_named(
+    model_dir: Path, wrapper: Wrapper, names: Collection[str]
+) -> dict[str, StoredTensor]:
+    """Returns those of a model's text part that have these names; none where the weights are not
+    there, or broken: what reads them says so."""
+    try:
+        found = ((wrapper.text_name(name), each) for name, each in stored_tensors(model_dir))
+        return {name: each for name, each in found if name is not None and name in names}
+    except UnsupportedModel:
+        return {}
+
+
+def is_same_content(first: StoredTensor, second: StoredTensor) -> bool:
+    """Returns whether two tensors have the same values, as bytes."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    with first.path.open("rb", buffering=0) as one, second.path.open("rb", buffering=0) as other:
+        one.seek(first.start)
+        other.seek(second.start)
+        left = first.num_bytes
+        while left:
+            size = min(left, PIECE_BYTES)
+            piece = one.read(size)
+            if not piece or piece != other.read(len(piece)):
+                return False
+            left -= len(piece)
+    return True
+
+
 def tower_modules(model_dir: Path, wrapper: Wrapper) -> tuple[TowerModule, ...]:
     """Returns what can be a linear layer, by its shape, of the towers that a whole model has beside
     its text part, in the order of their names. Raises as `stored_tensors`."""
@@ -59,8 +102,8 @@ def _read(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     try:
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
-            if header_bytes > path.stat().st_size:
-                raise ValueError("its header ends behind it")
+            if header_bytes > min(path.stat().st_size, MAX_HEADER_BYTES):
+                raise ValueError("its header ends behind it, or is too large")
             header = json.loads(file.read(header_bytes))
         for name, entry in header.items():
             if name != "__metadata__":

@@ -148,15 +148,12 @@ def load_weights(
 
     `make_projection` makes each projection of its weight [out, in] and bias [out]; what it does not
     keep is freed. Never holds more than the weights, one projection and one tensor of a file.
-    Raises UnsupportedModel naming a missing, unexpected or misshapen tensor, before anything large
-    is allocated.
+    Raises as `check_tensors`, before anything large is allocated.
     """
     from safetensors import safe_open  # models that are made in memory do without
 
-    found = parameters(decoder)
-    tensors = _tensors(model_dir, decoder.wrapper)
-    _check(tensors, found, unused(decoder))
-    assembly = _Assembly(decoder, found, dtype, torch.device(device), make_projection)
+    tensors = check_tensors(model_dir, decoder)
+    assembly = _Assembly(decoder, dtype, torch.device(device), make_projection)
     for tensor in tensors:
         if tensor.name in assembly:
             # Opened for each tensor anew: pages of a mapping that stays open would count as ours
@@ -164,6 +161,14 @@ def load_weights(
             with safe_open(tensor.path, framework="pt") as file:
                 assembly.add(tensor.name, file.get_tensor(tensor.stored_name))
     return assembly.finish()
+
+
+def check_tensors(model_dir: Path, decoder: Decoder) -> list[TextTensor]:
+    """Returns the tensors of a model directory but for those of other towers, in the order in which
+    they lie in its files. Raises UnsupportedModel naming a missing, unexpected or misshapen one."""
+    tensors = _tensors(model_dir, decoder.wrapper)
+    _check(tensors, parameters(decoder), unused(decoder))
+    return tensors
 
 
 @dataclass(eq=False, slots=True)
@@ -198,14 +203,14 @@ class _Assembly(Generic[P]):
     def __init__(
         self,
         decoder: Decoder,
-        parameters: list[Parameter],
         dtype: torch.dtype,
         device: torch.device,
         make_projection: Callable[[Tensor, Tensor | None], P],
     ) -> None:
         self._decoder, self._dtype, self._device = decoder, dtype, device
         self._make_projection = make_projection
-        self._parameter_of = {name: each for each in parameters for name in each.shapes}
+        found = parameters(decoder)
+        self._parameter_of = {name: each for each in found for name in each.shapes}
         self._reading: dict[str, _Buffers] = {}
         self._made: dict[str, Any] = {}
         self._num_bytes = 0
@@ -281,7 +286,7 @@ def ones(norm: Norm, dtype: torch.dtype, device: torch.device) -> NormWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class _StoredTensor:
+class TextTensor:
     """A tensor of a file, as the file's header has it; `name` is what a model of text alone calls
     it."""
 
@@ -292,12 +297,10 @@ class _StoredTensor:
     dtype: str
 
 
-def _tensors(model_dir: Path, wrapper: Wrapper) -> list[_StoredTensor]:
-    """Returns the tensors of a model directory but for those of other towers, in the order in which
-    they lie in its files."""
+def _tensors(model_dir: Path, wrapper: Wrapper) -> list[TextTensor]:
     from safetensors import SafetensorError, safe_open
 
-    found: dict[str, _StoredTensor] = {}
+    found: dict[str, TextTensor] = {}
     for path in weight_files(model_dir):
         try:
             with safe_open(path, framework="pt") as file:
@@ -305,17 +308,18 @@ def _tensors(model_dir: Path, wrapper: Wrapper) -> list[_StoredTensor]:
                     name = wrapper.text_name(stored)
                     if name is None:
                         continue
+                    if name in found:
+                        twice = f"{found[name].stored_name} and {stored}"
+                        raise UnsupportedModel(f"{name} is there twice, as {twice}")
                     header = file.get_slice(stored)
                     shape = tuple(header.get_shape())
-                    found[name] = _StoredTensor(name, stored, path, shape, header.get_dtype())
+                    found[name] = TextTensor(name, stored, path, shape, header.get_dtype())
         except (OSError, SafetensorError) as error:
             raise UnsupportedModel(f"{path} cannot be read: {error}") from error
     return list(found.values())
 
 
-def _check(
-    tensors: list[_StoredTensor], parameters: list[Parameter], unused: frozenset[str]
-) -> None:
+def _check(tensors: list[TextTensor], parameters: list[Parameter], unused: frozenset[str]) -> None:
     shapes = {name: shape for each in parameters for name, shape in each.shapes.items()}
     names = {tensor.name for tensor in tensors}
     missing = sorted(shapes.keys() - names)
@@ -330,7 +334,7 @@ def _check(
             _check_tensor(tensor, shapes[tensor.name])
 
 
-def _check_tensor(tensor: _StoredTensor, shape: tuple[int, ...]) -> None:
+def _check_tensor(tensor: TextTensor, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
         raise UnsupportedModel(
             f"{tensor.name} has shape {list(tensor.shape)}, config.json says {list(shape)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import logging
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,9 +20,10 @@ from typing import Any
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.config_keys import check_keys
 from inference_svc.model.config_reader import ConfigReader
-from inference_svc.model.description import LM_HEAD, Decoder, Wrapper
-from inference_svc.model.files import CONFIG, read_json, tensor_names
+from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder, Wrapper
+from inference_svc.model.files import CONFIG, read_json
 from inference_svc.model.generation_config import read_generation_config
+from inference_svc.model.headers import is_same_content, tensor_names, tensors_named
 
 DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 32000,
@@ -39,7 +41,9 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """Values that transformers assumes for keys that config.json leaves out, unless a family's
 `defaults` differ. A bias that is left out is absent."""
-HEAD = f"{LM_HEAD}.weight"
+EMBEDDING, HEAD = f"{EMBED_TOKENS}.weight", f"{LM_HEAD}.weight"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +51,16 @@ class Family:
     """Models of one architecture, as config.json names it.
 
     `describe` makes a description of a config whose keys are known: those of `config_keys.READ`,
-    and `reads`. `ignores` do not change what is computed. `defaults` are what transformers assumes
-    for keys that config.json leaves out, where that differs from `DEFAULTS`.
+    and `reads`. `ignores` do not change what is computed, nor do those of `accepts` with the value
+    that is there. `defaults` are what transformers assumes for keys that config.json leaves out,
+    where that differs from `DEFAULTS`.
     """
 
     architecture: str
     describe: Callable[[ConfigReader], Decoder]
     reads: frozenset[str] = frozenset()
     ignores: frozenset[str] = frozenset()
+    accepts: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -71,7 +77,7 @@ def describe_text_part(config: ConfigReader, parts: Mapping[str, str], wrapper: 
             "text_config.model_type", f"supported are {', '.join(parts)}", kind
         )
     family, where = families()[parts[kind]], "config.json: text_config"
-    check_keys(values, family.architecture, family.reads, family.ignores, where)
+    _check_keys(values, family, where)
     text = ConfigReader(values, {**DEFAULTS, **family.defaults}, where)
     decoder = family.describe(text)
     head = replace(decoder.head, is_tied=config.flag("tie_word_embeddings"))
@@ -94,13 +100,12 @@ def load_description(model_dir: Path) -> Decoder:
     """
     values = read_json(model_dir / CONFIG)
     family = _family_of(values)
-    check_keys(values, family.architecture, family.reads, family.ignores)
+    _check_keys(values, family)
     config = ConfigReader(values, {**DEFAULTS, **family.defaults})
     decoder = family.describe(config)
-    if decoder.wrapper.prefixes and "tie_word_embeddings" not in values:
-        # As transformers does: tied, unless the checkpoint has a head.
-        names = map(decoder.wrapper.text_name, tensor_names(model_dir))
-        decoder = replace(decoder, head=replace(decoder.head, is_tied=HEAD not in names))
+    is_said = "tie_word_embeddings" in values
+    if decoder.head.is_tied and _has_own_head(model_dir, decoder.wrapper, is_said=is_said):
+        decoder = replace(decoder, head=replace(decoder.head, is_tied=False))
     eos_token_ids = read_generation_config(model_dir).get("eos_token_id")
     if eos_token_ids is None:
         eos_token_ids = config.get("eos_token_id")
@@ -111,6 +116,26 @@ def load_description(model_dir: Path) -> Decoder:
         dtype=_dtype_of(values),
         eos_token_ids=_token_ids(config, eos_token_ids) or decoder.eos_token_ids,
     )
+
+
+def _has_own_head(model_dir: Path, wrapper: Wrapper, *, is_said: bool) -> bool:
+    """Returns whether the checkpoint of a model whose head is its embedding, as its config says or
+    by default means, has another head all the same: then that is served, as by transformers."""
+    found = tensors_named(model_dir, wrapper, (EMBEDDING, HEAD))
+    if len(found) < 2:  # weights that are not there, or not whole: what reads them says so
+        return not is_said and HEAD in map(wrapper.text_name, tensor_names(model_dir))
+    is_own = not is_same_content(found[EMBEDDING], found[HEAD])
+    if is_own and is_said:
+        logger.warning(
+            "%s says that the head is the embedding, and %s differs from that: it is served",
+            *(CONFIG, HEAD),
+        )
+    return is_own
+
+
+def _check_keys(values: Mapping[str, Any], family: Family, *where: str) -> None:
+    names = family.architecture, family.reads, family.ignores, family.accepts
+    check_keys(values, *names, *where)
 
 
 def _dtype_of(values: Mapping[str, Any]) -> str:

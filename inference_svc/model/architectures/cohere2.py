@@ -54,7 +54,16 @@ FAMILIES = (
             sliding_window_pattern
             """
         ),
-        ignores=names("cache_implementation"),
+        ignores=names("cache_implementation use_parallel_embedding"),
+        accepts={
+            "layer_switch": 4,
+            "order_of_interleaved_layers": "local_attn_first",
+            "position_embedding_type": "rope_gptj",
+            "rotary_pct": 1.0,
+            "use_embedding_sharing": True,
+            "use_gated_activation": True,
+            "use_parallel_block": True,
+        },
         defaults={
             "vocab_size": 256000,
             "hidden_size": 8192,

@@ -20,6 +20,8 @@ FAMILIES = (
         "Ernie4_5ForCausalLM",
         describe,
         reads=names("hidden_act rms_norm_eps use_bias"),
+        ignores=names("auto_map"),
+        accepts={"is_causal": True},
         defaults={
             "vocab_size": 103424,
             "hidden_size": 1024,

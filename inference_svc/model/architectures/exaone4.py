@@ -18,9 +18,8 @@ def describe(config: ConfigReader) -> Decoder:
         q_norm=norm(config, "self_attn.q_norm", head_dim),
         k_norm=norm(config, "self_attn.k_norm", head_dim),
     )
-    is_hybrid = config.get("sliding_window") is not None
-    pattern = config.positive("sliding_window_pattern") if is_hybrid else 1
-    types = config.layer_types(lambda layer: SLIDING if (layer + 1) % pattern else FULL)
+    is_hybrid = config.window is not None
+    types = config.layer_types(lambda layer: _kind_of(config, layer) if is_hybrid else FULL)
     mixers = (
         replace(mixer, window=window, rope=mixer.rope if window or not is_hybrid else None)
         for window in config.windows(types)
@@ -38,6 +37,20 @@ def describe(config: ConfigReader) -> Decoder:
         for each in mixers
     )
     return decoder(config, tuple(blocks))
+
+
+def _kind_of(config: ConfigReader, layer: int) -> str:
+    """Returns what `sliding_window_pattern` says of a layer: of how many one attends to all, or a
+    letter for each in turn, L for a window and G for none, but for the last layer, which attends to
+    all."""
+    pattern = config.get("sliding_window_pattern")
+    if not isinstance(pattern, str):
+        is_full = (layer + 1) % config.positive("sliding_window_pattern") == 0
+    elif not pattern or set(pattern) - {"L", "G"}:
+        raise config.unsupported("sliding_window_pattern", "must consist of L and G")
+    else:
+        is_full = pattern[layer % len(pattern)] == "G" or layer == config.num_layers - 1
+    return FULL if is_full else SLIDING
 
 
 FAMILIES = (

@@ -15,6 +15,7 @@ from inference_svc.model.building import (
     norm,
     rope,
     rope_facts,
+    rope_of_kind,
 )
 from inference_svc.model.config_keys import names
 from inference_svc.model.config_reader import FULL, SLIDING, ConfigReader
@@ -25,6 +26,7 @@ _norm = partial(norm, weight_offset=1.0, is_wide=True)
 
 
 def describe_gemma2(config: ConfigReader) -> Decoder:
+    config.require_same("sliding_window_size", "sliding_window")
     has_bias = config.flag("attention_bias")
     mixer = attention(
         config,
@@ -64,16 +66,15 @@ def describe_gemma3(config: ConfigReader) -> Decoder:
 def _rope_of(config: ConfigReader, kind: str) -> Rope:
     """Returns the rotation of layers of this kind. Older files have the parameters of full
     attention beside each other, and the base under windows in `rope_local_base_freq`."""
-    by_kind = config.get("rope_parameters") or {}
-    if kind in by_kind:
-        theta = 1e6 if kind == FULL else 1e4
-        facts = rope_facts(config, theta=theta)
-        return parse_parameters(by_kind[kind], f"rope_parameters.{kind}", {}, facts)
-    if kind == SLIDING:
-        return Rope(rope_theta=config.number("rope_local_base_freq"))
-    given = {key: config.get(key) for key in ("rope_scaling", "rope_theta")}
-    scaling = given["rope_scaling"] or {}
-    return parse_parameters(scaling, "rope_scaling", given, rope_facts(config, theta=1e6))
+    facts = rope_facts(config, theta=1e6 if kind == FULL else 1e4)
+
+    def older() -> Rope:
+        if kind == SLIDING:
+            return Rope(rope_theta=config.number("rope_local_base_freq"))
+        given = {"rope_theta": config.get("rope_theta")}
+        return parse_parameters(config.get("rope_scaling") or {}, "rope_scaling", given, facts)
+
+    return rope_of_kind(config, kind, facts, older)
 
 
 def _decoder(config: ConfigReader, mixers: Sequence[Attention]) -> Decoder:
@@ -130,7 +131,7 @@ FAMILIES = (
     Family(
         "Gemma2ForCausalLM",
         describe_gemma2,
-        reads=_READS,
+        reads=_READS | {"sliding_window_size"},
         ignores=_IGNORES,
         defaults={
             **_DEFAULTS,

@@ -7,7 +7,15 @@ from dataclasses import replace
 from functools import partial
 
 from inference_svc.model.architectures import Family
-from inference_svc.model.building import attention, block, decoder, dense, norm, rope_facts
+from inference_svc.model.building import (
+    attention,
+    block,
+    decoder,
+    dense,
+    norm,
+    rope_facts,
+    rope_of_kind,
+)
 from inference_svc.model.config_keys import names
 from inference_svc.model.config_reader import FULL, HEADS, KV_HEADS, SLIDING, ConfigReader
 from inference_svc.model.description import (
@@ -121,14 +129,14 @@ def _mixer(config: ConfigReader, rope: Rope, kind: str, kv_layer: int | None) ->
 
 
 def _rope_of(config: ConfigReader, kind: str) -> Rope:
-    given = config.get("rope_parameters") or {}
-    if not isinstance(given, dict):
-        raise config.unsupported("rope_parameters", "must map kinds of layers to parameters")
+    if config.get("rope_scaling"):
+        raise config.unsupported("rope_scaling", "rope_parameters says it for this family")
     default = {"rope_type": "proportional", "partial_rotary_factor": 0.25} if kind == FULL else {}
     facts = rope_facts(
         config, theta=_THETAS[kind], part=1.0, kinds={"proportional": "proportional"}
     )
-    return parse_parameters(given.get(kind) or default, f"rope_parameters.{kind}", {}, facts)
+    where = f"rope_parameters.{kind}"
+    return rope_of_kind(config, kind, facts, lambda: parse_parameters(default, where, {}, facts))
 
 
 def _block(config: ConfigReader, mixer: Attention, told: int) -> Block:

@@ -21,20 +21,20 @@ _DEFAULT_ROPE = {
 
 
 def describe(config: ConfigReader) -> Decoder:
-    if config.get("rope_parameters") is None:
-        config = config.with_values(rope_parameters=_DEFAULT_ROPE)
-    has_window = config.get("sliding_window") is not None
-    window = config.positive("sliding_window") if has_window else None
+    given = config.get("rope_scaling") or config.get("rope_parameters")
+    if given is None:
+        given = _DEFAULT_ROPE
+        config = config.with_values(rope_parameters=given)
     turned = rope(config, other_keys=(_BETA, "max_position_embeddings"))
     growth = None
-    beta = config.get("rope_parameters").get(_BETA)
+    beta = given.get(_BETA)
     if beta is not None:
         if not isinstance(beta, int | float) or not turned.original_max_position_embeddings:
             raise config.unsupported(f"rope_parameters.{_BETA}", "must be a number", beta)
         growth = QueryGrowth(float(beta), turned.original_max_position_embeddings)
     mixer = attention(config, turned, query_growth=growth)
     layer = block(config, mixer, dense(config))
-    return decoder(config, with_windows(layer, config.same_window(window)))
+    return decoder(config, with_windows(layer, config.same_window(config.window)))
 
 
 FAMILIES = (

@@ -8,10 +8,8 @@ from inference_svc.model.description import Decoder
 
 
 def describe(config: ConfigReader) -> Decoder:
-    has_window = config.get("sliding_window") is not None
-    window = config.positive("sliding_window") if has_window else None
     layer = block(config, attention(config, rope(config)), dense(config))
-    return decoder(config, with_windows(layer, config.same_window(window)))
+    return decoder(config, with_windows(layer, config.same_window(config.window)))
 
 
 FAMILIES = (

@@ -13,6 +13,7 @@ from inference_svc.model.building import (
     norm,
     rope,
     rope_facts,
+    rope_of_kind,
 )
 from inference_svc.model.config_keys import names
 from inference_svc.model.config_reader import FULL, HEADS, SLIDING, ConfigReader
@@ -41,13 +42,14 @@ def describe_olmo3(config: ConfigReader) -> Decoder:
 def _rope_of(config: ConfigReader, kind: str) -> Rope:
     """Returns the rotation of layers of this kind. In older files `rope_scaling` is that of full
     attention alone."""
-    by_kind = config.get("rope_parameters") or {}
     facts = rope_facts(config, theta=500_000.0)
-    if kind in by_kind:
-        return parse_parameters(by_kind[kind], f"rope_parameters.{kind}", {}, facts)
-    values = config.get("rope_scaling") or {} if kind == FULL else {}
-    given = {"rope_theta": config.get("rope_theta")}
-    return parse_parameters(values, "rope_scaling", given, facts)
+
+    def older() -> Rope:
+        values = config.get("rope_scaling") or {} if kind == FULL else {}
+        given = {"rope_theta": config.get("rope_theta")}
+        return parse_parameters(values, "rope_scaling", given, facts)
+
+    return rope_of_kind(config, kind, facts, older)
 
 
 def _attention(config: ConfigReader, rope: Rope) -> Attention:

@@ -9,14 +9,16 @@ from inference_svc.model.description import Decoder
 
 _KINDS = {"longrope": "longrope", "su": "longrope", "yarn": "longrope"}
 """What older files call them."""
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def describe(config: ConfigReader) -> Decoder:
-    has_window = config.get("sliding_window") is not None
-    window = config.positive("sliding_window") if has_window else None
-    mixer = attention(config, rope(config, part=1.0, kinds=_KINDS), is_stored_fused=True)
+    # Counts even where it is left out: what the rotation's own parameters say of it does not.
+    original = {_ORIGINAL: config.get(_ORIGINAL)}
+    turned = rope(config.with_values(**original), part=1.0, kinds=_KINDS)
+    mixer = attention(config, turned, is_stored_fused=True)
     layer = block(config, mixer, dense(config, is_stored_fused=True))
-    return decoder(config, with_windows(layer, config.same_window(window)))
+    return decoder(config, with_windows(layer, config.same_window(config.window)))
 
 
 FAMILIES = (
@@ -24,13 +26,14 @@ FAMILIES = (
         "Phi3ForCausalLM",
         describe,
         reads=names("hidden_act rms_norm_eps sliding_window"),
-        ignores=names("attention_bias"),
+        ignores=names("attention_bias auto_map"),  # transformers' own code is what we compare with
+        accepts={"full_attn_mod": 1, "interpolate_factor": 1},
         defaults={
             "vocab_size": 32064,
             "hidden_size": 3072,
             "intermediate_size": 8192,
             "max_position_embeddings": 4096,
-            "original_max_position_embeddings": 4096,
+            _ORIGINAL: 4096,
             "rms_norm_eps": 1e-5,
             "eos_token_id": 32000,
         },

@@ -113,6 +113,70 @@ def test_defaults_are_those_of_transformers(family, model_dir):
     )
 
 
+def test_all_keys_that_are_refused_are_named(model_dir):
+    config = {"architectures": ["Cohere2ForCausalLM"], "rotary_pct": 0.5, "new": 1, "odd": [2]}
+    with pytest.raises(UnsupportedModel) as caught:
+        load_description(model_dir(config | {"use_parallel_block": True}))
+    assert str(caught.value) == (
+        "config.json: rotary_pct = 0.5: Cohere2ForCausalLM is computed with 1.0; new = 1, "
+        "odd = [2]: not known for Cohere2ForCausalLM, and it may change the maths"
+    )
+
+
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("Phi3", {"rope_scaling": LONGROPE, "max_position_embeddings": 131072}),
+        ("Phi3", {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 8192}}),
+        (
+            "Ministral3",
+            {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 2.0,
+                    "llama_4_scaling_beta": 0.5,
+                    "original_max_position_embeddings": 100,
+                }
+            },
+        ),
+        ("Olmo3", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rope_theta": 5e5}),
+        ("Gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 9e3}),
+    ],
+)
+def test_what_stands_beside_the_rotation(architecture, config, model_dir):
+    """Files of before release 5 of transformers, against what that makes of them."""
+    heads = {"num_attention_heads": 4, "hidden_size": 64, "head_dim": 16}
+    if architecture == "Phi3":
+        del heads["head_dim"]
+        config |= {"pad_token_id": 0, "eos_token_id": 1}
+    config |= heads | {"num_key_value_heads": 2}
+    written = config_of(architecture, **config).to_dict()
+    named = {"architectures": [f"{architecture}ForCausalLM"]}
+    ours = load_description(model_dir(config | named))
+    theirs = load_description(model_dir(written | named))
+    assert ours.ropes == theirs.ropes
+    assert ours.query_growths == theirs.query_growths
+
+
+@pytest.mark.parametrize("architecture", ["Gemma3", "Gemma4", "Olmo3"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_parameters": "yarn"},
+        {"rope_parameters": {"full_attention": {}}, "rope_scaling": {"type": "linear"}},
+    ],
+)
+def test_one_rotation_for_layers_of_several_kinds_is_refused(architecture, config, model_dir):
+    """Transformers passes over it."""
+    config |= {"architectures": [f"{architecture}ForCausalLM"]}
+    with pytest.raises(UnsupportedModel, match=r"config\.json: rope_(parameters|scaling) = "):
+        load_description(model_dir(config))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_that_transformers_saves_are_known(family, tmp_path):
     """A config as the installed version writes it, its generation defaults included."""

@@ -69,11 +69,16 @@ def rewritten(folder: Path, **tensors: torch.Tensor) -> Path:
     return folder
 
 
-def test_a_tied_head_is_the_embedding_whatever_the_file_has(random_model, save_model):
+def test_a_tied_head_is_the_embedding_unless_the_file_has_another(random_model, save_model):
     folder = save_model(random_model("Llama", tie_word_embeddings=True))
     before = hashes_of(folder)
-    rewritten(folder, **{"lm_head.weight": torch.randn(89, 48)})
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    rewritten(folder, **{"lm_head.weight": embedding.clone()})
     assert hashes_of(folder) == before
+    rewritten(folder, **{"lm_head.weight": torch.randn(89, 48)})
+    after = hashes_of(folder)
+    assert after["lm_head"] != before["lm_head"]
+    assert after | {"lm_head": before["lm_head"]} == before
     assert before["lm_head"] == before["model.embed_tokens"]
 
 

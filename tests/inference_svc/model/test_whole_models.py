@@ -194,6 +194,28 @@ def test_a_head_of_its_own_is_found_where_config_json_does_not_say(whole):
     assert load_description(folder).head.is_tied
 
 
+def test_a_head_that_differs_is_served(whole, load_decoder, relative_rms, caplog):
+    """The config that transformers saves says that it is the embedding; transformers does as we."""
+    model, folder = whole("Ministral3")
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    token_ids = torch.randint(1, 79, (60,)).tolist()
+    with torch.no_grad():
+        again = type(model).from_pretrained(folder).eval()
+        expected = again(input_ids=torch.tensor([token_ids])).logits[0]
+    assert not load_description(folder).head.is_tied
+    assert "lm_head.weight differs from that: it is served" in caplog.text
+    decoder = load_decoder(folder)
+    assert relative_rms(expected, decoder.logits(token_ids, chunk=60)) <= 1e-4
+    saved = load_file(folder / "model.safetensors")
+    head, embedding = (
+        next(name for name in saved if name.endswith(end))
+        for end in ("lm_head.weight", "embed_tokens.weight")
+    )
+    save_file(saved | {head: saved[embedding].clone()}, folder / "model.safetensors")
+    assert load_description(folder).head.is_tied
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

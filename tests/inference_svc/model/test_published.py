@@ -1,0 +1,95 @@
+"""Configs with all that the authors of published models left in them are read as transformers reads
+them. Lists of factors have other numbers."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import CONFIG_MAPPING
+
+from inference_svc.model.architectures import families, load_description
+from inference_svc.model.description import Decoder
+from inference_svc.model.parameters import parameters
+
+PUBLISHED = {path.stem: path for path in sorted((Path(__file__).parent / "published").iterdir())}
+
+
+def described(values: dict, folder: Path) -> Decoder:
+    (folder / "config.json").write_text(json.dumps(values, default=str))
+    return load_description(folder)
+
+
+@pytest.fixture
+def values(name: str) -> dict:
+    return json.loads(PUBLISHED[name].read_text())
+
+
+@pytest.fixture
+def config(values: dict) -> transformers.PreTrainedConfig:
+    return CONFIG_MAPPING[values["model_type"]].from_dict(copy.deepcopy(values))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_tensors_and_layers(name, values, config, tmp_path):
+    decoder = described(values, tmp_path)
+    architecture = getattr(transformers, values["architectures"][0])
+    with torch.device("meta"):
+        model = architecture._from_config(config)
+    stored = {
+        decoder.wrapper.text_name(name): tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+    }
+    stored.pop(None, None)  # of other towers
+    expected = {key: shape for each in parameters(decoder) for key, shape in each.shapes.items()}
+    heads = {"lm_head.weight"} if decoder.head.is_tied else set()
+    assert {key: stored[key] for key in stored.keys() - heads} == expected
+    assert decoder.head.is_tied == config.tie_word_embeddings
+    text = model.model.language_model if hasattr(model.model, "language_model") else model.model
+    for layer, ours in zip(text.layers, decoder.attentions, strict=True):
+        theirs = layer.self_attn
+        assert ours.scale == pytest.approx(theirs.scaling, rel=1e-6)
+        has_window = getattr(theirs, "is_sliding", True)
+        config_window = getattr(theirs.config, "sliding_window", None)
+        window = getattr(theirs, "sliding_window", config_window) if has_window else None
+        assert ours.window == window
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_frequencies(name, values, config, tmp_path):
+    decoder = described(values, tmp_path)
+    text = config.get_text_config()
+    module = importlib.import_module(type(text).__module__.replace("configuration", "modeling"))
+    rotary = next(kind for name, kind in vars(module).items() if name.endswith("RotaryEmbedding"))
+    theirs = dict(rotary(text).named_buffers())
+    assert decoder.ropes
+    for rope, head_dim in decoder.ropes:
+        ours = rope.inverse_frequencies(head_dim)
+        alike = [each for each in theirs.values() if each.shape == ours.shape]
+        assert any(torch.allclose(ours, each, rtol=1e-5, atol=0) for each in alike)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_transformers_says_the_same(name, values, config, tmp_path):
+    """As it writes the config anew."""
+    written = config.to_diff_dict() | {"architectures": values["architectures"]}
+    first, again = (
+        replace(described(each, tmp_path), config_sha256="", dtype="") for each in (values, written)
+    )
+    assert again == first
+
+
+def test_every_family_has_one():
+    """But for those whose files hold nothing that was not read before."""
+    found = {json.loads(path.read_text())["architectures"][0] for path in PUBLISHED.values()}
+    assert found >= families().keys() - {
+        *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+        *("Olmo2ForCausalLM", "Ministral3ForCausalLM", "Gemma4ForCausalLM"),
+        "Gemma4ForConditionalGeneration",
+    }
