@@ -13,17 +13,20 @@ from dataclasses import dataclass
 
 import torch
 
+from inference_svc.model.description import Decoder
 from kernels.host_memory import Slab, allocate_host
 from kernels.linear import PackedLinear, linear_op
 from kernels.native.library import Library, load
 
 
-def layer_shapes(sizes: dict[str, tuple[int, int]]) -> list[tuple[int, int]]:
-    """[out, in] of one layer's products, from each target's (in, out): q, k and v are one product,
-    gate and up are one."""
-    hidden, mlp = sizes["down_proj"][1], sizes["down_proj"][0]
-    attention = [(hidden + 2 * sizes["k_proj"][1], hidden), (hidden, hidden)]
-    return [*attention, (2 * mlp, hidden), (hidden, mlp)]
+def step_shapes(decoder: Decoder) -> list[tuple[int, int]]:
+    """[out, in] of all products of a step but the head: q, k and v are one product, gate and up are
+    one."""
+    return [
+        (projection.out_features, projection.in_features)
+        for block in decoder.blocks
+        for projection in block.projections
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.models import SHAPES
+from bench.models import decoder
 from kernels.attention import AttentionPlan, KVCache, attend
 from kernels.attention.native import NativeAttention, StepRows
 from kernels.attention.native_memory import AttentionScratch, AttentionShape
@@ -35,14 +35,9 @@ class Shape:
 
     @classmethod
     def of(cls, model: str) -> Shape:
-        shape = SHAPES[model]
-        num_heads = int(shape["num_attention_heads"])
-        return cls(
-            int(shape["num_hidden_layers"]),
-            num_heads,
-            int(shape["num_key_value_heads"]),
-            int(shape["hidden_size"]) // num_heads,
-        )
+        found = decoder(model)
+        first = found.attentions[0]
+        return cls(found.num_layers, first.num_heads, first.num_kv_heads, first.head_dim)
 
 
 @dataclass(frozen=True, slots=True)

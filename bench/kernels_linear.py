@@ -11,47 +11,34 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.gemm_shapes import layer_shapes
-from bench.models import SHAPES, projections
+from bench.gemm_shapes import step_shapes
+from bench.models import SHAPES, decoder
 from kernels.linear import PackedLinear, linear_op
 from kernels.native.library import Library, NativeOp, load
 
 NUM_TOKENS = (1, 4, 8, 16, 32, 64, 256, 1024)
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A decoder's projections, [out, in] each."""
-
-    layer: list[tuple[int, int]]
-    num_layers: int
-
-    @classmethod
-    def of(cls, model: str) -> Shape:
-        return cls(layer_shapes(projections(model)), int(SHAPES[model]["num_hidden_layers"]))
-
-    @property
-    def num_weights(self) -> int:
-        return self.num_layers * sum(size_out * size_in for size_out, size_in in self.layer)
+Shapes = Sequence[tuple[int, int]]
+"""A decoder's projections, [out, in] each."""
 
 
 class Projections:
     """The same weights for ours and for oneDNN."""
 
-    def __init__(self, shape: Shape, library: Library, max_tokens: int) -> None:
+    def __init__(self, shapes: Shapes, library: Library, max_tokens: int) -> None:
         self._num_tokens = torch.ones(1, dtype=torch.int32)
-        rows = {size_in for _, size_in in shape.layer}
+        rows = {size_in for _, size_in in shapes}
         self._x = {size: torch.randn(max_tokens, size).bfloat16() for size in rows}
         ops: list[NativeOp] = []
         self._theirs: list[tuple[int, torch.Tensor]] = []
-        for size_out, size_in in shape.layer * shape.num_layers:
+        for size_out, size_in in shapes:
             weight = torch.randn(size_out, size_in).bfloat16()
             out = torch.empty(max_tokens, size_out, dtype=torch.bfloat16)
             packed = PackedLinear.pack(weight)
@@ -86,19 +73,19 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     library = load()
     assert library is not None, "no native kernels here: nothing to compare"
-    shape = Shape.of(args.model)
-    both = Projections(shape, library, max(args.num_tokens))
+    shapes = step_shapes(decoder(args.model))
+    both = Projections(shapes, library, max(args.num_tokens))
     table = Table(title=f"{args.model}, {args.threads} threads, {library.variant}, ms")
     for column in ("tokens", "ours", "median", "oneDNN", "median", "ratio", "TFLOP/s", "GB/s"):
         table.add_column(column, justify="right")
     with torch.inference_mode():
         for num_tokens in args.num_tokens:
-            table.add_row(*measure(both, shape, num_tokens, args.rounds))
+            table.add_row(*measure(both, shapes, num_tokens, args.rounds))
     Console().print(table)
 
 
 def measure(
-    projections: Projections, shape: Shape, num_tokens: int, most_rounds: int
+    projections: Projections, shapes: Shapes, num_tokens: int, most_rounds: int
 ) -> tuple[str, ...]:
     """One row: the times of ours and theirs, their ratio, and ours in arithmetic and bytes."""
     rounds = max(3, min(most_rounds, most_rounds * 64 // num_tokens))
@@ -108,13 +95,14 @@ def measure(
     ]
     ours, theirs = zip(*both, strict=True)
     best = min(ours)
+    num_weights = sum(size_out * size_in for size_out, size_in in shapes)
     times = [best, statistics.median(ours), min(theirs), statistics.median(theirs)]
     return (
         str(num_tokens),
         *(f"{value * 1e3:.1f}" for value in times),
         f"{min(theirs) / best:.2f}",
-        f"{2 * shape.num_weights * num_tokens / best / 1e12:.3f}",
-        f"{2 * shape.num_weights / best / 1e9:.1f}",
+        f"{2 * num_weights * num_tokens / best / 1e12:.3f}",
+        f"{2 * num_weights / best / 1e9:.1f}",
     )
 
 

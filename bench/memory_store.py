@@ -9,32 +9,28 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-
 from adapter_store import core as store_core
+from adapter_store.api import convert as of_store
 from adapter_store.checkpoint.open import open_checkpoint
+from adapter_store.images import pull
 from adapter_store.images.compile import Image, compile_image
 from adapter_store.images.layout import layout_id
+from adapter_store.images.plan import IMAGE_FORMATS
 from inference_svc.adapters.image_source import (
     ImageChunk,
     ImageHeader,
     ImageTrailer,
     LayerEnd,
     PullMessage,
-    Segment,
 )
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
+from inference_svc.store.convert import from_layout, to_pull_message
 
 CHUNK_BYTES = 512 << 10
-_DTYPES = {
-    torch.float32: store_core.DataType.FLOAT32,
-    torch.bfloat16: store_core.DataType.BFLOAT16,
-    torch.float16: store_core.DataType.FLOAT16,
-}
 
 
 def variant_digest(digest: str, number: int) -> str:
@@ -43,9 +39,9 @@ def variant_digest(digest: str, number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """`data` without its first part, which is `first`; `hashes` are the parts' sha256."""
+    """An image but for its first part, which is `first`; `hashes` are the parts' sha256."""
 
-    digest: str
+    header: ImageHeader
     image: Image
     first: bytes
     hashes: tuple[bytes, ...]
@@ -62,9 +58,8 @@ class MemoryStream:
 
     source = "memory"
 
-    def __init__(self, stored: StoredImage, layout_id: str, offset: int) -> None:
+    def __init__(self, stored: StoredImage, offset: int) -> None:
         self._stored = stored
-        self._layout_id = layout_id
         self._offset = offset
         self._is_cancelled = False
 
@@ -78,19 +73,8 @@ class MemoryStream:
             yield message
 
     def _messages(self) -> Iterator[PullMessage]:
-        stored, plan = self._stored, self._stored.image.plan
-        segments = tuple(
-            Segment(s.target, s.kind.value, s.rank, s.offset, s.length_bytes) for s in plan.segments
-        )
-        yield ImageHeader(
-            stored.digest,  # one image per digest here
-            stored.digest,
-            self._layout_id,
-            plan.image_format,
-            plan.total_bytes,
-            segments,
-            self._offset,
-        )
+        stored = self._stored
+        yield replace(stored.header, offset=self._offset)
         for part, sha256 in zip(stored.image.parts, stored.hashes, strict=True):
             if part.start < self._offset:
                 continue
@@ -102,25 +86,20 @@ class MemoryStream:
 
 
 def store_layout(layout: ModelLayout) -> store_core.Layout:
-    """An engine's layout as the adapter store knows it."""
-    targets = tuple(
-        store_core.Target(
-            target.name,
-            target.layer,
-            target.group,
-            store_core.TargetKind(target.kind),
-            target.in_features,
-            target.out_features,
-        )
-        for target in layout.targets
+    """An engine's layout as the adapter store knows it, in the newest image format."""
+    return replace(of_store.from_layout(from_layout(layout)), image_format=IMAGE_FORMATS[-1])
+
+
+def image_header(image: Image) -> ImageHeader:
+    """An image's header as an engine receives it."""
+    plan = image.plan
+    header = pull.ImageHeader(
+        *(plan.image_id, plan.digest, plan.layout_id, plan.image_format),
+        *(plan.total_bytes, plan.segments, 0),
     )
-    return store_core.Layout(
-        layout.base_model,
-        layout.config_sha256,
-        _DTYPES[layout.dtype],
-        1,
-        targets,
-    )
+    received = to_pull_message(of_store.to_pull_response(header))
+    assert isinstance(received, ImageHeader)
+    return received
 
 
 @dataclass
@@ -129,7 +108,6 @@ class MemoryStore:
 
     folders: dict[str, Path] = field(default_factory=dict)
     _layout: store_core.Layout | None = None
-    _layout_id: str = ""
     _stored: dict[str, StoredImage] = field(default_factory=dict)
 
     def register(self, folder: Path) -> str:
@@ -141,8 +119,7 @@ class MemoryStore:
     def accept_layout(self, layout: ModelLayout) -> str:
         """Gives the layout id."""
         self._layout = store_layout(layout)
-        self._layout_id = layout_id(self._layout)
-        return self._layout_id
+        return layout_id(self._layout)
 
     def compile(self, digest: str) -> None:
         """Makes the image of a registered adapter, once."""
@@ -155,7 +132,7 @@ class MemoryStore:
         image = compile_image(checkpoint, self._layout)
         first = image.buffer[: image.parts[0].end].numpy().tobytes()
         hashes = tuple(part.sha256 for part in image.parts)
-        self._stored[digest] = StoredImage(digest, image, first, hashes)
+        self._stored[digest] = StoredImage(image_header(image), image, first, hashes)
 
     def add_variants(self, digest: str, count: int) -> list[str]:
         """The digests of `count` more adapters made of a registered one."""
@@ -169,18 +146,19 @@ class MemoryStore:
                 first[4 * bit] ^= number >> bit & 1
             name = variant_digest(digest, number)
             hashes = (hashlib.sha256(first).digest(), *original.hashes[1:])
-            self._stored[name] = StoredImage(name, original.image, bytes(first), hashes)
+            header = replace(original.header, image_id=name, digest=name)
+            self._stored[name] = StoredImage(header, original.image, bytes(first), hashes)
             digests.append(name)
         return digests
 
     @property
     def image_bytes(self) -> int:
         """Size of the largest image."""
-        return max(stored.image.plan.total_bytes for stored in self._stored.values())
+        return max(stored.header.total_bytes for stored in self._stored.values())
 
     def pull(
         self, digest: str, layout_id: str, offset: int = 0, image_id: str = "", avoid: object = ()
     ) -> MemoryStream:
         self.compile(digest)
         stored = self._stored[digest]
-        return MemoryStream(stored, self._layout_id, offset if image_id == digest else 0)
+        return MemoryStream(stored, offset if image_id == stored.header.image_id else 0)

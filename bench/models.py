@@ -6,73 +6,142 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
-from transformers import LlamaConfig, LlamaForCausalLM
+
+from bench.gpu_run.model import read_description
+from inference_svc.adapters.layout import build_layout
+from inference_svc.model.description import Decoder
 
 NAME = "bench-200m"
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-SHAPES: dict[str, dict[str, Any]] = {
-    NAME: {
-        "vocab_size": 8192,
-        "hidden_size": 1024,
-        "intermediate_size": 2816,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-    },
-    # The shape of TinyLlama.
-    "bench-1b": {
-        "vocab_size": 32000,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 22,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-    },
-    "bench-tiny": {
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model: its class in transformers, and the values of its config. All layers have the same
+    linear layers."""
+
+    architecture: str
+    values: dict[str, Any]
+
+    @property
+    def model_class(self) -> Any:
+        return getattr(transformers, self.architecture)
+
+    def make_config(self) -> Any:
+        """Returns the config of a model in bf16."""
+        return self.model_class.config_class(
+            **{"max_position_embeddings": 2048, "tie_word_embeddings": False} | self.values,
+            architectures=[self.architecture],
+            dtype=torch.bfloat16,
+        )
+
+
+_SIZE_200M = {
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 16,
 }
-"""bench-200m has 197 M parameters, bench-1b 1.1 G; bench-tiny is for trying things out."""
+SHAPES = {
+    NAME: Shape(
+        "LlamaForCausalLM", _SIZE_200M | {"num_attention_heads": 16, "num_key_value_heads": 4}
+    ),
+    # Heads, windows and rotations of Gemma 3 1B.
+    "bench-gemma3": Shape(
+        "Gemma3ForCausalLM",
+        _SIZE_200M
+        | {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+        },
+    ),
+    # Heads and rotation of Phi-4.
+    "bench-phi4": Shape(
+        "Phi3ForCausalLM",
+        _SIZE_200M
+        | {
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 250_000.0},
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        },
+    ),
+    # The shape of TinyLlama.
+    "bench-1b": Shape(
+        "LlamaForCausalLM",
+        {
+            "vocab_size": 32000,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 22,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "bench-tiny": Shape(
+        "LlamaForCausalLM",
+        {
+            "vocab_size": 512,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+    ),
+}
+"""bench-200m has 197 M parameters, bench-1b 1.1 G; bench-tiny is for trying things out. Products of
+bench-gemma3 and bench-phi4 have the sizes of bench-200m's."""
 RANK = 16
 ROOT = Path(".bench/models")
 
 
+@cache
+def decoder(name: str) -> Decoder:
+    """What the inference service makes of the model's config."""
+    return read_description(SHAPES[name].make_config().to_diff_dict())
+
+
 def projections(name: str) -> dict[str, tuple[int, int]]:
-    """(in, out) features of each target of one layer."""
-    shape = SHAPES[name]
-    hidden, mlp = int(shape["hidden_size"]), int(shape["intermediate_size"])
-    kv = hidden // int(shape["num_attention_heads"]) * int(shape["num_key_value_heads"])
-    sizes = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden)]
-    return dict(zip(TARGETS, [*sizes, (hidden, mlp), (hidden, mlp), (mlp, hidden)], strict=True))
+    """(in, out) features of each linear layer of one layer, as the checkpoint has them: the targets
+    of the adapters."""
+    return {
+        member.module.rpartition(".")[2]: (projection.in_features, member.out_features)
+        for projection in decoder(name).blocks[0].projections
+        for member in projection.stored
+    }
 
 
 def image_bytes(name: str) -> int:
-    """Size of one adapter's bf16 image, whose segments need no padding at this rank."""
+    """Size of one adapter's bf16 image, whose segments need no padding at this rank; the A of a
+    module that computes several targets is there once."""
     features = sum(into + out for into, out in projections(name).values())
-    return 2 * RANK * features * int(SHAPES[name]["num_hidden_layers"])
+    return 2 * RANK * features * decoder(name).num_layers
 
 
 def arena_bytes(name: str, num_adapters: int) -> int:
-    """Holds so many, or one that also changes the embedding and the head."""
-    largest = 4 * RANK * (int(SHAPES[name]["vocab_size"]) + int(SHAPES[name]["hidden_size"]))
-    return image_bytes(name) * num_adapters + (largest if num_adapters == 1 else 0)
+    """Holds so many, or one that changes everything."""
+    layout = build_layout(decoder(name), name, torch.bfloat16)
+    return max(image_bytes(name) * num_adapters, layout.largest_image(RANK).num_bytes)
 
 
 def kv_bytes(name: str, num_tokens: int) -> int:
     """Keys and values of so many tokens."""
-    return 4 * num_tokens * projections(name)["k_proj"][1] * int(SHAPES[name]["num_hidden_layers"])
+    return 2 * num_tokens * decoder(name).kv_elements_per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +154,7 @@ class Prepared:
 
     @property
     def vocab(self) -> int:
-        return int(SHAPES[self.name]["vocab_size"])
+        return decoder(self.name).vocab_size
 
 
 def prepare(name: str, num_adapters: int, root: Path = ROOT) -> Prepared:
@@ -108,18 +177,14 @@ def prepare(name: str, num_adapters: int, root: Path = ROOT) -> Prepared:
 
 
 def make_model(folder: Path, name: str = NAME) -> None:
-    """A Llama in bf16, with a tokenizer whose tokens are numbers."""
+    """A model in bf16, with a tokenizer whose tokens are numbers."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        **SHAPES[name],
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        dtype=torch.bfloat16,
-    )
+    shape = SHAPES[name]
+    config = shape.make_config()
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        LlamaForCausalLM(config).save_pretrained(folder)
+        shape.model_class(config).save_pretrained(folder)
     finally:
         torch.set_default_dtype(before)
     vocab = {f"{token} ": token for token in range(config.vocab_size)}
@@ -133,13 +198,17 @@ def make_model(folder: Path, name: str = NAME) -> None:
 def make_adapter(
     model_dir: Path, folder: Path, seed: int, rank: int = RANK, name: str = NAME
 ) -> None:
-    """A PEFT adapter over all seven projections, alpha 2 * rank, bf16 files."""
+    """A PEFT adapter over all linear layers of the decoder, alpha 2 * rank, bf16 files."""
     torch.manual_seed(seed)
     config = LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules=TARGETS, base_model_name_or_path=name
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=list(projections(name)),
+        base_model_name_or_path=name,
     )
+    model_class = SHAPES[name].model_class
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig.from_pretrained(model_dir))
+        model = model_class(model_class.config_class.from_pretrained(model_dir))
         inject_adapter_in_model(config, model)
     state = get_peft_model_state_dict(model, save_embedding_layers=False)
     tensors = {

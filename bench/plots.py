@@ -22,7 +22,7 @@ def plot_bars(
 ) -> None:
     """One group of bars per name in `groups`, one bar per series; NaN leaves a gap."""
     plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(max(7, 1.3 * len(groups)), 4.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(max(7, 1.4 * len(groups)), 4.5), layout="constrained")
     width = 0.8 / max(1, len(series))
     for index, (name, values) in enumerate(series.items()):
         places = [group + index * width for group in range(len(groups))]
@@ -62,16 +62,23 @@ def plot_lines(
     print(f"written to {path}")
 
 
-def plot_throughput(summary: Mapping[str, Mapping[str, float]], path: Path, model: str) -> None:
+def plot_throughput(summaries: Mapping[str, Mapping[str, Mapping[str, float]]], path: Path) -> None:
+    """`summaries` are tokens per second, by model, row and system."""
+    rows = {
+        row if len(summaries) == 1 else f"{model}, {row}": rates
+        for model, summary in summaries.items()
+        for row, rates in summary.items()
+    }
     systems = [
         system
         for system in ("floor", "ours", "ours-grpc", "vllm best", "peft")
-        if any(system in row for row in summary.values())
+        if any(system in rates for rates in rows.values())
     ]
     series = {
-        system: [row.get(system, float("nan")) for row in summary.values()] for system in systems
+        system: [rates.get(system, float("nan")) for rates in rows.values()] for system in systems
     }
-    plot_bars(path, f"W1, {model}", "output tokens per second", list(summary), series)
+    title = f"W1, {' and '.join(summaries)}"
+    plot_bars(path, title, "output tokens per second", list(rows), series)
 
 
 def _wrapped(names: Sequence[str]) -> list[str]:

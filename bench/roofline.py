@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from bench.gemm_shapes import Products, layer_shapes, seconds
-from bench.models import SHAPES, image_bytes, projections
+from bench.gemm_shapes import Products, seconds, step_shapes
+from bench.models import SHAPES, decoder, image_bytes
 from bench.results import FOLDER, median, show, write
 from bench.store_process import bench_store
 from bench.store_pull import read_raw
@@ -46,14 +46,14 @@ class ModelFloor:
     """The products of one model."""
 
     def __init__(self, name: str) -> None:
-        num_layers = int(SHAPES[name]["num_hidden_layers"])
-        vocab, hidden = int(SHAPES[name]["vocab_size"]), int(SHAPES[name]["hidden_size"])
+        described = decoder(name)
+        vocab, hidden = described.vocab_size, described.hidden_size
         self.adapter_bytes = image_bytes(name)
-        sizes = projections(name)
-        self.projections = Products(layer_shapes(sizes) * num_layers)
-        keys_and_values = ("k_proj", "v_proj")
-        others = (into * out for name, (into, out) in sizes.items() if name not in keys_and_values)
-        self._last_flops = 2.0 * sum(others)
+        self.projections = Products(step_shapes(described))
+        last, attention = described.blocks[-1], described.attentions[-1]
+        whole = sum(each.out_features * each.in_features for each in last.projections)
+        keys_and_values = attention.qkv.out_features - attention.q_size
+        self._last_flops = 2.0 * (whole - keys_and_values * attention.qkv.in_features)
         # Logits are sums in fp32. Some copies, so that each comes from memory.
         self._num_heads = -(-HEAD_BYTES // (2 * vocab * hidden))
         self.head = Products([(vocab, hidden)] * self._num_heads, torch.float32)

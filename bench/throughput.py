@@ -1,13 +1,13 @@
 """W1: requests at once, 64 tokens in, 32 out, greedy; output tokens per second.
 
-    python -m bench.throughput [--model bench-200m] [--systems ours,ours-grpc,vllm,peft]
+    python -m bench.throughput [--model bench-200m ...] [--systems ours,ours-grpc,vllm,peft]
                                [--rounds 5] [--num-out 32] [--requests 16] [--out FILE]
 
 Every system runs in a process of its own with two threads and times itself; they take turns within
 a round, one computing at a time, on the same prompts, model folder and adapters. The floor and the
 bound of the hardware (`bench.roofline`) are measured in every round as well. Prefix caches are off,
 nobody stops at an end token. Medians over the rounds after a first that warms up, and ratios of
-medians.
+medians. Several models are measured one after the other, each beside its own floor.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def check_comparable(kernels: str, systems: Sequence[str], allow_torch: bool) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=SHAPES, default="bench-200m")
+    parser.add_argument("--model", nargs="+", choices=SHAPES, default=["bench-200m"])
     parser.add_argument("--systems", default="ours,ours-grpc", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--requests", type=int, nargs="*", help="only rows with so many")
     parser.add_argument("--rounds", type=int, default=5)
@@ -175,15 +175,19 @@ def main() -> None:
     systems = options.systems.split(",")
     check_comparable(best_kernels(), systems, options.allow_torch)
     rows = [row for row in ROWS if not options.requests or row.num_requests in options.requests]
-    prepared = prepare(options.model, NUM_ADAPTERS)
-    found = measure(prepared, systems, rows, options.rounds, options.num_out)
-    for system in (system for system in systems if system.startswith("ours")):
-        check_comparable(found["systems"][system]["kernels"], systems, options.allow_torch)
-    summary = summarize(found["tokens_per_second"])
-    show_tables(summary, f"W1, {options.model}, {options.num_out} tokens out")
-    workload = {"model": options.model, "num_in": NUM_IN, "num_out": options.num_out}
-    write(options.out, "W1", {**workload, "summary": summary, **found})
-    plot_throughput(summary, options.out.with_suffix(".png"), options.model)
+    models: dict[str, dict[str, Any]] = {}
+    for model in options.model:
+        prepared = prepare(model, NUM_ADAPTERS)
+        found = measure(prepared, systems, rows, options.rounds, options.num_out)
+        for system in (system for system in systems if system.startswith("ours")):
+            check_comparable(found["systems"][system]["kernels"], systems, options.allow_torch)
+        summary = summarize(found["tokens_per_second"])
+        show_tables(summary, f"W1, {model}, {options.num_out} tokens out")
+        models[model] = {"summary": summary, **found}
+    workload = {"num_in": NUM_IN, "num_out": options.num_out}
+    write(options.out, "W1", {**workload, "models": models})
+    summaries = {model: found["summary"] for model, found in models.items()}
+    plot_throughput(summaries, options.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

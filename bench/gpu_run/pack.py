@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ from bench.gpu_run.pack_store import (
     make_request,
     make_store,
 )
-from bench.memory_store import store_layout
+from bench.memory_store import image_header, store_layout
 from inference_svc.adapters.layout import build_layout
 from inference_svc.engine.thread import EngineThread
 from inference_svc.model.architectures import load_description
@@ -149,13 +150,11 @@ def compile_adapters(out: Path) -> dict[str, str]:
         image = compile_image(checkpoint, layout)
         # As the name of a file, too.
         digest = digests[job.name] = checkpoint.digest.removeprefix("sha256:")
+        header = image_header(image)
         facts = {
             "digest": digest,
-            "image_format": image.plan.image_format,
-            "segments": [
-                [s.target, s.kind.value, s.rank, s.offset, s.length_bytes]
-                for s in image.plan.segments
-            ],
+            "image_format": header.image_format,
+            "segments": [asdict(segment) for segment in header.segments],
             "parts": [[part.index, part.start, part.end] for part in image.parts],
         }
         (folder / f"{digest}.json").write_text(json.dumps(facts))

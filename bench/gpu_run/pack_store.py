@@ -128,7 +128,9 @@ class PackStream:
 
     def __iter__(self) -> Iterator[PullMessage]:
         facts = self._facts
-        segments = tuple(Segment(*each) for each in facts["segments"])
+        segments = tuple(
+            Segment(**each | {"shape": tuple(each["shape"])}) for each in facts["segments"]
+        )
         digest = facts["digest"]
         yield ImageHeader(
             digest, digest, LAYOUT_ID, facts["image_format"], len(self._data), segments

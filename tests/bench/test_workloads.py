@@ -8,21 +8,36 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench import roofline
 from bench.engine import Track
-from bench.gemm_shapes import Products
+from bench.gemm_shapes import Products, step_shapes
 from bench.interference import largest_bucket_s
 from bench.many_adapters import observe
-from bench.models import SHAPES, projections
+from bench.memory_store import MemoryStore
+from bench.models import (
+    NAME,
+    SHAPES,
+    arena_bytes,
+    decoder,
+    image_bytes,
+    kv_bytes,
+    make_adapter,
+    projections,
+)
 from bench.results import percentile
 from bench.roofline import ModelFloor
 from bench.step_breakdown import name_operations
+from bench.store_adapters import BENCH_200M
 from bench.throughput import summarize
 from bench.trace import Traffic
+from inference_svc.adapters.image_source import ImageHeader
+from inference_svc.adapters.layout import build_layout
 from loadout.prometheus import parse
 
 ROOT = Path(__file__).parents[2]
+SAME_SIZE = (NAME, "bench-gemma3", "bench-phi4")
 
 
 def test_skewed_traffic_prefers_the_first_adapters() -> None:
@@ -147,10 +162,55 @@ def test_a_floor_leaves_out_what_nobody_reads_of_the_last_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(roofline, "HEAD_BYTES", 1)  # nothing is measured here
-    floor = ModelFloor("bench-tiny")
-    shape, sizes = SHAPES["bench-tiny"], projections("bench-tiny")
+    floor, sizes = ModelFloor("bench-tiny"), projections("bench-tiny")
     whole = 2.0 * sum(into * out for into, out in sizes.values())
-    assert floor.flops_per_token == whole * shape["num_hidden_layers"]
+    assert floor.flops_per_token == whole * decoder("bench-tiny").num_layers
     assert floor.prefill_flops(7, 7) == 7 * floor.flops_per_token
     stored = 2.0 * sum(into * out for into, out in (sizes["k_proj"], sizes["v_proj"]))
     assert floor.prefill_flops(7, 0) == 7 * (floor.flops_per_token - whole + stored)
+
+
+@pytest.mark.parametrize("name", SAME_SIZE)
+def test_models_of_one_size_have_the_same_products_and_caches(name: str) -> None:
+    assert step_shapes(decoder(name)) == step_shapes(decoder(NAME))
+    assert decoder(name).vocab_size == decoder(NAME).vocab_size
+    assert kv_bytes(name, 7) == kv_bytes(NAME, 7)
+
+
+def test_floors_of_models_of_one_size_differ_by_their_adapters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fused module's A is one, and is read once."""
+    monkeypatch.setattr(roofline, "HEAD_BYTES", 1)  # nothing is measured here
+    llama, gemma, phi = (ModelFloor(name) for name in SAME_SIZE)
+    assert llama.prefill_flops(7, 1) == gemma.prefill_flops(7, 1) == phi.prefill_flops(7, 1)
+    assert llama.adapter_bytes == gemma.adapter_bytes
+    num_shared = 3 * 1024 * 16  # values: k and v read q's A, up reads gate's
+    assert phi.adapter_bytes == llama.adapter_bytes - 2 * num_shared * 16
+
+
+@pytest.mark.parametrize("name", SAME_SIZE)
+def test_adapters_of_every_model_become_images_of_the_size_that_is_reckoned(
+    name: str, tmp_path: Path
+) -> None:
+    SHAPES[name].make_config().save_pretrained(tmp_path)
+    make_adapter(tmp_path, tmp_path / "adapter", seed=0, name=name)
+    store, layout = MemoryStore(), build_layout(decoder(name), name, torch.bfloat16)
+    layout_id = store.accept_layout(layout)
+    digest = store.register(tmp_path / "adapter")
+    (variant,) = store.add_variants(digest, 1)
+    for each in (digest, variant):
+        header = next(iter(store.pull(each, layout_id)))
+        assert isinstance(header, ImageHeader)
+        assert (header.digest, header.layout_id) == (each, layout_id)
+        changed = {segment.target for segment in layout.read_header(header).segments}
+        assert changed == {i for i, t in enumerate(layout.targets) if t.layer is not None}
+        assert header.total_bytes == image_bytes(name)
+    assert arena_bytes(name, 16) == 16 * image_bytes(name)
+    assert arena_bytes(name, 1) > image_bytes(name)
+
+
+def test_the_stores_benchmarks_have_the_shape_of_the_model() -> None:
+    assert {path.rpartition(".")[2]: sizes for path, sizes in BENCH_200M.items()} == projections(
+        NAME
+    )

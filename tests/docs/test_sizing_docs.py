@@ -72,7 +72,7 @@ def test_an_image_has_the_bytes_that_the_store_gives_it() -> None:
 
 
 def test_the_benchmarks_model_is_the_benchmarks() -> None:
-    assert SHAPES[BENCH_NAME].items() <= sizing_docs.BENCH_200M.items()
+    assert SHAPES[BENCH_NAME].values.items() <= sizing_docs.BENCH_200M.items()
 
 
 def test_an_adapter_takes_so_much_of_the_catalog(tmp_path: Path) -> None:
