@@ -328,16 +328,27 @@ def test_packages_map_their_modules(package: str) -> None:
     check(f"maps of {package}", found())
 
 
+NAMING_FAMILIES = {
+    "inference_svc.model.rope": "kinds of rotation are called by who made them",
+}
+"""Modules that may name families, and why."""
+
+
 def test_families_of_models_are_known_by_their_descriptions_alone() -> None:
-    """No name of an architecture stands outside the modules that describe them."""
+    """Neither an architecture's name nor a family's stands outside the modules that describe them,
+    but in prose, as where something is from."""
+    modules = {path.stem for path in TREE.under("inference_svc.model.architectures").values()}
+    families = "|".join(modules - {"__init__", "whole"})
+    # Of code: names of architectures anywhere, and those of families in quotes or as identifiers.
+    pattern = re.compile(
+        r"\w+For(?:CausalLM|ConditionalGeneration)\b"
+        rf"|[\"'](?:{families})[a-z0-9_]*[\"']|\b(?:is|for|has)_(?:{families})\w*"
+    )
 
     def found() -> Iterator[str]:
-        for name, path in TREE.under("inference_svc", "kernels").items():
-            if not is_under(name, ["inference_svc.model.architectures"]):
-                for family in re.findall(
-                    r"\w+For(?:CausalLM|ConditionalGeneration)\b", path.read_text()
-                ):
-                    yield f"{name}: {family}"
+        for name, path in TREE.under("inference_svc", "kernels", "tools", "servicekit").items():
+            if not is_under(name, [*NAMING_FAMILIES, "inference_svc.model.architectures"]):
+                yield from (f"{name}: {each}" for each in pattern.findall(path.read_text()))
 
     check("names of families", found())
 

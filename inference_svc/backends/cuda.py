@@ -256,7 +256,7 @@ class CudaFactory:
     """A `BackendFactory` for one CUDA device."""
 
     name = "CUDA"
-    features = COMPUTED
+    features = COMPUTED - {"attention.head_dim>512"}
     without = "--device cpu"
     has_device_memory = True
     profiler_device = "cuda"

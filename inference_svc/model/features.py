@@ -2,7 +2,8 @@
 
 Read off the description itself, so that none can be forgotten. Each type of part is a feature, such
 as "dense", and so is each field that says more than its default ("attention.softcap"), each choice
-of several ("norm.kind=layer"), and the absence of what has no default ("attention.rope=none").
+of several ("norm.kind=layer"), and the absence of what has no default ("attention.rope=none"). What
+only sizes tell has names of its own.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ NOT_COMPUTED = frozenset(
 )
 """Fields that no backend computes with."""
 
+HEAD_SIZES = (256, 512)
+"""Heads above each of these sizes are a feature."""
+
 
 def feature_names(text: str) -> frozenset[str]:
     """Returns the words of a text."""
@@ -38,7 +42,7 @@ def feature_names(text: str) -> frozenset[str]:
 
 def features(decoder: Decoder) -> frozenset[str]:
     """Returns the names of the features of a decoder."""
-    return frozenset(_features(decoder))
+    return frozenset((*_features(decoder), *_of_sizes(decoder)))
 
 
 def _features(part: Any) -> Iterator[str]:
@@ -57,6 +61,21 @@ def _features(part: Any) -> Iterator[str]:
         for inner in value if isinstance(value, tuple) else (value,):
             if is_dataclass(inner):
                 yield from _features(inner)
+
+
+def _of_sizes(decoder: Decoder) -> Iterator[str]:
+    """Yields what sizes tell: whole-width norms, wide heads, and what layers do not have alike."""
+    for each in decoder.attentions:
+        norms = (each.q_norm, each.k_norm)
+        if any(norm is not None and norm.size > each.head_dim for norm in norms):
+            yield "attention.norms_of_all_heads"
+        yield from (f"attention.head_dim>{size}" for size in HEAD_SIZES if each.head_dim > size)
+    if len(decoder.kv_shapes) > 1:
+        yield "decoder.kv_shapes"
+    if len(decoder.ropes) > 1:
+        yield "decoder.ropes"
+    if len(decoder.windows) > 1:
+        yield "decoder.windows"
 
 
 def _kind(part: object) -> str:

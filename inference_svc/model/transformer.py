@@ -49,6 +49,8 @@ COMPUTED = feature_names(
     attention attention.rope=none attention.window attention.softcap attention.query_growth
     attention.q_norm attention.k_norm attention.v_norm attention.norms_rotated
     attention.kv_layer attention.values_are_keys rope rope.part rope.is_interleaved
+    attention.norms_of_all_heads attention.head_dim>256 attention.head_dim>512
+    decoder.kv_shapes decoder.ropes decoder.windows
     dense dense.activation=silu dense.activation=gelu_pytorch_tanh
     norm norm.kind=rms norm.kind=layer norm.weight_offset norm.is_wide
     projection projection.has_bias head head.scale head.softcap

@@ -12,6 +12,7 @@ import torch
 
 from inference_svc.core import SampledToken, Sequence
 from inference_svc.engine.sampler import Sampler
+from inference_svc.model.architectures import families
 from tests.system.zoo import MODELS, AdapterSpec, Zoo, make_zoo, modules_of
 
 PATHS = {"native": True, "torch": False}
@@ -90,6 +91,12 @@ def test_a_mixed_batch_has_the_oracles_greedy_tokens(
     for index, (name, prompt) in enumerate(zip(adapters, asked, strict=True)):
         tokens, _last = running.result(str(index))
         assert tokens == zoos(kind).greedy(name, prompt, 64), name or "base"
+
+
+def test_every_family_has_a_row() -> None:
+    """But for whole models, whose text part is one of these."""
+    tested = {f"{family}ForCausalLM" for family, _ in MODELS.values()}
+    assert tested == {name for name in families() if name.endswith("ForCausalLM")}
 
 
 def test_adapters_change_what_the_model_says(zoos: Callable) -> None:

@@ -43,6 +43,7 @@ def write_config(folder: Path, name: str) -> Path:
     return folder
 
 
+LACKING = {"CUDA": {"attention.head_dim>512"}}
 FEATURES = sorted(frozenset().union(*(factory.features for factory in BACKENDS)))
 
 
@@ -50,8 +51,9 @@ FEATURES = sorted(frozenset().union(*(factory.features for factory in BACKENDS))
 def test_backends_compute_what_the_parity_test_compares(
     factory: BackendFactory, decoders: dict[str, Decoder]
 ) -> None:
-    """Nothing that it claims goes untested, and no model that is tested is refused."""
-    assert factory.features == frozenset().union(*map(features, decoders.values()))
+    """Nothing that it claims goes untested, and of what is tested it lacks only this."""
+    tested = frozenset().union(*map(features, decoders.values()))
+    assert factory.features == tested - LACKING.get(factory.name, set())
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -62,14 +64,16 @@ def test_a_feature_that_a_backend_lacks_is_refused_by_name(
     decoders: dict[str, Decoder],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    decoder = next(each for each in decoders.values() if feature in features(each))
+    lacking = LACKING.get(factory.name, set())
+    having = (each for each in decoders.values() if feature in features(each))
+    decoder = next(each for each in having if not (lacking & features(each)) - {feature})
     monkeypatch.setattr(type(factory), "features", factory.features - {feature})
     with pytest.raises(UnsupportedModel) as caught:
         check_features(factory, decoder)
     refused = f"the {factory.name} backend does not compute {feature}, which {decoder.architecture}"
     assert refused in str(caught.value)
     for other in decoders.values():
-        if feature not in features(other):
+        if features(other).isdisjoint({feature, *lacking}):
             check_features(factory, other)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,22 @@ from inference_svc.model import weights
 from inference_svc.model.architectures import load_description
 from inference_svc.model.layers import Linear
 from tests.inference_svc.model.test_parity import MODELS
+from tests.inference_svc.model.test_whole_models import WHOLE, make_whole
 
 FIRST = dict(reversed(MODELS.values()))
 """A model of each family."""
-KINDS = ("embed_tokens", "norm", "proj")
 
 
-@pytest.fixture(params=FIRST)
-def folder(request: Any, random_model: Callable, save_model: Callable) -> Path:
-    return save_model(random_model(request.param, **FIRST[request.param]))
+@pytest.fixture(params=[*FIRST, *(f"whole {name}" for name in WHOLE)])
+def folder(
+    request: Any, random_model: Callable, save_model: Callable, tmp_path_factory: Any
+) -> Path:
+    name = request.param.removeprefix("whole ")
+    if name != request.param:
+        made: Path = tmp_path_factory.mktemp(name)
+        make_whole(name, made)
+        return made
+    return save_model(random_model(name, **FIRST[name]))
 
 
 def refused(folder: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,19 +50,23 @@ def test_unknown_keys(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(folder, r"config\.json: surprise = 0\.5: not known for \w+", monkeypatch)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", ["shape", "missing", "unexpected"])
-def test_tensors(kind: str, fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = load_file(folder / "model.safetensors")
-    name = next(each for each in saved if kind in each)
-    if fault == "shape":
-        saved[name] = saved[name][:-1].clone()
-        message = rf"{name} has shape \[.*\], config\.json says \["
-    elif fault == "missing":
-        del saved[name]
-        message = rf"missing tensors: {name}"
-    else:
-        saved[f"{name}_scale"] = torch.ones(1)
-        message = rf"unexpected tensors: {name}_scale"
-    save_file(saved, folder / "model.safetensors")
-    refused(folder, message, monkeypatch)
+def test_tensors(fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of every kind that the family has, in any layer."""
+    saved, wrapper = load_file(folder / "model.safetensors"), load_description(folder).wrapper
+    text = {name: wrapper.text_name(name) for name in saved}
+    kinds = {re.sub(r"\d+", "*", known): name for name, known in text.items() if known}
+    assert len(kinds) >= 9
+    for name in kinds.values():
+        changed = dict(saved)
+        if fault == "shape":
+            changed[name] = torch.cat((saved[name], saved[name]))
+            message = rf"{text[name]} has shape \[.*\], config\.json says \["
+        elif fault == "missing":
+            del changed[name]
+            message = rf"missing tensors: {text[name]}"
+        else:
+            changed[f"{name}_scale"] = torch.ones(1)
+            message = rf"unexpected tensors: {text[name]}_scale"
+        save_file(changed, folder / "model.safetensors")
+        refused(folder, message, monkeypatch)

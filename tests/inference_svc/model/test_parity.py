@@ -64,6 +64,11 @@ MODELS = {
         {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True},
     ),
     "llama-llama3-rope": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama-heads-of-288": ("Llama", {"num_attention_heads": 2, "head_dim": 288}),
+    "llama-heads-of-576": (
+        "Llama",
+        {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 576},
+    ),
     "llama-linear-rope": ("Llama", {"rope_parameters": LINEAR}),
     "llama-head-dim": ("Llama", {"head_dim": 20, "rms_norm_eps": 1e-3}),
     "mistral-sliding": ("Mistral", {"sliding_window": 10}),
@@ -195,6 +200,21 @@ MODELS = {
     ),
 }
 NUM_TOKENS = 100
+
+
+@pytest.mark.parametrize("path", ["torch", "native"])
+def test_longrope_is_chosen_by_the_longest_sequence(
+    path, random_model, save_model, load_decoder, relative_rms
+):
+    """One model on either side of the original length, 64 tokens."""
+    model = random_model("Phi3", **LONGROPE, original_max_position_embeddings=64)
+    folder = save_model(model)
+    token_ids = torch.randint(0, model.config.vocab_size, (100,)).tolist()
+    for max_model_len, given in ((64, token_ids[:64]), (65, token_ids)):
+        with torch.no_grad():
+            expected = model(torch.tensor([given])).logits[0]
+        decoder = load_decoder(folder, path=path, max_model_len=max_model_len)
+        assert relative_rms(expected, decoder.logits(given, chunk=30)) <= 1e-4
 
 
 def test_every_architecture_has_a_row() -> None:
