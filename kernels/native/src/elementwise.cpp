@@ -24,8 +24,9 @@ void gather(const GatherArgs& args, const Slice& slice) {
 }
 
 // hidden[i] = round(hidden[i] + round(delta_scale * delta[i])), times sum_scale, rounded (delta
-// null: as it is); out[i] = hidden[i] / sqrt(mean(hidden[i]^2) + eps) * weight, without a weight nothing: rounded
-// before the product, too, unless the weight is wide. Centred: of hidden[i] - mean(hidden[i]).
+// null: as it is); out[i] = hidden[i] / sqrt(mean(hidden[i]^2) + eps) * weight, rounded before the
+// product, too, unless the weight is wide; nothing without a weight. Centred: of hidden[i] -
+// mean(hidden[i]).
 struct RmsNormArgs {
   void* hidden;        // [count, size]
   const void* delta;   // [count, size] or null
@@ -68,12 +69,19 @@ void centred_norm(const RmsNormArgs& args, const T* hidden, T* out) {
   VF sum = vzero();
   for_vectors(size, [&](int64_t at, auto lanes) { sum = vadd(sum, vload(hidden + at, lanes)); });
   const float mean = reduce_add(sum) / size;
-  float squares = 0.0f;
-  for (int64_t at = 0; at < size; ++at) {
-    const float difference = to_float(hidden[at]) - mean;
+  const VF middle = vset1(mean);
+  VF differences = vzero();
+  int64_t whole = 0;
+  for (; whole + VF_WIDTH <= size; whole += VF_WIDTH) {
+    const VF difference = vsub(vload(hidden + whole, AllLanes{}), middle);
+    differences = vfma(difference, difference, differences);
+  }
+  float squares = reduce_add(differences);
+  for (; whole < size; ++whole) {  // lanes without an element would be that far from the mean, too
+    const float difference = to_float(hidden[whole]) - mean;
     squares += difference * difference;
   }
-  const VF scale = vset1(1.0f / std::sqrt(squares / size + args.eps)), middle = vset1(mean);
+  const VF scale = vset1(1.0f / std::sqrt(squares / size + args.eps));
   for_vectors(size, [&](int64_t at, auto lanes) {
     const VF normed = vmul(vsub(vload(hidden + at, lanes), middle), scale);
     vstore(out + at, vmul(normed, vload(weight + at, lanes)), lanes);
