@@ -4,7 +4,6 @@ that step a fault, and a start that succeeds must not run out of memory later.""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import mmap
 from typing import Any
@@ -78,10 +77,3 @@ class Slab:
             self._chunk = memory[start : start + chunk_bytes]
         piece, self._chunk = self._chunk[:num_bytes], self._chunk[whole_bytes:]
         return piece.zero_()
-
-
-def return_freed() -> None:
-    """Gives the system what was freed and the allocator keeps: after a model has been read and
-    packed that is half of its size. Only glibc needs to be told."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)

@@ -31,9 +31,7 @@ from servicekit.settings.load import load_settings
 from servicekit.settings.types import Size
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-ON_DEVICE = (
-    *("weights", "kv_pages", "arena", "workspace", "graphs", "libraries", "in use", "packing"),
-)
+ON_DEVICE = ("weights", "kv_pages", "arena", "workspace", "graphs", "libraries", "in use")
 ON_HOST = ("host_tier",)
 CONTEXT_BYTES = 600 << 20
 """What a CUDA context takes before anything is allocated: half a gigabyte, and more on some."""

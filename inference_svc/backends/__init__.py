@@ -20,8 +20,8 @@ To add one: write `backends/NAME.py` (with `NAME_*.py` for its parts) and add it
 1. `supports` says whether it computes on `config.device` with these settings, and logs why not
    where a user could expect it to; `features` names what it computes of what models have: one that
    has more is refused at start by name;
-2. `memory_needs` is arithmetic only, an upper bound: the server is refused at start by it, and
-   `tools.sizing` plans with it on machines without the device;
+2. `memory_needs` is arithmetic only, an upper bound, of reading the weights, too: the server is
+   refused at start by it, and `tools.sizing` plans with it on machines without the device;
 3. `device_memory` asks the device for what is free, if its memory is not the host's;
 4. `build` allocates everything, reads the weights through `model.weights.load_weights`, compiles
    and records what steps need: nothing is left for the first request.

@@ -88,13 +88,12 @@ class Logits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """The bytes that a backend takes on its device in addition to pages and arena. `loading_bytes`
-    are the peak of reading the weights, before the workspace is allocated; `graphs_bytes` what
-    recorded steps take, `libraries_bytes` libraries and kernels once they have been used."""
+    """The bytes that a backend takes on its device in addition to pages and arena; reading the
+    weights takes no more. `graphs_bytes` are what recorded steps take, `libraries_bytes` libraries
+    and kernels once they have been used."""
 
     weights_bytes: int
     workspace_bytes: int
-    loading_bytes: int = 0
     graphs_bytes: int = 0
     libraries_bytes: int = 0
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,14 +27,41 @@ from inference_svc.backends.torch import most_targets, step_bytes
 from inference_svc.core import Batch, EngineConfig
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches
-from inference_svc.model.parameters import largest_projection_bytes, weights_bytes
+from inference_svc.model.parameters import weights_bytes
 from inference_svc.model.weights import load_weights
 from kernels.attention.native_memory import AttentionShape
-from kernels.host_memory import Slab
+from kernels.host_memory import Slab, allocate_host
 from kernels.linear import PackedLinear
 from kernels.native.library import Library, load
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedProjections:
+    """Makes projections that are packed as their rows are read. `allocate` gives zeroed bytes,
+    uint8, on 64 bytes."""
+
+    allocate: Callable[[int], Tensor] = allocate_host
+
+    def empty(
+        self,
+        out_features: int,
+        in_features: int,
+        *,
+        has_bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> PackedLinear:
+        """Returns one whose rows are zero until they are put."""
+        assert device.type == "cpu"
+        return PackedLinear.empty(
+            out_features, in_features, has_bias=has_bias, dtype=dtype, allocate=self.allocate
+        )
+
+    def of(self, weight: Tensor) -> PackedLinear:
+        """Returns a packed copy: packed, the weight cannot be shared."""
+        return PackedLinear.pack(weight, allocate=self.allocate)
 
 
 class NativeBackend:
@@ -111,8 +138,7 @@ class NativeFactory:
         if decoder.head.is_tied:  # packed, the head cannot share the embedding's memory
             needed_bytes += decoder.vocab_size * decoder.hidden_size * dtype.itemsize
         workspace = step_bytes(config, decoder) + _native_bytes(config, decoder)
-        # While a projection is packed, the tensor of its file is in memory as well.
-        return MemoryNeeds(needed_bytes, workspace, largest_projection_bytes(decoder, dtype))
+        return MemoryNeeds(needed_bytes, workspace)
 
     def device_memory(self, config: EngineConfig) -> DeviceMemory | None:
         return None
@@ -129,8 +155,8 @@ class NativeFactory:
         max_tokens, max_rows = config.max_batch_tokens, config.max_sequences
         kv_caches = allocate_kv_caches(config, decoder, prefers_tiles=True)
         arena = allocate_arena(config, layout, host_slab)
-        pack = partial(PackedLinear.pack, allocate=Slab().take)
-        packed = load_weights(config.model_dir, decoder, dtype, config.device, pack)
+        projections = PackedProjections(Slab().take)
+        packed = load_weights(config.model_dir, decoder, dtype, config.device, projections)
         pages = BatchPages(max_rows, max_pages(config))
         step = StepArrays(max_tokens, max_rows, config.page_size, pages)
         lora = NativeLoraOps(arena, lora_groups(layout, config.lora_targets), max_tokens, max_rows)

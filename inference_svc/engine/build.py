@@ -39,7 +39,6 @@ from inference_svc.model.base_hashes import hashing_base
 from inference_svc.model.description import Decoder
 from inference_svc.model.headers import tower_modules
 from inference_svc.model.weights import check_tensors
-from kernels.host_memory import return_freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,6 @@ def build_engine(
     host = _allocate_host_tier(config, pin_memory=factory.has_device_memory)
     with hashing_base(config.model_dir, decoder, num_threads) as base:
         backend = factory.build(config, decoder, layout, None if host is None else host.slab)
-        return_freed()
         layout = layout.with_base(base())
     layout = layout.with_towers(tower_modules(config.model_dir, decoder.wrapper))
     puller, residency = _make_residency(config, store, post, layout, backend.arena, host)

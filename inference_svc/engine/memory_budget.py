@@ -101,9 +101,6 @@ def plan_budgets(
     )
     on_device += _used(Line("graphs", needs.graphs_bytes, "--max-sequences"))
     on_device += _used(Line("libraries", needs.libraries_bytes))
-    # The workspace is allocated after the weights, so that only what exceeds it adds to the peak.
-    beyond = needs.loading_bytes - needs.workspace_bytes
-    on_device += _used(Line("packing", beyond, "a smaller model or --dtype"))
     on_host = (
         Line("host_tier", config.host_bytes, "--host-memory"),
         Line("tokenizer", config.tokenizer_bytes),

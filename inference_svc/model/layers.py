@@ -20,6 +20,33 @@ class Linear:
     weight: Tensor
     bias: Tensor | None = None
 
+    @staticmethod
+    def empty(
+        out_features: int,
+        in_features: int,
+        *,
+        has_bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Linear:
+        """Returns a projection whose rows are undefined until they are put."""
+        weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        return Linear(weight, weight.new_empty(out_features) if has_bias else None)
+
+    @staticmethod
+    def of(weight: Tensor) -> Linear:
+        """Returns a projection that shares its weight [out, in]."""
+        return Linear(weight)
+
+    def put_rows(self, start: int, rows: Tensor) -> None:
+        """Copies rows [N, in] to those from `start` on."""
+        self.weight[start : start + len(rows)] = rows
+
+    def put_bias(self, start: int, values: Tensor) -> None:
+        """Copies values [N] to those from `start` on."""
+        assert self.bias is not None
+        self.bias[start : start + len(values)] = values
+
     @property
     def num_bytes(self) -> int:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)

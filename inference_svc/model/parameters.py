@@ -91,12 +91,6 @@ def weights_bytes(decoder: Decoder, dtype: torch.dtype) -> int:
     return sum(each.num_bytes(dtype) for each in parameters(decoder))
 
 
-def largest_projection_bytes(decoder: Decoder, dtype: torch.dtype) -> int:
-    """Returns the size of the largest projection that `load_weights` reads and then converts. A
-    tied head is not read: it is made from the embedding, which stays."""
-    return max(each.num_bytes(dtype) for each in parameters(decoder) if each.is_projection)
-
-
 class Vector(NamedTuple):
     """A norm's weight or a bias of a projection, by the name that adapters have it under, and its
     tensor's in the checkpoint."""

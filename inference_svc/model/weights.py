@@ -1,13 +1,14 @@
 """Reads a model directory's safetensors into the decoder's buffers, in one pass.
 
-Each tensor is read once, in the order of its file, and copied to its place in a buffer; a
-projection is made as soon as all its tensors are there.
+Each tensor is read once, in the order of its file, and goes to its place at once: into the form
+that a backend computes with, of a projection too. There is no second copy of anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -40,8 +41,33 @@ class Packed(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
+    def put_rows(self, start: int, rows: Tensor) -> None:
+        """Takes rows [N, in] of a file as those from `start` on."""
+
+    def put_bias(self, start: int, values: Tensor) -> None:
+        """Takes values [N] of a file as those of the bias from `start` on."""
+
 
 P = TypeVar("P", bound=Packed)
+P_co = TypeVar("P_co", bound=Packed, covariant=True)
+
+
+class Projections(Protocol[P_co]):
+    """Makes a backend's projections."""
+
+    def empty(
+        self,
+        out_features: int,
+        in_features: int,
+        *,
+        has_bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> P_co:
+        """Allocates one whose rows are put later, each once, in any order."""
+
+    def of(self, weight: Tensor) -> P_co:
+        """Returns one of a weight [out, in] that stays where it is, which it may share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,18 +168,17 @@ def load_weights(
     decoder: Decoder,
     dtype: torch.dtype,
     device: torch.device | str,
-    make_projection: Callable[[Tensor, Tensor | None], P],
+    projections: Projections[P],
 ) -> ModelWeights[P]:
     """Reads `model.safetensors`, or the shards of `model.safetensors.index.json`, cast to `dtype`.
 
-    `make_projection` makes each projection of its weight [out, in] and bias [out]; what it does not
-    keep is freed. Never holds more than the weights, one projection and one tensor of a file.
-    Raises as `check_tensors`, before anything large is allocated.
+    Allocates nothing but the weights, and holds pages of one tensor of a file at a time, which are
+    the system's to take back. Raises as `check_tensors`, before anything large is allocated.
     """
     from safetensors import safe_open  # models that are made in memory do without
 
     tensors = check_tensors(model_dir, decoder)
-    assembly = _Assembly(decoder, dtype, torch.device(device), make_projection)
+    assembly = _Assembly(decoder, dtype, torch.device(device), projections)
     for tensor in tensors:
         if tensor.name in assembly:
             # Opened for each tensor anew: pages of a mapping that stays open would count as ours
@@ -172,29 +197,11 @@ def check_tensors(model_dir: Path, decoder: Decoder) -> list[TextTensor]:
 
 
 @dataclass(eq=False, slots=True)
-class _Buffers:
-    """A parameter that is being read: `places` are those of the tensors still to come."""
+class _Reading:
+    """A parameter that is being read: `places` take the tensors that are still to come."""
 
-    weight: Tensor
-    bias: Tensor | None
-    places: dict[str, Tensor]
-
-    @classmethod
-    def allocate(cls, parameter: Parameter, dtype: torch.dtype, device: torch.device) -> _Buffers:
-        inner = (parameter.in_size,) if parameter.in_size else ()
-        if parameter.norm is not None and parameter.norm.is_wide:
-            dtype = torch.float32
-        weight = torch.empty(parameter.num_rows, *inner, dtype=dtype, device=device)
-        bias = weight.new_empty(parameter.num_rows) if parameter.has_bias else None
-        if parameter.is_scalar:
-            return cls(weight, None, dict.fromkeys(parameter.rows, weight))
-        places: dict[str, Tensor] = {}
-        sizes = list(parameter.rows.values())
-        for suffix, buffer in (("weight", weight), ("bias", bias)):
-            if buffer is not None:
-                names = (f"{name}.{suffix}" for name in parameter.rows)
-                places.update(zip(names, buffer.split(sizes), strict=True))
-        return cls(weight, bias, places)
+    made: Any
+    places: dict[str, Callable[[Tensor], object]]
 
 
 class _Assembly(Generic[P]):
@@ -205,13 +212,13 @@ class _Assembly(Generic[P]):
         decoder: Decoder,
         dtype: torch.dtype,
         device: torch.device,
-        make_projection: Callable[[Tensor, Tensor | None], P],
+        projections: Projections[P],
     ) -> None:
         self._decoder, self._dtype, self._device = decoder, dtype, device
-        self._make_projection = make_projection
+        self._projections = projections
         found = parameters(decoder)
         self._parameter_of = {name: each for each in found for name in each.shapes}
-        self._reading: dict[str, _Buffers] = {}
+        self._reading: dict[str, _Reading] = {}
         self._made: dict[str, Any] = {}
         self._num_bytes = 0
 
@@ -220,35 +227,60 @@ class _Assembly(Generic[P]):
 
     def add(self, tensor_name: str, tensor: Tensor) -> None:
         parameter = self._parameter_of[tensor_name]
-        buffers = self._reading.get(parameter.key)
-        if buffers is None:
-            buffers = _Buffers.allocate(parameter, self._dtype, self._device)
-            self._reading[parameter.key] = buffers
-        buffers.places.pop(tensor_name).copy_(tensor)
-        if not buffers.places:
+        reading = self._reading.get(parameter.key)
+        if reading is None:
+            reading = self._reading[parameter.key] = self._begin(parameter)
+        reading.places.pop(tensor_name)(tensor)
+        if not reading.places:
             del self._reading[parameter.key]
-            self._made[parameter.key] = self._make(parameter, buffers)
+            self._made[parameter.key] = self._finished(parameter, reading.made)
 
-    def _make(self, parameter: Parameter, buffers: _Buffers) -> object:
+    def _begin(self, parameter: Parameter) -> _Reading:
+        """Allocates a parameter."""
         if parameter.is_projection:
-            projection = self._make_projection(buffers.weight, buffers.bias)
-            self._num_bytes += projection.num_bytes
-            return projection
+            return self._begin_projection(parameter)
+        inner = (parameter.in_size,) if parameter.in_size else ()
+        is_wide = parameter.norm is not None and parameter.norm.is_wide
+        dtype = torch.float32 if is_wide else self._dtype
+        weight = torch.empty(parameter.num_rows, *inner, dtype=dtype, device=self._device)
+        [name] = parameter.shapes
+        return _Reading(weight, {name: weight.copy_})
+
+    def _begin_projection(self, parameter: Parameter) -> _Reading:
+        projection = self._projections.empty(
+            *(parameter.num_rows, parameter.in_size),
+            has_bias=parameter.has_bias,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        places: dict[str, Callable[[Tensor], object]] = {}
+        start = 0
+        for name, size in parameter.rows.items():
+            places[f"{name}.weight"] = partial(projection.put_rows, start)
+            if parameter.has_bias:
+                places[f"{name}.bias"] = partial(projection.put_bias, start)
+            start += size
+        return _Reading(projection, places)
+
+    def _finished(self, parameter: Parameter, made: Any) -> object:
+        """Returns a parameter as the weights have it, of which all has been read."""
+        if parameter.is_projection:
+            self._num_bytes += made.num_bytes
+            return made
         if parameter.is_scalar:
-            return float(buffers.weight)
-        self._num_bytes += buffers.weight.nbytes
+            return float(made)
+        self._num_bytes += made.nbytes
         if parameter.norm is None:
-            return buffers.weight
-        buffers.weight += parameter.norm.weight_offset
-        is_centred = parameter.norm.kind is NormKind.LAYER
-        return NormWeight(buffers.weight, parameter.norm.eps, is_centred)
+            return made
+        made += parameter.norm.weight_offset
+        return NormWeight(made, parameter.norm.eps, parameter.norm.kind is NormKind.LAYER)
 
     def finish(self) -> ModelWeights[P]:
         """Returns the weights; every tensor must have been added."""
         assert not self._reading
         made = self._made
         if self._decoder.head.is_tied:
-            made["head"] = head = self._make_projection(made["embedding"], None)
+            made["head"] = head = self._projections.of(made["embedding"])
             if not isinstance(head, Linear):
                 self._num_bytes += head.num_bytes
         blocks = tuple(self._block(index) for index in range(self._decoder.num_layers))

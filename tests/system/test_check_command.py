@@ -12,7 +12,7 @@ import pytest
 from adapter_store.checkpoint.features import Feature
 from loadout.cli.__main__ import main
 from loadout.cli.engines import NOTES, Does, Engine
-from tests.inference_svc.model.test_whole_models import make_whole
+from tests.support.whole_models import make_whole
 from tests.system.trained import Trainer, as_mlx, linked
 from tests.system.zoo import AdapterSpec, make_zoo
 

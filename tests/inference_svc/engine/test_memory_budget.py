@@ -148,20 +148,6 @@ def test_native_backend_stays_within_its_lines(
     built.puller.close()
 
 
-def test_packing_counts_beyond_the_workspace(config: EngineConfig) -> None:
-    """The unpacked form is gone before the workspace is there."""
-    description = replace(load_description(config.model_dir), vocab_size=8192)
-    small = replace(config, max_model_len=16, max_sequences=1, max_batch_tokens=1)
-    budget = budget_of(small, description)
-    assert budget.bytes_of("packing") == 4 * 8192 * 512 - budget.bytes_of("workspace")
-    with_tie = budget_of(small, tied(description))
-    gate_up_bytes = 4 * 2 * 1024 * 512
-    assert with_tie.bytes_of("packing") == gate_up_bytes - with_tie.bytes_of("workspace")
-    for plenty, backend in ((replace(config, max_batch_tokens=4096), NATIVE), (small, TORCH)):
-        budget = budget_of(plenty, description, backend)
-        assert "packing" not in {line.name for line in budget.lines}
-
-
 @pytest.mark.parametrize(("tokens", "rows", "threads"), [(1, 1, 1), (1024, 64, 1), (64, 8, 64)])
 def test_attention_takes_its_line(tokens: int, rows: int, threads: int) -> None:
     cache = KVCache.allocate(

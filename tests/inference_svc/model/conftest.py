@@ -13,6 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inference_svc import core
+from inference_svc.backends.native import PackedProjections
 from inference_svc.backends.native_buffers import BatchPages, StepArrays, Workspace
 from inference_svc.backends.native_program import AdapterOps, NativeTransformer
 from inference_svc.model.architectures import load_description
@@ -22,7 +23,6 @@ from inference_svc.model.layers import Linear
 from inference_svc.model.lora import Lora
 from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import load_weights
-from kernels.linear import PackedLinear
 from kernels.native.library import NativeOp
 from tests.support.native import native_library
 
@@ -204,7 +204,7 @@ def load_decoder() -> Callable[..., Decoder]:
             weights = load_weights(folder, description, dtype, "cpu", Linear)
             return TorchDecoder(cache, transformer=Transformer(description, weights))
         library = native_library()
-        packed = load_weights(folder, description, dtype, "cpu", PackedLinear.pack)
+        packed = load_weights(folder, description, dtype, "cpu", PackedProjections())
         pages = BatchPages(MAX_TOKENS, NUM_CELLS // page_size)
         arrays = StepArrays(MAX_TOKENS, MAX_TOKENS, page_size, pages)
         workspace = Workspace.allocate(description, MAX_TOKENS, MAX_TOKENS, dtype)

@@ -17,7 +17,7 @@ from inference_svc.model import weights
 from inference_svc.model.architectures import load_description
 from inference_svc.model.layers import Linear
 from tests.inference_svc.model.test_parity import MODELS
-from tests.inference_svc.model.test_whole_models import WHOLE, make_whole
+from tests.support.whole_models import WHOLE, make_whole
 
 FIRST = dict(reversed(MODELS.values()))
 """A model of each family."""
@@ -39,7 +39,7 @@ def refused(folder: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None
     def allocated(*args: Any) -> None:
         raise AssertionError("it is refused too late")
 
-    monkeypatch.setattr(weights._Buffers, "allocate", allocated)
+    monkeypatch.setattr(weights._Assembly, "_begin", allocated)
     with pytest.raises(UnsupportedModel, match=message):
         weights.load_weights(folder, load_description(folder), torch.float32, "cpu", Linear)
 

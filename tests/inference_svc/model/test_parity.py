@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inference_svc.model.architectures import families
-from tests.inference_svc.model.test_whole_models import WHOLE
+from tests.support.whole_models import WHOLE
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from inference_svc.errors import UnsupportedModel
@@ -18,68 +16,7 @@ from inference_svc.model.headers import tower_modules
 from inference_svc.model.layers import Linear
 from inference_svc.model.parameters import weights_bytes
 from inference_svc.model.weights import load_weights
-from tests.inference_svc.model.conftest import SHAPE
-
-VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-FULL = ["full_attention"]
-TEXT = {"head_dim": 12, "pad_token_id": 0, "sliding_window": 10}
-WHOLE: dict[str, dict[str, Any]] = {
-    "Gemma3": {
-        "text_config": SHAPE | TEXT | {"query_pre_attn_scalar": 30},
-        "vision_config": VISION,
-        "mm_tokens_per_image": 4,
-        "image_token_index": 80,
-        "boi_token_index": 81,
-        "eoi_token_index": 82,
-    },
-    "Gemma4": {
-        "text_config": SHAPE
-        | {
-            "head_dim": 12,
-            "global_head_dim": 16,
-            "pad_token_id": 0,
-            "sliding_window": 10,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 89,
-            "num_kv_shared_layers": 1,
-            "layer_types": ["sliding_attention"] * 1 + FULL * 2,
-        },
-        "vision_config": {
-            **{key: VISION[key] for key in VISION if not key.startswith("image")},
-            "head_dim": 8,
-            "num_key_value_heads": 2,
-            "position_embedding_size": 16,
-        },
-        "audio_config": {
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "subsampling_conv_channels": [4, 4],
-            "output_proj_dims": 16,
-        },
-        "image_token_id": 80,
-        "video_token_id": 81,
-        "audio_token_id": 82,
-    },
-    "Mistral3": {
-        "text_config": SHAPE | TEXT | {"model_type": "mistral"},
-        "vision_config": VISION | {"head_dim": 8, "model_type": "pixtral"},
-        "image_token_index": 80,
-    },
-    "Ministral3": {
-        "text_config": SHAPE | TEXT | {"model_type": "ministral3"},
-        "vision_config": VISION | {"head_dim": 8, "model_type": "pixtral"},
-        "image_token_index": 80,
-        "tie_word_embeddings": False,
-    },
-}
+from tests.support.whole_models import WHOLE, make_whole
 
 
 @pytest.fixture
@@ -87,20 +24,6 @@ def whole(tmp_path: Path):
     """`whole(name)`: a random model, and its folder."""
 
     return lambda name: (make_whole(name, tmp_path / name), tmp_path / name)
-
-
-def make_whole(name: str, folder: Path) -> transformers.PreTrainedModel:
-    """Saves a random model of several towers, and returns it."""
-    torch.manual_seed(0)
-    family = "Mistral3" if name == "Ministral3" else name
-    config = getattr(transformers, f"{family}Config")(**WHOLE[name])
-    kind = getattr(transformers, f"{family}ForConditionalGeneration")
-    model = kind._from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2 if parameter.dim() > 1 else 1)
-    model.save_pretrained(folder)
-    return model
 
 
 def renamed(folder: Path, prefixes: dict[str, str]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from kernels.linear import PackedLinear, linear, linear_op
+from kernels.linear.pack import BLOCK
 from kernels.linear.reference import linear as definition
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -76,6 +79,31 @@ def test_rows_of_wider_tensors_and_nothing_beside_them(library, assert_close, dt
     assert_close("out", definition(x, weight)[:5], out[:5], ratio(dtype))
     out[:5] = torch.nan
     assert wide_out.isnan().all(), "something beside the rows was written"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cuts", [(0, 32, 96, 3200), (0, 1, 31, 70, 3137, 3200)], ids=str)
+def test_rows_that_are_put_apart(dtype, cuts) -> None:
+    """In any order, of any dtype: what is packed of the whole."""
+    weight, bias = numbers(3200, 21, dtype=dtype), numbers(3200, dtype=dtype)
+    whole = PackedLinear.pack(weight, bias)
+    parts = PackedLinear.empty(3200, 21, has_bias=True, dtype=dtype)
+    for start, end in reversed(list(pairwise(cuts))):
+        parts.put_rows(start, weight[start:end].double())
+        parts.put_bias(start, bias[start:end].double())
+    assert torch.equal(parts.weights, whole.weights)
+    assert parts.bias is not None
+    assert whole.bias is not None
+    assert torch.equal(parts.bias, whole.bias)
+
+
+def test_rows_of_another_dtype_are_converted_in_blocks() -> None:
+    weight = numbers(16 * BLOCK, 64, dtype=torch.float32)
+    packed = PackedLinear.empty(len(weight), 64, has_bias=False, dtype=torch.bfloat16)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        packed.put_rows(0, weight)
+    taken = max(event.self_cpu_memory_usage for event in profiled.events())
+    assert taken <= weight.nbytes / 2 / 16
 
 
 def test_packing_takes_no_copy_beside_the_packed() -> None:
