@@ -27,7 +27,7 @@ from kernels.lora import triton_kernels as lora
 META = torch.device("meta")
 MODULES: tuple[ModuleType, ...] = (attention, elementwise, lora)
 FREE = {"empty", "detach", "t", "view", "_unsafe_view", "slice", "split", "split_with_sizes"}
-FREE |= {"empty_like", "flatten", "unflatten", "reshape", "alias", "select", "transpose"}
+FREE |= {"empty_like", "flatten", "unflatten", "reshape", "alias", "select", "transpose", "view_as"}
 FREE |= {"as_strided", "chunk", "expand", "squeeze", "unsqueeze", "permute", "unbind", "new_empty"}
 """Operations of torch that launch nothing."""
 WAITING = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_static"}

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import torch
 
-from inference_svc.adapters.layout import EMBEDDING, HEAD, computed_groups, layout_of
+from inference_svc.adapters.layout import EMBEDDING, computed_groups, layout_of
 from inference_svc.backends.base import MemoryNeeds, max_pages
 from inference_svc.backends.cuda_graphs import captured_sizes
 from inference_svc.backends.cuda_inputs import CudaInputs
 from inference_svc.backends.cuda_lora import CudaLora
 from inference_svc.backends.torch import most_targets
 from inference_svc.core import EngineConfig
-from inference_svc.model.description import Decoder
+from inference_svc.model.description import Block, Decoder
 from inference_svc.model.parameters import weights_bytes
 from kernels import tuning
 from kernels.attention.plan import max_segments
@@ -29,10 +29,15 @@ and Triton load when it first runs, and what torch's allocator rounds up. An est
 NODE_BYTES = 16 << 10
 """Device memory of a kernel in a recorded step: about 10 KiB in current drivers (NVIDIA's cccl#3768
 says so of its own graphs), and some for what the driver rounds up."""
-LAYER_NODES, GROUP_NODES = 12, 2
-OTHER_NODES = 24
-"""Kernels of a recorded step, in a layer, for the adapters of a group in it, and around all; a test
-counts them."""
+PRODUCT_NODES = 2
+"""A product and, where cuBLAS splits it, the sum of its parts."""
+GROWTH_NODES = 6
+"""How much queries grow, operation by operation."""
+GROUP_NODES = 2
+"""The adapters of a group: shrink and expand."""
+OTHER_NODES = 5 + PRODUCT_NODES
+"""What is around all layers: tokens as they were sampled, their embedding, the last norm, the head,
+and the logits and the largest of them, to their place."""
 SAMPLER_COPIES = 4
 """Copies of the logits in fp32 that choosing tokens takes beside the logits: the probabilities for
 callers that want them, and three while rows are drawn."""
@@ -58,7 +63,7 @@ def step_bytes(config: EngineConfig, decoder: Decoder, num_tokens: int) -> int:
     shrunk_bytes = _shrunk_bytes(config, g, num_tokens)
     # What a half makes, and the norm of that; while adapters add to it, what they shrank is there.
     out_bytes = row_bytes * g.hidden_size + shrunk_bytes
-    out_bytes += row_bytes * g.hidden_size * any(block.has_post_norms for block in g.blocks)
+    out_bytes += row_bytes * g.hidden_size * any(block.post_norms for block in g.blocks)
     attention_bytes = row_bytes * (2 * g.max_q_size + 2 * g.max_kv_size)
     phases: tuple[int, ...] = (
         attention_bytes + _partial_results_bytes(config, g),
@@ -115,10 +120,39 @@ def _fixed_bytes(config: EngineConfig, decoder: Decoder) -> int:
     return logits_bytes + inputs_bytes + pages_bytes + table_bytes
 
 
+def recorded_nodes(decoder: Decoder, num_groups: int) -> int:
+    """Returns how many kernels a recorded decode step has at most, with adapters in so many groups
+    of projections; a test counts them."""
+    head, told = decoder.head, decoder.layer_inputs
+    num_nodes = OTHER_NODES + len(decoder.ropes) + GROWTH_NODES * len(decoder.query_growths)
+    num_nodes += (decoder.embedding_scale != 1.0) + (head.scale != 1.0)
+    if head.softcap is not None:
+        num_nodes += 3
+    if told is not None:
+        # Two tables' parts, each scaled, their sum, scaled, and a norm.
+        num_nodes += PRODUCT_NODES + 6
+    return num_nodes + GROUP_NODES * num_groups + sum(map(_layer_nodes, decoder.blocks))
+
+
+def _layer_nodes(block: Block) -> int:
+    attention, num_told = block.attention, int(block.layer_input is not None)
+    num_nodes = PRODUCT_NODES * len(tuple(block.projections))
+    num_nodes += 3  # attention: keys and values to their cells, segments, and their combination
+    num_nodes += 1 + num_told  # activations
+    of_heads = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
+    num_nodes += sum(norm.size != attention.head_dim for norm in of_heads)
+    num_nodes += len(block.post_norms)
+    # A norm adds to the residual stream along; where there is none, torch's operations do.
+    sum_nodes = 1 + (block.residual_scale != 1.0)
+    num_nodes += 1 if block.attention_norm is not None else sum_nodes + bool(block.scalar)
+    num_nodes += 1 if block.feed_forward_norm is not None else sum_nodes
+    return num_nodes + sum_nodes * num_told
+
+
 def _graphs_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns what recorded steps take: their kernels, and the memory of one of the largest, which
-    all of them compute in."""
-    num_groups = len(computed_groups(config, decoder).keys() - {EMBEDDING, HEAD})
-    num_nodes = 2 * (LAYER_NODES * decoder.num_layers + OTHER_NODES) + GROUP_NODES * num_groups
+    all of them compute in. Of each size there is one without adapters, and one with them."""
+    num_groups = len(computed_groups(config, decoder))
+    num_nodes = recorded_nodes(decoder, 0) + recorded_nodes(decoder, num_groups)
     nodes_bytes = len(captured_sizes(config.max_sequences)) * num_nodes * NODE_BYTES
     return nodes_bytes + step_bytes(config, decoder, config.max_sequences)

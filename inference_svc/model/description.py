@@ -207,9 +207,10 @@ class Block:
             assert self.feed_forward_norm is None
 
     @property
-    def has_post_norms(self) -> bool:
+    def post_norms(self) -> tuple[Norm, ...]:
+        """Norms of what the halves, and the layer's input, add to the stream."""
         found = (self.attention_post_norm, self.feed_forward_post_norm, self.layer_input_post_norm)
-        return any(norm is not None for norm in found)
+        return tuple(norm for norm in found if norm is not None)
 
     @property
     def projections(self) -> Iterator[Projection]:

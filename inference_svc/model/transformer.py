@@ -21,6 +21,7 @@ from inference_svc.model.description import (
     Block,
     Decoder,
     LayerInput,
+    QueryGrowth,
 )
 from inference_svc.model.features import feature_names
 from inference_svc.model.inputs import StepInputs
@@ -72,6 +73,8 @@ class _Step:
     lora: Lora | None
     layer_inputs: Tensor | None
     """[T, layers, size of a layer's]"""
+    q_scales: Mapping[QueryGrowth, Tensor]
+    """What each token's queries are multiplied by, [T]."""
 
 
 @dataclass(slots=True)
@@ -126,7 +129,11 @@ class Transformer:
             key: rotary(inputs.positions, hidden.dtype) for key, rotary in self._rotary.items()
         }
         layer_inputs = self._layer_inputs(inputs, hidden, lora)
-        step = _Step(inputs, rotations, kv_caches, lora, layer_inputs)
+        q_scales = {
+            growth: _q_scale(growth, inputs.positions, hidden.dtype)
+            for growth in self.description.query_growths
+        }
+        step = _Step(inputs, rotations, kv_caches, lora, layer_inputs, q_scales)
         stream = _Stream(hidden)
         for index, block in enumerate(self.description.blocks):
             self._block(index, block, stream, step)
@@ -190,7 +197,7 @@ class Transformer:
         step: _Step,
     ) -> Tensor:
         """x: [T, hidden_size] -> [T, hidden_size]."""
-        rope, plan = attention.rope, step.inputs.attention
+        rope, plan, growth = attention.rope, step.inputs.attention, attention.query_growth
         rotation = _NO_ROTATION if rope is None else step.rotations[rope, attention.head_dim]
         qkv = _project(weights.qkv, x, step.lora, f"layers.{index}.qkv")
         cache, layer = step.kv_caches.of(index)
@@ -198,7 +205,7 @@ class Transformer:
             *(qkv, cache, layer, plan.cells, *rotation, weights.head_norms(attention)),
             num_heads=attention.num_heads,
             is_interleaved=rope is not None and rope.is_interleaved,
-            q_scale=_q_scale(attention, step.inputs.positions, qkv.dtype),
+            q_scale=None if growth is None else step.q_scales[growth],
         )
         mixed = attend(
             qkv[:, : attention.q_size].unflatten(1, (-1, attention.head_dim)),
@@ -236,12 +243,10 @@ def _post_normed(delta: Tensor, norm: NormWeight | None) -> Tensor:
     return delta if norm is None else rms_norm(delta, norm)
 
 
-def _q_scale(attention: Attention, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+def _q_scale(growth: QueryGrowth, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns by what each token's queries grow, [T]."""
-    if attention.query_growth is None:
-        return None
-    beta, length = attention.query_growth
-    return (1 + beta * torch.log1p(torch.floor(positions / length))).to(dtype)
+    grown = torch.log1p(torch.floor(positions / growth.length))
+    return (1 + growth.beta * grown).to(dtype)
 
 
 def _project(linear: Linear, x: Tensor, lora: Lora | None, group: str) -> Tensor:
