@@ -129,7 +129,8 @@ class NativeTransformer:
         self._library = library
         self._angles = {rope: self._allocate_angles(*rope) for rope in description.ropes}
         self._q_scales = {
-            growth: torch.zeros(len(step.positions)) for growth in description.query_growths
+            growth: torch.zeros(len(step.positions), dtype=workspace.hidden.dtype)
+            for growth in description.query_growths
         }
         self._scratches: dict[AttentionShape, AttentionScratch] = {}
         self._attention: dict[tuple[AttentionShape, int | None], NativeAttention] = {}

@@ -204,14 +204,13 @@ def query_growth_op(
 ) -> NativeOp:
     """scale[t] = 1 + beta * ln(1 + floor(positions[t] / length)) for t < num_tokens (Llama 4).
 
-    positions: int64 [T], scale: fp32 [T], num_tokens: int32 [1].
+    positions: int64 [T], scale: [T] in the model's dtype, num_tokens: int32 [1].
     """
     assert positions.dtype == torch.int64
-    assert scale.dtype == torch.float32
     args = _QueryGrowthArgs(
         positions.data_ptr(), scale.data_ptr(), num_tokens.data_ptr(), length, beta
     )
-    return NativeOp("query_growth", args, (positions, scale, num_tokens))
+    return NativeOp("query_growth_" + dtype_name(scale.dtype), args, (positions, scale, num_tokens))
 
 
 def rope_and_store_op(
@@ -230,11 +229,12 @@ def rope_and_store_op(
     """What `reference.rotate_and_store` defines, of the step's tokens: q stays in `qkv`, k and v go
     to the tokens' cells.
 
-    qkv: its rows have unit stride; cos and sin as `rotary_angles_op` writes them; q_scale: fp32
-    [T].
+    qkv: its rows have unit stride; cos and sin as `rotary_angles_op` writes them; q_scale: [T]
+    of qkv's dtype.
     """
     assert qkv.dtype == cache.data.dtype
-    assert cos is None or cos.dtype == qkv.dtype
+    for each in (cos, q_scale):
+        assert each is None or each.dtype == qkv.dtype
     assert qkv.stride(1) == 1
     stored = qkv.shape[1] // cache.head_dim - num_heads
     num_kv_heads = cache.num_kv_heads

@@ -57,7 +57,7 @@ struct RopeAndStoreArgs {
   HeadNorm k_norm;
   HeadNorm v_norm;
   int64_t norms_rotated;
-  const float* q_scale;  // [T], or null
+  const void* q_scale;   // [T], or null
   const int64_t* cells;  // [T]
   const int32_t* num_tokens;
   float eps;
@@ -132,19 +132,21 @@ void store_cell(const KvLayer& cache, int64_t cell, int64_t kv_head, const T* k,
   for (int64_t i = 0; i < size; ++i) values[i * P] = v[i];
 }
 
-// scale[t] = 1 + beta ln(1 + floor(positions[t] / length)).
+// scale[t] = 1 + beta ln(1 + floor(positions[t] / length)), rounded to what queries are.
 struct QueryGrowthArgs {
   const int64_t* positions;
-  float* scale;  // [T]
+  void* scale;  // [T]
   const int32_t* num_tokens;
   int64_t length;
   float beta;
 };
 
-inline void query_growth(const QueryGrowthArgs& args, const Slice& slice) {
+template <typename T>
+void query_growth(const QueryGrowthArgs& args, const Slice& slice) {
   const auto mine = slice.range(*args.num_tokens);
   for (int64_t t = mine.begin; t < mine.end; ++t) {
-    args.scale[t] = 1.0f + args.beta * std::log1p(static_cast<float>(args.positions[t] / args.length));
+    const float passed = static_cast<float>(args.positions[t] / args.length);
+    static_cast<T*>(args.scale)[t] = from_float<T>(1.0f + args.beta * std::log1p(passed));
   }
 }
 
@@ -183,7 +185,7 @@ void rope_and_store(const RopeAndStoreArgs& args, const Slice& slice) {
     norm_heads(v, args.v_norm, kv_size, args.eps);
     if (!args.norms_rotated) rotate_heads(args, heads, t);
     if (args.q_scale) {
-      const VF scale = vset1(args.q_scale[t]);
+      const VF scale = vset1(to_float(static_cast<const T*>(args.q_scale)[t]));
       for_vectors(q_size, [&](int64_t i, auto lanes) {
         vstore(heads + i, vmul(vload(heads + i, lanes), scale), lanes);
       });
@@ -198,7 +200,8 @@ void rope_and_store(const RopeAndStoreArgs& args, const Slice& slice) {
 
 LOADOUT_EXPORT(rotary_angles_float, loadout::RotaryAnglesArgs, loadout::rotary_angles<float>)
 LOADOUT_EXPORT(rotary_angles_bf16, loadout::RotaryAnglesArgs, loadout::rotary_angles<loadout::bf16>)
-LOADOUT_EXPORT(query_growth, loadout::QueryGrowthArgs, loadout::query_growth)
+LOADOUT_EXPORT(query_growth_float, loadout::QueryGrowthArgs, loadout::query_growth<float>)
+LOADOUT_EXPORT(query_growth_bf16, loadout::QueryGrowthArgs, loadout::query_growth<loadout::bf16>)
 LOADOUT_EXPORT(rope_and_store_float, loadout::RopeAndStoreArgs, loadout::rope_and_store<float>)
 LOADOUT_EXPORT(rope_and_store_bf16, loadout::RopeAndStoreArgs,
                loadout::rope_and_store<loadout::bf16>)

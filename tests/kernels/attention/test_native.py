@@ -335,7 +335,7 @@ def test_what_families_do_with_heads(library, assert_close, part, options, dtype
             native.rotary_angles_op(positions, frequencies, *waves, rows.num_tokens, scaling=1.0)
         )
     if options.pop("q_scale", False):
-        options["q_scale"] = torch.zeros(num_tokens)
+        options["q_scale"] = torch.zeros(num_tokens, dtype=dtype)
         growth = (positions, options["q_scale"], rows.num_tokens)
         library.run(native.query_growth_op(*growth, beta=0.3, length=700))
     got = qkv.clone()
@@ -344,7 +344,7 @@ def test_what_families_do_with_heads(library, assert_close, part, options, dtype
     )
     if "q_scale" in options:
         expected = 1 + 0.3 * torch.log1p(torch.floor(positions / 700))
-        torch.testing.assert_close(options["q_scale"], expected)
+        torch.testing.assert_close(options["q_scale"], expected.to(dtype))
     angles = reference.rotary_angles(positions, frequencies, 1.0, dtype) if part else (None, None)
     wanted = KVCache.allocate(
         num_layers=2,
