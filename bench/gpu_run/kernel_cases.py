@@ -107,7 +107,7 @@ def lora_problem(context: Context, pool: Pool, case: Case) -> Problem:
 
 
 def _attention_of(context: Context) -> Attention:
-    """That of every layer."""
+    """The first layer's, which stands for all."""
     return read_description(context.sizes.config).attentions[0]
 
 

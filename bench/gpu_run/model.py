@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from bench.gpu_run.context import Context
 from inference_svc import core
@@ -23,11 +24,11 @@ from inference_svc.backends.base import Logits
 from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.backends.cuda_graphs import CudaRecorder
 from inference_svc.model.architectures import load_description
-from inference_svc.model.description import Block, Decoder, Norm
+from inference_svc.model.description import Block, Decoder, Norm, NormKind, Projection
 from inference_svc.model.kv_caches import KVCaches, kv_page_bytes
 from inference_svc.model.layers import Linear
 from inference_svc.model.transformer import Transformer
-from inference_svc.model.weights import BlockWeights, ModelWeights
+from inference_svc.model.weights import BlockWeights, LayerInputsWeights, ModelWeights, ones
 from kernels.elementwise import NormWeight
 from kernels.lora import TableEntry
 
@@ -38,6 +39,8 @@ NEW_TOKENS = 64
 KV_SHARE = 0.6
 """Of the device's free memory that pages take, at most."""
 STD = 0.02
+SCALAR = 0.75
+"""What layers that have a number of their own multiply the residual stream by."""
 
 
 def read_description(config: dict[str, Any]) -> Decoder:
@@ -49,30 +52,58 @@ def read_description(config: dict[str, Any]) -> Decoder:
 def random_transformer(
     decoder: Decoder, dtype: torch.dtype, device: torch.device, *, shares_layers: bool
 ) -> Transformer:
-    """`shares_layers`: all layers have the same weights, so that many processes have room."""
+    """`shares_layers`: layers of the same shape have the same weights, so that many processes have
+    room. A tied head has memory of its own: a step reads as much."""
     g, num_bytes = decoder, 0
 
-    def linear(num_out: int, num_in: int) -> Linear:
+    def random(num_rows: int, size: int) -> Tensor:
         nonlocal num_bytes
-        weight = torch.empty(num_out, num_in, dtype=dtype, device=device)
-        num_bytes += weight.nbytes
-        return Linear(weight.normal_(std=num_in**-0.5))
+        made = torch.empty(num_rows, size, dtype=dtype, device=device)
+        num_bytes += made.nbytes
+        return made.normal_(std=size**-0.5)
+
+    def linear(each: Projection) -> Linear:
+        bias = random(1, each.out_features)[0] if each.has_bias else None
+        return Linear(random(each.out_features, each.in_features), bias)
 
     def norm(each: Norm) -> NormWeight:
-        return NormWeight(torch.ones(each.size, dtype=dtype, device=device), each.eps)
+        return ones(each, dtype, device)._replace(is_centred=each.kind is NormKind.LAYER)
 
     def weights_of(block: Block) -> BlockWeights[Linear]:
-        return BlockWeights.build(
-            block, lambda each: linear(each.out_features, each.in_features), norm
-        )
+        return BlockWeights.build(block, linear, norm, SCALAR if block.scalar else 1.0)
 
     if shares_layers:
-        blocks = (weights_of(g.blocks[0]),) * g.num_layers
+        shared = {block: weights_of(block) for block in dict.fromkeys(g.blocks)}
+        blocks = tuple(shared[block] for block in g.blocks)
     else:
         blocks = tuple(map(weights_of, g.blocks))
-    embedding, head = (linear(g.vocab_size, g.hidden_size) for _ in range(2))
-    weights = ModelWeights(embedding.weight, blocks, norm(g.final_norm), head, num_bytes)
+    told, layer_inputs = g.layer_inputs, None
+    if told is not None:
+        table = random(told.vocab_size, told.total_size)
+        layer_inputs = LayerInputsWeights(table, linear(told.projection), norm(told.norm))
+    embedding, head = (random(g.vocab_size, g.hidden_size) for _ in range(2))
+    final_norm = norm(g.final_norm)
+    weights = ModelWeights(embedding, blocks, final_norm, Linear(head), num_bytes, layer_inputs)
     return Transformer(g, weights)
+
+
+def tables(weights: ModelWeights[Linear]) -> list[Tensor]:
+    """Returns what is looked up by token, of which a step reads rows."""
+    told = weights.layer_inputs
+    return [weights.embedding, *([] if told is None else [told.embedding])]
+
+
+def read_weights_bytes(weights: ModelWeights[Linear]) -> int:
+    """Returns the bytes of the weights that a step reads whole."""
+    return weights.num_bytes - sum(table.nbytes for table in tables(weights))
+
+
+def context_bytes(decoder: Decoder, num_tokens: int, item_bytes: int) -> int:
+    """Returns the bytes of keys and values that a row with so many tokens of context reads, in all
+    layers: of what is within their windows."""
+    return item_bytes * sum(
+        2 * each.kv_size * min(num_tokens, each.window or num_tokens) for each in decoder.attentions
+    )
 
 
 def make_arena(
@@ -273,16 +304,16 @@ class BenchModel:
         return tokens, StepTimes(end_s - begin_s, queued_s - begin_s)
 
     def read_bytes(self, contexts: Sequence[int], num_adapters: int) -> int:
-        """The bytes that a decode step of such rows must read: weights without the embedding's
-        table, keys and values, each adapter once."""
-        g, weights = self.decoder, self.transformer.weights
-        per_token = g.kv_elements_per_token * self.sizes.dtype.itemsize
-        read = weights.num_bytes - weights.embedding.nbytes + per_token * sum(contexts)
+        """The bytes that a decode step of such rows must read: weights without the tables by token,
+        keys and values, each adapter once."""
+        item_bytes = self.sizes.dtype.itemsize
+        read = sum(context_bytes(self.decoder, each, item_bytes) for each in contexts)
+        read += read_weights_bytes(self.transformer.weights)
         return read + num_adapters * self.image_bytes
 
     def product_flops(self, num_tokens: int, num_logits: int = 1) -> int:
         """The operations of a step's products, attention aside."""
-        g, weights = self.decoder, self.transformer.weights
-        head = g.vocab_size * g.hidden_size
-        elements = weights.num_bytes // self.sizes.dtype.itemsize - 2 * head
+        head = self.decoder.vocab_size * self.decoder.hidden_size
+        item_bytes = self.sizes.dtype.itemsize
+        elements = read_weights_bytes(self.transformer.weights) // item_bytes - head
         return 2 * (elements * num_tokens + head * num_logits)

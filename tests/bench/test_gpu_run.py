@@ -116,6 +116,12 @@ def test_kernels_are_right_and_name_missing_peers(found):
     assert "sglang is not in the pack" in found("kernels")["missing"]["sglang"]
 
 
+def test_kernels_of_families_are_right(found):
+    families = found("kernels")["families"]
+    assert len(families) > 30
+    assert all(cell["error"] < 2e-3 and cell["us"] > 0 for cell in families), families
+
+
 def test_decode_has_rows_adapters_contexts_and_the_loop(found):
     steps = [
         (each["num_rows"], each["num_adapters"], each["has_long"])

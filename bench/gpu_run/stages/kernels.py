@@ -1,4 +1,4 @@
-"""LoRA of every group beside the peers, as they come and tuned."""
+"""What only some families compute; LoRA of every group beside the peers, as they come and tuned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_run import lora_cases
+from bench.gpu_run import family_cases, lora_cases
 from bench.gpu_run.compile_pool import context_of_job, run_jobs
 from bench.gpu_run.context import Context, Found, Missing
 from bench.gpu_run.lora_cases import Case, Ours, Pool
@@ -21,21 +21,28 @@ from bench.gpu_run.stages.tune import (
     peer_defaults,
     tuned_for,
 )
+from bench.gpu_run.timing import Deadline
 
 COMPILE_SHARE = 0.35
-"""Of the stage's time, at most, for compiling the peers' kernels in many processes."""
+"""Of the stage's time, at most, for compiling families' and the peers' kernels in many
+processes."""
+FAMILIES_SHARE = 0.2
+"""Of the stage's time, at most, for what only some families compute."""
 MAX_ERROR = 0.02
-"""Relative RMS of what is added, in 16 bits."""
+"""Relative RMS of what is added, and of what families compute, in 16 bits."""
+MAX_S = 0.02
+"""Of one measurement of what families compute."""
 
 
 def run(context: Context) -> Found:
     """Raises AssertionError where numbers are wrong: ours, or a peer's, which then was not called
     as it must be."""
-    found: Found = {"cells": [], "left_out": [], "missing": {}}
+    found: Found = {"families": [], "cells": [], "left_out": [], "missing": {}}
     cases, num_targets = list(lora_cases.cases(context)), lora_cases.num_targets(context)
     if not context.is_emulated:
         found["compiled"] = compile_all(context, context.deadline.left_s * COMPILE_SHARE)
         context.save(found)
+    measure_families(context, found)
     pool = Pool(context, cases)
     for case in cases:
         if context.deadline.is_near():
@@ -58,23 +65,42 @@ def run(context: Context) -> Found:
         for name, value in cell.items()
         if name.endswith("_error") and not value < MAX_ERROR
     ]
+    wrong += [cell["case"] for cell in found["families"] if not cell["error"] < MAX_ERROR]
     assert not wrong, f"results differ from the definition: {wrong}"
     return found
 
 
+def measure_families(context: Context, found: Found) -> None:
+    deadline = Deadline(context.deadline.left_s * FAMILIES_SHARE)
+    for name in family_cases.names(context):
+        if deadline.is_near():
+            found["left_out"].append(name)
+            continue
+        case = family_cases.make(context, name)
+        us = context.timer.time_us(case.run, 1, MAX_S).best_us
+        found["families"].append({"case": name, "us": us, "error": family_cases.error(case)})
+    context.save(found)
+
+
 def compile_all(context: Context, seconds: float) -> Found:
-    """Runs the peers on every case once, in many processes: their kernels are others for each rank
-    and shape. What is not done in time is compiled when it is measured."""
-    cases = list(lora_cases.cases(context))
+    """Runs the families' cases, and the peers on every case of LoRA, once, in many processes: the
+    peers' kernels are others for each rank and shape. What is not done in time is compiled when it
+    is measured."""
+    cases = [*family_cases.names(context), *lora_cases.cases(context)]
     tuned = context.found.get("tune", {}).get("peers", {})
     missing: set[str] = set()
     done = run_jobs(partial(_compile, context.pack, tuned), cases, seconds, missing.update)
     return done | {"missing": sorted(missing)}
 
 
-def _compile(pack: Path, tuned: Mapping[str, Any], case: Case) -> list[str]:
-    """In a process of its own; returns which peers are missing."""
+def _compile(pack: Path, tuned: Mapping[str, Any], case: Case | str) -> list[str]:
+    """In a process of its own; returns which peers are missing. `case`: of LoRA, or a family's
+    name for it."""
     context = context_of_job(pack)
+    if isinstance(case, str):
+        family_cases.make(context, case).run()
+        context.timer.synchronize()
+        return []
     # One layer has every kernel.
     sizes = replace(context.sizes, max_calls=1, case_bytes=0)
     context = replace(context, sizes=sizes, found={"tune": {"peers": tuned}})
