@@ -13,8 +13,8 @@ import numpy as np
 from torch import Tensor
 
 from bench.gpu_launches import Launch
+from bench.gpu_run.model import context_bytes
 from bench.gpu_step import Step
-from inference_svc.model.description import Decoder
 from kernels.attention.plan import segment_starts
 
 CACHE_BYTES = 25 << 20
@@ -42,20 +42,19 @@ class Traffic(NamedTuple):
 
 def traffic(launch: Launch, step: Step) -> Traffic:
     """Counts one launch of `step`. Raises KeyError for a kernel that is not known here."""
+    if launch.name in ELEMENTWISE:
+        return Traffic(0, _sizes(*launch.tensors), _sizes(*launch.outputs))
     return COUNTS[launch.name](launch.arguments, step)
 
 
 def floor_bytes(step: Step) -> int:
-    """Returns the bytes that any implementation of the step reads: the weights but for the
-    embedding's table, the keys and values of every row, and each adapter once."""
-    work, decoder = step.work, step.decoder
-    weights = sum(tensor.nbytes for tensor in step.weights if tensor is not step.embedding)
-    context_bytes = decoder.num_layers * work.context * _position_bytes(decoder, step.item_bytes)
-    return weights + work.rows * context_bytes + work.adapters * step.adapter_bytes
-
-
-def _position_bytes(decoder: Decoder, item_bytes: int) -> int:
-    return 2 * decoder.attentions[0].kv_size * item_bytes
+    """Returns the bytes that any implementation of the step reads: the weights but for the tables
+    by token, the keys and values that every row sees in each layer, and each adapter once."""
+    work = step.work
+    tables = {id(table) for table in step.tables}
+    weights = sum(tensor.nbytes for tensor in step.weights if id(tensor) not in tables)
+    contexts = work.rows * context_bytes(step.decoder, work.context, step.item_bytes)
+    return weights + contexts + work.adapters * step.adapter_bytes
 
 
 Arguments = dict[str, Any]
@@ -100,13 +99,17 @@ def _add_rms_norm(a: Arguments, step: Step) -> Traffic:
     return Traffic(a["weight"].nbytes, (*read, *_sizes(rows)), (each,) * (1 + keeps_sum))
 
 
+def _norm_rows(a: Arguments, step: Step) -> Traffic:
+    return Traffic(a["weight"].nbytes, _sizes(a["x"]), _sizes(a["x"]))
+
+
 def _swiglu(a: Arguments, step: Step) -> Traffic:
     return Traffic(0, _sizes(a["gate"], a["up"]), _sizes(a["out"]))
 
 
 def _store(a: Arguments, step: Step) -> Traffic:
     constant = sum(_sizes(a["q_norm"], a["k_norm"], a["v_norm"]))
-    read = _sizes(a["qkv"], a["cells"], a["cos"], a["sin"])
+    read = _sizes(a["qkv"], a["cells"], a["cos"], a["sin"], a["q_scale"])
     return Traffic(constant, read, _sizes(a["qkv"]))
 
 
@@ -126,8 +129,9 @@ def _part_sizes(a: Arguments, step: Step) -> tuple[int, ...]:
 
 def _decode(a: Arguments, step: Step) -> Traffic:
     work = step.work
-    constant = work.rows * work.context * _position_bytes(step.decoder, a["kv"].itemsize)
-    num_pages = work.rows * -(-work.context // a["PAGE_SIZE"])
+    num_seen = min(work.context, a["WINDOW"] or work.context)
+    constant = work.rows * num_seen * 2 * a["NUM_KV_HEADS"] * a["D"] * a["kv"].itemsize
+    num_pages = work.rows * -(-num_seen // a["PAGE_SIZE"])
     read = (*_sizes(a["q"]), num_pages * a["page_table"].itemsize)
     return Traffic(constant, read, _part_sizes(a, step))
 
@@ -167,6 +171,8 @@ def _expand(a: Arguments, step: Step) -> Traffic:
     return Traffic(constant, (_shrunk_bytes(a, step), out, *_sizes(a["items"])), (out,))
 
 
+ELEMENTWISE = {"add", "add_", "mul", "mul_", "div", "tanh", "floor", "log1p", "to"}
+"""Operations of torch that read and write each element once."""
 COUNTS: dict[str, Callable[[Arguments, Step], Traffic]] = {
     "linear": _linear,
     "embedding": _embedding,
@@ -175,6 +181,7 @@ COUNTS: dict[str, Callable[[Arguments, Step], Traffic]] = {
     "argmax": _argmax,
     "rotary_angles_kernel": _rotary_angles,
     "add_rms_norm_kernel": _add_rms_norm,
+    "norm_rows_kernel": _norm_rows,
     "swiglu_kernel": _swiglu,
     "store_kernel": _store,
     "decode_kernel": _decode,

@@ -31,6 +31,7 @@ PRODUCT_SHARE = 0.85
 NUM_SMS = 132
 CTAS_PER_SM = {
     "add_rms_norm_kernel": 4,
+    "norm_rows_kernel": 4,
     "swiglu_kernel": 16,
     "rotary_angles_kernel": 32,
     "store_kernel": 32,

@@ -1,8 +1,9 @@
-"""One decode step of the shape of Llama-3-8B as a GPU would run it: its launches on `meta`."""
+"""One decode step, of the shape of Llama-3-8B or another, as a GPU would run it: its launches on
+`meta`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu_launches import META, Launch, launches
-from bench.gpu_run.model import make_arena, random_transformer, read_description
+from bench.gpu_run.model import make_arena, random_transformer, read_description, tables
 from bench.gpu_run.sizes import LLAMA_8B
 from inference_svc import core
 from inference_svc.adapters.layout import build_layout, lora_groups
@@ -60,7 +61,8 @@ class Step(NamedTuple):
     decoder: Decoder
     launches: list[Launch]
     weights: list[Tensor]
-    embedding: Tensor
+    tables: list[Tensor]
+    """What is looked up by token: of the weights those of which a step reads rows."""
     groups: list[str]
     """The group of each target, without its layer."""
     adapter_targets: frozenset[int]
@@ -72,9 +74,9 @@ class Step(NamedTuple):
         return self.work.rows if self.work.adapters else 0
 
 
-def trace(work: Workload) -> Step:
-    """Launches the step on `meta`."""
-    decoder = read_description(LLAMA_8B)
+def trace(work: Workload, config: Mapping[str, Any] = LLAMA_8B) -> Step:
+    """Launches the step, of the model of a config.json, on `meta`."""
+    decoder = read_description(dict(config))
     transformer = random_transformer(decoder, DTYPE, META, shares_layers=False)
     weights, layout = transformer.weights, build_layout(decoder, "bench", DTYPE)
     arena = make_arena(layout, ARENA_BYTES, work.adapters, work.rank, META)
@@ -104,7 +106,7 @@ def trace(work: Workload) -> Step:
         decoder,
         noted.launches,
         list(tensors_of(weights)),
-        weights.embedding,
+        tables(weights),
         [target.group.rpartition(".")[2] for target in layout.targets],
         frozenset(index for index, t in enumerate(layout.targets) if t.layer is not None),
         work.rank * features * DTYPE.itemsize,

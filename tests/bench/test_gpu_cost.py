@@ -11,6 +11,7 @@ from bench import gpu_cost
 from bench.gpu_bytes import floor_bytes, traffic
 from bench.gpu_step import Step, Workload, trace
 from bench.results import FOLDER
+from tests.gpu.models import FEATURES, SHAPE
 
 MOST_MEMORY = 1.05
 """Bytes from and to memory, of the fewest."""
@@ -34,6 +35,20 @@ def test_little_else_is_read_and_written(step):
     floor, found = floor_bytes(step), [traffic(launch, step) for launch in step.launches]
     assert sum(each.memory_bytes for each in found) <= MOST_MEMORY * floor
     assert sum(each.all_bytes for each in found) <= MOST_BYTES[step.work.rows] * floor
+
+
+@pytest.mark.parametrize("adapters", [0, 2])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_family_is_counted(feature, adapters):
+    """Each of its launches, and what lies in memory once; contexts are longer than windows."""
+    step = trace(Workload(4, adapters, context=64, rank=4), SHAPE | FEATURES[feature])
+    floor, found = floor_bytes(step), [traffic(launch, step) for launch in step.launches]
+    assert sum(each.constant for each in found) == floor
+    counts, programs = gpu_cost.counts_of(step), gpu_cost.occupancy(step)
+    assert counts.nodes == len(step.launches)
+    assert counts.all_bytes > floor
+    ours = {label.split()[0] for label in programs}
+    assert ours == {launch.name for launch in step.launches if launch.grid is not None}
 
 
 def test_more_context_is_more_bytes():
