@@ -17,6 +17,7 @@ experts            A and B of all experts of a mixture, as trainers stack them
 parameters         A and B of bare parameters, as PEFT saves those of experts
 replacements       base weights that an adapter has of its own
 tensor_keys        the names of PEFT's tensors
+towers             modules of a model's other towers, which no server computes
 peft_extras        what a PEFT config says that there is besides A and B
 peft_fields        a verdict on every field of PEFT's LoraConfig
 module_patterns    which modules a config means, by PEFT's rules, within a time budget

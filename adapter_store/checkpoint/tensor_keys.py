@@ -32,6 +32,7 @@ import re
 from dataclasses import dataclass
 
 from adapter_store.checkpoint.module_patterns import OUTPUT_LAYER
+from adapter_store.checkpoint.towers import advice, tower_of
 from adapter_store.core import SegmentKind, TargetKind
 from adapter_store.errors import InvalidAdapter
 
@@ -112,6 +113,8 @@ def parse_key(key: str) -> TensorKey:
     if match and is_module(match["module"]) and not _NO_MODULE.fullmatch(match["module"]):
         return _whole(match)
     hint = next((hint for part, hint in _HINTS if part in f"{key}."), "")
+    if not hint and (tower := tower_of(path)):
+        hint = advice([tower])
     if not hint and ".lora_" not in key:
         hint = "its name ends with none of .lora_A.weight, .lora_B.weight, .lora_embedding_A and _B"
         hint += ", and with neither .weight nor .bias"

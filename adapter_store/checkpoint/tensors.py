@@ -31,6 +31,7 @@ from adapter_store.checkpoint.peft_extras import check_vectors, refused
 from adapter_store.checkpoint.replacements import read_replacements
 from adapter_store.checkpoint.safetensors import TensorRecord, read_header
 from adapter_store.checkpoint.tensor_keys import TensorKey, parse_key
+from adapter_store.checkpoint.towers import advice, tower_of
 from adapter_store.checkpoint.weights import Changes, ExpertWeights, Replacement
 from adapter_store.core import SegmentKind, TargetKind
 from adapter_store.errors import InvalidAdapter
@@ -275,7 +276,9 @@ def _add_side(
     )
     if len(record.shape) != num_dimensions and not is_stack:
         what = "matrix" if num_dimensions == 2 else "vector"
-        raise refused(record, "SHAPE_INVALID", f"shape {list(record.shape)} is not a {what}")
+        tower = tower_of(key.module)
+        hint = f": {advice([tower])}" if tower else ""
+        raise refused(record, "SHAPE_INVALID", f"shape {list(record.shape)} is not a {what}{hint}")
     sides = pairs.setdefault(key.target, {})
     for other, _ in sides.values():
         is_other_kind = None not in (key.kind, other.kind) and key.kind is not other.kind

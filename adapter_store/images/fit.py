@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -11,6 +11,7 @@ from adapter_store.checkpoint.experts import ExpertModule, expert_module, other_
 from adapter_store.checkpoint.module_patterns import OUTPUT_LAYER, path_tails
 from adapter_store.checkpoint.open import Checkpoint
 from adapter_store.checkpoint.tensors import TargetWeights
+from adapter_store.checkpoint.towers import advice, tower_of
 from adapter_store.checkpoint.weights import Changes, ExpertWeights, Matrix, Replacement
 from adapter_store.core import Layout, OtherName, SegmentKind, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter
@@ -24,6 +25,8 @@ SAVED_ALONG = (
     "they are equal, `loadout strip IN OUT --model DIR` makes a copy without it; or save with "
     "save_embedding_layers=False"
 )
+MAX_LISTED = 3
+"""How many modules that no target is an error names."""
 _MATRICES = (TargetKind.LINEAR, TargetKind.EMBEDDING)
 _PLAIN_KINDS = frozenset({SegmentKind.A, SegmentKind.B})
 
@@ -57,14 +60,19 @@ def fit(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
         )
     names = _Names(layout)
     uses: list[Use] = []
+    unknown: list[Changes] = []
     for changes in _gathered(checkpoint.changes, names):
         is_copy = isinstance(changes, Replacement) and changes.is_copy
         if layout.image_format == 1 and not is_copy:
             _check_format_1(changes)
-        found = names.lookup(changes, layout.base_model)
+        found = names.find(changes.name)
+        if not found:
+            unknown.append(changes)
         outputs = _module_outputs(layout, found)
         for index, other in found:
             uses.append(Use(index, layout.targets[index], changes, other, outputs))
+    if unknown:
+        raise _unknown(unknown, uses, layout.base_model)
     uses = _with_ties(uses, layout)
     for use in uses:
         _check_use(use)
@@ -72,6 +80,20 @@ def fit(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
     _check_once(uses)
     _check_complete(checkpoint, layout)
     return uses
+
+
+def _unknown(
+    unknown: Sequence[Changes], uses: Iterable[Use], base_model: str
+) -> IncompatibleAdapter:
+    """Returns the error for modules that no target is, beside those that are used."""
+    names = [changes.name for changes in unknown]
+    more = f" and {len(names) - MAX_LISTED} more modules" if len(names) > MAX_LISTED else ""
+    detail = f"{base_model or 'the base model'} has no {', '.join(names[:MAX_LISTED])}{more}"
+    towers = dict.fromkeys(filter(None, map(tower_of, names)))
+    if towers:
+        known = (use.changes.name.rpartition(".")[2] for use in uses)
+        detail += f": {advice(towers, known)}"
+    return incompatible(_key(unknown[0]), "TARGET_UNKNOWN", detail)
 
 
 def _with_ties(uses: list[Use], layout: Layout) -> list[Use]:
@@ -150,17 +172,9 @@ class _Names:
         self._own = {target.name: index for index, target in enumerate(layout.targets)}
         self._others: defaultdict[str, list[_Named]] | None = None
 
-    def lookup(self, changes: Changes, base_model: str) -> list[_Named]:
-        """Returns the targets that a module is, or computes. Raises IncompatibleAdapter."""
-        found = self.find(changes.name)
-        if not found:
-            base = base_model or "the base model"
-            raise incompatible(_key(changes), "TARGET_UNKNOWN", f"{base} has no {changes.name}")
-        return found
-
     def find(self, name: str) -> list[_Named]:
-        """Returns the targets that are called so; of a projection of all experts also those that
-        are called as other trainers do."""
+        """Returns the targets that a module of this name is, or computes; of a projection of all
+        experts also those that are called as other trainers do."""
         return self._find(name) or self._find(other_name(name))
 
     def expert(self, changes: Changes) -> tuple[Target, ExpertModule] | None:

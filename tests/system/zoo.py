@@ -265,13 +265,19 @@ def make_zoo(kind: str, folder: Path, specs: Sequence[AdapterSpec] = SPECS) -> Z
     name = f"{prefix}TextConfig" if prefix in _TEXT_PARTS else f"{prefix}Config"
     config = getattr(transformers, name)(**(_SHAPE | options))
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
-    _shake_norms_and_biases(model)
+    shake_norms_and_biases(model)
     model.generation_config.eos_token_id = 2
     model.name_or_path = model.config.name_or_path = kind
     model.save_pretrained(folder / "model")
-    _save_tokenizer(folder / "model")
+    save_tokenizer(folder / "model")
+    reference = adapted(model, kind, folder / "adapters", specs)
+    dirs = {spec.name: folder / "adapters" / spec.name for spec in specs}
+    return Zoo(kind, folder / "model", reference, dirs)
+
+
+def adapted(model: Any, kind: str, folder: Path, specs: Sequence[AdapterSpec]) -> Any:
+    """Returns the model with random adapters, which are saved in folders of their names."""
     reference: Any = None
-    dirs = {}
     names = FUSED.get(kind, {})
     for spec in specs:
         targets = modules_of(kind) if spec.targets is ALL else _targets(spec.targets, names)
@@ -292,10 +298,8 @@ def make_zoo(kind: str, folder: Path, specs: Sequence[AdapterSpec] = SPECS) -> Z
     for name, parameter in reference.named_parameters():
         if "lora_" in name:  # so that a change is about 0.04 per weight, whatever the rank
             torch.nn.init.normal_(parameter, std=0.14 / min(parameter.shape) ** 0.25)
-    reference.save_pretrained(folder / "adapters", save_embedding_layers=False)
-    for spec in specs:
-        dirs[spec.name] = folder / "adapters" / spec.name
-    return Zoo(kind, folder / "model", reference.eval(), dirs)
+    reference.save_pretrained(folder, save_embedding_layers=False)
+    return reference.eval()
 
 
 def _targets(targets: Sequence[str] | str, names: dict[str, str]) -> list[str] | str:
@@ -310,9 +314,9 @@ def _renamed(options: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     return options | ({"rank_pattern": patterns} if patterns else {})
 
 
-def _shake_norms_and_biases(model: torch.nn.Module) -> None:
+def shake_norms_and_biases(model: torch.nn.Module) -> None:
     """Initialisation leaves them at one and zero, which would hide a missing one."""
-    is_gemma4 = getattr(model.config, "model_type", "") == "gemma4_text"
+    is_gemma4 = getattr(model.config, "model_type", "") in ("gemma4", "gemma4_text")
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, mean=0.0 if "bias" in name else 1.0, std=0.2)
@@ -323,7 +327,7 @@ def _shake_norms_and_biases(model: torch.nn.Module) -> None:
             buffer.fill_(0.8)
 
 
-def _save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder: Path) -> None:
     """One token per printable ASCII character, from 3 on; others are unknown."""
     vocab = {"<pad>": 0, "<s>": 1, "</s>": 2} | {chr(i): i for i in range(3, VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
