@@ -15,6 +15,8 @@ OPERATIONS = Path(__file__).parent / "launches.py"
 SHAPES = {
     "8B": (4096, 14336, 32, 8, 128),
     "an eighth of 70B": (8192, 3584, 8, 1, 128),
+    "heads of 64": (2048, 8192, 32, 8, 64),
+    "heads of 96": (3072, 8192, 32, 32, 96),
     "heads of 256": (2560, 10240, 8, 4, 256),
     "heads of 512": (2560, 10240, 8, 2, 512),
 }
@@ -98,7 +100,11 @@ def test_launches(compiler, shape, step):
 
 @pytest.mark.parametrize("step", ["32 rows", "a short prompt"])
 @pytest.mark.parametrize(
-    "shape", ["heads of 256", "heads of 512", pytest.param("8B", marks=pytest.mark.long)]
+    "shape",
+    [
+        *("heads of 256", "heads of 512"),
+        *(pytest.param(s, marks=pytest.mark.long) for s in ("8B", "heads of 64", "heads of 96")),
+    ],
 )
 def test_what_families_compute_otherwise(compiler, shape, step):
     """Nothing spills at the heads that they have."""
@@ -109,9 +115,11 @@ def test_what_families_compute_otherwise(compiler, shape, step):
         assert kernel.spills == kernel.stack_bytes == 0, (label, kernel)
         least = min_ctas.get(label.split()[0], 4)
         assert kernel.num_ctas >= least, (label, kernel)
+        if shape == "8B" and label == "norm_rows_kernel a norm of all queries":
+            assert kernel.num_ctas == CTAS_PER_SM["norm_rows_kernel"], "bench/gpu_cost.py"
     assert {label.split()[0] for label in found} >= {
         *("decode_kernel", "store_kernel", "norm_rows_kernel", "swiglu_kernel"),
-        "add_rms_norm_kernel",
+        *("add_rms_norm_kernel", *(["prefill_kernel"] if step in PROMPTS else [])),
     }
 
 
