@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 from google.protobuf.json_format import MessageToJson
 
-from inference_svc.adapters.layout import ModelLayout, build_layout, lora_modules
+from inference_svc.adapters.layout import ModelLayout, build_layout
 from inference_svc.api.generate_call import checked_sampling
 from inference_svc.api.grpc.servicer import InferenceServicer, call_rules
 from inference_svc.api.load_report import load_report
@@ -196,11 +196,13 @@ def resolve_settings(
 
 
 def _model_facts(decoder: Decoder) -> ModelFacts:
+    layout = build_layout(decoder, "", torch.float32)
     return ModelFacts(
         dtype=decoder.dtype,
         max_position_embeddings=decoder.max_position_embeddings,
         kv_elements_per_token=decoder.kv_elements_per_token,
-        lora_targets=lora_modules(decoder),
+        lora_targets=layout.modules,
+        fused_targets=layout.fused_modules,
     )
 
 
@@ -335,6 +337,7 @@ class InferenceServer:
             config.max_rank,
             config.lora_targets,
             engine.layout.modules,
+            engine.layout.fused_modules,
         )
         directory = Directory(catalog, servable, config.name_ttl_seconds)
         self._async_engine = AsyncEngine(engine, text, self._places.answer_bytes)

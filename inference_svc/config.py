@@ -9,7 +9,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -154,8 +154,9 @@ class InferenceSettings(ServiceSettings):
 
     lora_targets: Annotated[Names, ADAPTERS] = ()
     """What adapters may change, by the last components of modules' names, such as q_proj,v_proj;
-    adapters that change others are refused, and nothing is computed for these. Unset, or all: every
-    target of the model."""
+    adapters that change others are refused, and nothing is computed for these. A fused module's
+    name means its parts: qkv_proj is q_proj, k_proj and v_proj. Unset, or all: every target of the
+    model."""
 
     adapter_wait_seconds: Annotated[PositiveSeconds, ADAPTERS] = 10.0
     """Longest time that a request waits for its adapter; then it ends with UNAVAILABLE."""
@@ -334,12 +335,14 @@ class Machine:
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What the model's config says; `kv_elements_per_token` are keys and values, `lora_targets` the
-    last components of the names of what adapters may change."""
+    last components of the names of what adapters may change, `fused_targets` those of modules that
+    compute several of these."""
 
     dtype: str
     max_position_embeddings: int
     kv_elements_per_token: int
     lora_targets: tuple[str, ...] = ()
+    fused_targets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +406,7 @@ def resolve_model(settings: InferenceSettings, model: ModelFacts) -> InferenceSe
     dtype = model.dtype if settings.dtype == "auto" else settings.dtype
     if dtype not in ITEM_BYTES:
         raise InvalidSetting(f"--dtype: the model's {dtype} is not supported; choose another")
-    lora_targets = _lora_targets(settings.lora_targets, model.lora_targets)
+    lora_targets = _lora_targets(settings.lora_targets, model)
     return settings.model_copy(
         update={
             "base_model": settings.base_model_names[0],
@@ -421,19 +424,23 @@ def _check_length(settings: InferenceSettings, model: ModelFacts) -> None:
         )
 
 
-def _lora_targets(asked: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns what adapters are restricted to, sorted; none if that is every target. Raises
-    InvalidSetting for a name that is none of the model's targets."""
+def _lora_targets(asked: tuple[str, ...], model: ModelFacts) -> tuple[str, ...]:
+    """Returns what adapters are restricted to, sorted, a module that computes several targets as
+    these; none if that is every target. Raises InvalidSetting for a name that is neither."""
     if asked == (EVERY_TARGET,):
         return ()
+    known = (*model.lora_targets, *model.fused_targets)
+    accepted: set[str] = set()
     for name in asked:
         if name not in known:
             close = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
+            listed = ", ".join(known)
             raise InvalidSetting(
-                f"--lora-targets: the model has no target {name}, but {', '.join(known)}{hint}"
+                f"--lora-targets: the model has no target {name}, but {listed}{hint}"
             )
-    return () if set(asked) == set(known) else tuple(sorted(set(asked)))
+        accepted.update((name,) if name in model.lora_targets else model.fused_targets[name])
+    return () if accepted == set(model.lora_targets) else tuple(sorted(accepted))
 
 
 def _max_model_len(settings: InferenceSettings, model: ModelFacts, kv_tokens: int) -> int:

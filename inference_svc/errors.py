@@ -50,6 +50,18 @@ PROMPT_SUBJECTS = frozenset({"chat", "messages"})
 """Subjects of errors whose messages could quote the prompt."""
 
 
+def with_name(error: ServiceError, digest: str, name: str) -> ServiceError:
+    """Returns an error about an adapter's content for a caller who asked for it by `name`; "": by
+    its digest."""
+    message = error.message.replace(digest, name or digest)
+    return type(error)(
+        message,
+        subject=error.subject,
+        reason=error.reason,
+        retry_after_s=error.retry_after_s,
+    )
+
+
 class TemplateTimeout(InvalidArgument):
     reason = "TEMPLATE_TIMEOUT"
 

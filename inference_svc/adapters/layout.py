@@ -160,6 +160,16 @@ class ModelLayout:
         """Distinct last components of the targets' names, in order of use."""
         return tuple(dict.fromkeys(target.module for target in self.targets))
 
+    @property
+    def fused_modules(self) -> dict[str, tuple[str, ...]]:
+        """The modules that a module computes which is several of them in one, by the last
+        components of names, such as "qkv_proj"; of all layers together where these differ."""
+        found: dict[str, dict[str, None]] = {}
+        for target in self.targets:
+            for other in target.other_names:
+                found.setdefault(other.name.rpartition(".")[2], {})[target.module] = None
+        return {name: tuple(members) for name, members in found.items()}
+
     def largest_image(self, rank: int, lora_targets: Collection[str] = ()) -> Shape:
         """Returns the shape of an image that has every target at this rank; of a server that is
         restricted to some, these."""
@@ -337,11 +347,6 @@ def _targets_of(projection: Projection, layer: int | None) -> Iterator[LayoutTar
             *(projection.in_features, member.out_features, fused, TEXT),
         )
         start = end
-
-
-def lora_modules(decoder: Decoder) -> tuple[str, ...]:
-    """Returns the last components of the names of what adapters may change, in order of use."""
-    return build_layout(decoder, "", torch.float32).modules
 
 
 def computed_groups(config: EngineConfig, decoder: Decoder) -> dict[str, LoraGroup]:

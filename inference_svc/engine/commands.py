@@ -18,7 +18,7 @@ from inference_svc.engine.status_types import (
     EngineStatus,
     ResidentAdapter,
 )
-from inference_svc.errors import AdapterNotFound, AdapterUnavailable
+from inference_svc.errors import AdapterNotFound, AdapterUnavailable, with_name
 from servicekit.errors import ServiceError
 
 
@@ -155,7 +155,8 @@ class Commands:
         for pending in failed:
             self._loads.remove(pending)
             self.residency.remove_waiter(digest)
-        return [Reply(pending.call.call_id, error=error) for pending in failed]
+        calls = [pending.call for pending in failed]
+        return [Reply(call.call_id, error=with_name(error, digest, call.adapter)) for call in calls]
 
     def fail_all(self, error: Exception) -> list[Reply]:
         """Returns replies to all open calls, when the engine ends."""

@@ -38,6 +38,7 @@ from inference_svc.errors import (
     DuplicateRequest,
     EngineFailed,
     OutOfDeviceMemory,
+    with_name,
 )
 from servicekit.errors import Draining, ServiceError
 
@@ -223,7 +224,8 @@ class Engine:
     def _fail_adapter(self, digest: str, error: ServiceError, now_s: float) -> None:
         self._replies += self.commands.fail(digest, error)
         for sequence in self.scheduler.queue.of_digest(digest):
-            self._end(sequence, now_s, error=error)
+            named = with_name(error, digest, sequence.request.adapter)
+            self._end(sequence, now_s, error=named)
 
     def _end(
         self,

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from inference_svc.adapters.layout import refused_kinds, refused_targets
@@ -57,19 +57,25 @@ class Binding:
 @dataclass(frozen=True, slots=True)
 class Servable:
     """This server's limits: adapters of these base models up to this rank, and, if it is restricted
-    to `lora_targets`, that change none of its other `modules`. An adapter may name modules in other
-    ways, or have whole weights that equal the base's: then its image says what it changes."""
+    to `lora_targets`, that change none of its other `modules`, by themselves or as parts of one of
+    `fused_modules`. An adapter may name modules in other ways, or have whole weights that equal the
+    base's: then its image says what it changes."""
 
     base_models: tuple[str, ...]
     max_lora_rank: int
     lora_targets: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
+    fused_modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def refusal(self, record: AdapterRecord) -> tuple[str, str] | None:
         """Returns what of an adapter this server does not apply, in words that follow "has", and
         the field that says so; None if it applies everything."""
-        others = set(self.modules).difference(self.lora_targets)
-        refused = [name for name in record.targets if name in others]
+        changed: set[str] = set()
+        for name in record.targets:
+            changed.update(self.fused_modules.get(name, (name,)))
+        refused = [
+            name for name in self.modules if name in changed and name not in self.lora_targets
+        ]
         may_equal_base = "full" in record.segment_kinds
         if not may_equal_base and (reason := refused_targets(refused, self.lora_targets)):
             return reason, "targets"

@@ -25,6 +25,7 @@ MODEL = ModelFacts(
     max_position_embeddings=4096,
     kv_elements_per_token=1024,
     lora_targets=TARGETS,
+    fused_targets={"qkv_proj": ("q_proj", "k_proj", "v_proj")},
 )
 CPU, GPU = Machine(has_cuda=False), Machine(True, 1000 * MIB, 1200 * MIB)
 
@@ -133,6 +134,9 @@ def test_on_a_device_one_page_is_of_no_sequence(model: Path) -> None:
         (["--lora-targets", "v_proj,q_proj, q_proj"], ("q_proj", "v_proj")),
         (["--lora-targets", "v_proj", "--lora-targets", "lm_head"], ("lm_head", "v_proj")),
         (["--lora-targets", ",".join(TARGETS)], ()),
+        (["--lora-targets", "qkv_proj"], ("k_proj", "q_proj", "v_proj")),
+        (["--lora-targets", "qkv_proj,k_proj,lm_head"], ("k_proj", "lm_head", "q_proj", "v_proj")),
+        (["--lora-targets", "embed_tokens,qkv_proj,lm_head"], ()),
     ],
 )
 def test_targets_that_adapters_may_change(
@@ -150,12 +154,17 @@ def test_targets_that_adapters_may_change(
             ["--lora-targets", "v_proj,self_attn.q_prj"],
             CPU,
             "--lora-targets: the model has no target self_attn.q_prj, but embed_tokens, q_proj, "
-            "k_proj, v_proj, lm_head; did you mean q_proj?",
+            "k_proj, v_proj, lm_head, qkv_proj; did you mean q_proj?",
+        ),
+        (
+            ["--lora-targets", "qkvproj"],
+            CPU,
+            "no target qkvproj, but .*; did you mean qkv_proj?",
         ),
         (
             ["--lora-targets", "all,q_proj"],
             CPU,
-            "--lora-targets: the model has no target all, but .*, lm_head$",
+            "--lora-targets: the model has no target all, but .*, qkv_proj$",
         ),
         (["--device", "cuda"], CPU, "--device cuda: there is no CUDA device"),
         (["--max-model-len", "4097"], CPU, "exceeds the model's 4096"),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from inference_svc.adapters.layout import EMBEDDING, HEAD
+from inference_svc.app import describe_layout
+from inference_svc.config import InferenceSettings
 from inference_svc.engine.messages import Command
 from inference_svc.errors import AdapterUnusable
 from loadout import errors
 from loadout.cli.__main__ import main
+from servicekit.settings.load import load_settings
 from tests.system.services import Services
 from tests.system.zoo import Zoo
 
@@ -57,18 +61,27 @@ def test_what_is_refused_is_not_computed(start: Callable) -> None:
     assert every > 4 * some > 0
 
 
+def test_fused_module_is_its_parts(zoos: Callable[[str], Zoo]) -> None:
+    """Its checkpoint has these two, and no q_proj."""
+    flags = ["--model", str(zoos("phi3").model_dir), "--lora-targets", "qkv_proj,gate_up_proj"]
+    described = json.loads(describe_layout(load_settings(InferenceSettings, flags)))
+    parts = ["gate_proj", "k_proj", "q_proj", "up_proj", "v_proj"]
+    assert described["announcement"]["loraTargets"] == parts
+
+
 @pytest.mark.parametrize("host_bytes", [0, 2 << 20], ids=["arena-only", "host-tier"])
 def test_image_of_other_targets_is_refused(start: Callable, host_bytes: int) -> None:
     """Its header says what it changes: a store of an earlier release knows nothing of it."""
     running = start(lora_targets=ACCEPTED, host_bytes=host_bytes)
     error = running.call(Command.LOAD, "r33").error
     assert isinstance(error, AdapterUnusable)
-    assert error.message.endswith(
-        "has targets k_proj, o_proj, gate_proj, which are not among this server's --lora-targets "
-        "(q_proj, v_proj)"
+    assert error.message == (
+        "adapter acme/r33@3 has targets k_proj, o_proj, gate_proj, which are not among this "
+        "server's --lora-targets (q_proj, v_proj)"
     )
     running.submit("r", PROMPT, "r8", max_tokens=2)
-    assert "a target down_proj, which is not among" in running.result("r")[1].error.message
+    message = running.result("r")[1].error.message
+    assert message.startswith("adapter acme/r8@3 has a target down_proj, which is not among")
     assert running.call(Command.LOAD, "r1").error is None
     running.check_idle()
 

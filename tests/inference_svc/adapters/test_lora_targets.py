@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from inference_svc.adapters.layout import (
     HEAD,
     LayoutTarget,
     ModelLayout,
+    OtherName,
     lora_groups,
     refused_kinds,
 )
@@ -52,6 +55,18 @@ def header(layout: ModelLayout, *modules: str) -> ImageHeader:
 
 def test_modules_are_named_in_order_of_use(layout):
     assert layout.modules == ("embed_tokens", *MODULES, "lm_head")
+
+
+def test_fused_modules_have_the_parts_of_all_layers(layout):
+    parts = {"q_proj": (0, 8), "k_proj": (8, 12), "v_proj": (12, 16)}
+    targets = [
+        replace(each, other_names=(OtherName(f"layers.{each.layer}.qkv", parts[each.module]),))
+        if each.module in parts and (each.layer, each.module) != (0, "v_proj")
+        else each
+        for each in layout.targets
+    ]
+    assert layout.fused_modules == {}
+    assert replace(layout, targets=tuple(targets)).fused_modules == {"qkv": tuple(parts)}
 
 
 @pytest.mark.parametrize(

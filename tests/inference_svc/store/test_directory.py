@@ -408,6 +408,7 @@ def test_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 LIMITED = {
     "lora_targets": ("q_proj", "v_proj"),
     "modules": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "fused_modules": {"qkv_proj": ("q_proj", "k_proj", "v_proj")},
 }
 
 
@@ -417,6 +418,12 @@ LIMITED = {
         (
             {"targets": ("k_proj", "q_proj")},
             "has a target k_proj, which is not among this server's --lora-targets (q_proj, v_proj)",
+            "targets",
+        ),
+        (
+            {"targets": ("o_proj", "qkv_proj")},
+            "has targets k_proj, o_proj, which are not among this server's --lora-targets "
+            "(q_proj, v_proj)",
             "targets",
         ),
         (
@@ -445,7 +452,7 @@ def test_targets_within_the_restriction_are_accepted() -> None:
     """And those by names that the model does not know, and weights that may equal the base's: the
     image says what they are."""
     catalog, directory, _ = make(**LIMITED)
-    catalog.records["default/upper"] = replace(UPPER, targets=("q_proj", "qkv_proj"))
+    catalog.records["default/upper"] = replace(UPPER, targets=("q_proj", "c_attn"))
     assert run(lambda: directory.resolve(ANYONE, "upper")).digest == A
     record = replace(UPPER, targets=("o_proj", "q_proj"), segment_kinds=("full",))
     catalog.records["default/upper"] = record
