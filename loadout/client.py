@@ -335,7 +335,7 @@ class Client:
         self,
         prompt: Prompt,
         *,
-        adapter: str = "",
+        adapter: str | None = "",
         min_revision: int = 0,
         request_id: str = "",
         priority: int = 0,
@@ -345,8 +345,9 @@ class Client:
     ) -> Stream[types.Chunk]:
         """Starts a generation and streams its chunks.
 
-        `adapter` is a reference, "" the base model; `min_revision` a registration's revision that
-        must be taken into account. A lost request is sent again only while nothing was received.
+        `adapter` is a reference, "" or None the base model; `min_revision` a registration's
+        revision that must be taken into account. A lost request is sent again only while nothing
+        was received.
         """
         call = calls.generate(
             prompt, adapter, min_revision, request_id, priority, cache_salt, sampling
@@ -357,7 +358,7 @@ class Client:
         self,
         prompt: Prompt,
         *,
-        adapter: str = "",
+        adapter: str | None = "",
         min_revision: int = 0,
         request_id: str = "",
         priority: int = 0,

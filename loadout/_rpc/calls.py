@@ -215,7 +215,7 @@ def store_status() -> Call[types.StoreStatus]:
 
 def generate(
     prompt: Prompt,
-    adapter: str,
+    adapter: str | None,
     min_revision: int,
     request_id: str,
     priority: int,
@@ -224,7 +224,7 @@ def generate(
 ) -> StreamCall[types.Chunk]:
     request = build(
         inference_pb.GenerateRequest,
-        adapter=adapter,
+        adapter=adapter or "",
         min_revision=min_revision,
         request_id=request_id,
         priority=priority,
@@ -239,7 +239,7 @@ def generate(
         request,
         convert.chunk,
         lambda last: request if last is None else None,
-        adapter=adapter,
+        adapter=adapter or "",
     )
 
 
@@ -248,11 +248,23 @@ def _prompt(prompt: Prompt) -> dict[str, Any]:
         return {"text": prompt}
     items = list(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
-        messages = [
-            build(inference_pb.ChatMessage, "chat", **cast(dict[str, Any], item)) for item in items
-        ]
+        messages = [_message(cast(dict[str, Any], item)) for item in items]
         return {"chat": inference_pb.ChatMessages(messages=messages)}
     return {"token_ids": build(inference_pb.TokenIds, "token_ids", ids=items)}
+
+
+def _message(values: dict[str, Any]) -> Message:
+    """Raises InvalidArgument for content in parts, without quoting it: an image is long."""
+    content = values.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str | bytes):
+        kinds = {str(part.get("type")) for part in content if isinstance(part, Mapping)}
+        parts = f" of {', '.join(sorted(kinds))}" if kinds else ""
+        raise InvalidArgument(
+            f"chat.content cannot be a list of parts{parts}: only text is supported, as a str",
+            code="INVALID_ARGUMENT",
+            subject="chat.content",
+        )
+    return cast(Message, build(inference_pb.ChatMessage, "chat", **values))
 
 
 def _sampling(values: Mapping[str, Any]) -> inference_pb.SamplingParams:

@@ -70,10 +70,10 @@ def test_token_ids_in_and_out(folder: Path, zoos: Callable[[str], Zoo]) -> None:
                 with pytest.raises(InvalidArgument, match=message):
                     client.complete(prompt, max_tokens=2, **sampling)
         address = running.server.http_address
-        body = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
-        body["temperature"] = 0
-        status, answer = post(address, "/v1/completions", body)
-        assert (status, answer["choices"][0]["token_ids"]) == (200, expected)
+        body = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+        for asked, ids in (({}, expected), ({"return_token_ids": False}, None)):
+            status, answer = post(address, "/v1/completions", body | asked)
+            assert (status, answer["choices"][0].get("token_ids")) == (200, ids)
         for route, wrong, message in (
             ("/v1/completions", {"prompt": "text"}, "no tokenizer"),
             ("/v1/completions", {"prompt": PROMPT, "stop": "x"}, "stop: this server has no"),

@@ -18,6 +18,8 @@ from inference_svc.text.pieces import Pieces
 from inference_svc.text.prompt import ChatMessage, Prompt
 from servicekit.errors import InvalidArgument
 
+MAX_KIND_CHARS = 64
+"""How much of a part's type an error quotes."""
 MIN_LOGPROB = -9999.0
 """JSON has no infinity."""
 
@@ -36,11 +38,15 @@ def _to_text(value: object) -> str:
 
 
 def _to_part(value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(value, dict) and value.keys() == {"type", "text"}:
         text = value["text"]
-        if value["type"] == "text" and isinstance(text, str):
+        if kind == "text" and isinstance(text, str):
             return text
-    raise ValueError('a part must be {"type": "text", "text": ...}: only text is supported')
+    found = f", not {kind[:MAX_KIND_CHARS]}" if isinstance(kind, str) and kind != "text" else ""
+    raise ValueError(
+        f'a part must be {{"type": "text", "text": ...}}: only text is supported{found}'
+    )
 
 
 class Message(Body):

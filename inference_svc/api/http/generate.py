@@ -98,9 +98,10 @@ class IncomingRequest(Generic[B]):
         )
         self.adapter = adapter_of(body.model, self._facts)
         body.check_streaming()
-        self.options = AnswerOptions(
-            bool(body.stream), body.includes_usage, bool(body.return_token_ids)
-        )
+        includes_ids = body.return_token_ids
+        if includes_ids is None:  # without a tokenizer they are all there is of an answer
+            includes_ids = not self._facts.has_tokenizer
+        self.options = AnswerOptions(bool(body.stream), body.includes_usage, includes_ids)
         prompts = self._endpoint.prompts(body)
         sampling = self._endpoint.sampling(body, self._facts)
         sampling = checked_sampling(sampling, self._facts.vocab_size)

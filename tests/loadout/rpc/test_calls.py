@@ -31,6 +31,19 @@ def test_text_prompt_and_routing_fields():
     )
 
 
+def test_no_adapter_is_the_base_model():
+    call = calls.generate("hello", None, 0, "", 0, "", {})
+    assert (call.request.adapter, call.adapter) == ("", "")
+
+
+def test_content_in_parts_is_refused_without_quoting_it():
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    with pytest.raises(InvalidArgument, match="parts of image_url, text: only text is sup") as e:
+        generate([{"role": "user", "content": [{"type": "text", "text": "what?"}, image]}])
+    assert e.value.subject == "chat.content"
+    assert "AAAA" not in str(e.value)
+
+
 @pytest.mark.parametrize(
     "ids", [[1, 2, 3], (1, 2, 3), range(1, 4)], ids=lambda ids: type(ids).__name__
 )

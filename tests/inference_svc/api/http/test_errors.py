@@ -407,6 +407,11 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{}]}, "tools: must be empty: it has no effect here"),
     ({"logit_bias": {"1": 2}}, "logit_bias: must be empty: it has no effect here"),
     ({"messages": [{"role": "user", "content": "x", "audio": 1}]}, "messages[0].audio: must be"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        'messages[0].content: a part must be {"type": "text", "text": ...}: only text is '
+        "supported, not image_url",
+    ),
     ({"max_tokns": 1}, "max_tokns: unknown field"),
 ]
 
