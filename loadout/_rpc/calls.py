@@ -253,7 +253,7 @@ def _prompt(prompt: Prompt) -> dict[str, Any]:
     return {"token_ids": build(inference_pb.TokenIds, "token_ids", ids=items)}
 
 
-def _message(values: dict[str, Any]) -> Message:
+def _message(values: dict[str, Any]) -> inference_pb.ChatMessage:
     """Raises InvalidArgument for content in parts, without quoting it: an image is long."""
     content = values.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
@@ -264,7 +264,7 @@ def _message(values: dict[str, Any]) -> Message:
             code="INVALID_ARGUMENT",
             subject="chat.content",
         )
-    return cast(Message, build(inference_pb.ChatMessage, "chat", **values))
+    return cast(inference_pb.ChatMessage, build(inference_pb.ChatMessage, "chat", **values))
 
 
 def _sampling(values: Mapping[str, Any]) -> inference_pb.SamplingParams:
