@@ -405,7 +405,9 @@ def resolve_model(settings: InferenceSettings, model: ModelFacts) -> InferenceSe
     base model's name, dtype and targets. Raises InvalidSetting for what the model cannot fulfil."""
     dtype = model.dtype if settings.dtype == "auto" else settings.dtype
     if dtype not in ITEM_BYTES:
-        raise InvalidSetting(f"--dtype: the model's {dtype} is not supported; choose another")
+        raise InvalidSetting(
+            f"--dtype: the model's {dtype} is not supported; choose one of {', '.join(ITEM_BYTES)}"
+        )
     lora_targets = _lora_targets(settings.lora_targets, model)
     return settings.model_copy(
         update={

@@ -23,6 +23,7 @@ from inference_svc.backends.cuda import CudaFactory
 from inference_svc.backends.native import NativeFactory
 from inference_svc.config import InferenceSettings, Machine, to_engine_config
 from inference_svc.engine.memory_budget import Budget, human, plan_budgets
+from inference_svc.errors import UnsupportedModel
 from inference_svc.model.architectures import load_description
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import kv_page_bytes
@@ -148,7 +149,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except InvalidSetting as error:
         raise SystemExit(f"error: {error}") from None
     adapters = Adapters(options.rank, tuple(options.targets.split(",")))
-    found = list(rows(plan(config, options.device_memory), adapters))
+    try:
+        found = list(rows(plan(config, options.device_memory), adapters))
+    except (UnsupportedModel, InvalidSetting, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
     width = max(len(name) for name, _ in found)
     for name, value in found:
         print(f"{name:<{width}}  {value}")

@@ -91,8 +91,20 @@ def _advice(model_dir: Path, name: str) -> str:
             "(--no-tokenizer): token ids in, token ids out"
         )
     if name == SINGLE:
-        return f" and no {INDEX}: weights are read from safetensors, as save_pretrained writes them"
+        return f" and no {INDEX}{_advice_on_pickles(model_dir)}"
     return f": {_COPY}"
+
+
+def _advice_on_pickles(model_dir: Path) -> str:
+    """Returns what follows that there are no safetensors."""
+    pickle = min(model_dir.glob("pytorch_model*.bin"), default=None)
+    if pickle is None:
+        return ": weights are read from safetensors, as save_pretrained writes them"
+    folder = repr(str(model_dir))
+    convert = f"AutoModelForCausalLM.from_pretrained({folder}).save_pretrained({folder})"
+    return (
+        f", but {pickle.name}: weights are read from safetensors; in Python {convert} writes them"
+    )
 
 
 def _check_content(path: Path) -> None:

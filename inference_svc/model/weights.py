@@ -26,13 +26,13 @@ from inference_svc.model.description import (
     Wrapper,
     layer_path,
 )
-from inference_svc.model.files import weight_files
+from inference_svc.model.files import CONFIG, weight_files
 from inference_svc.model.layers import Linear
 from inference_svc.model.parameters import Parameter, parameters, unused
 from kernels.attention import HeadNorms
 from kernels.elementwise import NormWeight
 
-_FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class Packed(Protocol):
@@ -192,7 +192,10 @@ def check_tensors(model_dir: Path, decoder: Decoder) -> list[TextTensor]:
     """Returns the tensors of a model directory but for those of other towers, in the order in which
     they lie in its files. Raises UnsupportedModel naming a missing, unexpected or misshapen one."""
     tensors = _tensors(model_dir, decoder.wrapper)
-    _check(tensors, parameters(decoder), unused(decoder))
+    try:
+        _check(tensors, parameters(decoder), unused(decoder))
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{model_dir}: {error}") from None
     return tensors
 
 
@@ -360,7 +363,11 @@ def _check(tensors: list[TextTensor], parameters: list[Parameter], unused: froze
     for what, found in (("missing", missing), ("unexpected", unexpected)):
         if found:
             more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-            raise UnsupportedModel(f"{what} tensors: {', '.join(found[:5])}{more}")
+            raise UnsupportedModel(
+                f"{what} tensors: {', '.join(found[:5])}{more}; is {CONFIG} of another model than "
+                "the weights, or was a merged model saved under other names? Save both with "
+                "save_pretrained"
+            )
     for tensor in tensors:
         if tensor.name in shapes:
             _check_tensor(tensor, shapes[tensor.name])
@@ -372,7 +379,10 @@ def _check_tensor(tensor: TextTensor, shape: tuple[int, ...]) -> None:
             f"{tensor.name} has shape {list(tensor.shape)}, config.json says {list(shape)}"
         )
     if tensor.dtype not in _FLOAT_DTYPES:
-        raise UnsupportedModel(f"{tensor.name} has dtype {tensor.dtype}, which is not supported")
+        raise UnsupportedModel(
+            f"{tensor.name} has dtype {tensor.dtype}, which is not supported, but "
+            f"{', '.join(_FLOAT_DTYPES)}: dequantise the weights first"
+        )
 
 
 def _is_ignored(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,12 @@ def test_targets_that_adapters_may_change(
     config = resolve(parse(model, *args), CPU, MODEL)
     assert config.lora_targets == expected == to_engine_config(config).lora_targets
     assert resolve(config, CPU, MODEL) == config
+
+
+def test_dtype_that_is_not_computed(model: Path) -> None:
+    message = "model's float64 is not supported; choose one of float32, bfloat16, float16$"
+    with pytest.raises(InvalidSetting, match=message):
+        resolve(parse(model), CPU, dataclasses.replace(MODEL, dtype="float64"))
 
 
 @pytest.mark.parametrize(

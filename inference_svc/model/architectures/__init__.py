@@ -6,6 +6,7 @@ with those of transformers): it is found by being here, and nothing else knows i
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import json
@@ -146,14 +147,21 @@ def _dtype_of(values: Mapping[str, Any]) -> str:
 
 
 def _family_of(config: Mapping[str, Any]) -> Family:
-    names = config.get("architectures") or []
+    names = config.get("architectures")
     family = next((each for name, each in families().items() if names == [name]), None)
-    if family is None:
-        supported = ", ".join(families())
-        raise UnsupportedModel(
-            f"config.json: architectures = {names!r}: supported is one of {supported}"
-        )
-    return family
+    if family is not None:
+        return family
+    supported = sorted(families())
+    if not names:
+        said = "config.json has no architectures, which name the model's class"
+    else:
+        said = f"config.json: architectures = {names!r}"
+        known = [str([each]) for each in supported]
+        close = difflib.get_close_matches(str(names), known, n=1, cutoff=0.9)
+        said += f" (did you mean {close[0]}?)" if close else ""
+    raise UnsupportedModel(
+        f"{said}: supported is one of {', '.join(supported)}; docs/models.md says which models"
+    )
 
 
 def _canonical_sha256(config: Mapping[str, Any]) -> str:

@@ -191,8 +191,19 @@ def test_keys_that_transformers_saves_are_known(family, tmp_path):
 BASE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 YARN = {"rope_type": "yarn", "factor": 2.0}
 REFUSED = {
-    "other architecture": ("Llama", {"architectures": ["GemmaForCausalLM"]}, "architectures"),
-    "no architecture": ("Llama", {"architectures": None}, "architectures"),
+    "other architecture": (
+        "Llama",
+        {"architectures": ["BloomForCausalLM"]},
+        r"architectures = \['BloomForCausalLM'\]: supported is one of Cohere2ForCausalLM, .*, "
+        r"Mistral3ForConditionalGeneration, .*; docs/models\.md",
+    ),
+    "almost an architecture": (
+        "Llama",
+        {"architectures": ["LLamaForCausalLM"]},
+        r"architectures = .* \(did you mean \['LlamaForCausalLM'\]\?\): supported is",
+    ),
+    "no architecture": ("Llama", {"architectures": None}, r"config\.json has no architectures, "),
+    "empty architectures": ("Llama", {"architectures": []}, r"config\.json has no architectures, "),
     "architecture is a list": (
         "Llama",
         {"architectures": [["LlamaForCausalLM"]]},
@@ -229,7 +240,11 @@ REFUSED = {
         "partial_rotary_factor",
     ),
     "softcapping": ("Mistral", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-    "quantised": ("Llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+    "quantised": (
+        "Llama",
+        {"quantization_config": {"bits": 4}},
+        "quantization_config = .*: quantised weights .*, serve the checkpoint that was quantised",
+    ),
     "own code": ("Llama", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
     "per layer": ("Llama", {"per_layer_config": {"0": {"hidden_size": 1}}}, "per_layer_config"),
     "unknown": ("Llama", {"residual_multiplier": 0.22}, "residual_multiplier"),
