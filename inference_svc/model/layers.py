@@ -40,12 +40,12 @@ class Linear:
 
     def put_rows(self, start: int, rows: Tensor) -> None:
         """Copies rows [N, in] to those from `start` on."""
-        self.weight[start : start + len(rows)] = rows
+        self.weight[start : start + len(rows)].copy_(rows)
 
     def put_bias(self, start: int, values: Tensor) -> None:
         """Copies values [N] to those from `start` on."""
         assert self.bias is not None
-        self.bias[start : start + len(values)] = values
+        self.bias[start : start + len(values)].copy_(values)
 
     @property
     def num_bytes(self) -> int:
