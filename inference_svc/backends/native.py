@@ -22,12 +22,13 @@ from inference_svc.backends.base import (
 )
 from inference_svc.backends.native_buffers import BatchPages, StepArrays, Workspace
 from inference_svc.backends.native_lora import NativeLoraOps
-from inference_svc.backends.native_program import COMPUTED, NativeTransformer
+from inference_svc.backends.native_program import NativeTransformer
 from inference_svc.backends.torch import most_targets, step_bytes
 from inference_svc.core import Batch, EngineConfig
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.parameters import weights_bytes
+from inference_svc.model.transformer import COMPUTED
 from inference_svc.model.weights import load_weights
 from kernels.attention.native_memory import AttentionShape
 from kernels.host_memory import Slab, allocate_host
@@ -117,7 +118,7 @@ class NativeFactory:
     """A `BackendFactory` for CPUs that the native kernels are compiled for."""
 
     name = "native"
-    features = COMPUTED
+    features = COMPUTED  # the program follows the definition, operation by operation
     without = "--no-native-kernels"
     has_device_memory = False
     profiler_device = None

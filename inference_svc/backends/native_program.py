@@ -26,7 +26,6 @@ from inference_svc.model.description import (
     LayerInput,
     LayerInputs,
 )
-from inference_svc.model.features import feature_names
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.rope import Rope
 from inference_svc.model.transformer import as_held
@@ -49,24 +48,6 @@ from kernels.elementwise import (
 from kernels.linear import PackedLinear, linear_op
 from kernels.native.library import Library, NativeOp, Program
 
-COMPUTED = feature_names(
-    """
-    decoder decoder.embedding_scale decoder.layer_inputs layer_inputs
-    block block.attention_norm=none block.attention_post_norm block.feed_forward_norm=none
-    block.feed_forward_post_norm block.is_parallel block.residual_scale block.scalar
-    block.layer_input block.layer_input_post_norm layer_input
-    layer_input.activation=gelu_pytorch_tanh
-    attention attention.rope=none attention.window attention.softcap attention.query_growth
-    attention.q_norm attention.k_norm attention.v_norm attention.norms_rotated
-    attention.kv_layer attention.values_are_keys rope rope.part rope.is_interleaved
-    attention.norms_of_all_heads attention.head_dim>256 attention.head_dim>512
-    decoder.kv_shapes decoder.ropes decoder.windows
-    dense dense.activation=silu dense.activation=gelu_pytorch_tanh
-    norm norm.kind=rms norm.kind=layer norm.weight_offset norm.is_wide
-    projection projection.has_bias head head.scale head.softcap
-    """
-)
-"""The features of decoders that it computes; see `model.features`."""
 MAX_PROGRAMS = 16
 """Tenants choose what their adapters change, so that the number must be limited."""
 
