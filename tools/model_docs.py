@@ -10,13 +10,16 @@ from pathlib import Path
 
 from inference_svc.model.architectures import families
 
-PATH = Path(__file__).parent.parent / "docs" / "models.md"
-PAGE = """\
-# Models
+ROOT = Path(__file__).parent.parent
+PATH = ROOT / "docs" / "models.md"
+PUBLISHED = ROOT / "tests" / "inference_svc" / "model" / "published"
+"""The config.json of each published model that is tested."""
+PAGE = r"""# Models
 
 The inference service computes models whose `config.json` names one of these architectures, in
 fp32, bf16 or fp16, on CPUs and on GPUs. Adapters may change every linear layer, the embedding and
-the head. Each family is one module of data: [how to add one](development/add-an-architecture.md).
+the head, unless the table says otherwise. Each family is one module of data:
+[how to add one](development/add-an-architecture.md).
 
 | architecture | |
 |---|---|
@@ -24,7 +27,34 @@ the head. Each family is one module of data: [how to add one](development/add-an
 
 `config.json` decides what of it a model has. A value that would change the maths and is not
 computed is refused at start by its key, as are tensors that are missing, unexpected or of another
-shape.
+shape. Configs like those of these published models are tested, with the keys that their authors
+left in them:
+
+{published}
+
+Other sizes of a model, and what was trained from it, mostly have the same architecture: what
+says so is `architectures` of its `config.json`.
+
+## Adapters of whole models
+
+Of a model of several towers only the text part is computed. `target_modules="all-linear"`, or
+names such as `["q_proj", "v_proj"]`, change the towers, too, which is trained in vain if requests
+have text only. PEFT takes the text part's linear layers alone with a pattern:
+
+```python
+target_modules = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+```
+
+## What is not served
+
+- Mixtures of experts, such as `Qwen3MoeForCausalLM` and `MixtralForCausalLM`: the architecture is
+  refused, or the key of the config that has experts.
+- Quantised checkpoints (`quantization_config`, or tensors of integers or fp8): serve the checkpoint
+  that was quantised. Weights are read in fp64, fp32, fp16 and bf16.
+- Images and sounds: of models that take them the text part is served, and a message with any part
+  but text is refused.
+- Weights in other files than safetensors, such as `pytorch_model.bin`: save the model again with
+  transformers' `save_pretrained`.
 """
 
 
@@ -37,7 +67,8 @@ def render() -> str:
         f"| {', '.join(found)} | {' '.join((sys.modules[module].__doc__ or '').split())} |"
         for module, found in sorted(names.items())
     ]
-    return PAGE.format(rows="\n".join(rows))
+    published = "\n".join(f"- `{path.stem}`" for path in sorted(PUBLISHED.iterdir()))
+    return PAGE.format(rows="\n".join(rows), published=published)
 
 
 def main() -> None:

@@ -101,9 +101,9 @@ def _advice_on_pickles(model_dir: Path) -> str:
     if pickle is None:
         return ": weights are read from safetensors, as save_pretrained writes them"
     folder = repr(str(model_dir))
-    convert = f"AutoModelForCausalLM.from_pretrained({folder}).save_pretrained({folder})"
     return (
-        f", but {pickle.name}: weights are read from safetensors; in Python {convert} writes them"
+        f", but {pickle.name}: weights are read from safetensors; write them in Python with "
+        f"from_pretrained({folder}).save_pretrained({folder}) of the model's class in transformers"
     )
 
 

@@ -132,6 +132,16 @@ ELSEWHERE = (
         "a store that trusts the key",
     ),
     Elsewhere(
+        r"docs/development/add-an-architecture.md: python -m pytest .*inference_svc.*",
+        "tests/inference_svc/model/test_parity.py",
+        '"exaone4": (',
+    ),
+    Elsewhere(
+        r"docs/development/add-an-architecture.md: python -m pytest .*system.*",
+        "tests/system/zoo.py",
+        '"exaone4": (',
+    ),
+    Elsewhere(
         r"docs/development/gpu-run.md: make gpu-pack",
         "tests/bench/test_gpu_run.py",
         "pack.make(folder",

@@ -1,6 +1,9 @@
 """Gemma 4: as Gemma 3, with larger heads in layers of full attention, values that have a norm and
 may be the keys, last layers that read the keys and values of earlier ones, and what each layer is
-told of each token by an embedding of its own. Its mixtures of experts are not served."""
+told of each token by an embedding of its own. Its mixtures of experts are not served. Adapters may
+change `per_layer_model_projection`, `per_layer_input_gate` and `per_layer_projection`, but not that
+embedding, `embed_tokens_per_layer`; layers that read the keys and values of earlier ones have no
+`k_proj` and `v_proj`."""
 
 from collections.abc import Sequence
 from dataclasses import replace

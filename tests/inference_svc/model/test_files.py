@@ -53,7 +53,8 @@ def test_shards(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin"])
 def test_pickled_weights_are_seen(folder: Path, name: str) -> None:
     (folder / "model.safetensors").rename(folder / name)
-    how = rf"but {name}: .*safetensors; in Python .*\('{folder}'\)\.save_pretrained\('{folder}'\)"
+    save = rf"from_pretrained\('{folder}'\)\.save_pretrained\('{folder}'\)"
+    how = f"but {name}: .*safetensors; .* in Python with {save} of the model's class"
     with pytest.raises(UnsupportedModel, match=how):
         check_files(folder)
 

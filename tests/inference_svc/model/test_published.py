@@ -1,5 +1,5 @@
-"""Configs with all that the authors of published models left in them are read as transformers reads
-them. Lists of factors have other numbers."""
+"""Configs with what the authors of published models left in them are read as transformers reads
+them. They are made after public copies, key by key; lists of factors have other numbers."""
 
 from __future__ import annotations
 
