@@ -12,7 +12,7 @@ from functools import cached_property
 
 from inference_svc.adapters.layout import ModelLayout, layout_of
 from inference_svc.adapters.resident import Shape
-from inference_svc.backends.base import DeviceMemory, MemoryNeeds
+from inference_svc.backends.base import BackendFactory, DeviceMemory, MemoryNeeds
 from inference_svc.backends.select import select_backend
 from inference_svc.config import InferenceSettings, Machine, Sizes, to_engine_config
 from inference_svc.core import EngineConfig, padding_pages
@@ -132,8 +132,7 @@ class _Fit:
         return plan_budgets(self._config(sizes), self._needs(sizes), memory)[0]
 
     def _needs(self, sizes: Sizes) -> MemoryNeeds:
-        config = self._config(sizes)
-        return select_backend(config, self.decoder).memory_needs(config, self.decoder)
+        return self._backend.memory_needs(self._config(sizes), self.decoder)
 
     def _config(self, sizes: Sizes) -> EngineConfig:
         """Where the longest sequence is not decided, it is the model's: it decides little."""
@@ -149,6 +148,10 @@ class _Fit:
     def _limit_bytes(self, budget: Budget) -> int:
         assert budget.limit_bytes is not None, "what the device has is known"
         return budget.limit_bytes
+
+    @cached_property
+    def _backend(self) -> BackendFactory:
+        return select_backend(self._config(Sizes(0, 0, 0, 1, 1)), self.decoder)
 
     @cached_property
     def _layout(self) -> ModelLayout:
