@@ -403,6 +403,10 @@ class LayoutVerdict:
     content: ImageContent | None = field(default=None, compare=False)
     """What the image changes, once it has been planned; earlier releases did not record it."""
 
+    @property
+    def unused_spaces(self) -> tuple[str, ...]:
+        return () if self.content is None else self.content.unused_spaces
+
     def changes(self, adapter: AdapterRecord) -> ImageContent:
         """Returns what the adapter is known to change of the layout. Until its image is planned
         that is little: it may call targets by other names, or have weights that equal the
@@ -509,6 +513,7 @@ class AdapterRecord:
         texts += [self.created_by, self.source_revision, self.config_base_model, self.signed_by]
         texts += [*self.targets, *self.labels, *self.labels.values()]
         texts += [part for each in self.verdicts for part in (each.layout_id, each.reason)]
+        texts += [space for each in self.verdicts for space in each.unused_spaces]
         texts += [
             part
             for each in self.verdicts

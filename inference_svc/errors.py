@@ -54,12 +54,15 @@ def with_name(error: ServiceError, digest: str, name: str) -> ServiceError:
     """Returns an error about an adapter's content for a caller who asked for it by `name`; "": by
     its digest."""
     message = error.message.replace(digest, name or digest)
-    return type(error)(
+    named = type(error)(
         message,
         subject=error.subject,
         reason=error.reason,
         retry_after_s=error.retry_after_s,
     )
+    if notes := notes_of(error):
+        named.add_note(notes)
+    return named
 
 
 class TemplateTimeout(InvalidArgument):

@@ -387,7 +387,7 @@ def _to_layout_state(verdict: LayoutVerdict, record: AdapterRecord) -> pb.Layout
         image_bytes=verdict.image_bytes,
         servers=[_to_server_verdict(limits, verdict, record) for limits in verdict.servers],
         fits=verdict.fits,
-        unused_spaces=verdict.content.unused_spaces if verdict.content else (),
+        unused_spaces=verdict.unused_spaces,
     )
 
 

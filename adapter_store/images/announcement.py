@@ -17,6 +17,9 @@ MAX_SEGMENT_KINDS = 64
 MAX_RANK = 1 << 30
 MAX_ADDED_TOKENS = 1 << 28
 MAX_ALIAS_CHARS = 512
+MAX_UNUSED_SPACES = 16
+"""How many a verdict names: a layout may have one for each of its targets, and every record of the
+adapter carries them."""
 MAX_MODULE_CHARS = 128
 
 _LORA = (SegmentKind.A, SegmentKind.B)
@@ -80,7 +83,7 @@ def content_of(plan: ImagePlan, layout: Layout) -> ImageContent:
         *(tuple(modules), tuple(kinds)),
         tuple(tuple(sorted({_without_layer(name) for name in names[kind]})) for kind in kinds),
         added_tokens=plan.added_tokens,
-        unused_spaces=tuple(sorted({space for space, _ in plan.unused})),
+        unused_spaces=tuple(sorted({space for space, _ in plan.unused})[:MAX_UNUSED_SPACES]),
     )
 
 

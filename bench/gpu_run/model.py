@@ -77,10 +77,10 @@ def random_transformer(
         blocks = tuple(shared[block] for block in g.blocks)
     else:
         blocks = tuple(map(weights_of, g.blocks))
-    told, layer_inputs = g.layer_inputs, None
-    if told is not None:
-        table = random(told.vocab_size, told.total_size)
-        layer_inputs = LayerInputsWeights(table, linear(told.projection), norm(told.norm))
+    layer_inputs = None
+    if (inputs := g.layer_inputs) is not None:
+        table = random(inputs.vocab_size, inputs.total_size)
+        layer_inputs = LayerInputsWeights(table, linear(inputs.projection), norm(inputs.norm))
     embedding, head = (random(g.vocab_size, g.hidden_size) for _ in range(2))
     final_norm = norm(g.final_norm)
     weights = ModelWeights(embedding, blocks, final_norm, Linear(head), num_bytes, layer_inputs)
@@ -89,8 +89,8 @@ def random_transformer(
 
 def tables(weights: ModelWeights[Linear]) -> list[Tensor]:
     """Returns what is looked up by token, of which a step reads rows."""
-    told = weights.layer_inputs
-    return [weights.embedding, *([] if told is None else [told.embedding])]
+    inputs = weights.layer_inputs
+    return [weights.embedding, *([] if inputs is None else [inputs.embedding])]
 
 
 def read_weights_bytes(weights: ModelWeights[Linear]) -> int:

@@ -123,8 +123,8 @@ class BackendFactory(Protocol):
         """What it computes of what decoders have, as `model.features` names it."""
 
     @property
-    def without(self) -> str:
-        """The setting by which a server does without the backend; empty: none."""
+    def disabled_by(self) -> str:
+        """The setting that disables the backend; empty: none does."""
 
     @property
     def has_device_memory(self) -> bool:

@@ -257,7 +257,7 @@ class CudaFactory:
 
     name = "CUDA"
     features = COMPUTED - {"attention.head_dim>512"}
-    without = "--device cpu"
+    disabled_by = "--device cpu"
     has_device_memory = True
     profiler_device = "cuda"
 

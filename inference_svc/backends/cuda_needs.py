@@ -71,8 +71,8 @@ def step_bytes(config: EngineConfig, decoder: Decoder, num_tokens: int) -> int:
         row_bytes * 3 * g.max_intermediate_size + out_bytes,
         config.max_sequences * g.vocab_size * item_bytes + shrunk_bytes,
     )
-    # Throughout, the residual stream, its norm, the angles, and what layers are told of tokens;
-    # that is made before, of as much again twice.
+    # Throughout, the residual stream, its norm, the angles, and the per-layer inputs; these are
+    # made before, of as much again twice.
     kept = 2 * g.hidden_size + sum(2 * rope.rotary_size(head_dim) for rope, head_dim in g.ropes)
     if g.layer_inputs is not None:
         kept += g.layer_inputs.total_size
@@ -123,22 +123,22 @@ def _fixed_bytes(config: EngineConfig, decoder: Decoder) -> int:
 def recorded_nodes(decoder: Decoder, num_groups: int) -> int:
     """Returns how many kernels a recorded decode step has at most, with adapters in so many groups
     of projections; a test counts them."""
-    head, told = decoder.head, decoder.layer_inputs
+    head = decoder.head
     num_nodes = OTHER_NODES + len(decoder.ropes) + GROWTH_NODES * len(decoder.query_growths)
     num_nodes += (decoder.embedding_scale != 1.0) + (head.scale != 1.0)
     if head.softcap is not None:
         num_nodes += 3
-    if told is not None:
+    if decoder.layer_inputs is not None:
         # Two tables' parts, each scaled, their sum, scaled, and a norm.
         num_nodes += PRODUCT_NODES + 6
     return num_nodes + GROUP_NODES * num_groups + sum(map(_layer_nodes, decoder.blocks))
 
 
 def _layer_nodes(block: Block) -> int:
-    attention, num_told = block.attention, int(block.layer_input is not None)
+    attention, has_input = block.attention, block.layer_input is not None
     num_nodes = PRODUCT_NODES * len(tuple(block.projections))
     num_nodes += 3  # attention: keys and values to their cells, segments, and their combination
-    num_nodes += 1 + num_told  # activations
+    num_nodes += 1 + has_input  # activations
     of_heads = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
     num_nodes += sum(norm.size != attention.head_dim for norm in of_heads)
     num_nodes += len(block.post_norms)
@@ -146,7 +146,7 @@ def _layer_nodes(block: Block) -> int:
     sum_nodes = 1 + (block.residual_scale != 1.0)
     num_nodes += 1 if block.attention_norm is not None else sum_nodes + bool(block.scalar)
     num_nodes += 1 if block.feed_forward_norm is not None else sum_nodes
-    return num_nodes + sum_nodes * num_told
+    return num_nodes + sum_nodes * has_input
 
 
 def _graphs_bytes(config: EngineConfig, decoder: Decoder) -> int:

@@ -119,7 +119,7 @@ class NativeFactory:
 
     name = "native"
     features = COMPUTED  # the program follows the definition, operation by operation
-    without = "--no-native-kernels"
+    disabled_by = "--no-native-kernels"
     has_device_memory = False
     profiler_device = None
 

@@ -188,9 +188,9 @@ class Workspace:
     gated: Tensor
     """[T * that of the widest layer]"""
     layer_inputs: Tensor
-    """[T, those of all layers]: what layers are told of tokens."""
+    """[T, those of all layers]: the per-layer inputs."""
     last_layer_input: Tensor
-    """[N, size of a layer's]: what the last layer is told of the rows that sample."""
+    """[N, size of a layer's]: the last layer's own input, of the rows that sample."""
     last_hidden: Tensor
     """[N, hidden_size]: the residual stream of the rows that sample, from the last layer's
     attention on."""
@@ -211,9 +211,9 @@ class Workspace:
 
         hidden, last = decoder.hidden_size, decoder.blocks[-1]
         qkv = max(each.qkv.out_features for each in decoder.attentions)
-        told = decoder.layer_inputs
-        total, told_last = (told.total_size, told.size) if told is not None else (0, 0)
-        gated = max(decoder.max_intermediate_size, told_last)
+        inputs = decoder.layer_inputs
+        total, size = (inputs.total_size, inputs.size) if inputs is not None else (0, 0)
+        gated = max(decoder.max_intermediate_size, size)
         return cls(
             hidden=buffer(max_tokens, hidden),
             delta=buffer(max_tokens, hidden),
@@ -223,7 +223,7 @@ class Workspace:
             gate_up=buffer(max_tokens, max(2 * gated, total)).view(-1),
             gated=buffer(max_tokens, gated).view(-1),
             layer_inputs=buffer(max_tokens, total),
-            last_layer_input=buffer(max_logits, told_last),
+            last_layer_input=buffer(max_logits, size),
             last_hidden=buffer(max_logits, hidden),
             last_mixed=buffer(max_logits, last.attention.q_size),
             last_normed=buffer(max_logits if last.is_parallel else 0, hidden),

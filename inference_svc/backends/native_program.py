@@ -212,7 +212,7 @@ class NativeTransformer:
     def _layer_inputs_ops(
         self, described: LayerInputs, weights: LayerInputsWeights[PackedLinear]
     ) -> Iterator[tuple[str, NativeOp]]:
-        """What layers are told of tokens, of all layers."""
+        """The per-layer inputs, of all layers."""
         step, work, count = self._step, self._workspace, self._step.num_tokens
         own = work.rows_of(work.gate_up, described.total_size)
         yield "", gather_op(weights.embedding, own, step.token_ids, count)
@@ -266,7 +266,7 @@ class NativeTransformer:
             yield self._layer_input_of(self._description.num_layers - 1), work.last_layer_input
 
     def _layer_input_of(self, layer: int) -> Tensor:
-        """Returns what a layer is told of all tokens, [T, size]."""
+        """Returns a layer's own input, of all tokens, [T, size]."""
         made = self._workspace.layer_inputs
         return made.unflatten(1, (self._description.num_layers, -1))[:, layer]
 
@@ -320,7 +320,6 @@ class NativeTransformer:
         stream.leave(work.delta, block.residual_scale)
         if block.is_parallel:
             x = work.last_normed if stream.samples_only else work.normed
-            x = stream.hidden if weights.attention_norm is None else x
         else:
             x = stream.hidden if weights.feed_forward_norm is None else work.normed
         yield from _of("", self._add_and_norm(weights.feed_forward_norm, stream))
@@ -337,15 +336,16 @@ class NativeTransformer:
     def _layer_input_ops(
         self, index: int, layer_input: LayerInput, stream: _Stream
     ) -> Iterator[tuple[str, NativeOp]]:
-        """What a layer makes of what it is told, of the tokens that are left."""
-        work, weights, size = self._workspace, self._weights.blocks[index], layer_input.out
+        """What a layer makes of its own input, of the tokens that are left."""
+        work, weights = self._workspace, self._weights.blocks[index]
+        size = layer_input.out.in_features
         assert weights.layer_input is not None
         yield from _of("", self._add_and_norm(None, stream))
         names = [f"layers.{index}.{each.name}" for each in (layer_input.gate, layer_input.out)]
-        gate, gated = (work.rows_of(each, size.in_features) for each in (work.gate_up, work.gated))
+        gate, gated = (work.rows_of(each, size) for each in (work.gate_up, work.gated))
         yield from self._project(names[0], stream.hidden, weights.layer_input.gate, gate, stream)
-        told = work.last_layer_input if stream.samples_only else self._layer_input_of(index)
-        yield "", _GATED[layer_input.activation](gate, told, gated, stream.count)
+        own = work.last_layer_input if stream.samples_only else self._layer_input_of(index)
+        yield "", _GATED[layer_input.activation](gate, own, gated, stream.count)
         yield from self._project(names[1], gated, weights.layer_input.out, work.delta, stream)
         yield from _of("", self._post_norm(weights.layer_input_post_norm, stream))
         stream.leave(work.delta)

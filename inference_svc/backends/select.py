@@ -28,13 +28,13 @@ def select_backend(config: EngineConfig, decoder: Decoder) -> BackendFactory:
 
 def check_features(factory: BackendFactory, decoder: Decoder) -> None:
     """Raises UnsupportedModel that names what a backend does not compute of a decoder."""
-    found, slowest = features(decoder), BACKENDS[-1]
+    found, definition = features(decoder), BACKENDS[-1]
     missing = found - factory.features
     if not missing:
         return
     remedy = ""
-    if factory is not slowest and found <= slowest.features:
-        remedy = f"; {factory.without} has it computed by {slowest.name}"
+    if factory is not definition and found <= definition.features:
+        remedy = f"; {factory.disabled_by} has it computed by {definition.name}"
     raise UnsupportedModel(
         f"the {factory.name} backend does not compute {', '.join(sorted(missing))}, which "
         f"{decoder.architecture} has{remedy}"

@@ -132,7 +132,7 @@ class TorchFactory:
 
     name = "torch"
     features = COMPUTED
-    without = ""
+    disabled_by = ""
     has_device_memory = False
     profiler_device = None
 

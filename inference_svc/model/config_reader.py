@@ -147,4 +147,10 @@ class ConfigReader:
         return UnsupportedModel(f"{self.where}: {key} = {value!r}: {reason}")
 
 
+def every_full(count: int) -> Callable[[int], str]:
+    """Returns the kind of attention by layer where each layer of this number has full attention,
+    and the others before it a window."""
+    return lambda layer: SLIDING if (layer + 1) % count else FULL
+
+
 HEADS, KV_HEADS = "num_attention_heads", "num_key_value_heads"

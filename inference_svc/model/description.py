@@ -223,7 +223,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """What every layer is told of each token, `size` elements for each (Gemma 3n):
+    """The per-layer inputs: for each token `size` elements for every layer (Gemma 3n):
 
     scale * (norm(projection_scale * projection(x)) + embedding_scale * embedding[token]), where x
     is the scaled embedding. The table of embeddings has the parts of all layers side by side, as

@@ -35,18 +35,13 @@ HEAD_SIZES = (256, 512)
 """Heads above each of these sizes are a feature."""
 
 
-def feature_names(text: str) -> frozenset[str]:
-    """Returns the words of a text."""
-    return frozenset(text.split())
-
-
 def features(decoder: Decoder) -> frozenset[str]:
     """Returns the names of the features of a decoder."""
     return frozenset((*_features(decoder), *_of_sizes(decoder)))
 
 
 def _features(part: Any) -> Iterator[str]:
-    kind = _kind(part)
+    kind = kind_of(type(part))
     yield kind
     for each in fields(part):
         name, value = f"{kind}.{each.name}", getattr(part, each.name)
@@ -78,7 +73,6 @@ def _of_sizes(decoder: Decoder) -> Iterator[str]:
         yield "decoder.windows"
 
 
-def _kind(part: object) -> str:
+def kind_of(part: type) -> str:
     """Returns the name of a part's type as fields are written, such as "layer_input"."""
-    name = type(part).__name__
-    return "".join("_" + c.lower() if c.isupper() else c for c in name).lstrip("_")
+    return "".join("_" + c.lower() if c.isupper() else c for c in part.__name__).lstrip("_")

@@ -72,7 +72,7 @@ def is_same_content(first: StoredTensor, second: StoredTensor) -> bool:
     """Returns whether two tensors have the same values, as bytes."""
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    with first.path.open("rb", buffering=0) as one, second.path.open("rb", buffering=0) as other:
+    with first.path.open("rb") as one, second.path.open("rb") as other:
         one.seek(first.start)
         other.seek(second.start)
         left = first.num_bytes

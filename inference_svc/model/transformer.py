@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inference_svc.model.config_keys import names
 from inference_svc.model.description import (
     LAYER_INPUTS,
     Activation,
@@ -23,7 +24,6 @@ from inference_svc.model.description import (
     LayerInput,
     QueryGrowth,
 )
-from inference_svc.model.features import feature_names
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear, RotaryEmbedding, Rotation
@@ -40,7 +40,7 @@ from kernels.elementwise import (
     swiglu,
 )
 
-COMPUTED = feature_names(
+COMPUTED = names(
     """
     decoder decoder.embedding_scale decoder.layer_inputs layer_inputs
     block block.attention_norm=none block.attention_post_norm block.feed_forward_norm=none
@@ -159,7 +159,7 @@ class Transformer:
         stream.sum_scale = weights.scalar
 
     def _layer_inputs(self, inputs: StepInputs, hidden: Tensor, lora: Lora | None) -> Tensor | None:
-        """Computes what layers are told of tokens, [T, layers, size of a layer's]."""
+        """Computes the per-layer inputs, [T, layers, size of a layer's]."""
         described, weights = self.description.layer_inputs, self.weights.layer_inputs
         if described is None or weights is None:
             return None
@@ -183,10 +183,10 @@ class Transformer:
         """x: [T, hidden_size] -> [T, hidden_size]."""
         assert step.layer_inputs is not None
         assert weights.layer_input is not None
-        names = [f"layers.{index}.{each.name}" for each in (layer_input.gate, layer_input.out)]
-        gate = _project(weights.layer_input.gate, x, step.lora, names[0])
+        groups = [f"layers.{index}.{each.name}" for each in (layer_input.gate, layer_input.out)]
+        gate = _project(weights.layer_input.gate, x, step.lora, groups[0])
         gated = _GATED[layer_input.activation](gate, step.layer_inputs[:, index])
-        return _project(weights.layer_input.out, gated, step.lora, names[1])
+        return _project(weights.layer_input.out, gated, step.lora, groups[1])
 
     def _attention(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-_SHAPE = {
+SHAPE = {
     "vocab_size": 89,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -30,7 +30,7 @@ _FULL = ["full_attention"]
 _TEXT = {"head_dim": 12, "pad_token_id": 0, "sliding_window": 10}
 WHOLE: dict[str, dict[str, Any]] = {
     "Gemma3": {
-        "text_config": _SHAPE | _TEXT | {"query_pre_attn_scalar": 30},
+        "text_config": SHAPE | _TEXT | {"query_pre_attn_scalar": 30},
         "vision_config": _VISION,
         "mm_tokens_per_image": 4,
         "image_token_index": 80,
@@ -38,7 +38,7 @@ WHOLE: dict[str, dict[str, Any]] = {
         "eoi_token_index": 82,
     },
     "Gemma4": {
-        "text_config": _SHAPE
+        "text_config": SHAPE
         | {
             "head_dim": 12,
             "global_head_dim": 16,
@@ -67,12 +67,12 @@ WHOLE: dict[str, dict[str, Any]] = {
         "audio_token_id": 82,
     },
     "Mistral3": {
-        "text_config": _SHAPE | _TEXT | {"model_type": "mistral"},
+        "text_config": SHAPE | _TEXT | {"model_type": "mistral"},
         "vision_config": _VISION | {"head_dim": 8, "model_type": "pixtral"},
         "image_token_index": 80,
     },
     "Ministral3": {
-        "text_config": _SHAPE | _TEXT | {"model_type": "ministral3"},
+        "text_config": SHAPE | _TEXT | {"model_type": "ministral3"},
         "vision_config": _VISION | {"head_dim": 8, "model_type": "pixtral"},
         "image_token_index": 80,
         "tie_word_embeddings": False,

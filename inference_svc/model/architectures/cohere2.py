@@ -6,7 +6,7 @@ from functools import partial
 from inference_svc.model.architectures import Family
 from inference_svc.model.building import attention, block, decoder, dense, rope
 from inference_svc.model.config_keys import names
-from inference_svc.model.config_reader import FULL, SLIDING, ConfigReader
+from inference_svc.model.config_reader import ConfigReader, every_full
 from inference_svc.model.description import Block, Decoder, Head, Norm, NormKind
 
 _layer_norm = partial(Norm, kind=NormKind.LAYER, is_wide=True)
@@ -16,8 +16,7 @@ def describe(config: ConfigReader) -> Decoder:
     has_bias, eps = config.flag("attention_bias"), config.epsilon("layer_norm_eps")
     hidden_size, turned = config.positive("hidden_size"), rope(config, is_interleaved=True)
     feed_forward = dense(config)
-    pattern = config.positive("sliding_window_pattern")
-    types = config.layer_types(lambda layer: SLIDING if (layer + 1) % pattern else FULL)
+    types = config.layer_types(every_full(config.positive("sliding_window_pattern")))
 
     def layer(window: int | None) -> Block:
         mixer = attention(

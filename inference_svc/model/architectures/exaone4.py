@@ -6,7 +6,7 @@ from dataclasses import replace
 from inference_svc.model.architectures import Family
 from inference_svc.model.building import attention, block, decoder, dense, norm, rope
 from inference_svc.model.config_keys import names
-from inference_svc.model.config_reader import FULL, SLIDING, ConfigReader
+from inference_svc.model.config_reader import FULL, SLIDING, ConfigReader, every_full
 from inference_svc.model.description import Decoder
 
 
@@ -45,11 +45,10 @@ def _kind_of(config: ConfigReader, layer: int) -> str:
     all."""
     pattern = config.get("sliding_window_pattern")
     if not isinstance(pattern, str):
-        is_full = (layer + 1) % config.positive("sliding_window_pattern") == 0
-    elif not pattern or set(pattern) - {"L", "G"}:
+        return every_full(config.positive("sliding_window_pattern"))(layer)
+    if not pattern or set(pattern) - {"L", "G"}:
         raise config.unsupported("sliding_window_pattern", "must consist of L and G")
-    else:
-        is_full = pattern[layer % len(pattern)] == "G" or layer == config.num_layers - 1
+    is_full = pattern[layer % len(pattern)] == "G" or layer == config.num_layers - 1
     return FULL if is_full else SLIDING
 
 

@@ -18,7 +18,7 @@ from inference_svc.model.building import (
     rope_of_kind,
 )
 from inference_svc.model.config_keys import names
-from inference_svc.model.config_reader import FULL, SLIDING, ConfigReader
+from inference_svc.model.config_reader import FULL, SLIDING, ConfigReader, every_full
 from inference_svc.model.description import Attention, Block, Decoder, Head
 from inference_svc.model.rope import Rope, parse_parameters
 
@@ -43,8 +43,7 @@ def describe_gemma2(config: ConfigReader) -> Decoder:
 
 def describe_gemma3(config: ConfigReader) -> Decoder:
     has_bias, head_dim = config.flag("attention_bias"), config.head_dim
-    pattern = config.positive("sliding_window_pattern")
-    types = config.layer_types(lambda layer: SLIDING if (layer + 1) % pattern else FULL)
+    types = config.layer_types(every_full(config.positive("sliding_window_pattern")))
     ropes = {kind: _rope_of(config, kind) for kind in dict.fromkeys(types)}
     mixers = [
         attention(

@@ -1,7 +1,7 @@
 """Gemma 4: as Gemma 3, with larger heads in layers of full attention, values that have a norm and
-may be the keys, last layers that read the keys and values of earlier ones, and what each layer is
-told of each token by an embedding of its own. Its mixtures of experts are not served. Adapters may
-change `per_layer_model_projection`, `per_layer_input_gate` and `per_layer_projection`, but not that
+may be the keys, last layers that read the keys and values of earlier ones, and per-layer inputs, of
+an embedding of their own. Its mixtures of experts are not served. Adapters may change
+`per_layer_model_projection`, `per_layer_input_gate` and `per_layer_projection`, but not that
 embedding, `embed_tokens_per_layer`; layers that read the keys and values of earlier ones have no
 `k_proj` and `v_proj`."""
 
@@ -20,7 +20,14 @@ from inference_svc.model.building import (
     rope_of_kind,
 )
 from inference_svc.model.config_keys import names
-from inference_svc.model.config_reader import FULL, HEADS, KV_HEADS, SLIDING, ConfigReader
+from inference_svc.model.config_reader import (
+    FULL,
+    HEADS,
+    KV_HEADS,
+    SLIDING,
+    ConfigReader,
+    every_full,
+)
 from inference_svc.model.description import (
     LAYER_INPUTS,
     Attention,
@@ -46,20 +53,19 @@ def describe_gemma4(config: ConfigReader) -> Decoder:
     if config.get("use_bidirectional_attention") not in (None, "vision"):
         reason = "text that attends to what follows is not supported"
         raise config.unsupported("use_bidirectional_attention", reason)
-    pattern = 6
-    types = list(config.layer_types(lambda layer: SLIDING if (layer + 1) % pattern else FULL))
+    types = list(config.layer_types(every_full(6)))
     types[-1] = FULL  # as transformers does
     mixers = _mixers(config, types)
-    told = config.count("hidden_size_per_layer_input")
+    input_size = config.count("hidden_size_per_layer_input")
     return decoder(
         config,
-        tuple(_block(config, mixer, told) for mixer in mixers),
+        tuple(_block(config, mixer, input_size) for mixer in mixers),
         final_norm=_norm(config, "model.norm"),
         head=Head(
             config.flag("tie_word_embeddings"), softcap=config.optional("final_logit_softcapping")
         ),
         embedding_scale=config.positive("hidden_size") ** 0.5,
-        layer_inputs=_layer_inputs(config, told) if told else None,
+        layer_inputs=_layer_inputs(config, input_size) if input_size else None,
     )
 
 
@@ -142,19 +148,19 @@ def _rope_of(config: ConfigReader, kind: str) -> Rope:
     return rope_of_kind(config, kind, facts, lambda: parse_parameters(default, where, {}, facts))
 
 
-def _block(config: ConfigReader, mixer: Attention, told: int) -> Block:
+def _block(config: ConfigReader, mixer: Attention, input_size: int) -> Block:
     is_shared = mixer.kv_layer is not None
     if is_shared and config.flag("use_double_wide_mlp"):
         config = config.with_values(intermediate_size=2 * config.positive("intermediate_size"))
     activation, hidden_size = "hidden_activation", config.positive("hidden_size")
     layer_input = None
-    if told:
-        gate = Member("per_layer_input_gate", told)
+    if input_size:
+        gate = Member("per_layer_input_gate", input_size)
         out = Member("per_layer_projection", hidden_size)
         layer_input = LayerInput(
             config.activation(activation),
             Projection("layer_input_gate", (gate,), hidden_size),
-            Projection("layer_input_out", (out,), told),
+            Projection("layer_input_out", (out,), input_size),
         )
     return block(
         config,
@@ -165,7 +171,7 @@ def _block(config: ConfigReader, mixer: Attention, told: int) -> Block:
         feed_forward_norm=_norm(config, "pre_feedforward_layernorm"),
         feed_forward_post_norm=_norm(config, "post_feedforward_layernorm"),
         layer_input=layer_input,
-        layer_input_post_norm=_norm(config, "post_per_layer_input_norm") if told else None,
+        layer_input_post_norm=_norm(config, "post_per_layer_input_norm") if input_size else None,
         scalar="layer_scalar",
         unused=_UNUSED if is_shared else (),
     )

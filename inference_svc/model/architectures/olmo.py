@@ -16,7 +16,7 @@ from inference_svc.model.building import (
     rope_of_kind,
 )
 from inference_svc.model.config_keys import names
-from inference_svc.model.config_reader import FULL, HEADS, SLIDING, ConfigReader
+from inference_svc.model.config_reader import FULL, HEADS, ConfigReader, every_full
 from inference_svc.model.description import Attention, Block, Decoder
 from inference_svc.model.rope import Rope, parse_parameters
 
@@ -30,7 +30,7 @@ def describe_olmo2(config: ConfigReader) -> Decoder:
 
 
 def describe_olmo3(config: ConfigReader) -> Decoder:
-    types = config.layer_types(lambda layer: SLIDING if (layer + 1) % 4 else FULL)
+    types = config.layer_types(every_full(4))
     ropes = {kind: _rope_of(config, kind) for kind in dict.fromkeys(types)}
     mixers = (
         replace(_attention(config, ropes[kind]), window=window)

@@ -10,6 +10,7 @@ from sqlalchemy import event, insert
 from adapter_store.api.convert import to_adapter
 from adapter_store.catalog import catalog as catalog_module
 from adapter_store.catalog import schema
+from adapter_store.core import ImageContent, ImageState, LayoutVerdict
 from servicekit.errors import InvalidArgument
 from servicekit.refs import AdapterName
 
@@ -200,5 +201,10 @@ def test_a_page_ends_before_its_bytes_are_too_many(names, catalog, monkeypatch):
 def test_the_estimate_of_a_records_bytes_is_never_too_low(names, catalog):
     labels = {f"k{i}": "v" * 200 for i in range(64)}
     names.register("default/n", "d", description="é" * 4000, labels=labels)
+    catalog.add_layout("L", "base", "{}")
+    spaces = tuple(f"tower {number} {'x' * 100}" for number in range(16))
+    content = ImageContent((), (), unused_spaces=spaces)
+    catalog.set_verdict("d", LayoutVerdict("L", ImageState.READY, "", 256, content=content))
     record = catalog.page()[0][0]
+    assert to_adapter(record).ByteSize() > 16 * 100
     assert to_adapter(record).ByteSize() <= record.message_bytes < 3 * to_adapter(record).ByteSize()

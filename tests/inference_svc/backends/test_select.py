@@ -19,11 +19,12 @@ from inference_svc.errors import UnsupportedModel
 from inference_svc.model import description
 from inference_svc.model.architectures import load_description
 from inference_svc.model.description import Decoder
-from inference_svc.model.features import NOT_COMPUTED, features
+from inference_svc.model.features import NOT_COMPUTED, features, kind_of
 from inference_svc.model.rope import Rope
 from inference_svc.store.client import NoStore
-from tests.inference_svc.model.conftest import SHAPE, TEXT_PARTS
+from tests.inference_svc.model.conftest import TEXT_PARTS
 from tests.inference_svc.model.test_parity import MODELS
+from tests.support.whole_models import SHAPE
 
 
 @pytest.fixture(scope="session")
@@ -121,8 +122,6 @@ def test_what_is_not_computed_are_fields() -> None:
     """A field that is renamed does not leave its name behind."""
     parts = [part for part in vars(description).values() if is_dataclass(part)]
     found = {
-        f"{''.join('_' + c.lower() if c.isupper() else c for c in part.__name__)[1:]}.{name}"
-        for part in (*parts, Rope)
-        for name in part.__dataclass_fields__
+        f"{kind_of(part)}.{name}" for part in (*parts, Rope) for name in part.__dataclass_fields__
     }
     assert found >= NOT_COMPUTED

@@ -25,17 +25,7 @@ from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import load_weights
 from kernels.native.library import NativeOp
 from tests.support.native import native_library
-
-SHAPE: dict[str, Any] = {
-    "vocab_size": 89,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
-
+from tests.support.whole_models import SHAPE
 
 TEXT_PARTS = ("Gemma3", "Gemma4")
 """Families whose models of text alone have another config."""

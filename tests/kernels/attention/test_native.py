@@ -281,6 +281,17 @@ def test_rope_and_store(library, assert_close, head_dim, page_size, is_tiled, ha
     assert not cache.data[0].any()
 
 
+def head_norms(options, head_dim):
+    """Takes what is of norms out of a test's options, and returns them with random weights."""
+    norms = HeadNorms(eps=1e-6, are_rotated=options.pop("norms_rotated", False))
+    if width := options.pop("norm", 0):
+        q_norm, k_norm = (torch.rand(width * head_dim) + 0.5 for _ in range(2))
+        norms = norms._replace(q=q_norm, k=k_norm)
+    if options.pop("v_norm", False):
+        norms = norms._replace(v=torch.rand(head_dim) + 0.5)
+    return norms
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("part", "options"),
@@ -305,14 +316,9 @@ def test_what_families_do_with_heads(library, assert_close, part, options, dtype
     options, num_heads, head_dim, num_tokens = dict(options), 4, 24, 37
     rope = Rope(part=part or 1.0)
     size = rope.rotary_size(head_dim)
-    cache = KVCache.allocate(
-        num_layers=2,
-        num_pages=25,
-        page_size=4,
-        num_kv_heads=num_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-    )
+    shape = {"num_layers": 2, "num_pages": 25, "page_size": 4}
+    heads = {"num_kv_heads": num_heads, "head_dim": head_dim}
+    cache, wanted = (KVCache.allocate(**shape, **heads, dtype=dtype) for _ in range(2))
     width = (1 + options.pop("sides", 2)) * num_heads * head_dim
     qkv = (torch.randn(num_tokens, width) * 3).to(dtype)
     positions, cells = torch.randint(0, 3000, (num_tokens,)), torch.randperm(100)[:num_tokens]
@@ -321,12 +327,7 @@ def test_what_families_do_with_heads(library, assert_close, part, options, dtype
         page_table=torch.zeros(1, 1, dtype=torch.int32),
         cells=cells,
     )
-    norms = HeadNorms(eps=1e-6, are_rotated=options.pop("norms_rotated", False))
-    if width := options.pop("norm", 0):
-        q_norm, k_norm = (torch.rand(width * head_dim) + 0.5 for _ in range(2))
-        norms = norms._replace(q=q_norm, k=k_norm)
-    if options.pop("v_norm", False):
-        norms = norms._replace(v=torch.rand(head_dim) + 0.5)
+    norms = head_norms(options, head_dim)
     frequencies = rope.inverse_frequencies(head_dim)
     waves = (None, None)
     if part:
@@ -346,14 +347,6 @@ def test_what_families_do_with_heads(library, assert_close, part, options, dtype
         expected = 1 + 0.3 * torch.log1p(torch.floor(positions / 700))
         torch.testing.assert_close(options["q_scale"], expected.to(dtype))
     angles = reference.rotary_angles(positions, frequencies, 1.0, dtype) if part else (None, None)
-    wanted = KVCache.allocate(
-        num_layers=2,
-        num_pages=25,
-        page_size=4,
-        num_kv_heads=num_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-    )
     reference.rotate_and_store(
         qkv, wanted, 1, cells, *angles, norms, num_heads=num_heads, **options
     )
