@@ -7,6 +7,7 @@ host_memory       large host memory that is there from the start
 linear            base projections on the CPU, with weights packed once
 lora              LoRA of many adapters in one batch, over one arena
 native            the C++ sources: compiled, loaded and called through a C ABI
+replaced          weights of the base that adapters have of their own
 streams           queues of work on a device, and marks in them
 triton_launchers  Triton's launch modules, compiled ahead for machines without a C compiler
 tuning            the constants of Triton's kernels, a table for each device

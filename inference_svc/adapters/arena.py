@@ -18,6 +18,7 @@ from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.tiers import HostCopy, ResidencyChange, TableClear
 from kernels.host_memory import allocate_host
 from kernels.lora import LoraTable, TableRow
+from kernels.lora.table import ABSENT
 from kernels.streams import Event, Streams
 
 COPY_BYTES = 4 << 20
@@ -140,6 +141,7 @@ class Arena:
             np.ones(len(targets), dtype=np.float32),
             self._is_embedding[targets],
             np.zeros_like(targets),  # no target of a layout of ours is a mixture of experts
+            np.full((len(targets), 3), ABSENT, dtype=np.int64),
         )
 
 

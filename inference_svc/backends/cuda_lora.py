@@ -152,6 +152,8 @@ class _PlanArrays:
             targets=targets,
             max_rank=arena.table.max_rank,
             has_tiles=tiles,
+            has_vectors=False,
+            weights=frozenset(),
             token_slots=self._device_slots[:num_tokens],
             items=self._device_items[:num_items],
         )

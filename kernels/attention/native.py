@@ -65,6 +65,7 @@ class _HeadNorm(ctypes.Structure):
     _fields_ = (
         ("weight", ctypes.c_void_p),
         ("size", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
         ("is_wide", ctypes.c_int64),
     )
 
@@ -272,10 +273,11 @@ def _head_norm(
     weight: Tensor | None, dtype: torch.dtype, num_heads: int, head_dim: int
 ) -> _HeadNorm:
     if weight is None:
-        return _HeadNorm(None, 0, 0)
-    assert len(weight) in (head_dim, num_heads * head_dim)
+        return _HeadNorm(None, 0, 0, 0)
+    size, stride = weight.shape[-1], weight.stride(0) if weight.dim() > 1 else 0
+    assert size in (head_dim, num_heads * head_dim)
     assert weight.dtype in (dtype, torch.float32)
-    return _HeadNorm(_pointer(weight), len(weight), weight.dtype != dtype)
+    return _HeadNorm(_pointer(weight), size, stride, weight.dtype != dtype)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -14,7 +14,8 @@ from kernels.elementwise.reference import rms_norm
 
 class HeadNorms(NamedTuple):
     """Weights of RMSNorms of queries, keys and values: each over a head, [head_dim], or over all
-    heads, or None. `are_rotated`: norms of q and k come behind the rotation."""
+    heads, or of each token, [T, the same], or None. `are_rotated`: norms of q and k come behind the
+    rotation."""
 
     q: Tensor | None = None
     k: Tensor | None = None
@@ -129,7 +130,9 @@ def rotate_and_store(
         rotate_all()
     for heads, weight in ((q, norms.q), (k, norms.k), (v, norms.v)):
         if weight is not None and heads.numel():
-            over = heads if len(weight) == head_dim else heads.flatten(1)
+            over = heads if weight.shape[-1] == head_dim else heads.flatten(1)
+            if weight.dim() > 1 and over is heads:
+                weight = weight[:, None]
             heads.copy_(rms_norm(over, weight, norms.eps).view(heads.shape))
     if not norms.are_rotated:
         rotate_all()

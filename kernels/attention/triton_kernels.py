@@ -23,19 +23,29 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def normalised(b_x1, b_x2, b_x3, p_weight, o_1, o_2, o_3, m_d, m_3, eps, D: tl.constexpr):
+def normalised(
+    b_x1, b_x2, b_x3, p_weight, o_t, m_t, o_1, o_2, o_3, m_d, m_3, eps,
+    D: tl.constexpr, OF_TOKENS: tl.constexpr,
+):  # fmt: skip
     """RMSNorm over a head, whose parts lie at these offsets; the product with the weight is in the
-    weight's dtype."""
+    weight's dtype. OF_TOKENS: each token has its own."""
     dtype = p_weight.dtype.element_ty
     total = tl.sum(b_x1 * b_x1, axis=1) + tl.sum(b_x2 * b_x2, axis=1)
     total += tl.sum(b_x3 * b_x3, axis=1)
     factor = 1.0 / tl.sqrt(total / D + eps)
-    b_w1 = tl.load(p_weight + o_1, mask=m_d, other=0.0)
-    b_w2 = tl.load(p_weight + o_2, mask=m_d, other=0.0)
-    b_w3 = tl.load(p_weight + o_3, mask=m_3, other=0.0)
-    b_x1 = (b_x1 * factor[:, None]).to(dtype) * b_w1[None, :]
-    b_x2 = (b_x2 * factor[:, None]).to(dtype) * b_w2[None, :]
-    b_x3 = (b_x3 * factor[:, None]).to(dtype) * b_w3[None, :]
+    p_w = p_weight
+    m_w = m_d[None, :]
+    m_w3 = m_3[None, :]
+    if OF_TOKENS:
+        p_w += o_t[:, None] * D
+        m_w = m_w & m_t[:, None]
+        m_w3 = m_w3 & m_t[:, None]
+    b_w1 = tl.load(p_w + o_1[None, :], mask=m_w, other=0.0)
+    b_w2 = tl.load(p_w + o_2[None, :], mask=m_w, other=0.0)
+    b_w3 = tl.load(p_w + o_3[None, :], mask=m_w3, other=0.0)
+    b_x1 = (b_x1 * factor[:, None]).to(dtype) * b_w1
+    b_x2 = (b_x2 * factor[:, None]).to(dtype) * b_w2
+    b_x3 = (b_x3 * factor[:, None]).to(dtype) * b_w3
     return b_x1.to(tl.float32), b_x2.to(tl.float32), b_x3.to(tl.float32)
 
 
@@ -55,16 +65,21 @@ def rotated(b_x1, b_x2, p_cos, p_sin, o_rows, m_block, o_d, HALF: tl.constexpr):
 
 
 @triton.jit
-def norm_rows_kernel(x, weight, eps, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """RMSNorm of rows [SIZE] that lie `x_stride` apart, in place; the product with the weight is in
-    the weight's dtype. Grid: (rows,)."""
+def norm_rows_kernel(
+    x, weight, eps, x_stride, SIZE: tl.constexpr, OF_TOKENS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """RMSNorm of rows [SIZE] that lie `x_stride` apart, in place; the product with the weight, or,
+    OF_TOKENS, with the row's own, is in the weight's dtype. Grid: (rows,)."""
     p_x = x + tl.program_id(0).to(tl.int64) * x_stride
     o = tl.arange(0, BLOCK)
     m = o < SIZE
     # [BLOCK]
     b_x = tl.load(p_x + o, mask=m, other=0.0).to(tl.float32)
     b_x *= 1.0 / tl.sqrt(tl.sum(b_x * b_x, axis=0) / SIZE + eps)
-    b_weight = tl.load(weight + o, mask=m, other=0.0)
+    p_weight = weight
+    if OF_TOKENS:
+        p_weight += tl.program_id(0).to(tl.int64) * SIZE
+    b_weight = tl.load(p_weight + o, mask=m, other=0.0)
     b_out = b_x.to(weight.dtype.element_ty).to(tl.float32) * b_weight.to(tl.float32)
     tl.store(p_x + o, b_out.to(x.dtype.element_ty), mask=m)
 
@@ -92,22 +107,23 @@ def rotary_angles_kernel(
 
 @triton.jit
 def prepared(
-    b_x1, b_x2, b_x3, norm, cos, sin, o_rows, m_block, o_d, o_1, o_2, o_3, m_d, m_3, eps, dtype,
-    D: tl.constexpr, HALF: tl.constexpr, NORMS_ROTATED: tl.constexpr,
+    b_x1, b_x2, b_x3, norm, cos, sin, o_t, m_t, o_d, o_1, o_2, o_3, m_d, m_3, eps, dtype,
+    D: tl.constexpr, HALF: tl.constexpr, NORMS_ROTATED: tl.constexpr, OF_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """The parts of heads, normed and rotated, each where there is something to do it with, or the
     other way round; rounded to `dtype` between."""
     if norm is not None and not NORMS_ROTATED:
         b_x1, b_x2, b_x3 = normalised(
-            b_x1, b_x2, b_x3, norm, o_1, o_2, o_3, m_d, m_3, eps, D
+            b_x1, b_x2, b_x3, norm, o_t, m_t, o_1, o_2, o_3, m_d, m_3, eps, D, OF_TOKENS
         )  # fmt: skip
         b_x1, b_x2 = b_x1.to(dtype).to(tl.float32), b_x2.to(dtype).to(tl.float32)
     if cos is not None:
-        b_x1, b_x2 = rotated(b_x1, b_x2, cos, sin, o_rows, m_block, o_d, HALF)
+        m_block = m_t[:, None] & (o_d < HALF)[None, :]
+        b_x1, b_x2 = rotated(b_x1, b_x2, cos, sin, o_t * (2 * HALF), m_block, o_d, HALF)
     if norm is not None and NORMS_ROTATED:
         b_x1, b_x2 = b_x1.to(dtype).to(tl.float32), b_x2.to(dtype).to(tl.float32)
         b_x1, b_x2, b_x3 = normalised(
-            b_x1, b_x2, b_x3, norm, o_1, o_2, o_3, m_d, m_3, eps, D
+            b_x1, b_x2, b_x3, norm, o_t, m_t, o_1, o_2, o_3, m_d, m_3, eps, D, OF_TOKENS
         )  # fmt: skip
     return b_x1, b_x2, b_x3
 
@@ -119,6 +135,7 @@ def store_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
     NORMS_ROTATED: tl.constexpr, VALUES_ARE_KEYS: tl.constexpr,
+    Q_OF_TOKENS: tl.constexpr, K_OF_TOKENS: tl.constexpr, V_OF_TOKENS: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Norms and rotates q in place; norms and rotates k, norms v, and puts k and v into their
@@ -126,8 +143,9 @@ def store_kernel(
 
     qkv: [T, (NUM_HEADS + 2 * NUM_KV_HEADS) * D], or, VALUES_ARE_KEYS, without v; kv: one layer of
     the cache; cells int64 [T]; cos, sin: [T, 2 * HALF], or None; q_norm, k_norm, v_norm: [D], or
-    None; q_scale: [T], or None. A head is two parts that turn with each other, HALF each, and what
-    does not turn. Grid: (blocks of tokens, heads of q, k and v; of q alone: nothing is stored).
+    None, or, OF_TOKENS, [T, D]; q_scale: [T], or None. A head is two parts that turn with each
+    other, HALF each, and what does not turn. Grid: (blocks of tokens, heads of q, k and v; of q
+    alone: nothing is stored).
     """
     i_h = tl.program_id(1)
     i_read = i_h
@@ -154,8 +172,8 @@ def store_kernel(
     dtype = qkv.dtype.element_ty
     if i_h < NUM_HEADS:
         b_x1, b_x2, b_x3 = prepared(
-            b_x1, b_x2, b_x3, q_norm, cos, sin, o_t * (2 * HALF), m_block, o_d, o_1, o_2, o_3,
-            m_d, m_3, eps, dtype, D, HALF, NORMS_ROTATED,
+            b_x1, b_x2, b_x3, q_norm, cos, sin, o_t, m_t, o_d, o_1, o_2, o_3,
+            m_d, m_3, eps, dtype, D, HALF, NORMS_ROTATED, Q_OF_TOKENS,
         )  # fmt: skip
         if q_scale is not None:
             b_scale = tl.load(q_scale + o_t, mask=m_t, other=0.0).to(tl.float32)[:, None]
@@ -171,12 +189,12 @@ def store_kernel(
         i_side = i_kv // NUM_KV_HEADS
         if i_side == 0:
             b_x1, b_x2, b_x3 = prepared(
-                b_x1, b_x2, b_x3, k_norm, cos, sin, o_t * (2 * HALF), m_block, o_d, o_1, o_2,
-                o_3, m_d, m_3, eps, dtype, D, HALF, NORMS_ROTATED,
+                b_x1, b_x2, b_x3, k_norm, cos, sin, o_t, m_t, o_d, o_1, o_2,
+                o_3, m_d, m_3, eps, dtype, D, HALF, NORMS_ROTATED, K_OF_TOKENS,
             )  # fmt: skip
         elif v_norm is not None:
             b_x1, b_x2, b_x3 = normalised(
-                b_x1, b_x2, b_x3, v_norm, o_1, o_2, o_3, m_d, m_3, eps, D
+                b_x1, b_x2, b_x3, v_norm, o_t, m_t, o_1, o_2, o_3, m_d, m_3, eps, D, V_OF_TOKENS
             )  # fmt: skip
         b_cell = tl.load(cells + o_t, mask=m_t, other=0)
         o_cell = (b_cell // PAGE_SIZE) * page_stride + (b_cell % PAGE_SIZE) * D

@@ -92,6 +92,9 @@ def rotate_and_store(
         IS_INTERLEAVED=is_interleaved,
         NORMS_ROTATED=norms.are_rotated,
         VALUES_ARE_KEYS=values_are_keys,
+        Q_OF_TOKENS=_is_of_tokens(norms.q),
+        K_OF_TOKENS=_is_of_tokens(norms.k),
+        V_OF_TOKENS=_is_of_tokens(norms.v),
         BLOCK_H=power_of_2(half),
         BLOCK_R=power_of_2(max(1, head_dim - 2 * half)),
         BLOCK_T=block_t,
@@ -104,17 +107,22 @@ def _norm_wide(
 ) -> HeadNorms:
     """Computes the norms over all heads, in place; returns the others."""
     head_dim, start = cache.head_dim, num_heads * cache.head_dim
-    assert norms.v is None or len(norms.v) == head_dim, "values have norms of heads"
-    if norms.q is not None and len(norms.q) != head_dim:
+    assert norms.v is None or norms.v.shape[-1] == head_dim, "values have norms of heads"
+    if norms.q is not None and norms.q.shape[-1] != head_dim:
         assert not norms.are_rotated, "norms of all heads come first"
         _norm_rows(qkv[:, :start], norms.q, norms.eps)
         norms = norms._replace(q=None)
-    if norms.k is not None and len(norms.k) != head_dim:
+    if norms.k is not None and norms.k.shape[-1] != head_dim:
         assert not norms.are_rotated, "norms of all heads come first"
         assert not values_are_keys, "values are what keys are before their norm"
-        _norm_rows(qkv[:, start : start + len(norms.k)], norms.k, norms.eps)
+        _norm_rows(qkv[:, start : start + norms.k.shape[-1]], norms.k, norms.eps)
         norms = norms._replace(k=None)
     return norms
+
+
+def _is_of_tokens(weight: Tensor | None) -> bool:
+    """Returns whether each token has a weight of its own, [T, size]."""
+    return weight is not None and weight.dim() == 2
 
 
 def _norm_rows(x: Tensor, weight: Tensor, eps: float) -> None:
@@ -127,6 +135,7 @@ def _norm_rows(x: Tensor, weight: Tensor, eps: float) -> None:
         eps,
         x.stride(0),
         SIZE=size,
+        OF_TOKENS=_is_of_tokens(weight),
         BLOCK=block,
         num_warps=min(tuned["max_warps"], max(1, block // tuned["elements_per_warp"])),
     )

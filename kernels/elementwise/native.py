@@ -22,6 +22,7 @@ class _GatherArgs(ctypes.Structure):
         ("count", ctypes.c_void_p),
         ("size", ctypes.c_int64),
         ("source_stride", ctypes.c_int64),
+        ("last_row", ctypes.c_int64),
     )
 
 
@@ -34,6 +35,7 @@ class _RmsNormArgs(ctypes.Structure):
         ("count", ctypes.c_void_p),
         ("rows_per_count", ctypes.c_int64),
         ("size", ctypes.c_int64),
+        ("weight_stride", ctypes.c_int64),
         ("is_wide", ctypes.c_int64),
         ("is_centred", ctypes.c_int64),
         ("eps", ctypes.c_float),
@@ -68,14 +70,14 @@ def gather_op(source: Tensor, out: Tensor, rows: Tensor, count: Tensor) -> Nativ
     """out[i] = source[rows[i]] for i < count: tokens' embeddings, or some rows of a step.
 
     source: [S, size], of unit stride in its rows, out: [N, size], rows: int64 [N], count: int32
-    [1].
+    [1]. A row behind the last counts as the last: tokens that adapters add get theirs later.
     """
     _check(count, out)
     _check_rows(out.shape[1], out.dtype, source)
     assert rows.dtype == torch.int64
     args = _GatherArgs(
         *(source.data_ptr(), out.data_ptr(), rows.data_ptr(), count.data_ptr(), out.shape[1]),
-        source.stride(0),
+        *(source.stride(0), len(source) - 1),
     )
     return NativeOp("gather_" + dtype_name(out.dtype), args, (source, out, rows, count))
 
@@ -96,8 +98,8 @@ def rms_norm_op(
     """hidden = sum_scale * (hidden + delta_scale * delta); out = RMSNorm(hidden) * weight, for the
     first `count` (int32 [1]) rows, or so many times `rows_per_count`: see `reference.add_rms_norm`.
 
-    weight: [size], in the others' dtype or in float32; None: nothing but the addition. `out` may be
-    `hidden` itself. Centred norms have weights in float32.
+    weight: [size], in the others' dtype or in float32, or [N, size], of each count; None: nothing
+    but the addition. `out` may be `hidden` itself. Centred norms have weights in float32.
     """
     assert delta is not None or sum_scale == 1.0
     _check(count, hidden, out, delta)
@@ -112,6 +114,7 @@ def rms_norm_op(
         count.data_ptr(),
         rows_per_count,
         hidden.shape[1],
+        0 if weight is None or weight.dim() == 1 else weight.stride(0),
         is_wide,
         is_centred,
         eps,

@@ -11,8 +11,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centred: bool = False)
     """Returns weight * x / sqrt(mean(x^2) + eps) over the last dimension (Zhang and Sennrich,
     2019), in fp32 up to the product with the weight, which is in the weight's dtype: x's, or fp32.
 
+    weight: [size], or [N, size]: of each row of x, or of each of its first dimension, [N, K, size].
     `is_centred`: of x - mean(x), a LayerNorm (Ba et al., 2016) without bias.
     """
+    if weight.dim() == 2 and x.dim() == 3:
+        weight = weight[:, None]
     # One fp32 copy that is worked on in place: fresh memory costs more than the arithmetic.
     wide = x.to(torch.float32, copy=True)
     if is_centred:
@@ -36,8 +39,8 @@ def add_rms_norm(
     """hidden = sum_scale * round(hidden + round(delta_scale * delta)), rounded to their dtype;
     returns the norm of it, or, without a weight, `hidden` itself. `delta` may be overwritten.
 
-    hidden, delta: [T, size]; weight: [size]. With `rows` (int64 [N]) only these are computed:
-    returns [N, size], and `hidden` stays as it is.
+    hidden, delta: [T, size]; weight: [size], or [T, size]. With `rows` (int64 [N]) only these are
+    computed: returns [N, size], of weights [size] or [N, size], and `hidden` stays as it is.
     """
     if rows is not None:
         chosen = hidden.index_select(0, rows)

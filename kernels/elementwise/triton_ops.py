@@ -23,6 +23,7 @@ def add_rms_norm(
 ) -> Tensor:
     """See `reference.add_rms_norm`. Tensors are contiguous."""
     assert hidden.is_contiguous()
+    assert weight is None or weight.is_contiguous()
     if weight is None:
         # Nothing is launched of ours: torch's own kernels round as the definition says.
         return reference.add_rms_norm(
@@ -46,6 +47,7 @@ def add_rms_norm(
         BLOCK=block,
         IS_SCALED=(delta_scale, sum_scale) != (1.0, 1.0),
         IS_CENTRED=is_centred,
+        ROWS_PER_WEIGHT=0 if weight.dim() == 1 else num_rows // len(weight),
         num_warps=min(tuned["max_warps"], max(1, block // tuned["elements_per_warp"])),
     )
     return out

@@ -20,7 +20,14 @@ from kernels.dispatch import uses_triton
 
 from . import cpu
 from .plan import BASE_SLOT, LoraGroup, LoraPlan, LoraSegment
-from .table import GRANULE_BYTES, LoraTable, TableEntry, TableRow
+from .table import (
+    GRANULE_BYTES,
+    LoraTable,
+    OutputVectors,
+    ReplacedWeight,
+    TableEntry,
+    TableRow,
+)
 
 __all__ = [
     "BASE_SLOT",
@@ -29,6 +36,8 @@ __all__ = [
     "LoraPlan",
     "LoraSegment",
     "LoraTable",
+    "OutputVectors",
+    "ReplacedWeight",
     "TableEntry",
     "TableRow",
     "add_lora",
@@ -52,10 +61,12 @@ def add_lora(
     table: LoraTable,
     plan: LoraPlan,
     group: LoraGroup,
+    base_bias: torch.Tensor | None = None,
 ) -> None:
-    """out[t, o_k : o_k + n_k] += scale * (x[t] @ A_k.T) @ B_k; see `reference.add_lora`."""
+    """out[t, o_k : o_k + n_k] += scale * (x[t] @ A_k.T) @ B_k, and what there is of vectors over
+    the outputs; see `reference.add_lora`."""
     assert not plan.has_experts
-    _add_lora(out, x, arena, table, plan, group)
+    _add_lora(out, x, arena, table, plan, group, base_bias)
 
 
 def add_lora_experts(
@@ -79,6 +90,7 @@ def _add_lora(
     table: LoraTable,
     plan: LoraPlan,
     group: LoraGroup,
+    base_bias: torch.Tensor | None = None,
 ) -> None:
     assert x.shape == (plan.num_tokens, group.in_features), "x is [T, in_features]"
     assert out.shape[0] == plan.num_tokens, "out is [T, sum of out]"
@@ -90,9 +102,9 @@ def _add_lora(
     if uses_triton(out):
         from .triton_ops import add_lora as launch  # Triton is an extra that the CPU does without
 
-        launch(out, x, arena, table, plan, group)
+        launch(out, x, arena, table, plan, group, base_bias)
     else:
-        cpu.add_lora(out, x, table, plan, group)
+        cpu.add_lora(out, x, table, plan, group, base_bias)
 
 
 def add_lora_embedding(

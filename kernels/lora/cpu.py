@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import torch
 
 from .plan import LoraGroup, LoraPlan
-from .table import LoraTable, TargetWeights
+from .table import LoraTable, TargetWeights, VectorValues
 
 MAX_SHORT_TOKENS = 5
 """16-bit segments up to here go row by row: the measured break-even against one oneDNN product."""
@@ -35,18 +35,34 @@ class Shrunk(NamedTuple):
     """Short segments row by row: y is `[a_rank]`."""
 
 
+class _Columns(NamedTuple):
+    """One target's: `[T, out]`, and what they have of the base's bias."""
+
+    out: torch.Tensor
+    base_bias: torch.Tensor | None
+
+    def apply(self, tokens: slice | int, vectors: VectorValues, added: torch.Tensor) -> None:
+        rows = self.out[tokens]
+        rows.copy_(vectors.applied(rows.float(), added, self.base_bias))
+
+
 _Segment: TypeAlias = tuple[int, int, list[tuple[int, TargetWeights]]]
 """First token, end, and what its adapter has of a group, by place in the group."""
 
 
 def add_lora(
-    out: torch.Tensor, x: torch.Tensor, table: LoraTable, plan: LoraPlan, group: LoraGroup
+    out: torch.Tensor,
+    x: torch.Tensor,
+    table: LoraTable,
+    plan: LoraPlan,
+    group: LoraGroup,
+    base_bias: torch.Tensor | None = None,
 ) -> None:
     """See `reference.add_lora` and `reference.add_lora_experts`. The shrunk rows are rounded to the
     model's dtype. Each is expanded as soon as it is there: `expand` of what `shrink` returns."""
     assert table.rank_parts == 1, "others have parts of the shrunk rows"
     segments, short = _segments(x.dtype, table, plan, group)
-    parts = _parts(out, plan, group)
+    parts = _parts(out, plan, group, base_bias)
     if segments:
         _expand_segments(parts, _shrink_segments(x, segments))
     if short:
@@ -91,9 +107,15 @@ def gather(token_ids: torch.Tensor, table: LoraTable, plan: LoraPlan, target: in
     return shrunk
 
 
-def expand(out: torch.Tensor, shrunk: Shrunk, plan: LoraPlan, group: LoraGroup) -> None:
+def expand(
+    out: torch.Tensor,
+    shrunk: Shrunk,
+    plan: LoraPlan,
+    group: LoraGroup,
+    base_bias: torch.Tensor | None = None,
+) -> None:
     """See `reference.expand`. y is `[tokens, b_rank]`, or `[b_rank]`."""
-    parts = _parts(out, plan, group)
+    parts = _parts(out, plan, group, base_bias)
     _expand_segments(parts, shrunk.segments)
     if shrunk.rows:
         with _own_products():
@@ -116,11 +138,16 @@ def _segments(
     return segments, short
 
 
-def _parts(out: torch.Tensor, plan: LoraPlan, group: LoraGroup) -> dict[int, torch.Tensor]:
+def _parts(
+    out: torch.Tensor, plan: LoraPlan, group: LoraGroup, base_bias: torch.Tensor | None
+) -> dict[int, _Columns]:
     """Returns the columns of each target that any adapter of the batch has."""
     columns = zip(group.targets, group.out_offsets, group.out_features, strict=True)
     return {
-        k: out.narrow(1, offset, width)
+        k: _Columns(
+            out.narrow(1, offset, width),
+            None if base_bias is None else base_bias.narrow(0, offset, width),
+        )
         for k, (target, offset, width) in enumerate(columns)
         if target in plan.targets
     }
@@ -142,14 +169,20 @@ def _shrink_rows(x: torch.Tensor, segments: Iterable[_Segment]) -> Iterator[Prod
                 yield t, k, w, w.a.mv(row)
 
 
-def _expand_segments(parts: Mapping[int, torch.Tensor], products: Iterable[Product[slice]]) -> None:
+def _expand_segments(parts: Mapping[int, _Columns], products: Iterable[Product[slice]]) -> None:
     for tokens, k, w, y in products:
-        parts[k][tokens].addmm_(y, w.b, alpha=w.scale)
+        if w.vectors is None:
+            parts[k].out[tokens].addmm_(y, w.b, alpha=w.scale)
+        else:
+            parts[k].apply(tokens, w.vectors, w.scale * y.float().mm(w.b.float()))
 
 
-def _expand_rows(parts: Mapping[int, torch.Tensor], products: Iterable[Product[int]]) -> None:
+def _expand_rows(parts: Mapping[int, _Columns], products: Iterable[Product[int]]) -> None:
     for t, k, w, y in products:
-        parts[k][t].addmv_(w.b_t, y, alpha=w.scale)
+        if w.vectors is None:
+            parts[k].out[t].addmv_(w.b_t, y, alpha=w.scale)
+        else:
+            parts[k].apply(t, w.vectors, w.scale * w.b_t.float().mv(y.float()))
 
 
 @contextmanager

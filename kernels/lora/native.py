@@ -27,7 +27,9 @@ MAX_TARGETS = 8
 _Targets = ctypes.c_int32 * MAX_TARGETS
 
 
-class _PlanArgs(ctypes.Structure):
+class PlanArgs(ctypes.Structure):
+    """A plan as operations of other packages take it, too."""
+
     _fields_ = (
         ("items", ctypes.c_void_p),
         ("num_items", ctypes.c_void_p),
@@ -38,7 +40,7 @@ class _PlanArgs(ctypes.Structure):
 
 class _LoraArgs(ctypes.Structure):
     _fields_ = (
-        ("plan", _PlanArgs),
+        ("plan", PlanArgs),
         ("arena", ctypes.c_void_p),
         ("rows", ctypes.c_void_p),
         ("table_targets", ctypes.c_int64),
@@ -54,6 +56,7 @@ class _LoraArgs(ctypes.Structure):
         ("max_rank", ctypes.c_int64),
         ("out", ctypes.c_void_p),
         ("out_stride", ctypes.c_int64),
+        ("base_bias", ctypes.c_void_p),
     )
 
 
@@ -62,7 +65,8 @@ class NativeLoraPlan:
     before each run of a program.
 
     An item is up to TILE_TOKENS tokens of one slot and expert, wherever they stand in the batch:
-    they share one read of A and B.
+    they share one read of A and B. `slots` is int32 [max_tokens], of which the first `num_tokens`
+    (int32 [1]) are the step's, in batch order.
     """
 
     def __init__(self, max_tokens: int, *, has_experts: bool = False) -> None:
@@ -71,6 +75,8 @@ class NativeLoraPlan:
         self._items = np.zeros((max_tokens, 4), np.int32)
         self._tokens = np.zeros(max_tokens, np.int32)
         self._num_items = np.zeros(1, np.int32)
+        self.slots = np.zeros(max_tokens, np.int32)
+        self.num_tokens = np.zeros(1, np.int32)
 
     def fill(
         self,
@@ -87,6 +93,8 @@ class NativeLoraPlan:
             slots = slots.repeat(row_lengths)
             experts = None if experts is None else experts.repeat(row_lengths)
         assert len(slots) <= self.max_tokens, f"{len(slots)} tokens of {self.max_tokens}"
+        self.slots[: len(slots)] = slots
+        self.num_tokens[0] = len(slots)
         keys = slots if experts is None else _keys(slots, experts)
         order = keys.argsort(kind="stable")
         keys = keys[order]
@@ -110,8 +118,8 @@ class NativeLoraPlan:
     def has_adapters(self) -> bool:
         return bool(self._num_items[0])
 
-    def args(self) -> _PlanArgs:
-        return _PlanArgs(
+    def args(self) -> PlanArgs:
+        return PlanArgs(
             self._items.ctypes.data,
             self._num_items.ctypes.data,
             self._tokens.ctypes.data,
@@ -137,12 +145,14 @@ class NativeLora:
         size = max_group_targets * plan.max_tokens * _even(table.max_rank)
         return cls(table, plan, torch.empty(size, dtype=table.arena.dtype))
 
-    def add_ops(self, group: LoraGroup, x: Tensor, out: Tensor) -> list[NativeOp]:
+    def add_ops(
+        self, group: LoraGroup, x: Tensor, out: Tensor, base_bias: Tensor | None = None
+    ) -> list[NativeOp]:
         """out[t, o_k : o_k + n_k] += scale * (x[t] @ A_k.T) @ B_k; see `reference.add_lora` and,
         for a plan with experts, `reference.add_lora_experts`. See `shrink_op` and `expand_op`.
         """
         assert self.table.rank_parts == 1, "others have parts of the shrunk rows"
-        return [self.shrink_op(group, x), self.expand_op(group, out)]
+        return [self.shrink_op(group, x), self.expand_op(group, out, base_bias)]
 
     def add_embedding_ops(self, target: int, token_ids: Tensor, out: Tensor) -> list[NativeOp]:
         """out[t] += scale * A[token_ids[t]] @ B; see `reference.add_lora_embedding`.
@@ -177,10 +187,11 @@ class NativeLora:
         args.token_ids = token_ids.data_ptr()
         return NativeOp(f"lora_gather{self._suffix}", args, (self, token_ids))
 
-    def expand_op(self, group: LoraGroup, out: Tensor) -> NativeOp:
+    def expand_op(self, group: LoraGroup, out: Tensor, base_bias: Tensor | None = None) -> NativeOp:
         """Adds the products of `shrunk` with B; see `reference.expand`.
 
-        out: `[max_tokens, >= out_end]` of the arena's dtype or fp32.
+        out: `[max_tokens, >= out_end]` of the arena's dtype or fp32; base_bias: `[>= out_end]` of
+        the arena's dtype.
         """
         dtype = self.table.arena.dtype
         assert out.shape[1] >= group.out_end, "out holds every column of the group"
@@ -188,8 +199,12 @@ class NativeLora:
         assert out.dtype in (dtype, torch.float32), f"out is {out.dtype}"
         args = self._args(group)
         args.out, args.out_stride = out.data_ptr(), out.stride(0)
+        if base_bias is not None:
+            assert base_bias.dtype == dtype
+            assert base_bias.is_contiguous()
+            args.base_bias = base_bias.data_ptr()
         suffix = "" if out.dtype == dtype else "_to_float"
-        return NativeOp(f"lora_expand{self._suffix}{suffix}", args, (self, out))
+        return NativeOp(f"lora_expand{self._suffix}{suffix}", args, (self, out, base_bias))
 
     @property
     def _suffix(self) -> str:
@@ -216,11 +231,17 @@ class NativeLora:
 
 
 def add_lora(
-    library: Library, out: Tensor, x: Tensor, table: LoraTable, plan: LoraPlan, group: LoraGroup
+    library: Library,
+    out: Tensor,
+    x: Tensor,
+    table: LoraTable,
+    plan: LoraPlan,
+    group: LoraGroup,
+    base_bias: Tensor | None = None,
 ) -> None:
     """See `reference.add_lora`. float32 and bfloat16; `out` may be float32 beside a bf16 arena."""
     lora = _once(table, plan, len(group.targets))
-    library.run(*lora.add_ops(group, x, out))
+    library.run(*lora.add_ops(group, x, out, base_bias))
 
 
 def add_lora_experts(

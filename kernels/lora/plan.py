@@ -76,6 +76,10 @@ class LoraPlan:
     targets: frozenset[int]
     max_rank: int
     has_tiles: bool
+    has_vectors: bool
+    """Whether any of the targets has vectors over its outputs; see `table.OutputVectors`."""
+    weights: frozenset[int]
+    """The weights of the base that any adapter of the batch replaces."""
     token_slots: torch.Tensor
     """int32 [num_tokens]: slot of each token, -1 = base."""
     items: torch.Tensor
@@ -131,6 +135,8 @@ class LoraPlan:
             targets=frozenset().union(*{adapter.target_set for adapter in adapters}),
             max_rank=max((adapter.max_rank for adapter in adapters), default=0),
             has_tiles=bool((items[:, 3] == ITEM_TILE).any()),
+            has_vectors=any(adapter.has_vectors for adapter in adapters),
+            weights=frozenset().union(*(adapter.weight_set for adapter in adapters)),
             token_slots=packed[len(flat) : len(flat) + num_tokens],
             items=packed[: len(flat)].view(-1, items.shape[1]),
             token_experts=None if row_experts is None else packed[len(flat) + num_tokens :],

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 
 from .plan import BASE_SLOT, LoraGroup, LoraPlan
-from .table import LoraTable, Place
+from .table import LoraTable, OutputVectors, Place, vectors_at
 
 
 def add_lora(
@@ -25,10 +25,18 @@ def add_lora(
     table: LoraTable,
     plan: LoraPlan,
     group: LoraGroup,
+    base_bias: torch.Tensor | None = None,
 ) -> None:
     """
     Semantics, for every token t with slot s >= 0 and every k with rank[s, targets[k]] = r > 0:
       out[t, o_k : o_k + n_k] += scale * (x[t] @ A.T) @ B
+
+    and where it has vectors over the outputs of targets[k], whatever its rank, with b the base's
+    bias of these (or 0), b' the adapter's in its place (or b), m its magnitude (or 1) and c its
+    bias (or 0):
+      out = m * (out - b + scale * (x[t] @ A.T) @ B) + b' + c
+
+    which is DoRA (Liu et al., 2024) with the magnitude divided by the norms of W + scale * (A B).T.
 
     Args:
       out: Shape: `[T, >= group.out_end]`. In place; rounded once, when added.
@@ -38,10 +46,11 @@ def add_lora(
       table: Rows of the slots in `plan`, with A and B of equal ranks.
       plan: Tokens t = 0..T-1 by slot; rows without an adapter stay bitwise as they are.
       group: The targets k, their columns o_k and n_k, and in_features.
+      base_bias: Shape: `[>= group.out_end]`. What `out` has of the base's bias, in its dtype.
     """
     assert table.rank_parts == 1, "others have parts of the shrunk rows"
     assert not plan.has_experts
-    expand(out, shrink(x, arena, table, plan, group), arena, table, plan, group)
+    expand(out, shrink(x, arena, table, plan, group), arena, table, plan, group, base_bias)
 
 
 def add_lora_experts(
@@ -126,15 +135,24 @@ def expand(
     table: LoraTable,
     plan: LoraPlan,
     group: LoraGroup,
+    base_bias: torch.Tensor | None = None,
 ) -> None:
-    """out[t, o_k : o_k + n_k] += scale * y[t, k, :r] @ B, of B's rank r."""
+    """out[t, o_k : o_k + n_k] += scale * y[t, k, :r] @ B, of B's rank r; and what the adapter has
+    of vectors, as `add_lora` says."""
     for t, slot, expert in _tokens(plan):
-        columns = zip(group.targets, group.out_offsets, group.out_features, strict=True)
-        for k, (target, o, n) in enumerate(columns):
+        places = zip(group.targets, group.out_offsets, group.out_features, strict=True)
+        for k, (target, o, n) in enumerate(places):
             b = _place_of_b(arena, table, slot, expert, target)
-            if b.rank:
+            granules = (table.rows[slot, 5:, target] - 1).tolist()
+            vectors = vectors_at(arena, OutputVectors(*granules), n)
+            if b.rank or vectors is not None:
                 added = b.scale * (y[t, k, : b.rank] @ b.matrix(arena, n).float())
-                out[t, o : o + n] = (out[t, o : o + n].float() + added).to(out.dtype)
+                columns = out[t, o : o + n]
+                old = None if base_bias is None else base_bias[o : o + n]
+                total = columns.float() + added
+                if vectors is not None:
+                    total = vectors.applied(columns.float(), added, old)
+                columns.copy_(total)
 
 
 def _tokens(plan: LoraPlan) -> Iterator[tuple[int, int, int | None]]:

@@ -1,11 +1,12 @@
-"""The table: where each adapter's A and B lie in the arena.
+"""The table: where each adapter's weights lie in the arena.
 
-The arena is one flat tensor. An A or B starts on a granule of 256 bytes, so that its position fits
-in an int32 and every kernel can prove its loads aligned. Row `slot` of the table holds, for each
-target, the granules of A and B, the rank of each and a scale. A B of rank 0 means that the adapter
-does not have the target. The ranks differ where devices share the first product: each has a part of
-A's rank, and the whole of B's. The table's memory never moves, so a captured graph sees every later
-write.
+The arena is one flat tensor. What is in it starts on a granule of 256 bytes, so that its position
+fits in an int32 and every kernel can prove its loads aligned. Row `slot` of the table holds, for
+each target, the granules of A and B, the rank of each, a scale, and the granules of vectors over
+its outputs: see OutputVectors. A B of rank 0 means that the adapter has no LoRA of the target. The
+ranks differ where devices share the first product: each has a part of A's rank, and the whole of
+B's. Beside it is a row of the weights of the base that the adapter replaces: see ReplacedWeight.
+The table's memory never moves, so a captured graph sees every later write.
 
 Of a target that is a mixture of experts A and B are segments of an image. Each begins with an
 index, int32 `[experts, 4]`: the granule of the expert's matrix within the segment, its rank (0 =
@@ -25,14 +26,51 @@ import torch
 from kernels.streams import Stream, Streams
 
 GRANULE_BYTES = 256
-NUM_FIELDS = 5
-"""Numbers of a target in a row: granules of A and B, ranks of A and B, bits of the scale."""
+NUM_FIELDS = 8
+"""Numbers of a target in a row: granules of A and B, ranks of A and B, bits of the scale, and each
+one more than the granule, 0 where there is none, of magnitude, bias and base bias."""
+NUM_WEIGHT_FIELDS = 4
+"""Numbers of a weight of the base in a row: one more than the granule, 0 where there is none, of
+the whole weight, of row ids and of rows, and how many rows these are."""
+ABSENT = -1
+"""Stands for the granule of what an adapter does not have."""
 
 NO_EXPERT = -1
 """Stands for the expert where a target is one weight, and not a mixture's."""
 INDEX_FIELDS = 4
 INDEX_BYTES = 4 * INDEX_FIELDS
 """What an expert takes of an index."""
+
+
+class OutputVectors(NamedTuple):
+    """Granules of vectors over the outputs of one target of one adapter; see `reference.add_lora`.
+
+    `magnitude` (DoRA's, divided by the norms of what it scales) and `bias` are fp32 `[out]`;
+    `base_bias`, which stands in for the base's, is of the arena's dtype.
+    """
+
+    magnitude: int = ABSENT
+    bias: int = ABSENT
+    base_bias: int = ABSENT
+
+
+NO_VECTORS = OutputVectors()
+
+
+class ReplacedWeight(NamedTuple):
+    """A weight of the base that one adapter has in part or as a whole: an embedding, the head, or a
+    norm's. `weight` is its index among those of the table; the others are granules.
+
+    `full` is the whole weight, `[rows, features]` or `[features]`. `row_ids` are int32
+    `[num_rows]`, ascending, and `rows` `[num_rows, features]` takes their place. All but the ids
+    are of the arena's dtype.
+    """
+
+    weight: int
+    full: int = ABSENT
+    row_ids: int = ABSENT
+    rows: int = ABSENT
+    num_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +93,15 @@ class TableEntry:
     is_embedding: bool = False
     a_rank: int | None = None
     num_experts: int = 0
+    vectors: OutputVectors = NO_VECTORS
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TableRow:
     """All targets of one adapter, in ascending order, as arrays [n]: see TableEntry.
 
-    Integers are int64, `scales` fp32, `is_embedding` bool. `max_rank` is B's.
+    Integers are int64, `scales` fp32, `is_embedding` bool. `max_rank` is B's. `vectors` are
+    granules [n, 3], in the order of OutputVectors.
     """
 
     targets: np.ndarray
@@ -74,16 +114,23 @@ class TableRow:
     scales: np.ndarray
     is_embedding: np.ndarray
     num_experts: np.ndarray
+    vectors: np.ndarray
+    replaced: tuple[ReplacedWeight, ...] = ()
     target_set: frozenset[int] = field(init=False)
+    weight_set: frozenset[int] = field(init=False)
     max_rank: int = field(init=False)
+    has_vectors: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_set", frozenset(self.targets.tolist()))
+        object.__setattr__(self, "weight_set", frozenset(each.weight for each in self.replaced))
         object.__setattr__(self, "max_rank", int(self.b_ranks.max(initial=0)))
+        object.__setattr__(self, "has_vectors", bool((self.vectors != ABSENT).any()))
         assert len(self.target_set) == len(self.targets), "a target appears twice"
+        assert len(self.weight_set) == len(self.replaced), "a weight appears twice"
 
     @classmethod
-    def of(cls, entries: Sequence[TableEntry]) -> TableRow:
+    def of(cls, entries: Sequence[TableEntry], replaced: Sequence[ReplacedWeight] = ()) -> TableRow:
         entries = sorted(entries, key=lambda entry: entry.target)
         a_ranks = [entry.rank if entry.a_rank is None else entry.a_rank for entry in entries]
         return cls(
@@ -97,6 +144,8 @@ class TableRow:
             np.array([entry.scale for entry in entries], dtype=np.float32),
             np.array([entry.is_embedding for entry in entries], dtype=np.bool_),
             np.array([entry.num_experts for entry in entries], dtype=np.int64),
+            np.array([entry.vectors for entry in entries], dtype=np.int64).reshape(-1, 3),
+            tuple(replaced),
         )
 
 
@@ -128,6 +177,29 @@ class Place(NamedTuple):
         return arena[start : start + self.rank * num_features].view(shape)
 
 
+class VectorValues(NamedTuple):
+    """The values of OutputVectors, `[out]`, of those that there are."""
+
+    magnitude: torch.Tensor | None
+    bias: torch.Tensor | None
+    base_bias: torch.Tensor | None
+
+    def applied(
+        self, out: torch.Tensor, added: torch.Tensor, base_bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns what an adapter makes of outputs of the base, which have this bias, and of what
+        it adds to them; all fp32 `[..., out]`. See `reference.add_lora`."""
+        if self.magnitude is None and self.base_bias is None:
+            total = out + added
+        else:
+            old = out.new_zeros(()) if base_bias is None else base_bias.float()
+            total = out - old + added
+            if self.magnitude is not None:
+                total *= self.magnitude
+            total += old if self.base_bias is None else self.base_bias.float()
+        return total if self.bias is None else total + self.bias
+
+
 @dataclass(frozen=True, slots=True)
 class TargetWeights:
     """Views into the arena, made when first used: `a` is `[a_rank, in]`, for an embedding
@@ -138,14 +210,16 @@ class TargetWeights:
     b: torch.Tensor
     b_t: torch.Tensor
     scale: float
+    vectors: VectorValues | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LoraTable:
     """Rows of adapters, `[max_loras, num_targets]`, at a fixed address on `device`.
 
-    `rows` is int32 `[max_loras, 5, num_targets]`: granule of A, granule of B, rank of A, rank of B,
-    and the bits of the fp32 scale; one row is one copy. `adapters[slot]` says the same to the host.
+    `rows` is int32 `[max_loras, NUM_FIELDS, num_targets]`, and `weight_rows` int32
+    `[max_loras, NUM_WEIGHT_FIELDS, num_weights]`; one row of each is one copy. `adapters[slot]`
+    says the same to the host.
     `rank_parts` is how many devices share A's rank: this one has the whole of it, or a part that is
     rounded up. With 1 the ranks of A and B are equal, and what shrink writes is what expand reads.
     """
@@ -156,6 +230,7 @@ class LoraTable:
     rank_parts: int
     arena: torch.Tensor
     rows: torch.Tensor
+    weight_rows: torch.Tensor
     stream: Stream = field(repr=False)
     adapters: list[TableRow] = field(repr=False)
     _weights: tuple[dict[int, dict[int, TargetWeights]], ...] = field(repr=False)
@@ -170,6 +245,7 @@ class LoraTable:
         max_rank: int = 256,
         stream: Stream | None = None,
         rank_parts: int = 1,
+        num_weights: int = 0,
     ) -> LoraTable:
         """An empty table over `arena` `[arena_bytes // itemsize]` of the layout's dtype, written on
         `stream`; None: the one that computes.
@@ -181,7 +257,10 @@ class LoraTable:
         # Vector loads need it; torch aligns CUDA memory to 512 bytes and CPU memory to 64.
         assert arena.data_ptr() % GRANULE_BYTES == 0 or arena.device.type == "cpu"
         assert arena.numel() * arena.itemsize // GRANULE_BYTES < 2**31, "granules are int32"
-        rows = torch.zeros(max_loras, NUM_FIELDS, num_targets, dtype=torch.int32, device=device)
+        rows, weight_rows = (
+            torch.zeros(max_loras, *shape, dtype=torch.int32, device=device)
+            for shape in ((NUM_FIELDS, num_targets), (NUM_WEIGHT_FIELDS, num_weights))
+        )
         return cls(
             max_loras,
             num_targets,
@@ -189,6 +268,7 @@ class LoraTable:
             rank_parts,
             arena,
             rows,
+            weight_rows,
             stream or Streams.of(rows.device).compute,
             adapters=[NO_ADAPTER] * max_loras,
             _weights=tuple({} for _ in range(max_loras)),
@@ -215,6 +295,10 @@ class LoraTable:
     def scales(self) -> torch.Tensor:
         return self.rows[:, 4].view(torch.float32)
 
+    @property
+    def num_weights(self) -> int:
+        return self.weight_rows.shape[2]
+
     def set_row(self, slot: int, adapter: TableRow | Sequence[TableEntry]) -> None:
         """Makes an adapter visible: one write, ordered on the table's stream.
 
@@ -230,13 +314,21 @@ class LoraTable:
         row[2, targets] = adapter.a_ranks
         row[3, targets] = adapter.b_ranks
         row[4].view(np.float32)[targets] = adapter.scales
-        self._write(slot, torch.from_numpy(row))
+        row[5:, targets] = adapter.vectors.T + 1
+        weights = np.zeros((NUM_WEIGHT_FIELDS, self.num_weights), dtype=np.int32)
+        for weight, *granules, num_rows in adapter.replaced:
+            weights[:, weight] = *(granule + 1 for granule in granules), num_rows
+        self._write(slot, row, weights)
         self._weights[slot].clear()
         self.adapters[slot] = adapter
 
     def clear_row(self, slot: int) -> None:
         """Forgets the adapter of `slot`: all its ranks become 0."""
-        self._write(slot, torch.zeros_like(self.rows[slot], device="cpu"))
+        self._write(
+            slot,
+            np.zeros((NUM_FIELDS, self.num_targets), dtype=np.int32),
+            np.zeros((NUM_WEIGHT_FIELDS, self.num_weights), dtype=np.int32),
+        )
         self._weights[slot].clear()
         self.adapters[slot] = NO_ADAPTER
 
@@ -259,7 +351,8 @@ class LoraTable:
         """Asserts that ranks are as promised, and both matrices of each target in the arena; of
         experts, both indices."""
         a_ranks, b_ranks = adapter.a_ranks, adapter.b_ranks
-        lowest = np.where(adapter.num_experts > 0, 0, 1)  # it may lack all that are held here
+        # Of a mixture it may lack all experts that are held here, and have nothing but a bias.
+        lowest = np.where((adapter.num_experts > 0) | (adapter.vectors[:, 2] != ABSENT), 0, 1)
         wrong = (b_ranks < lowest) | (b_ranks > self.max_rank)
         assert not wrong.any(), f"rank {b_ranks[wrong][0]} of target {adapter.targets[wrong][0]}"
         is_part = (a_ranks >= 0) & (a_ranks <= -(-b_ranks // self.rank_parts))
@@ -279,13 +372,22 @@ class LoraTable:
             )
             outside = (granules < 0) | (granules * GRANULE_BYTES + num_bytes > size)
             assert not outside.any(), f"granule {granules[outside][0]} leaves the arena"
+        item_bytes = np.array([4, 4, self.arena.itemsize])
+        ends = adapter.vectors * GRANULE_BYTES + adapter.out_features[:, None] * item_bytes
+        assert (adapter.vectors >= ABSENT).all()
+        assert (ends[adapter.vectors != ABSENT] <= size).all(), "a vector leaves the arena"
+        for each in adapter.replaced:
+            assert 0 <= each.weight < self.num_weights, f"weight {each.weight}"
+            assert (each.rows == ABSENT) == (each.num_rows == 0)
 
-    def _write(self, slot: int, row: torch.Tensor) -> None:
+    def _write(self, slot: int, row: np.ndarray, weights: np.ndarray) -> None:
         assert 0 <= slot < self.max_loras, f"slot {slot} of {self.max_loras}"
-        if self.rows.is_cuda:
+        pairs = []
+        for target, values in ((self.rows[slot], row), (self.weight_rows[slot], weights)):
+            source = torch.from_numpy(values)
             # Torch keeps the pinned block alive until the copy has run.
-            row = row.pin_memory()
-        self.stream.copy([(self.rows[slot], row)])
+            pairs.append((target, source.pin_memory() if target.is_cuda else source))
+        self.stream.copy(pairs)
 
     def _views(self, adapter: TableRow, index: int, expert: int) -> TargetWeights | None:
         """Returns None where the adapter lacks the expert."""
@@ -301,4 +403,30 @@ class LoraTable:
         a_values = a.matrix(self.arena, num_in, transposed=bool(adapter.is_embedding[index]))
         b_values = b.matrix(self.arena, num_out)
         scale = float(adapter.scales[index]) * b.scale
-        return TargetWeights(a_values, a_values.t(), b_values, b_values.t(), scale)
+        vectors = OutputVectors(*adapter.vectors[index].tolist())
+        return TargetWeights(
+            *(a_values, a_values.t(), b_values, b_values.t(), scale),
+            vectors_at(self.arena, vectors, num_out),
+        )
+
+
+def vectors_at(arena: torch.Tensor, vectors: OutputVectors, size: int) -> VectorValues | None:
+    """Returns views of the values of a target with `size` outputs; None if it has none."""
+    if vectors == NO_VECTORS:
+        return None
+    return VectorValues(
+        vector_at(arena, vectors.magnitude, size, torch.float32),
+        vector_at(arena, vectors.bias, size, torch.float32),
+        vector_at(arena, vectors.base_bias, size),
+    )
+
+
+def vector_at(
+    arena: torch.Tensor, granule: int, size: int, dtype: torch.dtype | None = None
+) -> torch.Tensor | None:
+    """Returns a view of `size` values, of the arena's dtype or this; None for an absent granule."""
+    if granule == ABSENT:
+        return None
+    dtype = dtype or arena.dtype
+    start = granule * GRANULE_BYTES
+    return arena.view(torch.uint8)[start : start + size * dtype.itemsize].view(dtype)

@@ -205,6 +205,42 @@ def gather_kernel(
 
 
 @triton.jit
+def load_granule(p_field, GRANULE: tl.constexpr):
+    """Whether there is a vector, and its element offset."""
+    granule = tl.load(p_field)
+    return granule > 0, (granule - 1).to(tl.int64) * GRANULE
+
+
+@triton.jit
+def has_base_bias(rows, slot, target, TABLE_TARGETS: tl.constexpr):
+    """Whether the adapter has a bias in the base's place: the one vector of a target without A."""
+    return tl.load(rows + (slot.to(tl.int64) * FIELDS + 7) * TABLE_TARGETS + target) > 0
+
+
+@triton.jit
+def load_outputs(
+    arena, rows, slot, target, base_bias, offset, o_n, m_n,
+    TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr,
+):  # fmt: skip
+    """What is subtracted from outputs, what their sums are multiplied by, and what is added behind
+    that: [BLOCK_N] each. See `reference.add_lora`."""
+    p_row = rows + slot.to(tl.int64) * (FIELDS * TABLE_TARGETS) + target
+    F32: tl.constexpr = GRANULE * arena.dtype.element_ty.primitive_bitwidth // 32
+    p_wide = arena.to(tl.pointer_type(tl.float32))
+    has_magnitude, at = load_granule(p_row + 5 * TABLE_TARGETS, F32)
+    b_factor = tl.load(p_wide + at + o_n, mask=m_n & has_magnitude, other=1.0)
+    has_bias, at = load_granule(p_row + 6 * TABLE_TARGETS, F32)
+    b_bias = tl.load(p_wide + at + o_n, mask=m_n & has_bias, other=0.0)
+    has_own, at = load_granule(p_row + 7 * TABLE_TARGETS, GRANULE)
+    b_own = tl.load(arena + at + o_n, mask=m_n & has_own, other=0.0).to(tl.float32)
+    b_old = tl.zeros_like(b_own)
+    if base_bias is not None:
+        m_old = m_n & (has_magnitude | has_own)
+        b_old = tl.load(base_bias + offset + o_n, mask=m_old, other=0.0).to(tl.float32)
+    return b_old, b_factor, tl.where(has_own, b_own, b_old), b_bias
+
+
+@triton.jit
 def load_shrunk(p_y, split_stride, m_y, SPLITS: tl.constexpr):
     """A block of y: its splits, added in order."""
     b_y = tl.load(p_y, mask=m_y)
@@ -216,7 +252,8 @@ def load_shrunk(p_y, split_stride, m_y, SPLITS: tl.constexpr):
 @triton.jit
 def expand_token(
     p_out, p_y, split_stride, p_token_id, p_a, p_b, rank, scale, o_n, width,
-    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    b_old, b_factor, b_new, b_bias,
+    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
     m_n = o_n < width
     b_sum = tl.zeros([BLOCK_N], dtype=tl.float32)
@@ -235,15 +272,20 @@ def expand_token(
         b_b = tl.load(p_block, mask=m_r[:, None] & m_n[None, :], other=0.0)
         b_sum += tl.sum(b_y[:, None] * b_b.to(tl.float32), axis=0)
         i_r += 1
-    b_out = tl.load(p_out + o_n, mask=m_n, other=0.0).to(tl.float32) + scale * b_sum
+    b_out = tl.load(p_out + o_n, mask=m_n, other=0.0).to(tl.float32)
+    if VECTORS:
+        b_out = (b_out - b_old + scale * b_sum) * b_factor + b_new + b_bias
+    else:
+        b_out += scale * b_sum
     tl.store(p_out + o_n, b_out.to(p_out.dtype.element_ty), mask=m_n)
 
 
 @triton.jit
 def expand_tile(
     p_out, p_y, split_stride, p_token_id, p_a, p_b, rank, scale, o_n, width, num_tokens, out_stride,
+    b_old, b_factor, b_new, b_bias,
     Y_STRIDE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
     o_m = tl.arange(0, BLOCK_M)
     m_m = o_m < num_tokens
@@ -268,25 +310,30 @@ def expand_tile(
         i_r += 1
     p_block = p_out + o_m.to(tl.int64)[:, None] * out_stride + o_n[None, :]
     m_out = m_m[:, None] & m_n[None, :]
-    b_out = tl.load(p_block, mask=m_out, other=0.0).to(tl.float32) + scale * b_sum
+    b_out = tl.load(p_block, mask=m_out, other=0.0).to(tl.float32)
+    if VECTORS:
+        b_out = (b_out - b_old[None, :] + scale * b_sum) * b_factor[None, :]
+        b_out += b_new[None, :] + b_bias[None, :]
+    else:
+        b_out += scale * b_sum
     tl.store(p_block, b_out.to(p_out.dtype.element_ty), mask=m_out)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def expand_kernel(
-    out, y, token_ids, arena, rows, items, first_target, num_tokens, out_stride,
+    out, y, token_ids, base_bias, arena, rows, items, first_target, num_tokens, out_stride,
     TARGET_STEPS: tl.constexpr, TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr,
     OUT_OFFSETS: tl.constexpr, OUT_FEATURES: tl.constexpr,
     Y_RANK: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, TILE_BLOCK_R: tl.constexpr,
-    HAS_TILES: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_TILES: tl.constexpr, EXPERTS: tl.constexpr, VECTORS: tl.constexpr,
+    BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[t, o_k : o_k + n_k] += scale * (sum over s of y[s, t, k, :R]) @ B_k.
 
     With `token_ids` [T] instead of y an embedding: its rows of A, of B's rank, take the place of
-    the sum.
-    out: [T, >= end of the last slice]; y: [S, T, K, Y_RANK] fp32.
+    the sum. With VECTORS adapters may have vectors over the outputs.
+    out: [T, >= end of the last slice]; y: [S, T, K, Y_RANK] fp32; base_bias: [the same] or None.
     Grid: (items, blocks of BLOCK_N columns, target after target).
     """
     start, count, slot, kind, expert = load_item(items, EXPERTS)
@@ -313,10 +360,20 @@ def expand_kernel(
     b_offset, rank, scale = load_place(
         arena, rows, slot, expert, target, B, TABLE_TARGETS, GRANULE, EXPERTS
     )
-    if rank == 0:
+    o_n = (i_n - first_block) * BLOCK_N + tl.arange(0, BLOCK_N)
+    b_old = None
+    b_factor = None
+    b_new = None
+    b_bias = None
+    if VECTORS:
+        if rank == 0 and not has_base_bias(rows, slot, target, TABLE_TARGETS):
+            return
+        b_old, b_factor, b_new, b_bias = load_outputs(
+            arena, rows, slot, target, base_bias, offset, o_n, o_n < width, TABLE_TARGETS, GRANULE
+        )
+    elif rank == 0:
         return
 
-    o_n = (i_n - first_block) * BLOCK_N + tl.arange(0, BLOCK_N)
     p_out = out + start.to(tl.int64) * out_stride + offset
     p_b = arena + b_offset
     if token_ids is None:
@@ -334,10 +391,11 @@ def expand_kernel(
     if kind == TOKEN:
         expand_token(
             p_out, p_y, split_stride, p_token_id, p_a, p_b, rank, scale, o_n, width,
-            SPLITS, BLOCK_N, BLOCK_R,
+            b_old, b_factor, b_new, b_bias, SPLITS, BLOCK_N, BLOCK_R, VECTORS,
         )  # fmt: skip
     elif HAS_TILES:
         expand_tile(
             p_out, p_y, split_stride, p_token_id, p_a, p_b, rank, scale, o_n, width, count,
-            out_stride, K * Y_RANK, SPLITS, BLOCK_M, BLOCK_N, TILE_BLOCK_R, PRECISION,
+            out_stride, b_old, b_factor, b_new, b_bias,
+            K * Y_RANK, SPLITS, BLOCK_M, BLOCK_N, TILE_BLOCK_R, PRECISION, VECTORS,
         )  # fmt: skip

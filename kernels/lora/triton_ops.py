@@ -21,11 +21,12 @@ def add_lora(
     table: LoraTable,
     plan: LoraPlan,
     group: LoraGroup,
+    base_bias: torch.Tensor | None = None,
 ) -> None:
     """See `reference.add_lora` and, for a plan with experts, `reference.add_lora_experts`. Two
     launches for all targets of the group."""
     assert table.rank_parts == 1, "others have parts of the shrunk rows"
-    expand(out, shrink(x, arena, table, plan, group), arena, table, plan, group)
+    expand(out, shrink(x, arena, table, plan, group), arena, table, plan, group, base_bias)
 
 
 def add_lora_embedding(
@@ -40,7 +41,7 @@ def add_lora_embedding(
     and B are of one rank, expand reads them there."""
     assert table.rank_parts == 1, "others have parts of the shrunk rows"
     group = LoraGroup((target,), 0, (0,), (out.shape[1],))
-    _expand(out, None, token_ids, arena, table, plan, group)
+    _expand(out, None, token_ids, None, arena, table, plan, group)
 
 
 def shrink(
@@ -111,18 +112,20 @@ def expand(
     table: LoraTable,
     plan: LoraPlan,
     group: LoraGroup,
+    base_bias: torch.Tensor | None = None,
 ) -> None:
     """See `reference.expand`. y: `[S, T, K, Y_RANK]`; beyond B's rank it is 0 up to the end of a
     block of ranks."""
     assert y.shape[1:] == (plan.num_tokens, len(group.targets), _y_rank(table))
     assert y.is_contiguous()
-    _expand(out, y, None, arena, table, plan, group)
+    _expand(out, y, None, base_bias, arena, table, plan, group)
 
 
 def _expand(
     out: torch.Tensor,
     y: torch.Tensor | None,
     token_ids: torch.Tensor | None,
+    base_bias: torch.Tensor | None,
     arena: torch.Tensor,
     table: LoraTable,
     plan: LoraPlan,
@@ -139,6 +142,7 @@ def _expand(
         out,
         y,
         token_ids,
+        base_bias if plan.has_vectors else None,
         arena,
         table.rows,
         plan.items,
@@ -150,6 +154,7 @@ def _expand(
         OUT_FEATURES=group.out_features,
         BLOCK_N=tuned["block_n"],
         SPLITS=1 if y is None else y.shape[0],
+        VECTORS=plan.has_vectors,
         **_common(arena, table, plan, tuned),
     )
 

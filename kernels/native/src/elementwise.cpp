@@ -1,10 +1,12 @@
 // Element-wise work between the projections. Each rounds where the decoder's torch modules round.
+#include <algorithm>
+
 #include "simd.h"
 #include "slice.h"
 
 namespace loadout {
 
-// out[i] = source[rows[i]].
+// out[i] = source[rows[i]], or the last row of the source for one behind it.
 struct GatherArgs {
   const void* source;  // [S, size], rows source_stride apart
   void* out;           // [count, size]
@@ -12,13 +14,15 @@ struct GatherArgs {
   const int32_t* count;
   int64_t size;
   int64_t source_stride;
+  int64_t last_row;
 };
 
 template <typename T>
 void gather(const GatherArgs& args, const Slice& slice) {
   const auto mine = slice.range(*args.count);
   for (int64_t i = mine.begin; i < mine.end; ++i) {
-    const T* row = static_cast<const T*>(args.source) + args.rows[i] * args.source_stride;
+    const int64_t place = std::min(args.rows[i], args.last_row);
+    const T* row = static_cast<const T*>(args.source) + place * args.source_stride;
     std::memcpy(static_cast<T*>(args.out) + i * args.size, row, args.size * sizeof(T));
   }
 }
@@ -30,11 +34,12 @@ void gather(const GatherArgs& args, const Slice& slice) {
 struct RmsNormArgs {
   void* hidden;        // [count, size]
   const void* delta;   // [count, size] or null
-  const void* weight;  // [size], of floats if it is wide, or null
+  const void* weight;  // [size], of floats if it is wide, or null; or one of each count
   void* out;           // [count, size]; may be `hidden`
   const int32_t* count;
   int64_t rows_per_count;
   int64_t size;
+  int64_t weight_stride;  // 0: all rows have one weight
   int64_t is_wide;
   int64_t is_centred;
   float eps;
@@ -63,9 +68,8 @@ VF add_delta(const RmsNormArgs& args, T* hidden, const T* delta) {
 }
 
 template <typename T>
-void centred_norm(const RmsNormArgs& args, const T* hidden, T* out) {
+void centred_norm(const RmsNormArgs& args, const T* hidden, const float* weight, T* out) {
   const int64_t size = args.size;
-  const float* weight = static_cast<const float*>(args.weight);
   VF sum = vzero();
   for_vectors(size, [&](int64_t at, auto lanes) { sum = vadd(sum, vload(hidden + at, lanes)); });
   const float mean = reduce_add(sum) / size;
@@ -100,20 +104,21 @@ void rms_norm(const RmsNormArgs& args, const Slice& slice) {
     const VF squares = is_scaled ? add_delta<T, true>(args, hidden, delta)
                                  : add_delta<T, false>(args, hidden, delta);
     if (!args.weight) continue;
+    const int64_t first = i / args.rows_per_count * args.weight_stride;
     if (args.is_centred) {
-      centred_norm(args, hidden, out);
+      centred_norm(args, hidden, static_cast<const float*>(args.weight) + first, out);
       continue;
     }
     const VF scale = vset1(1.0f / std::sqrt(reduce_add(squares) / size + args.eps));
     if (args.is_wide) {
-      const float* weight = static_cast<const float*>(args.weight);
+      const float* weight = static_cast<const float*>(args.weight) + first;
       for_vectors(size, [&](int64_t at, auto lanes) {
         const VF normed = vmul(vload(hidden + at, lanes), scale);
         vstore(out + at, vmul(normed, vload(weight + at, lanes)), lanes);
       });
       continue;
     }
-    const T* weight = static_cast<const T*>(args.weight);
+    const T* weight = static_cast<const T*>(args.weight) + first;
     for_vectors(size, [&](int64_t at, auto lanes) {
       const VF normed = rounded<T>(vmul(vload(hidden + at, lanes), scale));
       vstore(out + at, vmul(normed, vload(weight + at, lanes)), lanes);

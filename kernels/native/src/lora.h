@@ -2,6 +2,8 @@
 //
 //     out[t, columns of k] += scale * (x[t] @ A_k.T) @ B_k
 //
+// and, where an adapter has vectors over the outputs, what the definition says of these.
+//
 // Two operations, because the second product needs all of the first: shrink (or, for an embedding,
 // gather) writes y, expand reads it. A sum is made of the same terms in the same order however the
 // work is tiled and shared, so a token's numbers do not depend on the batch or on the threads.
@@ -39,7 +41,8 @@ struct LoraPlan {
 struct LoraArgs {
   LoraPlan plan;
   const void* arena;
-  // [max_loras, 5, table_targets]: granules of A and B, ranks of A and B, bits of scale
+  // [max_loras, LORA_FIELDS, table_targets]: granules of A and B, ranks of A and B, bits of scale,
+  // and one more than the granule of magnitude, bias and base bias, 0 where there is none
   const int32_t* rows;
   int64_t table_targets;
   int64_t num_targets;  // of the group; the first ones below
@@ -54,8 +57,10 @@ struct LoraArgs {
   int64_t max_rank;
   void* out;  // [T, out_stride]
   int64_t out_stride;
+  const void* base_bias;  // what out has of the base's bias, [out_stride], or null
 };
 
+constexpr int LORA_FIELDS = 8;
 constexpr int64_t GRANULE_BYTES = 256;
 constexpr int LINE_BYTES = 64;
 
@@ -78,7 +83,7 @@ struct LoraPlace {
   static LoraPlace of(const LoraArgs& args, const LoraItem& item, int64_t k) {
     constexpr int side = SIDE == LoraSide::B;
     const int64_t step = args.table_targets;
-    const int32_t* row = args.rows + item.slot * 5 * step + args.targets[k];
+    const int32_t* row = args.rows + int64_t{item.slot} * LORA_FIELDS * step + args.targets[k];
     const char* values = static_cast<const char*>(args.arena) + row[side * step] * GRANULE_BYTES;
     LoraPlace place;
     place.rank = row[(2 + side) * step];
@@ -102,6 +107,29 @@ struct LoraPlace {
   }
 };
 
+// What one adapter has over the outputs of one target; null: nothing of the kind.
+template <typename T>
+struct LoraVectors {
+  const float* magnitude = nullptr;
+  const float* bias = nullptr;
+  const T* base_bias = nullptr;
+
+  static LoraVectors of(const LoraArgs& args, const LoraItem& item, int64_t k) {
+    const int64_t step = args.table_targets;
+    const int32_t* row =
+        args.rows + (int64_t{item.slot} * LORA_FIELDS + 5) * step + args.targets[k];
+    const char* arena = static_cast<const char*>(args.arena) - GRANULE_BYTES;
+    const auto at = [&](int field) {
+      const int64_t granule = row[field * step];
+      return granule ? arena + granule * GRANULE_BYTES : nullptr;
+    };
+    return {reinterpret_cast<const float*>(at(0)), reinterpret_cast<const float*>(at(1)),
+            reinterpret_cast<const T*>(at(2))};
+  }
+
+  explicit operator bool() const { return magnitude || bias || base_bias; }
+};
+
 // y of an item and target is [count, y_step] at y_of, of A's rank when it is written and of B's when
 // it is read: dense, so that it stays in the first cache. An odd rank is followed by a 0.
 inline int y_step(int rank) { return (rank + 1) & ~1; }
@@ -117,6 +145,7 @@ struct LoraPart {
   const LoraItem* item = nullptr;  // null: no work is left
   int64_t k = 0;
   LoraPlace<T> place;
+  LoraVectors<T> vectors;  // of expand
   int64_t begin = 0, end = 0;
 };
 

@@ -89,10 +89,31 @@ struct Columns {
   }
 };
 
-// out[m][0 : n] += scale * (y[m] @ B) for M tokens. `packed` is B as `load` makes it, or null.
+// What becomes of some outputs of the base and of what is added to them: see the definition.
+template <typename T>
+struct Outputs {
+  LoraVectors<T> vectors;  // from the first column on
+  const T* base_bias;      // as the outputs have it, or null
+
+  VF of(VF out, VF added, int64_t at, auto lanes) const {
+    if (vectors.magnitude || vectors.base_bias) {
+      const VF old = base_bias ? vload(base_bias + at, lanes) : vzero();
+      out = vadd(vsub(out, old), added);
+      if (vectors.magnitude) out = vmul(out, vload(vectors.magnitude + at, lanes));
+      out = vadd(out, vectors.base_bias ? vload(vectors.base_bias + at, lanes) : old);
+    } else {
+      out = vadd(out, added);
+    }
+    return vectors.bias ? vadd(out, vload(vectors.bias + at, lanes)) : out;
+  }
+};
+
+// out[m][0 : n] += scale * (y[m] @ B) for M tokens. `packed` is B as `load` makes it, or null, as is
+// `outputs` without vectors.
 template <typename T, typename Out, int M>
 void axpy_block(Out* const* out, const T* y, int step, float factor, const Columns<T>& columns,
-                const Columns<T>& next, const typename Axpy<T>::Vector (*packed)[VECTORS], int n) {
+                const Columns<T>& next, const typename Axpy<T>::Vector (*packed)[VECTORS], int n,
+                const Outputs<T>* outputs) {
   using X = Axpy<T>;
   VF sums[M][VECTORS];
   LOADOUT_UNROLL for (int m = 0; m < M; ++m)
@@ -114,6 +135,19 @@ void axpy_block(Out* const* out, const T* y, int step, float factor, const Colum
   const VF scale = vset1(factor);
   LOADOUT_UNROLL for (int m = 0; m < M; ++m) {
     X::in_order(sums[m]);
+    if (outputs) {
+      LOADOUT_UNROLL for (int v = 0; v < VECTORS; ++v) {
+        const int at = v * VF_WIDTH;
+        if (at >= n) break;
+        const auto finish = [&](auto lanes) {
+          const VF added = vmul(scale, sums[m][v]);
+          vstore(out[m] + at, outputs->of(vload(out[m] + at, lanes), added, at, lanes), lanes);
+        };
+        if (n - at >= VF_WIDTH) finish(AllLanes{});
+        else finish(n - at);
+      }
+      continue;
+    }
     LOADOUT_UNROLL for (int v = 0; v < VECTORS; ++v) {
       Out* p = out[m] + v * VF_WIDTH;
       const int lanes = n - v * VF_WIDTH;
@@ -130,6 +164,15 @@ void axpy_rows(int count, Args... args) {
   axpy_block<T, Out, M>(args...);
 }
 
+template <typename T>
+Outputs<T> outputs_of(const LoraArgs& args, const LoraPart<T>& part, int64_t column) {
+  const auto from = [&](const auto* values) { return values ? values + column : nullptr; };
+  const LoraVectors<T>& all = part.vectors;
+  const T* base = static_cast<const T*>(args.base_bias);
+  return {{from(all.magnitude), from(all.bias), from(all.base_bias)},
+          base ? base + args.columns[part.k] + column : nullptr};
+}
+
 template <typename T, typename Out>
 void expand_part(const LoraArgs& args, const LoraPart<T>& part, const LoraPart<T>& next) {
   using X = Axpy<T>;
@@ -139,7 +182,7 @@ void expand_part(const LoraArgs& args, const LoraPart<T>& part, const LoraPart<T
   const int32_t* tokens = args.plan.tokens + item.first;
   const int64_t width = args.widths[part.k];
   const bool packs = item.count > MAX_ROWS && rank <= MAX_PACKED_RANK;
-  const int64_t block_bytes = rank * COLUMNS * sizeof(T);
+  const int64_t block_bytes = std::max(rank, 1) * COLUMNS * sizeof(T);
   const int64_t ahead = std::max<int64_t>(AHEAD_BYTES / block_bytes, 1) * COLUMNS;
   for (int64_t column = part.begin; column < part.end; column += COLUMNS) {
     const int n = static_cast<int>(std::min<int64_t>(COLUMNS, part.end - column));
@@ -155,13 +198,14 @@ void expand_part(const LoraArgs& args, const LoraPart<T>& part, const LoraPart<T
         soon.prefetch(r);
       }
     Out* first = static_cast<Out*>(args.out) + args.columns[part.k] + column;
+    const auto outputs = outputs_of(args, part, column);
     for (int t = 0; t < item.count; t += MAX_ROWS) {
       Out* rows[MAX_ROWS];
       const int m = std::min(MAX_ROWS, item.count - t);
       for (int i = 0; i < m; ++i) rows[i] = first + tokens[t + i] * args.out_stride;
       const T* y = y_of<T>(args, item, part.k) + static_cast<int64_t>(t) * step;
       axpy_rows<T, Out, MAX_ROWS>(m, rows, y, step, part.place.scale, columns, soon,
-                                  packs ? packed : nullptr, n);
+                                  packs ? packed : nullptr, n, part.vectors ? &outputs : nullptr);
     }
   }
 }
@@ -191,7 +235,8 @@ void lora_expand(const LoraArgs& args, const Slice& slice) {
       for (part.k = 0; index * size >= args.widths[part.k]; ++part.k)
         index -= (args.widths[part.k] + size - 1) / size;
       part.place = LoraPlace<T>::template of<LoraSide::B, EXPERTS>(args, item, part.k);
-      if (part.place.rank == 0) continue;
+      part.vectors = LoraVectors<T>::of(args, item, part.k);
+      if (part.place.rank == 0 && !part.vectors) continue;
       part.begin = index * size;
       part.end = std::min<int64_t>(part.begin + size, args.widths[part.k]);
       part.item = &item;

@@ -35,8 +35,9 @@ void rotary_angles(const RotaryAnglesArgs& args, const Slice& slice) {
 
 // An RMSNorm over a head, or over all heads side by side.
 struct HeadNorm {
-  const void* weight;  // [size], of floats if it is wide, or null: no norm
+  const void* weight;  // [size], of floats if it is wide, or null: no norm; or one of each token
   int64_t size;        // head_dim, or that of all heads
+  int64_t stride;      // of the tokens' weights; 0: all have one
   int64_t is_wide;     // the product with the weight is rounded, not the norm before it
 };
 
@@ -64,7 +65,7 @@ struct RopeAndStoreArgs {
 };
 
 template <typename T>
-void norm_part(T* x, const HeadNorm& norm, float eps) {
+void norm_part(T* x, const HeadNorm& norm, int64_t first, float eps) {
   VF squares = vzero();
   for_vectors(norm.size, [&](int64_t i, auto lanes) {
     const VF part = vload(x + i, lanes);
@@ -72,13 +73,13 @@ void norm_part(T* x, const HeadNorm& norm, float eps) {
   });
   const VF scale = vset1(1.0f / std::sqrt(reduce_add(squares) / norm.size + eps));
   if (norm.is_wide) {
-    const float* weight = static_cast<const float*>(norm.weight);
+    const float* weight = static_cast<const float*>(norm.weight) + first;
     for_vectors(norm.size, [&](int64_t i, auto lanes) {
       vstore(x + i, vmul(vmul(vload(x + i, lanes), scale), vload(weight + i, lanes)), lanes);
     });
     return;
   }
-  const T* weight = static_cast<const T*>(norm.weight);
+  const T* weight = static_cast<const T*>(norm.weight) + first;
   for_vectors(norm.size, [&](int64_t i, auto lanes) {
     const VF normed = rounded<T>(vmul(vload(x + i, lanes), scale));
     vstore(x + i, vmul(normed, vload(weight + i, lanes)), lanes);
@@ -86,9 +87,9 @@ void norm_part(T* x, const HeadNorm& norm, float eps) {
 }
 
 template <typename T>
-void norm_heads(T* x, const HeadNorm& norm, int64_t size, float eps) {
+void norm_heads(T* x, const HeadNorm& norm, int64_t size, int64_t t, float eps) {
   if (!norm.weight) return;
-  for (int64_t at = 0; at < size; at += norm.size) norm_part(x + at, norm, eps);
+  for (int64_t at = 0; at < size; at += norm.size) norm_part(x + at, norm, t * norm.stride, eps);
 }
 
 // Element i turns with element i + half. Rounded after the first product, as torch does.
@@ -180,9 +181,9 @@ void rope_and_store(const RopeAndStoreArgs& args, const Slice& slice) {
       v = copied.data();
     }
     if (args.norms_rotated) rotate_heads(args, heads, t);
-    norm_heads(heads, args.q_norm, q_size, args.eps);
-    norm_heads(k, args.k_norm, kv_size, args.eps);
-    norm_heads(v, args.v_norm, kv_size, args.eps);
+    norm_heads(heads, args.q_norm, q_size, t, args.eps);
+    norm_heads(k, args.k_norm, kv_size, t, args.eps);
+    norm_heads(v, args.v_norm, kv_size, t, args.eps);
     if (!args.norms_rotated) rotate_heads(args, heads, t);
     if (args.q_scale) {
       const VF scale = vset1(to_float(static_cast<const T*>(args.q_scale)[t]));

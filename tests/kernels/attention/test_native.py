@@ -281,14 +281,15 @@ def test_rope_and_store(library, assert_close, head_dim, page_size, is_tiled, ha
     assert not cache.data[0].any()
 
 
-def head_norms(options, head_dim):
+def head_norms(options, head_dim, num_tokens):
     """Takes what is of norms out of a test's options, and returns them with random weights."""
+    of_tokens = (num_tokens,) if options.pop("of_tokens", False) else ()
     norms = HeadNorms(eps=1e-6, are_rotated=options.pop("norms_rotated", False))
     if width := options.pop("norm", 0):
-        q_norm, k_norm = (torch.rand(width * head_dim) + 0.5 for _ in range(2))
+        q_norm, k_norm = (torch.rand(*of_tokens, width * head_dim) + 0.5 for _ in range(2))
         norms = norms._replace(q=q_norm, k=k_norm)
     if options.pop("v_norm", False):
-        norms = norms._replace(v=torch.rand(head_dim) + 0.5)
+        norms = norms._replace(v=torch.rand(*of_tokens, head_dim) + 0.5)
     return norms
 
 
@@ -306,13 +307,16 @@ def head_norms(options, head_dim):
         (1.0, {"norm": 1, "v_norm": True}),
         (0.5, {"norm": 1, "v_norm": True, "sides": 1}),
         (1.0, {"norm": 1, "sides": 0}),
+        (1.0, {"norm": 1, "v_norm": True, "of_tokens": True}),
+        (0.5, {"norm": 1, "norms_rotated": True, "of_tokens": True}),
+        (1.0, {"norm": 4, "of_tokens": True}),
     ],
     ids=str,
 )
 def test_what_families_do_with_heads(library, assert_close, part, options, dtype):
     """A part of a head is turned, or nothing; neighbours with each other; norms of a head (1) or of
-    all (4) with weights in fp32, before or behind; growing queries; values that are keys (1 side),
-    or none (0)."""
+    all (4) with weights in fp32, or those of an adapter, before or behind; growing queries; values
+    that are keys (1 side), or none (0)."""
     options, num_heads, head_dim, num_tokens = dict(options), 4, 24, 37
     rope = Rope(part=part or 1.0)
     size = rope.rotary_size(head_dim)
@@ -327,7 +331,7 @@ def test_what_families_do_with_heads(library, assert_close, part, options, dtype
         page_table=torch.zeros(1, 1, dtype=torch.int32),
         cells=cells,
     )
-    norms = head_norms(options, head_dim)
+    norms = head_norms(options, head_dim, num_tokens)
     frequencies = rope.inverse_frequencies(head_dim)
     waves = (None, None)
     if part:

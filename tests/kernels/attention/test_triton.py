@@ -151,12 +151,16 @@ def test_rotate_and_store(interpreter, assert_close, has_norms, num_tokens):
         (12, {"norm": 1, "v_norm": True}),
         (6, {"norm": 1, "v_norm": True, "sides": 1}),
         (12, {"norm": 1, "sides": 0}),
+        (12, {"norm": 1, "v_norm": True, "of_tokens": True}),
+        (6, {"norm": 1, "norms_rotated": True, "of_tokens": True}),
+        (12, {"norm": 3, "of_tokens": True}),
     ],
     ids=str,
 )
 def test_what_families_do_with_heads(interpreter, assert_close, part, options, dtype, num_tokens):
     """A part of a head is turned, or nothing; neighbours with each other; norms of a head (1) or of
-    all (3) with weights in fp32, before or behind; values that are keys (1 side), or none (0)."""
+    all (3) with weights in fp32, before or behind, or with those of an adapter; values that are
+    keys (1 side), or none (0)."""
     heads, kv_heads, dim = 3, 3, 12
     options = {"num_heads": heads, **options}
     sides = options.pop("sides", 2)
@@ -168,12 +172,13 @@ def test_what_families_do_with_heads(interpreter, assert_close, part, options, d
     shape = {"num_pages": 80, "page_size": 5, "num_kv_heads": kv_heads, "head_dim": dim}
     cache = KVCache.allocate(num_layers=2, dtype=dtype, **shape)
     cells = torch.randperm(400)[:num_tokens]
+    of_tokens = (num_tokens,) if options.pop("of_tokens", False) else ()
     norms = HeadNorms(eps=1e-5, are_rotated=options.pop("norms_rotated", False))
     if width := options.pop("norm", 0):
-        q_norm, k_norm = (torch.rand(width * dim) + 0.5 for _ in range(2))
+        q_norm, k_norm = (torch.rand(*of_tokens, width * dim) + 0.5 for _ in range(2))
         norms = norms._replace(q=q_norm, k=k_norm)
     if options.pop("v_norm", False):
-        norms = norms._replace(v=torch.rand(dim) + 0.5)
+        norms = norms._replace(v=torch.rand(*of_tokens, dim) + 0.5)
     if options.pop("q_scale", False):
         options["q_scale"] = torch.rand(num_tokens) + 0.5
     args = (cells, cos, sin, norms)

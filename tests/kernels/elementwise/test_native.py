@@ -110,6 +110,26 @@ def test_gathers_columns(library: Library, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"is_wide": True}, {"is_centred": True}], ids=str)
+def test_each_row_may_have_a_weight(
+    library: Library, dtype: torch.dtype, options: dict[str, bool]
+) -> None:
+    is_wide = bool(options) or dtype is torch.float32
+    weight_dtype, is_centred = torch.float32 if is_wide else dtype, "is_centred" in options
+    x, weights = rows(12, 40, dtype, 3), rows(12, 40, weight_dtype)
+    out, parts = torch.zeros_like(x), torch.zeros_like(x)
+    expected = rms_norm(x, weights, 1e-5, is_centred=is_centred)
+    each = {"eps": 1e-5, "is_centred": is_centred}
+    library.run(rms_norm_op(x, None, weights, out, count(12), **each))
+    torch.testing.assert_close(out, expected)
+    library.run(
+        rms_norm_op(x, None, weights[:4].contiguous(), parts, count(4), rows_per_count=3, **each)
+    )
+    of_parts = rms_norm(x.view(4, 3, 40), weights[:4], 1e-5, is_centred=is_centred)
+    torch.testing.assert_close(parts, of_parts.view(12, 40))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_of_parts_of_rows(library: Library, dtype: torch.dtype) -> None:
     whole, weight = rows(6, 40, dtype, 3), rows(1, 8, torch.float32)[0]
     parts, untouched = whole.view(-1, 8), whole[5].clone()

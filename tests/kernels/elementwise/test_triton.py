@@ -55,6 +55,22 @@ def test_scaled_additions_and_centred_norms(interpreter, dtype, rows, options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [None, [4, 0]], ids=str)
+def test_each_row_may_have_a_weight(interpreter, dtype, rows):
+    hidden = (torch.randn(6, 101) * 3).to(dtype)
+    rows = None if rows is None else torch.tensor(rows)
+    num_rows = 6 if rows is None else 2
+    weights = torch.randn(num_rows, 101)
+    got, _ = interpreter.call("add_rms_norm", hidden, None, weights, 1e-5, rows)
+    wanted = reference.add_rms_norm(hidden, None, weights, 1e-5, rows)
+    torch.testing.assert_close(got, wanted, **TOLERANCES[dtype])
+    shared = weights[:2].repeat_interleave(num_rows // 2, dim=0)
+    got, _ = interpreter.call("add_rms_norm", hidden, None, weights[:2].contiguous(), 1e-5, rows)
+    wanted = reference.add_rms_norm(hidden, None, shared, 1e-5, rows)
+    torch.testing.assert_close(got, wanted, **TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["swiglu", "geglu"])
 def test_gated(interpreter, dtype, size, name):

@@ -21,6 +21,14 @@ def add_lora(
     return out
 
 
+def add_lora_vectors(
+    out: torch.Tensor, x: torch.Tensor, table: LoraTable, plan: LoraPlan, group: LoraGroup,
+    base_bias: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    triton_ops.add_lora(out, x, table.arena, table, plan, group, base_bias)
+    return out
+
+
 def add_lora_embedding(
     out: torch.Tensor, token_ids: torch.Tensor, table: LoraTable, plan: LoraPlan, target: int
 ) -> torch.Tensor:
@@ -94,5 +102,9 @@ def count_compilations(*args: Any, first_targets: list[int], steps: list[list[in
 
 
 OPERATIONS = {
-    f.__name__: f for f in (add_lora, add_lora_embedding, half, compile_ptx, count_compilations)
+    f.__name__: f
+    for f in (
+        *(add_lora, add_lora_vectors, add_lora_embedding, half),
+        *(compile_ptx, count_compilations),
+    )
 }

@@ -21,9 +21,16 @@ class Packing:
 
     def place(self, matrix: torch.Tensor) -> int:
         """Returns the granule at which the matrix starts."""
+        return self.place_as_it_is(matrix.to(self.dtype))
+
+    def place_as_it_is(self, values: torch.Tensor) -> int:
+        """Does what `place` does, for values of a dtype of their own."""
         start = self._granule
-        self._parts.append((start, matrix.to(self.dtype)))
-        self._granule += math.ceil(matrix.numel() * self.dtype.itemsize / GRANULE_BYTES)
+        padded = values.flatten()
+        if padded.nbytes % self.dtype.itemsize:
+            padded = torch.cat((padded, padded[:1]))
+        self._parts.append((start, padded.view(self.dtype)))
+        self._granule += math.ceil(values.nbytes / GRANULE_BYTES)
         return start
 
     def place_experts(

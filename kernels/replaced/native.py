@@ -1,0 +1,165 @@
+"""The operations in C++, for programs: each builds its arguments at fixed addresses, over a plan
+that is refilled every step."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kernels.lora import LoraPlan, LoraTable
+from kernels.lora.native import NativeLoraPlan, PlanArgs
+from kernels.native.library import Library, NativeOp, dtype_name
+
+
+class _Weights(ctypes.Structure):
+    _fields_ = (
+        ("arena", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("num_weights", ctypes.c_int64),
+        ("index", ctypes.c_int64),
+    )
+
+
+class _TokenWeightsArgs(ctypes.Structure):
+    _fields_ = (
+        ("weights", _Weights),
+        ("base", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("is_wide", ctypes.c_int64),
+        ("offset", ctypes.c_float),
+    )
+
+
+class _EmbeddingsArgs(ctypes.Structure):
+    _fields_ = (
+        ("weights", _Weights),
+        ("out", ctypes.c_void_p),
+        ("token_ids", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+    )
+
+
+class _LogitsArgs(ctypes.Structure):
+    _fields_ = (
+        ("weights", _Weights),
+        ("plan", PlanArgs),
+        ("x", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
+        ("vocab_size", ctypes.c_int64),
+    )
+
+
+def token_weights_op(
+    weight: Tensor,
+    out: Tensor,
+    table: LoraTable,
+    plan: NativeLoraPlan,
+    index: int,
+    offset: float = 0.0,
+) -> NativeOp:
+    """out[t] = what `reference.token_weights` returns, for the tokens of the plan.
+
+    weight: [size], of the arena's dtype or fp32; out: [max_tokens, size] of the same.
+    """
+    assert out.dtype == weight.dtype
+    assert weight.dtype in (table.arena.dtype, torch.float32)
+    assert out.shape == (plan.max_tokens, len(weight))
+    assert out.is_contiguous()
+    args = _TokenWeightsArgs(
+        *(_weights(table, index), weight.data_ptr(), out.data_ptr()),
+        *(plan.slots.ctypes.data, plan.num_tokens.ctypes.data, len(weight)),
+        *(weight.dtype != table.arena.dtype, offset),
+    )
+    return NativeOp(f"token_weights_{_dtype(table)}", args, (weight, out, table, plan))
+
+
+def replace_embeddings_op(
+    token_ids: Tensor, out: Tensor, table: LoraTable, plan: NativeLoraPlan, index: int
+) -> NativeOp:
+    """See `reference.replace_embeddings`. token_ids: int64 [max_tokens]; out: [max_tokens, size] of
+    the arena's dtype."""
+    assert token_ids.dtype == torch.int64
+    assert out.dtype == table.arena.dtype
+    assert out.is_contiguous()
+    args = _EmbeddingsArgs(
+        *(_weights(table, index), out.data_ptr(), token_ids.data_ptr()),
+        *(plan.slots.ctypes.data, plan.num_tokens.ctypes.data, out.shape[1]),
+    )
+    return NativeOp(f"replace_embeddings_{_dtype(table)}", args, (token_ids, out, table, plan))
+
+
+def replace_logits_op(
+    x: Tensor, out: Tensor, table: LoraTable, plan: NativeLoraPlan, index: int, vocab_size: int
+) -> NativeOp:
+    """See `reference.replace_logits`. x: [max_tokens, size] of the arena's dtype; out: [max_tokens,
+    >= the highest row] of the same, or fp32."""
+    assert x.dtype == table.arena.dtype
+    assert x.stride(1) == out.stride(1) == 1
+    assert out.dtype in (x.dtype, torch.float32)
+    args = _LogitsArgs(
+        *(_weights(table, index), plan.args(), x.data_ptr(), x.stride(0), x.shape[1]),
+        *(out.data_ptr(), out.stride(0), vocab_size),
+    )
+    suffix = "" if out.dtype == x.dtype else "_to_float"
+    return NativeOp(f"replace_logits_{_dtype(table)}{suffix}", args, (x, out, table, plan))
+
+
+def token_weights(
+    library: Library,
+    weight: Tensor,
+    table: LoraTable,
+    plan: LoraPlan,
+    index: int,
+    offset: float = 0.0,
+) -> Tensor:
+    """See `reference.token_weights`. float32 and bfloat16, as the two below."""
+    out = weight.new_empty(plan.num_tokens, len(weight))
+    library.run(token_weights_op(weight, out, table, _native(plan), index, offset))
+    return out
+
+
+def replace_embeddings(
+    library: Library, out: Tensor, token_ids: Tensor, table: LoraTable, plan: LoraPlan, index: int
+) -> None:
+    """See `reference.replace_embeddings`."""
+    library.run(replace_embeddings_op(token_ids, out, table, _native(plan), index))
+
+
+def replace_logits(
+    library: Library,
+    out: Tensor,
+    x: Tensor,
+    table: LoraTable,
+    plan: LoraPlan,
+    index: int,
+    vocab_size: int,
+) -> None:
+    """See `reference.replace_logits`. `out` may be float32 beside a bf16 arena."""
+    library.run(replace_logits_op(x, out, table, _native(plan), index, vocab_size))
+
+
+def _native(plan: LoraPlan) -> NativeLoraPlan:
+    native_plan = NativeLoraPlan(plan.num_tokens)
+    native_plan.fill(plan.token_slots.tolist())
+    return native_plan
+
+
+def _weights(table: LoraTable, index: int) -> _Weights:
+    assert 0 <= index < table.num_weights
+    return _Weights(
+        *(table.arena.data_ptr(), table.weight_rows.data_ptr(), table.num_weights, index)
+    )
+
+
+def _dtype(table: LoraTable) -> str:
+    return dtype_name(table.arena.dtype)
