@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 from google.protobuf.json_format import MessageToJson
 
-from inference_svc.adapters.layout import ModelLayout, build_layout
+from inference_svc.adapters.layout import SEGMENT_KINDS, ModelLayout, build_layout
 from inference_svc.api.generate_call import checked_sampling
 from inference_svc.api.grpc.servicer import InferenceServicer, call_rules
 from inference_svc.api.load_report import load_report
@@ -147,7 +147,13 @@ def describe_layout(config: InferenceSettings) -> str:
 
 def _announcement(config: InferenceSettings) -> Announcement:
     """`config` is resolved."""
-    return Announcement(config.base_model_names[1:], config.max_rank, config.lora_targets)
+    return Announcement(
+        config.base_model_names[1:],
+        config.max_rank,
+        config.lora_targets,
+        SEGMENT_KINDS,
+        config.max_added_tokens,
+    )
 
 
 Load: TypeAlias = Callable[[], EngineThread | EngineProcess]
@@ -203,6 +209,7 @@ def _model_facts(decoder: Decoder) -> ModelFacts:
         kv_elements_per_token=decoder.kv_elements_per_token,
         lora_targets=layout.modules,
         fused_targets=layout.fused_modules,
+        may_add_tokens=decoder.layer_inputs is None,
     )
 
 

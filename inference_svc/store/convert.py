@@ -191,6 +191,10 @@ def from_announcement(announcement: Announcement) -> pb.Announcement:
         aliases=announcement.aliases,
         max_rank=announcement.max_rank,
         lora_targets=announcement.lora_targets,
+        segment_kinds=(
+            kind for kind, name in _SEGMENT_KINDS.items() if name in announcement.segment_kinds
+        ),
+        max_added_tokens=announcement.max_added_tokens,
     )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from inference_svc.adapters.layout import refused_kinds, refused_targets
+from inference_svc.adapters.layout import SEGMENT_KINDS, refused_kinds, refused_targets
 from inference_svc.core import Principal
 from inference_svc.errors import (
     TRY_LATER,
@@ -79,7 +79,9 @@ class Servable:
         may_equal_base = "full" in record.segment_kinds
         if not may_equal_base and (reason := refused_targets(refused, self.lora_targets)):
             return reason, "targets"
-        if reason := refused_kinds(kind for kind in record.segment_kinds if kind != "full"):
+        if reason := refused_kinds(
+            each for each in record.segment_kinds if each not in SEGMENT_KINDS
+        ):
             return reason, "segment_kinds"
         if record.has_invocation_tokens:
             reason = "invocation tokens (aLoRA), which this server does not apply"

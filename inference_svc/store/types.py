@@ -63,12 +63,14 @@ class Registered:
 @dataclass(frozen=True, slots=True)
 class Announcement:
     """What this server says beside its layout: further names of the base model, the highest rank
-    that it accepts, and the targets that it is restricted to, if it is. Of segments it applies A
-    and B, which goes without saying."""
+    that it accepts, the targets that it is restricted to, if it is, the kinds of segments that it
+    applies besides A and B, and how many tokens adapters may add."""
 
     aliases: tuple[str, ...]
     max_rank: int
     lora_targets: tuple[str, ...] = ()
+    segment_kinds: tuple[str, ...] = ()
+    max_added_tokens: int = 0
 
 
 class AcceptedLayout(NamedTuple):
