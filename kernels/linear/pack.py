@@ -103,6 +103,8 @@ class PackedLinear:
     def rows(self, start: int, end: int) -> Tensor:
         """Returns rows [start, end) of the weight as they were put, [end - start, in], a copy."""
         step_dtype = torch.int32 if self.dtype == torch.bfloat16 else self.dtype
+        if start == end:
+            return torch.empty(0, self.in_features, dtype=self.dtype)
         first = start // PANEL
         panels = self.weights.view(step_dtype)[first : -(-end // PANEL)]
         rows = panels.transpose(1, 2).flatten(0, 1)[start - first * PANEL : end - first * PANEL]

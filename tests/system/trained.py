@@ -84,13 +84,9 @@ class Trainer:
         """Returns what PEFT continues a prompt with, greedily, past any end token. The base gets
         as many tokens as the adapter has saved embeddings of."""
         base = copy.deepcopy(self.base)
-        saved = (
-            tensor
-            for name, tensor in _saved(folder).items()
-            if name.endswith("embed_tokens.weight")
-        )
-        for embedding in saved:
-            base.resize_token_embeddings(len(embedding))
+        for name, tensor in _saved(folder).items():
+            if name.endswith("embed_tokens.weight"):
+                base.resize_token_embeddings(len(tensor))
         with _quiet():
             model = peft.PeftModel.from_pretrained(base, str(folder)).eval()
         return self._greedy(model, prompt, count)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from inference_svc.adapters import pull as pull_job_module
@@ -183,6 +184,25 @@ def test_a_whole_linear_layer_is_refused_by_name(
     words = f"{KIND_WORDS['full']}, which this server does not apply: {target.short_name}"
     with pytest.raises(AdapterUnusable, match=words):
         layout.read_header(whole)
+
+
+def check_ids(layout: ModelLayout, ids: list[int], max_added_tokens: int = 2) -> None:
+    """Checks rows of the first target."""
+    segment = Segment(0, "row_ids", 0, 0, 4 * len(ids), "int32", (len(ids),))
+    header = ImageHeader("image", "aaaa", LAYOUT_ID, 2, 256, (segment,))
+    data = np.array(ids, np.int32).tobytes()
+    layout.check_rows(header, lambda start, size: data[start : start + size], max_added_tokens)
+
+
+def test_rows_are_of_tokens_that_there_are(layout: ModelLayout) -> None:
+    target = layout.targets[0]
+    num_tokens = target.in_features if target.kind == "embedding" else target.out_features
+    check_ids(layout, [0, 3, num_tokens - 1, num_tokens + 1])
+    for ids in ([], [3, 3], [4, 2], [-1, 4]):
+        with pytest.raises(CorruptImage, match="do not ascend"):
+            check_ids(layout, ids)
+    with pytest.raises(AdapterUnusable, match=f"a row for token {num_tokens + 2}, and this server"):
+        check_ids(layout, [1, num_tokens + 2])
 
 
 @pytest.mark.parametrize("kinds", [("rows",), ("row_ids",), ("bias", "a"), ("magnitude", "bias")])
