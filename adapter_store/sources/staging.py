@@ -17,7 +17,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from adapter_store.checkpoint.files import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE, is_adapter_file
+from adapter_store.checkpoint.files import (
+    CONFIG_FILE,
+    PICKLE_FILE,
+    TEXT_FILES,
+    WEIGHTS_FILE,
+    check_text_file,
+    is_adapter_file,
+    is_text_file,
+)
 from adapter_store.checkpoint.formats.select import check_file_names
 from adapter_store.core import SourceFile
 from adapter_store.errors import CallerGone, InvalidAdapter, LimitExceeded
@@ -32,8 +40,9 @@ CONCURRENT_HASH_BYTES = 256 << 10
 
 MAX_FILES = 256
 
-CONFIG_BYTES = 1 << 20
-"""What a tenant may stage beyond its quota, which counts weights only."""
+UNCOUNTED_BYTES = (1 << 20) + sum(TEXT_FILES.values())
+"""What a tenant may stage beyond its quota, which counts weights, and of a tokenizer's files what
+is kept of them."""
 
 FILES_AT_ONCE = 4
 """How many files of an adapter are fetched, and hashed, at the same time."""
@@ -73,7 +82,7 @@ class StagedBytes:
         """Raises ShareExceeded and QuotaExceeded before these bytes may be written."""
         self._held.grow(num_bytes)
         staged_bytes = self._shares.used_by(self._account)
-        if self._max_bytes is not None and staged_bytes > self._max_bytes + CONFIG_BYTES:
+        if self._max_bytes is not None and staged_bytes > self._max_bytes + UNCOUNTED_BYTES:
             raise QuotaExceeded(
                 f"max_bytes: {self._account} has {staged_bytes} bytes of uploads and fetches in "
                 f"progress, over its quota of {self._max_bytes}",
@@ -212,6 +221,15 @@ class Staging:
             self._files = [other for other in self._files if other.name != name]
         self.add(file)
 
+    def drop_texts(self) -> None:
+        """Removes the files of tokenizer and chat template: they are read, and no part of the
+        blob."""
+        for file in self.files:
+            if is_text_file(file.name):
+                (self.folder / file.name).unlink()
+        with self._lock:
+            self._files = [file for file in self._files if not is_text_file(file.name)]
+
     def abandon(self) -> None:
         """Makes other threads that still write or wait raise Abandoned. Afterwards no file is
         created."""
@@ -296,7 +314,11 @@ class Staging:
 
     def accepts(self, name: str) -> bool:
         """Returns whether a file of this name may be part of an adapter."""
-        return is_adapter_file(name) or (self.allows_pickle and name == PICKLE_FILE)
+        return (
+            is_adapter_file(name)
+            or is_text_file(name)
+            or (self.allows_pickle and name == PICKLE_FILE)
+        )
 
     def check_sizes(self, sizes_bytes: Mapping[str, int]) -> None:
         """Checks files' sizes before any of them is read. Raises LimitExceeded."""
@@ -347,6 +369,8 @@ class Staging:
             raise Abandoned
 
     def _check(self, name: str, file_bytes: int, total_bytes: int) -> None:
+        if is_text_file(name):
+            check_text_file(name, file_bytes)
         if file_bytes > self._limits.max_file_bytes:
             raise LimitExceeded(
                 f"{name}: {file_bytes} bytes or more are over this store's limit of "
@@ -382,7 +406,8 @@ def choose_files(
     *,
     allow_pickle: bool = False,
 ) -> list[str]:
-    """Returns which of a folder's files make up the adapter; `where` names the folder in errors.
+    """Returns which of a folder's files make up the adapter, with those of its tokenizer and its
+    chat template; `where` names the folder in errors.
 
     `below` are folders in it that may be adapters, which a refusal suggests: with `advice`, or as
     sources of their own.
@@ -394,6 +419,7 @@ def choose_files(
     """
     available = set(names)
     chosen = sorted(name for name in available if is_adapter_file(name))
+    texts = sorted(name for name in available if is_text_file(name))
     if CONFIG_FILE not in chosen:
         raise InvalidAdapter(
             f"{where}: {CONFIG_FILE} is missing{_suggest(below, where, advice)}",
@@ -403,14 +429,14 @@ def choose_files(
     if len(chosen) == 1:
         if allow_pickle and PICKLE_FILE in available:
             check_file_names(available)
-            return [CONFIG_FILE, PICKLE_FILE]
+            return [CONFIG_FILE, PICKLE_FILE, *texts]
         raise _no_weights(available, where)
     if len(chosen) > MAX_FILES:
         raise LimitExceeded(
             f"{where}: {len(chosen)} files are more than {MAX_FILES}", subject=WEIGHTS_FILE
         )
     check_file_names(available)
-    return chosen
+    return [*chosen, *texts]
 
 
 def _suggest(below: Iterable[str], where: str, advice: str) -> str:

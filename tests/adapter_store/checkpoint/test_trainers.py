@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from adapter_store.checkpoint import files
 from adapter_store.checkpoint.files import MLX_WEIGHTS_FILE, CheckpointLimits
 from adapter_store.checkpoint.formats import side_files
 from adapter_store.checkpoint.formats.readers import READERS, TRAINERS
@@ -299,6 +300,7 @@ def test_clients_and_sources_take_each_trainers_folder(trainer: str) -> None:
 
 
 def test_client_and_store_have_the_same_tables() -> None:
+    assert tuple(files.TEXT_FILES) == upload.TEXT_FILES
     for name in ("WEIGHT_SUFFIXES", "HARMLESS", "REFUSED", "MLX_HARMLESS", "TORCHTUNE_HARMLESS"):
         assert getattr(upload, name) == tuple(getattr(side_files, name)), name
     assert upload.MLX_WEIGHTS == MLX_WEIGHTS_FILE
