@@ -92,6 +92,10 @@ class TokenizerExtract:
             }
         )
 
+    @property
+    def digest(self) -> str:
+        return f"sha256:{hashlib.sha256(self.to_bytes()).hexdigest()}"
+
     @classmethod
     def from_bytes(cls, data: bytes) -> TokenizerExtract:
         """Reads what `to_bytes` wrote. Raises InvalidTokenizer for anything else."""
@@ -148,9 +152,9 @@ class Vocabulary:
 
     def __init__(self, found: Any) -> None:
         if isinstance(found, list):
-            pairs = (self._pair(each) for each in found)
+            pairs = [self._pair(each) for each in found]
             self._ids = {text: index for index, (text, _) in enumerate(pairs)}
-            lines: Iterable[Any] = found
+            lines: Iterable[Any] = pairs
             is_whole = len(self._ids) == len(found)
         elif isinstance(found, dict):
             for text, token_id in found.items():
@@ -181,9 +185,12 @@ class Vocabulary:
         return self._texts.get(token_id)
 
     @staticmethod
-    def _pair(found: Any) -> tuple[str, float]:
-        if isinstance(found, list) and len(found) == 2 and isinstance(found[0], str):
-            return found[0], found[1]
+    def _pair(found: Any) -> tuple[str, str]:
+        """Returns a token and its score in six digits: the last ones change whenever the library
+        reads and writes them."""
+        is_pair = isinstance(found, list) and len(found) == 2 and isinstance(found[0], str)
+        if is_pair and isinstance(found[1], (int, float)):
+            return found[0], f"{found[1]:.6g}"
         raise _invalid("model.vocab has an entry that is not a token and its score")
 
 

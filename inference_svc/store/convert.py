@@ -163,6 +163,9 @@ def to_record(adapter: pb.Adapter, revision: int) -> AdapterRecord:
         targets=tuple(adapter.targets),
         segment_kinds=tuple(_SEGMENT_KINDS.get(k, str(k)) for k in adapter.segment_kinds),
         has_invocation_tokens=bool(adapter.invocation_tokens),
+        added_tokens=adapter.added_tokens,
+        tokenizer_digest=adapter.tokenizer_digest,
+        chat_template_digest=adapter.chat_template_digest,
     )
 
 

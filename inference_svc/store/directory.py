@@ -45,13 +45,16 @@ RETRY_SECONDS = 1.0
 @dataclass(frozen=True, slots=True)
 class Binding:
     """A resolved reference. `label` is "tenant/name@version", or the digest if that was the
-    reference."""
+    reference. What it has of tokens and text is as in AdapterRecord."""
 
     label: str
     tenant: str
     digest: str
     rank: int
     create_time_s: float = 0.0
+    added_tokens: int = 0
+    tokenizer_digest: str = ""
+    chat_template_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +165,12 @@ class Directory:
             self._cache.remove_version(record.name, record.version)
             raise
         label = ref.digest or f"{record.name}@{record.version}"
-        return Binding(label, tenant, record.digest, record.rank, record.create_time_s)
+        return Binding(
+            *(label, tenant, record.digest, record.rank, record.create_time_s),
+            added_tokens=record.added_tokens,
+            tokenizer_digest=record.tokenizer_digest,
+            chat_template_digest=record.chat_template_digest,
+        )
 
     def names_of(self, principal: Principal, digest: str, limit: int | None = None) -> list[str]:
         """Returns the caller's names, with or without version, known to point to a digest, sorted;
