@@ -20,7 +20,6 @@ from typing import Any, Self
 from adapter_store.checkpoint.files import (
     CONFIG_FILE,
     PICKLE_FILE,
-    TEXT_FILES,
     WEIGHTS_FILE,
     check_text_file,
     is_adapter_file,
@@ -40,9 +39,8 @@ CONCURRENT_HASH_BYTES = 256 << 10
 
 MAX_FILES = 256
 
-UNCOUNTED_BYTES = (1 << 20) + sum(TEXT_FILES.values())
-"""What a tenant may stage beyond its quota, which counts weights, and of a tokenizer's files what
-is kept of them."""
+CONFIG_BYTES = 1 << 20
+"""What a tenant may stage beyond its quota, which counts weights only."""
 
 FILES_AT_ONCE = 4
 """How many files of an adapter are fetched, and hashed, at the same time."""
@@ -77,12 +75,15 @@ class StagedBytes:
         self._account = account
         self._max_bytes = max_bytes
         self._held = shares.reserve(account, 0)
+        self._text_bytes = 0
 
-    def add(self, num_bytes: int) -> None:
-        """Raises ShareExceeded and QuotaExceeded before these bytes may be written."""
+    def add(self, num_bytes: int, *, is_text: bool = False) -> None:
+        """Raises ShareExceeded and QuotaExceeded before these bytes may be written. A tokenizer's
+        files do not count against the quota: what is kept of them does."""
         self._held.grow(num_bytes)
-        staged_bytes = self._shares.used_by(self._account)
-        if self._max_bytes is not None and staged_bytes > self._max_bytes + UNCOUNTED_BYTES:
+        self._text_bytes += num_bytes if is_text else 0
+        staged_bytes = self._shares.used_by(self._account) - self._text_bytes
+        if self._max_bytes is not None and staged_bytes > self._max_bytes + CONFIG_BYTES:
             raise QuotaExceeded(
                 f"max_bytes: {self._account} has {staged_bytes} bytes of uploads and fetches in "
                 f"progress, over its quota of {self._max_bytes}",
@@ -359,7 +360,7 @@ class Staging:
         with self._lock:
             self._check(name, size_bytes + new_bytes, self.total_bytes + new_bytes)
             if is_kept and self._staged is not None:
-                self._staged.add(new_bytes)
+                self._staged.add(new_bytes, is_text=is_text_file(name))
             self.total_bytes += new_bytes
 
     def check_cancelled(self) -> None:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from adapter_store.core import SourceFile
 from adapter_store.errors import InvalidAdapter
 from servicekit.tokenizer_extract import MAX_EXTRACT_BYTES
 
+CONFIG_FILE = "tokenizer_config.json"
 CHILD = Path(__file__).with_name("__main__.py")
 ROOT = Path(__file__).resolve().parents[3]
 """Where the child finds the packages."""
@@ -106,7 +107,9 @@ class TextReader:
                 self._known.move_to_end(key)
                 return self._known[key]
         with self._children:
-            found = read_text(folder, [file.name for file in present], check_cancelled)
+            found = read_text(
+                folder, [file.name for file in present], check_cancelled, folder.parent
+            )
         self._remember(key, found)
         return found
 
@@ -122,18 +125,55 @@ class TextReader:
 
 
 def read_text(
-    folder: Path, names: Iterable[str], check_cancelled: Callable[[], None] = lambda: None
+    folder: Path,
+    names: Sequence[str],
+    check_cancelled: Callable[[], None] = lambda: None,
+    work_dir: Path | None = None,
 ) -> AdapterText:
     """Returns what these text files of a folder say. `check_cancelled` is called periodically and
-    may raise.
+    may raise; temporary files lie in `work_dir`, by default where the system has them.
 
     Raises InvalidAdapter: FILE_TOO_LARGE, FILE_NOT_REGULAR, what parse_object and make_extract
     refuse, TEMPLATE_INVALID, TOKENIZER_TOO_LARGE (it takes too much time or memory to read).
     """
+    extract = template = b""
+    parsed = [name for name in names if name != TEMPLATE_FILE]
+    if parsed:
+        extract, template = _parse(folder, parsed, check_cancelled, work_dir)
+    where = CONFIG_FILE
+    if TEMPLATE_FILE in names:
+        template, where = (
+            read_capped(folder, TEMPLATE_FILE, TEXT_FILES[TEMPLATE_FILE]),
+            TEMPLATE_FILE,
+        )
+    _check_template(template, where)
+    return AdapterText(extract, template)
+
+
+def _check_template(template: bytes, name: str) -> None:
+    try:
+        template.decode()
+    except UnicodeDecodeError:
+        raise InvalidAdapter(
+            f"{name}: the chat template is not UTF-8", subject=name, reason="TEMPLATE_INVALID"
+        ) from None
+    if len(template) > TEXT_FILES[TEMPLATE_FILE]:
+        raise InvalidAdapter(
+            f"{name}: a chat template of {len(template)} bytes is over the limit of "
+            f"{TEXT_FILES[TEMPLATE_FILE]}",
+            subject=name,
+            reason="TEMPLATE_INVALID",
+        )
+
+
+def _parse(
+    folder: Path, names: Sequence[str], check_cancelled: Callable[[], None], work_dir: Path | None
+) -> tuple[bytes, bytes]:
+    """Returns the extract of the tokenizer, and the chat template of its configuration."""
     for name in names:
         with RegularFile(folder, name) as file:
             check_text_file(name, file.size_bytes)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="text-") as work:
+    with tempfile.TemporaryDirectory(dir=work_dir, prefix="text-") as work:
         command = [sys.executable, "-I", str(CHILD), str(ROOT), str(folder.absolute()), work]
         command += [str(MEMORY_BYTES), str(CPU_SECONDS), *names]
         try:
@@ -150,7 +190,7 @@ def read_text(
             raise InvalidAdapter(
                 answer["message"], subject=answer["subject"], reason=answer["reason"]
             )
-        return AdapterText(
+        return (
             read_capped(Path(work), "tokenizer", MAX_EXTRACT_BYTES),
-            read_capped(Path(work), "chat_template", TEXT_FILES[TEMPLATE_FILE]),
+            read_capped(Path(work), "chat_template", TEXT_FILES[CONFIG_FILE]),
         )

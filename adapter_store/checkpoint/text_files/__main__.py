@@ -27,7 +27,7 @@ def set_limits(memory_bytes: int, cpu_seconds: int) -> None:
 
 
 def read_files(folder: Path, names: Collection[str]) -> tuple[bytes, bytes]:
-    """Returns the extract and the chat template."""
+    """Returns the extract, and the chat template of the configuration."""
     from adapter_store.checkpoint.json import parse_object
     from servicekit.tokenizer_extract import MAX_EXTRACT_BYTES, InvalidTokenizer, make_extract
 
@@ -35,7 +35,7 @@ def read_files(folder: Path, names: Collection[str]) -> tuple[bytes, bytes]:
         return parse_object((folder / name).read_bytes(), name) if name in names else None
 
     config = read("tokenizer_config.json") or {}
-    template = template_of(folder, names, config)
+    template = template_of(config)
     tokenizer = read("tokenizer.json")
     if tokenizer is None:
         return b"", template
@@ -50,38 +50,22 @@ def read_files(folder: Path, names: Collection[str]) -> tuple[bytes, bytes]:
     return extract, template
 
 
-def template_of(folder: Path, names: Collection[str], config: dict[str, Any]) -> bytes:
-    """Returns the chat template: the file's or, where there is none, the configuration's, of
-    several the one that is called "default"."""
+def template_of(config: dict[str, Any]) -> bytes:
+    """Returns the chat template of a configuration, of several the one that is called "default";
+    the parent checks it."""
     from servicekit.tokenizer_extract import InvalidTokenizer
 
-    if "chat_template.jinja" in names:
-        data = (folder / "chat_template.jinja").read_bytes()
-        name = "chat_template.jinja"
-    else:
-        name, found = "tokenizer_config.json", config.get("chat_template")
-        if isinstance(found, list):
-            named = (each for each in found if isinstance(each, dict))
-            templates = (each.get("template") for each in named if each.get("name") == "default")
-            found = next(templates, None)
-        if found is None:
-            return b""
-        if not isinstance(found, str):
-            raise InvalidTokenizer(f"{name}: chat_template is no text", name, "TEMPLATE_INVALID")
-        data = found.encode("utf-8", "surrogatepass")
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        raise InvalidTokenizer(
-            f"{name}: the chat template is not UTF-8", name, "TEMPLATE_INVALID"
-        ) from None
-    if len(data) > 1 << 20:
-        raise InvalidTokenizer(
-            f"{name}: a chat template of {len(data)} bytes is over the limit of {1 << 20}",
-            name,
-            "TEMPLATE_INVALID",
-        )
-    return data
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = (each for each in found if isinstance(each, dict))
+        templates = (each.get("template") for each in named if each.get("name") == "default")
+        found = next(templates, None)
+    if found is None:
+        return b""
+    if not isinstance(found, str):
+        name = "tokenizer_config.json"
+        raise InvalidTokenizer(f"{name}: chat_template is no text", name, "TEMPLATE_INVALID")
+    return found.encode("utf-8", "surrogatepass")
 
 
 def main() -> None:
