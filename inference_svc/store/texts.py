@@ -77,11 +77,8 @@ class AdapterTexts:
             entry = await asyncio.shield(making)
         if isinstance(entry.text, AdapterUnusable):
             error = entry.text
-            raise AdapterUnusable(
-                f"adapter {adapter.label}: {error.message}",
-                subject=error.subject,
-                reason=error.reason,
-            )
+            message = f"adapter {adapter.label}: {error.message}"
+            raise type(error)(message, subject=error.subject)
         return entry.text
 
     def samples(self) -> Iterator[Sample]:

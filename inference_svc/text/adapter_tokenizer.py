@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inference_svc.errors import AdapterUnusable
+from inference_svc.errors import TokenizerChanged
 from inference_svc.text.chat_template import ChatTemplate, Renderer
 from inference_svc.text.pieces import Pieces
 from inference_svc.text.prompt import ChatMessage
@@ -35,8 +35,6 @@ from servicekit.tokenizer_extract import (
     show,
 )
 
-CHANGED = "TOKENIZER_CHANGED"
-"""The reason of refusals: the tokenizer changes more than it may."""
 _WORDS = {
     "vocabulary": "the vocabulary",
     "merges": "the merges",
@@ -73,7 +71,7 @@ class BaseTokenizer:
         processes: TemplateProcesses,
     ) -> BackendText:
         """Returns the text of an adapter with this tokenizer (None: the model's) and chat template
-        ("": the model's). Raises AdapterUnusable, naming the token or the part."""
+        ("": the model's). Raises TokenizerChanged, naming the token or the part."""
         base = self.text
         if extract is None:
             return self._text(base.backend, (), base.specials, template, processes)
@@ -122,9 +120,9 @@ class BaseTokenizer:
         return text
 
     def _check(self, extract: TokenizerExtract) -> list[AddedToken]:
-        """Returns the tokens that are new. Raises AdapterUnusable."""
+        """Returns the tokens that are new. Raises TokenizerChanged."""
         if self.extract is None:
-            raise _refused(
+            raise TokenizerChanged(
                 "the adapter brings a tokenizer, and this server's model has no tokenizer.json to "
                 "compare it with; register the adapter without its tokenizer's files",
                 subject="tokenizer.json",
@@ -174,7 +172,7 @@ class BaseTokenizer:
         backend.add_tokens([_from_added(each) for each in tokens])
         for each in tokens:
             if (found := backend.token_to_id(each.content)) != each.id:
-                raise _refused(
+                raise TokenizerChanged(
                     f"the adapter's tokenizer gives token {show(each.content)} the id {each.id}, "
                     f"where the tokenizers library gives it {found}: ids of added tokens follow "
                     "one another",
@@ -209,9 +207,9 @@ class _AdapterText(BackendText):
     prompt_refusal = ""
 
     def encode(self, text: str) -> list[int]:
-        """Raises AdapterUnusable where texts would begin or end otherwise than the model's do."""
+        """Raises TokenizerChanged where texts would begin or end otherwise than the model's do."""
         if self.prompt_refusal:
-            raise _refused(
+            raise TokenizerChanged(
                 f"the adapter's tokenizer changes {self.prompt_refusal}: send a chat or token ids, "
                 "or register the adapter without its tokenizer's files",
                 subject="tokenizer.json",
@@ -282,12 +280,8 @@ def _from_added(token: AddedToken) -> Any:
     )
 
 
-def _refused(message: str, subject: str) -> AdapterUnusable:
-    return AdapterUnusable(message, subject=subject, reason=CHANGED)
-
-
-def _changed(what: str, subject: str) -> AdapterUnusable:
-    return _refused(
+def _changed(what: str, subject: str) -> TokenizerChanged:
+    return TokenizerChanged(
         f"the adapter's tokenizer changes {what}; an adapter may only add tokens to its model's "
         "(register it without its tokenizer's files to have it served with the model's)",
         subject=show(subject),

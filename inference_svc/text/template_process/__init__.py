@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from inference_svc.errors import AdapterUnusable, TemplateTimeout
+from inference_svc.errors import ChatTemplateInvalid, TemplateTimeout
 from inference_svc.text.prompt import ChatMessage
 from servicekit.errors import InvalidArgument
 
@@ -69,8 +69,8 @@ class TemplateProcesses:
         max_chars: int,
         max_seconds: float,
     ) -> str:
-        """Renders as Renderer. Raises also AdapterUnusable for what is no template, or takes too
-        much memory."""
+        """Renders as Renderer. Raises also ChatTemplateInvalid for what is no template, and
+        TemplateTimeout for what takes too much memory."""
         request = {
             "source": source,
             "specials": dict(specials),
@@ -116,10 +116,8 @@ def _error(kind: bytes, text: str) -> Exception:
         return InvalidArgument(text, subject="chat")
     if kind == b"S":
         return TemplateTimeout(text, subject="chat")
-    return AdapterUnusable(
-        f"the adapter's chat template cannot be used: {text}",
-        subject="chat_template",
-        reason="CHAT_TEMPLATE_INVALID",
+    return ChatTemplateInvalid(
+        f"the adapter's chat template cannot be used: {text}", subject="chat_template"
     )
 
 

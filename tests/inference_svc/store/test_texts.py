@@ -1,4 +1,4 @@
-"""Adapters' texts are made once and kept within bounds; that a store did not answer is forgotten."""
+"""Adapters' texts are made once, and kept within bounds; failures are forgotten."""
 
 from __future__ import annotations
 
