@@ -188,3 +188,27 @@ def test_slow_template_leaves_the_event_loop(
     assert [record.message for record in caplog.records] == [
         "chats are rendered in a thread"
     ] * sum(is_main)
+
+
+def test_an_adapter_has_tokens_behind_the_models() -> None:
+    """And an encoder of its own, whose name of a token is in the refusal of one without a row."""
+
+    class Adapters(Recording):
+        def encode(self, text: str) -> list[int]:
+            return [128 + int(char) for char in text]
+
+        def name_of(self, token_id: int) -> str:
+            return f"<{token_id}>"
+
+    async def body() -> None:
+        prompts = PromptEncoder(Recording(), 100, 128, WorkBudget("work", 1.0))
+        assert await prompts.encode("01", "", Adapters(), 2) == (128, 129)
+        assert await prompts.encode((129,), "", Adapters(), 2) == (129,)
+        for prompt in ("2", (130,)):
+            with pytest.raises(InvalidArgument, match=r"token 130 \('<130>'\).* knows 130"):
+                await prompts.encode(prompt, "", Adapters(), 2)
+        with pytest.raises(InvalidArgument, match="token 128"):
+            await prompts.encode((128,))
+        prompts.close()
+
+    asyncio.run(body())
