@@ -17,7 +17,8 @@ from adapter_store.core import Layout, OtherName, SegmentKind, Target, TargetKin
 from adapter_store.errors import IncompatibleAdapter
 
 ADDED_TOKENS = (
-    ": tokens were added to the vocabulary of the base model; an adapter cannot have any of its own"
+    ": tokens were added to the vocabulary of the base model; an adapter has rows of its own for "
+    "them (trainable_token_indices, modules_to_save), not A and B"
 )
 SAVED_ALONG = (
     "a base weight, which PEFT saves beside an adapted embedding or head, or where tokens were "

@@ -68,7 +68,7 @@ class Registered:
 class Announcement:
     """What this server says beside its layout: further names of the base model, the highest rank
     that it accepts, the targets that it is restricted to, if it is, the kinds of segments that it
-    applies besides A and B, and how many tokens adapters may add."""
+    applies, and how many tokens adapters may add."""
 
     aliases: tuple[str, ...]
     max_rank: int

@@ -91,6 +91,16 @@ REFUSED: dict[str, tuple[Change, type[errors.LoadoutError], str]] = {
         errors.InvalidArgument,
         "q_proj",
     ),
+    "magnitudes-without-numbers": (
+        lambda folder: _add_vectors(folder, "lora_magnitude_vector", "use_dora", torch.nan),
+        errors.InvalidArgument,
+        "lora_magnitude_vector",
+    ),
+    "biases-without-numbers": (
+        lambda folder: _add_vectors(folder, "lora_B.bias", "lora_bias", torch.inf),
+        errors.InvalidArgument,
+        "lora_B.bias",
+    ),
     "nan": (poke(A_NAME, float("nan")), errors.InvalidArgument, "q_proj"),
     "infinity": (poke(B_NAME, float("inf")), errors.InvalidArgument, "q_proj"),
     "integer-weights": (
@@ -131,10 +141,6 @@ REFUSED: dict[str, tuple[Change, type[errors.LoadoutError], str]] = {
 UNSERVABLE: dict[str, tuple[Change, str]] = {
     "alora": (config(alora_invocation_tokens=[5, 6]), "aLoRA"),
     "target-parameters": (lambda folder: _add_experts(folder), "mlp.experts.w1"),
-    "magnitudes-without-numbers": (
-        lambda folder: _add_vectors(folder, "lora_magnitude_vector", "use_dora", torch.nan),
-        "lora_magnitude_vector",
-    ),
     # Of content of its own: a digest means the first name that has it.
     "wrong-base": (
         config(base_model_name_or_path="another-model", lora_alpha=3),

@@ -21,7 +21,6 @@ from adapter_store.images.check import Server, check_folder
 from loadout import errors
 from loadout.cli.__main__ import main
 from tests.system.adapter_makers import (
-    add_tokens,
     added_tokens,
     another_row,
     another_template,
@@ -94,7 +93,9 @@ def unservable(make: Callable[[Trainer], Path | str], *says: str) -> Way:
     return Way(make, says, servable=False)
 
 
-SAME = "note: tokenizer and chat template beside the adapter are not used; the base model in "
+BESIDE = "note: tokenizer and chat template beside the adapter are used for its requests; "
+SAME = f"{BESIDE}the base model in "
+ADDED = f"{BESIDE}compared with the base model's in "
 WAYS = {
     # served
     "plain, the very path that is served": Way(lora(), ("base model llama: ", "servable by ")),
@@ -119,17 +120,7 @@ WAYS = {
     "another chat template": Way(
         checkpoint(another_template),
         (
-            "warning: tokenizer and chat template beside the adapter are not used, and the chat "
-            "template differs from the base model's in ",
-            "chats are formatted with the base model's\n",
-            "servable by ",
-        ),
-    ),
-    "tokens added to the tokenizer alone": Way(
-        checkpoint(add_tokens),
-        (
-            "not used, and the tokenizer differs from the base model's in ",
-            "it has 2 tokens more ('<tool>', '</tool>'), which servers take for other text\n",
+            f"{BESIDE}chats are formatted otherwise than the base model's; ",
             "servable by ",
         ),
     ),
@@ -187,7 +178,7 @@ WAYS = {
     "a bias of B": Way(lora(lora_bias=True)),
     "a row of the head saved along differs": Way(another_row),
     "added tokens": Way(
-        added_tokens(["q_proj"]), ("it has 2 tokens more ('<tool>', '</tool>')", "servable by ")
+        lambda trainer: trainer.save(trainer.adapt(num_added=2, target_modules=["q_proj"]))
     ),
     "trained biases of adapted modules": Way(trained("bias", bias="lora_only")),
     "trained modules_to_save": Way(
@@ -233,8 +224,8 @@ WAYS = {
     ),
     "added tokens, adapted": unservable(
         added_tokens(["embed_tokens"], save_embedding_layers=False),
-        "warning: ",
-        "it has 2 tokens more ('<tool>', '</tool>')",
+        ADDED,
+        " it adds 2 tokens ('<tool>', '</tool>')",
         "not servable by layout ",
         "has 130 in_features, model.embed_tokens has 128: tokens were added",
     ),
@@ -454,9 +445,10 @@ def test_copies_that_are_saved_wider_than_a_tied_base(
         done = services.client.complete(PROMPT, adapter="wider", min_revision=revision, **options)
         assert list(done.token_ids) == own.tokens_of(folder, PROMPT, NUM_TOKENS)
         assert list(done.token_ids) != own.base_tokens(PROMPT, NUM_TOKENS)
-        services.client.register("differs", str(another_row(replace(own, folder=folder / "row"))))
-        with pytest.raises(errors.FailedPrecondition, match="apply: embed_tokens, lm_head"):
-            services.client.complete(PROMPT, adapter="differs", **options)
+        differs = another_row(replace(own, folder=folder / "row"))
+        services.client.register("differs", str(differs))
+        done = services.client.complete(PROMPT, adapter="differs", **options)
+        assert list(done.token_ids) == own.tokens_of(differs, PROMPT, NUM_TOKENS)
 
 
 def test_the_suggested_command_registers_the_latest_checkpoint(
