@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -83,8 +84,9 @@ class SamplingParams:
 class Request:
     """One generation.
 
-    `digest` is "" for the base model; `adapter` is what errors call it. `cache_seed` separates
-    prefix caches (tenants and salt).
+    `digest` is "" for the base model; `adapter` is what errors call it. `activation` is the index
+    of the first token that the adapter changes: what is before it is the base model's. `cache_seed`
+    separates prefix caches (tenants and salt).
     `tenant` is the caller's: tenants share the machine in equal parts. `trace` is the SpanContext
     that loads for it belong to, None if it is not traced.
     Times are `time.monotonic()` seconds, which processes of one machine share.
@@ -94,6 +96,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     digest: str = ""
+    activation: int = 0
     cache_seed: str = ""
     priority: int = 0
     arrival_s: float = 0.0
@@ -101,6 +104,12 @@ class Request:
     tenant: str = ""
     trace: Any = None
     adapter: str = ""
+
+    @property
+    def has_inactive_adapter(self) -> bool:
+        """Whether the base model answers, though an adapter was requested: the prompt lacks its
+        invocation tokens."""
+        return bool(self.adapter) and not self.digest
 
 
 class SequenceState(enum.Enum):
@@ -168,6 +177,32 @@ class BatchRow(NamedTuple):
     @property
     def slot(self) -> int:
         return self.sequence.slot
+
+
+class SlotRuns(NamedTuple):
+    """The slots and the numbers of tokens of a batch's runs of tokens that one slot computes."""
+
+    slots: list[int]
+    lengths: list[int]
+
+
+def slot_runs(
+    sequences: Iterable[Sequence], starts: Iterable[int], counts: Iterable[int]
+) -> SlotRuns:
+    """Returns the runs of rows in batch order: one of each row, or two of a row that crosses its
+    adapter's activation. A row that samples ends behind the activation, since that is within the
+    prompt."""
+    runs = SlotRuns([], [])
+    for sequence, start, count in zip(sequences, starts, counts, strict=True):
+        num_base = min(sequence.request.activation - start, count)
+        if num_base > 0:
+            runs.slots.append(BASE_SLOT)
+            runs.lengths.append(num_base)
+            count -= num_base
+        if count:
+            runs.slots.append(sequence.slot)
+            runs.lengths.append(count)
+    return runs
 
 
 class BatchColumns(NamedTuple):

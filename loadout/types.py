@@ -339,10 +339,12 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class AdapterIdentity:
-    """What a reference resolved to: "tenant/name@version" and the digest."""
+    """What a reference resolved to: "tenant/name@version" and the digest. `is_inactive`: the base
+    model alone has answered, as the prompt does not have the adapter's invocation tokens."""
 
     name: str
     digest: str
+    is_inactive: bool = False
 
 
 @dataclass(frozen=True, slots=True)

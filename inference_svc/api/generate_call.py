@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import secrets
 import struct
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -77,14 +78,22 @@ class GenerateCall:
         ones.
         """
         tenant = digest = label = ""
+        activation = 0
         if binding is not None:
             tenant, digest, label = binding.tenant, binding.digest, binding.label
+            if binding.invocation_tokens:
+                found = activation_of(prompt_token_ids, binding.invocation_tokens)
+                # Until then the pages are the base model's, and it is the base model's request
+                # where the prompt does not invoke the adapter.
+                tenant = ""
+                digest, activation = ("", 0) if found is None else (digest, found)
         max_tokens = min(self.sampling.max_tokens, max_model_len - len(prompt_token_ids))
         request = Request(
             request_id=self.request_id,
             prompt_token_ids=prompt_token_ids,
             sampling=_shortened(self.sampling, max_tokens),
             digest=digest,
+            activation=activation,
             adapter=label,
             # Neither tenants that share an adapter nor the adapters of one caller share prefixes.
             # Tenants have no "/", so that no two triples give one seed.
@@ -127,6 +136,17 @@ class GenerateCall:
             replace(request, sampling=_shortened(request.sampling, max_tokens))
             for request in requests
         ]
+
+
+def activation_of(prompt: Sequence[int], invocation: Sequence[int]) -> int | None:
+    """Returns the index in the prompt from which an adapter with these invocation tokens is active:
+    where they follow one another for the last time. None if they do not."""
+    if max(invocation) > sys.maxunicode:  # beyond every vocabulary
+        return None
+    # Searching in a string takes linear time, whatever it consists of.
+    text, pattern = ("".join(map(chr, reversed(ids))) for ids in (prompt, invocation))
+    place = text.find(pattern)
+    return None if place < 0 else len(prompt) - place - len(invocation)
 
 
 def _shortened(sampling: SamplingParams, max_tokens: int) -> SamplingParams:

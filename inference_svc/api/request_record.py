@@ -57,6 +57,7 @@ class RequestRecord:
     usage: Usage | None = None
     timings: Timings | None = None
     trace: GenerationTrace | None = None
+    is_adapter_inactive: bool = False
     _binding: Binding | None = None
     _is_running: bool = False
 
@@ -72,6 +73,7 @@ class RequestRecord:
     def start(self, request: Request, model: str) -> GenerationTrace | None:
         """Called when the request is handed to the engine; returns its trace, if it is traced."""
         self.start_s, self._is_running = request.arrival_s, True
+        self.is_adapter_inactive = request.has_inactive_adapter
         self.trace = begin_generation(request, model, is_chat=self.prompt.is_chat)
         return self.trace
 
@@ -120,6 +122,8 @@ class RequestRecord:
             "completion_tokens": self.num_sent,
             "total_s": round(time.monotonic() - self.start_s, 6),
         }
+        if self.is_adapter_inactive:
+            facts["adapter_inactive"] = True
         if self.finish_reason is not None:
             facts["finish_reason"] = self.finish_reason.value
         if self.usage is not None:

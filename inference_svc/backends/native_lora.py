@@ -9,7 +9,7 @@ from torch import Tensor
 
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import EMBEDDING
-from inference_svc.core import BASE_SLOT, BatchRow
+from inference_svc.core import BASE_SLOT, BatchRow, SlotRuns, slot_runs
 from kernels.lora import LoraGroup
 from kernels.lora.native import NativeLora, NativeLoraPlan
 from kernels.native.library import NativeOp
@@ -39,7 +39,7 @@ class NativeLoraOps:
         for index, group in enumerate(groups.values()):
             self._group_of_target[list(group.targets)] = index
         self._known: dict[bytes, frozenset[str]] = {}
-        self._planned: list[tuple[int, int, bool]] = []
+        self._planned: tuple[SlotRuns, list[int]] | None = None
 
     @property
     def workspace_bytes(self) -> int:
@@ -48,13 +48,17 @@ class NativeLoraOps:
     def plan(self, rows: Sequence[BatchRow]) -> frozenset[str]:
         """Plans the step's rows. Returns the groups that any of their adapters changes, or all
         groups if too many other sets have been seen."""
-        used = {row.slot for row in rows} - {BASE_SLOT}
+        if all(row.slot == BASE_SLOT for row in rows):
+            return frozenset()
+        sequences, starts, counts, _ = zip(*rows, strict=True)
+        runs = slot_runs(sequences, starts, counts)
+        used = set(runs.slots) - {BASE_SLOT}
         if not used:
             return frozenset()
-        current = [(row.slot, row.num_tokens, row.samples) for row in rows]
+        current = runs, [row.slot for row in rows if row.samples]
         if current != self._planned:  # most steps equal the one before
-            self._plan.fill([row.slot for row in rows], [row.num_tokens for row in rows])
-            self._sampling_plan.fill([row.slot for row in rows if row.samples])
+            self._plan.fill(*runs)
+            self._sampling_plan.fill(current[1])
             self._planned = current
         return self._groups_of(used)
 

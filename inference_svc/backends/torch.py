@@ -19,7 +19,7 @@ from inference_svc.backends.base import (
     allocate_arena,
     allocate_kv_caches,
 )
-from inference_svc.core import BASE_SLOT, Batch, BatchRow, EngineConfig
+from inference_svc.core import BASE_SLOT, Batch, BatchRow, EngineConfig, slot_runs
 from inference_svc.model.description import Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
@@ -65,9 +65,12 @@ def plan_lora(
     """Returns None when no row of the batch has an adapter: the LoRA path is not entered."""
     if all(row.slot == BASE_SLOT for row in rows):
         return None
-    slots = [row.slot for row in rows]
+    sequences, starts, counts, _ = zip(*rows, strict=True)
+    runs = slot_runs(sequences, starts, counts)
+    if max(runs.slots) == BASE_SLOT:
+        return None
     sampling = [row.slot for row in rows if row.samples]
-    plan = LoraPlan.build(slots, [row.num_tokens for row in rows], arena.table, arena.device)
+    plan = LoraPlan.build(*runs, arena.table, arena.device)
     head_plan = LoraPlan.build(sampling, [1] * len(sampling), arena.table, arena.device)
     return LoraStep(arena, groups, plan, head_plan)
 

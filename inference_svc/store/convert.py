@@ -162,7 +162,7 @@ def to_record(adapter: pb.Adapter, revision: int) -> AdapterRecord:
         create_time_s=adapter.create_time.ToMicroseconds() / 1e6,
         targets=tuple(adapter.targets),
         segment_kinds=tuple(_SEGMENT_KINDS.get(k, str(k)) for k in adapter.segment_kinds),
-        has_invocation_tokens=bool(adapter.invocation_tokens),
+        invocation_tokens=tuple(adapter.invocation_tokens),
     )
 
 
@@ -191,6 +191,7 @@ def from_announcement(announcement: Announcement) -> pb.Announcement:
         aliases=announcement.aliases,
         max_rank=announcement.max_rank,
         lora_targets=announcement.lora_targets,
+        applies_invocation_tokens=True,
     )
 
 

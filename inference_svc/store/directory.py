@@ -45,13 +45,15 @@ RETRY_SECONDS = 1.0
 @dataclass(frozen=True, slots=True)
 class Binding:
     """A resolved reference. `label` is "tenant/name@version", or the digest if that was the
-    reference."""
+    reference. With `invocation_tokens` it is active from the first of them on, where all of them
+    follow one another in the prompt for the last time."""
 
     label: str
     tenant: str
     digest: str
     rank: int
     create_time_s: float = 0.0
+    invocation_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +83,6 @@ class Servable:
             return reason, "targets"
         if reason := refused_kinds(kind for kind in record.segment_kinds if kind != "full"):
             return reason, "segment_kinds"
-        if record.has_invocation_tokens:
-            reason = "invocation tokens (aLoRA), which this server does not apply"
-            return reason, "invocation_tokens"
         return None
 
 
@@ -160,7 +159,10 @@ class Directory:
             self._cache.remove_version(record.name, record.version)
             raise
         label = ref.digest or f"{record.name}@{record.version}"
-        return Binding(label, tenant, record.digest, record.rank, record.create_time_s)
+        return Binding(
+            *(label, tenant, record.digest, record.rank, record.create_time_s),
+            invocation_tokens=record.invocation_tokens,
+        )
 
     def names_of(self, principal: Principal, digest: str, limit: int | None = None) -> list[str]:
         """Returns the caller's names, with or without version, known to point to a digest, sorted;

@@ -23,7 +23,7 @@ class AdapterRecord:
     """One version of an adapter as the store described it when its catalog was at `revision`.
     `create_time_s`, a `time.time()`, is when the version was registered. `targets` are last
     components of the names that it gives to modules, `segment_kinds` what it changes beside A and
-    B; of aLoRA it is active from its invocation tokens on."""
+    B; of aLoRA it is active from its `invocation_tokens` on."""
 
     name: str
     version: int
@@ -35,7 +35,7 @@ class AdapterRecord:
     create_time_s: float = 0.0
     targets: tuple[str, ...] = ()
     segment_kinds: tuple[str, ...] = ()
-    has_invocation_tokens: bool = False
+    invocation_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,8 @@ class Registered:
 class Announcement:
     """What this server says beside its layout: further names of the base model, the highest rank
     that it accepts, and the targets that it is restricted to, if it is. Of segments it applies A
-    and B, which goes without saying."""
+    and B, which goes without saying, and adapters from their invocation tokens on, if they have
+    any."""
 
     aliases: tuple[str, ...]
     max_rank: int

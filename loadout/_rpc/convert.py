@@ -248,7 +248,7 @@ def _usage(message: inference_pb.Usage) -> types.Usage:
 
 
 def _identity(message: inference_pb.AdapterIdentity) -> types.AdapterIdentity:
-    return types.AdapterIdentity(message.name, message.digest)
+    return types.AdapterIdentity(message.name, message.digest, message.is_inactive)
 
 
 def _timings(message: inference_pb.Timings) -> types.Timings:

@@ -130,7 +130,6 @@ REFUSED: dict[str, tuple[Change, type[errors.LoadoutError], str]] = {
 }
 
 UNSERVABLE: dict[str, tuple[Change, str]] = {
-    "alora": (config(alora_invocation_tokens=[5, 6]), "aLoRA"),
     "modules-to-save": (lambda folder: _add_head(folder, modules_to_save=["lm_head"]), "whole"),
     "target-parameters": (lambda folder: _add_experts(folder), "mlp.experts.w1"),
     "saved-along": (lambda folder: _add_head(folder), "whole weights of its own"),

@@ -251,11 +251,6 @@ WAYS = {
     "trained tokens": unservable(
         lora(trainable_token_indices=[5, 6]), NOT_APPLIED.format("rows of its own for tokens")
     ),
-    "aLoRA": unservable(
-        lora(alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM"),
-        "not servable by layout ",
-        "active from its invocation tokens on (aLoRA), which this server does not apply",
-    ),
     # refused
     "run folder": refused(
         run_folder,

@@ -18,6 +18,7 @@ from inference_svc.api.generate_call import (
 from inference_svc.core import (
     NO_DEFAULTS,
     FinishReason,
+    Request,
     SamplingDefaults,
     SamplingParams,
     TokenLogprobs,
@@ -132,11 +133,13 @@ def _check(holds: bool, field: str, requirement: str) -> None:
 # --- responses ----------------------------------------------------------------------------------
 
 
-def to_identity(binding: Binding | None) -> pb.AdapterIdentity | None:
+def to_identity(binding: Binding | None, request: Request) -> pb.AdapterIdentity | None:
     """Returns None for the base model."""
     if binding is None:
         return None
-    return pb.AdapterIdentity(name=binding.label, digest=binding.digest)
+    return pb.AdapterIdentity(
+        name=binding.label, digest=binding.digest, is_inactive=request.has_inactive_adapter
+    )
 
 
 def to_generate_response(

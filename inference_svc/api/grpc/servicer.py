@@ -60,7 +60,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         del request  # the call lets go of it once it is converted
         stream = await self._service.generate(_caller(context), incoming)
         context.release_request()  # its prompts are tokens now
-        request_id, identity = stream.call.request_id, convert.to_identity(stream.binding)
+        request_id = stream.call.request_id
+        identity = convert.to_identity(stream.binding, stream.requests[0])
         async with stream.deltas() as deltas:
             async for _, delta in deltas:
                 await context.write(convert.to_generate_response(request_id, delta, identity))

@@ -42,6 +42,9 @@ from inference_svc.text.pieces import Pieces
 from inference_svc.text.prompt import Prompt
 from servicekit.shares import Shares
 
+INACTIVE_HEADER = "x-adapter-inactive"
+"""How many choices are the base model's, as their prompts lack the adapter's invocation tokens."""
+
 B = TypeVar("B", bound=GenerationBody)
 B_contra = TypeVar("B_contra", bound=GenerationBody, contravariant=True)
 
@@ -135,6 +138,9 @@ class GenerateRoute(Generic[B]):
             )
         assert incoming.options is not None, "generate has read them"
         options, headers = incoming.options, {REQUEST_ID_HEADER: incoming.request_id}
+        num_inactive = sum(request.has_inactive_adapter for request in stream.requests)
+        if num_inactive:
+            headers[INACTIVE_HEADER] = f"{num_inactive} of {len(stream.requests)} choices"
         formatters = [
             self._endpoint.formatter(index, self._pieces, options.includes_ids)
             for index in range(len(stream.requests))
