@@ -49,7 +49,15 @@ class HostCopy:
     resident: Resident
 
 
-ResidencyChange = TableWrite | TableClear | HostCopy
+@dataclass(frozen=True, slots=True)
+class MixWrite:
+    """Makes a sum of adapters visible at `slot` of the table's mixes: their slots and scales."""
+
+    slot: int
+    parts: tuple[tuple[int, float], ...]
+
+
+ResidencyChange = TableWrite | TableClear | HostCopy | MixWrite
 
 
 @dataclass
@@ -193,6 +201,10 @@ class MemoryTiers:
         resident.load_seconds = load_seconds
         resident.last_used_time_s = time.time()
         self._ready.append(resident.digest)
+
+    def write_mix(self, slot: int, parts: tuple[tuple[int, float], ...]) -> None:
+        """Makes a sum of resident adapters visible to kernels with the next batch."""
+        self._changes.append(MixWrite(slot, parts))
 
     def evict(self, digest: str) -> None:
         """Frees it in both tiers; nothing may be using it."""

@@ -27,8 +27,8 @@ class NativeLoraOps:
     ) -> None:
         self._groups = groups
         self._table = arena.table
-        self._plan = NativeLoraPlan(max_tokens)
-        self._sampling_plan = NativeLoraPlan(max_rows)
+        self._plan = NativeLoraPlan(max_tokens, table=arena.table)
+        self._sampling_plan = NativeLoraPlan(max_rows, table=arena.table)
         most = max(len(group.targets) for group in groups.values())
         self._lora = NativeLora.create(arena.table, self._plan, most)
         self._sampling_lora = NativeLora.create(arena.table, self._sampling_plan, most)
@@ -39,7 +39,7 @@ class NativeLoraOps:
         for index, group in enumerate(groups.values()):
             self._group_of_target[list(group.targets)] = index
         self._known: dict[bytes, frozenset[str]] = {}
-        self._planned: tuple[SlotRuns, list[int]] | None = None
+        self._planned: tuple[SlotRuns, list[int], list[int]] | None = None
 
     @property
     def workspace_bytes(self) -> int:
@@ -55,15 +55,17 @@ class NativeLoraOps:
         used = set(runs.slots) - {BASE_SLOT}
         if not used:
             return frozenset()
-        current = runs, [row.slot for row in rows if row.samples]
+        sizes = [len(self._table.part_slots(slot)) for slot in runs.slots]
+        current = runs, sizes, [row.slot for row in rows if row.samples]
         if current != self._planned:  # most steps equal the one before
             self._plan.fill(*runs)
-            self._sampling_plan.fill(current[1])
+            self._sampling_plan.fill(current[-1])
             self._planned = current
         return self._groups_of(used)
 
     def _groups_of(self, used: set[int]) -> frozenset[str]:
-        ranks = self._table.b_ranks.numpy()[list(used)]
+        rows = [part for slot in used for part in self._table.part_slots(slot)]
+        ranks = self._table.b_ranks.numpy()[rows]
         num_groups = len(self._names)
         counts = np.bincount(self._group_of_target, ranks.any(axis=0), num_groups + 1)[:num_groups]
         changed = counts > 0

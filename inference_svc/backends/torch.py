@@ -28,6 +28,7 @@ from inference_svc.model.parameters import weights_bytes
 from inference_svc.model.transformer import COMPUTED, Transformer
 from inference_svc.model.weights import load_weights
 from kernels.lora import LoraGroup, LoraPlan, add_lora, add_lora_embedding
+from kernels.lora.table import MAX_PARTS, NUM_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,7 @@ class TorchFactory:
         host_slab: Tensor | None,
     ) -> Backend[TorchInputs]:
         kv_caches = allocate_kv_caches(config, decoder)
-        arena = allocate_arena(config, layout, host_slab)
+        arena = allocate_arena(config, layout, host_slab, num_mixes=config.max_sequences)
         dtype = getattr(torch, config.dtype)
         weights = load_weights(config.model_dir, decoder, dtype, config.device, Linear)
         groups = lora_groups(layout, config.lora_targets)
@@ -166,8 +167,8 @@ class TorchFactory:
 
 def step_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns what the widest step computes with: activations of `max_batch_tokens`, what adapters
-    shrink them to, the gathered keys and values of one longest sequence, and logits and the
-    sampler's copies of `max_sequences`."""
+    shrink them to, the table's rows of sums of adapters, the gathered keys and values of one
+    longest sequence, and logits and the sampler's copies of `max_sequences`."""
     item_bytes = getattr(torch, config.dtype).itemsize
     hidden, intermediate = decoder.hidden_size, decoder.max_intermediate_size
     attention = 3 * decoder.max_q_size + 4 * decoder.max_kv_size
@@ -178,7 +179,9 @@ def step_bytes(config: EngineConfig, decoder: Decoder) -> int:
         per_token += 3 * decoder.layer_inputs.total_size * item_bytes
     gathered = config.max_model_len * 2 * decoder.max_kv_size * item_bytes
     logits = config.max_sequences * decoder.vocab_size * 4
-    return int(config.max_batch_tokens * per_token + gathered + 3 * logits)
+    num_targets = sum(len(group.targets) for group in computed_groups(config, decoder).values())
+    mixes = 4 * NUM_FIELDS * MAX_PARTS * config.max_sequences * num_targets
+    return int(config.max_batch_tokens * per_token + gathered + 3 * logits + mixes)
 
 
 def most_targets(config: EngineConfig, decoder: Decoder) -> int:
