@@ -340,18 +340,20 @@ class Timings:
 @dataclass(frozen=True, slots=True)
 class AdapterIdentity:
     """What a reference resolved to: "tenant/name@version" and the digest. `is_inactive`: the base
-    model alone has answered, as the prompt does not have the adapter's invocation tokens."""
+    model alone has answered, as the prompt does not have the adapter's invocation tokens. `scale`
+    is what it is multiplied with as one of several."""
 
     name: str
     digest: str
     is_inactive: bool = False
+    scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """One piece of a generation. `finish_reason`, `usage` and `timings` come with the last one.
 
-    `adapter` is None for the base model.
+    `adapter` is None for the base model, and for several adapters, which are `adapters`.
     """
 
     request_id: str
@@ -362,11 +364,12 @@ class Chunk:
     usage: Usage | None
     adapter: AdapterIdentity | None
     timings: Timings | None
+    adapters: tuple[AdapterIdentity, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished generation."""
+    """A finished generation; `adapter` and `adapters` as of Chunk."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -376,6 +379,7 @@ class Completion:
     usage: Usage | None
     adapter: AdapterIdentity | None
     timings: Timings | None
+    adapters: tuple[AdapterIdentity, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from inference_svc.core import Request, SamplingParams
+from inference_svc.core import MAX_PARTS, Request, SamplingParams
 from inference_svc.store.directory import Binding
 from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument
@@ -30,6 +30,7 @@ MAX_LOGPROBS = 20
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 MAX_PENALTY = 2.0
+MAX_PART_SCALE = 100.0
 NUM_SEEDS = 1 << 64
 
 _SINGLE = struct.Struct("f")
@@ -37,7 +38,8 @@ _SINGLE = struct.Struct("f")
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """`adapter` "" is the base model. Each of the `prompts` is answered by `num_choices` requests.
+    """`adapter` "" is the base model, unless there are `parts`: references and scales of adapters
+    whose sum it is. Each of the `prompts` is answered by `num_choices` requests.
 
     `adapter_field`, `stop_field` and `max_tokens_field` are the caller's names of these fields, the
     last "" where it gave no limit. `max_logprobs` bounds the logprobs of all requests together. An
@@ -59,6 +61,7 @@ class GenerateCall:
     stop_field: str = "sampling.stop"
     max_logprobs: int | None = None
     is_id_unique: bool = True
+    parts: tuple[tuple[str, float], ...] = ()
 
     def without_prompts(self) -> GenerateCall:
         """Returns what is still needed of the call once its requests are made."""
@@ -200,6 +203,23 @@ def checked_sampling(params: SamplingParams, vocab_size: int, path: str = "") ->
         ),
         logprobs=check.logprobs(params.logprobs),
     )
+
+
+def checked_parts(parts: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+    """Returns the adapters of a combination, their scales in single precision. Raises
+    InvalidArgument naming the field."""
+    if len(parts) > MAX_PARTS:
+        raise InvalidArgument(f"adapters must be at most {MAX_PARTS}", subject="adapters")
+    checked = []
+    for index, (ref, scale) in enumerate(parts):
+        check = _FieldChecks(f"adapters[{index}].")
+        check.require(
+            bool(ref), "ref", "an adapter's reference; the base model is no part of a sum"
+        )
+        earlier = [other for other, _ in checked]
+        check.require(ref not in earlier, "ref", f"another than before: {ref[:MAX_ID_CHARS]} twice")
+        checked.append((ref, check.number("scale", scale, -MAX_PART_SCALE, MAX_PART_SCALE)))
+    return tuple(checked)
 
 
 class _FieldChecks:

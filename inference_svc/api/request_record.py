@@ -89,16 +89,23 @@ class RequestRecord:
         """Returns what is counted; None if the engine never had the request."""
         if not self._is_running:
             return None
-        label = "" if self._binding is None else self._binding.label
         return RequestEnd(
             outcome=self._outcome(status),
-            adapter=label.partition("@")[0],
+            adapters=self._names(),
             num_sent=self.num_sent,
             total_s=time.monotonic() - self.start_s,
             usage=self.usage,
             timings=self.timings,
             gave_up=isinstance(error, AdapterUnavailable),
         )
+
+    def _names(self) -> tuple[str, ...]:
+        """Returns the names of the adapters, without versions."""
+        binding = self._binding
+        if binding is None:
+            return ()
+        labels = [part.label for part, _ in binding.parts] or [binding.label]
+        return tuple(dict.fromkeys(label.partition("@")[0] for label in labels))
 
     def _outcome(self, status: str) -> str:
         if self.finish_reason is not None:  # whether or not the last delta could be sent

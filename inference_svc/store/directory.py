@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from inference_svc.adapters.layout import refused_kinds, refused_targets
-from inference_svc.core import Principal
+from inference_svc.core import Part, Principal, combination_digest, parts_label
 from inference_svc.errors import (
     TRY_LATER,
     TRY_LATER_SEE_LOG,
@@ -46,7 +46,9 @@ RETRY_SECONDS = 1.0
 class Binding:
     """A resolved reference. `label` is "tenant/name@version", or the digest if that was the
     reference. With `invocation_tokens` it is active from the first of them on, where all of them
-    follow one another in the prompt for the last time."""
+    follow one another in the prompt for the last time. `parts` are the adapters of a combination,
+    and what each is multiplied with.
+    """
 
     label: str
     tenant: str
@@ -54,6 +56,20 @@ class Binding:
     rank: int
     create_time_s: float = 0.0
     invocation_tokens: tuple[int, ...] = ()
+    parts: tuple[tuple[Binding, float], ...] = ()
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[tuple[Binding, float]]) -> Binding:
+        """Returns the combination of these adapters, in this order."""
+        bindings = [binding for binding, _ in parts]
+        return cls(
+            label=parts_label(binding.label for binding in bindings),
+            tenant=",".join(binding.tenant for binding in bindings),
+            digest=combination_digest(tuple(Part(each.digest, scale) for each, scale in parts)),
+            rank=sum(binding.rank for binding in bindings),
+            create_time_s=max(binding.create_time_s for binding in bindings),
+            parts=tuple(parts),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from inference_svc.core import MAX_PARTS, Part, combination_digest
 from inference_svc.errors import AdapterUnusable, NoRoom
+from loadout import errors
 from tests.system.engines import Running
+from tests.system.services import Services
 from tests.system.zoo import SPECS, VOCAB, Zoo, make_zoo
 
 NUM_GREEDY = 64
@@ -143,3 +147,57 @@ def test_digests_of_sums_tell_them_apart() -> None:
     parts = tuple(Part(f"sha256:{index:064x}", 0.1 * index) for index in range(MAX_PARTS))
     assert combination_digest(parts) != combination_digest(parts[::-1])
     assert combination_digest(parts) != combination_digest(parts[:-1])
+
+
+def registered(services: Services, zoo: Zoo, *names: str) -> None:
+    for name in names:
+        folder = services.sources / f"sum-{name}"
+        if not folder.exists():
+            shutil.copytree(zoo.adapter_dirs[name], folder)
+            services.client.register(f"sum-{name}", f"file://{folder}")
+
+
+def test_both_services_sum_adapters(zoo: Zoo, services: Services) -> None:
+    """From the references to the response, which names what they resolved to."""
+    registered(services, zoo, "r33", "r3", "r64")
+    parts = [(f"sum-{name}", scale) for name, scale in SUMS["three"]]
+    greedy = {"max_tokens": NUM_GREEDY, "temperature": 0.0, "ignore_eos": True}
+    done = services.client.complete(prompt_of(1), adapters=parts, **greedy)
+    assert list(done.token_ids) == zoo.greedy("sum three", prompt_of(1), NUM_GREEDY)
+    assert done.adapter is None
+    found = [(each.name, each.scale) for each in done.adapters]
+    assert found == [(f"default/{name}@1", scale) for name, scale in parts]
+    assert all(each.digest.startswith("sha256:") for each in done.adapters)
+
+
+@pytest.mark.parametrize(
+    ("adapters", "kind", "message"),
+    [
+        (["sum-r3", "gone"], errors.NotFound, "gone"),
+        (["sum-r3", "other/r3"], errors.NotFound, "other/r3"),
+        (["sum-r3", "sum-r3"], errors.InvalidArgument, "adapters[1].ref must be another"),
+        (["sum-r3", "sum-r3@1"], errors.InvalidArgument, "is the same as default/sum-r3@1"),
+        (["sum-r3", ""], errors.InvalidArgument, "adapters[1].ref must be an adapter's"),
+        ([("sum-r3", float("nan"))], errors.InvalidArgument, "adapters[0].scale must be"),
+        ([("sum-r3", 101.0)], errors.InvalidArgument, "from -100 to 100"),
+        ([f"a{i}" for i in range(9)], errors.InvalidArgument, "at most 8"),
+    ],
+    ids=str,
+)
+def test_invalid_sums_are_refused_by_name(
+    zoo: Zoo,
+    services: Services,
+    adapters: Any,
+    kind: type[errors.LoadoutError],
+    message: str,
+) -> None:
+    registered(services, zoo, "r3")
+    with pytest.raises(kind) as caught:
+        services.client.complete([5], adapters=adapters, max_tokens=1)
+    assert message in str(caught.value)
+
+
+def test_one_adapter_or_several(zoo: Zoo, services: Services) -> None:
+    registered(services, zoo, "r3")
+    with pytest.raises(errors.InvalidArgument, match="adapters must be empty"):
+        services.client.complete([5], adapter="sum-r3", adapters=["sum-r3"], max_tokens=1)
