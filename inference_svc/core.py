@@ -143,7 +143,6 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     digest: str = ""
-    activation: int = 0
     cache_seed: str = ""
     priority: int = 0
     arrival_s: float = 0.0
@@ -151,6 +150,7 @@ class Request:
     tenant: str = ""
     trace: Any = None
     adapter: str = ""
+    activation: int = 0
 
     @property
     def has_inactive_adapter(self) -> bool:

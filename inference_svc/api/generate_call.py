@@ -210,12 +210,10 @@ def checked_parts(parts: Sequence[tuple[str, float]]) -> tuple[tuple[str, float]
     InvalidArgument naming the field."""
     if len(parts) > MAX_PARTS:
         raise InvalidArgument(f"adapters must be at most {MAX_PARTS}", subject="adapters")
-    checked = []
+    checked: list[tuple[str, float]] = []
     for index, (ref, scale) in enumerate(parts):
         check = _FieldChecks(f"adapters[{index}].")
-        check.require(
-            bool(ref), "ref", "an adapter's reference; the base model is no part of a sum"
-        )
+        check.require(bool(ref), "ref", "an adapter's reference: '' is the base model")
         earlier = [other for other, _ in checked]
         check.require(ref not in earlier, "ref", f"another than before: {ref[:MAX_ID_CHARS]} twice")
         checked.append((ref, check.number("scale", scale, -MAX_PART_SCALE, MAX_PART_SCALE)))

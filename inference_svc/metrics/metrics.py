@@ -39,8 +39,8 @@ OUTCOMES = (*(reason.value for reason in FinishReason), CANCELLED, "error")
 @dataclass(frozen=True, slots=True)
 class RequestEnd:
     """Describes how a generation ended: with one of OUTCOMES. `adapters` are tenant/name, none for
-    the base model, each of which counts the whole request; `total_s` is the time since its arrival, `num_sent` the number of tokens sent.
-    `gave_up`: its adapter was not resident in time."""
+    the base model; each of them counts the whole request. `total_s` is the time since its arrival,
+    `num_sent` the number of tokens sent. `gave_up`: its adapter was not resident in time."""
 
     outcome: str
     adapters: tuple[str, ...]
