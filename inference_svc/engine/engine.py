@@ -225,6 +225,11 @@ class Engine:
         for sequence in self._deadlines.due(now_s):
             self._end(sequence, now_s, reason=FinishReason.ABORTED)
         for sequence in self._adapter_waits.due(now_s):
+            if sequence.state is SequenceState.WAITING:  # what others pin may leave too little now
+                refusal = self._combination_refusal(sequence.request)
+                if refusal is not None:
+                    self._end(sequence, now_s, error=refusal)
+                    continue
             expiry_s = self._adapter_expiry_s(sequence)
             if expiry_s is not None and now_s >= expiry_s:
                 self._end(sequence, now_s, error=self._unavailable(sequence, now_s), expired=True)
