@@ -70,6 +70,7 @@ class Collector:
             logger.info("unused layouts are forgotten", extra={"layouts": len(forgotten)})
         self._catalog.expire_announcements()
         expired = self._catalog.expire_versions(self._delete_grace)
+        self._catalog.forget_texts()
         gone = []
         while digests := self._catalog.unreferenced_blobs(BATCH_BLOBS):
             dropped = [digest for digest in digests if self._drop(digest)]

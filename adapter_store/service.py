@@ -243,7 +243,8 @@ class StoreService:
         def accept(record: AdapterRecord) -> None:
             signed_by, value = record.signed_by, record.signature
             signature = Signature(signed_by, value) if signed_by else None
-            require_signed(policy, name.tenant, signature, record.digest)
+            has_text = bool(record.tokenizer_digest or record.chat_template_digest)
+            require_signed(policy, name.tenant, signature, record.digest, has_text=has_text)
 
         def roll_back() -> Recorded:
             quota = policy.tenant(name.tenant).quota
@@ -323,6 +324,10 @@ class StoreService:
         await self.refresh_pinned()
         self._images.drop_layouts(frozenset({layout_id}))
         return num_images
+
+    async def text(self, caller: Principal, digest: str) -> bytes:
+        """Returns a tokenizer's extract or a chat template; see Catalog.text."""
+        return await self._read(caller, self._catalog.text, digest, caller.tenants)
 
     def pull(
         self, caller: Principal, key: ImageKey, offset: int, image_id: str

@@ -27,7 +27,7 @@ from bench.gpu_run.model import make_arena, read_description
 from bench.gpu_run.sizes import LLAMA_8B
 from bench.results import FOLDER, median, show, write
 from inference_svc import core
-from inference_svc.adapters.layout import build_layout, lora_groups
+from inference_svc.adapters.layout import applied_targets, build_layout
 from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.engine.messages import StepOutputs
 from inference_svc.engine.pages import PagePool
@@ -114,9 +114,9 @@ def make_backend(num_rows: int, num_adapters: int) -> CudaBackend:
     )  # fmt: skip
     limits = StepLimits(MAX_TOKENS, num_rows, MAX_LEN // PAGE_SIZE)
     nothing: Any = NothingToCompute(decoder)
-    groups = lora_groups(layout)
+    targets = applied_targets(layout)
     caches = KVCaches((cache,), (KVPlace(0, 0),))
-    return CudaBackend(nothing, caches, arena, groups, limits, lambda compute: nothing)
+    return CudaBackend(nothing, caches, arena, targets, limits, lambda compute: nothing)
 
 
 def engine_steps(

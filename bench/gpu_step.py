@@ -14,7 +14,7 @@ from bench.gpu_launches import META, Launch, launches
 from bench.gpu_run.model import make_arena, random_transformer, read_description, tables
 from bench.gpu_run.sizes import LLAMA_8B
 from inference_svc import core
-from inference_svc.adapters.layout import build_layout, lora_groups
+from inference_svc.adapters.layout import applied_targets, build_layout
 from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches
@@ -92,7 +92,7 @@ def trace(work: Workload, config: Mapping[str, Any] = LLAMA_8B) -> Step:
         transformer,
         caches,
         arena,
-        lora_groups(arena.layout),
+        applied_targets(arena.layout),
         StepLimits(work.rows, work.rows, max_pages),
         Computed,
     )

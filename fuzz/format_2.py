@@ -103,7 +103,7 @@ def fuzz_pull(data: bytes) -> None:
             extents = [Extent(0, 0, size)] if size else []
             job.grant(ImageSink(memoryview(memory), extents))
 
-    puller = Puller(stream, 0, grant, SERVED.read_header)
+    puller = Puller(stream, 0, grant, SERVED.read_header, SERVED.check_rows)
     job = PullJob(DIGEST, LAYOUT_ID)
     try:
         with refused(CorruptImage, StoreUnavailable, AdapterUnusable):

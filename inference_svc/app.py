@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 from google.protobuf.json_format import MessageToJson
 
-from inference_svc.adapters.layout import ModelLayout, build_layout
+from inference_svc.adapters.layout import SEGMENT_KINDS, ModelLayout, build_layout
 from inference_svc.api.generate_call import checked_sampling
 from inference_svc.api.grpc.servicer import InferenceServicer, call_rules
 from inference_svc.api.load_report import load_report
@@ -55,12 +55,13 @@ from inference_svc.store.convert import from_registration
 from inference_svc.store.credentials import NO_ACCESS, StoreAccess, read_store_access
 from inference_svc.store.directory import Directory, Servable
 from inference_svc.store.replicas import Replicas
-from inference_svc.store.types import Announcement
+from inference_svc.store.texts import AdapterTexts
+from inference_svc.store.types import Announcement, TextSource
 from inference_svc.store.watch import StoreConnection
-from inference_svc.text.detokenizer import TokenDecoder
+from inference_svc.text.adapter_tokenizer import BaseTokenizer
 from inference_svc.text.no_tokenizer import NoTokenizer
-from inference_svc.text.pieces import Vocabulary
-from inference_svc.text.prompt import Encoder, PromptEncoder
+from inference_svc.text.prompt import PromptEncoder
+from inference_svc.text.text_model import TextModel
 from inference_svc.text.tokenizer import Tokenizer, tokenizer_bytes
 from loadout.inference.v1 import inference_pb2
 from loadout.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
@@ -132,6 +133,15 @@ def _load_tokenizer(config: InferenceSettings) -> TextModel:
     return Tokenizer(config.model) if config.tokenizer else NoTokenizer()
 
 
+def _adapter_texts(
+    config: InferenceSettings, text: TextModel, catalog: TextSource | None
+) -> AdapterTexts | None:
+    """Blocks: the model's tokenizer is hashed. Returns None where adapters' are not used."""
+    if catalog is None or not isinstance(text, Tokenizer):
+        return None
+    return AdapterTexts(BaseTokenizer(text, config.model), catalog)
+
+
 def describe_layout(config: InferenceSettings) -> str:
     """Returns what a server with these settings says to the store of itself: a
     RegisterLayoutRequest, as JSON. Raises InvalidSetting and UnsupportedModel."""
@@ -147,7 +157,13 @@ def describe_layout(config: InferenceSettings) -> str:
 
 def _announcement(config: InferenceSettings) -> Announcement:
     """`config` is resolved."""
-    return Announcement(config.base_model_names[1:], config.max_rank, config.lora_targets)
+    return Announcement(
+        config.base_model_names[1:],
+        config.max_rank,
+        config.lora_targets,
+        SEGMENT_KINDS,
+        config.max_added_tokens,
+    )
 
 
 Load: TypeAlias = Callable[[], EngineThread | EngineProcess]
@@ -203,6 +219,7 @@ def _model_facts(decoder: Decoder) -> ModelFacts:
         kv_elements_per_token=decoder.kv_elements_per_token,
         lora_targets=layout.modules,
         fused_targets=layout.fused_modules,
+        may_add_tokens=decoder.layer_inputs is None,
     )
 
 
@@ -257,10 +274,6 @@ class Engine(EngineHandle, Protocol):
     @property
     def layout(self) -> ModelLayout: ...
     def stop(self, timeout_s: float = END_S) -> None: ...
-
-
-class TextModel(Encoder, TokenDecoder, Vocabulary, Protocol):
-    """Both directions of a tokenizer, and its tokens one by one."""
 
 
 class InferenceServer:
@@ -320,9 +333,11 @@ class InferenceServer:
         self._async_engine: AsyncEngine | None = None
         self._engine: Engine | None = None
         self._prompts: PromptEncoder | None = None
+        self._texts: AdapterTexts | None = None
         self._store: StoreConnection | None = None
         self._metrics.registry.collect_samples(self._place_samples)
         self._metrics.registry.collect_samples(self.reloader.samples)
+        self._metrics.registry.collect_samples(self._text_samples)
 
     async def start(self, engine: Engine, text: TextModel, facts: ServerFacts) -> None:
         """Starts the engine, the link to the store, and answering. The server stops the engine
@@ -351,6 +366,7 @@ class InferenceServer:
             *(text, facts.max_model_len, facts.vocab_size),
             *(self._places.request_work, config.share),
         )
+        self._texts = await asyncio.to_thread(_adapter_texts, config, text, catalog)
         if self._store is not None:
             announcement = _announcement(config)
             self._store.start(directory, engine.layout, announcement, self._accept_layout)
@@ -361,6 +377,8 @@ class InferenceServer:
             directory,
             catalog,
             self._prompts,
+            text,
+            self._texts,
             self._places.request_bytes,
             self._places.request_work,
             RequestLog(self._metrics, code_name, log_prompts=config.log_prompts),
@@ -372,7 +390,7 @@ class InferenceServer:
         self._snapshots.attach(self._async_engine, directory)
         await self._grpc.start(partial(add_InferenceServiceServicer_to_server, servicer))
         if self._http is not None:
-            await self._start_http(self._http, service, text)
+            await self._start_http(self._http, service)
         await self._set_serving(True)
         self._metrics.describe_server(facts.base_model, facts.dtype, facts.device, facts.versions)
         self._announce()
@@ -421,6 +439,8 @@ class InferenceServer:
             await asyncio.to_thread(self._engine.stop, self._engine_seconds())
         if self._prompts is not None:
             self._prompts.close()
+        if self._texts is not None:
+            self._texts.close()
         self._places.close()
         await asyncio.to_thread(self._metrics_server.close)
         self._audit.close()
@@ -469,17 +489,21 @@ class InferenceServer:
         for place in places:
             yield from place_samples(place.use())
 
+    def _text_samples(self) -> Iterator[Sample]:
+        if self._texts is not None:
+            yield from self._texts.samples()
+
     async def _set_serving(self, is_serving: bool) -> None:
         """Sets what health checks answer, over gRPC and HTTP."""
         self._is_serving = is_serving
         self._grpc.set_serving(is_serving)
 
-    async def _start_http(self, server: HttpServer, service: Service, text: TextModel) -> None:
+    async def _start_http(self, server: HttpServer, service: Service) -> None:
         from inference_svc.api.http.app import make_app
 
         answers = self._places.answer_bytes
         app = make_app(
-            *(service, text, self._metrics, self._note_http_end, self._load, answers),
+            *(service, self._metrics, self._note_http_end, self._load, answers),
             is_serving=lambda: self._is_serving,
             opens_metrics=self._config.http_open_metrics,
             tracing=self._tracing,

@@ -152,6 +152,10 @@ class InferenceSettings(ServiceSettings):
     max_rank: Annotated[Count, ADAPTERS] = 64
     """Highest rank of an adapter; adapters of a higher rank are refused."""
 
+    max_added_tokens: Annotated[OptionalCount, ADAPTERS] = 1024
+    """Highest number of tokens that an adapter may add behind the model's vocabulary, with rows of
+    the embedding and the head for them; adapters with more are refused. 0: none."""
+
     lora_targets: Annotated[Names, ADAPTERS] = ()
     """What adapters may change, by the last components of modules' names, such as q_proj,v_proj;
     adapters that change others are refused, and nothing is computed for these. A fused module's
@@ -336,13 +340,15 @@ class Machine:
 class ModelFacts:
     """What the model's config says; `kv_elements_per_token` are keys and values, `lora_targets` the
     last components of the names of what adapters may change, `fused_targets` those of modules that
-    compute several of these."""
+    compute several of these. Models with further tables of tokens have no place for those that
+    adapters add."""
 
     dtype: str
     max_position_embeddings: int
     kv_elements_per_token: int
     lora_targets: tuple[str, ...] = ()
     fused_targets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    may_add_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,6 +420,7 @@ def resolve_model(settings: InferenceSettings, model: ModelFacts) -> InferenceSe
             "base_model": settings.base_model_names[0],
             "dtype": dtype,
             "lora_targets": lora_targets,
+            "max_added_tokens": settings.max_added_tokens if model.may_add_tokens else 0,
         }
     )
 
@@ -491,6 +498,7 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
         max_loras=settings.max_loras,
         max_lora_rank=settings.max_rank,
         lora_targets=settings.lora_targets,
+        max_added_tokens=settings.max_added_tokens,
         adapter_wait_s=settings.adapter_wait_seconds,
         pull_workers=settings.pull_workers,
         prefetch=settings.prefetch,

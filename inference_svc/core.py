@@ -305,6 +305,7 @@ class EngineConfig:
 
     `host_bytes` 0: no host tier, pulls write straight into the arena (CPU only).
     `lora_targets`: what adapters may change, by last components of targets' names; none: all.
+    `max_added_tokens`: how many tokens behind the vocabulary an adapter may have.
     `record_steps`: decode steps are recorded and replayed where the device can.
     `num_threads` 0: one per core that this process may use.
     `memory_limit_bytes` 0: on CPU what the machine leaves, else what the device has;
@@ -334,6 +335,7 @@ class EngineConfig:
     max_loras: int = 256
     max_lora_rank: int = 64
     lora_targets: tuple[str, ...] = ()
+    max_added_tokens: int = 0
     adapter_wait_s: float = 10.0
     fair_quantum: int = 1024
     fair_ageing_s: float = 2.0

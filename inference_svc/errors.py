@@ -8,6 +8,8 @@ AlreadyExists
  └─ DuplicateRequest     a running request has this id
 FailedPrecondition
  ├─ AdapterUnusable      the adapter exists, and this model cannot serve it
+ │   ├─ TokenizerChanged     its tokenizer changes more of the model's than it may
+ │   └─ ChatTemplateInvalid  its chat template is none
  ├─ NoRoom               what is requested would pin or occupy more than there is
  └─ ProfileRunning       steps are being traced for another caller
 ResourceExhausted
@@ -79,6 +81,14 @@ class DuplicateRequest(AlreadyExists):
 
 class AdapterUnusable(FailedPrecondition):
     reason = "ADAPTER_UNUSABLE"
+
+
+class TokenizerChanged(AdapterUnusable):
+    reason = "TOKENIZER_CHANGED"
+
+
+class ChatTemplateInvalid(AdapterUnusable):
+    reason = "CHAT_TEMPLATE_INVALID"
 
 
 class NoRoom(FailedPrecondition):

@@ -155,7 +155,8 @@ class Adapter:
     it is not signed), `delete_time` since when it is deleted (None: it is not). `segment_kinds` are
     what it changes beside A and B, `added_tokens` how many it adds to the vocabulary, 0 until an
     image of it is planned; of aLoRA, it is active from the first of its `invocation_tokens` on,
-    where all of them follow one another in the prompt for the last time.
+    where all of them follow one another in the prompt for the last time. `tokenizer_digest` and
+    `chat_template_digest` are of what it brings along about text, "" where that is its model's.
     """
 
     name: str
@@ -181,6 +182,8 @@ class Adapter:
     segment_kinds: tuple[SegmentKind, ...] = ()
     added_tokens: int = 0
     invocation_tokens: tuple[int, ...] = ()
+    tokenizer_digest: str = ""
+    chat_template_digest: str = ""
 
     @property
     def ref(self) -> str:

@@ -27,6 +27,14 @@ WEIGHT_PATTERNS = ("adapter_model*.safetensors*", "adapters.safetensors", "adapt
 """What PEFT writes, single or sharded with an index, and MLX-LM; the first pattern that matches
 wins."""
 
+TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+"""The files of a tokenizer and a chat template, of which the store reads what it needs."""
+
 # What the store says of all other files: what may hold weights is known to change nothing, or
 # refused, since left out of the upload it would be dropped in silence. A test compares these with
 # the store's (adapter_store/checkpoint/formats/side_files.py), which has the reasons.
@@ -77,7 +85,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """The files that make up the adapter in a folder, and their sizes in bytes."""
+    """The files that make up the adapter in a folder, with those of its tokenizer and its chat
+    template, and their sizes in bytes."""
 
     path: Path
     sizes: tuple[tuple[str, int], ...]
@@ -105,6 +114,7 @@ def open_folder(source: str | os.PathLike[str], name: str = "NAME") -> AdapterFo
         raise _invalid(path, "has no adapter_model.safetensors, and no adapters.safetensors")
     files = [path / CONFIG, *weights]
     _check_others(path, {file.name for file in files})
+    files += [path / name for name in TEXT_FILES if (path / name).is_file()]
     return AdapterFolder(path, tuple((file.name, file.stat().st_size) for file in files))
 
 

@@ -99,7 +99,7 @@ FLAT = {
     "adapter_store": "__init__ __main__ app config core errors service store_status debug "
     "garbage_collector",
     "inference_svc": "__init__ __main__ app config core errors debug",
-    "servicekit": "__init__ errors interpreter_gc refs shares work_budget",
+    "servicekit": "__init__ errors interpreter_gc refs shares tokenizer_extract work_budget",
 }
 """What may lie at a package's root; all else has a folder."""
 

@@ -13,6 +13,7 @@ from adapter_store.images.layout_checks import (
 from adapter_store.images.pull import CHUNK_BYTES
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.rpc.requests import RequestBounds, RequestTable
+from servicekit.tokenizer_extract import MAX_EXTRACT_BYTES
 
 MAX_LAYOUT_BYTES = 8 << 20
 """The largest model that we know of, Kimi K2, has 70,000 targets if each expert's matrix is one:
@@ -30,6 +31,8 @@ RECORD_BYTES = 128 << 10
 PAGE_ANSWER_BYTES = 2 * (PAGE_BYTES + RECORD_BYTES)
 PULL_ANSWER_BYTES = 3 * CHUNK_BYTES
 """A chunk of at most half more than CHUNK_BYTES, and gRPC's copy."""
+TEXT_ANSWER_BYTES = 2 * MAX_EXTRACT_BYTES
+"""The largest extract of a tokenizer, and gRPC's copy."""
 
 REQUESTS: RequestTable = {
     "RegisterAdapter": RequestBounds(
@@ -77,6 +80,7 @@ REQUESTS: RequestTable = {
         max_running=2,  # a large one takes a second of a processor, and 50 MB
     ),
     "PullAdapter": RequestBounds(pb.PullAdapterRequest, answer_bytes=PULL_ANSWER_BYTES),
+    "GetText": RequestBounds(pb.GetTextRequest, answer_bytes=TEXT_ANSWER_BYTES),
     "WatchAdapters": RequestBounds(pb.WatchAdaptersRequest),
     "ListLayouts": RequestBounds(pb.ListLayoutsRequest, answer_bytes=PAGE_ANSWER_BYTES),
     "ForgetLayout": RequestBounds(pb.ForgetLayoutRequest),

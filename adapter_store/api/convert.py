@@ -156,6 +156,11 @@ def from_pull(message: pb.PullAdapterRequest) -> ImageKey:
     return ImageKey(digest, parse_sha256(message.layout_id, "layout_id"))
 
 
+def from_text_request(message: pb.GetTextRequest) -> str:
+    """Raises InvalidArgument."""
+    return parse_sha256(message.digest, "digest")
+
+
 def from_rollback(
     message: pb.RollbackAdapterRequest, home: str = DEFAULT_TENANT
 ) -> tuple[AdapterName, int, str]:
@@ -376,6 +381,8 @@ def to_adapter(record: AdapterRecord) -> pb.Adapter:
         segment_kinds=sorted(_SEGMENT_KINDS[kind] for kind in record.segment_kinds),
         added_tokens=record.added_tokens,
         invocation_tokens=record.invocation_tokens,
+        tokenizer_digest=record.tokenizer_digest,
+        chat_template_digest=record.chat_template_digest,
     )
 
 

@@ -263,6 +263,13 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             async for message in messages:
                 await context.write(convert.to_pull_response(message))
 
+    async def GetText(  # noqa: N802
+        self, request: pb.GetTextRequest, context: Context
+    ) -> pb.GetTextResponse:
+        caller = self._authorize(context, Action.PULL)
+        digest = convert.from_text_request(request)
+        return pb.GetTextResponse(content=await self._service.text(caller, digest))
+
     async def WatchAdapters(  # noqa: N802
         self, request: pb.WatchAdaptersRequest, context: Context
     ) -> AsyncIterator[pb.WatchAdaptersResponse]:

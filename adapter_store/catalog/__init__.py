@@ -18,6 +18,6 @@ presence       renews that while servers watch, and withdraws it when they have 
 layout_usage   records that layouts are used, while pulls go on
 image_states   the state of each image, and who may pull it
 work_leases    what only one replica may do at a time
-leftovers      blobs and versions that nothing points to
+leftovers      blobs, versions and texts that nothing points to
 usage          what tenants use, against their quotas
 """

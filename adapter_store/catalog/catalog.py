@@ -146,7 +146,8 @@ class Catalog:
     ) -> Recorded:
         """See changes.register and usage.check_quota."""
         with self._change() as (conn, made):
-            usage.check_quota(conn, new.name, new.digest, new.source_bytes, quota)
+            content = new.digest, new.source_bytes
+            usage.check_quota(conn, new.name, *content, quota, new.texts)
             done = changes.register(conn, new, if_current_digest, self._clock(), keep)
             made += done.events
             record = self._shown(lookup.find(conn, AdapterRef(name=new.name)))
@@ -215,6 +216,15 @@ class Catalog:
         """Returns the record and the revision it reflects. Raises NotFound."""
         with self._database.read() as conn:
             return self._shown(lookup.find(conn, ref, tenants)), events.revision(conn)
+
+    def text(self, digest: str, tenants: Tenants = None) -> bytes:
+        """Returns a tokenizer's extract or a chat template. Raises NotFound."""
+        deleted_after = self._clock() - self._delete_grace
+        with self._database.read() as conn:
+            found = lookup.text(conn, digest, deleted_after, tenants)
+        if found is None:
+            raise NotFound(f"no tokenizer or chat template {digest}", subject="digest")
+        return found
 
     def page(
         self,
@@ -454,6 +464,11 @@ class Catalog:
     def expire_versions(self, grace: timedelta) -> int:
         with self._database.write() as conn:
             return leftovers.expire_versions(conn, self._clock() - grace)
+
+    def forget_texts(self) -> int:
+        """See leftovers.forget_texts."""
+        with self._database.write() as conn:
+            return leftovers.forget_texts(conn)
 
     def unreferenced_blobs(self, limit: int) -> list[str]:
         with self._database.read() as conn:

@@ -32,16 +32,17 @@ def register(
 ) -> Registered:
     """Points the name to this content.
 
-    Content is a digest for a base model, and the content of a version never changes. The pin moves
-    with the name. For content that is recorded already, given labels, description and signature
-    replace those of the version. With `keep` the versions beyond the newest so many are deleted, at
-    most MAX_PRUNED, but neither this one nor pinned ones.
+    Content is a digest for a base model, with a tokenizer's digest and a chat template's, and that
+    of a version never changes. The pin moves with the name. For content that is recorded already,
+    given labels, description and signature replace those of the version. With `keep` the versions
+    beyond the newest so many are deleted, at most MAX_PRUNED, but neither this one nor pinned ones.
     Raises Conflict if the name does not point to `if_current_digest`.
     """
     adapter = rows.find_adapter(conn, new.name)
     current = rows.find_version(conn, adapter.id, adapter.current_version) if adapter else None
     _check_current(new.name, current, if_current_digest)
     rows.put_blob(conn, new, time)
+    rows.put_texts(conn, new)
     if adapter is None:
         adapter = rows.add_adapter(conn, new.name, time)
     if current is not None and _is_of(current, new):
@@ -209,7 +210,8 @@ def _repoint(
 
 
 def _is_of(current: Row[Any], new: NewVersion) -> bool:
-    return bool(current.digest == new.digest and current.base_model == new.base_model)
+    names = ("digest", "base_model", "tokenizer_digest", "chat_template_digest")
+    return all(current._mapping[name] == getattr(new, name) for name in names)
 
 
 def _is_expired(version: Row[Any], deleted_after: datetime) -> bool:

@@ -1,4 +1,4 @@
-"""Versions and blobs that no live record points to any more."""
+"""Versions, blobs and texts that no live record points to any more."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sqlalchemy import Connection, delete, exists, select
 
 from adapter_store.catalog import work_leases
 from adapter_store.catalog.lookup import to_micros
-from adapter_store.catalog.schema import blobs, images, versions
+from adapter_store.catalog.schema import blobs, images, texts, versions
 
 BATCH_DIGESTS = 1000
 
@@ -21,6 +21,13 @@ def expire_versions(conn: Connection, deleted_before: datetime) -> int:
     """Drops the deleted versions whose grace is over; returns their number."""
     where = versions.c.delete_time <= to_micros(deleted_before)
     return conn.execute(delete(versions).where(where)).rowcount
+
+
+def forget_texts(conn: Connection) -> int:
+    """Drops the tokenizers and chat templates that no version has; returns their number."""
+    uses = (versions.c.tokenizer_digest, versions.c.chat_template_digest)
+    unused = [~exists().where(column == texts.c.digest) for column in uses]
+    return conn.execute(delete(texts).where(*unused)).rowcount
 
 
 def unreferenced(conn: Connection, limit: int) -> list[str]:

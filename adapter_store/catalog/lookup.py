@@ -19,6 +19,7 @@ from adapter_store.catalog.schema import (
     images,
     layout_bases,
     layouts,
+    texts,
     versions,
 )
 from adapter_store.core import (
@@ -150,6 +151,30 @@ def current_version(conn: Connection, name: AdapterName, tenants: Tenants) -> in
     return conn.scalar(query) or 0
 
 
+def text(conn: Connection, digest: str, deleted_after: datetime, tenants: Tenants) -> bytes | None:
+    """Returns a tokenizer's extract or a chat template of a record of these tenants, live or
+    deleted after this time; None if there is none."""
+    query = (
+        select(texts.c.content)
+        .join(
+            versions,
+            or_(
+                versions.c.tokenizer_digest == texts.c.digest,
+                versions.c.chat_template_digest == texts.c.digest,
+            ),
+        )
+        .join(adapters, adapters.c.id == versions.c.adapter_id)
+        .where(
+            texts.c.digest == digest,
+            or_(
+                versions.c.delete_time.is_(None), versions.c.delete_time > to_micros(deleted_after)
+            ),
+            within(tenants),
+        )
+    )
+    return conn.scalar(query.limit(1))
+
+
 def dump_files(files: Sequence[SourceFile]) -> str:
     rows = [[file.name, file.size_bytes, file.sha256] for file in files]
     return json.dumps(rows, separators=(",", ":"))
@@ -188,6 +213,8 @@ def _record_query() -> Select[Any]:
             versions.c.files,
             versions.c.signed_by,
             versions.c.signature,
+            versions.c.tokenizer_digest,
+            versions.c.chat_template_digest,
             blobs.c.rank,
             blobs.c.targets,
             blobs.c.source_bytes,
@@ -240,6 +267,8 @@ def _to_records(conn: Connection, rows: Sequence[Row[Any]]) -> list[AdapterRecor
             delete_time=None if row.delete_time is None else from_micros(row.delete_time),
             segment_kinds=load_kinds(row.segment_kinds),
             invocation_tokens=tuple(json.loads(row.invocation_tokens)),
+            tokenizer_digest=row.tokenizer_digest,
+            chat_template_digest=row.chat_template_digest,
         )
         for row in rows
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Row, and_, insert, select, update
 from adapter_store.catalog import events, work_leases
 from adapter_store.catalog.filters import within
 from adapter_store.catalog.lookup import dump_files, dump_kinds, load_files, to_micros
-from adapter_store.catalog.schema import adapters, blobs, versions
+from adapter_store.catalog.schema import adapters, blobs, texts, versions
 from adapter_store.core import (
     AdapterEvent,
     BlobPlace,
@@ -31,6 +31,7 @@ class NewVersion:
     """Content to be recorded under a name. `targets` are distinct module names, sorted, and
     `segment_kinds` what it changes beside A and B.
 
+    `texts` are what the digests of tokenizer and chat template are of.
     `signed_by` is the trusted key that verified `signature`, "" for none.
     """
 
@@ -53,6 +54,9 @@ class NewVersion:
     blob: BlobPlace = field(default_factory=BlobPlace)
     segment_kinds: tuple[SegmentKind, ...] = ()
     invocation_tokens: tuple[int, ...] = ()
+    tokenizer_digest: str = ""
+    chat_template_digest: str = ""
+    texts: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def find_adapter(conn: Connection, name: AdapterName, tenants: Tenants = None) -> Row[Any] | None:
@@ -91,6 +95,8 @@ def same_content(conn: Connection, adapter_id: int, new: NewVersion) -> Row[Any]
         versions.c.adapter_id == adapter_id,
         versions.c.digest == new.digest,
         versions.c.base_model == new.base_model,
+        versions.c.tokenizer_digest == new.tokenizer_digest,
+        versions.c.chat_template_digest == new.chat_template_digest,
         versions.c.delete_time.is_(None),
     )
     return conn.execute(query.order_by(versions.c.version.desc())).first()
@@ -167,6 +173,15 @@ def put_blob(conn: Connection, new: NewVersion, time: datetime) -> None:
         conn.execute(update(blobs).where(blobs.c.digest == new.digest).values(**where))
 
 
+def put_texts(conn: Connection, new: NewVersion) -> None:
+    """Records the texts that are not known yet."""
+    known = set(conn.scalars(select(texts.c.digest).where(texts.c.digest.in_(new.texts))))
+    for digest, content in new.texts.items():
+        if digest not in known:
+            row = {"digest": digest, "content": content, "size_bytes": len(content)}
+            conn.execute(insert(texts).values(row))
+
+
 def add_version(
     conn: Connection, adapter_id: int, version: int, new: NewVersion, time: datetime
 ) -> None:
@@ -187,6 +202,8 @@ def add_version(
             files=dump_files(new.files),
             signed_by=new.signed_by,
             signature=new.signature or None,
+            tokenizer_digest=new.tokenizer_digest,
+            chat_template_digest=new.chat_template_digest,
         )
     )
 

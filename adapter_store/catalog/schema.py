@@ -56,6 +56,15 @@ blobs = Table(
     Column("invocation_tokens", Text, nullable=False, server_default="[]"),  # JSON list
 )
 
+# Extracts of tokenizers, and chat templates, for all versions that have them: some kilobytes each.
+texts = Table(
+    "texts",
+    metadata,
+    Column("digest", Plain, primary_key=True),
+    Column("content", LargeBinary, nullable=False),
+    Column("size_bytes", Integer, nullable=False),
+)
+
 adapters = Table(
     "adapters",
     metadata,
@@ -88,6 +97,9 @@ versions = Table(
     Column("files", Text, nullable=False, server_default="[]"),  # JSON: what was fetched
     Column("signed_by", Text, nullable=False, server_default=""),
     Column("signature", LargeBinary),
+    # Digests of `texts`; "": it has none.
+    Column("tokenizer_digest", Plain, nullable=False, server_default=""),
+    Column("chat_template_digest", Plain, nullable=False, server_default=""),
     PrimaryKeyConstraint("adapter_id", "version"),
     Index("versions_by_digest", "digest"),
     Index("versions_by_base_model", "base_model", "digest"),
@@ -99,6 +111,11 @@ Index(
     sqlite_where=_DELETED,
     postgresql_where=_DELETED,
 )
+for _column in (versions.c.tokenizer_digest, versions.c.chat_template_digest):
+    _HAS_TEXT = _column != ""
+    Index(
+        f"versions_by_{_column.name}", _column, sqlite_where=_HAS_TEXT, postgresql_where=_HAS_TEXT
+    )
 _PINNED = versions.c.pinned.is_(True)
 Index("versions_pinned", versions.c.digest, sqlite_where=_PINNED, postgresql_where=_PINNED)
 _LIVE = adapters.c.current_version > 0

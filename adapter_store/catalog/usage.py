@@ -6,12 +6,16 @@ also in other replicas. Sums cover the tenant's own rows only, and only if there
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import CompoundSelect, Connection, func, select, union
 
 from adapter_store.catalog import events, layouts
 from adapter_store.catalog.schema import adapters, blobs, versions
+from adapter_store.catalog.schema import texts as text_rows
 from adapter_store.core import Quota
 from servicekit.errors import QuotaExceeded
 from servicekit.refs import AdapterName
@@ -38,18 +42,28 @@ def counts(conn: Connection, live_since: int) -> CatalogCounts:
 
 
 def check_quota(
-    conn: Connection, name: AdapterName, digest: str, source_bytes: int, quota: Quota
+    conn: Connection,
+    name: AdapterName,
+    digest: str,
+    source_bytes: int,
+    quota: Quota,
+    texts: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
-    """Raises QuotaExceeded if recording this content under the name would go over the quota.
+    """Raises QuotaExceeded if recording this content, `texts` by digest included, under the name
+    would go over the quota.
 
     Content that adds nothing passes, also above a quota that has been lowered.
     """
     if quota.max_adapters is not None and not _is_live(conn, name):
         check_num_adapters(conn, name.tenant, 1, quota)
-    if quota.max_bytes is not None and not _has_digest(conn, name.tenant, digest):
-        stored_bytes = _stored_bytes(conn, name.tenant)
-        if stored_bytes + source_bytes > quota.max_bytes:
-            raise _too_many_bytes(name.tenant, stored_bytes, f"{source_bytes} more are over", quota)
+    if quota.max_bytes is None:
+        return
+    new_bytes = 0 if _has_digest(conn, name.tenant, digest) else source_bytes
+    known = set(conn.scalars(_texts_of(name.tenant))) if texts else set()
+    new_bytes += sum(len(content) for each, content in texts.items() if each not in known)
+    stored_bytes = _stored_bytes(conn, name.tenant) if new_bytes else 0
+    if new_bytes and stored_bytes + new_bytes > quota.max_bytes:
+        raise _too_many_bytes(name.tenant, stored_bytes, f"{new_bytes} more are over", quota)
 
 
 def check_capacity(conn: Connection, name: AdapterName, expected_digest: str, quota: Quota) -> None:
@@ -112,4 +126,20 @@ def _stored_bytes(conn: Connection, tenant: str) -> int:
         .where(adapters.c.tenant == tenant)
     )
     used = conn.scalar(select(func.sum(blobs.c.source_bytes)).where(blobs.c.digest.in_(stored)))
-    return int(used or 0)  # PostgreSQL sums into a decimal number
+    text_sizes = select(func.sum(text_rows.c.size_bytes)).where(
+        text_rows.c.digest.in_(_texts_of(tenant))
+    )
+    # PostgreSQL sums into a decimal number.
+    return int(used or 0) + int(conn.scalar(text_sizes) or 0)
+
+
+def _texts_of(tenant: str) -> CompoundSelect[Any]:
+    """Selects the digests of a tenant's tokenizers and chat templates, "" among them."""
+    of_tenant = adapters.c.tenant == tenant
+    columns = (versions.c.tokenizer_digest, versions.c.chat_template_digest)
+    return union(
+        *(
+            select(column).join(adapters, adapters.c.id == versions.c.adapter_id).where(of_tenant)
+            for column in columns
+        )
+    )

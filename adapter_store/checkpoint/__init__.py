@@ -22,5 +22,7 @@ peft_extras        what a PEFT config says that there is besides A and B
 peft_fields        a verdict on every field of PEFT's LoraConfig
 module_patterns    which modules a config means, by PEFT's rules, within a time budget
 strip              a copy of an adapter without base weights
+text_files         the tokenizer and the chat template beside an adapter, read in a child process
+child_process      runs a child process that reads what is hostile
 unpickle           pickled weights, converted to safetensors in a sandboxed child process
 """

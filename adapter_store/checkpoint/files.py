@@ -29,6 +29,15 @@ _SHARD = re.compile(r"adapter_model-\d{5}-of-\d{5}\.safetensors")
 PICKLE_FILE = "adapter_model.bin"
 PICKLE_FILES = (PICKLE_FILE, "adapter_model.pt", "adapter_model.pth")
 MLX_WEIGHTS_FILE = "adapters.safetensors"
+TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
+TEXT_FILES = {
+    TOKENIZER_FILE: 64 << 20,
+    "tokenizer_config.json": 8 << 20,
+    "special_tokens_map.json": 4 << 20,
+    TEMPLATE_FILE: 1 << 20,
+}
+"""The files of a tokenizer and a chat template that are read, and the most bytes of each. The
+tokenizer of 260,000 tokens has 34 MB; a configuration that lists 6,000 added tokens has 1.2."""
 MAX_SHARDS = 256
 _NOT_REGULAR = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EACCES)
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -53,6 +62,24 @@ def is_adapter_file(name: str) -> bool:
     return name in (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, MLX_WEIGHTS_FILE) or is_shard(name)
 
 
+def is_text_file(name: str) -> bool:
+    """Returns whether a plain file name is of a tokenizer or a chat template that is read; it is no
+    part of the blob."""
+    return name in TEXT_FILES
+
+
+def check_text_file(name: str, size_bytes: int) -> None:
+    """Checks the size of a file that `is_text_file`, before it is read. Raises InvalidAdapter
+    FILE_TOO_LARGE."""
+    if size_bytes > TEXT_FILES[name]:
+        raise InvalidAdapter(
+            f"{name}: {size_bytes} bytes or more are over the limit of {TEXT_FILES[name]}; without "
+            "this file the adapter is served with its model's tokenizer and chat template",
+            subject=name,
+            reason="FILE_TOO_LARGE",
+        )
+
+
 def is_shard(name: str) -> bool:
     """Returns whether a plain file name is that of a shard, as PEFT names them."""
     return _SHARD.fullmatch(name) is not None
@@ -64,13 +91,14 @@ def without_links(folder: Path) -> Iterator[Path]:
     cache, are followed. It is the folder itself if it has none. Of files that are no part of an
     adapter it has the names."""
     entries = list(os.scandir(folder))
-    if not any(entry.is_symlink() and is_adapter_file(entry.name) for entry in entries):
+    own = {each.name for each in entries if is_adapter_file(each.name) or is_text_file(each.name)}
+    if not any(entry.is_symlink() and entry.name in own for entry in entries):
         yield folder
         return
     with TemporaryDirectory(prefix="loadout-") as name:
         for entry in entries:
             copy = Path(name, entry.name)
-            if not is_adapter_file(entry.name):
+            if entry.name not in own:
                 if not entry.is_dir():
                     copy.touch()
                 continue

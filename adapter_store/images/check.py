@@ -4,14 +4,16 @@ can serve it."""
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from adapter_store.checkpoint.features import features_of
-from adapter_store.checkpoint.files import CheckpointLimits
+from adapter_store.checkpoint.files import CheckpointLimits, is_text_file
 from adapter_store.checkpoint.formats.select import find_format
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
+from adapter_store.checkpoint.text_files import AdapterText, read_text
 from adapter_store.core import Announcement, Layout, ServerLimits
 from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
 from adapter_store.images.announcement import content_of
@@ -60,6 +62,8 @@ class Report:
     base_model: str = ""
     digest: str = ""
     source_bytes: int = 0
+    tokenizer_digest: str = ""
+    chat_template_digest: str = ""
     rank: int = 0
     invocation_tokens: tuple[int, ...] = ()
     ignored_config_keys: tuple[str, ...] = ()
@@ -87,12 +91,16 @@ def check_folder(
     limits = limits or CheckpointLimits()
     saved_by = find_format(folder).value
     try:
+        names = sorted(name for name in os.listdir(folder) if is_text_file(name))
+        text = read_text(folder, names) if names else AdapterText()
         checkpoint = open_checkpoint(folder, limits)
         features = features_of(checkpoint, limits)
     except InvalidAdapter as error:
         return Report(saved_by, refusal=_refusal(error))
     return Report(
         *(saved_by, checkpoint.base_model, checkpoint.digest, checkpoint.source_bytes),
+        tokenizer_digest=text.tokenizer_digest,
+        chat_template_digest=text.chat_template_digest,
         rank=checkpoint.rank,
         invocation_tokens=checkpoint.invocation_tokens,
         ignored_config_keys=checkpoint.config.ignored_keys,

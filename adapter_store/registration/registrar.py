@@ -14,9 +14,10 @@ from adapter_store.blobs.local import Blobs
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.filters import check_labels
 from adapter_store.catalog.rows import NewVersion
-from adapter_store.checkpoint.files import PICKLE_FILE, CheckpointLimits
+from adapter_store.checkpoint.files import PICKLE_FILE, CheckpointLimits, is_text_file
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
+from adapter_store.checkpoint.text_files import AdapterText, TextReader
 from adapter_store.checkpoint.unpickle import convert_pickle
 from adapter_store.core import Quota, Recorded
 from adapter_store.errors import (
@@ -97,6 +98,7 @@ class Registrar:
         self._stopping = stopping
         self._fetches = fetches
         self._staged_bytes = staged_bytes
+        self._texts = TextReader()
 
     @property
     def running_fetches(self) -> Shares:
@@ -200,6 +202,7 @@ class Registrar:
         self, request: Registration, staging: Staging, source_uri: str, source_revision: str = ""
     ) -> Recorded:
         with child_span("check"):
+            text = self._read_text(request, staging)
             checkpoint = self._open(staging)
             known = self._catalog.known_base_models(request.name)
             base = choose_base_model(
@@ -208,6 +211,12 @@ class Registrar:
             )
             request = replace(request, base_model=base.name)
             new = _new_version(request, checkpoint, staging, source_uri, source_revision)
+            new = replace(
+                new,
+                tokenizer_digest=text.tokenizer_digest,
+                chat_template_digest=text.chat_template_digest,
+                texts=text.contents,
+            )
             if request.signature is not None:
                 signed_by = self._verify_signature(request, new.digest)
                 new = replace(new, signed_by=signed_by, signature=request.signature.value)
@@ -226,6 +235,8 @@ class Registrar:
                 "source_revision": source_revision,
                 "base_model": base.name,
                 "base_model_source": base.source.value,
+                "tokenizer_digest": record.tokenizer_digest,
+                "chat_template_digest": record.chat_template_digest,
                 "deleted_versions": recorded.deleted_versions,
                 "ignored_config_keys": checkpoint.config.ignored_keys,
             },
@@ -233,6 +244,20 @@ class Registrar:
         return recorded._replace(
             base_model=base, ignored_config_keys=checkpoint.config.ignored_keys
         )
+
+    def _read_text(self, request: Registration, staging: Staging) -> AdapterText:
+        """Returns what lies beside the adapter about text, whose files are removed. A signature is
+        of the weights alone: where one is required, the base model's counts."""
+        text, tenant = AdapterText(), request.name.tenant
+        if not any(is_text_file(file.name) for file in staging.files):
+            return text
+        if not self._policies.policy.tenant(tenant).require_signature:
+            text = self._texts.read(
+                staging.folder, staging.files, tenant_account(tenant), staging.check_cancelled
+            )
+        staging.wait_durable()  # a file that is removed must not be missed by that
+        staging.drop_texts()
+        return text
 
     def _open(self, staging: Staging) -> Checkpoint:
         if staging.allows_pickle:

@@ -73,12 +73,26 @@ def verify_signature(
 
 
 def require_signed(
-    policy: StorePolicy, tenant: str, signature: Signature | None, digest: str
+    policy: StorePolicy,
+    tenant: str,
+    signature: Signature | None,
+    digest: str,
+    *,
+    has_text: bool = False,
 ) -> None:
     """Checks that a recorded version may become current, by the keys that are trusted now: a key
-    that was removed no longer counts. Raises as `verify_signature`."""
-    if policy.tenant(tenant).require_signature:
-        verify_signature(policy, tenant, signature, digest)
+    that was removed no longer counts. `has_text`: it has a tokenizer or a chat template, which no
+    signature covers. Raises as `verify_signature`."""
+    if not policy.tenant(tenant).require_signature:
+        return
+    verify_signature(policy, tenant, signature, digest)
+    if has_text:
+        raise FailedPrecondition(
+            f"version: tenant {tenant} accepts only signed adapters, and this version has a "
+            "tokenizer or a chat template, which are not signed: register the adapter again",
+            subject="version",
+            reason="SIGNATURE_REQUIRED",
+        )
 
 
 def _trusted_key(policy: StorePolicy, tenant: str, signature: Signature) -> TrustedKey:

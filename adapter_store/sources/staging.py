@@ -17,7 +17,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from adapter_store.checkpoint.files import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE, is_adapter_file
+from adapter_store.checkpoint.files import (
+    CONFIG_FILE,
+    PICKLE_FILE,
+    WEIGHTS_FILE,
+    check_text_file,
+    is_adapter_file,
+    is_text_file,
+)
 from adapter_store.checkpoint.formats.select import check_file_names
 from adapter_store.core import SourceFile
 from adapter_store.errors import CallerGone, InvalidAdapter, LimitExceeded
@@ -68,11 +75,14 @@ class StagedBytes:
         self._account = account
         self._max_bytes = max_bytes
         self._held = shares.reserve(account, 0)
+        self._text_bytes = 0
 
-    def add(self, num_bytes: int) -> None:
-        """Raises ShareExceeded and QuotaExceeded before these bytes may be written."""
+    def add(self, num_bytes: int, *, is_text: bool = False) -> None:
+        """Raises ShareExceeded and QuotaExceeded before these bytes may be written. A tokenizer's
+        files do not count against the quota: what is kept of them does."""
         self._held.grow(num_bytes)
-        staged_bytes = self._shares.used_by(self._account)
+        self._text_bytes += num_bytes if is_text else 0
+        staged_bytes = self._shares.used_by(self._account) - self._text_bytes
         if self._max_bytes is not None and staged_bytes > self._max_bytes + CONFIG_BYTES:
             raise QuotaExceeded(
                 f"max_bytes: {self._account} has {staged_bytes} bytes of uploads and fetches in "
@@ -212,6 +222,15 @@ class Staging:
             self._files = [other for other in self._files if other.name != name]
         self.add(file)
 
+    def drop_texts(self) -> None:
+        """Removes the files of tokenizer and chat template: they are read, and no part of the
+        blob."""
+        for file in self.files:
+            if is_text_file(file.name):
+                (self.folder / file.name).unlink()
+        with self._lock:
+            self._files = [file for file in self._files if not is_text_file(file.name)]
+
     def abandon(self) -> None:
         """Makes other threads that still write or wait raise Abandoned. Afterwards no file is
         created."""
@@ -296,7 +315,11 @@ class Staging:
 
     def accepts(self, name: str) -> bool:
         """Returns whether a file of this name may be part of an adapter."""
-        return is_adapter_file(name) or (self.allows_pickle and name == PICKLE_FILE)
+        return (
+            is_adapter_file(name)
+            or is_text_file(name)
+            or (self.allows_pickle and name == PICKLE_FILE)
+        )
 
     def check_sizes(self, sizes_bytes: Mapping[str, int]) -> None:
         """Checks files' sizes before any of them is read. Raises LimitExceeded."""
@@ -337,7 +360,7 @@ class Staging:
         with self._lock:
             self._check(name, size_bytes + new_bytes, self.total_bytes + new_bytes)
             if is_kept and self._staged is not None:
-                self._staged.add(new_bytes)
+                self._staged.add(new_bytes, is_text=is_text_file(name))
             self.total_bytes += new_bytes
 
     def check_cancelled(self) -> None:
@@ -347,6 +370,8 @@ class Staging:
             raise Abandoned
 
     def _check(self, name: str, file_bytes: int, total_bytes: int) -> None:
+        if is_text_file(name):
+            check_text_file(name, file_bytes)
         if file_bytes > self._limits.max_file_bytes:
             raise LimitExceeded(
                 f"{name}: {file_bytes} bytes or more are over this store's limit of "
@@ -382,7 +407,8 @@ def choose_files(
     *,
     allow_pickle: bool = False,
 ) -> list[str]:
-    """Returns which of a folder's files make up the adapter; `where` names the folder in errors.
+    """Returns which of a folder's files make up the adapter, with those of its tokenizer and its
+    chat template; `where` names the folder in errors.
 
     `below` are folders in it that may be adapters, which a refusal suggests: with `advice`, or as
     sources of their own.
@@ -394,6 +420,7 @@ def choose_files(
     """
     available = set(names)
     chosen = sorted(name for name in available if is_adapter_file(name))
+    texts = sorted(name for name in available if is_text_file(name))
     if CONFIG_FILE not in chosen:
         raise InvalidAdapter(
             f"{where}: {CONFIG_FILE} is missing{_suggest(below, where, advice)}",
@@ -403,14 +430,14 @@ def choose_files(
     if len(chosen) == 1:
         if allow_pickle and PICKLE_FILE in available:
             check_file_names(available)
-            return [CONFIG_FILE, PICKLE_FILE]
+            return [CONFIG_FILE, PICKLE_FILE, *texts]
         raise _no_weights(available, where)
     if len(chosen) > MAX_FILES:
         raise LimitExceeded(
             f"{where}: {len(chosen)} files are more than {MAX_FILES}", subject=WEIGHTS_FILE
         )
     check_file_names(available)
-    return chosen
+    return [*chosen, *texts]
 
 
 def _suggest(below: Iterable[str], where: str, advice: str) -> str:

@@ -16,7 +16,7 @@ from bench.gpu_run.context import Context
 from inference_svc import core
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.image_source import ImageHeader, Segment
-from inference_svc.adapters.layout import ModelLayout, build_layout, lora_groups
+from inference_svc.adapters.layout import ModelLayout, applied_targets, build_layout
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostTier, TableWrite
@@ -233,9 +233,9 @@ class BenchModel:
         the first step, and whatever steps need has been compiled."""
         is_captured = is_captured and not self.context.is_emulated
         record = CudaRecorder() if is_captured else None
-        groups = lora_groups(self.layout)
+        targets = applied_targets(self.layout)
         backend = CudaBackend(
-            self.transformer, self.caches, self.arena, groups, self.limits, record
+            self.transformer, self.caches, self.arena, targets, self.limits, record
         )
         if is_warm:
             backend.warm_up()

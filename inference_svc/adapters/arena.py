@@ -13,12 +13,19 @@ import numpy as np
 import torch
 
 from inference_svc.adapters.extents import GRANULE_BYTES, Extent
+from inference_svc.adapters.image_source import Segment
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.resident import Resident
-from inference_svc.adapters.tiers import HostCopy, MixWrite, ResidencyChange, TableClear
+from inference_svc.adapters.tiers import (
+    DivideMagnitudes,
+    HostCopy,
+    MixWrite,
+    ResidencyChange,
+    TableClear,
+)
 from kernels.host_memory import allocate_host
-from kernels.lora import LoraTable, TableRow
-from kernels.lora.table import ABSENT, MixPart
+from kernels.lora import LoraTable, OutputVectors, ReplacedWeight, TableRow
+from kernels.lora.table import ABSENT, NO_VECTORS, MixPart
 from kernels.streams import Event, Streams
 
 COPY_BYTES = 4 << 20
@@ -61,6 +68,7 @@ class Arena:
         self.table = LoraTable.create(
             *(max_loras, len(targets), self.flat, device, max_rank, self.streams.compute),
             num_mixes=num_mixes,
+            num_weights=len(layout.weights),
         )
         self._slab = slab
         self._in_flight: deque[tuple[str, Event]] = deque()
@@ -79,6 +87,8 @@ class Arena:
         before. On a CPU a copy is synchronous and delays the step, so `changes` are bounded.
         """
         for change in changes:
+            if isinstance(change, DivideMagnitudes):
+                continue  # it changes what the backend computes, not what lies where
             if isinstance(change, TableClear):
                 self.table.clear_row(change.slot)
             elif isinstance(change, HostCopy):
@@ -128,26 +138,58 @@ class Arena:
                     )
 
     def _row(self, resident: Resident) -> TableRow:
-        """Makes a table row, vectorised as this delays a step. Segments are A then B of each
-        target, in order, each of its own rank; each lies within one extent."""
+        """Makes a table row, vectorised as this delays a step. Each segment lies within one
+        extent."""
         segments = resident.header.segments
-        targets = np.array([segment.target for segment in segments[::2]], dtype=np.int64)
-        ranks = np.array([segment.rank for segment in segments], dtype=np.int64)
         offsets = np.array([segment.offset for segment in segments], dtype=np.int64)
         granules = locate(resident.extents, offsets) // GRANULE_BYTES
-        return TableRow(
-            targets,
-            granules[::2],
-            granules[1::2],
-            ranks[::2],
-            ranks[1::2],
-            self._in_features[targets],
-            self._out_features[targets],
-            np.ones(len(targets), dtype=np.float32),
-            self._is_embedding[targets],
-            np.zeros_like(targets),  # no target of a layout of ours is a mixture of experts
-            np.full((len(targets), 3), ABSENT, dtype=np.int64),
+        ranks = np.array([segment.rank for segment in segments], dtype=np.int64)
+        kinds = [segment.kind for segment in segments]
+        matrices = np.array([kind in ("a", "b") for kind in kinds], dtype=np.bool_)
+        first = np.flatnonzero(matrices)[::2]  # each A is followed by its B
+        columns = np.array([segments[index].target for index in first], dtype=np.int64)
+        row = TableRow(
+            columns,
+            granules[first],
+            granules[first + 1],
+            ranks[first],
+            ranks[first + 1],
+            self._in_features[columns],
+            self._out_features[columns],
+            np.ones(len(columns), dtype=np.float32),
+            self._is_embedding[columns],
+            np.zeros_like(columns),  # no target of a layout of ours is a mixture of experts
+            np.full((len(columns), len(NO_VECTORS)), ABSENT, dtype=np.int64),
         )
+        return row if matrices.all() else self._with_others(row, segments, granules.tolist())
+
+    def _with_others(
+        self, row: TableRow, segments: Sequence[Segment], granules: Sequence[int]
+    ) -> TableRow:
+        """Returns the row with what there is besides A and B."""
+        layout = self.layout
+        vectors: dict[int, OutputVectors] = {}
+        replaced: dict[int, ReplacedWeight] = {}
+        places = {target: index for index, target in enumerate(layout.weights)}
+        for segment, granule in zip(segments, granules, strict=True):
+            target, kind = segment.target, segment.kind
+            if kind in ("bias", "magnitude"):
+                found = vectors.get(target, NO_VECTORS)
+                vectors[target] = found._replace(**{kind: granule})
+            elif target in layout.biases:
+                column = layout.biases[target]
+                vectors[column] = vectors.get(column, NO_VECTORS)._replace(base_bias=granule)
+            elif target in places and kind not in ("a", "b"):
+                own = replaced.get(target, ReplacedWeight(places[target]))
+                own = own._replace(**{kind: granule})
+                if kind == "rows":
+                    own = own._replace(num_rows=segment.shape[0])
+                replaced[target] = own
+        sizes = {
+            column: (int(self._in_features[column]), int(self._out_features[column]))
+            for column in vectors
+        }
+        return row.with_others(vectors, sizes, tuple(replaced.values()))
 
 
 def locate(extents: Sequence[Extent], offsets: np.ndarray) -> np.ndarray:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
+import numpy as np
 import torch
 
 from inference_svc.adapters.extents import round_up
@@ -35,7 +37,12 @@ KIND_WORDS = {
     "rows": "rows of its own for tokens",
     "full": "whole weights of its own",
 }
-"""The kinds of segments that this service does not apply, in words."""
+"""Kinds of segments in words."""
+SEGMENT_KINDS = ("magnitude", "bias", "row_ids", "rows", "full")
+"""The kinds of segments that this service applies besides A and B."""
+_REPLACED = ("full", "row_ids", "rows")
+_SHARED = ("a", *_REPLACED)
+"""Kinds whose bytes targets may share: an A of a fused module, and a tied head's rows."""
 
 FLOAT8 = "float8_e4m3fn"
 """A type of values that the contract has for segments, and that no store compiles yet."""
@@ -104,6 +111,11 @@ class ModelLayout:
     targets: tuple[LayoutTarget, ...]
     vectors: tuple[LayoutTarget, ...] = ()
     unused: tuple[LayoutTarget, ...] = ()
+    weights: tuple[int, ...] = field(init=False)
+    """Indices into `all_targets` of what adapters may have in the base's place: the embedding, the
+    head, norms; in the order in which the table of what is resident counts them."""
+    biases: Mapping[int, int] = field(init=False)
+    """Of each bias of the base, by its index into `all_targets`, the target that adds it."""
     order_of_use: tuple[int, ...] = field(init=False)
     """Indices into `all_targets` as a store is told of them, and as images from format 2 on count
     them: embedding, layers, head."""
@@ -124,6 +136,22 @@ class ModelLayout:
 
         order = sorted(range(len(found)), key=place)
         object.__setattr__(self, "order_of_use", tuple(order))
+        columns = {target.name: column for column, target in enumerate(self.targets)}
+        vectors = range(len(self.targets), len(self.targets) + len(self.vectors))
+        biases = {
+            index: columns[found[index].name.removesuffix(".bias")]
+            for index in vectors
+            if found[index].name.endswith(".bias")
+        }
+        tables = (columns[name] for name in (EMBED_TOKENS, LM_HEAD) if name in columns)
+        weights = (*tables, *(index for index in vectors if index not in biases))
+        object.__setattr__(self, "biases", biases)
+        object.__setattr__(self, "weights", weights)
+
+    @property
+    def weight_indices(self) -> dict[str, int]:
+        """The place of each of `weights` among these, by its name."""
+        return {self.all_targets[each].name: index for index, each in enumerate(self.weights)}
 
     @property
     def of_format_1(self) -> ModelLayout:
@@ -184,86 +212,172 @@ class ModelLayout:
 
     def read_header(self, header: ImageHeader) -> ImageHeader:
         """Returns the header with indices into `all_targets`. Raises CorruptImage unless the image
-        consists of the A and then the B, of one rank, of some of our targets, in order, each
-        complete, aligned and within the image; from format 2 on an A may lie where an earlier one
-        lies. Raises AdapterUnusable for what it names that we do not apply.
+        consists of what some of our targets may have, in order, each complete, aligned and within
+        the image; from format 2 on what is shared may lie where an earlier one lies. Raises
+        AdapterUnusable for what it names that we do not apply.
 
-        The ranks are one as no target that we announce has a part of A's: the tables of adapters
-        and the kernels could have two.
+        The ranks of an A and its B are one as no target that we announce has a part of A's: the
+        tables of adapters and the kernels could have two.
         """
         if header.image_format not in self.image_formats:
             raise CorruptImage(f"image format {header.image_format} is not one we read")
-        if header.image_format > 1:
-            header = self._with_columns(header)
-            refused = [segment for segment in header.segments if segment.kind in KIND_WORDS]
-            if refused:
-                found = self.all_targets
-                names = (found[segment.target].short_name for segment in refused)
-                what = refused_kinds((segment.kind for segment in refused), names)
-                raise AdapterUnusable(f"it has {what}", subject="adapter")
-        self._check_segments(header)
-        return header
-
-    def _with_columns(self, header: ImageHeader) -> ImageHeader:
-        order = self.order_of_use
-        if any(segment.target >= len(order) for segment in header.segments):
-            raise CorruptImage("a segment of the image is of no target of the layout")
-        segments = [
-            Segment(
-                *(order[each.target], each.kind, each.rank, each.offset, each.length_bytes),
-                *(each.dtype, each.shape, each.scale),
-            )
-            for each in header.segments  # many: `replace` would take a millisecond
-        ]
-        return replace(header, segments=tuple(segments))
-
-    def _check_segments(self, header: ImageHeader) -> None:
-        segments = header.segments
+        if header.image_format == 1:
+            order: Sequence[int] = range(len(self.targets))
+        else:
+            order = self.order_of_use
+        if not header.segments and header.image_format == 1:
+            raise CorruptImage("the image has no segments")
+        segments = self._with_columns(header.segments, order)
         if any(segment.dtype == FLOAT8 for segment in segments):
             raise AdapterUnusable(
                 f"it has values in {FLOAT8}, which this server does not apply", subject="adapter"
             )
-        is_empty = not segments and header.image_format == 1
-        if is_empty or len(segments) % 2:
-            raise CorruptImage("the image has no segments, or an A without its B")
-        end, previous = 0, -1
-        shared: dict[int, Segment] = {}
-        for a, b in zip(segments[::2], segments[1::2], strict=True):
-            if (a.kind, b.kind) != ("a", "b") or a.target != b.target or a.rank != b.rank:
-                raise CorruptImage(f"segment at byte {a.offset} is not an A followed by its B")
-            if not previous < a.target < len(self.targets) or a.rank < 1:
-                raise CorruptImage(f"segment at byte {a.offset} does not fit the layout")
-            for segment in (a, b):
-                self._check_form(segment, header.image_format)
-                if segment.offset == end:
-                    end = round_up(segment.offset + segment.length_bytes)
-                elif header.image_format == 1 or not _is_same(segment, shared.get(segment.offset)):
-                    raise CorruptImage(f"segment at byte {segment.offset} is misplaced")
-            shared[a.offset] = a
-            previous = a.target
-        if header.total_bytes != end:
-            raise CorruptImage(f"the image has {header.total_bytes} bytes; its segments need {end}")
+        self._check_kinds(header.segments, segments)
+        for segment in segments:
+            self._check_form(segment, header.image_format)
+        _check_places(header, segments)
+        return replace(header, segments=segments)
+
+    def _with_columns(
+        self, segments: Sequence[Segment], order: Sequence[int]
+    ) -> tuple[Segment, ...]:
+        """Returns the segments with indices into `all_targets`."""
+        previous = 0
+        for segment in segments:
+            if not previous <= segment.target < len(order):
+                raise CorruptImage(f"segment at byte {segment.offset} does not fit the layout")
+            previous = segment.target
+        return tuple(
+            Segment(
+                *(order[each.target], each.kind, each.rank, each.offset, each.length_bytes),
+                *(each.dtype, each.shape, each.scale),
+            )
+            for each in segments  # many: `replace` would take a millisecond
+        )
+
+    def _check_kinds(self, places: Sequence[Segment], segments: Sequence[Segment]) -> None:
+        """Raises CorruptImage unless each target has what is complete, in order: an A, its B of one
+        rank, a bias and a magnitude, and then all or some rows of the base's weight; and
+        AdapterUnusable for a whole weight of a target that has none to replace."""
+        refused: list[str] = []
+        for target, found in groupby(segments, lambda segment: segment.target):
+            own = list(found)
+            kinds = tuple(segment.kind for segment in own)
+            is_known = kinds in _COMPLETE and (kinds == ("full",) or target < len(self.targets))
+            if not is_known or len({each.rank for each in own if each.kind in ("a", "b")}) > 1:
+                raise CorruptImage(
+                    f"segment at byte {own[0].offset} is not an A followed by its B, nor what else "
+                    f"a target may have: {', '.join(kinds)}"
+                )
+            if not {*kinds}.isdisjoint(_REPLACED) and not self._is_replaceable(target):
+                refused.append(self.all_targets[target].short_name)
+        if refused:
+            what = refused_kinds(("full",), refused)
+            raise AdapterUnusable(f"it has {what}", subject="adapter")
+
+    def _is_replaceable(self, target: int) -> bool:
+        return target in self.biases or target in self.weights
+
+    def check_rows(
+        self,
+        header: ImageHeader,
+        read: Callable[[int, int], bytes],
+        max_added_tokens: int = 0,
+    ) -> None:
+        """Checks which rows an image, as `read_header` returned it, has in the base's place; `read`
+        returns bytes of it from an offset. Raises CorruptImage for ids that do not ascend, and
+        AdapterUnusable for one too far behind the base's last."""
+        for segment in header.segments:
+            if segment.kind != "row_ids":
+                continue
+            ids = np.frombuffer(read(segment.offset, segment.length_bytes), np.int32)
+            if not len(ids) or ids[0] < 0 or (np.diff(ids.astype(np.int64)) <= 0).any():
+                raise CorruptImage(f"row ids at byte {segment.offset} do not ascend")
+            target = self.all_targets[segment.target]
+            num_rows = target.in_features if target.kind == "embedding" else target.out_features
+            if ids[-1] >= num_rows + max_added_tokens:
+                raise AdapterUnusable(
+                    f"it has a row for token {ids[-1]}, and this server accepts "
+                    f"{max_added_tokens} tokens behind the {num_rows} of the model "
+                    "(--max-added-tokens)",
+                    subject="adapter",
+                )
 
     def refusal(self, header: ImageHeader, lora_targets: Collection[str] = ()) -> str | None:
         """Returns what an image changes that a server which is restricted to these targets, none:
         to none in particular, does not accept; in words that follow "has"."""
-        found = dict.fromkeys(self.targets[segment.target].module for segment in header.segments)
+        found = dict.fromkeys(
+            self.all_targets[self.biases.get(segment.target, segment.target)].module
+            for segment in header.segments
+        )
         return refused_targets([name for name in found if name not in lora_targets], lora_targets)
 
     def _check_form(self, segment: Segment, image_format: int) -> None:
         """Raises CorruptImage for one that does not have the values of its target."""
-        target = self.targets[segment.target]
-        features = {"a": target.in_features, "b": target.out_features}.get(segment.kind, 0)
-        is_whole = segment.length_bytes == segment.rank * features * self.dtype.itemsize
+        dtype, shape = self._form_of(segment)
+        is_whole = segment.length_bytes == math.prod(shape) * dtype.itemsize
+        is_whole &= segment.kind not in ("a", "b") or segment.rank > 0
         if image_format > 1:
-            shape = [segment.rank, features]
-            if target.kind == "embedding" and segment.kind == "a":
-                shape.reverse()
-            dtype = str(self.dtype).removeprefix("torch.")
-            is_whole &= (segment.dtype, segment.scale) == (dtype, 1.0)
-            is_whole &= list(segment.shape) == shape
+            name = str(dtype).removeprefix("torch.")
+            is_whole &= (segment.dtype, segment.scale) == (name, 1.0)
+            is_whole &= tuple(segment.shape) == shape
         if not is_whole:
             raise CorruptImage(f"segment at byte {segment.offset} is misplaced")
+
+    def _form_of(self, segment: Segment) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Returns the dtype and the shape that a segment must have."""
+        target, kind = self.all_targets[segment.target], segment.kind
+        num_in, num_out = target.in_features, target.out_features
+        is_embedding = target.kind == "embedding"
+        shape: tuple[int, ...]
+        if kind == "a":
+            shape = (num_in, segment.rank) if is_embedding else (segment.rank, num_in)
+        elif kind == "b":
+            shape = (segment.rank, num_out)
+        elif kind in ("bias", "magnitude") or target.kind == "vector":
+            shape = (num_out,)
+        else:
+            num_rows, features = (num_in, num_out) if is_embedding else (num_out, num_in)
+            if kind != "full":
+                num_rows = segment.shape[0] if segment.shape else 0
+            shape = (num_rows,) if kind == "row_ids" else (num_rows, features)
+        dtypes = {
+            "bias": torch.float32,
+            "magnitude": torch.float32,
+            "row_ids": torch.int32,
+        }
+        return dtypes.get(kind, self.dtype), shape
+
+
+_LORA_KINDS = tuple(
+    ("a", "b", *bias, *magnitude) for bias in ((), ("bias",)) for magnitude in ((), ("magnitude",))
+)
+_COMPLETE = frozenset(
+    (*lora, *replaced)
+    for lora in ((), *_LORA_KINDS)
+    for replaced in ((), ("full",), ("row_ids", "rows"))
+    if lora or replaced
+)
+"""What an adapter may have of a target, in the order in which it lies in an image."""
+
+
+def _check_places(header: ImageHeader, segments: Iterable[Segment]) -> None:
+    """Raises CorruptImage unless segments lie one behind the other, but for those that share the
+    bytes of an earlier one, and the image ends with the last."""
+    end = 0
+    earlier: dict[int, Segment] = {}
+    for segment in segments:
+        if segment.offset == end:
+            end = round_up(segment.offset + segment.length_bytes)
+            earlier[segment.offset] = segment
+        elif (
+            header.image_format == 1
+            or segment.kind not in _SHARED
+            or not _is_same(segment, earlier.get(segment.offset))
+        ):
+            raise CorruptImage(f"segment at byte {segment.offset} is misplaced")
+    if header.total_bytes != end:
+        raise CorruptImage(f"the image has {header.total_bytes} bytes; its segments need {end}")
 
 
 def _is_same(segment: Segment, earlier: Segment | None) -> bool:
@@ -347,6 +461,27 @@ def _targets_of(projection: Projection, layer: int | None) -> Iterator[LayoutTar
             *(projection.in_features, member.out_features, fused, TEXT),
         )
         start = end
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedTargets:
+    """What adapters of a server change: `groups` by name, and the places in the table of `weights`
+    that they replace, by the names of these. Adapters may have `max_added_tokens` behind the
+    `vocab_size` of the base."""
+
+    groups: Mapping[str, LoraGroup]
+    weights: Mapping[str, int]
+    vocab_size: int
+    max_added_tokens: int
+
+
+def applied_targets(
+    layout: ModelLayout, lora_targets: Collection[str] = (), max_added_tokens: int = 0
+) -> AppliedTargets:
+    """Returns what adapters of a server with this layout change."""
+    vocab_size = next((t.in_features for t in layout.targets if t.name == EMBED_TOKENS), 0)
+    groups = lora_groups(layout, lora_targets)
+    return AppliedTargets(groups, layout.weight_indices, vocab_size, max_added_tokens)
 
 
 def computed_groups(config: EngineConfig, decoder: Decoder) -> dict[str, LoraGroup]:

@@ -288,6 +288,14 @@ class Loader:
         elif self.waiters[digest]:
             self.ensure_loading(digest, now_s)  # cancelled, and requested again before it ended
 
+    def finish_dividing(self, digest: str, faulty: str) -> None:
+        """See Residency.finish_dividing."""
+        self.tiers.finish_dividing(digest, is_sound=not faulty)
+        if faulty:
+            detail = f"DoRA magnitudes that cannot be applied: a row of {faulty} becomes zero"
+            error = AdapterUnusable(f"adapter {digest} has {detail}", subject="adapter")
+            self._failures.append((digest, error))
+
     def finish_copy(self, digest: str, now_s: float) -> None:
         """Publishes an image whose copy into the arena is complete."""
         copy = self.tiers.finish_copy(digest)

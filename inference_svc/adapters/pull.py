@@ -41,6 +41,14 @@ class ImageSink:
                 written += end - start
         assert written == len(data), "bytes outside the image's extents"
 
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Returns bytes of the image that were written; they lie within one extent."""
+        for extent in self._extents:
+            start = offset - extent.image_offset
+            if start >= 0 and start + num_bytes <= extent.num_bytes:
+                return bytes(self._memory[extent.start + start :][:num_bytes])
+        raise AssertionError("bytes outside the image's extents")
+
 
 @dataclass
 class Progress:

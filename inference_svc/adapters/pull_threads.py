@@ -57,6 +57,11 @@ class Cancelled(Exception):
     """Ends an attempt: the job was cancelled while it waited for memory."""
 
 
+CheckRows = Callable[[ImageHeader, Callable[[int, int], bytes]], None]
+"""Checks what only the bytes of an image say, which it reads by offset and size: raises
+CorruptImage or AdapterUnusable."""
+
+
 class Puller:
     """Pulls with a fixed number of threads.
 
@@ -70,11 +75,13 @@ class Puller:
         num_workers: int,
         post: Callable[[PullEvent], None],
         read_header: Callable[[ImageHeader], ImageHeader],
+        check_rows: CheckRows,
     ) -> None:
         self.num_workers = num_workers
         self._store = store
         self._post = post
         self._read_header = read_header
+        self._check_rows = check_rows
         self._jobs: queue.SimpleQueue[PullJob | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, name=f"loadout-pull-{i}", daemon=True)
@@ -181,7 +188,11 @@ class Puller:
                     _end_part(progress, message, position, hasher.digest())
                     hasher = hashlib.sha256()
                 else:
-                    return _check_trailer(progress, message, position)
+                    _check_trailer(progress, message, position)
+                    assert progress.header is not None
+                    assert progress.sink is not None
+                    self._check_rows(progress.header, progress.sink.read)
+                    return
         finally:
             job.detach()
             stream.cancel()

@@ -140,9 +140,15 @@ class Residency:
         for digest in digests:
             self.loader.finish_copy(digest, now_s)
 
+    def finish_dividing(self, digest: str, faulty: str) -> None:
+        """Publishes an image whose magnitudes are divided; or fails its load, if those of the
+        target `faulty` cannot be."""
+        self.loader.finish_dividing(digest, faulty)
+
     @property
     def is_copying(self) -> bool:
-        return bool(self.tiers.copies)
+        """Returns whether something is on its way into the arena that no message tells of."""
+        return bool(self.tiers.copies or self.tiers.dividing)
 
     def next_expiry_s(self) -> float | None:
         """Returns when `advance` is to be called again if nothing happens before."""
@@ -174,7 +180,8 @@ class Residency:
     def unload(self, digest: str) -> int:
         """Frees an adapter, once its last user is gone (`is_draining`); returns how many bytes."""
         resident, hosted = self.device.get(digest), self.tiers.host_resident(digest)
-        if digest in self.loads or digest in self.tiers.copies:
+        tiers = self.tiers
+        if digest in self.loads or digest in tiers.copies or digest in tiers.dividing:
             raise AdapterUnusable(f"adapter {digest} is still loading", subject="ref")
         if resident is None and hosted is None:
             raise AdapterNotFound(f"adapter {digest} is not resident", subject="ref")

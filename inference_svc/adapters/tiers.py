@@ -57,7 +57,15 @@ class MixWrite:
     parts: tuple[tuple[int, float], ...]
 
 
-ResidencyChange = TableWrite | TableClear | HostCopy | MixWrite
+@dataclass(frozen=True, slots=True)
+class DivideMagnitudes:
+    """Starts to divide the magnitudes of an image that lies in the arena by the norms of what they
+    scale; a TableWrite is due once that is done."""
+
+    resident: Resident
+
+
+ResidencyChange = TableWrite | TableClear | HostCopy | DivideMagnitudes | MixWrite
 
 
 @dataclass
@@ -120,6 +128,7 @@ class MemoryTiers:
 
     Pulls write to the `pull_tier`: the host tier, or the arena where there is none. `copies` are
     those in flight by digest, from the decision to the last byte; each pins its host image.
+    `dividing` are images that are complete in the arena but for their magnitudes.
     """
 
     def __init__(self, device: Slots, host: HostTier | None, times: LoadTimes) -> None:
@@ -128,6 +137,7 @@ class MemoryTiers:
         self.host = host
         self.pull_tier = device if host is None else host.slots
         self.copies: dict[str, InFlightCopy] = {}
+        self.dividing: dict[str, Resident] = {}
         self._times = times
         self._changes = PendingChanges()
         self._ready: list[str] = []
@@ -195,10 +205,26 @@ class MemoryTiers:
         return copy
 
     def publish(self, resident: Resident, load_seconds: float) -> None:
-        """Makes an image, complete in the arena, visible to kernels with the next batch."""
+        """Makes an image, complete in the arena, visible to kernels with the next batch, or, if it
+        has magnitudes, when these are divided."""
+        resident.load_seconds = load_seconds
+        if any(segment.kind == "magnitude" for segment in resident.header.segments):
+            self.dividing[resident.digest] = resident
+            self._changes.append(DivideMagnitudes(resident))
+        else:
+            self._publish(resident)
+
+    def finish_dividing(self, digest: str, *, is_sound: bool) -> None:
+        """Publishes an image whose magnitudes are divided, or removes it."""
+        resident = self.dividing.pop(digest)
+        if is_sound:
+            self._publish(resident)
+        else:
+            self.device.remove(digest)
+
+    def _publish(self, resident: Resident) -> None:
         self._changes.append(TableWrite(resident))
         resident.ready = True
-        resident.load_seconds = load_seconds
         resident.last_used_time_s = time.time()
         self._ready.append(resident.digest)
 
@@ -240,6 +266,7 @@ class MemoryTiers:
         self.device.check_integrity()
         for resident in self.device.residents():
             is_loading = resident.digest in loads or resident.digest in self.copies
+            is_loading |= resident.digest in self.dividing
             assert resident.ready != is_loading, "a half-loaded image"
         pins = dict.fromkeys(self.copies, 1)
         for digest, load in loads.by_digest.items():

@@ -74,8 +74,10 @@ class GenerateCall:
         binding: Binding | None,
         home_tenant: str,
         max_model_len: int,
+        end_ids: tuple[int, ...] = (),
     ) -> list[Request]:
-        """Returns the requests of one prompt. `home_tenant` is the caller's.
+        """Returns the requests of one prompt. `home_tenant` is the caller's. An adapter's `end_ids`
+        end them as the model's own tokens do.
 
         The first has the call's seed, so that it equals a single choice; the others have the next
         ones.
@@ -94,7 +96,7 @@ class GenerateCall:
         request = Request(
             request_id=self.request_id,
             prompt_token_ids=prompt_token_ids,
-            sampling=_shortened(self.sampling, max_tokens),
+            sampling=_ended_by(end_ids, _shortened(self.sampling, max_tokens)),
             digest=digest,
             activation=activation,
             adapter=label,
@@ -156,6 +158,13 @@ def _shortened(sampling: SamplingParams, max_tokens: int) -> SamplingParams:
     max_tokens = min(sampling.max_tokens, max_tokens)
     min_tokens = min(sampling.min_tokens, max_tokens)
     return replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
+
+
+def _ended_by(end_ids: tuple[int, ...], sampling: SamplingParams) -> SamplingParams:
+    if sampling.ignore_eos or not end_ids:
+        return sampling
+    ids = dict.fromkeys((*sampling.stop_token_ids, *end_ids))
+    return replace(sampling, stop_token_ids=tuple(ids))
 
 
 def deadline_after(remaining_s: float | None) -> float | None:

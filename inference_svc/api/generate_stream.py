@@ -14,6 +14,7 @@ from inference_svc.core import Principal, Request
 from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.store.directory import Binding
+from inference_svc.text.text_model import TextModel
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
 
@@ -21,7 +22,7 @@ Deltas = AsyncGenerator[tuple[int, Delta], None]
 @dataclass(frozen=True, slots=True)
 class GenerateStream:
     """A call that is ready to run: its adapter is resolved, its prompts are tokenised, and what is
-    kept of them is what its record says."""
+    kept of them is what its record says. `text` is the adapter's, or the model's."""
 
     call: GenerateCall
     prompts: Sequence[PromptNote]
@@ -32,6 +33,7 @@ class GenerateStream:
     request_log: RequestLog
     record: RequestRecord
     base_model: str
+    text: TextModel
 
     @asynccontextmanager
     async def deltas(self) -> AsyncIterator[Deltas]:
@@ -93,7 +95,9 @@ class GenerateStream:
                 )
             if trace is not None:
                 request = replace(request, trace=trace.span.context)
-            running = self.engine.generate(request, request.tenant, self.principal.account, trace)
+            running = self.engine.generate(
+                *(request, request.tenant, self.principal.account, trace), decoder=self.text
+            )
             async with aclosing(running) as deltas:
                 async for delta in deltas:
                     record.add(delta)

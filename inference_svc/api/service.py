@@ -20,9 +20,11 @@ from inference_svc.engine.status_types import AdapterDetails, EngineStatus, Resi
 from inference_svc.errors import AdapterNotFound
 from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.store.directory import Binding, Directory
+from inference_svc.store.texts import AdapterTexts
 from inference_svc.store.types import AdapterPage, Registered, Registry, Source
 from inference_svc.text.no_tokenizer import NO_TOKENIZER
 from inference_svc.text.prompt import PromptEncoder
+from inference_svc.text.text_model import TextModel
 from servicekit.auth.audit import Audit, AuditEntry
 from servicekit.auth.authenticator import Authenticator, Metadata, bearer_token
 from servicekit.errors import InvalidArgument, ServiceError
@@ -148,6 +150,8 @@ class Service:
         directory: Directory,
         registry: Registry | None,
         prompts: PromptEncoder,
+        text: TextModel,
+        texts: AdapterTexts | None,
         reading: Shares,
         work: WorkBudget,
         request_log: RequestLog,
@@ -160,6 +164,8 @@ class Service:
         self._directory = directory
         self._registry = registry
         self._prompts = prompts
+        self._text = text
+        self._texts = texts
         self._reading = reading
         self._work = work
         self._request_log = request_log
@@ -213,7 +219,9 @@ class Service:
                 record.request_id, record.prompt = call.request_id, prompts[0]
                 binding = await self._resolve_call(principal, call)
                 record.bind(binding)
-                requests = call.bounded(await self._to_requests(call, binding, principal))
+                text = await self._text_of(binding, principal)
+                made = await self._to_requests(call, binding, principal, text)
+                requests = call.bounded(made)
         return GenerateStream(
             call.without_prompts(),
             prompts,
@@ -224,7 +232,16 @@ class Service:
             self._request_log,
             record,
             self.facts.base_model,
+            text,
         )
+
+    async def _text_of(self, binding: Binding | None, principal: Principal) -> TextModel:
+        """Returns what a call's prompts and answers are converted with: the adapter's, or the
+        model's. Raises like AdapterTexts.get, also for prompts of token ids: their answers are
+        texts, too."""
+        if binding is None or self._texts is None:
+            return self._text
+        return await self._texts.get(binding, self._prompts.threads_of(principal.account))
 
     @asynccontextmanager
     async def _place_for(self, caller: Principal, num_bytes: int) -> AsyncIterator[None]:
@@ -278,15 +295,19 @@ class Service:
         return Binding.of_parts(parts)
 
     async def _to_requests(
-        self, call: GenerateCall, binding: Binding | None, principal: Principal
+        self, call: GenerateCall, binding: Binding | None, principal: Principal, text: TextModel
     ) -> list[Request]:
         """Raises InvalidArgument for an invalid prompt."""
         requests: list[Request] = []
+        num_added_tokens = 0 if binding is None else binding.added_tokens
         for index, prompt in enumerate(call.prompts):
             with child_span("tokenize"):
-                token_ids = await self._prompts.encode(prompt, principal.account)
+                token_ids = await self._prompts.encode(
+                    prompt, principal.account, text, num_added_tokens
+                )
             requests += call.to_requests(
-                index, token_ids, binding, principal.home_tenant, self.facts.max_model_len
+                *(index, token_ids, binding, principal.home_tenant, self.facts.max_model_len),
+                end_ids=text.end_ids,
             )
         return requests
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import ModelLayout
+from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.core import Batch, EngineConfig, padding_pages
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches, kv_page_bytes
@@ -57,6 +58,10 @@ class Backend(Protocol[Inputs]):
         adapter that has these targets of the layout: kernels on a device, operations on a CPU.
         Groups of which the adapter has no target are there if the step launches them all the
         same."""
+
+    def magnitudes(self) -> Magnitudes:
+        """Returns what divides magnitudes of adapters by the norms of the base's weights. Called
+        once, when an adapter first has any."""
 
     def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
         """Binds each thread that computes to one of these sets of processors. Called once, in the

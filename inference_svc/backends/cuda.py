@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.layout import EMBEDDING, ModelLayout, lora_groups
+from inference_svc.adapters.layout import (
+    EMBEDDING,
+    AppliedTargets,
+    ModelLayout,
+    applied_targets,
+)
 from inference_svc.backends.base import (
     Backend,
     DeviceMemory,
@@ -23,9 +28,10 @@ from inference_svc.backends.base import (
 )
 from inference_svc.backends.cuda_graphs import CapturedSteps, CudaRecorder, Record, captured_sizes
 from inference_svc.backends.cuda_inputs import CudaInputs
-from inference_svc.backends.cuda_lora import CudaLora
+from inference_svc.backends.cuda_lora import CudaLora, StepKind
 from inference_svc.backends.cuda_needs import memory_needs
 from inference_svc.backends.cuda_pages import PageTable
+from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.backends.torch import LoraStep
 from inference_svc.core import (
     Batch,
@@ -43,7 +49,6 @@ from inference_svc.model.layers import Linear
 from inference_svc.model.transformer import COMPUTED, Transformer
 from inference_svc.model.weights import load_weights
 from kernels import tuning
-from kernels.lora import LoraGroup
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +82,7 @@ class PreparedStep(NamedTuple):
 
     step: FixedStep
     num_logits: int
-    has_lora: bool
+    kind: StepKind
     size: int | None
 
 
@@ -93,7 +98,7 @@ class CudaBackend:
         transformer: Transformer,
         kv_caches: KVCaches,
         arena: Arena,
-        groups: Mapping[str, LoraGroup],
+        targets: AppliedTargets,
         limits: StepLimits,
         record: Record | None,
     ) -> None:
@@ -103,18 +108,19 @@ class CudaBackend:
         self.num_replays = 0
         self._transformer = transformer
         self._kv_caches = kv_caches
-        self._groups = groups
+        self._targets = targets
         self._limits = limits
         max_tokens, max_rows, max_pages = limits
         self._table = PageTable(
             max_rows, max_pages, self.num_pages, arena.device, arena.streams.compute
         )
-        self._prompts = self._make_step(max_tokens, groups)
-        self._decodes = self._make_step(max_rows, groups)
+        self._prompts = self._make_step(max_tokens)
+        self._decodes = self._make_step(max_rows)
         self._sizes = captured_sizes(max_rows)
         # One place for every step's result, or each recording would keep its own.
         vocab_size = transformer.description.vocab_size
-        self._logits = torch.zeros(max_rows, vocab_size, device=arena.device)
+        num_logits = vocab_size + targets.max_added_tokens
+        self._logits = torch.zeros(max_rows, num_logits, device=arena.device)
         self._argmax = torch.zeros(max_rows, dtype=torch.int64, device=arena.device)
         self._captured: CapturedSteps | None = None
         if arena.device.type == "cuda":
@@ -124,11 +130,12 @@ class CudaBackend:
         if record is not None:
             self._captured = CapturedSteps(self._sizes, self._decode, record)
 
-    def _make_step(self, max_tokens: int, groups: Mapping[str, LoraGroup]) -> FixedStep:
+    def _make_step(self, max_tokens: int) -> FixedStep:
         max_rows, page_size = self._limits.max_rows, self._kv_caches.page_size
         reserved_bytes = CudaLora.num_bytes(max_tokens, max_rows)
         inputs = CudaInputs(max_tokens, max_rows, self._table, page_size, reserved_bytes)
-        return FixedStep(inputs, CudaLora(self.arena, groups, inputs.block, max_tokens, max_rows))
+        lora = CudaLora(self.arena, self._targets, inputs.block, max_tokens, max_rows)
+        return FixedStep(inputs, lora)
 
     @property
     def kernels(self) -> str:
@@ -143,7 +150,7 @@ class CudaBackend:
         own = frozenset(targets)
         return {
             name: EMBEDDING_LAUNCHES if name == EMBEDDING else GROUP_LAUNCHES
-            for name, group in self._groups.items()
+            for name, group in self._targets.groups.items()
             if self._captured is not None or not own.isdisjoint(group.targets)
         }
 
@@ -174,8 +181,8 @@ class CudaBackend:
             self._captured.record_all()
             return
         for size in reversed(self._sizes):
-            for with_lora in (True, False):
-                self._decode(size, with_lora)
+            for kind in reversed(StepKind):
+                self._decode(size, kind)
 
     def _warm_up_prompts(self, num_tokens: int) -> None:
         """Runs a step of so many tokens, or as many as fit its rows."""
@@ -191,9 +198,16 @@ class CudaBackend:
         inputs = step.inputs.inputs()
         # Without tiles, too: in a step with prompts of others an adapter may have single tokens
         # only.
-        steps = (step.lora.warm_up_step(len(inputs.token_ids), tiles) for tiles in (True, False))
+        steps = (
+            step.lora.warm_up_step(kind, len(inputs.token_ids), tiles)
+            for kind in (StepKind.LORA, StepKind.ANY)
+            for tiles in (True, False)
+        )
         for lora in (None, *steps):
             self._compute(step, inputs, lora)
+
+    def magnitudes(self) -> Magnitudes:
+        return Magnitudes(self._transformer.description, self._transformer.weights, self.arena)
 
     def place_threads(self, processors: abc.Sequence[abc.Sequence[int]]) -> None:
         """Leaves the threads to the system: the device computes."""
@@ -211,41 +225,47 @@ class CudaBackend:
     def _send(self, step: FixedStep, batch: BatchColumns, size: int | None = None) -> PreparedStep:
         step.inputs.block.wait()
         num_logits = step.inputs.fill(batch)
-        has_lora = step.lora.fill(batch)
-        self.num_lora_steps += has_lora
+        kind = step.lora.fill(batch)
+        self.num_lora_steps += kind is not StepKind.BASE
         if size is not None:
             step.inputs.pad(size)
         step.inputs.send()
-        return PreparedStep(step, num_logits, has_lora, size)
+        return PreparedStep(step, num_logits, kind, size)
 
     @torch.inference_mode()
     def forward(self, inputs: PreparedStep) -> Logits:
-        step, num_logits, has_lora, size = inputs
+        step, num_logits, kind, size = inputs
         if size is not None:
             assert self._captured is not None
             self.num_replays += 1
-            self._captured.replay(size, has_lora)
+            self._captured.replay(size, kind)
+            lora = step.lora.decode_step(size, kind)
         else:
-            self._compute(step, step.inputs.inputs(), step.lora.step() if has_lora else None)
+            lora = step.lora.step() if kind is not StepKind.BASE else None
+            self._compute(step, step.inputs.inputs(), lora)
         self._table.close()
-        return Logits(self._logits[:num_logits], self._argmax[:num_logits])
+        return Logits(self._logits_of(num_logits, lora), self._argmax[:num_logits])
 
     def free_unused(self) -> None:
         """Lets go of torch's cache: its pieces may be too small for what did not fit."""
         if self.arena.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _decode(self, size: int, with_lora: bool) -> None:
+    def _decode(self, size: int, kind: StepKind) -> None:
         step = self._decodes
-        lora = step.lora.decode_step(size) if with_lora else None
-        self._compute(step, step.inputs.decode_inputs(size), lora)
+        self._compute(step, step.inputs.decode_inputs(size), step.lora.decode_step(size, kind))
 
     def _compute(self, step: FixedStep, inputs: StepInputs, lora: LoraStep | None) -> None:
         """Writes the step's logits, and the largest of each row, to their places."""
         step.inputs.write_pages()
-        logits = self._logits[: len(inputs.logit_rows)]
+        logits = self._logits_of(len(inputs.logit_rows), lora)
         logits.copy_(self._transformer.forward(inputs, self._kv_caches, lora))
         torch.argmax(logits, dim=-1, out=self._argmax[: len(logits)])
+
+    def _logits_of(self, num_rows: int, lora: LoraStep | None) -> Tensor:
+        """Returns the place of a step's logits, of tokens that adapters add if there may be any."""
+        num_added = 0 if lora is None else lora.num_added_tokens
+        return self._logits[:num_rows, : self._targets.vocab_size + num_added]
 
     @property
     def _padding_page(self) -> int:
@@ -302,8 +322,8 @@ class CudaFactory:
         limits = StepLimits(config.max_batch_tokens, config.max_sequences, max_pages(config))
         record = CudaRecorder() if config.record_steps else None
         transformer = Transformer(decoder, weights)
-        groups = lora_groups(layout, config.lora_targets)
-        backend = CudaBackend(transformer, kv_caches, arena, groups, limits, record)
+        targets = applied_targets(layout, config.lora_targets, config.max_added_tokens)
+        backend = CudaBackend(transformer, kv_caches, arena, targets, limits, record)
         backend.warm_up()
         return backend
 

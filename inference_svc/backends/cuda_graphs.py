@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from inference_svc.backends.cuda_lora import StepKind
+
 logger = logging.getLogger(__name__)
 
 Compute = Callable[[], None]
@@ -43,15 +45,15 @@ class CudaRecorder:
 
 
 class CapturedSteps:
-    """`compute(size, with_lora)` computes a decode step of `size` rows from fixed addresses."""
+    """`compute(size, kind)` computes a decode step of `size` rows from fixed addresses."""
 
     def __init__(
-        self, sizes: Sequence[int], compute: Callable[[int, bool], None], record: Record
+        self, sizes: Sequence[int], compute: Callable[[int, StepKind], None], record: Record
     ) -> None:
         self._sizes = sorted(sizes)
         self._compute = compute
         self._record = record
-        self._recorded: dict[tuple[int, bool], Recorded] = {}
+        self._recorded: dict[tuple[int, StepKind], Recorded] = {}
 
     def size_for(self, num_rows: int) -> int | None:
         """Returns the smallest size that holds so many rows; None if none does."""
@@ -62,20 +64,20 @@ class CapturedSteps:
         """Records all sizes, the largest first: the smaller ones then reuse its memory."""
         started_s = time.monotonic()
         for size in reversed(self._sizes):
-            for with_lora in (True, False):
-                self._find(size, with_lora)
+            for kind in reversed(StepKind):
+                self._find(size, kind)
         logger.info(
             "recorded decode steps of %s rows in %.1f s", self._sizes, time.monotonic() - started_s
         )
 
-    def replay(self, size: int, with_lora: bool) -> None:
+    def replay(self, size: int, kind: StepKind) -> None:
         """Computes the recorded step."""
-        self._find(size, with_lora).replay()
+        self._find(size, kind).replay()
 
-    def _find(self, size: int, with_lora: bool) -> Recorded:
-        key = (size, with_lora)
+    def _find(self, size: int, kind: StepKind) -> Recorded:
+        key = (size, kind)
         if key not in self._recorded:
-            self._recorded[key] = self._record(lambda: self._compute(size, with_lora))
+            self._recorded[key] = self._record(lambda: self._compute(size, kind))
         return self._recorded[key]
 
 

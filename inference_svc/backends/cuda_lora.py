@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from inference_svc.adapters.arena import Arena
+from inference_svc.adapters.layout import AppliedTargets
 from inference_svc.backends.cuda_inputs import ALIGNMENT_BYTES, StepBlock
 from inference_svc.backends.torch import LoraStep
 from inference_svc.core import BASE_SLOT, BatchColumns, SlotRuns, slot_runs
-from kernels.lora import LoraGroup, LoraPlan
+from kernels.lora import LoraPlan, LoraTable, TableRow
 from kernels.lora.plan import (
     ITEM_TILE,
     ITEM_TOKEN,
@@ -22,24 +25,36 @@ from kernels.lora.plan import (
 )
 
 
+class StepKind(enum.Enum):
+    """What the adapters of a step have: none, A and B alone, or anything. Recorded steps are of one
+    kind: what an adapter may have besides takes launches, and others do without."""
+
+    BASE = enum.auto()
+    LORA = enum.auto()
+    ANY = enum.auto()
+
+
 class CudaLora:
     """LoRA plans for steps of up to `max_tokens` tokens of up to `max_rows` rows, in `block`."""
 
     def __init__(
         self,
         arena: Arena,
-        groups: Mapping[str, LoraGroup],
+        targets: AppliedTargets,
         block: StepBlock,
         max_tokens: int,
         max_rows: int,
     ) -> None:
         self.arena = arena
-        self._groups = groups
+        self._targets = targets
         self._tokens = _PlanArrays(block, max_tokens, max_rows)
         self._heads = _PlanArrays(block, max_rows, max_rows)
         self._slots: list[int] = []
         self._is_decode = False
-        self._every_target = frozenset(range(arena.table.num_targets))
+        self._contents = {
+            StepKind.LORA: Contents(frozenset(range(arena.table.num_targets))),
+            StepKind.ANY: Contents.everything(arena.table),
+        }
 
     @staticmethod
     def num_bytes(max_tokens: int, max_rows: int) -> int:
@@ -48,8 +63,8 @@ class CudaLora:
             max_rows, max_rows
         )
 
-    def fill(self, batch: BatchColumns) -> bool:
-        """Plans the step's rows on the host; False when none of them has an adapter."""
+    def fill(self, batch: BatchColumns) -> StepKind:
+        """Plans the step's rows on the host; returns what their adapters have."""
         slots = [sequence.slot for sequence in batch.sequences]
         self._is_decode = batch.is_decode
         if self._is_decode or max(slots) == BASE_SLOT:
@@ -58,37 +73,67 @@ class CudaLora:
             runs = slot_runs(batch.sequences, batch.starts, batch.counts)
         self._slots = runs.slots
         if max(self._slots) == BASE_SLOT:
-            return False
+            return StepKind.BASE
         if self._is_decode:
             self._tokens.fill_decodes(np.array(slots, dtype=np.int64))
         else:
             self._tokens.fill(*(np.array(of_run, dtype=np.int64) for of_run in runs))
             self._heads.fill_decodes(np.array(slots, dtype=np.int64)[np.array(batch.samples)])
-        return True
+        has_more = any(adapter.has_vectors or adapter.replaced for adapter in self._adapters())
+        return StepKind.ANY if has_more else StepKind.LORA
+
+    def _adapters(self) -> list[TableRow]:
+        return [self.arena.table.adapters[slot] for slot in {*self._slots} - {BASE_SLOT}]
 
     def step(self) -> LoraStep:
         """Returns the plans that were filled."""
-        adapters, used = self.arena.table.adapters, set(self._slots) - {BASE_SLOT}
-        targets = frozenset[int]().union(*{adapters[slot].target_set for slot in used})
+        contents = Contents.of(self._adapters())
         heads = self._tokens if self._is_decode else self._heads
-        plans = (arrays.plan(self.arena, targets) for arrays in (self._tokens, heads))
-        return LoraStep(self.arena, self._groups, *plans)
+        plans = (arrays.plan(self.arena, contents) for arrays in (self._tokens, heads))
+        return LoraStep(self.arena, self._targets, *plans)
 
-    def decode_step(self, num_rows: int) -> LoraStep:
+    def decode_step(self, num_rows: int, kind: StepKind) -> LoraStep | None:
         """Returns plans for a recorded step of so many decode rows, whatever adapters they use."""
+        if kind is StepKind.BASE:
+            return None
         # Every row is one token that samples.
-        plan = self._any_plan(self._tokens, num_rows, has_tiles=False)
-        return LoraStep(self.arena, self._groups, plan, plan)
+        plan = self._any_plan(self._tokens, kind, num_rows, has_tiles=False)
+        return LoraStep(self.arena, self._targets, plan, plan)
 
-    def warm_up_step(self, num_tokens: int, has_tiles: bool) -> LoraStep:
+    def warm_up_step(self, kind: StepKind, num_tokens: int, has_tiles: bool) -> LoraStep:
         """Launches every kernel that a step with prompts needs, its adapters with tiles or without,
         over what was filled: for base rows, nothing. One row samples."""
-        plan = self._any_plan(self._tokens, num_tokens, has_tiles)
-        heads = self._any_plan(self._heads, 1, has_tiles=False)
-        return LoraStep(self.arena, self._groups, plan, heads)
+        plan = self._any_plan(self._tokens, kind, num_tokens, has_tiles)
+        heads = self._any_plan(self._heads, kind, 1, has_tiles=False)
+        return LoraStep(self.arena, self._targets, plan, heads)
 
-    def _any_plan(self, arrays: _PlanArrays, num_tokens: int, has_tiles: bool) -> LoraPlan:
-        return arrays.any_plan(self.arena, self._every_target, num_tokens, has_tiles)
+    def _any_plan(
+        self, arrays: _PlanArrays, kind: StepKind, num_tokens: int, has_tiles: bool
+    ) -> LoraPlan:
+        return arrays.any_plan(self.arena, self._contents[kind], num_tokens, has_tiles)
+
+
+class Contents(NamedTuple):
+    """What the adapters of a step have, as LoraPlan has it."""
+
+    targets: frozenset[int]
+    weights: frozenset[int] = frozenset()
+    has_vectors: bool = False
+    has_rows: bool = False
+
+    @classmethod
+    def of(cls, adapters: Sequence[TableRow]) -> Contents:
+        return cls(
+            frozenset[int]().union(*(adapter.target_set for adapter in adapters)),
+            frozenset[int]().union(*(adapter.weight_set for adapter in adapters)),
+            any(adapter.has_vectors for adapter in adapters),
+            any(adapter.has_rows for adapter in adapters),
+        )
+
+    @classmethod
+    def everything(cls, table: LoraTable) -> Contents:
+        targets, weights = range(table.num_targets), range(table.num_weights)
+        return cls(frozenset(targets), frozenset(weights), has_vectors=True, has_rows=True)
 
 
 class _PlanArrays:
@@ -136,28 +181,26 @@ class _PlanArrays:
         self._items[num_items : self._num_items] = 0
         self._num_tokens, self._num_items = num_tokens, num_items
 
-    def plan(self, arena: Arena, targets: frozenset[int]) -> LoraPlan:
-        return self._plan(arena, targets, self._num_tokens, self._num_items, self._has_tiles)
+    def plan(self, arena: Arena, contents: Contents) -> LoraPlan:
+        return self._plan(arena, contents, self._num_tokens, self._num_items, self._has_tiles)
 
     def any_plan(
-        self, arena: Arena, targets: frozenset[int], num_tokens: int, has_tiles: bool
+        self, arena: Arena, contents: Contents, num_tokens: int, has_tiles: bool
     ) -> LoraPlan:
         """Has an item for each token as far as there are items, whatever is filled in."""
         num_items = min(num_tokens, len(self._items))
-        return self._plan(arena, targets, num_tokens, num_items, has_tiles)
+        return self._plan(arena, contents, num_tokens, num_items, has_tiles)
 
     def _plan(
-        self, arena: Arena, targets: frozenset[int], num_tokens: int, num_items: int, tiles: bool
+        self, arena: Arena, contents: Contents, num_tokens: int, num_items: int, tiles: bool
     ) -> LoraPlan:
         slots, lengths = self._rows if arena.device.type == "cpu" else _NO_ROWS
         return LoraPlan(
             num_tokens=num_tokens,
             segments=tuple(plan_segments(slots.tolist(), lengths.tolist())),
-            targets=targets,
+            **contents._asdict(),
             max_rank=arena.table.max_rank,
             has_tiles=tiles,
-            has_vectors=False,
-            weights=frozenset(),
             token_slots=self._device_slots[:num_tokens],
             items=self._device_items[:num_items],
         )

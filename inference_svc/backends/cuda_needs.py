@@ -6,20 +6,22 @@ takes for a recorded step, and libraries for themselves, are estimates that say 
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 
 from inference_svc.adapters.layout import EMBEDDING, computed_groups, layout_of
 from inference_svc.backends.base import MemoryNeeds, max_pages
 from inference_svc.backends.cuda_graphs import captured_sizes
 from inference_svc.backends.cuda_inputs import CudaInputs
-from inference_svc.backends.cuda_lora import CudaLora
+from inference_svc.backends.cuda_lora import CudaLora, StepKind
 from inference_svc.backends.torch import most_targets
 from inference_svc.core import EngineConfig
 from inference_svc.model.description import Block, Decoder
-from inference_svc.model.parameters import weights_bytes
+from inference_svc.model.parameters import parameters, weights_bytes
 from kernels import tuning
 from kernels.attention.plan import max_segments
-from kernels.lora.table import NUM_FIELDS
+from kernels.lora.table import NUM_FIELDS, NUM_WEIGHT_FIELDS
 
 MIB = 1 << 20
 LIBRARIES_BYTES = 384 * MIB
@@ -65,19 +67,43 @@ def step_bytes(config: EngineConfig, decoder: Decoder, num_tokens: int) -> int:
     out_bytes = row_bytes * g.hidden_size + shrunk_bytes
     out_bytes += row_bytes * g.hidden_size * any(block.post_norms for block in g.blocks)
     attention_bytes = row_bytes * (2 * g.max_q_size + 2 * g.max_kv_size)
+    of_heads, of_stream = (num_tokens * size for size in _token_weights_bytes(config, g))
     phases: tuple[int, ...] = (
-        attention_bytes + _partial_results_bytes(config, g),
+        attention_bytes + max(_partial_results_bytes(config, g), of_heads),
+        out_bytes + of_stream,
         attention_bytes + out_bytes,
         row_bytes * 3 * g.max_intermediate_size + out_bytes,
-        config.max_sequences * g.vocab_size * item_bytes + shrunk_bytes,
+        _num_logits(config, g) * item_bytes + shrunk_bytes,
     )
     # Throughout, the residual stream, its norm, the angles, and the per-layer inputs; these are
     # made before, of as much again twice.
     kept = 2 * g.hidden_size + sum(2 * rope.rotary_size(head_dim) for rope, head_dim in g.ropes)
     if g.layer_inputs is not None:
         kept += g.layer_inputs.total_size
-        phases += (2 * row_bytes * g.layer_inputs.total_size + shrunk_bytes,)
+        made_bytes = 2 * row_bytes * g.layer_inputs.total_size
+        phases += (made_bytes + max(shrunk_bytes, of_stream),)
     return row_bytes * kept + max(phases)
+
+
+def _token_weights_bytes(config: EngineConfig, decoder: Decoder) -> tuple[int, int]:
+    """Returns what weights of norms take at one time, of one token, that are the token's own: those
+    of queries, keys and values, and another."""
+    dtype = getattr(torch, config.dtype)
+    heads: Counter[int | None] = Counter()
+    largest = 0
+    for each in parameters(decoder):
+        if each.norm is not None and each.key.endswith(("q_norm", "k_norm", "v_norm")):
+            heads[each.layer] += each.num_bytes(dtype)
+        elif each.norm is not None:
+            largest = max(largest, each.num_bytes(dtype))
+    return max(heads.values(), default=0), largest
+
+
+def _num_logits(config: EngineConfig, decoder: Decoder) -> int:
+    """Returns the elements of logits; where adapters add tokens they are copied to wider ones."""
+    num_added = config.max_added_tokens
+    elements = decoder.vocab_size + (decoder.vocab_size + num_added if num_added else 0)
+    return config.max_sequences * elements
 
 
 def _partial_results_bytes(config: EngineConfig, decoder: Decoder) -> int:
@@ -109,20 +135,23 @@ def _fixed_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns what is held between steps: where logits go, inputs, and the tables of pages and of
     adapters."""
     max_tokens, max_rows = config.max_batch_tokens, config.max_sequences
-    logits_bytes = max_rows * (4 * decoder.vocab_size + 8)
+    logits_bytes = max_rows * (4 * (decoder.vocab_size + config.max_added_tokens) + 8)
     inputs_bytes = sum(
         CudaInputs.num_bytes(count, max_rows) + CudaLora.num_bytes(count, max_rows)
         for count in (max_tokens, max_rows)
     )
-    num_targets = len(layout_of(config, decoder).targets)
+    layout = layout_of(config, decoder)
     pages_bytes = 4 * ((max_rows + 1) * max_pages(config) + 1)
-    table_bytes = 4 * NUM_FIELDS * config.max_loras * num_targets
+    row_size = NUM_FIELDS * len(layout.targets) + NUM_WEIGHT_FIELDS * len(layout.weights)
+    table_bytes = 4 * config.max_loras * row_size
     return logits_bytes + inputs_bytes + pages_bytes + table_bytes
 
 
-def recorded_nodes(decoder: Decoder, num_groups: int) -> int:
-    """Returns how many kernels a recorded decode step has at most, with adapters in so many groups
-    of projections; a test counts them."""
+def recorded_nodes(
+    decoder: Decoder, kind: StepKind, num_groups: int, *, adds_tokens: bool = False
+) -> int:
+    """Returns how many kernels a recorded decode step of this kind has at most, with adapters in so
+    many groups of projections; a test counts them."""
     head = decoder.head
     num_nodes = OTHER_NODES + len(decoder.ropes) + GROWTH_NODES * len(decoder.query_growths)
     num_nodes += (decoder.embedding_scale != 1.0) + (head.scale != 1.0)
@@ -131,7 +160,22 @@ def recorded_nodes(decoder: Decoder, num_groups: int) -> int:
     if decoder.layer_inputs is not None:
         # Two tables' parts, each scaled, their sum, scaled, and a norm.
         num_nodes += PRODUCT_NODES + 6
-    return num_nodes + GROUP_NODES * num_groups + sum(map(_layer_nodes, decoder.blocks))
+    if kind is not StepKind.BASE:
+        num_nodes += GROUP_NODES * num_groups
+    if kind is StepKind.ANY:
+        num_nodes += _replacement_nodes(decoder, adds_tokens=adds_tokens)
+    return num_nodes + sum(map(_layer_nodes, decoder.blocks))
+
+
+def _replacement_nodes(decoder: Decoder, *, adds_tokens: bool) -> int:
+    """Returns how many kernels stand in for the base's weights: one for each norm, and those of
+    embedding and head. With tokens that adapters add logits are copied to wider ones, such tokens
+    are looked up as the last one of the vocabulary, and a cap leaves out what there is not."""
+    num_nodes = sum(each.norm is not None for each in parameters(decoder)) + 2
+    if adds_tokens:
+        num_nodes += 2 + 1 + (decoder.layer_inputs is not None)
+        num_nodes += 2 * (decoder.head.softcap is not None)
+    return num_nodes
 
 
 def _layer_nodes(block: Block) -> int:
@@ -151,8 +195,11 @@ def _layer_nodes(block: Block) -> int:
 
 def _graphs_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns what recorded steps take: their kernels, and the memory of one of the largest, which
-    all of them compute in. Of each size there is one without adapters, and one with them."""
+    all of them compute in. Of each size there is one of each kind."""
     num_groups = len(computed_groups(config, decoder))
-    num_nodes = recorded_nodes(decoder, 0) + recorded_nodes(decoder, num_groups)
+    adds_tokens = config.max_added_tokens > 0
+    num_nodes = sum(
+        recorded_nodes(decoder, kind, num_groups, adds_tokens=adds_tokens) for kind in StepKind
+    )
     nodes_bytes = len(captured_sizes(config.max_sequences)) * num_nodes * NODE_BYTES
     return nodes_bytes + step_bytes(config, decoder, config.max_sequences)

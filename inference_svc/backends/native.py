@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.layout import ModelLayout, lora_groups
+from inference_svc.adapters.layout import ModelLayout, applied_targets
 from inference_svc.backends.base import (
     Backend,
     DeviceMemory,
@@ -20,14 +20,15 @@ from inference_svc.backends.base import (
     allocate_kv_caches,
     max_pages,
 )
+from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.backends.native_buffers import BatchPages, StepArrays, Workspace
-from inference_svc.backends.native_lora import NativeLoraOps
+from inference_svc.backends.native_lora import NativeLoraOps, norm_role
 from inference_svc.backends.native_program import NativeTransformer
 from inference_svc.backends.torch import most_targets, step_bytes
 from inference_svc.core import Batch, EngineConfig
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches
-from inference_svc.model.parameters import weights_bytes
+from inference_svc.model.parameters import parameters, weights_bytes
 from inference_svc.model.transformer import COMPUTED
 from inference_svc.model.weights import load_weights
 from kernels.attention.native_memory import AttentionShape
@@ -99,6 +100,9 @@ class NativeBackend:
     def lora_launches(self, targets: Collection[int]) -> Mapping[str, int]:
         return self._transformer.num_ops(self._lora.groups_of(targets))
 
+    def magnitudes(self) -> Magnitudes:
+        return self._transformer.magnitudes(self.arena)
+
     def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
         self._library.place_threads(processors)
 
@@ -161,8 +165,15 @@ class NativeFactory:
         packed = load_weights(config.model_dir, decoder, dtype, config.device, projections)
         pages = BatchPages(max_rows, max_pages(config))
         step = StepArrays(max_tokens, max_rows, config.page_size, pages)
-        lora = NativeLoraOps(arena, lora_groups(layout, config.lora_targets), max_tokens, max_rows)
-        workspace = Workspace.allocate(decoder, max_tokens, max_rows, dtype)
+        lora = NativeLoraOps(
+            arena,
+            applied_targets(layout, config.lora_targets, config.max_added_tokens),
+            max_tokens,
+            max_rows,
+        )
+        workspace = Workspace.allocate(
+            decoder, max_tokens, max_rows, dtype, config.max_added_tokens
+        )
         transformer = NativeTransformer(decoder, packed, kv_caches, step, workspace, lora, library)
         return NativeBackend(transformer, kv_caches, arena, step, lora, library)
 
@@ -187,4 +198,20 @@ def _native_bytes(config: EngineConfig, decoder: Decoder) -> int:
     mixes = config.max_batch_tokens + config.max_sequences  # each token shrunk by every part
     attention += (MAX_PARTS - 1) * mixes * shrunk * item_bytes
     growths = 4 * config.max_batch_tokens * len(decoder.query_growths)
+    growths += _token_weights_bytes(config, decoder)
+    growths += 4 * config.max_sequences * config.max_added_tokens
     return int(config.max_sequences * per_sample + attention + growths)
+
+
+def _token_weights_bytes(config: EngineConfig, decoder: Decoder) -> int:
+    """Returns what weights of norms take that are each token's own."""
+    dtype = getattr(torch, config.dtype)
+    sizes = {
+        (norm_role(name), each.num_bytes(dtype))
+        for each in parameters(decoder)
+        if each.norm is not None
+        for name in each.members
+    }
+    of_samples = (size for role, size in sizes if role == "norm")
+    of_tokens = (size for _, size in sizes)
+    return config.max_batch_tokens * sum(of_tokens) + config.max_sequences * sum(of_samples)

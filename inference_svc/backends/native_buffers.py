@@ -200,11 +200,16 @@ class Workspace:
     """[N, hidden_size]: what the last layer's attention read of these rows, if its other half reads
     it, too; else [0, hidden_size]."""
     logits: Tensor
-    """fp32 [N, vocab_size]"""
+    """fp32 [N, vocab_size, and tokens that adapters may add]"""
 
     @classmethod
     def allocate(
-        cls, decoder: Decoder, max_tokens: int, max_logits: int, dtype: torch.dtype
+        cls,
+        decoder: Decoder,
+        max_tokens: int,
+        max_logits: int,
+        dtype: torch.dtype,
+        max_added_tokens: int = 0,
     ) -> Workspace:
         def buffer(rows: int, columns: int, dtype: torch.dtype = dtype) -> Tensor:
             return allocate_host(rows * columns * dtype.itemsize).view(dtype).view(rows, columns)
@@ -227,7 +232,7 @@ class Workspace:
             last_hidden=buffer(max_logits, hidden),
             last_mixed=buffer(max_logits, last.attention.q_size),
             last_normed=buffer(max_logits if last.is_parallel else 0, hidden),
-            logits=buffer(max_logits, decoder.vocab_size, torch.float32),
+            logits=buffer(max_logits, decoder.vocab_size + max_added_tokens, torch.float32),
         )
 
     def rows_of(self, flat: Tensor, width: int) -> Tensor:

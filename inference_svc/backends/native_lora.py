@@ -1,18 +1,22 @@
-"""LoRA for programs of native operations: built once over the arena, planned anew every step."""
+"""Adapters for programs of native operations: built once, planned anew every step."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from torch import Tensor
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.layout import EMBEDDING
+from inference_svc.adapters.layout import EMBEDDING, AppliedTargets
+from inference_svc.backends.native_program import ADDED_TOKENS, HEAD_NORMS
 from inference_svc.core import BASE_SLOT, BatchRow, SlotRuns, slot_runs
-from kernels.lora import LoraGroup
+from inference_svc.model.description import EMBED_TOKENS, LM_HEAD
+from kernels.elementwise import NormWeight
+from kernels.host_memory import allocate_host
 from kernels.lora.native import NativeLora, NativeLoraPlan
 from kernels.native.library import NativeOp
+from kernels.replaced.native import replace_embeddings_op, replace_logits_op, token_weights_op
 
 MAX_KNOWN = 16
 """The maximum number of sets of changed groups that are distinguished: each is a program."""
@@ -20,30 +24,35 @@ MAX_KNOWN = 16
 
 class NativeLoraOps:
     """Operations for steps of up to `max_tokens` tokens and `max_rows` rows; see
-    `native.AdapterOps`. There are none for groups that are not in `groups`."""
+    `native_program.AdapterOps`. There are none for groups that are not among the targets'."""
 
     def __init__(
-        self, arena: Arena, groups: Mapping[str, LoraGroup], max_tokens: int, max_rows: int
+        self, arena: Arena, targets: AppliedTargets, max_tokens: int, max_rows: int
     ) -> None:
-        self._groups = groups
+        self._targets = targets
+        self._groups = groups = targets.groups
         self._table = arena.table
         self._plan = NativeLoraPlan(max_tokens, table=arena.table)
         self._sampling_plan = NativeLoraPlan(max_rows, table=arena.table)
         most = max(len(group.targets) for group in groups.values())
         self._lora = NativeLora.create(arena.table, self._plan, most)
         self._sampling_lora = NativeLora.create(arena.table, self._sampling_plan, most)
-        self._names = tuple(groups)
-        self._every_group = frozenset(groups)
+        self._token_weights: dict[tuple[str, int, int], Tensor] = {}
+        weights = tuple(_weight_group(name) for name in targets.weights)
+        names = (*groups, *dict.fromkeys(weights), ADDED_TOKENS)
+        self._names, self._every_group = names, frozenset(names)
         # Targets of no group, which no adapter here changes, are of one behind all groups.
-        self._group_of_target = np.full(arena.table.num_targets, len(groups), np.int64)
+        self._group_of_target = np.full(arena.table.num_targets, len(names), np.int64)
         for index, group in enumerate(groups.values()):
             self._group_of_target[list(group.targets)] = index
+        self._group_of_weight = np.array([names.index(each) for each in weights], np.int64)
         self._known: dict[bytes, frozenset[str]] = {}
         self._planned: tuple[SlotRuns, list[int], list[int]] | None = None
 
     @property
     def workspace_bytes(self) -> int:
-        return self._lora.shrunk.nbytes + self._sampling_lora.shrunk.nbytes
+        shrunk = self._lora.shrunk.nbytes + self._sampling_lora.shrunk.nbytes
+        return shrunk + sum(each.nbytes for each in self._token_weights.values())
 
     def plan(self, rows: Sequence[BatchRow]) -> frozenset[str]:
         """Plans the step's rows. Returns the groups that any of their adapters changes, or all
@@ -64,11 +73,14 @@ class NativeLoraOps:
         return self._groups_of(used)
 
     def _groups_of(self, used: set[int]) -> frozenset[str]:
-        rows = [part for slot in used for part in self._table.part_slots(slot)]
-        ranks = self._table.b_ranks.numpy()[rows]
-        num_groups = len(self._names)
-        counts = np.bincount(self._group_of_target, ranks.any(axis=0), num_groups + 1)[:num_groups]
-        changed = counts > 0
+        changed = np.zeros(len(self._names) + 1, np.bool_)
+        parts = (part for slot in used for part in self._table.part_slots(slot))
+        for adapter in map(self._table.adapters.__getitem__, parts):
+            changed[self._group_of_target[adapter.targets]] = True
+            if adapter.replaced:
+                changed[self._group_of_weight[list(adapter.weight_set)]] = True
+                changed[-2] |= adapter.has_rows and self._targets.max_added_tokens > 0
+        changed = changed[:-1]
         key = changed.tobytes()
         if key not in self._known:
             if len(self._known) >= MAX_KNOWN:
@@ -88,14 +100,54 @@ class NativeLoraOps:
     def _names_of(self, changed: np.ndarray) -> frozenset[str]:
         return frozenset(name for name, is_in in zip(self._names, changed, strict=True) if is_in)
 
-    def add(self, group: str, x: Tensor, out: Tensor, *, samples_only: bool) -> list[NativeOp]:
+    def add(
+        self, group: str, x: Tensor, out: Tensor, bias: Tensor | None, *, samples_only: bool
+    ) -> list[NativeOp]:
         if group not in self._groups:
             return []
         lora = self._sampling_lora if samples_only else self._lora
-        return lora.add_ops(self._groups[group], x, out)
+        return lora.add_ops(self._groups[group], x, out, bias)
 
     def add_embedding(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]:
         if EMBEDDING not in self._groups:
             return []
         (target,) = self._groups[EMBEDDING].targets
         return self._lora.add_embedding_ops(target, token_ids, out)
+
+    def replace_embeddings(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]:
+        weight = self._targets.weights[EMBED_TOKENS]
+        return [replace_embeddings_op(token_ids, out, self._table, self._plan, weight)]
+
+    def replace_logits(self, x: Tensor, out: Tensor) -> list[NativeOp]:
+        weight, vocab_size = self._targets.weights[LM_HEAD], self._targets.vocab_size
+        return [replace_logits_op(x, out, self._table, self._sampling_plan, weight, vocab_size)]
+
+    def token_weights(
+        self, module: str, norm: NormWeight, *, samples_only: bool
+    ) -> tuple[NativeOp, NormWeight] | None:
+        plan = self._sampling_plan if samples_only else self._plan
+        weight = norm.weight
+        key = (norm_role(module), plan.max_tokens, weight.nbytes)
+        if key not in self._token_weights:  # norms that come one after the other share memory
+            made = allocate_host(plan.max_tokens * weight.nbytes).view(weight.dtype)
+            self._token_weights[key] = made.view(plan.max_tokens, -1)
+        out = self._token_weights[key]
+        index = self._targets.weights[module]
+        op = token_weights_op(weight, out, self._table, plan, index, norm.offset)
+        return op, norm._replace(weight=out)
+
+
+_HEAD_NORMS = ("q_norm", "k_norm", "v_norm")
+
+
+def norm_role(module: str) -> str:
+    """Returns what norms have in common that are not needed at the same time."""
+    last = module.rpartition(".")[2]
+    return last if last in _HEAD_NORMS else "norm"
+
+
+def _weight_group(name: str) -> str:
+    """Returns the group of a weight of the base: norms of queries, keys and values of a layer are
+    one operation."""
+    module, _, last = name.rpartition(".")
+    return f"{module}.{HEAD_NORMS}" if last in _HEAD_NORMS else name

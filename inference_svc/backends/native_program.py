@@ -8,28 +8,33 @@ hold.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import EMBEDDING, HEAD
+from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.backends.native_buffers import StepArrays, Workspace
 from inference_svc.model.description import (
+    EMBED_TOKENS,
     LAYER_INPUTS,
+    LM_HEAD,
     Activation,
     Attention,
     Block,
     Decoder,
-    LayerInput,
     LayerInputs,
+    Norm,
 )
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.rope import Rope
 from inference_svc.model.transformer import as_held
 from inference_svc.model.weights import LayerInputsWeights, ModelWeights
+from kernels.attention import HeadNorms
 from kernels.attention.native import (
     NativeAttention,
     query_growth_op,
@@ -52,14 +57,35 @@ MAX_PROGRAMS = 16
 """Tenants choose what their adapters change, so that the number must be limited."""
 
 
-class AdapterOps(Protocol):
-    """Operations that add what the step's adapters change, after the base projection; groups as in
-    `model.lora.Lora`. They read a plan that is refilled before each run."""
+ADDED_TOKENS, HEAD_NORMS = "added_tokens", "head_norms"
+"""Groups: of steps whose adapters may have tokens behind the vocabulary, and, behind the path of a
+layer's attention, of the norms of its queries, keys and values."""
+_WITHOUT = "without "
+"""Before the name of a group: of operations that others of that group stand in for."""
 
-    def add(self, group: str, x: Tensor, out: Tensor, *, samples_only: bool) -> list[NativeOp]:
+
+class AdapterOps(Protocol):
+    """Operations that make what the step's adapters change, after the base has computed; groups as
+    in `model.lora.Lora`, and of what is replaced the modules. They read a plan that is refilled
+    before each run."""
+
+    def add(
+        self, group: str, x: Tensor, out: Tensor, bias: Tensor | None, *, samples_only: bool
+    ) -> list[NativeOp]:
         """Rows of `x` and `out` are the tokens of the step, or those that sample only."""
 
     def add_embedding(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]: ...
+
+    def replace_embeddings(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]: ...
+
+    def replace_logits(self, x: Tensor, out: Tensor) -> list[NativeOp]:
+        """Rows are those that sample."""
+
+    def token_weights(
+        self, module: str, norm: NormWeight, *, samples_only: bool
+    ) -> tuple[NativeOp, NormWeight] | None:
+        """Returns what fills the weight of a norm for each token, and the norm with that; None if
+        no adapter replaces it."""
 
 
 _GATED = {Activation.SILU: swiglu_op, Activation.GELU_TANH: geglu_op}
@@ -118,15 +144,23 @@ class NativeTransformer:
         for index, attention in enumerate(description.attentions):
             self._add_attention(index, attention)
         self._ops = tuple(self._all_ops())
-        self._every_group = frozenset(group for group, _ in self._ops if group)
+        tagged = (group for group, _ in self._ops if group and not group.startswith(_WITHOUT))
+        self._every_group = frozenset((*tagged, ADDED_TOKENS))
         always_there = (frozenset[str](), self._every_group)
         self._programs = {groups: self._build(groups) for groups in always_there}
 
     def forward(self, groups: frozenset[str] = frozenset()) -> Tensor:
         """Runs the step that `step` describes, with adapters in `groups` only. Returns fp32 logits
-        [num_logits, vocab_size], overwritten by the next run."""
+        [num_logits, vocab_size], or more by the tokens that adapters may add, overwritten by the
+        next run."""
+        logits = self._workspace.logits[: int(self._step.num_logits)]
+        groups, vocab_size = self._computed(groups), self._description.vocab_size
+        if ADDED_TOKENS in groups:
+            logits[:, vocab_size:] = float("-inf")
+        else:
+            logits = logits[:, :vocab_size]
         self._program(groups).run()
-        return self._workspace.logits[: int(self._step.num_logits)]
+        return logits
 
     def _program(self, groups: frozenset[str]) -> Program:
         """Returns the program of `groups`, or that of all groups if there are too many programs:
@@ -147,12 +181,15 @@ class NativeTransformer:
 
     def _build(self, groups: frozenset[str]) -> Program:
         return self._library.program(
-            [op for group, op in self._ops if not group or group in groups]
+            [op for group, op in self._ops if not group or _is_in(group, groups)]
         )
 
     @property
     def weights_bytes(self) -> int:
         return self._weights.num_bytes
+
+    def magnitudes(self, arena: Arena) -> Magnitudes:
+        return Magnitudes(self._description, self._weights, arena)
 
     @property
     def num_bytes(self) -> int:
@@ -180,6 +217,8 @@ class NativeTransformer:
         step, work, weights = self._step, self._workspace, self._weights
         description = self._description
         yield "", gather_op(weights.embedding, work.hidden, step.token_ids, step.num_tokens)
+        own = self._adapters.replace_embeddings(step.token_ids, work.hidden)
+        yield from _of(EMBED_TOKENS, own)
         yield from _of(EMBEDDING, self._adapters.add_embedding(step.token_ids, work.hidden))
         if description.embedding_scale != 1.0:
             scale = as_held(description.embedding_scale, work.hidden.dtype)
@@ -198,10 +237,14 @@ class NativeTransformer:
                 stream = samples
             yield from self._feed_forward_ops(index, block, stream)
             if block.layer_input is not None:
-                yield from self._layer_input_ops(index, block.layer_input, stream)
+                yield from self._layer_input_ops(index, block, stream)
             stream.sum_scale = weights.blocks[index].scalar
-        yield "", self._norm_op(weights.norm, stream)
-        yield from self._project(HEAD, work.normed, weights.head, work.logits, stream)
+        yield from self._add_and_norm(description.final_norm, weights.norm, stream)
+        logits = work.logits[:, : description.vocab_size]
+        yield "", linear_op(work.normed, weights.head, logits, stream.count)
+        yield from _of(LM_HEAD, self._adapters.replace_logits(work.normed, work.logits))
+        added = self._adapters.add(HEAD, work.normed, work.logits, None, samples_only=True)
+        yield from _of(HEAD, added)
         head = description.head
         if head.scale != 1.0 or head.softcap is not None:
             yield (
@@ -221,15 +264,16 @@ class NativeTransformer:
         stream, made = _Stream(work.hidden, count), work.layer_inputs
         yield from self._project(LAYER_INPUTS, work.hidden, weights.projection, made, stream)
         yield "", scale_rows_op(made, count, scale=described.projection_scale)
-        norm, parts = weights.norm, made.view(-1, described.size)
-        yield (
-            "",
-            rms_norm_op(
+        parts = made.view(-1, described.size)
+
+        def norm_op(norm: NormWeight) -> NativeOp:
+            return rms_norm_op(
                 *(parts, None, norm.weight, parts, count),
                 eps=norm.eps,
                 rows_per_count=made.shape[1] // described.size,
-            ),
-        )
+            )
+
+        yield from self._normed(described.norm.path(None), weights.norm, norm_op, stream)
         yield "", rms_norm_op(made, own, None, made, count, eps=0.0, sum_scale=described.scale)
 
     def _position_ops(self) -> Iterator[tuple[str, NativeOp]]:
@@ -276,10 +320,10 @@ class NativeTransformer:
         """Up to what attention weighs, of every token."""
         work, weights, attention = self._workspace, self._weights.blocks[index], block.attention
         x = work.hidden if weights.attention_norm is None else work.normed
-        yield from _of("", self._add_and_norm(weights.attention_norm, stream))
+        yield from self._add_and_norm(block.attention_norm, weights.attention_norm, stream, index)
         qkv = work.rows_of(work.qkv, attention.qkv.out_features)
         yield from self._project(f"layers.{index}.qkv", x, weights.qkv, qkv, stream)
-        yield "", self._rope_and_store_op(index, attention, qkv)
+        yield from self._rope_and_store_ops(index, attention, qkv)
         cache, layer = self._kv_caches.of(index)
         shape = AttentionShape.of(cache, attention.num_heads)
         yield (
@@ -296,17 +340,40 @@ class NativeTransformer:
         dtype = self._workspace.hidden.dtype
         return torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
 
-    def _rope_and_store_op(self, index: int, attention: Attention, qkv: Tensor) -> NativeOp:
+    def _rope_and_store_ops(
+        self, index: int, attention: Attention, qkv: Tensor
+    ) -> Iterator[tuple[str, NativeOp]]:
         rope, weights = attention.rope, self._weights.blocks[index]
         cos, sin = (None, None) if rope is None else self._angles[rope, attention.head_dim]
         growth = attention.query_growth
-        return rope_and_store_op(
-            *(qkv, *self._kv_caches.of(index), cos, sin, self._step.rows),
-            weights.head_norms(attention),
-            num_heads=attention.num_heads,
-            is_interleaved=rope is not None and rope.is_interleaved,
-            q_scale=None if growth is None else self._q_scales[growth],
-        )
+
+        def store_op(norms: HeadNorms) -> NativeOp:
+            return rope_and_store_op(
+                *(qkv, *self._kv_caches.of(index), cos, sin, self._step.rows),
+                norms,
+                num_heads=attention.num_heads,
+                is_interleaved=rope is not None and rope.is_interleaved,
+                q_scale=None if growth is None else self._q_scales[growth],
+            )
+
+        norms, group = weights.head_norms(attention), ""
+        own = {"q": norms.q, "k": norms.k, "v": norms.v}
+        for side, norm, weight in (
+            ("q", attention.q_norm, weights.q_norm),
+            ("k", attention.k_norm, weights.k_norm),
+            ("v", attention.v_norm, weights.v_norm),
+        ):
+            if norm is None or weight is None or not norm.module:
+                continue
+            path = norm.path(index)
+            found = self._adapters.token_weights(path, weight, samples_only=False)
+            if found is not None:
+                group = f"{path.rpartition('.')[0]}.{HEAD_NORMS}"
+                own[side] = found[1].weight
+                yield group, found[0]
+        if group:
+            yield group, store_op(norms._replace(q=own["q"], k=own["k"], v=own["v"]))
+        yield _WITHOUT + group if group else "", store_op(norms)
 
     def _feed_forward_ops(
         self, index: int, block: Block, stream: _Stream
@@ -316,13 +383,15 @@ class NativeTransformer:
         mixed = work.rows_of(work.mixed, block.attention.q_size)
         mixed = work.last_mixed if stream.samples_only else mixed
         yield from self._project(f"{name}.o", mixed, weights.o, work.delta, stream)
-        yield from _of("", self._post_norm(weights.attention_post_norm, stream))
+        norm = weights.attention_post_norm
+        yield from self._post_norm(block.attention_post_norm, norm, stream, index)
         stream.leave(work.delta, block.residual_scale)
         if block.is_parallel:
             x = work.last_normed if stream.samples_only else work.normed
         else:
             x = stream.hidden if weights.feed_forward_norm is None else work.normed
-        yield from _of("", self._add_and_norm(weights.feed_forward_norm, stream))
+        norm = weights.feed_forward_norm
+        yield from self._add_and_norm(block.feed_forward_norm, norm, stream, index)
         size = block.feed_forward.size
         gate_up = work.rows_of(work.gate_up, 2 * size)
         gated = work.rows_of(work.gated, size)
@@ -330,56 +399,103 @@ class NativeTransformer:
         gate, up = gate_up.chunk(2, dim=1)
         yield "", _GATED[block.feed_forward.activation](gate, up, gated, stream.count)
         yield from self._project(f"{name}.down", gated, weights.down, work.delta, stream)
-        yield from _of("", self._post_norm(weights.feed_forward_post_norm, stream))
+        norm = weights.feed_forward_post_norm
+        yield from self._post_norm(block.feed_forward_post_norm, norm, stream, index)
         stream.leave(work.delta, block.residual_scale)
 
     def _layer_input_ops(
-        self, index: int, layer_input: LayerInput, stream: _Stream
+        self, index: int, block: Block, stream: _Stream
     ) -> Iterator[tuple[str, NativeOp]]:
         """What a layer makes of its own input, of the tokens that are left."""
-        work, weights = self._workspace, self._weights.blocks[index]
+        work, weights, layer_input = self._workspace, self._weights.blocks[index], block.layer_input
+        assert layer_input is not None
         size = layer_input.out.in_features
         assert weights.layer_input is not None
-        yield from _of("", self._add_and_norm(None, stream))
+        yield from self._add_and_norm(None, None, stream)
         names = [f"layers.{index}.{each.name}" for each in (layer_input.gate, layer_input.out)]
         gate, gated = (work.rows_of(each, size) for each in (work.gate_up, work.gated))
         yield from self._project(names[0], stream.hidden, weights.layer_input.gate, gate, stream)
         own = work.last_layer_input if stream.samples_only else self._layer_input_of(index)
         yield "", _GATED[layer_input.activation](gate, own, gated, stream.count)
         yield from self._project(names[1], gated, weights.layer_input.out, work.delta, stream)
-        yield from _of("", self._post_norm(weights.layer_input_post_norm, stream))
+        norm = weights.layer_input_post_norm
+        yield from self._post_norm(block.layer_input_post_norm, norm, stream, index)
         stream.leave(work.delta)
 
-    def _add_and_norm(self, norm: NormWeight | None, stream: _Stream) -> Iterator[NativeOp]:
-        if norm is not None or stream.delta is not None:
-            yield self._norm_op(norm, stream)
-
-    def _norm_op(self, norm: NormWeight | None, stream: _Stream) -> NativeOp:
+    def _add_and_norm(
+        self,
+        norm: Norm | None,
+        weight: NormWeight | None,
+        stream: _Stream,
+        layer: int | None = None,
+    ) -> Iterator[tuple[str, NativeOp]]:
         """Adds to the residual stream what was left to it, and norms that."""
-        weight, eps, is_centred = norm or (None, 0.0, False)
+        if weight is None and stream.delta is None:
+            return
         delta, delta_scale, sum_scale = stream.take()
-        return rms_norm_op(
-            *(stream.hidden, delta, weight, self._workspace.normed, stream.count),
-            eps=eps,
-            delta_scale=delta_scale,
-            sum_scale=sum_scale,
-            is_centred=is_centred,
-        )
 
-    def _post_norm(self, norm: NormWeight | None, stream: _Stream) -> Iterator[NativeOp]:
-        delta = self._workspace.delta
-        if norm is not None:
-            yield rms_norm_op(
-                *(delta, None, norm.weight, delta, stream.count),
-                eps=norm.eps,
-                is_centred=norm.is_centred,
+        def norm_op(made: NormWeight | None) -> NativeOp:
+            return rms_norm_op(
+                stream.hidden,
+                delta,
+                None if made is None else made.weight,
+                *(self._workspace.normed, stream.count),
+                eps=0.0 if made is None else made.eps,
+                delta_scale=delta_scale,
+                sum_scale=sum_scale,
+                is_centred=made is not None and made.is_centred,
             )
+
+        if norm is None or weight is None:
+            yield "", norm_op(None)
+        else:
+            yield from self._normed(norm.path(layer), weight, norm_op, stream)
+
+    def _post_norm(
+        self, norm: Norm | None, weight: NormWeight | None, stream: _Stream, layer: int
+    ) -> Iterator[tuple[str, NativeOp]]:
+        delta = self._workspace.delta
+
+        def norm_op(made: NormWeight) -> NativeOp:
+            return rms_norm_op(
+                *(delta, None, made.weight, delta, stream.count),
+                eps=made.eps,
+                is_centred=made.is_centred,
+            )
+
+        if norm is not None and weight is not None:
+            yield from self._normed(norm.path(layer), weight, norm_op, stream)
+
+    def _normed(
+        self,
+        module: str,
+        weight: NormWeight,
+        norm_op: Callable[[NormWeight], NativeOp],
+        stream: _Stream,
+    ) -> Iterator[tuple[str, NativeOp]]:
+        """Yields the operation of a norm, and those with weights of tokens that stand in for it."""
+        samples_only = stream.samples_only
+        own = self._adapters.token_weights(module, weight, samples_only=samples_only)
+        if own is None:
+            yield "", norm_op(weight)
+            return
+        yield _WITHOUT + module, norm_op(weight)
+        yield module, own[0]
+        yield module, norm_op(own[1])
 
     def _project(
         self, group: str, x: Tensor, weights: PackedLinear, out: Tensor, stream: _Stream
     ) -> Iterator[tuple[str, NativeOp]]:
         yield "", linear_op(x, weights, out, stream.count)
-        yield from _of(group, self._adapters.add(group, x, out, samples_only=stream.samples_only))
+        samples_only = stream.samples_only
+        ops = self._adapters.add(group, x, out, weights.bias, samples_only=samples_only)
+        yield from _of(group, ops)
+
+
+def _is_in(group: str, groups: frozenset[str]) -> bool:
+    if group.startswith(_WITHOUT):
+        return group.removeprefix(_WITHOUT) not in groups
+    return group in groups
 
 
 def _of(group: str, ops: Iterable[NativeOp]) -> Iterator[tuple[str, NativeOp]]:

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.layout import EMBEDDING, HEAD, ModelLayout, computed_groups, lora_groups
+from inference_svc.adapters.layout import (
+    EMBEDDING,
+    HEAD,
+    AppliedTargets,
+    ModelLayout,
+    applied_targets,
+    computed_groups,
+)
 from inference_svc.backends.base import (
     Backend,
     DeviceMemory,
@@ -19,50 +26,71 @@ from inference_svc.backends.base import (
     allocate_arena,
     allocate_kv_caches,
 )
+from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.core import BASE_SLOT, Batch, BatchRow, EngineConfig, slot_runs
-from inference_svc.model.description import Decoder
+from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
 from inference_svc.model.parameters import weights_bytes
 from inference_svc.model.transformer import COMPUTED, Transformer
 from inference_svc.model.weights import load_weights
-from kernels.lora import LoraGroup, LoraPlan, add_lora, add_lora_embedding
+from kernels.elementwise import NormWeight
+from kernels.lora import LoraPlan, add_lora, add_lora_embedding
 from kernels.lora.table import MAX_PARTS, NUM_FIELDS
+from kernels.replaced import replace_embeddings, replace_logits, token_weights
 
 
 @dataclass(frozen=True, slots=True)
 class LoraStep:
-    """Adds LoRA after each base projection; see `model.lora.Lora`. Groups that are not in `groups`
+    """Changes what the base has computed; see `model.lora.Lora`. Groups that are not in `targets`
     are passed over: no adapter that the server accepts changes them.
 
     `plan` covers all tokens of the step, `head_plan` the rows that produce logits.
     """
 
     arena: Arena
-    groups: Mapping[str, LoraGroup]
+    targets: AppliedTargets
     plan: LoraPlan
     head_plan: LoraPlan
 
-    def add(self, group: str, x: Tensor, out: Tensor) -> None:
-        if group in self.groups:
-            arena = self.arena
-            add_lora(out, x, arena.flat, arena.table, self.plan, self.groups[group])
+    @property
+    def num_added_tokens(self) -> int:
+        """See `model.lora.Lora`. Of adapters that have rows it is not known which these are."""
+        return self.targets.max_added_tokens if self.plan.has_rows else 0
+
+    def add(self, group: str, x: Tensor, out: Tensor, bias: Tensor | None) -> None:
+        if group in self.targets.groups:
+            arena, found = self.arena, self.targets.groups[group]
+            add_lora(out, x, arena.flat, arena.table, self.plan, found, bias)
 
     def add_embedding(self, token_ids: Tensor, out: Tensor) -> None:
-        if EMBEDDING in self.groups:
-            arena, (target,) = self.arena, self.groups[EMBEDDING].targets
+        arena, weight = self.arena, self.targets.weights[EMBED_TOKENS]
+        if weight in self.plan.weights:
+            replace_embeddings(out, token_ids, arena.table, self.plan, weight)
+        if EMBEDDING in self.targets.groups:
+            (target,) = self.targets.groups[EMBEDDING].targets
             add_lora_embedding(out, token_ids, arena.flat, arena.table, self.plan, target)
 
     def add_head(self, x: Tensor, out: Tensor) -> None:
-        if HEAD in self.groups:
-            arena = self.arena
-            add_lora(out, x, arena.flat, arena.table, self.head_plan, self.groups[HEAD])
+        arena, weight = self.arena, self.targets.weights[LM_HEAD]
+        if weight in self.head_plan.weights:
+            vocab_size = self.targets.vocab_size
+            replace_logits(out, x, arena.table, self.head_plan, weight, vocab_size)
+        if HEAD in self.targets.groups:
+            group = self.targets.groups[HEAD]
+            add_lora(out, x, arena.flat, arena.table, self.head_plan, group)
+
+    def norm(self, module: str, norm: NormWeight, *, samples_only: bool = False) -> NormWeight:
+        plan = self.head_plan if samples_only else self.plan
+        weight = self.targets.weights[module]
+        if weight not in plan.weights:
+            return norm
+        weights = token_weights(norm.weight, self.arena.table, plan, weight, norm.offset)
+        return norm._replace(weight=weights)
 
 
-def plan_lora(
-    rows: Sequence[BatchRow], arena: Arena, groups: Mapping[str, LoraGroup]
-) -> LoraStep | None:
+def plan_lora(rows: Sequence[BatchRow], arena: Arena, targets: AppliedTargets) -> LoraStep | None:
     """Returns None when no row of the batch has an adapter: the LoRA path is not entered."""
     if all(row.slot == BASE_SLOT for row in rows):
         return None
@@ -73,7 +101,7 @@ def plan_lora(
     sampling = [row.slot for row in rows if row.samples]
     plan = LoraPlan.build(*runs, arena.table, arena.device)
     head_plan = LoraPlan.build(sampling, [1] * len(sampling), arena.table, arena.device)
-    return LoraStep(arena, groups, plan, head_plan)
+    return LoraStep(arena, targets, plan, head_plan)
 
 
 class TorchInputs(NamedTuple):
@@ -94,32 +122,37 @@ class TorchBackend:
         transformer: Transformer,
         kv_caches: KVCaches,
         arena: Arena,
-        groups: Mapping[str, LoraGroup],
+        targets: AppliedTargets,
     ) -> None:
         self.arena = arena
         self.num_pages, self.kv_bytes = kv_caches.num_pages, kv_caches.num_bytes
         self.num_lora_steps = 0
         self._transformer = transformer
         self._kv_caches = kv_caches
-        self._groups = groups
+        self._targets = targets
 
     def lora_launches(self, targets: Collection[int]) -> Mapping[str, int]:
         """Two products for each target: of the inputs, or of the rows of an embedding's A, and of
         what they are shrunk to."""
         own = set(targets)
-        counts = {name: 2 * len(own & {*group.targets}) for name, group in self._groups.items()}
+        counts = {
+            name: 2 * len(own & {*group.targets}) for name, group in self._targets.groups.items()
+        }
         return {name: count for name, count in counts.items() if count}
 
     @property
     def weights_bytes(self) -> int:
         return self._transformer.weights.num_bytes
 
+    def magnitudes(self) -> Magnitudes:
+        return Magnitudes(self._transformer.description, self._transformer.weights, self.arena)
+
     def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
         """Leaves torch's threads to the system."""
 
     def prepare(self, batch: Batch) -> TorchInputs:
         step = StepInputs.build(batch, self._kv_caches.page_size, self.arena.device)
-        lora = plan_lora(batch.rows, self.arena, self._groups)
+        lora = plan_lora(batch.rows, self.arena, self._targets)
         self.num_lora_steps += lora is not None
         return TorchInputs(step, lora)
 
@@ -161,8 +194,8 @@ class TorchFactory:
         arena = allocate_arena(config, layout, host_slab, num_mixes=config.max_sequences)
         dtype = getattr(torch, config.dtype)
         weights = load_weights(config.model_dir, decoder, dtype, config.device, Linear)
-        groups = lora_groups(layout, config.lora_targets)
-        return TorchBackend(Transformer(decoder, weights), kv_caches, arena, groups)
+        targets = applied_targets(layout, config.lora_targets, config.max_added_tokens)
+        return TorchBackend(Transformer(decoder, weights), kv_caches, arena, targets)
 
 
 def step_bytes(config: EngineConfig, decoder: Decoder) -> int:

@@ -114,7 +114,9 @@ def _make_residency(
     largest = layout.largest_image(config.max_lora_rank, config.lora_targets)
     slots = Slots(config.arena_bytes, config.max_loras, largest)
     # One more, so that prefetching takes no thread from what requests wait for.
-    puller = Puller(store, config.pull_workers + config.prefetch, post, layout.read_header)
+    check_rows = partial(layout.check_rows, max_added_tokens=config.max_added_tokens)
+    num_threads = config.pull_workers + config.prefetch
+    puller = Puller(store, num_threads, post, layout.read_header, check_rows)
     residency = build_residency(
         slots,
         host,

@@ -97,6 +97,8 @@ class Engine:
         began_s = time.monotonic()
         profiler = self.commands.profiler
         self.residency.finish_copies(self.runner.pop_completed_copies(), began_s)
+        for divided in self.runner.divide_magnitudes():
+            self.residency.finish_dividing(*divided)
         with profiler.marks("schedule"):
             batch = self.scheduler.schedule(began_s)
         if batch is None:

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from inference_svc.adapters.tiers import DivideMagnitudes
 from inference_svc.backends.base import Backend
+from inference_svc.backends.magnitudes import Divided, Magnitudes
 from inference_svc.core import Batch, SampledToken, Sequence
 from inference_svc.engine.profiler import Marks
 from inference_svc.engine.sampler import Sampler
@@ -54,10 +56,16 @@ class Runner:
         self._sampler = sampler
         self._marks = marks
         self._limit = limit
+        self._magnitudes: Magnitudes | None = None
 
     def pop_completed_copies(self) -> list[str]:
         """Returns the adapters whose copies into the arena have completed since the last call."""
         return self._arena.pop_completed_copies()
+
+    def divide_magnitudes(self) -> list[Divided]:
+        """Goes on with images whose magnitudes are being divided, as far as a step may wait;
+        returns those that are done."""
+        return [] if self._magnitudes is None else self._magnitudes.advance()
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepResult:
@@ -70,6 +78,10 @@ class Runner:
         began_s = time.perf_counter()
         with self._marks("change_residency"):
             self._arena.apply(batch.residency)
+            for change in batch.residency:
+                if isinstance(change, DivideMagnitudes):
+                    self._magnitudes = self._magnitudes or self.backend.magnitudes()
+                    self._magnitudes.start(change.resident)
         result = StepResult([], RunTimings(time.perf_counter() - began_s), [])
         left, ran_out = batch.rows, False
         while left:

@@ -107,9 +107,10 @@ class AsyncEngine:
         tenant: str = "",
         account: str = "",
         observer: RequestObserver | None = None,
+        decoder: TokenDecoder | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Yields the request's deltas; the last one has a finish reason. Ids are unique within a
-        tenant: no tenant can find out another's.
+        tenant: no tenant can find out another's. `decoder` is an adapter's own.
 
         A slow reader gets several steps in one delta. A reader that stops early must close the
         iterator (`contextlib.aclosing`): that cancels the request. Raises DuplicateRequest,
@@ -122,7 +123,7 @@ class AsyncEngine:
         # An id of our own: the caller's is free again as soon as it has left, while the engine may
         # still have outputs for it.
         engine_id = f"{request.request_id}#{next(self._numbers)}"
-        generation = Generation(request, self._decoder, place)
+        generation = Generation(request, decoder or self._decoder, place)
         self._generations[engine_id] = generation
         self._running_ids.add(own_id)
         self._idle.clear()

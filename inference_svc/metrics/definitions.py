@@ -128,6 +128,16 @@ TIERS = (
 )
 
 LOADS = (
+    _OWN.gauge(
+        "text_cache_entries", "Tokenizers and chat templates of adapters that are ready to use."
+    ),
+    _OWN.gauge("text_cache_used_bytes", "About the bytes that they take."),
+    _OWN.counter(
+        "text_loads",
+        "Tokenizers and chat templates of adapters that were fetched from the store: made, refused "
+        "(the tokenizer changes more than it may), failed (the store did not answer).",
+        "result",
+    ),
     _OWN.histogram(
         "load_seconds",
         "Time from the first request for an adapter until requests could run with it, by source of "

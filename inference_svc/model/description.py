@@ -49,6 +49,10 @@ class Norm:
     weight_offset: float = 0.0
     is_wide: bool = False
 
+    def path(self, layer: int | None) -> str:
+        """Returns the path of its module, of a layer or, None, of the whole."""
+        return self.module if layer is None else layer_path(layer, self.module)
+
 
 class Member(NamedTuple):
     """A linear layer and its number of outputs."""

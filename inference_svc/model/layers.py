@@ -47,6 +47,10 @@ class Linear:
         assert self.bias is not None
         self.bias[start : start + len(values)].copy_(values)
 
+    def rows(self, start: int, end: int) -> Tensor:
+        """Returns rows [start, end) of the weight, a view."""
+        return self.weight[start:end]
+
     @property
     def num_bytes(self) -> int:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)

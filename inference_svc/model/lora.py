@@ -6,22 +6,34 @@ from typing import Protocol
 
 from torch import Tensor
 
+from kernels.elementwise import NormWeight
+
 
 class Lora(Protocol):
-    """One step's adapters. Every method adds to `out` in place, after the base projection and its
-    bias, for exactly those tokens whose row has an adapter with the target.
+    """One step's adapters. What it changes are exactly those tokens whose row has an adapter with
+    the target, in place, after the base has computed.
 
     Groups are "layers.{i}.qkv" (out: q, k and v side by side), "layers.{i}.o",
     "layers.{i}.gate_up" (out: gate and up side by side) and "layers.{i}.down", and others by the
-    names of their projections.
+    names of their projections. Norms go by their modules.
     """
 
-    def add(self, group: str, x: Tensor, out: Tensor) -> None:
-        """x: [T, in], out: [T, sum of the group's outs], both in the model's dtype."""
+    @property
+    def num_added_tokens(self) -> int:
+        """Tokens behind the model's vocabulary that rows of this step may have; 0 if none has any.
+        Their embeddings come with `add_embedding`, their logits with `add_head`."""
+
+    def add(self, group: str, x: Tensor, out: Tensor, bias: Tensor | None) -> None:
+        """x: [T, in], out: [T, sum of the group's outs], both in the model's dtype; `bias` is what
+        `out` has of the base's."""
 
     def add_embedding(self, token_ids: Tensor, out: Tensor) -> None:
         """token_ids: int64 [T], out: [T, hidden_size]."""
 
     def add_head(self, x: Tensor, out: Tensor) -> None:
-        """x: [number of logit rows, hidden_size], out: [number of logit rows, vocab_size]; row i
-        belongs to token `logit_rows[i]` of the step."""
+        """x: [number of logit rows, hidden_size], out: [number of logit rows, vocab_size and
+        `num_added_tokens`]; row i belongs to token `logit_rows[i]` of the step."""
+
+    def norm(self, module: str, norm: NormWeight, *, samples_only: bool = False) -> NormWeight:
+        """Returns the norm with a weight for each token, [T, size], or for each logit row, where an
+        adapter has one; else the norm itself."""

@@ -22,6 +22,7 @@ from inference_svc.model.description import (
     Block,
     Decoder,
     LayerInput,
+    Norm,
     QueryGrowth,
 )
 from inference_svc.model.inputs import StepInputs
@@ -30,7 +31,7 @@ from inference_svc.model.layers import Linear, RotaryEmbedding, Rotation
 from inference_svc.model.lora import Lora
 from inference_svc.model.rope import Rope
 from inference_svc.model.weights import BlockWeights, ModelWeights
-from kernels.attention import attend, rotate_and_store
+from kernels.attention import HeadNorms, attend, rotate_and_store
 from kernels.elementwise import (
     NormWeight,
     add_rms_norm,
@@ -120,7 +121,7 @@ class Transformer:
         attends to must be in the cache already, or be computed in this step. Without `lora` no
         adapter code runs.
         """
-        hidden = F.embedding(inputs.token_ids, self.weights.embedding)
+        hidden = _embedded(inputs.token_ids, self.weights.embedding, lora)
         if lora is not None:
             lora.add_embedding(inputs.token_ids, hidden)
         if self._embedding_scale != 1.0:
@@ -141,21 +142,28 @@ class Transformer:
 
     def _block(self, index: int, block: Block, stream: _Stream, step: _Step) -> None:
         weights, scale = self.weights.blocks[index], block.residual_scale
-        normed = stream.normed(weights.attention_norm)
+
+        def own(norm: Norm | None, weight: NormWeight | None) -> NormWeight | None:
+            return _own(norm, weight, step.lora, index)
+
+        normed = stream.normed(own(block.attention_norm, weights.attention_norm))
         delta = self._attention(index, block.attention, weights, normed, step)
-        stream.leave(_post_normed(delta, weights.attention_post_norm), scale)
+        norm = own(block.attention_post_norm, weights.attention_post_norm)
+        stream.leave(_post_normed(delta, norm), scale)
         del delta  # or it would be in memory when the next norm has added it
         if block.is_parallel:
             stream.normed(None)
         else:
             del normed
-            normed = stream.normed(weights.feed_forward_norm)
+            normed = stream.normed(own(block.feed_forward_norm, weights.feed_forward_norm))
         delta = self._feed_forward(index, block, weights, normed, step)
-        stream.leave(_post_normed(delta, weights.feed_forward_post_norm), scale)
+        norm = own(block.feed_forward_post_norm, weights.feed_forward_post_norm)
+        stream.leave(_post_normed(delta, norm), scale)
         if block.layer_input is not None:
             del normed, delta
             delta = self._layer_input(index, block.layer_input, weights, stream.normed(None), step)
-            stream.leave(_post_normed(delta, weights.layer_input_post_norm))
+            norm = own(block.layer_input_post_norm, weights.layer_input_post_norm)
+            stream.leave(_post_normed(delta, norm))
         stream.sum_scale = weights.scalar
 
     def _layer_inputs(self, inputs: StepInputs, hidden: Tensor, lora: Lora | None) -> Tensor | None:
@@ -163,14 +171,15 @@ class Transformer:
         described, weights = self.description.layer_inputs, self.weights.layer_inputs
         if described is None or weights is None:
             return None
-        own = F.embedding(inputs.token_ids, weights.embedding)
+        own = _embedded(inputs.token_ids, weights.embedding, lora)
         own *= as_held(described.embedding_scale, own.dtype)
         projected = _project(weights.projection, hidden, lora, LAYER_INPUTS)
         projected *= described.projection_scale
-        made = rms_norm(projected.view(-1, described.size), weights.norm)
+        norm = weights.norm if lora is None else lora.norm(described.norm.path(None), weights.norm)
+        made = rms_norm(projected.view(len(hidden), -1, described.size), norm)
         made += own.view_as(made)
         made *= described.scale
-        return made.view(len(hidden), -1, described.size)
+        return made
 
     def _layer_input(
         self,
@@ -202,7 +211,8 @@ class Transformer:
         qkv = _project(weights.qkv, x, step.lora, f"layers.{index}.qkv")
         cache, layer = step.kv_caches.of(index)
         rotate_and_store(
-            *(qkv, cache, layer, plan.cells, *rotation, weights.head_norms(attention)),
+            *(qkv, cache, layer, plan.cells, *rotation),
+            _own_head_norms(index, attention, weights, step.lora),
             num_heads=attention.num_heads,
             is_interleaved=rope is not None and rope.is_interleaved,
             q_scale=None if growth is None else step.q_scales[growth],
@@ -226,12 +236,21 @@ class Transformer:
 
     def _logits(self, stream: _Stream, step: _Step) -> Tensor:
         """Logits of the rows that sample."""
-        head = self.description.head
-        normed = stream.normed(self.weights.norm, step.inputs.logit_rows)
+        head, lora = self.description.head, step.lora
+        norm = self.weights.norm
+        if lora is not None:
+            norm = lora.norm(self.description.final_norm.module, norm, samples_only=True)
+        normed = stream.normed(norm, step.inputs.logit_rows)
         logits = self.weights.head(normed)
-        if step.lora is not None:
-            step.lora.add_head(normed, logits)
-        return bound_logits(logits, head.scale, head.softcap)
+        if lora is None:
+            return bound_logits(logits, head.scale, head.softcap)
+        if lora.num_added_tokens:
+            logits = F.pad(logits, (0, lora.num_added_tokens), value=float("-inf"))
+        lora.add_head(normed, logits)
+        bounded = bound_logits(logits, head.scale, head.softcap)
+        # A cap would make numbers of what there is not.
+        absent = logits.isneginf() if lora.num_added_tokens and head.softcap else None
+        return bounded if absent is None else bounded.masked_fill_(absent, float("-inf"))
 
 
 def as_held(number: float, dtype: torch.dtype) -> float:
@@ -252,5 +271,38 @@ def _q_scale(growth: QueryGrowth, positions: Tensor, dtype: torch.dtype) -> Tens
 def _project(linear: Linear, x: Tensor, lora: Lora | None, group: str) -> Tensor:
     out = linear(x)
     if lora is not None:
-        lora.add(group, x, out)
+        lora.add(group, x, out, linear.bias)
     return out
+
+
+def _embedded(token_ids: Tensor, table: Tensor, lora: Lora | None) -> Tensor:
+    """Returns rows of a table [vocab_size, size]; of tokens behind it, any."""
+    if lora is not None and lora.num_added_tokens:
+        token_ids = token_ids.clamp(max=len(table) - 1)
+    return F.embedding(token_ids, table)
+
+
+def _own(
+    norm: Norm | None, weight: NormWeight | None, lora: Lora | None, layer: int | None = None
+) -> NormWeight | None:
+    """Returns the weight of a norm, for each token where adapters have one."""
+    if norm is None or weight is None or lora is None or not norm.module:
+        return weight
+    return lora.norm(norm.path(layer), weight)
+
+
+def _own_head_norms(
+    layer: int, attention: Attention, weights: BlockWeights[Linear], lora: Lora | None
+) -> HeadNorms:
+    """Returns the norms of queries, keys and values, as `_own` does."""
+    norms = weights.head_norms(attention)
+    if lora is None:
+        return norms
+    pairs = (
+        (attention.q_norm, weights.q_norm),
+        (attention.k_norm, weights.k_norm),
+        (attention.v_norm, weights.v_norm),
+    )
+    found = (_own(norm, weight, lora, layer) for norm, weight in pairs)
+    q, k, v = (None if each is None else each.weight for each in found)
+    return norms._replace(q=q, k=k, v=v)

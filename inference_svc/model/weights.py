@@ -276,7 +276,8 @@ class _Assembly(Generic[P]):
         if parameter.norm is None:
             return made
         made += parameter.norm.weight_offset
-        return NormWeight(made, parameter.norm.eps, parameter.norm.kind is NormKind.LAYER)
+        norm = parameter.norm
+        return NormWeight(made, norm.eps, norm.kind is NormKind.LAYER, norm.weight_offset)
 
     def finish(self) -> ModelWeights[P]:
         """Returns the weights; every tensor must have been added."""

@@ -5,6 +5,7 @@ directory        resolves adapter references through the cache and the store
 name_cache       caches records by canonical reference, name and digest
 superseded       remembers which contents no name points to any more
 content_owners   caches which tenants own which content
+texts            the tokenizers and chat templates that adapters bring along, by digest
 client           catalog calls on the event loop, image pulls in threads
 watch            registers the layout, and keeps the directory current with the store's events
 replicas         chooses a replica for each call, the failing ones last

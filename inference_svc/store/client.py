@@ -6,6 +6,7 @@ Both choose among the replicas by the same policy, and report to it how each cal
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
@@ -24,7 +25,7 @@ from inference_svc.adapters.image_source import (
 )
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.config import InferenceSettings
-from inference_svc.errors import AdapterNotFound, StoreUnavailable, notes_of
+from inference_svc.errors import AdapterNotFound, CorruptImage, StoreUnavailable, notes_of
 from inference_svc.store.channel_pool import ChannelPool, PooledChannel
 from inference_svc.store.convert import (
     from_registration,
@@ -87,6 +88,12 @@ class CatalogClient:
         """See Catalog."""
         return await self._try_replicas(
             lambda session, timeout_s: session.get_adapter(ref, tenants, timeout_s)
+        )
+
+    async def get_text(self, digest: str) -> bytes:
+        """See TextSource."""
+        return await self._try_replicas(
+            lambda session, timeout_s: session.get_text(digest, timeout_s)
         )
 
     async def list_adapters(
@@ -172,6 +179,13 @@ class ReplicaSession:
         request = pb.GetAdapterRequest(ref=ref, tenants=sorted(tenants))
         response = await self._call("GetAdapter", request, timeout_s)
         return to_record(response.adapter, response.revision)
+
+    async def get_text(self, digest: str, timeout_s: float) -> bytes:
+        """Raises AdapterNotFound, and CorruptImage for content of another digest."""
+        response = await self._call("GetText", pb.GetTextRequest(digest=digest), timeout_s)
+        if digest != f"sha256:{hashlib.sha256(response.content).hexdigest()}":
+            raise CorruptImage(f"what the store sent as {digest} has another digest")
+        return bytes(response.content)
 
     async def list_adapters(
         self, tenants: Collection[str], page_size: int, page_token: str, timeout_s: float

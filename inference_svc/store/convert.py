@@ -163,6 +163,9 @@ def to_record(adapter: pb.Adapter, revision: int) -> AdapterRecord:
         targets=tuple(adapter.targets),
         segment_kinds=tuple(_SEGMENT_KINDS.get(k, str(k)) for k in adapter.segment_kinds),
         invocation_tokens=tuple(adapter.invocation_tokens),
+        added_tokens=adapter.added_tokens,
+        tokenizer_digest=adapter.tokenizer_digest,
+        chat_template_digest=adapter.chat_template_digest,
     )
 
 
@@ -192,6 +195,10 @@ def from_announcement(announcement: Announcement) -> pb.Announcement:
         max_rank=announcement.max_rank,
         lora_targets=announcement.lora_targets,
         applies_invocation_tokens=True,
+        segment_kinds=(
+            kind for kind, name in _SEGMENT_KINDS.items() if name in announcement.segment_kinds
+        ),
+        max_added_tokens=announcement.max_added_tokens,
     )
 
 

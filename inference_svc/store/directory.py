@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from inference_svc.adapters.layout import refused_kinds, refused_targets
+from inference_svc.adapters.layout import SEGMENT_KINDS, refused_kinds, refused_targets
 from inference_svc.core import Part, Principal, combination_digest, parts_label
 from inference_svc.errors import (
     TRY_LATER,
@@ -47,14 +47,17 @@ class Binding:
     """A resolved reference. `label` is "tenant/name@version", or the digest if that was the
     reference. With `invocation_tokens` it is active from the first of them on, where all of them
     follow one another in the prompt for the last time. `parts` are the adapters of a combination,
-    and what each is multiplied with.
-    """
+    and what each is multiplied with. What it has of tokens and text is as in AdapterRecord, and
+    nothing for a combination."""
 
     label: str
     tenant: str
     digest: str
     rank: int
     create_time_s: float = 0.0
+    added_tokens: int = 0
+    tokenizer_digest: str = ""
+    chat_template_digest: str = ""
     invocation_tokens: tuple[int, ...] = ()
     parts: tuple[tuple[Binding, float], ...] = ()
 
@@ -97,7 +100,9 @@ class Servable:
         may_equal_base = "full" in record.segment_kinds
         if not may_equal_base and (reason := refused_targets(refused, self.lora_targets)):
             return reason, "targets"
-        if reason := refused_kinds(kind for kind in record.segment_kinds if kind != "full"):
+        if reason := refused_kinds(
+            each for each in record.segment_kinds if each not in SEGMENT_KINDS
+        ):
             return reason, "segment_kinds"
         return None
 
@@ -178,6 +183,9 @@ class Directory:
         return Binding(
             *(label, tenant, record.digest, record.rank, record.create_time_s),
             invocation_tokens=record.invocation_tokens,
+            added_tokens=record.added_tokens,
+            tokenizer_digest=record.tokenizer_digest,
+            chat_template_digest=record.chat_template_digest,
         )
 
     def names_of(self, principal: Principal, digest: str, limit: int | None = None) -> list[str]:

@@ -23,7 +23,8 @@ class AdapterRecord:
     """One version of an adapter as the store described it when its catalog was at `revision`.
     `create_time_s`, a `time.time()`, is when the version was registered. `targets` are last
     components of the names that it gives to modules, `segment_kinds` what it changes beside A and
-    B; of aLoRA it is active from its `invocation_tokens` on."""
+    B; of aLoRA it is active from its `invocation_tokens` on. It has rows for `added_tokens` behind
+    the model's vocabulary. Digests of its tokenizer and its chat template are "" for none."""
 
     name: str
     version: int
@@ -36,6 +37,9 @@ class AdapterRecord:
     targets: tuple[str, ...] = ()
     segment_kinds: tuple[str, ...] = ()
     invocation_tokens: tuple[int, ...] = ()
+    added_tokens: int = 0
+    tokenizer_digest: str = ""
+    chat_template_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +67,15 @@ class Registered:
 @dataclass(frozen=True, slots=True)
 class Announcement:
     """What this server says beside its layout: further names of the base model, the highest rank
-    that it accepts, and the targets that it is restricted to, if it is. Of segments it applies A
-    and B, which goes without saying, and adapters from their invocation tokens on, if they have
-    any."""
+    that it accepts, the targets that it is restricted to, if it is, the kinds of segments that it
+    applies besides A and B, and how many tokens adapters may add. Adapters are applied from their
+    invocation tokens on, if they have any."""
 
     aliases: tuple[str, ...]
     max_rank: int
     lora_targets: tuple[str, ...] = ()
+    segment_kinds: tuple[str, ...] = ()
+    max_added_tokens: int = 0
 
 
 class AcceptedLayout(NamedTuple):
@@ -106,6 +112,13 @@ class Catalog(Protocol):
     async def get_adapter(self, ref: str, tenants: Collection[str] = ()) -> AdapterRecord:
         """Returns what callers of these tenants may see; without any, what anyone may. Raises
         AdapterNotFound, StoreUnavailable or another ServiceError."""
+        ...
+
+
+class TextSource(Protocol):
+    async def get_text(self, digest: str) -> bytes:
+        """Returns the extract of a tokenizer, or a chat template, as its digest says. Raises
+        AdapterNotFound, CorruptImage, StoreUnavailable."""
         ...
 
 

@@ -1,10 +1,13 @@
 """Text on both sides of the engine, which knows only token ids.
 
-prompt         prompts of every form to token ids, off the event loop when they are long
-chat_template  a model's chat template, bounded in time and size
-tokenizer      a Hugging Face tokenizer, and facts about its vocabulary
-no_tokenizer   stands for it where there is none: token ids in, token ids out
-detokenizer    token ids to text, incrementally
-stop           matches stop strings across tokens
-pieces         the text and bytes of single tokens
+prompt             prompts of every form to token ids, off the event loop when they are long
+chat_template      a chat template, bounded in time and size
+template_process   renders adapters' chat templates in processes of their own
+tokenizer          a Hugging Face tokenizer, and facts about its vocabulary
+adapter_tokenizer  the same with the tokens and the chat template of an adapter
+text_model         what a tokenizer is to the rest of the service
+no_tokenizer       stands for it where there is none: token ids in, token ids out
+detokenizer        token ids to text, incrementally
+stop               matches stop strings across tokens
+pieces             the text and bytes of single tokens
 """

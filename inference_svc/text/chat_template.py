@@ -1,11 +1,24 @@
-"""A model's chat template, bounded in time and size: the operator chooses it with the model, and
-callers choose the conversations that it is rendered for."""
+"""A chat template, bounded in time and size: callers choose the conversations that it is rendered
+for.
+
+A model's is chosen by its operator and rendered in this process. An adapter's is a tenant's: one
+call of a filter may take all time and memory there is, which only another process can bound (see
+`template_process`)."""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Protocol, cast
+
+from jinja2 import Environment, nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from inference_svc.errors import TemplateTimeout
 from inference_svc.text.prompt import ChatMessage
@@ -18,31 +31,33 @@ MAX_REPEATED_CHARS = 1 << 20
 """Of one `text * number`."""
 
 
-class ChatTemplate:
-    """Renders conversations. `tokenizer` is transformers', and has a template, which is compiled
-    with its own sandbox: no attribute that begins with an underscore, nothing that changes what it
-    is given."""
+class Renderer(Protocol):
+    """Renders conversations by a template."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        # Imported here: see Tokenizer.
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
-        source = tokenizer.get_chat_template()
-        # Not a cached one, which is everybody's; and of no template, because it would compute this
-        # one's constants without our bounds.
-        environment = _compile_jinja_template.__wrapped__("").environment
-        environment.intercepted_binops = frozenset({"*", "**"})
-        environment.binop_table = environment.binop_table | {"*": _multiply, "**": _power}
-        self._template = environment.from_string(_with_turns(environment.parse(source)))
-        self._specials = tokenizer.special_tokens_map
-
-    def render(self, messages: tuple[ChatMessage, ...], max_chars: int, max_seconds: float) -> str:
+    def render(self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float) -> str:
         """Returns the conversation's text, up to where the assistant's answer begins. Raises
         InvalidArgument if the template refuses it or gives more than `max_chars`, TemplateTimeout
         if it takes `max_seconds` of a processor."""
+        ...
+
+
+class ChatTemplate:
+    """Renders as transformers does: with the same names, settings and extensions, in a sandbox of
+    jinja's: no attribute that begins with an underscore, nothing that changes what it is given.
+    `specials` are texts by the names of their roles, such as "eos_token".
+
+    Raises jinja2's errors, and others, for what is no template."""
+
+    def __init__(self, source: str, specials: Mapping[str, str]) -> None:
+        environment = _environment()
+        self._template = environment.from_string(_with_turns(environment.parse(source)))
+        self._specials = dict(specials)
+
+    def render(self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float) -> str:
+        """See Renderer."""
         try:
             return "".join(self._pieces(messages, max_chars, _Turns(max_seconds)))
-        except InvalidArgument:
+        except (InvalidArgument, MemoryError):
             raise
         except Exception as error:  # templates raise any error
             raise InvalidArgument(
@@ -50,7 +65,7 @@ class ChatTemplate:
             ) from error
 
     def _pieces(
-        self, messages: tuple[ChatMessage, ...], max_chars: int, turns: _Turns
+        self, messages: Sequence[ChatMessage], max_chars: int, turns: _Turns
     ) -> Iterator[str]:
         num_chars = 0
         for piece in self._template.generate(
@@ -89,12 +104,96 @@ class _Turns:
         return ""
 
 
-def _with_turns(template: Any) -> Any:
-    """Returns the parsed template with a call at the begin of whatever may be repeated: a template
-    has no other way to run for long."""
-    from jinja2 import nodes
+class _Generation(Extension):
+    """The tag around what a model is trained on, which changes nothing of the text."""
 
-    for node in list(template.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
+    tags = {"generation"}  # noqa: RUF012 (as jinja declares it)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_body")
+        return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _body(self, caller: Any) -> str:
+        return str(caller())
+
+
+class _TemplateNamespace(Namespace):
+    """Jinja's, without names that begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # a template may set `self`
+        own, *rest = args
+        attributes = dict(*rest, **kwargs)
+        for name in attributes:
+            _check_attribute(name)
+        Namespace.__init__(own, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
+
+
+def _check_attribute(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace has no attribute {name!r}")
+
+
+class _TemplateDict:
+    """Makes dictionaries, and is not their type, which has more to offer."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _BoundedEnvironment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"*", "**"})
+
+
+def _environment() -> Environment:
+    environment = _BoundedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.binop_table = environment.binop_table | {"*": _multiply, "**": _power}
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(
+        raise_exception=_raise_exception,
+        strftime_now=lambda form: datetime.now().strftime(form),
+        dict=_TemplateDict(),
+        namespace=_TemplateNamespace,
+    )
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike jinja's escapes nothing for HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _with_turns(template: nodes.Template) -> nodes.Template:
+    """Returns the parsed template with a call at the begin of whatever may be repeated: a template
+    has no other way to run for long, but for calls that take long themselves."""
+    repeated = template.find_all((nodes.For, nodes.Macro, nodes.CallBlock))
+    for node in list(cast("Iterator[nodes.For]", repeated)):
         call = nodes.Call(nodes.Name(_TURN, "load"), [], [], None, None)
         node.body.insert(0, nodes.ExprStmt(call).set_lineno(node.lineno))
     return template

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
@@ -15,9 +15,9 @@ class TokenDecoder(Protocol):
     """The part of a tokenizer that decoding needs."""
 
     @property
-    def visible_ids(self) -> frozenset[int]: ...
+    def visible_ids(self) -> Container[int]: ...
     @property
-    def byte_ids(self) -> frozenset[int]: ...
+    def byte_ids(self) -> Container[int]: ...
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from inference_svc.text.pieces import Pieces
 from inference_svc.text.prompt import ChatMessage
 from servicekit.errors import InvalidArgument
 
@@ -17,6 +18,11 @@ class NoTokenizer:
     byte_ids: frozenset[int] = frozenset()
     is_byte_level = False
     max_chars_per_token = 1
+    renders_in_child = False
+    end_ids: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self.pieces = Pieces(self)
 
     def encode(self, text: str) -> list[int]:
         """Raises InvalidArgument."""

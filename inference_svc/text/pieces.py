@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple, Protocol
 
 MAX_CACHED = 1 << 16
@@ -12,9 +12,9 @@ class Vocabulary(Protocol):
     """The part of a tokenizer that this needs."""
 
     @property
-    def visible_ids(self) -> frozenset[int]: ...
+    def visible_ids(self) -> Container[int]: ...
     @property
-    def byte_ids(self) -> frozenset[int]: ...
+    def byte_ids(self) -> Container[int]: ...
     @property
     def is_byte_level(self) -> bool: ...
     def name_of(self, token_id: int) -> str: ...
@@ -41,14 +41,24 @@ _BYTE_OF = _byte_of_characters()
 
 
 class Pieces:
-    """Finds pieces, and caches them."""
+    """Finds pieces, and caches them. Those of a vocabulary that differs from another in
+    `changed_ids` only are that one's else."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        others: Pieces | None = None,
+        changed_ids: Container[int] = frozenset(),
+    ) -> None:
         self._vocabulary = vocabulary
+        self._others = others
+        self._changed_ids = changed_ids
         self._known: dict[int, Piece] = {}
 
     def of(self, token_id: int) -> Piece:
         """Returns the piece of a token; a special token's text is its name."""
+        if self._others is not None and token_id not in self._changed_ids:
+            return self._others.of(token_id)
         piece = self._known.get(token_id)
         if piece is None:
             piece = self._find(token_id)

@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol, TypeGuard, cast
 
-from inference_svc.errors import TemplateTimeout
+from inference_svc.errors import AdapterUnusable, TemplateTimeout
 from servicekit.errors import InvalidArgument
 from servicekit.shares import FairExecutor, Shares
 from servicekit.work_budget import WorkBudget
@@ -42,12 +42,26 @@ class Encoder(Protocol):
 
     @property
     def max_chars_per_token(self) -> int: ...
+    @property
+    def renders_in_child(self) -> bool:
+        """Whether its chats wait for a child process."""
+        ...
+
+    def name_of(self, token_id: int) -> str: ...
     def encode(self, text: str) -> list[int]: ...
     def encode_chat(
         self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float
     ) -> list[int]:
         """Raises TemplateTimeout if the messages' text is not there in time."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimits:
+    """What encodes a prompt, and the ids below which a token has a row in the model's tables."""
+
+    encoder: Encoder
+    vocab_size: int
 
 
 class PromptEncoder:
@@ -63,10 +77,8 @@ class PromptEncoder:
         work: WorkBudget,
         share: float = 1.0,
     ) -> None:
-        self._encoder = encoder
+        self._base = TextLimits(encoder, vocab_size)
         self._max_model_len = max_model_len
-        self._max_chars = max_model_len * encoder.max_chars_per_token
-        self._vocab_size = vocab_size
         self._work = work
         self._inline_from_s = 0.0
         self._threads = FairExecutor(NUM_THREADS, "prompts", share)
@@ -82,16 +94,31 @@ class PromptEncoder:
         """Returns an account's executor for what else is long before its prompts are tokenised."""
         return self._threads.of(account)
 
-    async def encode(self, prompt: Prompt, account: str = "") -> tuple[int, ...]:
-        """Raises InvalidArgument for a prompt that is empty, too long, or refused by the chat
-        template, ShareExceeded if too many prompts of the account wait."""
+    async def encode(
+        self,
+        prompt: Prompt,
+        account: str = "",
+        encoder: Encoder | None = None,
+        num_added_tokens: int = 0,
+    ) -> tuple[int, ...]:
+        """Encodes with an adapter's own encoder if it has one; it has rows for so many tokens
+        behind those of the model.
+
+        Raises InvalidArgument for a prompt that is empty, too long, or refused by the chat
+        template, ShareExceeded if too many prompts of the account wait, and what the encoder
+        raises."""
+        base = self._base
+        text = TextLimits(encoder or base.encoder, base.vocab_size + num_added_tokens)
         if isinstance(prompt, str) or is_chat(prompt):
-            return await self._encode_in_time(prompt, account)
+            return await self._encode_in_time(prompt, account, text)
         token_ids = cast("tuple[int, ...]", prompt)
-        self._check(token_ids)
+        self._check(token_ids, text)
         return token_ids
 
-    def _check(self, token_ids: tuple[int, ...]) -> None:
+    def _max_chars(self, text: TextLimits) -> int:
+        return self._max_model_len * text.encoder.max_chars_per_token
+
+    def _check(self, token_ids: tuple[int, ...], text: TextLimits) -> None:
         if not token_ids:
             raise InvalidArgument("prompt must have at least one token", subject="prompt")
         if len(token_ids) >= self._max_model_len:
@@ -100,29 +127,36 @@ class PromptEncoder:
                 f"room for an answer",
                 subject="prompt",
             )
-        if max(token_ids) >= self._vocab_size:
+        if (highest := max(token_ids)) >= text.vocab_size:
+            name = text.encoder.name_of(highest)
+            shown = f" ({name!a})" if name else ""
             raise InvalidArgument(
-                f"prompt has token {max(token_ids)}; this model knows {self._vocab_size}",
+                f"prompt has token {highest}{shown}; this model knows {text.vocab_size}",
                 subject="prompt",
             )
 
     async def _encode_in_time(
-        self, prompt: str | tuple[ChatMessage, ...], account: str
+        self, prompt: str | tuple[ChatMessage, ...], account: str, text: TextLimits
     ) -> tuple[int, ...]:
         num_chars = _num_chars(prompt)
         if num_chars > INLINE_CHARS:
-            self._check_fits(prompt)
+            self._check_fits(prompt, text)
+        elif is_chat(prompt) and text.encoder.renders_in_child:
+            pass
         elif isinstance(prompt, str) or time.monotonic() >= self._inline_from_s:
             try:
-                return self._encode(prompt, account, INLINE_SECONDS)
+                return self._encode(prompt, account, text, INLINE_SECONDS)
             except TemplateTimeout as error:
                 # Nor is any other chat rendered here for a while: they would hold up the loop.
                 self._inline_from_s = time.monotonic() + INLINE_RETRY_SECONDS
                 logger.warning("chats are rendered in a thread", extra={"why": error.message})
-        encoding = self._threads.submit(account, self._encode, prompt, account, TEMPLATE_SECONDS)
+        if text.encoder.renders_in_child:
+            await self._work.wait(account)  # what it owes for templates that took too much
+        job = self._encode, prompt, account, text, TEMPLATE_SECONDS
+        encoding = self._threads.submit(account, *job)
         return await asyncio.wrap_future(encoding)
 
-    def _check_fits(self, prompt: str | tuple[ChatMessage, ...]) -> None:
+    def _check_fits(self, prompt: str | tuple[ChatMessage, ...], text: TextLimits) -> None:
         """Raises InvalidArgument for a text that has too many tokens, however it is cut."""
         if is_chat(prompt) and len(prompt) > self._max_model_len:
             raise InvalidArgument(
@@ -131,27 +165,33 @@ class PromptEncoder:
                 subject="prompt",
             )
         num_chars = len(prompt) if isinstance(prompt, str) else sum(len(m.content) for m in prompt)
-        if num_chars > self._max_chars:
+        if num_chars > self._max_chars(text):
             raise InvalidArgument(
                 f"prompt has {num_chars} characters; the {self._max_model_len} tokens of this "
-                f"model's context are at most {self._max_chars}",
+                f"model's context are at most {self._max_chars(text)}",
                 subject="prompt",
             )
 
     def _encode(
-        self, prompt: str | tuple[ChatMessage, ...], account: str, max_seconds: float
+        self,
+        prompt: str | tuple[ChatMessage, ...],
+        account: str,
+        text: TextLimits,
+        max_seconds: float,
     ) -> tuple[int, ...]:
-        start_s = time.thread_time()
+        # What a child process takes is not of this thread.
+        clock = time.monotonic if text.encoder.renders_in_child else time.thread_time
+        start_s = clock()
         try:
             if isinstance(prompt, str):
-                token_ids = self._encoder.encode(prompt)
+                token_ids = text.encoder.encode(prompt)
             else:
-                max_chars = self._max_chars + INLINE_CHARS
-                token_ids = self._encoder.encode_chat(prompt, max_chars, max_seconds)
+                max_chars = self._max_chars(text) + INLINE_CHARS
+                token_ids = text.encoder.encode_chat(prompt, max_chars, max_seconds)
             found = tuple(token_ids)
-            self._check(found)
-        except InvalidArgument:
-            self._work.charge(account, time.thread_time() - start_s)
+            self._check(found, text)
+        except (InvalidArgument, AdapterUnusable):
+            self._work.charge(account, clock() - start_s)
             raise
         return found
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.text.chat_template import ChatTemplate
+from inference_svc.text.chat_template import ChatTemplate, Renderer
+from inference_svc.text.pieces import Pieces
 from inference_svc.text.prompt import ChatMessage
 from servicekit.errors import InvalidArgument
 
@@ -62,8 +63,71 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-class Tokenizer:
-    """A Hugging Face fast tokenizer, thread-safe.
+class BackendText:
+    """Text to tokens and back by a backend of the `tokenizers` library. Thread-safe.
+
+    `specials` are the texts of special tokens by their roles; `template` is None where there is no
+    chat template. `end_ids` end an answer beside those that the model has.
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        visible_ids: Container[int],
+        byte_ids: Container[int],
+        max_chars_per_token: int,
+        specials: Mapping[str, str],
+        template: Renderer | None,
+        end_ids: tuple[int, ...] = (),
+    ) -> None:
+        self.backend = backend
+        self.visible_ids = visible_ids
+        self.byte_ids = byte_ids
+        self.max_chars_per_token = max_chars_per_token
+        self.specials = specials
+        self.template = template
+        self.end_ids = end_ids
+        self.is_byte_level = "ByteLevel" in repr(backend.decoder)
+        self.pieces = Pieces(self)
+
+    @property
+    def renders_in_child(self) -> bool:
+        """Whether its chats wait for a child process."""
+        return self.template is not None and not isinstance(self.template, ChatTemplate)
+
+    def name_of(self, token_id: int) -> str:
+        """Returns the vocabulary's string; "" for an id that only the model has."""
+        return self.backend.id_to_token(token_id) or ""
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the token ids of `text`, with Hugging Face's default special tokens."""
+        return self._encode(text, add_special_tokens=True)
+
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float
+    ) -> list[int]:
+        """Returns the token ids of a conversation under the chat template, up to where the
+        assistant's answer begins. Raises like `Renderer.render`."""
+        if self.template is None:
+            raise InvalidArgument("this model has no chat template", subject="chat")
+        text = self.template.render(tuple(messages), max_chars, max_seconds)
+        # The template writes the special tokens itself.
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # The backend directly: the wrapper changes shared padding state on every call. As a batch:
+        # only this method of the backend lets other threads run meanwhile.
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of `token_ids` without special tokens, and without the optional "clean
+        up" of spaces, which would change the model's text."""
+        return str(self.backend.decode(token_ids, skip_special_tokens=True))
+
+
+class Tokenizer(BackendText):
+    """A model's Hugging Face fast tokenizer.
 
     Raises UnsupportedModel when the directory holds none that loads without code of its own.
     """
@@ -90,70 +154,46 @@ class Tokenizer:
             raise UnsupportedModel(
                 f"the tokenizer in {model_dir} is not a fast one: it needs a tokenizer.json"
             )
-        self._hf = tokenizer
-        self._backend = tokenizer.backend_tokenizer
+        self.hf = tokenizer
+        backend = tokenizer.backend_tokenizer
         # The file may contain truncation and padding of the training; prompts get neither.
-        self._backend.no_truncation()
-        self._backend.no_padding()
+        backend.no_truncation()
+        backend.no_padding()
+        specials, template = tokenizer.special_tokens_map, None
+        if tokenizer.chat_template:
+            template = ChatTemplate(tokenizer.get_chat_template(), specials)
         # Computed at start: with a large vocabulary it takes too long for the first request.
-        self.visible_ids = self._find_visible_ids()
-        self.byte_ids = self._find_byte_ids()
-        self.is_byte_level = "ByteLevel" in repr(self._backend.decoder)
-        self.max_chars_per_token = self._find_max_chars_per_token()
-        self._chat_template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
-
-    @property
-    def vocab_size(self) -> int:
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        super().__init__(
+            backend,
+            _find_visible_ids(backend, vocabulary),
+            _find_byte_ids(backend, vocabulary),
+            max_chars_per_token(vocabulary, backend),
+            specials,
+            template,
+        )
+        self.vocab_size = max(vocabulary.values()) + 1
         """The largest token id plus one."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
 
-    def _find_visible_ids(self) -> frozenset[int]:
-        """Returns the tokens that `decode` includes: neither special nor unknown. (A model's
-        vocabulary may be padded beyond its tokenizer's.)"""
-        added = self._backend.get_added_tokens_decoder()
-        special = {token_id for token_id, token in added.items() if token.special}
-        return frozenset(self._backend.get_vocab(with_added_tokens=True).values()) - special
 
-    def _find_byte_ids(self) -> frozenset[int]:
-        """Returns the tokens such as <0xE4> that stand for one byte: a run of them is decoded as
-        one."""
-        if "ByteFallback" not in repr(self._backend.decoder):
-            return frozenset()
-        vocab = self._backend.get_vocab(with_added_tokens=True)
-        return frozenset(i for piece, i in vocab.items() if _BYTE_TOKEN.fullmatch(piece))
+def max_chars_per_token(texts: Iterable[str], backend: Any) -> int:
+    """Returns the length of the longest token's text. (One character may be several tokens; no
+    token but that of a run of whitespace, which some tokenizers leave out, is of more.)"""
+    longest = max(map(len, texts))
+    return longest if backend.normalizer is None else COMPOSED_CHARS * longest
 
-    def _find_max_chars_per_token(self) -> int:
-        """Returns the length of the longest token's text. (One character may be several tokens; no
-        token but that of a run of whitespace, which some tokenizers leave out, is of more.)"""
-        longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
-        return longest if self._backend.normalizer is None else COMPOSED_CHARS * longest
 
-    def name_of(self, token_id: int) -> str:
-        """Returns the vocabulary's string; "" for an id that only the model has."""
-        return self._backend.id_to_token(token_id) or ""
+def _find_visible_ids(backend: Any, vocabulary: Mapping[str, int]) -> frozenset[int]:
+    """Returns the tokens that `decode` includes: neither special nor unknown. (A model's
+    vocabulary may be padded beyond its tokenizer's.)"""
+    added = backend.get_added_tokens_decoder()
+    special = {token_id for token_id, token in added.items() if token.special}
+    return frozenset(vocabulary.values()) - special
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the token ids of `text`, with Hugging Face's default special tokens."""
-        return self._encode(text, add_special_tokens=True)
 
-    def encode_chat(
-        self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float
-    ) -> list[int]:
-        """Returns the token ids of a conversation under the model's chat template, up to where the
-        assistant's answer begins. Raises like `ChatTemplate.render`."""
-        if self._chat_template is None:
-            raise InvalidArgument("this model has no chat template", subject="chat")
-        text = self._chat_template.render(tuple(messages), max_chars, max_seconds)
-        # The template writes the special tokens itself.
-        return self._encode(text, add_special_tokens=False)
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # The backend directly: the wrapper changes shared padding state on every call. As a batch:
-        # only this method of the backend lets other threads run meanwhile.
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(encoding.ids)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of `token_ids` without special tokens, and without the optional "clean
-        up" of spaces, which would change the model's text."""
-        return str(self._backend.decode(token_ids, skip_special_tokens=True))
+def _find_byte_ids(backend: Any, vocabulary: Mapping[str, int]) -> frozenset[int]:
+    """Returns the tokens such as <0xE4> that stand for one byte: a run of them is decoded as
+    one."""
+    if "ByteFallback" not in repr(backend.decoder):
+        return frozenset()
+    return frozenset(i for piece, i in vocabulary.items() if _BYTE_TOKEN.fullmatch(piece))

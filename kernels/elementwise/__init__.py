@@ -41,11 +41,13 @@ __all__ = [
 
 
 class NormWeight(NamedTuple):
-    """A norm over the last dimension; see `reference.rms_norm`."""
+    """A norm over the last dimension; see `reference.rms_norm`. `offset` is what `weight` has in
+    addition to what the checkpoint has."""
 
     weight: Tensor
     eps: float
     is_centred: bool = False
+    offset: float = 0.0
 
 
 def rms_norm(x: Tensor, norm: NormWeight) -> Tensor:
@@ -53,7 +55,11 @@ def rms_norm(x: Tensor, norm: NormWeight) -> Tensor:
     if uses_triton(x):
         from kernels.elementwise import triton_ops
 
-        return triton_ops.add_rms_norm(x, None, norm.weight, norm.eps, is_centred=norm.is_centred)
+        rows = x.view(-1, x.shape[-1])
+        normed = triton_ops.add_rms_norm(
+            rows, None, norm.weight, norm.eps, is_centred=norm.is_centred
+        )
+        return normed.view_as(x)
     return reference.rms_norm(x, norm.weight, norm.eps, is_centred=norm.is_centred)
 
 
@@ -66,7 +72,7 @@ def add_rms_norm(
     sum_scale: float = 1.0,
 ) -> Tensor:
     """See `reference.add_rms_norm`."""
-    weight, eps, is_centred = norm or (None, 0.0, False)
+    weight, eps, is_centred, _ = norm or (None, 0.0, False, 0.0)
     compute = reference.add_rms_norm
     if uses_triton(hidden):
         from kernels.elementwise import triton_ops  # Triton is an extra that the CPU does without

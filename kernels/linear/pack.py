@@ -100,6 +100,16 @@ class PackedLinear:
         assert self.bias is not None
         self.bias[start : start + len(values)] = values.to(self.dtype)
 
+    def rows(self, start: int, end: int) -> Tensor:
+        """Returns rows [start, end) of the weight as they were put, [end - start, in], a copy."""
+        step_dtype = torch.int32 if self.dtype == torch.bfloat16 else self.dtype
+        if start == end:
+            return torch.empty(0, self.in_features, dtype=self.dtype)
+        first = start // PANEL
+        panels = self.weights.view(step_dtype)[first : -(-end // PANEL)]
+        rows = panels.transpose(1, 2).flatten(0, 1)[start - first * PANEL : end - first * PANEL]
+        return rows.contiguous().view(self.dtype)[:, : self.in_features]
+
     @property
     def dtype(self) -> torch.dtype:
         return self.weights.dtype

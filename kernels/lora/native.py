@@ -218,8 +218,8 @@ class NativeLora:
     def expand_op(self, group: LoraGroup, out: Tensor, base_bias: Tensor | None = None) -> NativeOp:
         """Adds the products of `shrunk` with B; see `reference.expand`.
 
-        out: `[max_tokens, >= out_end]` of the arena's dtype or fp32; base_bias: `[>= out_end]` of
-        the arena's dtype.
+        out: `[max_tokens, >= out_end]` of the arena's dtype or fp32; base_bias: fp32
+        `[>= out_end]`.
         """
         dtype = self.table.arena.dtype
         assert out.shape[1] >= group.out_end, "out holds every column of the group"
@@ -228,7 +228,7 @@ class NativeLora:
         args = self._args(group)
         args.out, args.out_stride = out.data_ptr(), out.stride(0)
         if base_bias is not None:
-            assert base_bias.dtype == dtype
+            assert base_bias.dtype == torch.float32
             assert base_bias.is_contiguous()
             args.base_bias = base_bias.data_ptr()
         suffix = "" if out.dtype == dtype else "_to_float"
@@ -269,6 +269,7 @@ def add_lora(
 ) -> None:
     """See `reference.add_lora`. float32 and bfloat16; `out` may be float32 beside a bf16 arena."""
     lora = _once(table, plan, len(group.targets))
+    base_bias = None if base_bias is None else base_bias.float()
     library.run(*lora.add_ops(group, x, out, base_bias))
 
 

@@ -80,6 +80,8 @@ class LoraPlan:
     """Whether any of the targets has vectors over its outputs; see `table.OutputVectors`."""
     weights: frozenset[int]
     """The weights of the base that any adapter of the batch replaces."""
+    has_rows: bool
+    """Whether it is single rows for any of them."""
     token_slots: torch.Tensor
     """int32 [num_tokens]: slot of each token, -1 = base."""
     items: torch.Tensor
@@ -141,6 +143,7 @@ class LoraPlan:
             has_tiles=bool((items[:, 3] == ITEM_TILE).any()),
             has_vectors=any(adapter.has_vectors for adapter in adapters),
             weights=frozenset().union(*(adapter.weight_set for adapter in adapters)),
+            has_rows=any(adapter.has_rows for adapter in adapters),
             token_slots=packed[len(flat) : len(flat) + num_tokens],
             items=packed[: len(flat)].view(-1, items.shape[1]),
             token_experts=None if row_experts is None else packed[len(flat) + num_tokens :],

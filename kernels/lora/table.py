@@ -16,7 +16,7 @@ A's is 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -131,12 +131,14 @@ class TableRow:
     weight_set: frozenset[int] = field(init=False)
     max_rank: int = field(init=False)
     has_vectors: bool = field(init=False)
+    has_rows: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_set", frozenset(self.targets.tolist()))
         object.__setattr__(self, "weight_set", frozenset(each.weight for each in self.replaced))
         object.__setattr__(self, "max_rank", int(self.b_ranks.max(initial=0)))
         object.__setattr__(self, "has_vectors", bool((self.vectors != ABSENT).any()))
+        object.__setattr__(self, "has_rows", any(each.num_rows for each in self.replaced))
         assert len(self.target_set) == len(self.targets), "a target appears twice"
         assert len(self.weight_set) == len(self.replaced), "a weight appears twice"
 
@@ -157,6 +159,38 @@ class TableRow:
             np.array([entry.num_experts for entry in entries], dtype=np.int64),
             np.array([entry.vectors for entry in entries], dtype=np.int64).reshape(-1, 3),
             tuple(replaced),
+        )
+
+    def with_others(
+        self,
+        vectors: Mapping[int, OutputVectors],
+        sizes: Mapping[int, tuple[int, int]],
+        replaced: tuple[ReplacedWeight, ...],
+    ) -> TableRow:
+        """Returns the row of an adapter that has these vectors, too, by target, and weights.
+        Targets that it has nothing else of join it; `sizes` are their inputs and outputs."""
+        missing = sorted(vectors.keys() - self.target_set)
+        order = np.argsort(np.concatenate((self.targets, np.array(missing, dtype=np.int64))))
+        joining = np.array([sizes[target] for target in missing], dtype=np.int64).reshape(-1, 2)
+
+        def joined(values: np.ndarray, more: np.ndarray | None = None) -> np.ndarray:
+            zeros = np.zeros((len(missing), *values.shape[1:]), dtype=values.dtype)
+            return np.concatenate((values, zeros if more is None else more))[order]
+
+        targets = joined(self.targets, np.array(missing, dtype=np.int64))
+        granules = joined(self.vectors, np.full((len(missing), 3), ABSENT, dtype=np.int64))
+        for place, target in enumerate(targets.tolist()):
+            if target in vectors:
+                granules[place] = vectors[target]
+        return TableRow(
+            targets,
+            *(joined(self.a_granules), joined(self.b_granules)),
+            *(joined(self.a_ranks), joined(self.b_ranks)),
+            joined(self.in_features, joining[:, 0]),
+            joined(self.out_features, joining[:, 1]),
+            *(joined(self.scales), joined(self.is_embedding), joined(self.num_experts)),
+            granules,
+            replaced,
         )
 
 

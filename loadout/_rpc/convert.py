@@ -104,6 +104,8 @@ def adapter(message: store_pb.Adapter) -> types.Adapter:
         ),
         added_tokens=message.added_tokens,
         invocation_tokens=tuple(message.invocation_tokens),
+        tokenizer_digest=message.tokenizer_digest,
+        chat_template_digest=message.chat_template_digest,
     )
 
 

@@ -181,6 +181,9 @@ def _print_registration(result: Registration) -> None:
         typer.echo(f"older versions deleted: {number_ranges(result.deleted_versions)}")
     if result.base_model_reason:
         typer.echo(f"base model {adapter.base_model}: {result.base_model_reason}")
+    own = {"tokenizer": adapter.tokenizer_digest, "chat template": adapter.chat_template_digest}
+    if any(own.values()):
+        typer.echo(f"of its own: {', '.join(what for what, digest in own.items() if digest)}")
     if result.ignored_config_keys:
         keys = ", ".join(result.ignored_config_keys)
         typer.echo(f"keys of its config that are not known, and allowed by the operator: {keys}")

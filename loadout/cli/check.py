@@ -39,6 +39,7 @@ Report = Mapping[str, Any]
 
 _NOTHING: Report = {
     **dict.fromkeys(("saved_by", "base_model", "digest"), ""),
+    **dict.fromkeys(("tokenizer_digest", "chat_template_digest"), ""),
     **dict.fromkeys(("source_bytes", "rank"), 0),
     **dict.fromkeys(("invocation_tokens", "ignored_config_keys", "features", "modules"), ()),
     "server": None,

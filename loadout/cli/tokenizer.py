@@ -1,7 +1,8 @@
-"""What `loadout register` says of a tokenizer and a chat template that lie beside an adapter.
+"""What `loadout register` and `loadout check` say of what lies beside an adapter about text.
 
-Trainers save them, and servers use those of the base model. Where they differ the adapter was
-trained on other tokens or other prompts, and generates badly without anything having failed.
+Servers use them for its requests where the tokenizer only adds tokens to the base model's. Where it
+changes others, requests for the adapter are refused; and of what is not used the adapter generates
+badly without anything having failed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 VOCABULARY_FILES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 """What has the tokens of tokenizers without a tokenizer.json."""
 ADDED_TOKENS = "added_tokens.json"
-TEMPLATES = ("chat_template.jinja", "chat_template.json")
+TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +44,27 @@ class Tokenizer:
         return has_tokenizer(self.folder)
 
     @property
+    def is_used(self) -> bool:
+        """Whether the store reads it."""
+        return _is_file(self.folder / TOKENIZER)
+
+    @property
     def has_added_alone(self) -> bool:
         """Whether only the tokens that were added are there."""
         return not self.has_tokens and _is_file(self.folder / ADDED_TOKENS)
 
     @property
-    def parts(self) -> list[str]:
-        """What is there, in words."""
+    def used_parts(self) -> list[str]:
+        """What is there that the store reads, in words."""
+        found = {"tokenizer": self.is_used, "chat template": bool(self.template)}
+        return [part for part, is_there in found.items() if is_there]
+
+    @property
+    def unused_parts(self) -> list[str]:
+        """What is there that the store does not read, in words."""
         found = {
-            "tokenizer": self.has_tokens,
+            "tokenizer without a tokenizer.json": self.has_tokens and not self.is_used,
             ADDED_TOKENS: self.has_added_alone,
-            "chat template": bool(self.template),
         }
         return [part for part, is_there in found.items() if is_there]
 
@@ -63,42 +74,50 @@ def describe_tokenizer(folder: Path, model: Path | None, base_model: str) -> str
     the folder `model`, or where the adapter's config or `base_model` leads to one on this machine;
     "" if there is nothing."""
     saved = read_tokenizer(folder)
-    parts = saved.parts
-    if not parts:
+    used, unused = saved.used_parts, saved.unused_parts
+    if not (used or unused):
         return ""
-    are, differ = ("is", "it differs") if len(parts) == 1 else ("are", "they differ")
-    unused = f"{_joined(parts)} beside the adapter {are} not used"
-    model = model or _find_model(folder, base_model)
-    if model is None:
-        return f"note: {unused}; --model DIR, the base model's folder, says whether {differ}"
-    return _compare(saved, read_tokenizer(model), unused)
+    said = []
+    if used:
+        said.append(f"{_joined(used)} beside the adapter {_are(used)} used for its requests")
+    if unused:
+        said.append(f"{_joined(unused)} beside the adapter {_are(unused)} not used")
+    found = _find_model(folder, base_model) if model is None else model
+    if found is None:
+        differ = "it differs" if len(used + unused) == 1 else "they differ"
+        said.append(f"--model DIR, the base model's folder, says whether {differ}")
+        return f"note: {'; '.join(said)}"
+    return _compare(saved, read_tokenizer(found), said)
 
 
-def _compare(saved: Tokenizer, base: Tokenizer, unused: str) -> str:
-    """Returns the line of a folder that has one of the parts; `unused` is its beginning."""
-    differences: dict[str, list[str] | None] = {}
-    if saved.has_tokens:
-        differences["tokenizer"] = _compare_tokens(saved, base)
-    if saved.has_added_alone and base.tokens:
-        differences[ADDED_TOKENS] = _compare_added(saved, base)
+def _compare(saved: Tokenizer, base: Tokenizer, said: list[str]) -> str:
+    """Returns the line of a folder that has one of the parts, which begins with what is `said`."""
+    model, is_bad, same = _printable(base.folder), False, []
+    if saved.has_tokens or (saved.has_added_alone and base.tokens):
+        changes, added = _compare_tokens(saved, base)
+        is_bad = bool(changes or (added and not saved.is_used))
+        if changes is None:
+            said.append(f"the tokenizer in {model} is of another form, and not compared")
+        elif changes and saved.is_used:
+            said.append(
+                f"compared with the base model's in {model} {'; '.join(changes)}: requests for the "
+                "adapter are refused"
+            )
+        elif changes or added:
+            what = "it adds" if saved.is_used else "servers take for other text"
+            clauses = [f"{what} {added}"] if added else []
+            clauses += changes or ()
+            said.append(f"compared with the base model's in {model} {'; '.join(clauses)}")
+        else:
+            same.append("tokens")
     if saved.template:
-        differences["chat template"] = _compare_templates(saved, base)
-    differing = [part for part, found in differences.items() if found]
-    same = [part for part, found in differences.items() if found == []]
-    model = _printable(base.folder)
-    clauses = [each for found in differences.values() for each in found or ()]
-    if "tokenizer" in differences and differences["tokenizer"] is None:
-        where = "the tokenizer there" if clauses or same else f"the tokenizer in {model}"
-        clauses.append(f"{where} is of another form, and not compared")
-    if differing:
-        verb = "differs" if len(differing) == 1 else "differ"
-        unused += f", and the {_joined(differing)} {verb} from the base model's in {model}"
-        return f"warning: {unused}: {'; '.join(clauses)}"
+        if saved.template.strip() == base.template.strip():
+            same.append("chat template")
+        else:
+            said.append("chats are formatted otherwise than the base model's")
     if same:
-        # Merges, and what else a tokenizer has, are not compared.
-        parts = _joined(part if part == "chat template" else "tokens" for part in same)
-        clauses.insert(0, f"the base model in {model} has the same {parts}")
-    return "; ".join([f"note: {unused}", *clauses])
+        said.append(f"the base model in {model} has the same {_joined(same)}")
+    return f"{'warning' if is_bad else 'note'}: {'; '.join(said)}"
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -121,30 +140,29 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(folder, tokens, _read_template(folder, config))
 
 
-def _compare_tokens(saved: Tokenizer, base: Tokenizer) -> list[str] | None:
-    """Returns how the tokenizers differ, in words; None if their files cannot be compared.
+def _compare_tokens(saved: Tokenizer, base: Tokenizer) -> tuple[list[str] | None, str]:
+    """Returns what differs of the base model's tokens, in words, None if the files cannot be
+    compared; and which tokens are added, "" for none.
 
     Other parts, such as what splits text before, are not: releases write equal ones differently,
     and trainers do not change them."""
     if not (saved.tokens and base.tokens):
-        return _compare_files(saved.folder, base.folder)
-    found = _compare_added(saved, base)
+        return _compare_files(saved.folder, base.folder), ""
+    found = []
     missing = base.tokens.keys() - saved.tokens.keys()
-    if missing:
+    if missing and not saved.has_added_alone:
         found.append(f"it lacks {_count(missing)}")
     shared = saved.tokens.keys() & base.tokens.keys()
     moved = [each for each in shared if saved.tokens[each] != base.tokens[each]]
     if moved:
         found.append(f"it has other ids for {_count(moved)}")
-    return found
+    return found, _added_tokens(saved, base)
 
 
-def _compare_added(saved: Tokenizer, base: Tokenizer) -> list[str]:
+def _added_tokens(saved: Tokenizer, base: Tokenizer) -> str:
     added = sorted(saved.tokens.keys() - base.tokens.keys(), key=saved.tokens.__getitem__)
-    if not added:
-        return []
     shown = ", ".join(map(_shown, added[:MAX_SHOWN])) + ", ..." * (len(added) > MAX_SHOWN)
-    return [f"it has {_count(added)} more ({shown}), which servers take for other text"]
+    return f"{_count(added)} ({shown})" if added else ""
 
 
 def _compare_files(saved: Path, base: Path) -> list[str] | None:
@@ -156,13 +174,6 @@ def _compare_files(saved: Path, base: Path) -> list[str] | None:
     except OSError:
         return None
     return [f"it has another {name}" for name in others]
-
-
-def _compare_templates(saved: Tokenizer, base: Tokenizer) -> list[str]:
-    if saved.template.strip() == base.template.strip():
-        return []
-    how = "with the base model's" if base.template else "not at all, as the base model has none"
-    return [f"chats are formatted {how}"]
 
 
 def _find_model(folder: Path, base_model: str) -> Path | None:
@@ -213,11 +224,11 @@ def _read(path: Path) -> bytes:
 def _read_template(folder: Path, config: Mapping[str, Any]) -> str:
     """Returns the default chat template, as transformers finds it."""
     try:
-        if _is_file(folder / TEMPLATES[0]):
-            return _read(folder / TEMPLATES[0]).decode()
+        if _is_file(folder / TEMPLATE):
+            return _read(folder / TEMPLATE).decode()
     except (OSError, ValueError):
         return ""
-    found = _read_json(folder / TEMPLATES[1]).get("chat_template", config.get("chat_template"))
+    found = config.get("chat_template")
     for each in _sequence(found):  # several, by name
         if _mapping(each).get("name") == "default":
             found = each.get("template")
@@ -268,6 +279,10 @@ def _shown(token: str) -> str:
 def _printable(path: Path) -> str:
     """Returns a path as it can be printed: its name may be of an adapter's making."""
     return str(path) if str(path).isprintable() else ascii(str(path))
+
+
+def _are(parts: Collection[str]) -> str:
+    return "is" if len(parts) == 1 else "are"
 
 
 def _joined(parts: Iterable[str]) -> str:

@@ -24,7 +24,7 @@ def rows() -> list[list[str]]:
 def test_every_route_has_a_line() -> None:
     nothing: Any = SimpleNamespace()
     app: Any = make_app(
-        *(nothing, nothing, SimpleNamespace(gateway_exposition=None), lambda end: None),
+        *(nothing, SimpleNamespace(gateway_exposition=None), lambda end: None),
         *(lambda: "", nothing),
         is_serving=lambda: True,
     )

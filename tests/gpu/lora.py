@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.layout import LayoutTarget, ModelLayout, lora_groups
+from inference_svc.adapters.layout import LayoutTarget, ModelLayout, applied_targets
 from inference_svc.backends.cuda_graphs import CudaRecorder
 from inference_svc.backends.cuda_inputs import StepBlock
-from inference_svc.backends.cuda_lora import CudaLora
+from inference_svc.backends.cuda_lora import CudaLora, StepKind
 from inference_svc.backends.torch import LoraStep, plan_lora
 from inference_svc.core import BASE_SLOT, Batch, BatchRow, Request, SamplingParams
 from inference_svc.core import Sequence as OfTokens
@@ -59,19 +59,20 @@ class Bench:
 
     def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         self.arena = make_arena(dtype, device)
-        self.groups = lora_groups(self.arena.layout)
+        self.targets = applied_targets(self.arena.layout)
         num_bytes = CudaLora.num_bytes(MAX_TOKENS, MAX_ROWS)
         self.block = StepBlock(num_bytes, self.arena.device, self.arena.streams.compute)
-        self.lora = CudaLora(self.arena, self.groups, self.block, MAX_TOKENS, MAX_ROWS)
+        self.lora = CudaLora(self.arena, self.targets, self.block, MAX_TOKENS, MAX_ROWS)
 
     def fill(self, rows: Sequence[BatchRow]) -> bool:
+        """Returns whether any has an adapter."""
         self.block.wait()
-        has_adapters = self.lora.fill(Batch(tuple(rows)).columns())
+        kind = self.lora.fill(Batch(tuple(rows)).columns())
         self.block.send()
-        return has_adapters
+        return kind is not StepKind.BASE
 
     def anew(self, rows: Sequence[BatchRow]) -> LoraStep | None:
-        return plan_lora(rows, self.arena, self.groups)
+        return plan_lora(rows, self.arena, self.targets)
 
     def inputs(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(1)
@@ -105,7 +106,7 @@ def record(bench: Bench, x: torch.Tensor, before: torch.Tensor) -> Callable[[], 
 
     def compute() -> None:
         out.copy_(before)
-        bench.lora.decode_step(len(x)).add(GROUP, x, out)
+        bench.lora.decode_step(len(x), StepKind.LORA).add(GROUP, x, out, None)
 
     run = CudaRecorder()(compute).replay if x.is_cuda else compute
 
@@ -124,7 +125,7 @@ def check_replays(bench: Bench) -> None:
         rows = rows_of(slots)
         wanted, expected = bench.anew(rows), before.clone()
         assert wanted is not None
-        wanted.add(GROUP, x[: len(rows)], expected[: len(rows)])
+        wanted.add(GROUP, x[: len(rows)], expected[: len(rows)], None)
         bench.fill(rows)
         got = replay()
         assert torch.equal(got, expected), f"rows {slots}"
@@ -138,9 +139,9 @@ def check_longer_rows(bench: Bench) -> None:
         x, out = bench.inputs(sum(lengths))
         wanted, expected = bench.anew(rows), out.clone()
         assert wanted is not None
-        wanted.add(GROUP, x, expected)
+        wanted.add(GROUP, x, expected, None)
         bench.fill(rows)
-        bench.lora.step().add(GROUP, x, out)
+        bench.lora.step().add(GROUP, x, out, None)
         assert torch.equal(out, expected)
 
 
@@ -158,7 +159,7 @@ def check_later_writes(bench: Bench) -> None:
 def check_definition(bench: Bench, host: Arena) -> None:
     """What the kernels add is what the definition says over `host`, which has the same values:
     single tokens, prompts, and both beside rows of the base."""
-    group = bench.groups[GROUP]
+    group = bench.targets.groups[GROUP]
     for slots, lengths in [
         *((mix, [1] * len(mix)) for mix in MIXES),
         ([BASE_SLOT, 0, 1, 2, 3], [5, 130, 1, 2, 17]),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from inference_svc import core
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.layout import build_layout, lora_groups
+from inference_svc.adapters.layout import applied_targets, build_layout
 from inference_svc.backends.base import Logits
 from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.backends.torch import TorchBackend
@@ -202,8 +202,8 @@ class Model:
         )
 
     def plain(self) -> TorchBackend:
-        groups = lora_groups(self.arena.layout)
-        return TorchBackend(self.transformer, self.caches(), self.arena, groups)
+        targets = applied_targets(self.arena.layout)
+        return TorchBackend(self.transformer, self.caches(), self.arena, targets)
 
     def fixed(
         self,
@@ -214,13 +214,14 @@ class Model:
         caches: KVCaches | None = None,
         transformer: Any = None,
         lora_targets: tuple[str, ...] = (),
+        max_added_tokens: int = 0,
     ) -> CudaBackend:
         """`is_warm`: kernels are compiled, and steps recorded, before the first one."""
         backend = CudaBackend(
             transformer or self.transformer,
             caches or self.caches(),
             self.arena,
-            lora_groups(self.arena.layout, lora_targets),
+            applied_targets(self.arena.layout, lora_targets, max_added_tokens),
             StepLimits(max_tokens, MAX_ROWS, MAX_PAGES),
             record,
         )

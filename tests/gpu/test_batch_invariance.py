@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference_svc import core
-from inference_svc.adapters.layout import lora_groups
+from inference_svc.adapters.layout import applied_targets
 from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.model.layers import Linear
 from inference_svc.model.transformer import Transformer
@@ -94,12 +94,12 @@ def test_a_row_of_a_step(tmp_path, device, on_device, feature, dtype):
     before = torch.randn(cache.data.shape, generator=torch.Generator().manual_seed(0))
     transformer = Transformer(decoder, by_rows(model.transformer.weights))
     limits = StepLimits(NUM_ROWS, NUM_ROWS, MAX_PAGES)
-    groups = lora_groups(model.arena.layout)
+    targets = applied_targets(model.arena.layout)
 
     @torch.inference_mode()
     def logits_of(chosen: Sequence[int]) -> dict[int, Tensor]:
         cache.data.copy_(before)
-        backend = CudaBackend(transformer, cache, model.arena, groups, limits, Eager)
+        backend = CudaBackend(transformer, cache, model.arena, targets, limits, Eager)
         made = sequences()
         rows = [core.BatchRow(made[i], LENGTHS[i] - 1, 1, samples=True) for i in chosen]
         values = backend.forward(backend.prepare(core.Batch(tuple(rows)))).values
@@ -191,7 +191,7 @@ def test_adapters_of_a_row(device, on_device, dtype):
         assert bench.fill(rows_of(slots, lengths))
         tokens = [*chosen, *[0] * num_prompt]
         added = out[tokens]
-        bench.lora.step().add(GROUP, x[tokens], added)
+        bench.lora.step().add(GROUP, x[tokens], added, None)
         return dict(zip(chosen, added.cpu(), strict=False))
 
     with on_device():

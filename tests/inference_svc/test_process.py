@@ -45,7 +45,7 @@ REQUESTS_INFO = "vllm:lora_requests_info"
 @pytest.fixture(scope="module")
 def model(tokenizers: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "tiny"
-    tokenizers["chars"]._hf.save_pretrained(folder)
+    tokenizers["chars"].hf.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=tokenizers["chars"].vocab_size,

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from loadout import errors, types
 from tests.support.wait import until
 from tests.system.services import Services
-from tests.system.zoo import VOCAB
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 PROMPT = [ord(char) for char in "good requests"]
@@ -130,11 +129,11 @@ REFUSED: dict[str, tuple[Change, type[errors.LoadoutError], str]] = {
 }
 
 UNSERVABLE: dict[str, tuple[Change, str]] = {
-    "modules-to-save": (lambda folder: _add_head(folder, modules_to_save=["lm_head"]), "whole"),
     "target-parameters": (lambda folder: _add_experts(folder), "mlp.experts.w1"),
-    "saved-along": (lambda folder: _add_head(folder), "whole weights of its own"),
-    "dora": (lambda folder: _add_vectors(folder, "lora_magnitude_vector", "use_dora"), "DoRA"),
-    "bias-of-b": (lambda folder: _add_vectors(folder, "lora_B.bias", "lora_bias"), "biases"),
+    "magnitudes-without-numbers": (
+        lambda folder: _add_vectors(folder, "lora_magnitude_vector", "use_dora", torch.nan),
+        "lora_magnitude_vector",
+    ),
     # Of content of its own: a digest means the first name that has it.
     "wrong-base": (
         config(base_model_name_or_path="another-model", lora_alpha=3),
@@ -156,13 +155,13 @@ UNSERVABLE: dict[str, tuple[Change, str]] = {
 }
 
 
-def _add_vectors(folder: Path, name: str, key: str) -> None:
-    """Adds one for each B, and says so in the config."""
+def _add_vectors(folder: Path, name: str, key: str, number: float) -> None:
+    """Adds one of this number for each B, and says so in the config."""
     config(**{key: True})(folder)
     path = folder / "adapter_model.safetensors"
     values = load_file(path)
     for b in [each for each in values if ".lora_B." in each]:
-        values[b.replace("lora_B.weight", name)] = torch.ones(len(values[b]))
+        values[b.replace("lora_B.weight", name)] = torch.full((len(values[b]),), number)
     save_file(values, path)
 
 
@@ -173,12 +172,6 @@ def _add_experts(folder: Path) -> None:
     prefix = "base_model.model.model.layers.0.mlp.experts.lora_"
     added = {f"{prefix}{side}.weight": value for side, value in values.items()}
     tensors(lambda saved: saved.update(added))(folder)
-
-
-def _add_head(folder: Path, **fields: object) -> None:
-    config(**fields)(folder)
-    head = torch.ones(VOCAB, 64)
-    tensors(lambda values: values.update({"base_model.model.lm_head.weight": head}))(folder)
 
 
 def _raise_rank(folder: Path, rank: int) -> None:

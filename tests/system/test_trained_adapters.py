@@ -95,8 +95,6 @@ def unservable(make: Callable[[Trainer], Path | str], *says: str) -> Way:
 
 
 SAME = "note: tokenizer and chat template beside the adapter are not used; the base model in "
-NOT_APPLIED = "it has {}, which this server does not apply"
-OWN_WEIGHTS = NOT_APPLIED.format("whole weights of its own") + ": {}"
 WAYS = {
     # served
     "plain, the very path that is served": Way(lora(), ("base model llama: ", "servable by ")),
@@ -185,6 +183,17 @@ WAYS = {
         lora(modules_to_save=["lm_head", "input_layernorm", "model.norm"])
     ),
     "biases as the base has them": Way(lora(bias="all")),
+    "dora": Way(lora(use_dora=True)),
+    "a bias of B": Way(lora(lora_bias=True)),
+    "a row of the head saved along differs": Way(another_row),
+    "added tokens": Way(
+        added_tokens(["q_proj"]), ("it has 2 tokens more ('<tool>', '</tool>')", "servable by ")
+    ),
+    "trained biases of adapted modules": Way(trained("bias", bias="lora_only")),
+    "trained modules_to_save": Way(
+        trained("modules_to_save", modules_to_save=["lm_head", "input_layernorm", "model.norm"])
+    ),
+    "trained tokens": Way(trained("trainable_tokens", trainable_token_indices=[5, 6])),
     "pissa, converted": Way(pissa_converted, ("rank 8 ", "servable by ")),
     "an unknown key that the operator allows": Way(
         with_fields(trainer_note="v3"),
@@ -228,28 +237,6 @@ WAYS = {
         "it has 2 tokens more ('<tool>', '</tool>')",
         "not servable by layout ",
         "has 130 in_features, model.embed_tokens has 128: tokens were added",
-    ),
-    "dora": unservable(lora(use_dora=True), NOT_APPLIED.format("DoRA magnitudes")),
-    "a bias of B": unservable(lora(lora_bias=True), NOT_APPLIED.format("biases of LoRA")),
-    "a row of the head saved along differs": unservable(
-        another_row, OWN_WEIGHTS.format("lm_head; save the adapter without it, and adapt a ")
-    ),
-    "added tokens": unservable(
-        added_tokens(["q_proj"]),
-        "it has 2 tokens more ('<tool>', '</tool>')",
-        "not servable by layout ",
-        NOT_APPLIED.format("rows of its own for tokens") + ": embed_tokens, lm_head; ",
-    ),
-    "trained biases of adapted modules": unservable(
-        trained("bias", bias="lora_only"),
-        OWN_WEIGHTS.format("q_proj.bias, v_proj.bias; "),
-    ),
-    "trained modules_to_save": unservable(
-        trained("modules_to_save", modules_to_save=["lm_head", "input_layernorm", "model.norm"]),
-        OWN_WEIGHTS.format("input_layernorm, lm_head, norm; "),
-    ),
-    "trained tokens": unservable(
-        lora(trainable_token_indices=[5, 6]), NOT_APPLIED.format("rows of its own for tokens")
     ),
     # refused
     "run folder": refused(

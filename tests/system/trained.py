@@ -81,9 +81,14 @@ class Trainer:
         return self.save(self.adapt(**options))
 
     def tokens_of(self, folder: Path, prompt: list[int], count: int) -> list[int]:
-        """Returns what PEFT continues a prompt with, greedily, past any end token."""
+        """Returns what PEFT continues a prompt with, greedily, past any end token. The base gets
+        as many tokens as the adapter has saved embeddings of."""
+        base = copy.deepcopy(self.base)
+        for name, tensor in _saved(folder).items():
+            if name.endswith("embed_tokens.weight"):
+                base.resize_token_embeddings(len(tensor))
         with _quiet():
-            model = peft.PeftModel.from_pretrained(copy.deepcopy(self.base), str(folder)).eval()
+            model = peft.PeftModel.from_pretrained(base, str(folder)).eval()
         return self._greedy(model, prompt, count)
 
     def base_tokens(self, prompt: list[int], count: int) -> list[int]:
@@ -95,6 +100,10 @@ class Trainer:
             made = model.generate(input_ids=torch.tensor([prompt]), **options)
         tokens: list[int] = made[0, len(prompt) :].tolist()
         return tokens
+
+
+def _saved(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / WEIGHTS) if (folder / WEIGHTS).is_file() else {}
 
 
 def edited(folder: Path, **fields: Any) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -260,6 +260,14 @@ class Zoo:
 
 
 def make_zoo(kind: str, folder: Path, specs: Sequence[AdapterSpec] = SPECS) -> Zoo:
+    model = make_model(kind, folder / "model")
+    reference = adapted(model, kind, folder / "adapters", specs)
+    dirs = {spec.name: folder / "adapters" / spec.name for spec in specs}
+    return Zoo(kind, folder / "model", reference, dirs)
+
+
+def make_model(kind: str, folder: Path) -> Any:
+    """Returns a random model, which is saved with a tokenizer."""
     prefix, options = MODELS[kind]
     torch.manual_seed(7)
     name = f"{prefix}TextConfig" if prefix in _TEXT_PARTS else f"{prefix}Config"
@@ -268,14 +276,18 @@ def make_zoo(kind: str, folder: Path, specs: Sequence[AdapterSpec] = SPECS) -> Z
     shake_norms_and_biases(model)
     model.generation_config.eos_token_id = 2
     model.name_or_path = model.config.name_or_path = kind
-    model.save_pretrained(folder / "model")
-    save_tokenizer(folder / "model")
-    reference = adapted(model, kind, folder / "adapters", specs)
-    dirs = {spec.name: folder / "adapters" / spec.name for spec in specs}
-    return Zoo(kind, folder / "model", reference, dirs)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return model
 
 
-def adapted(model: Any, kind: str, folder: Path, specs: Sequence[AdapterSpec]) -> Any:
+def adapted(
+    model: Any,
+    kind: str,
+    folder: Path,
+    specs: Sequence[AdapterSpec],
+    train: Callable[[Any], None] | None = None,
+) -> Any:
     """Returns the model with random adapters, which are saved in folders of their names."""
     reference: Any = None
     names = FUSED.get(kind, {})
@@ -291,14 +303,23 @@ def adapted(model: Any, kind: str, folder: Path, specs: Sequence[AdapterSpec]) -
         with warnings.catch_warnings():
             # Advice about merging into tied embeddings; nothing is merged here.
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
+            warnings.filterwarnings("ignore", "`lora_bias=True` was passed")
             if reference is None:
                 reference = peft.get_peft_model(model, lora, adapter_name=spec.name)
             else:
                 reference.add_adapter(spec.name, lora)
     for name, parameter in reference.named_parameters():
-        if "lora_" in name:  # so that a change is about 0.04 per weight, whatever the rank
+        if (
+            "lora_" in name and parameter.dim() > 1
+        ):  # so that a change is about 0.04 per weight, whatever the rank
             torch.nn.init.normal_(parameter, std=0.14 / min(parameter.shape) ** 0.25)
-    reference.save_pretrained(folder, save_embedding_layers=False)
+    if train is not None:
+        with torch.no_grad():
+            train(reference)
+    with warnings.catch_warnings():
+        # A bias of B has one dimension, which PEFT takes for a shard.
+        warnings.filterwarnings("ignore", "Adapter .*invalid shape")
+        reference.save_pretrained(folder, save_embedding_layers=False)
     return reference.eval()
 
 

@@ -34,7 +34,7 @@ HARMLESS: Mapping[str, str] = {
     r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt": "DeepSpeed's state",
     r"mp_rank_\d+_model_states\.pt": "DeepSpeed's state of the same weights",
     r"(recipe|training|trainer)_state\.pt": "torchtune's state of a training run",
-    r"tokenizer\.(pkl|bin)": "a tokenizer: requests are tokenised with the base model's",
+    r"tokenizer\.(pkl|bin)": "a tokenizer in a form that is not read",
     r"adapter_model.*\.(bin|pt|pth|pkl|ckpt)": "the same adapter, pickled",
     r"adapter_model.*\.bin\.index\.json": "the same adapter, pickled",
 }

@@ -12,15 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from adapter_store.checkpoint.child_process import ChildFailure, run_child
 from adapter_store.checkpoint.files import (
     PICKLE_FILE,
     WEIGHTS_FILE,
@@ -33,12 +31,9 @@ from adapter_store.core import SourceFile
 from adapter_store.errors import InvalidAdapter
 
 CHILD = Path(__file__).with_name("__main__.py")
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"}
 MAX_RESULT_BYTES = 1 << 16
 EXTRA_ENTRIES = 64
 """Archive entries besides the tensors: the pickle, a version, a checksum and the like."""
-
-POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +76,12 @@ def convert_pickle(
             limits.max_tensors + EXTRA_ENTRIES,
         )
         command = [sys.executable, "-I", str(CHILD), *map(str, (source, output, result, *numbers))]
-        code = _run(command, Path(work), unpickle_limits.wall_seconds, check_cancelled)
-        _check(code, result)
+        try:
+            run_child(command, Path(work), unpickle_limits.wall_seconds, check_cancelled)
+        except ChildFailure as failure:
+            reason = "PICKLE_TIMEOUT" if failure.is_timeout else "PICKLE_CRASHED"
+            raise _refused(reason, f"the process that read it ended: {failure}") from failure
+        _read_answer(result)
         with RegularFile(output.parent, output.name):
             os.rename(output, folder / WEIGHTS_FILE)
     with open(folder / WEIGHTS_FILE, "rb") as written:
@@ -93,40 +92,8 @@ def convert_pickle(
     return SourceFile(WEIGHTS_FILE, converted_bytes, sha256)
 
 
-def _run(
-    command: list[str], work: Path, wall_seconds: float, check_cancelled: Callable[[], None]
-) -> int:
-    deadline = time.monotonic() + wall_seconds
-    child = subprocess.Popen(
-        command,
-        cwd=work,
-        env=ENVIRONMENT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        while True:
-            try:
-                return child.wait(POLL_SECONDS)
-            except subprocess.TimeoutExpired:
-                check_cancelled()
-            if time.monotonic() > deadline:
-                raise _refused("PICKLE_TIMEOUT", f"reading it took over {wall_seconds:g} s")
-    finally:
-        if child.returncode is None:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-
-
-def _check(code: int, result: Path) -> None:
+def _read_answer(result: Path) -> None:
     """Raises InvalidAdapter unless the child succeeded. Its output is not trusted either."""
-    if code == -signal.SIGXCPU:
-        raise _refused("PICKLE_TIMEOUT", "reading it took more CPU time than it may take")
-    if code != 0:
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        raise _refused("PICKLE_CRASHED", f"the process that read it ended with {how}")
     try:
         answer = json.loads(read_capped(result.parent, result.name, MAX_RESULT_BYTES))
         reason, detail = str(answer.get("reason", "")), str(answer.get("detail", ""))

@@ -18,6 +18,7 @@ from bench.gpu_run.model import BenchModel
 from bench.gpu_run.pack_store import MANIFEST
 from bench.gpu_run.stages.parity import start_engine
 from inference_svc.backends.cuda_graphs import captured_sizes
+from inference_svc.backends.cuda_lora import StepKind
 
 START_S = 6.0
 """Left for a start when all is compiled."""
@@ -98,7 +99,8 @@ def compile_variant(context: Context, variant: Variant) -> float:
             model.decode_times(backend, rows, 1, warm_up_steps=0)
             with torch.inference_mode():
                 # As recorded: every kernel, whatever the adapters have.
-                backend._decode(variant.num_rows, bool(num_adapters))
+                for kind in (StepKind.LORA, StepKind.ANY) if num_adapters else (StepKind.BASE,):
+                    backend._decode(variant.num_rows, kind)
         else:
             [prompt] = model.sequences([variant.num_tokens], num_adapters)
             model.prompt_times(backend, prompt)

@@ -23,7 +23,6 @@ from inference_svc.api.http.request import admit, authenticated
 from inference_svc.api.service import Service
 from inference_svc.core import Action
 from inference_svc.metrics.metrics import Metrics
-from inference_svc.text.pieces import Pieces, Vocabulary
 from servicekit.errors import ServiceError
 from servicekit.shares import Shares
 from servicekit.telemetry.recent_errors import CallEnd
@@ -87,7 +86,6 @@ class SharedExposition:
 
 def make_app(
     service: Service,
-    vocabulary: Vocabulary,
     metrics: Metrics,
     on_end: Callable[[CallEnd], None],
     load: Callable[[], str],
@@ -100,13 +98,10 @@ def make_app(
     """Returns the application, for the event loop of `service`. See RequestMiddleware for `on_end`
     and `load`, AnswerMemory for `answers`. `opens_metrics`: callers without a token get the metrics
     that gateways route by."""
-    pieces = Pieces(vocabulary)
     models, adapters = Models(service, answers), Adapters(service)
     operations = Operations(service, metrics, is_serving, opens_metrics)
-    chat: GenerateRoute[ChatBody] = GenerateRoute(service, pieces, ChatCompletions(), answers)
-    completions: GenerateRoute[CompletionBody] = GenerateRoute(
-        service, pieces, Completions(), answers
-    )
+    chat: GenerateRoute[ChatBody] = GenerateRoute(service, ChatCompletions(), answers)
+    completions: GenerateRoute[CompletionBody] = GenerateRoute(service, Completions(), answers)
     routes = [
         Route("/v1/chat/completions", chat.handle, methods=["POST"]),
         Route("/v1/completions", completions.handle, methods=["POST"]),

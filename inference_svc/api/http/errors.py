@@ -18,6 +18,7 @@ from inference_svc.errors import (
     AdapterNotFound,
     AdapterUnavailable,
     AdapterUnusable,
+    ChatTemplateInvalid,
     CorruptImage,
     DuplicateRequest,
     EngineFailed,
@@ -28,6 +29,7 @@ from inference_svc.errors import (
     QueueFull,
     StoreUnavailable,
     TemplateTimeout,
+    TokenizerChanged,
 )
 from servicekit import errors
 
@@ -68,6 +70,8 @@ ERROR_STATUSES: dict[type[errors.ServiceError], ErrorStatus] = {
     AdapterUnusable: ErrorStatus(400, _INVALID, "adapter_unusable"),
     AdapterUnavailable: ErrorStatus(503, "server_error", "adapter_unavailable"),
     StoreUnavailable: ErrorStatus(503, "server_error", "store_unavailable"),
+    TokenizerChanged: ErrorStatus(400, _INVALID, "tokenizer_changed"),
+    ChatTemplateInvalid: ErrorStatus(400, _INVALID, "chat_template_invalid"),
     CorruptImage: ErrorStatus(500, "server_error", "corrupt_image"),
     QueueFull: ErrorStatus(429, "rate_limit_error", "rate_limit_exceeded"),
     OutOfDeviceMemory: ErrorStatus(503, "server_error", "out_of_device_memory"),

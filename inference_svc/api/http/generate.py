@@ -124,11 +124,8 @@ class IncomingRequest(Generic[B]):
 
 
 class GenerateRoute(Generic[B]):
-    def __init__(
-        self, service: Service, pieces: Pieces, endpoint: Endpoint[B], answers: Shares
-    ) -> None:
+    def __init__(self, service: Service, endpoint: Endpoint[B], answers: Shares) -> None:
         self._service = service
-        self._pieces = pieces
         self._endpoint = endpoint
         self._answers = answers
 
@@ -145,7 +142,7 @@ class GenerateRoute(Generic[B]):
         if num_inactive:
             headers[INACTIVE_HEADER] = f"{num_inactive} of {len(stream.requests)} choices"
         formatters = [
-            self._endpoint.formatter(index, self._pieces, options.includes_ids)
+            self._endpoint.formatter(index, stream.text.pieces, options.includes_ids)
             for index in range(len(stream.requests))
         ]
         if options.stream:

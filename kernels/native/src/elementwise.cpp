@@ -1,5 +1,6 @@
 // Element-wise work between the projections. Each rounds where the decoder's torch modules round.
 #include <algorithm>
+#include <limits>
 
 #include "simd.h"
 #include "slice.h"
@@ -168,7 +169,7 @@ void gated(const GatedArgs& args, const Slice& slice) {
   }
 }
 
-// x[i] = round(scale * x[i]), or, with a cap, cap * tanh(scale * x[i] / cap).
+// x[i] = round(scale * x[i]), or, with a cap, cap * tanh(scale * x[i] / cap), -inf staying as it is.
 struct ScaleArgs {
   void* x;  // [count, size]
   const int32_t* count;
@@ -185,7 +186,10 @@ void scale_rows(const ScaleArgs& args, const Slice& slice) {
     T* row = static_cast<T*>(args.x) + i * args.size;
     for_vectors(args.size, [&](int64_t at, auto lanes) {
       VF x = vmul(vload(row + at, lanes), scale);
-      if (args.softcap) x = vmul(vtanh(vdiv(x, cap)), cap);
+      if (args.softcap) {
+        const VF capped = vmul(vtanh(vdiv(x, cap)), cap);
+        x = vselect_below(x, vset1(-std::numeric_limits<float>::max()), x, capped);
+      }
       vstore(row + at, x, lanes);
     });
   }

@@ -58,7 +58,7 @@ struct LoraArgs {
   int64_t max_rank;
   void* out;  // [T, out_stride]
   int64_t out_stride;
-  const void* base_bias;  // what out has of the base's bias, [out_stride], or null
+  const float* base_bias;  // what out has of the base's bias, [out_stride], or null
 };
 
 constexpr int LORA_FIELDS = 8;

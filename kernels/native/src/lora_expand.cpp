@@ -93,7 +93,7 @@ struct Columns {
 template <typename T>
 struct Outputs {
   LoraVectors<T> vectors;  // from the first column on
-  const T* base_bias;      // as the outputs have it, or null
+  const float* base_bias;  // as the outputs have it, or null
 
   VF of(VF out, VF added, int64_t at, auto lanes) const {
     if (vectors.magnitude || vectors.base_bias) {
@@ -168,9 +168,8 @@ template <typename T>
 Outputs<T> outputs_of(const LoraArgs& args, const LoraPart<T>& part, int64_t column) {
   const auto from = [&](const auto* values) { return values ? values + column : nullptr; };
   const LoraVectors<T>& all = part.vectors;
-  const T* base = static_cast<const T*>(args.base_bias);
   return {{from(all.magnitude), from(all.bias), from(all.base_bias)},
-          base ? base + args.columns[part.k] + column : nullptr};
+          args.base_bias ? args.base_bias + args.columns[part.k] + column : nullptr};
 }
 
 template <typename T, typename Out>

@@ -118,6 +118,8 @@ def test_announcements_of_earlier_servers_are_marked(tmp_path):
         for table in ("blobs", "images"):
             for column in NEW_COLUMNS[table]:
                 connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+        for statement in WITHOUT_TEXTS:
+            connection.execute(statement)
         connection.execute("UPDATE alembic_version SET version_num = '0006'")
         insert = "INSERT INTO announcements VALUES (?, ?, '[]', 0, ?)"
         connection.execute(insert, ("earlier", layout_id, 1 << 62))
@@ -139,6 +141,13 @@ NEW_COLUMNS = {
     "blobs": ("segment_kinds", "invocation_tokens"),
 }
 """Those of migrations 0008 and 0009."""
+_TEXT_COLUMNS = ("tokenizer_digest", "chat_template_digest")
+WITHOUT_TEXTS = (
+    "DROP TABLE texts",
+    *(f"DROP INDEX versions_by_{column}" for column in _TEXT_COLUMNS),
+    *(f"ALTER TABLE versions DROP COLUMN {column}" for column in _TEXT_COLUMNS),
+)
+"""Takes back migration 0010."""
 
 
 def test_adapters_and_servers_of_the_release_before_have_and_apply_a_and_b(place, clock):
@@ -151,6 +160,8 @@ def test_adapters_and_servers_of_the_release_before_have_and_apply_a_and_b(place
         for table, columns in NEW_COLUMNS.items():
             for column in columns:
                 conn.exec_driver_sql(f"ALTER TABLE {table} DROP COLUMN {column}")
+        for statement in WITHOUT_TEXTS:
+            conn.exec_driver_sql(statement)
         conn.exec_driver_sql("UPDATE alembic_version SET version_num = '0007'")
     catalog.close()
     catalog = Catalog(place, event_retention=1000, clock=clock)
@@ -158,6 +169,8 @@ def test_adapters_and_servers_of_the_release_before_have_and_apply_a_and_b(place
     names.register("b", "d2", targets=("q_proj",), segment_kinds=(SegmentKind.MAGNITUDE,))
     record = names.get("a")
     assert (record.segment_kinds, record.added_tokens, record.invocation_tokens) == ((), 0, ())
+    assert (record.tokenizer_digest, record.chat_template_digest) == ("", "")
+    assert names.register("a", "d1")[0].version == 1
     (server,) = record.verdicts[0].servers
     assert (server.announcement_id, server.max_rank, server.lora_targets) == ("A", 16, ())
     assert server.refusal(record, record.verdicts[0]) == ""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from adapter_store.checkpoint import files
 from adapter_store.checkpoint.files import MLX_WEIGHTS_FILE, CheckpointLimits
 from adapter_store.checkpoint.formats import side_files
 from adapter_store.checkpoint.formats.readers import READERS, TRAINERS
@@ -287,18 +288,23 @@ def test_what_changes_nothing_passes_everywhere(peft: Path) -> None:
     (peft / "global_step5").mkdir()
     assert image_of(peft) == before
     names = [path.name for path in peft.iterdir()]
-    assert choose_files([*names, f"checkpoint-5/{WEIRD}"], "hf://a/b") == [CONFIG, WEIGHTS]
-    assert [name for name, _ in upload.open_folder(peft).sizes] == [CONFIG, WEIGHTS]
+    chosen = choose_files([*names, f"checkpoint-5/{WEIRD}"], "hf://a/b")
+    sent = [name for name, _ in upload.open_folder(peft).sizes]
+    for found in (chosen, sent):
+        assert [name for name in found if not files.is_text_file(name)] == [CONFIG, WEIGHTS]
 
 
 @pytest.mark.parametrize("trainer", [*SAME, "tinker"])
 def test_clients_and_sources_take_each_trainers_folder(trainer: str) -> None:
     sent = [name for name, _ in upload.open_folder(FOLDERS / trainer).sizes]
     chosen = choose_files([path.name for path in (FOLDERS / trainer).iterdir()], "file:///a")
-    assert sent == chosen == [CONFIG, MLX_WEIGHTS_FILE if trainer == "mlx" else WEIGHTS]
+    own = [CONFIG, MLX_WEIGHTS_FILE if trainer == "mlx" else WEIGHTS]
+    texts = [path.name for path in (FOLDERS / trainer).iterdir() if files.is_text_file(path.name)]
+    assert sorted(sent) == sorted(chosen) == sorted([*own, *texts])
 
 
 def test_client_and_store_have_the_same_tables() -> None:
+    assert tuple(files.TEXT_FILES) == upload.TEXT_FILES
     for name in ("WEIGHT_SUFFIXES", "HARMLESS", "REFUSED", "MLX_HARMLESS", "TORCHTUNE_HARMLESS"):
         assert getattr(upload, name) == tuple(getattr(side_files, name)), name
     assert upload.MLX_WEIGHTS == MLX_WEIGHTS_FILE

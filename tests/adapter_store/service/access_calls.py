@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ ALLOWED = {
     "ListLayouts": OPERATORS,
     "ForgetLayout": {"root"},
     "PullAdapter": PULLERS,
+    "GetText": PULLERS,
     "WatchAdapters": READERS,
     "GetStoreStatus": OPERATORS,
     # What tells of all tenants is for who is for all.
@@ -170,6 +172,13 @@ def forget_layout(house: House, client: Client, tenant: str) -> str:
     return "OK"
 
 
+def get_text(house: House, client: Client, tenant: str) -> str:
+    digest = f"sha256:{hashlib.sha256(tenant.encode()).hexdigest()}"
+    content = client.stub.GetText(pb.GetTextRequest(digest=digest)).content
+    assert content.decode() == tenant
+    return "OK"
+
+
 def pull_adapter(house: House, client: Client, tenant: str) -> str:
     assert client.pull(house.digests[tenant], house.layout_id).is_whole
     return "OK"
@@ -212,6 +221,7 @@ ASK: dict[str, Callable[[House, Client, str], str]] = {
     "ListLayouts": list_layouts,
     "ForgetLayout": forget_layout,
     "PullAdapter": pull_adapter,
+    "GetText": get_text,
     "WatchAdapters": watch_adapters,
     "GetStoreStatus": get_store_status,
     "GetDebugInfo": get_debug_info,

@@ -50,6 +50,8 @@ def house(serve_shared, shared_folder):
         content: save_adapter(shared_folder / content, seed=seed)
         for seed, content in enumerate((OWN, OTHER, "old"))
     }
+    for tenant in (OWN, OTHER):
+        (folders[tenant] / "chat_template.jinja").write_text(tenant)
     digests = {
         tenant: root.register(f"{tenant}/kept", folders[tenant]).adapter.digest
         for tenant in (OWN, OTHER)

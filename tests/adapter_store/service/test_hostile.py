@@ -11,7 +11,7 @@ from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.adapter_store.hostile import CASES, CONFIG, UPLOAD_NAMES, WEIGHTS
 from tests.adapter_store.service.conftest import Served
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 CODES = {"LIMIT_EXCEEDED": "RESOURCE_EXHAUSTED"}
 

@@ -31,7 +31,7 @@ class Loop:
         layout_id: str = LAYOUT_ID,
     ) -> None:
         self.events: queue.SimpleQueue[PullEvent] = queue.SimpleQueue()
-        self.puller = Puller(store, 2, self.events.put, layout.read_header)
+        self.puller = Puller(store, 2, self.events.put, layout.read_header, layout.check_rows)
         host = HostTier(host_bytes, pin_memory=False) if host_bytes else None
         slab = None if host is None else host.slab
         self.arena = Arena(layout, arena_bytes, 4, 64, torch.device("cpu"), slab)

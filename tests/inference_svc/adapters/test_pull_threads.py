@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import queue
 import threading
@@ -10,11 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from inference_svc.adapters import pull as pull_job_module
 from inference_svc.adapters import pull_threads as puller_module
+from inference_svc.adapters.extents import round_up
 from inference_svc.adapters.image_source import (
     ImageChunk,
     ImageHeader,
@@ -71,7 +75,7 @@ def outcome(messages: list[PullMessage], layout: ModelLayout) -> PullEvent:
 
 def outcome_of(store: Scripted, layout: ModelLayout) -> PullEvent:
     events: queue.SimpleQueue[PullEvent] = queue.SimpleQueue()
-    puller = Puller(store, 1, events.put, layout.read_header)
+    puller = Puller(store, 1, events.put, layout.read_header, layout.check_rows)
     job = PullJob("aaaa", LAYOUT_ID)
     puller.start(job)
     memory = memoryview(bytearray(1 << 16))
@@ -148,15 +152,68 @@ def test_a_part_of_the_rank_is_corrupt(good: list[PullMessage], layout: ModelLay
         layout.read_header(replace(header, segments=tuple(segments)))
 
 
-@pytest.mark.parametrize("kind", KIND_WORDS)
-def test_what_this_server_does_not_apply_is_refused_by_name(
+def with_more(header: ImageHeader, kind: str, **changes: Any) -> ImageHeader:
+    """Adds a segment of the last target to an image."""
+    last, size = header.segments[-1], changes.get("shape", (1,))
+    more = replace(last, kind=kind, rank=0, offset=header.total_bytes, **changes)
+    more = replace(more, length_bytes=4 * math.prod(size))
+    total_bytes = header.total_bytes + round_up(more.length_bytes)
+    return replace(header, segments=(*header.segments, more), total_bytes=total_bytes)
+
+
+@pytest.mark.parametrize("kind", ["bias", "magnitude"])
+def test_vectors_over_outputs_are_read(
     kind: str, good: list[PullMessage], layout: ModelLayout
 ) -> None:
     header = format_2(good[0])
-    last = header.segments[-1]
-    more = replace(last, kind=kind, rank=0, offset=header.total_bytes)
-    with pytest.raises(AdapterUnusable, match=KIND_WORDS[kind]):
-        layout.read_header(replace(header, segments=(*header.segments, more)))
+    width = layout.all_targets[layout.order_of_use[header.segments[-1].target]].out_features
+    read = layout.read_header(with_more(header, kind, shape=(width,), dtype="float32"))
+    assert read.segments[-1].kind == kind
+    for changes in ({"shape": (width + 1,)}, {"shape": (width,), "dtype": "int32"}):
+        with pytest.raises(CorruptImage, match="is misplaced"):
+            layout.read_header(with_more(header, kind, **({"dtype": "float32"} | changes)))
+
+
+def test_a_whole_linear_layer_is_refused_by_name(
+    good: list[PullMessage], layout: ModelLayout
+) -> None:
+    header = format_2(good[0])
+    target = layout.all_targets[layout.order_of_use[header.segments[-1].target]]
+    shape = (target.out_features, target.in_features)
+    whole = with_more(header, "full", shape=shape, dtype="float32")
+    words = f"{KIND_WORDS['full']}, which this server does not apply: {target.short_name}"
+    with pytest.raises(AdapterUnusable, match=words):
+        layout.read_header(whole)
+
+
+def check_ids(layout: ModelLayout, ids: list[int], max_added_tokens: int = 2) -> None:
+    """Checks rows of the first target."""
+    segment = Segment(0, "row_ids", 0, 0, 4 * len(ids), "int32", (len(ids),))
+    header = ImageHeader("image", "aaaa", LAYOUT_ID, 2, 256, (segment,))
+    data = np.array(ids, np.int32).tobytes()
+    layout.check_rows(header, lambda start, size: data[start : start + size], max_added_tokens)
+
+
+def test_rows_are_of_tokens_that_there_are(layout: ModelLayout) -> None:
+    target = layout.targets[0]
+    num_tokens = target.in_features if target.kind == "embedding" else target.out_features
+    check_ids(layout, [0, 3, num_tokens - 1, num_tokens + 1])
+    for ids in ([], [3, 3], [4, 2], [-1, 4]):
+        with pytest.raises(CorruptImage, match="do not ascend"):
+            check_ids(layout, ids)
+    with pytest.raises(AdapterUnusable, match=f"a row for token {num_tokens + 2}, and this server"):
+        check_ids(layout, [1, num_tokens + 2])
+
+
+@pytest.mark.parametrize("kinds", [("rows",), ("row_ids",), ("bias", "a"), ("magnitude", "bias")])
+def test_what_is_incomplete_or_out_of_order_is_corrupt(
+    kinds: tuple[str, ...], good: list[PullMessage], layout: ModelLayout
+) -> None:
+    header = format_2(good[0])
+    for kind in kinds:
+        header = with_more(header, kind, shape=(1,), dtype="float32")
+    with pytest.raises(CorruptImage, match="nor what else a target may have"):
+        layout.read_header(header)
 
 
 def test_float8_is_refused_by_name(good: list[PullMessage], layout: ModelLayout) -> None:
@@ -350,7 +407,7 @@ def test_only_pull_threads_have_low_priority(store, layout) -> None:
 
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     events: queue.SimpleQueue[PullEvent] = queue.SimpleQueue()
-    puller = Puller(store, 1, events.put, check)
+    puller = Puller(store, 1, events.put, check, lambda header, read: None)
     job = PullJob("aaaa", LAYOUT_ID)
     puller.start(job)
     events.get(timeout=TIMEOUT_S)

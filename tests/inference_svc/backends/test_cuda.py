@@ -8,7 +8,7 @@ import torch
 
 from inference_svc import core
 from inference_svc.backends.cuda_graphs import Compute, captured_sizes
-from inference_svc.backends.cuda_lora import CudaLora
+from inference_svc.backends.cuda_lora import CudaLora, StepKind
 from inference_svc.backends.torch import LoraStep
 from inference_svc.engine.step_limit import StepLimit
 from inference_svc.model.inputs import StepInputs
@@ -123,10 +123,10 @@ def test_warm_up_runs_every_kind_of_step(model, record):
     }
     of_decodes = {(False, False, True, None), (False, False, True, (False, False))}
     assert spy.variants == of_prompts | of_decodes
-    prompts, decodes = spy.rows[:6], spy.rows[6:]
+    prompts, decodes = spy.rows[:10], spy.rows[10:]
     context = MAX_PAGES * PAGE_SIZE
-    assert prompts == [(16, 1)] * 3 + [(300, -(-300 // context))] * 3
-    assert decodes == [(size, size) for size in (6, 4, 2, 1) for _ in range(2)]
+    assert prompts == [(16, 1)] * 5 + [(300, -(-300 // context))] * 5
+    assert decodes == [(size, size) for size in (6, 4, 2, 1) for _ in StepKind]
     assert (cache.data[:, :-1] == 1.5).all(), "what sequences may own is left as it was"
     assert (cache.data[:, -1] != 1.5).any()
 
@@ -134,10 +134,10 @@ def test_warm_up_runs_every_kind_of_step(model, record):
 def test_warm_up_respects_the_step_limits(model):
     spy = Spy(model.transformer)
     model.fixed(None, max_tokens=7, transformer=spy)
-    assert spy.rows[:3] == [(7, 1)] * 3
+    assert spy.rows[:5] == [(7, 1)] * 5
     spy = Spy(model.transformer)
     model.fixed(None, max_tokens=1000, transformer=spy)
-    assert spy.rows[3] == (MAX_ROWS * MAX_PAGES * PAGE_SIZE, MAX_ROWS)
+    assert spy.rows[5] == (MAX_ROWS * MAX_PAGES * PAGE_SIZE, MAX_ROWS)
 
 
 def test_workspace_bytes(model):

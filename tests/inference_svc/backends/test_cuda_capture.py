@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from bench.gpu_launches import META, Launch, NotCapturable, Noted, launches, storage_id
 from bench.gpu_step import tensors_of
 from inference_svc.backends.cuda import CudaBackend, PreparedStep
+from inference_svc.backends.cuda_lora import StepKind
 from inference_svc.model.kv_caches import KVCaches
 from kernels.elementwise import NormWeight, add_rms_norm, swiglu
 from tests.gpu.models import FEATURES, Eager, Model, make_decoder, steps
@@ -28,7 +29,7 @@ class Checked:
         caches = model.caches()
         self.backend = model.fixed(Eager, is_warm=False, caches=caches, transformer=transformer)
         self.places = places_of(self.backend, model, caches)
-        self.recorded: dict[tuple[int, bool], list[tuple]] = {}
+        self.recorded: dict[tuple[int, StepKind], list[tuple]] = {}
 
     def record(self) -> None:
         """Every decode step, while what is filled in is padding: as the warm-up does."""
@@ -37,10 +38,10 @@ class Checked:
         inputs.fill_padding()
         inputs.send()
         for size in self.backend._sizes:
-            for with_lora in (False, True):
+            for kind in StepKind:
                 with launches() as noted:
-                    self.backend._decode(size, with_lora)
-                self.recorded[size, with_lora] = self.described(noted)
+                    self.backend._decode(size, kind)
+                self.recorded[size, kind] = self.described(noted)
 
     def run(self, batch: Any) -> None:
         prepared: PreparedStep = self.backend.prepare(batch)
@@ -48,7 +49,7 @@ class Checked:
             self.backend.forward(prepared)
         found = self.described(noted)
         if prepared.size is not None:
-            wanted = self.recorded[prepared.size, prepared.has_lora]
+            wanted = self.recorded[prepared.size, prepared.kind]
             for one, other in zip(wanted, found, strict=False):
                 assert one == other, "the recording computes something else"
             assert len(wanted) == len(found)
@@ -81,6 +82,7 @@ def places_of(backend: CudaBackend, model: Model, caches: KVCaches) -> dict[int,
         "page table": backend._table.on_device,
         "arena": model.arena.flat,
         "table of adapters": model.arena.table.rows,
+        "table of replaced weights": model.arena.table.weight_rows,
         "inputs": backend._decodes.inputs.block._twin,
         "inputs of prompts": backend._prompts.inputs.block._twin,
         "logits": backend._logits,

@@ -8,25 +8,26 @@ import pytest
 import torch
 
 from bench.gpu_launches import META, launches
+from inference_svc.backends.cuda_lora import StepKind
 from tests.gpu.models import Model, make_decoder
 
 NUM_LAYERS = 32
-LIMITS = {False: 360, True: 620}
-"""By whether rows have adapters."""
+LIMITS = {StepKind.BASE: 360, StepKind.LORA: 620, StepKind.ANY: 700}
+"""By what the rows' adapters have."""
 
 
-@pytest.mark.parametrize("with_lora", LIMITS)
-def test_a_decode_step_launches_few_kernels(tmp_path, with_lora):
+@pytest.mark.parametrize("kind", LIMITS)
+def test_a_decode_step_launches_few_kernels(tmp_path, kind):
     description = make_decoder("llama", tmp_path, num_hidden_layers=NUM_LAYERS)
     backend = Model.make(description, torch.float32, META).fixed(lambda compute: None)
     with launches() as noted:
-        backend._decode(1, with_lora)
+        backend._decode(1, kind)
     counts = Counter(launch.name for launch in noted.launches)
-    assert counts.total() <= LIMITS[with_lora], str(counts)
+    assert counts.total() <= LIMITS[kind], str(counts)
     assert counts["add_rms_norm_kernel"] == 2 * NUM_LAYERS + 1
     assert counts["swiglu_kernel"] == counts["store_kernel"] == NUM_LAYERS
     assert counts["rotary_angles_kernel"] == counts["argmax"] == 1
-    assert ("shrink_kernel" in counts) == with_lora
+    assert ("shrink_kernel" in counts) == (kind is not StepKind.BASE)
 
 
 @pytest.mark.parametrize(
@@ -43,10 +44,10 @@ def test_nothing_is_launched_for_targets_that_are_refused(tmp_path, lora_targets
     description = make_decoder("llama", tmp_path, num_hidden_layers=NUM_LAYERS)
     model = Model.make(description, torch.float32, META)
     counts = []
-    for with_lora in (False, True):
+    for kind in (StepKind.BASE, StepKind.LORA):
         backend = model.fixed(lambda compute: None, lora_targets=lora_targets)
         with launches() as noted:
-            backend._decode(1, with_lora)
+            backend._decode(1, kind)
         counts.append(Counter(launch.name for launch in noted.launches))
     base, found = counts
     assert not base - found, "the base is computed as ever"

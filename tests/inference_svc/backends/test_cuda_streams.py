@@ -21,7 +21,7 @@ from inference_svc.adapters import arena as arena_module
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.eviction import EvictionReason
 from inference_svc.adapters.image_source import ImageHeader
-from inference_svc.adapters.layout import ModelLayout, build_layout, lora_groups
+from inference_svc.adapters.layout import ModelLayout, applied_targets, build_layout
 from inference_svc.adapters.load_metrics import LoadTimes
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostTier, MemoryTiers
@@ -161,8 +161,8 @@ class World:
         caches = KVCaches((cache,), (KVPlace(0, 0),))
         self.reader: Any = Reader(self.description, self.arena, self.headers)
         limits = StepLimits(MAX_TOKENS, MAX_ROWS, MAX_PAGES)
-        groups = lora_groups(self.layout)
-        self.backend = LateBackend(self.reader, caches, self.arena, groups, limits, Eager)
+        targets = applied_targets(self.layout)
+        self.backend = LateBackend(self.reader, caches, self.arena, targets, limits, Eager)
         self.backend.device, self.backend.reader = self.device, self.reader
         self.free_pages = list(range(NUM_PAGES))
         random.shuffle(self.free_pages)

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import torch
 
+from inference_svc.adapters.layout import AppliedTargets
 from inference_svc.backends.native_lora import MAX_KNOWN, NativeLoraOps
+from inference_svc.backends.native_program import ADDED_TOKENS
 from inference_svc.core import BatchRow, Request, SamplingParams, Sequence
 from kernels.lora import LoraGroup
 from kernels.lora.table import LoraTable, TableEntry
@@ -26,14 +28,15 @@ def test_few_sets_of_groups_are_distinguished() -> None:
     groups = {f"group {i}": LoraGroup((i,), 8, (0,), (8,)) for i in range(NUM_GROUPS)}
     for slot in range(NUM_GROUPS):
         table.set_row(slot, [TableEntry(slot, 0, 1, 1, 8, 8)])
-    ops = NativeLoraOps(SimpleNamespace(table=table), groups, max_tokens=4, max_rows=4)
+    targets = AppliedTargets(groups, {}, vocab_size=8, max_added_tokens=0)
+    ops = NativeLoraOps(SimpleNamespace(table=table), targets, max_tokens=4, max_rows=4)
     assert ops.groups_of([]) == frozenset()
     for _ in range(2):
         assert ops.plan([row(-1)]) == frozenset()
         for slot in range(MAX_KNOWN):
             assert ops.groups_of([slot]) == ops.plan([row(slot)]) == {f"group {slot}"}
         for slot in range(MAX_KNOWN, NUM_GROUPS):
-            assert ops.groups_of([slot]) == ops.plan([row(slot)]) == set(groups)
+            assert ops.groups_of([slot]) == ops.plan([row(slot)]) == {*groups, ADDED_TOKENS}
 
 
 def test_targets_of_no_group_are_not_computed() -> None:
@@ -41,9 +44,10 @@ def test_targets_of_no_group_are_not_computed() -> None:
     table = LoraTable.create(2, 3, torch.zeros(1024), "cpu", max_rank=1)
     table.set_row(0, [TableEntry(1, 0, 1, 1, 8, 8), TableEntry(2, 0, 1, 1, 8, 8)])
     groups = {"o": LoraGroup((1,), 8, (0,), (8,))}
-    ops = NativeLoraOps(SimpleNamespace(table=table), groups, max_tokens=4, max_rows=4)
+    targets = AppliedTargets(groups, {}, vocab_size=8, max_added_tokens=0)
+    ops = NativeLoraOps(SimpleNamespace(table=table), targets, max_tokens=4, max_rows=4)
     assert ops.groups_of([1, 2]) == ops.plan([row(0)]) == {"o"}
     x, out = torch.zeros(4, 8), torch.zeros(4, 8)
-    assert ops.add("o", x, out, samples_only=False)
-    assert ops.add("down", x, out, samples_only=False) == []
+    assert ops.add("o", x, out, None, samples_only=False)
+    assert ops.add("down", x, out, None, samples_only=False) == []
     assert ops.add_embedding(torch.zeros(4, dtype=torch.int64), out) == []

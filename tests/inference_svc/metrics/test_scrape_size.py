@@ -40,7 +40,7 @@ def test_ten_thousand_adapters_are_few_series(serve: Any, engine: Any) -> None:
         metrics = running.server._metrics
         end = RequestEnd("stop", (), 3, 1.0, Usage(3, 0, 3), Timings(0.1, 0.0, 0.2))
         for number in range(NUM_ADAPTERS):
-            metrics.count_request(replace(end, adapter=f"team-{number % 100}/a{number}"))
+            metrics.count_request(replace(end, adapters=(f"team-{number % 100}/a{number}",)))
         num_series, requests = read(await asyncio.to_thread(running.scrape))
         assert num_series < MAX_SERIES
         assert len(requests) == MAX_ADAPTERS + len(("base", "other", "former"))

@@ -23,6 +23,7 @@ from inference_svc.model.layers import Linear
 from inference_svc.model.lora import Lora
 from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import load_weights
+from kernels.elementwise import NormWeight
 from kernels.native.library import NativeOp
 from tests.support.native import native_library
 from tests.support.whole_models import SHAPE
@@ -158,12 +159,27 @@ def batch_of(rows: Rows) -> core.Batch:
 
 class NoAdapters:
     def add(
-        self, group: str, x: torch.Tensor, out: torch.Tensor, *, samples_only: bool
+        self,
+        group: str,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        samples_only: bool,
     ) -> list[NativeOp]:
         return []
 
     def add_embedding(self, token_ids: torch.Tensor, out: torch.Tensor) -> list[NativeOp]:
         return []
+
+    def replace_embeddings(self, token_ids: torch.Tensor, out: torch.Tensor) -> list[NativeOp]:
+        return []
+
+    def replace_logits(self, x: torch.Tensor, out: torch.Tensor) -> list[NativeOp]:
+        return []
+
+    def token_weights(self, module: str, norm: NormWeight, *, samples_only: bool) -> None:
+        """No adapter replaces any."""
 
 
 MAX_TOKENS, NUM_CELLS = 120, 400

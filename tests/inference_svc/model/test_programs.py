@@ -7,17 +7,24 @@ import torch
 from inference_svc.backends.native_program import MAX_PROGRAMS
 from kernels.attention.native import rotary_angles_op
 from kernels.native.library import NativeOp
+from tests.inference_svc.model.conftest import NoAdapters
 from tests.support.whole_models import SHAPE
 
 
-class CountedAdapters:
+class CountedAdapters(NoAdapters):
     """One operation per group, which computes nothing."""
 
     def __init__(self) -> None:
         self.groups = {"embed", "head"}
 
     def add(
-        self, group: str, x: torch.Tensor, out: torch.Tensor, *, samples_only: bool
+        self,
+        group: str,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        samples_only: bool,
     ) -> list[NativeOp]:
         self.groups.add(group)
         return [self._nothing()]

@@ -27,6 +27,9 @@ TEMPLATES = {
     "macro": "{% macro show(m) %}[{{ m['role'] }}]{{ '-' * 3 }}{{ 2 ** 3 }}{% endmacro %}"
     "{% set ns = namespace(n=0) %}{% for m in messages if m.content %}{% set ns.n = ns.n + 1 %}"
     "{{ show(m) }}{% endfor %}{{ ns.n }}{{ messages | tojson }}{{ bos_token }}",
+    "globals": "{{ dict(a=1) | tojson(indent=2) }}{{ dict.fromkeys([1, 2]) }}"
+    "{% set ns = namespace(self=1, b=2) %}{{ ns.self + ns.b }}{{ strftime_now('%Y') }}",
+    "spaces": "  {% if true %}\n  {{ eos_token }}  \n  {% endif %}\n{# none #}\n<&>'\n",
     "recursive": "{% for x in [[1], [2, [3]]] recursive %}"
     "{% if x is iterable %}{{ loop(x) }}{% else %}{{ x }}{% endif %}{% endfor %}",
     "call": "{% macro box() %}<{{ caller() }}>{% endmacro %}"
@@ -51,6 +54,10 @@ REFUSED = {
     "range": ("{% for a in range(999999999) %}{% endfor %}", "Range too big"),
     "class": ("{{ messages.__class__.__mro__ }}", "unsafe"),
     "globals": ("{{ raise_exception.__globals__['os'].system('true') }}", "unsafe"),
+    "namespace": ("{% set ns = namespace(__class__=1) %}", "__class__"),
+    "namespace later": ("{% set ns = namespace() %}{% set ns._a = 1 %}", "_a"),
+    "import": ("{% import 'os' as os %}", "no loader"),
+    "include": ("{% include '/etc/passwd' %}", "no loader"),
     "change": ("{{ messages.append(1) }}", "not callable|unsafe"),
 }
 
@@ -59,17 +66,21 @@ def tokenizer_with(folder: Path, template: str) -> Any:
     return AutoTokenizer.from_pretrained(str(save_tokenizer(byte_level(), folder, template)))
 
 
+def compiled(tokenizer: Any) -> ChatTemplate:
+    return ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens_map)
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_text_is_what_transformers_renders(tmp_path: Path, name: str) -> None:
     tokenizer = tokenizer_with(tmp_path, TEMPLATES[name])
     conversation = [{"role": m.role, "content": m.content} for m in MESSAGES]
     theirs = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
-    assert ChatTemplate(tokenizer).render(MESSAGES, 10_000, 10.0) == theirs
+    assert compiled(tokenizer).render(MESSAGES, 10_000, 10.0) == theirs
 
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_endless_templates_end(tmp_path: Path, name: str) -> None:
-    template = ChatTemplate(tokenizer_with(tmp_path, ENDLESS[name]))
+    template = compiled(tokenizer_with(tmp_path, ENDLESS[name]))
     start = time.thread_time()
     with pytest.raises(TemplateTimeout, match=r"more than 0\.1 s"):
         template.render(MESSAGES, 10_000, 0.1)
@@ -79,7 +90,7 @@ def test_endless_templates_end(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_hostile_templates_are_refused(tmp_path: Path, name: str) -> None:
     source, message = REFUSED[name]
-    template = ChatTemplate(tokenizer_with(tmp_path, source))
+    template = compiled(tokenizer_with(tmp_path, source))
     with pytest.raises(InvalidArgument, match=message) as caught:
         template.render(MESSAGES, 10_000, 10.0)
     assert caught.value.subject == "chat"

@@ -30,7 +30,7 @@ def test_part_of_a_character_has_its_bytes(tokenizers: dict[str, Tokenizer]) -> 
 def test_token_keeps_its_space(tokenizers: dict[str, Tokenizer]) -> None:
     for kind, space in (("unigram", "▁"), ("byte_level", "Ġ")):
         tokenizer = tokenizers[kind]
-        vocabulary = tokenizer._backend.get_vocab()
+        vocabulary = tokenizer.backend.get_vocab()
         found = {
             name: i for name, i in vocabulary.items() if name[:1] == space and name[1:].isalpha()
         }
@@ -47,7 +47,7 @@ def test_special_tokens_are_named_and_unknown_ids_are_empty(
     tokenizers: dict[str, Tokenizer], kind: str
 ) -> None:
     pieces = Pieces(tokenizers[kind])
-    eos = tokenizers[kind]._backend.token_to_id("</s>")
+    eos = tokenizers[kind].backend.token_to_id("</s>")
     assert pieces.of(eos) == Piece("</s>", b"</s>")
     assert pieces.of(10**6) == Piece("", b"")
     assert pieces.of(eos) is pieces.of(eos)

@@ -15,7 +15,11 @@ class Recording:
     """Tokens are characters; records the thread that made them last."""
 
     max_chars_per_token = 1
+    renders_in_child = False
     thread: threading.Thread | None = None
+
+    def name_of(self, token_id: int) -> str:
+        return chr(token_id)
 
     def encode(self, text: str) -> list[int]:
         self.thread = threading.current_thread()
@@ -68,7 +72,7 @@ def test_long_prompts_leave_the_event_loop(prompt: Prompt, is_long: bool) -> Non
         ("", "at least one token"),
         ((), "at least one token"),
         ("abcd", "has 4 tokens; at most 3"),
-        ("é", "token 233; this model knows 128"),
+        ("é", r"token 233 \(.*\); this model knows 128"),
         ((128,), "token 128"),
     ],
 )
@@ -184,3 +188,27 @@ def test_slow_template_leaves_the_event_loop(
     assert [record.message for record in caplog.records] == [
         "chats are rendered in a thread"
     ] * sum(is_main)
+
+
+def test_an_adapter_has_tokens_behind_the_models() -> None:
+    """And an encoder of its own, whose name of a token is in the refusal of one without a row."""
+
+    class Adapters(Recording):
+        def encode(self, text: str) -> list[int]:
+            return [128 + int(char) for char in text]
+
+        def name_of(self, token_id: int) -> str:
+            return f"<{token_id}>"
+
+    async def body() -> None:
+        prompts = PromptEncoder(Recording(), 100, 128, WorkBudget("work", 1.0))
+        assert await prompts.encode("01", "", Adapters(), 2) == (128, 129)
+        assert await prompts.encode((129,), "", Adapters(), 2) == (129,)
+        for prompt in ("2", (130,)):
+            with pytest.raises(InvalidArgument, match=r"token 130 \('<130>'\).* knows 130"):
+                await prompts.encode(prompt, "", Adapters(), 2)
+        with pytest.raises(InvalidArgument, match="token 128"):
+            await prompts.encode((128,))
+        prompts.close()
+
+    asyncio.run(body())

@@ -20,13 +20,13 @@ from tests.inference_svc.conftest import CHAT_TEMPLATE, byte_level, save_tokeniz
 def test_encode_equals_hugging_face(tokenizers: dict[str, Tokenizer]) -> None:
     for tokenizer in tokenizers.values():
         for text in ("the lazy dog", "", "日本 <s> in the text", "a😀"):
-            assert tokenizer.encode(text) == tokenizer._hf(text)["input_ids"]
+            assert tokenizer.encode(text) == tokenizer.hf(text)["input_ids"]
 
 
 def test_chat_goes_through_the_template(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["byte_level"]
     token_ids = tokenizer.encode_chat([ChatMessage("user", "hi")], 1000, 1.0)
-    assert token_ids == tokenizer._hf("<s>user: hi</s><s>assistant:")["input_ids"]
+    assert token_ids == tokenizer.hf("<s>user: hi</s><s>assistant:")["input_ids"]
 
 
 def test_chat_without_template_names_chat(tokenizers: dict[str, Tokenizer]) -> None:
@@ -49,7 +49,7 @@ def test_vocabulary_facts(tokenizers: dict[str, Tokenizer]) -> None:
     assert tokenizers["byte_level"].byte_ids == frozenset()
     for tokenizer in tokenizers.values():
         hidden = set(range(tokenizer.vocab_size)) - tokenizer.visible_ids
-        assert {"<s>", "</s>"} <= set(tokenizer._hf.convert_ids_to_tokens(sorted(hidden)))
+        assert {"<s>", "</s>"} <= set(tokenizer.hf.convert_ids_to_tokens(sorted(hidden)))
         assert tokenizer.decode([*hidden, tokenizer.vocab_size]) == ""
 
 
@@ -75,7 +75,7 @@ def test_class_is_what_hugging_face_chooses(
         fields = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps(fields | {field: value} if value else {}))
     theirs = AutoTokenizer.from_pretrained(str(tmp_path))
-    ours = Tokenizer(tmp_path)._hf
+    ours = Tokenizer(tmp_path).hf
     assert type(ours) is type(theirs)
     text = "the lazy dog 日本 <s>"
     assert ours(text)["input_ids"] == theirs(text)["input_ids"]

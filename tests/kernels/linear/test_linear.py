@@ -48,6 +48,13 @@ def test_more_rows_than_a_block(library, assert_close, dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("start", "end"), [(0, 70), (0, 32), (31, 33), (64, 70), (5, 5)])
+def test_rows_come_back_as_they_were_put(dtype, start, end) -> None:
+    weight = numbers(70, 33, dtype=dtype)
+    assert torch.equal(PackedLinear.pack(weight).rows(start, end), weight[start:end])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_bias_and_fp32_out(library, assert_close, dtype) -> None:
     weight, bias = numbers(50, 40, dtype=dtype), numbers(50, dtype=dtype)
     x = numbers(19, 40, dtype=dtype)

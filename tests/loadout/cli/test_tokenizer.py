@@ -60,17 +60,16 @@ def test_what_trainers_change_makes_no_difference(save, base):
     )
     (folder / "chat_template.jinja").write_text("{{ messages }}\n")
     assert describe_tokenizer(folder, base, "") == (
-        "note: tokenizer and chat template beside the adapter are not used; the base model in "
-        f"{base} has the same tokens and chat template"
+        "note: tokenizer and chat template beside the adapter are used for its requests; the base "
+        f"model in {base} has the same tokens and chat template"
     )
 
 
 def test_added_tokens_alone(save, base):
     folder = save("adapter", added_tokens={"<tool>": 4, "<end>": 3})
     assert describe_tokenizer(folder, base, "") == (
-        "warning: added_tokens.json beside the adapter is not used, and the added_tokens.json "
-        f"differs from the base model's in {base}: it has 1 token more ('<tool>'), which servers "
-        "take for other text"
+        "warning: added_tokens.json beside the adapter is not used; compared with the base model's "
+        f"in {base} servers take for other text 1 token ('<tool>')"
     )
     known = save("known", added_tokens={"<end>": 3})
     assert describe_tokenizer(known, base, "") == (
@@ -90,8 +89,8 @@ def test_without_the_base_model_nothing_is_compared(save, monkeypatch, has_libra
         monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     folder = save("adapter", WHOLE, adapter_config={"base_model_name_or_path": "/nowhere/llama"})
     assert describe_tokenizer(folder, None, "org/llama") == (
-        "note: tokenizer beside the adapter is not used; --model DIR, the base model's folder, "
-        "says whether it differs"
+        "note: tokenizer beside the adapter is used for its requests; --model DIR, the base "
+        "model's folder, says whether it differs"
     )
 
 
@@ -99,12 +98,7 @@ def test_without_the_base_model_nothing_is_compared(save, monkeypatch, has_libra
     ("changes", "words"),
     [
         (
-            {"added_tokens": [*WHOLE["added_tokens"], {"id": 4, "content": "<tool>"}]},
-            "it has 1 token more ('<tool>'), which servers take for other text",
-        ),
-        (
             {"added_tokens": [{"id": 9 - i, "content": f"<{i}>"} for i in range(5)]},
-            "it has 5 tokens more ('<4>', '<3>', '<2>', ...), which servers take for other text; "
             "it lacks 1 token",
         ),
         (
@@ -116,8 +110,17 @@ def test_without_the_base_model_nothing_is_compared(save, monkeypatch, has_libra
 def test_another_tokenizer(save, base, changes, words):
     folder = save("adapter", WHOLE | changes)
     assert describe_tokenizer(folder, base, "") == (
-        "warning: tokenizer beside the adapter is not used, and the tokenizer differs from the "
-        f"base model's in {base}: {words}"
+        "warning: tokenizer beside the adapter is used for its requests; compared with the base "
+        f"model's in {base} {words}: requests for the adapter are refused"
+    )
+
+
+def test_added_tokens(save, base):
+    tokens = [{"id": 4 + i, "content": f"<{i}>"} for i in range(5)]
+    folder = save("adapter", WHOLE | {"added_tokens": [*WHOLE["added_tokens"], *tokens]})
+    assert describe_tokenizer(folder, base, "") == (
+        "note: tokenizer beside the adapter is used for its requests; compared with the base "
+        f"model's in {base} it adds 5 tokens ('<0>', '<1>', '<2>', ...)"
     )
 
 
@@ -126,34 +129,28 @@ def test_another_chat_template(save, base, form):
     named = [{"name": "tools", "template": "{{ messages }}"}, {"name": "default", "template": "x"}]
     folder = save("adapter", None, {"chat_template": "x" if form == "text" else named})
     assert describe_tokenizer(folder, base, "") == (
-        "warning: chat template beside the adapter is not used, and the chat template differs from "
-        f"the base model's in {base}: chats are formatted with the base model's"
+        "note: chat template beside the adapter is used for its requests; chats are formatted "
+        "otherwise than the base model's"
     )
-    plain = save("plain", WHOLE)
-    assert "not at all, as the base model has none" in describe_tokenizer(folder, plain, "")
 
 
 def test_tokenizers_of_other_forms(save, base):
     folder = save("adapter")
     (folder / "tokenizer.model").write_bytes(b"one")
+    unused = "tokenizer without a tokenizer.json beside the adapter is not used"
     assert describe_tokenizer(folder, base, "") == (
-        f"note: tokenizer beside the adapter is not used; the tokenizer in {base} is of another "
-        "form, and not compared"
+        f"note: {unused}; the tokenizer in {base} is of another form, and not compared"
     )
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    assert describe_tokenizer(folder, base, "").endswith(
-        f"the base model in {base} has the same chat template; the tokenizer there is of another "
-        "form, and not compared"
-    )
-    (folder / "chat_template.jinja").write_text("x")
     assert describe_tokenizer(folder, base, "") == (
-        "warning: tokenizer and chat template beside the adapter are not used, and the chat "
-        f"template differs from the base model's in {base}: chats are formatted with the base "
-        "model's; the tokenizer there is of another form, and not compared"
+        f"note: chat template beside the adapter is used for its requests; {unused}; the tokenizer "
+        f"in {base} is of another form, and not compared; the base model in {base} has the same "
+        "chat template"
     )
     (folder / "chat_template.jinja").unlink()
     (base / "tokenizer.model").write_bytes(b"two")
     assert "it has another tokenizer.model" in describe_tokenizer(folder, base, "")
+    assert describe_tokenizer(folder, base, "").startswith("warning: ")
     (base / "tokenizer.model").write_bytes(b"one")
     assert describe_tokenizer(folder, base, "").endswith(" has the same tokens")
 
@@ -250,7 +247,7 @@ def test_nothing_in_a_folder_raises(save, base, side):
 def test_numbers_of_added_tokens(save, base, key):
     decoder = {"added_tokens_decoder": {key: {"content": "<tool>"}}}
     said = describe_tokenizer(save("adapter", WHOLE, decoder), base, "")
-    assert "it has 1 token more ('<tool>')" in said
+    assert "it adds 1 token ('<tool>')" in said
 
 
 def test_long_and_unprintable_names(save, base, tmp_path):
@@ -259,7 +256,7 @@ def test_long_and_unprintable_names(save, base, tmp_path):
     odd = base.rename(tmp_path / "\x1b[2J\udc80")
     folder = save("adapter", WHOLE | added, adapter_config={"base_model_name_or_path": str(odd)})
     said = describe_tokenizer(folder, None, "")
-    assert f"it has 2 tokens more ('{'x' * 40}'..., '\\x1b[2J\\ud800')" in said
+    assert f"it adds 2 tokens ('{'x' * 40}'..., '\\x1b[2J\\ud800')" in said
     assert said.isprintable()
 
 
@@ -269,4 +266,4 @@ def test_files_that_are_too_large(save, base, monkeypatch):
     (folder / "chat_template.jinja").write_text("x" * 1001)
     assert describe_tokenizer(folder, base, "") == ""
     (folder / "chat_template.jinja").write_text("x" * 1000)
-    assert "the chat template differs" in describe_tokenizer(folder, base, "")
+    assert "otherwise than the base model's" in describe_tokenizer(folder, base, "")

@@ -70,6 +70,8 @@ def test_lasting_errors_are_not_retried() -> None:
         InvalidArgument,
         errors.AdapterNotFound,
         errors.AdapterUnusable,
+        errors.TokenizerChanged,
+        errors.ChatTemplateInvalid,
         errors.NoRoom,
         errors.TemplateTimeout,
     }

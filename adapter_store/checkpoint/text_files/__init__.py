@@ -1,0 +1,196 @@
+"""The tokenizer and the chat template that lie beside an adapter, read in a child process.
+
+A tokenizer's file may have tens of megabytes, and parsing it holds Python's lock: a child process
+does it, without secrets in its environment, limited in memory, CPU time and wall-clock time. What
+is kept is the tokenizer's extract (servicekit/tokenizer_extract.py) and the template's text.
+
+__main__  the program of the child process
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from adapter_store.checkpoint.child_process import ChildFailure, run_child
+from adapter_store.checkpoint.files import (
+    TEMPLATE_FILE,
+    TEXT_FILES,
+    TOKENIZER_FILE,
+    RegularFile,
+    check_text_file,
+    is_text_file,
+    read_capped,
+)
+from adapter_store.core import SourceFile
+from adapter_store.errors import InvalidAdapter
+from servicekit.tokenizer_extract import MAX_EXTRACT_BYTES
+
+CONFIG_FILE = "tokenizer_config.json"
+CHILD = Path(__file__).with_name("__main__.py")
+ROOT = Path(__file__).resolve().parents[3]
+"""Where the child finds the packages."""
+MEMORY_BYTES = 1 << 30
+CPU_SECONDS = 30
+WALL_SECONDS = 60.0
+MAX_RESULT_BYTES = 1 << 16
+CHILDREN = 2
+"""How many are read at a time: this bounds their memory together."""
+MAX_CACHED_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterText:
+    """What lies beside an adapter about text, empty where there is none: the extract of its
+    tokenizer, as servicekit.tokenizer_extract writes it, and its chat template in UTF-8."""
+
+    tokenizer: bytes = b""
+    chat_template: bytes = b""
+
+    @property
+    def tokenizer_digest(self) -> str:
+        return _digest_of(self.tokenizer)
+
+    @property
+    def chat_template_digest(self) -> str:
+        return _digest_of(self.chat_template)
+
+    @property
+    def contents(self) -> dict[str, bytes]:
+        """What there is, by digest."""
+        found = {self.tokenizer_digest: self.tokenizer}
+        found[self.chat_template_digest] = self.chat_template
+        return {digest: content for digest, content in found.items() if digest}
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.tokenizer) + len(self.chat_template)
+
+
+def _digest_of(content: bytes) -> str:
+    return f"sha256:{hashlib.sha256(content).hexdigest()}" if content else ""
+
+
+class TextReader:
+    """Reads text files, and remembers what was found in those of the same bytes: most are copies of
+    a base model's, which every run of a trainer saves again. Each account has memories of its own:
+    none can tell by the time what others have registered. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._children = threading.BoundedSemaphore(CHILDREN)
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[str, tuple[str, ...]], AdapterText] = OrderedDict()
+        self._known_bytes = 0
+
+    def read(
+        self,
+        folder: Path,
+        files: Sequence[SourceFile],
+        account: str,
+        check_cancelled: Callable[[], None] = lambda: None,
+    ) -> AdapterText:
+        """Returns what the text files among `files`, all of a folder, say. Raises as
+        `read_text`."""
+        present = sorted((file for file in files if is_text_file(file.name)), key=lambda f: f.name)
+        if not present:
+            return AdapterText()
+        key = account, tuple(f"{file.name} {file.sha256}" for file in present)
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+                return self._known[key]
+        with self._children:
+            found = read_text(
+                folder, [file.name for file in present], check_cancelled, folder.parent
+            )
+        self._remember(key, found)
+        return found
+
+    def _remember(self, key: tuple[str, tuple[str, ...]], found: AdapterText) -> None:
+        with self._lock:
+            if key in self._known:
+                return
+            self._known[key] = found
+            self._known_bytes += found.num_bytes
+            while self._known_bytes > MAX_CACHED_BYTES:
+                _, dropped = self._known.popitem(last=False)
+                self._known_bytes -= dropped.num_bytes
+
+
+def read_text(
+    folder: Path,
+    names: Sequence[str],
+    check_cancelled: Callable[[], None] = lambda: None,
+    work_dir: Path | None = None,
+) -> AdapterText:
+    """Returns what these text files of a folder say. `check_cancelled` is called periodically and
+    may raise; temporary files lie in `work_dir`, by default where the system has them.
+
+    Raises InvalidAdapter: FILE_TOO_LARGE, FILE_NOT_REGULAR, what parse_object and make_extract
+    refuse, TEMPLATE_INVALID, TOKENIZER_TOO_LARGE (it takes too much time or memory to read).
+    """
+    extract = template = b""
+    parsed = [name for name in names if name != TEMPLATE_FILE]
+    if parsed:
+        extract, template = _parse(folder, parsed, check_cancelled, work_dir)
+    where = CONFIG_FILE
+    if TEMPLATE_FILE in names:
+        template, where = (
+            read_capped(folder, TEMPLATE_FILE, TEXT_FILES[TEMPLATE_FILE]),
+            TEMPLATE_FILE,
+        )
+    _check_template(template, where)
+    return AdapterText(extract, template)
+
+
+def _check_template(template: bytes, name: str) -> None:
+    try:
+        template.decode()
+    except UnicodeDecodeError:
+        raise InvalidAdapter(
+            f"{name}: the chat template is not UTF-8", subject=name, reason="TEMPLATE_INVALID"
+        ) from None
+    if len(template) > TEXT_FILES[TEMPLATE_FILE]:
+        raise InvalidAdapter(
+            f"{name}: a chat template of {len(template)} bytes is over the limit of "
+            f"{TEXT_FILES[TEMPLATE_FILE]}",
+            subject=name,
+            reason="TEMPLATE_INVALID",
+        )
+
+
+def _parse(
+    folder: Path, names: Sequence[str], check_cancelled: Callable[[], None], work_dir: Path | None
+) -> tuple[bytes, bytes]:
+    """Returns the extract of the tokenizer, and the chat template of its configuration."""
+    for name in names:
+        with RegularFile(folder, name) as file:
+            check_text_file(name, file.size_bytes)
+    with tempfile.TemporaryDirectory(dir=work_dir, prefix="text-") as work:
+        command = [sys.executable, "-I", str(CHILD), str(ROOT), str(folder.absolute()), work]
+        command += [str(MEMORY_BYTES), str(CPU_SECONDS), *names]
+        try:
+            run_child(command, Path(work), WALL_SECONDS, check_cancelled)
+        except ChildFailure as failure:
+            raise InvalidAdapter(
+                f"{TOKENIZER_FILE}: reading it takes more than {MEMORY_BYTES >> 20} MiB of memory "
+                f"or {CPU_SECONDS} seconds ({failure})",
+                subject=TOKENIZER_FILE,
+                reason="TOKENIZER_TOO_LARGE",
+            ) from failure
+        answer = json.loads(read_capped(Path(work), "result.json", MAX_RESULT_BYTES))
+        if "reason" in answer:
+            raise InvalidAdapter(
+                answer["message"], subject=answer["subject"], reason=answer["reason"]
+            )
+        return (
+            read_capped(Path(work), "tokenizer", MAX_EXTRACT_BYTES),
+            read_capped(Path(work), "chat_template", TEXT_FILES[CONFIG_FILE]),
+        )

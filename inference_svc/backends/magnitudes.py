@@ -1,0 +1,176 @@
+"""Divides DoRA's magnitudes by the norms of what they scale, once, when an adapter is loaded.
+
+An adapter scales each output of W + BA to its magnitude (Liu et al., 2024): what kernels need of it
+is magnitude / ||W + BA||, of each output over the inputs, as PEFT computes it. It takes the place
+of the magnitude in the arena. W + BA is made a few rows at a time, between steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inference_svc.adapters.arena import Arena, locate
+from inference_svc.adapters.extents import GRANULE_BYTES
+from inference_svc.adapters.image_source import Segment
+from inference_svc.adapters.layout import HEAD, lora_groups
+from inference_svc.adapters.resident import Resident
+from inference_svc.model.description import LAYER_INPUTS, Decoder
+from inference_svc.model.weights import ModelWeights
+from kernels.lora.table import ABSENT, vector_at
+
+CPU_ELEMENTS, DEVICE_ELEMENTS = 1 << 20, 1 << 27
+"""Elements of W + BA that are made between two steps: some milliseconds of a processor, and a
+fraction of one of a device."""
+SLICE_ELEMENTS = 1 << 18
+"""Those that a processor makes at once stay in its cache."""
+
+
+class Projection(Protocol):
+    """What a base projection gives of its weight."""
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """Returns rows [start, end) of the weight [out, in]."""
+
+
+class Divided(NamedTuple):
+    """An adapter whose magnitudes are divided, unless some would not be finite: `faulty` is of
+    one of these the target's name."""
+
+    digest: str
+    faulty: str = ""
+
+
+class Magnitudes:
+    """The jobs of adapters that are being loaded, one after the other."""
+
+    def __init__(self, decoder: Decoder, weights: ModelWeights[Any], arena: Arena) -> None:
+        self._weights = weights
+        self._arena = arena
+        is_cpu = arena.device.type == "cpu"
+        self._step_elements = CPU_ELEMENTS if is_cpu else DEVICE_ELEMENTS
+        self._slice_elements = SLICE_ELEMENTS if is_cpu else DEVICE_ELEMENTS
+        self._places = dict(_places(decoder, weights, arena))
+        self._jobs: deque[tuple[str, Iterator[int], list[str]]] = deque()
+
+    def start(self, resident: Resident) -> None:
+        """Begins with an image that lies in the arena."""
+        faulty: list[str] = []
+        self._jobs.append((resident.digest, self._divide(resident, faulty), faulty))
+
+    @torch.inference_mode()
+    def advance(self) -> list[Divided]:
+        """Does as much as may be done between two steps; returns what is done."""
+        done, left = [], self._step_elements
+        while self._jobs and left > 0:
+            digest, job, faulty = self._jobs[0]
+            for num_elements in job:
+                left -= num_elements
+                if left <= 0:
+                    break
+            else:
+                self._jobs.popleft()
+                done.append(Divided(digest, *faulty[:1]))
+        return done
+
+    def _divide(self, resident: Resident, faulty: list[str]) -> Iterator[int]:
+        """Yields how many elements it has made; ends with the targets that are `faulty`."""
+        segments = resident.header.segments
+        offsets = np.array([segment.offset for segment in segments], dtype=np.int64)
+        granules = (locate(resident.extents, offsets) // GRANULE_BYTES).tolist()
+        of_target: dict[int, dict[str, Tensor]] = {}
+        for segment, granule in zip(segments, granules, strict=True):
+            of_target.setdefault(segment.target, {})[segment.kind] = self._view(segment, granule)
+        ratios: list[tuple[str, Tensor]] = []
+        for target, own in of_target.items():
+            if "magnitude" not in own:
+                continue
+            if self._arena.layout.targets[target].kind == "embedding":
+                norms = yield from self._embedding_norms(own)
+            else:
+                norms = yield from self._norms(target, own)
+            ratios.append((self._arena.layout.targets[target].name, own["magnitude"].div_(norms)))
+        sums = torch.stack([ratio.sum() for _, ratio in ratios]).tolist()  # waits for a device once
+        faulty += [name for (name, _), each in zip(ratios, sums, strict=True) if each - each != 0]
+
+    def _norms(self, target: int, own: dict[str, Tensor]) -> Generator[int, None, Tensor]:
+        """Computes the norms of all outputs, [out]."""
+        projection, first = self._places[target]
+        a, b = own["a"].float(), own["b"].float()
+        norms = own["magnitude"].new_empty(b.shape[1])
+        num_rows = max(1, self._slice_elements // a.shape[1])
+        for start in range(0, len(norms), num_rows):
+            end = min(start + num_rows, len(norms))
+            whole = self._base_rows(projection, first, own, start, end)
+            whole.addmm_(b[:, start:end].t(), a)
+            torch.linalg.vector_norm(whole, dim=1, out=norms[start:end])
+            yield whole.numel()
+        return norms
+
+    def _base_rows(
+        self, projection: Projection, first: int, own: dict[str, Tensor], start: int, end: int
+    ) -> Tensor:
+        """Returns a copy of rows of the weight in fp32, with those that the adapter replaces."""
+        if "full" in own:
+            return own["full"][start:end].to(torch.float32, copy=True)
+        rows = projection.rows(first + start, first + end).to(torch.float32, copy=True)
+        return _with_rows(rows, own, start, end)
+
+    def _embedding_norms(self, own: dict[str, Tensor]) -> Generator[int, None, Tensor]:
+        """Computes the norms of all features over the vocabulary, [features]."""
+        embedding = own.get("full", self._weights.embedding)
+        a, b = own["a"], own["b"].float()
+        squares = b.new_zeros(b.shape[1])
+        num_rows = max(1, self._slice_elements // b.shape[1])
+        for start in range(0, len(embedding), num_rows):
+            end = min(start + num_rows, len(embedding))
+            rows = embedding[start:end].to(torch.float32, copy=True)
+            whole = _with_rows(rows, own, start, end).addmm_(a[start:end].float(), b)
+            squares += whole.square_().sum(dim=0)
+            yield whole.numel()
+        return squares.sqrt_()
+
+    def _view(self, segment: Segment, granule: int) -> Tensor:
+        """Returns what lies in the arena, as the segment is shaped."""
+        dtypes = {"magnitude": torch.float32, "bias": torch.float32, "row_ids": torch.int32}
+        target = self._arena.layout.all_targets[segment.target]
+        shape = segment.shape
+        assert shape, f"{target.name}: an image of format 1 has no magnitudes"
+        assert granule != ABSENT
+        size = int(np.prod(shape))
+        values = vector_at(self._arena.flat, granule, size, dtypes.get(segment.kind))
+        assert values is not None
+        return values.view(shape)
+
+
+def _with_rows(rows: Tensor, own: dict[str, Tensor], start: int, end: int) -> Tensor:
+    """Puts the adapter's own rows among those [start, end) of the base's."""
+    if "rows" in own:
+        ids = own["row_ids"].long()
+        inside = ((ids >= start) & (ids < end)).nonzero().flatten()
+        rows[ids[inside] - start] = own["rows"][inside].float()
+    return rows
+
+
+def _places(
+    decoder: Decoder, weights: ModelWeights[Any], arena: Arena
+) -> Iterator[tuple[int, tuple[Projection, int]]]:
+    """Yields each linear target with the projection that computes it, and its first row there."""
+    projections: dict[str, Projection] = {HEAD: weights.head}
+    if weights.layer_inputs is not None:
+        projections[LAYER_INPUTS] = weights.layer_inputs.projection
+    for layer, (block, own) in enumerate(zip(decoder.blocks, weights.blocks, strict=True)):
+        held = [own.qkv, own.o, own.gate_up, own.down]
+        if own.layer_input is not None:
+            held += [own.layer_input.gate, own.layer_input.out]
+        for described, projection in zip(block.projections, held, strict=True):
+            projections[f"layers.{layer}.{described.name}"] = projection
+    for name, group in lora_groups(arena.layout).items():
+        if name in projections:
+            for target, first in zip(group.targets, group.out_offsets, strict=True):
+                yield target, (projections[name], first)

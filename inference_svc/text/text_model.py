@@ -1,0 +1,19 @@
+"""What a tokenizer is to the rest of the service."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from inference_svc.text.detokenizer import TokenDecoder
+from inference_svc.text.pieces import Pieces, Vocabulary
+from inference_svc.text.prompt import Encoder
+
+
+class TextModel(Encoder, TokenDecoder, Vocabulary, Protocol):
+    """Both directions of a tokenizer, and its tokens one by one. `end_ids` end an answer beside
+    those that the model has."""
+
+    @property
+    def pieces(self) -> Pieces: ...
+    @property
+    def end_ids(self) -> tuple[int, ...]: ...

@@ -1,0 +1,141 @@
+"""Hostile chat templates of adapters end in bounded time and memory, and harm no other."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from inference_svc.errors import AdapterUnusable, TemplateTimeout
+from inference_svc.text.prompt import ChatMessage
+from inference_svc.text.template_process import NUM_CHILDREN, TemplateProcesses
+from servicekit.errors import InvalidArgument, ServiceError
+from tests.inference_svc.conftest import CHAT_TEMPLATE
+from tests.inference_svc.text.test_chat_template import ENDLESS, REFUSED
+
+pytestmark = pytest.mark.processes
+
+MESSAGES = (ChatMessage("user", "hi"),)
+SECONDS = 0.3
+DOUBLED = "{% set ns = namespace(x='x' * 1000) %}{% for i in range(60) %}"
+
+TOO_MUCH = {
+    "doubling with ~": DOUBLED + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "doubling with +": DOUBLED + "{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "doubling by join": DOUBLED + "{% set ns.x = [ns.x, ns.x] | join %}{% endfor %}",
+    "doubling by replace": "{{ ('x' * 1000000) | replace('x', 'y' * 1000000) }}",
+    "doubling by format": DOUBLED + "{% set ns.x = '%s%s' | format(ns.x, ns.x) %}{% endfor %}",
+    "doubling a list": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}"
+    "{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "width of %": "{{ '%9999999999d' % 1 }}",
+    "width of format": "{{ '{:>9999999999}'.format(1) }}",
+    "center": "{{ 'x' | center(9999999999) }}",
+    "ljust": "{{ 'x'.ljust(9999999999) }}",
+    "indent": "{{ ('x\n' * 100000) | indent(100000) }}",
+    "tojson": "{{ {'a': [1]} | tojson(indent=9999999999) }}",
+    "batch": "{{ [1] | batch(9999999999, 0) | list }}",
+    "wordwrap": "{{ ('x ' * 500000) | wordwrap(1) | wordwrap(2) | wordwrap(1) }}" * 20,
+    "sort": "{% set x = range(99999) | list %}"
+    + "{{ x | sort(reverse=true) | unique | list }}" * 99,
+    "products": "{{ " + " * ".join(["(9 ** 64)"] * 9000) + " }}",
+    "constants": "{{ " + " ~ ".join(["'x' * 1000000"] * 3000) + " }}",
+    "nested parentheses": "{{ " + "(" * 100_000 + "1" + ")" * 100_000 + " }}",
+    "nested blocks": "{% if true %}" * 20_000 + "{% endif %}" * 20_000,
+    "long chain": "{{ 1" + " + 1" * 200_000 + " }}",
+    "many loops": "{% for a in range(99999) %}" * 15 + "{% endfor %}" * 15,
+    "filters": "{{ 'x'" + " | upper" * 100_000 + " }}",
+    "decimal": "{{ (10 ** 64) ** 64 ** 64 | string }}",
+    "digits": "{% set ns = namespace(x=9) %}{% for i in range(64) %}{% set ns.x = ns.x * ns.x %}"
+    "{% endfor %}{{ ns.x | string }}",
+    "urlize": "{{ ('www.' * 200000) | urlize }}",
+    "striptags": "{{ ('<' * 500000) | striptags }}",
+}
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[TemplateProcesses]:
+    made = TemplateProcesses()
+    yield made
+    made.close()
+
+
+def render(processes: TemplateProcesses, source: str, seconds: float = SECONDS) -> str:
+    return processes.render(source, {"eos_token": "</s>"}, MESSAGES, 10_000, seconds)
+
+
+def check_works(processes: TemplateProcesses) -> None:
+    assert render(processes, CHAT_TEMPLATE) == "<s>user: hi</s><s>assistant:"
+
+
+@pytest.mark.parametrize("name", [*TOO_MUCH, *ENDLESS])
+def test_what_takes_too_much_ends_and_others_go_on(processes: TemplateProcesses, name: str) -> None:
+    before = psutil.Process().memory_info().rss
+    start_s = time.monotonic()
+    with pytest.raises(ServiceError) as caught:
+        render(processes, (TOO_MUCH | ENDLESS)[name])
+    assert isinstance(caught.value, (TemplateTimeout, InvalidArgument, AdapterUnusable))
+    assert time.monotonic() - start_s < 10
+    for child in psutil.Process().children():
+        assert child.memory_info().rss < 400 << 20
+    assert psutil.Process().memory_info().rss - before < 64 << 20
+    check_works(processes)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_sandbox_refuses(processes: TemplateProcesses, name: str) -> None:
+    source, message = REFUSED[name]
+    with pytest.raises(InvalidArgument, match=message) as caught:
+        render(processes, source, 10.0)
+    assert caught.value.subject == "chat"
+    check_works(processes)
+
+
+@pytest.mark.parametrize("source", ["{% if %}", "{{ 'x", "{% nothing %}", "{{ a | nofilter }}"])
+def test_what_is_no_template_is_the_adapters_fault(
+    processes: TemplateProcesses, source: str
+) -> None:
+    with pytest.raises(AdapterUnusable, match="cannot be used") as caught:
+        render(processes, source)
+    assert (caught.value.subject, caught.value.reason) == ("chat_template", "CHAT_TEMPLATE_INVALID")
+
+
+def test_a_template_sees_no_environment_and_writes_no_file(processes: TemplateProcesses) -> None:
+    check_works(processes)
+    for child in psutil.Process().children():
+        assert set(child.environ()) <= {"PATH", "LC_ALL", "LC_CTYPE"}
+
+
+def test_a_child_that_was_ended_is_replaced(processes: TemplateProcesses) -> None:
+    check_works(processes)
+    for child in psutil.Process().children():
+        child.kill()
+        child.wait()
+    for _ in range(NUM_CHILDREN):  # each notices once
+        try:
+            render(processes, CHAT_TEMPLATE)
+        except TemplateTimeout:
+            continue
+    check_works(processes)
+
+
+def test_many_conversations_at_once_get_their_own_answers() -> None:
+    processes = TemplateProcesses()
+    found: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        message = ChatMessage("user", f"{number}" * 1000)
+        found[number] = processes.render("{{ messages[0].content }}", {}, [message], 10_000, 5.0)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: f"{number}" * 1000 for number in range(20)}
+    num_children = len(psutil.Process(os.getpid()).children())
+    processes.close()
+    assert len(psutil.Process().children()) == num_children - NUM_CHILDREN
