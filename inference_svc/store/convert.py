@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import grpc
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2
@@ -195,11 +197,16 @@ def from_announcement(announcement: Announcement) -> pb.Announcement:
         max_rank=announcement.max_rank,
         lora_targets=announcement.lora_targets,
         applies_invocation_tokens=True,
-        segment_kinds=(
-            kind for kind, name in _SEGMENT_KINDS.items() if name in announcement.segment_kinds
-        ),
+        segment_kinds=_from_kinds(announcement.segment_kinds),
         max_added_tokens=announcement.max_added_tokens,
     )
+
+
+def _from_kinds(names: Collection[str]) -> list[pb.SegmentKind]:
+    """Returns the kinds besides A and B, and these: a store refuses an announcement of some kinds
+    without them."""
+    applied = {"a", "b", *names} if names else ()
+    return [kind for kind, name in _SEGMENT_KINDS.items() if name in applied]
 
 
 def _to_slice(ends: tuple[int, int] | None) -> pb.Slice | None:
