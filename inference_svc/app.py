@@ -161,7 +161,7 @@ def _announcement(config: InferenceSettings) -> Announcement:
         config.base_model_names[1:],
         config.max_rank,
         config.lora_targets,
-        ("a", "b", *SEGMENT_KINDS),
+        SEGMENT_KINDS,
         config.max_added_tokens,
     )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -35,6 +37,51 @@ ANYONE = ROLES.anyone
 
 BASE_SLOT = -1
 """The slot of rows that use no adapter."""
+
+
+MAX_PARTS = 8
+"""The adapters of one combination, at most; also `kernels.lora.table.MAX_PARTS`."""
+
+_COMBINATION, _PLUS, _TIMES = "sum:", " + ", "*"
+
+
+class Part(NamedTuple):
+    """An adapter of a combination, and what it is multiplied with."""
+
+    digest: str
+    scale: float = 1.0
+
+
+def combination_digest(parts: tuple[Part, ...]) -> str:
+    """Returns what stands for the digest of a sum of adapters: the list of theirs and their scales,
+    in order, so that no two sums have the same."""
+    assert 0 < len(parts) <= MAX_PARTS
+    return _COMBINATION + _PLUS.join(f"{part.digest}{_TIMES}{part.scale.hex()}" for part in parts)
+
+
+@lru_cache(4096)
+def parts_of(digest: str) -> tuple[Part, ...]:
+    """Returns the parts of a combination; an adapter is its own, and "" has none."""
+    if not is_combination(digest):
+        return (Part(digest),) if digest else ()
+    pairs = (part.split(_TIMES) for part in digest.removeprefix(_COMBINATION).split(_PLUS))
+    return tuple(Part(of, float.fromhex(scale)) for of, scale in pairs)
+
+
+def is_combination(digest: str) -> bool:
+    return digest.startswith(_COMBINATION)
+
+
+def parts_label(names: Iterable[str]) -> str:
+    return _PLUS.join(names)
+
+
+def label_of_part(digest: str, label: str, part: str) -> str:
+    """Returns what errors call an adapter that is this one, or a part of this combination."""
+    if not is_combination(digest) or not label:
+        return label
+    names = dict(zip((each.digest for each in parts_of(digest)), label.split(_PLUS), strict=True))
+    return names[part]
 
 
 class FinishReason(enum.Enum):
@@ -83,8 +130,10 @@ class SamplingParams:
 class Request:
     """One generation.
 
-    `digest` is "" for the base model; `adapter` is what errors call it. `cache_seed` separates
-    prefix caches (tenants and salt).
+    `digest` is "" for the base model, and `combination_digest` of several adapters; `adapter` is
+    what errors call it, of several `parts_label` of what each is called. `activation` is the index
+    of the first token that the adapter changes: what is before it is the base model's. `cache_seed`
+    separates prefix caches (tenants and salt).
     `tenant` is the caller's: tenants share the machine in equal parts. `trace` is the SpanContext
     that loads for it belong to, None if it is not traced.
     Times are `time.monotonic()` seconds, which processes of one machine share.
@@ -101,6 +150,13 @@ class Request:
     tenant: str = ""
     trace: Any = None
     adapter: str = ""
+    activation: int = 0
+
+    @property
+    def has_inactive_adapter(self) -> bool:
+        """Whether the base model answers, though an adapter was requested: the prompt lacks its
+        invocation tokens."""
+        return bool(self.adapter) and not self.digest
 
 
 class SequenceState(enum.Enum):
@@ -168,6 +224,32 @@ class BatchRow(NamedTuple):
     @property
     def slot(self) -> int:
         return self.sequence.slot
+
+
+class SlotRuns(NamedTuple):
+    """The slots and the numbers of tokens of a batch's runs of tokens that one slot computes."""
+
+    slots: list[int]
+    lengths: list[int]
+
+
+def slot_runs(
+    sequences: Iterable[Sequence], starts: Iterable[int], counts: Iterable[int]
+) -> SlotRuns:
+    """Returns the runs of rows in batch order: one of each row, or two of a row that crosses its
+    adapter's activation. A row that samples ends behind the activation, since that is within the
+    prompt."""
+    runs = SlotRuns([], [])
+    for sequence, start, count in zip(sequences, starts, counts, strict=True):
+        num_base = min(sequence.request.activation - start, count)
+        if num_base > 0:
+            runs.slots.append(BASE_SLOT)
+            runs.lengths.append(num_base)
+            count -= num_base
+        if count:
+            runs.slots.append(sequence.slot)
+            runs.lengths.append(count)
+    return runs
 
 
 class BatchColumns(NamedTuple):

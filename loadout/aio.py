@@ -20,7 +20,7 @@ from loadout._routing.fleet import RESOLVE_TIMEOUT_S
 from loadout._routing.metadata import DEFAULT_TENANT
 from loadout._rpc import calls, convert, tasks
 from loadout._rpc.async_stream import AsyncStream
-from loadout._rpc.calls import Call, Prompt
+from loadout._rpc.calls import Adapters, Call, Prompt
 from loadout._rpc.channel import DEFAULT_TIMEOUT_S, Address, Channels
 from loadout._rpc.route import Route, delay_after
 from loadout._rpc.tracing import Tracing
@@ -337,6 +337,7 @@ class AsyncClient:
         prompt: Prompt,
         *,
         adapter: str | None = "",
+        adapters: Adapters = (),
         min_revision: int = 0,
         request_id: str = "",
         priority: int = 0,
@@ -346,12 +347,14 @@ class AsyncClient:
     ) -> AsyncStream[types.Chunk]:
         """Starts a generation and streams its chunks.
 
-        `adapter` is a reference, "" or None the base model; `min_revision` a registration's
+        `adapter` is a reference, "" or None the base model; `adapters` are up to 8 references, or
+        pairs of one and a scale, whose sum takes its place; `min_revision` is a registration's
         revision that must be taken into account. A lost request is sent again only while nothing
         was received.
         """
         call = calls.generate(
-            prompt, adapter, min_revision, request_id, priority, cache_salt, sampling
+            *(prompt, adapter, min_revision, request_id, priority, cache_salt, sampling),
+            adapters=adapters,
         )
         return AsyncStream(self._channels.route(call), call, self._attempts(timeout_s))
 
@@ -360,6 +363,7 @@ class AsyncClient:
         prompt: Prompt,
         *,
         adapter: str | None = "",
+        adapters: Adapters = (),
         min_revision: int = 0,
         request_id: str = "",
         priority: int = 0,
@@ -371,6 +375,7 @@ class AsyncClient:
         stream = self.generate(
             prompt,
             adapter=adapter,
+            adapters=adapters,
             min_revision=min_revision,
             request_id=request_id,
             priority=priority,

@@ -20,7 +20,7 @@ from loadout import types
 from loadout._routing.fleet import RESOLVE_TIMEOUT_S
 from loadout._routing.metadata import DEFAULT_TENANT
 from loadout._rpc import calls, convert, threads
-from loadout._rpc.calls import Call, Prompt
+from loadout._rpc.calls import Adapters, Call, Prompt
 from loadout._rpc.channel import DEFAULT_TIMEOUT_S, Address, Channels
 from loadout._rpc.route import Route, delay_after
 from loadout._rpc.stream import Stream
@@ -336,6 +336,7 @@ class Client:
         prompt: Prompt,
         *,
         adapter: str | None = "",
+        adapters: Adapters = (),
         min_revision: int = 0,
         request_id: str = "",
         priority: int = 0,
@@ -345,12 +346,14 @@ class Client:
     ) -> Stream[types.Chunk]:
         """Starts a generation and streams its chunks.
 
-        `adapter` is a reference, "" or None the base model; `min_revision` a registration's
+        `adapter` is a reference, "" or None the base model; `adapters` are up to 8 references, or
+        pairs of one and a scale, whose sum takes its place; `min_revision` is a registration's
         revision that must be taken into account. A lost request is sent again only while nothing
         was received.
         """
         call = calls.generate(
-            prompt, adapter, min_revision, request_id, priority, cache_salt, sampling
+            *(prompt, adapter, min_revision, request_id, priority, cache_salt, sampling),
+            adapters=adapters,
         )
         return Stream(self._channels.route(call), call, self._attempts(timeout_s))
 
@@ -359,6 +362,7 @@ class Client:
         prompt: Prompt,
         *,
         adapter: str | None = "",
+        adapters: Adapters = (),
         min_revision: int = 0,
         request_id: str = "",
         priority: int = 0,
@@ -370,6 +374,7 @@ class Client:
         stream = self.generate(
             prompt,
             adapter=adapter,
+            adapters=adapters,
             min_revision=min_revision,
             request_id=request_id,
             priority=priority,

@@ -342,17 +342,21 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class AdapterIdentity:
-    """What a reference resolved to: "tenant/name@version" and the digest."""
+    """What a reference resolved to: "tenant/name@version" and the digest. `is_inactive`: the base
+    model alone has answered, as the prompt does not have the adapter's invocation tokens. `scale`
+    is what it is multiplied with as one of several."""
 
     name: str
     digest: str
+    is_inactive: bool = False
+    scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """One piece of a generation. `finish_reason`, `usage` and `timings` come with the last one.
 
-    `adapter` is None for the base model.
+    `adapter` is None for the base model, and for several adapters, which are `adapters`.
     """
 
     request_id: str
@@ -363,11 +367,12 @@ class Chunk:
     usage: Usage | None
     adapter: AdapterIdentity | None
     timings: Timings | None
+    adapters: tuple[AdapterIdentity, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished generation."""
+    """A finished generation; `adapter` and `adapters` as of Chunk."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -377,6 +382,7 @@ class Completion:
     usage: Usage | None
     adapter: AdapterIdentity | None
     timings: Timings | None
+    adapters: tuple[AdapterIdentity, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,13 @@ from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.tiers import (
     DivideMagnitudes,
     HostCopy,
+    MixWrite,
     ResidencyChange,
     TableClear,
 )
 from kernels.host_memory import allocate_host
 from kernels.lora import LoraTable, OutputVectors, ReplacedWeight, TableRow
-from kernels.lora.table import ABSENT, NO_VECTORS
+from kernels.lora.table import ABSENT, NO_VECTORS, MixPart
 from kernels.streams import Event, Streams
 
 COPY_BYTES = 4 << 20
@@ -33,7 +34,8 @@ runs: for a whole image of 80 MiB 1.5 ms over PCIe 5, for a piece 80 us."""
 
 
 class Arena:
-    """`num_bytes` of device memory in the layout's dtype, and a table of `max_loras` rows.
+    """`num_bytes` of device memory in the layout's dtype, and a table of `max_loras` rows and
+    `num_mixes` mixes.
 
     `slab` is the host tier's memory, needed for HostCopy only. `streams` are the device's, those on
     which steps are computed and images copied; None: those of `Streams.of`.
@@ -48,6 +50,7 @@ class Arena:
         device: torch.device,
         slab: torch.Tensor | None = None,
         streams: Streams | None = None,
+        num_mixes: int = 0,
     ) -> None:
         self.layout = layout
         self.device = device
@@ -64,6 +67,7 @@ class Arena:
         self._is_embedding = np.array([t.kind == "embedding" for t in targets], dtype=np.bool_)
         self.table = LoraTable.create(
             *(max_loras, len(targets), self.flat, device, max_rank, self.streams.compute),
+            num_mixes=num_mixes,
             num_weights=len(layout.weights),
         )
         self._slab = slab
@@ -89,6 +93,8 @@ class Arena:
                 self.table.clear_row(change.slot)
             elif isinstance(change, HostCopy):
                 self._start_copy(change)
+            elif isinstance(change, MixWrite):
+                self.table.set_mix(change.slot, [MixPart(*part) for part in change.parts])
             else:
                 self.table.set_row(change.resident.slot, self._row(change.resident))
 

@@ -81,6 +81,19 @@ class Slots:
         """Returns whether the image fits once nothing runs: next to the pinned ones."""
         return self._with_pinned().allocate(header.total_bytes, target_cuts(header)) is not None
 
+    def admits_together(self, count: int, headers: Collection[ImageHeader]) -> bool:
+        """Returns whether so many images, of which these are known, fit at once, once nothing else
+        runs: next to the pinned ones."""
+        digests = {header.digest for header in headers}
+        others = [r for digest, r in self._pinned.items() if digest not in digests]
+        if count + len(others) > self.max_images:
+            return False
+        extents = chain.from_iterable(resident.extents for resident in others)
+        left = ExtentAllocator.with_used(self.capacity, extents)
+        return all(
+            left.allocate(header.total_bytes, target_cuts(header)) is not None for header in headers
+        )
+
     def _with_pinned(self, *more: Resident) -> ExtentAllocator:
         """Returns the memory with only the pinned images in it, and these."""
         pinned = (resident.extents for resident in (*self._pinned.values(), *more))

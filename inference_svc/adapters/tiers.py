@@ -50,6 +50,14 @@ class HostCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class MixWrite:
+    """Makes a sum of adapters visible at `slot` of the table's mixes: their slots and scales."""
+
+    slot: int
+    parts: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DivideMagnitudes:
     """Starts to divide the magnitudes of an image that lies in the arena by the norms of what they
     scale; a TableWrite is due once that is done."""
@@ -57,7 +65,7 @@ class DivideMagnitudes:
     resident: Resident
 
 
-ResidencyChange = TableWrite | TableClear | HostCopy | DivideMagnitudes
+ResidencyChange = TableWrite | TableClear | HostCopy | DivideMagnitudes | MixWrite
 
 
 @dataclass
@@ -219,6 +227,10 @@ class MemoryTiers:
         resident.ready = True
         resident.last_used_time_s = time.time()
         self._ready.append(resident.digest)
+
+    def write_mix(self, slot: int, parts: tuple[tuple[int, float], ...]) -> None:
+        """Makes a sum of resident adapters visible to kernels with the next batch."""
+        self._changes.append(MixWrite(slot, parts))
 
     def evict(self, digest: str) -> None:
         """Frees it in both tiers; nothing may be using it."""

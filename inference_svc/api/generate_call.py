@@ -6,11 +6,12 @@ from __future__ import annotations
 import math
 import secrets
 import struct
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from inference_svc.core import Request, SamplingParams
+from inference_svc.core import MAX_PARTS, Request, SamplingParams
 from inference_svc.store.directory import Binding
 from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument
@@ -29,6 +30,7 @@ MAX_LOGPROBS = 20
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 MAX_PENALTY = 2.0
+MAX_PART_SCALE = 100.0
 NUM_SEEDS = 1 << 64
 
 _SINGLE = struct.Struct("f")
@@ -36,7 +38,8 @@ _SINGLE = struct.Struct("f")
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """`adapter` "" is the base model. Each of the `prompts` is answered by `num_choices` requests.
+    """`adapter` "" is the base model, unless there are `parts`: references and scales of adapters
+    whose sum it is. Each of the `prompts` is answered by `num_choices` requests.
 
     `adapter_field`, `stop_field` and `max_tokens_field` are the caller's names of these fields, the
     last "" where it gave no limit. `max_logprobs` bounds the logprobs of all requests together. An
@@ -58,6 +61,7 @@ class GenerateCall:
     stop_field: str = "sampling.stop"
     max_logprobs: int | None = None
     is_id_unique: bool = True
+    parts: tuple[tuple[str, float], ...] = ()
 
     def without_prompts(self) -> GenerateCall:
         """Returns what is still needed of the call once its requests are made."""
@@ -79,14 +83,22 @@ class GenerateCall:
         ones.
         """
         tenant = digest = label = ""
+        activation = 0
         if binding is not None:
             tenant, digest, label = binding.tenant, binding.digest, binding.label
+            if binding.invocation_tokens:
+                found = activation_of(prompt_token_ids, binding.invocation_tokens)
+                # Until then the pages are the base model's, and it is the base model's request
+                # where the prompt does not invoke the adapter.
+                tenant = ""
+                digest, activation = ("", 0) if found is None else (digest, found)
         max_tokens = min(self.sampling.max_tokens, max_model_len - len(prompt_token_ids))
         request = Request(
             request_id=self.request_id,
             prompt_token_ids=prompt_token_ids,
             sampling=_ended_by(end_ids, _shortened(self.sampling, max_tokens)),
             digest=digest,
+            activation=activation,
             adapter=label,
             # Neither tenants that share an adapter nor the adapters of one caller share prefixes.
             # Tenants have no "/", so that no two triples give one seed.
@@ -129,6 +141,17 @@ class GenerateCall:
             replace(request, sampling=_shortened(request.sampling, max_tokens))
             for request in requests
         ]
+
+
+def activation_of(prompt: Sequence[int], invocation: Sequence[int]) -> int | None:
+    """Returns the index in the prompt from which an adapter with these invocation tokens is active:
+    where they follow one another for the last time. None if they do not."""
+    if max(invocation) > sys.maxunicode:  # beyond every vocabulary
+        return None
+    # Searching in a string takes linear time, whatever it consists of.
+    text, pattern = ("".join(map(chr, reversed(ids))) for ids in (prompt, invocation))
+    place = text.find(pattern)
+    return None if place < 0 else len(prompt) - place - len(invocation)
 
 
 def _shortened(sampling: SamplingParams, max_tokens: int) -> SamplingParams:
@@ -189,6 +212,21 @@ def checked_sampling(params: SamplingParams, vocab_size: int, path: str = "") ->
         ),
         logprobs=check.logprobs(params.logprobs),
     )
+
+
+def checked_parts(parts: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+    """Returns the adapters of a combination, their scales in single precision. Raises
+    InvalidArgument naming the field."""
+    if len(parts) > MAX_PARTS:
+        raise InvalidArgument(f"adapters must be at most {MAX_PARTS}", subject="adapters")
+    checked: list[tuple[str, float]] = []
+    for index, (ref, scale) in enumerate(parts):
+        check = _FieldChecks(f"adapters[{index}].")
+        check.require(bool(ref), "ref", "an adapter's reference: '' is the base model")
+        earlier = [other for other, _ in checked]
+        check.require(ref not in earlier, "ref", f"another than before: {ref[:MAX_ID_CHARS]} twice")
+        checked.append((ref, check.number("scale", scale, -MAX_PART_SCALE, MAX_PART_SCALE)))
+    return tuple(checked)
 
 
 class _FieldChecks:

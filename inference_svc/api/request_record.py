@@ -57,6 +57,7 @@ class RequestRecord:
     usage: Usage | None = None
     timings: Timings | None = None
     trace: GenerationTrace | None = None
+    is_adapter_inactive: bool = False
     _binding: Binding | None = None
     _is_running: bool = False
 
@@ -72,6 +73,7 @@ class RequestRecord:
     def start(self, request: Request, model: str) -> GenerationTrace | None:
         """Called when the request is handed to the engine; returns its trace, if it is traced."""
         self.start_s, self._is_running = request.arrival_s, True
+        self.is_adapter_inactive = request.has_inactive_adapter
         self.trace = begin_generation(request, model, is_chat=self.prompt.is_chat)
         return self.trace
 
@@ -87,16 +89,23 @@ class RequestRecord:
         """Returns what is counted; None if the engine never had the request."""
         if not self._is_running:
             return None
-        label = "" if self._binding is None else self._binding.label
         return RequestEnd(
             outcome=self._outcome(status),
-            adapter=label.partition("@")[0],
+            adapters=self._names(),
             num_sent=self.num_sent,
             total_s=time.monotonic() - self.start_s,
             usage=self.usage,
             timings=self.timings,
             gave_up=isinstance(error, AdapterUnavailable),
         )
+
+    def _names(self) -> tuple[str, ...]:
+        """Returns the names of the adapters, without versions."""
+        binding = self._binding
+        if binding is None:
+            return ()
+        labels = [part.label for part, _ in binding.parts] or [binding.label]
+        return tuple(dict.fromkeys(label.partition("@")[0] for label in labels))
 
     def _outcome(self, status: str) -> str:
         if self.finish_reason is not None:  # whether or not the last delta could be sent
@@ -120,6 +129,8 @@ class RequestRecord:
             "completion_tokens": self.num_sent,
             "total_s": round(time.monotonic() - self.start_s, 6),
         }
+        if self.is_adapter_inactive:
+            facts["adapter_inactive"] = True
         if self.finish_reason is not None:
             facts["finish_reason"] = self.finish_reason.value
         if self.usage is not None:

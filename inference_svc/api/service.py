@@ -217,9 +217,7 @@ class Service:
                     raise InvalidArgument(detail, subject=call.stop_field)
                 prompts = tuple(map(self._request_log.note_of, call.prompts))
                 record.request_id, record.prompt = call.request_id, prompts[0]
-                binding = await self.resolve(
-                    principal, call.adapter, call.min_revision, call.adapter_field
-                )
+                binding = await self._resolve_call(principal, call)
                 record.bind(binding)
                 text = await self._text_of(binding, principal)
                 made = await self._to_requests(call, binding, principal, text)
@@ -267,6 +265,34 @@ class Service:
             return None
         with child_span("resolve"):
             return await self._directory.resolve(principal, ref, min_revision, subject)
+
+    async def _resolve_call(self, principal: Principal, call: GenerateCall) -> Binding | None:
+        """Resolves each part of a combination as it would be alone. Raises InvalidArgument, naming
+        it, for one that cannot be a part, and like Directory.resolve."""
+        if not call.parts:
+            return await self.resolve(
+                principal, call.adapter, call.min_revision, call.adapter_field
+            )
+        parts: list[tuple[Binding, float]] = []
+        for index, (ref, scale) in enumerate(call.parts):
+            subject = f"adapters[{index}].ref"
+            binding = await self.resolve(principal, ref, call.min_revision, subject)
+            assert binding is not None
+            if binding.invocation_tokens:
+                raise InvalidArgument(
+                    f"{subject}: {binding.label} is active from its invocation tokens on (aLoRA): "
+                    "use it alone",
+                    subject=subject,
+                )
+            for earlier, _ in parts:
+                if earlier.digest == binding.digest:
+                    raise InvalidArgument(
+                        f"{subject}: {binding.label} is the same as {earlier.label}: give one of "
+                        "them the sum of their scales",
+                        subject=subject,
+                    )
+            parts.append((binding, scale))
+        return Binding.of_parts(parts)
 
     async def _to_requests(
         self, call: GenerateCall, binding: Binding | None, principal: Principal, text: TextModel

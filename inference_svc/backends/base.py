@@ -166,7 +166,9 @@ class BackendFactory(Protocol):
         """
 
 
-def allocate_arena(config: EngineConfig, layout: ModelLayout, host_slab: Tensor | None) -> Arena:
+def allocate_arena(
+    config: EngineConfig, layout: ModelLayout, host_slab: Tensor | None, *, num_mixes: int = 0
+) -> Arena:
     return Arena(
         layout,
         config.arena_bytes,
@@ -174,6 +176,7 @@ def allocate_arena(config: EngineConfig, layout: ModelLayout, host_slab: Tensor 
         config.max_lora_rank,
         torch.device(config.device),
         host_slab,
+        num_mixes=num_mixes,
     )
 
 

@@ -13,7 +13,7 @@ from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import AppliedTargets
 from inference_svc.backends.cuda_inputs import ALIGNMENT_BYTES, StepBlock
 from inference_svc.backends.torch import LoraStep
-from inference_svc.core import BASE_SLOT, BatchColumns
+from inference_svc.core import BASE_SLOT, BatchColumns, SlotRuns, slot_runs
 from kernels.lora import LoraPlan, LoraTable, TableRow
 from kernels.lora.plan import (
     ITEM_TILE,
@@ -65,16 +65,20 @@ class CudaLora:
 
     def fill(self, batch: BatchColumns) -> StepKind:
         """Plans the step's rows on the host; returns what their adapters have."""
-        self._slots = [sequence.slot for sequence in batch.sequences]
+        slots = [sequence.slot for sequence in batch.sequences]
+        self._is_decode = batch.is_decode
+        if self._is_decode or max(slots) == BASE_SLOT:
+            runs = SlotRuns(slots, [1] * len(slots))
+        else:
+            runs = slot_runs(batch.sequences, batch.starts, batch.counts)
+        self._slots = runs.slots
         if max(self._slots) == BASE_SLOT:
             return StepKind.BASE
-        slots = np.array(self._slots, dtype=np.int64)
-        self._is_decode = batch.is_decode
         if self._is_decode:
-            self._tokens.fill_decodes(slots)
+            self._tokens.fill_decodes(np.array(slots, dtype=np.int64))
         else:
-            self._tokens.fill(slots, np.array(batch.counts, dtype=np.int64))
-            self._heads.fill_decodes(slots[np.array(batch.samples)])
+            self._tokens.fill(*(np.array(of_run, dtype=np.int64) for of_run in runs))
+            self._heads.fill_decodes(np.array(slots, dtype=np.int64)[np.array(batch.samples)])
         has_more = any(adapter.has_vectors or adapter.replaced for adapter in self._adapters())
         return StepKind.ANY if has_more else StepKind.LORA
 

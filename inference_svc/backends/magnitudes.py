@@ -28,7 +28,7 @@ CPU_ELEMENTS, DEVICE_ELEMENTS = 1 << 20, 1 << 27
 """Elements of W + BA that are made between two steps: some milliseconds of a processor, and a
 fraction of one of a device."""
 SLICE_ELEMENTS = 1 << 18
-"""Those that a processor makes at once stay in its cache."""
+"""What a processor makes at once stays in its cache."""
 
 
 class Projection(Protocol):

@@ -34,6 +34,7 @@ from inference_svc.model.weights import load_weights
 from kernels.attention.native_memory import AttentionShape
 from kernels.host_memory import Slab, allocate_host
 from kernels.linear import PackedLinear
+from kernels.lora.table import MAX_PARTS
 from kernels.native.library import Library, load
 
 logger = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ class NativeFactory:
         assert library is not None, "the backend is supported"
         max_tokens, max_rows = config.max_batch_tokens, config.max_sequences
         kv_caches = allocate_kv_caches(config, decoder, prefers_tiles=True)
-        arena = allocate_arena(config, layout, host_slab)
+        arena = allocate_arena(config, layout, host_slab, num_mixes=config.max_sequences)
         projections = PackedProjections(Slab().take)
         packed = load_weights(config.model_dir, decoder, dtype, config.device, projections)
         pages = BatchPages(max_rows, max_pages(config))
@@ -194,6 +195,8 @@ def _native_bytes(config: EngineConfig, decoder: Decoder) -> int:
         shape.num_bytes(config.max_batch_tokens, config.max_sequences, num_threads, len(found))
         for shape, found in windows.items()
     )
+    mixes = config.max_batch_tokens + config.max_sequences  # each token shrunk by every part
+    attention += (MAX_PARTS - 1) * mixes * shrunk * item_bytes
     growths = 4 * config.max_batch_tokens * len(decoder.query_growths)
     growths += _token_weights_bytes(config, decoder)
     growths += 4 * config.max_sequences * config.max_added_tokens

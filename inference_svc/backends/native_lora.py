@@ -10,7 +10,7 @@ from torch import Tensor
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import EMBEDDING, AppliedTargets
 from inference_svc.backends.native_program import ADDED_TOKENS, HEAD_NORMS
-from inference_svc.core import BASE_SLOT, BatchRow
+from inference_svc.core import BASE_SLOT, BatchRow, SlotRuns, slot_runs
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD
 from kernels.elementwise import NormWeight
 from kernels.host_memory import allocate_host
@@ -32,8 +32,8 @@ class NativeLoraOps:
         self._targets = targets
         self._groups = groups = targets.groups
         self._table = arena.table
-        self._plan = NativeLoraPlan(max_tokens)
-        self._sampling_plan = NativeLoraPlan(max_rows)
+        self._plan = NativeLoraPlan(max_tokens, table=arena.table)
+        self._sampling_plan = NativeLoraPlan(max_rows, table=arena.table)
         most = max(len(group.targets) for group in groups.values())
         self._lora = NativeLora.create(arena.table, self._plan, most)
         self._sampling_lora = NativeLora.create(arena.table, self._sampling_plan, most)
@@ -47,7 +47,7 @@ class NativeLoraOps:
             self._group_of_target[list(group.targets)] = index
         self._group_of_weight = np.array([names.index(each) for each in weights], np.int64)
         self._known: dict[bytes, frozenset[str]] = {}
-        self._planned: list[tuple[int, int, bool]] = []
+        self._planned: tuple[SlotRuns, list[int], list[int]] | None = None
 
     @property
     def workspace_bytes(self) -> int:
@@ -57,19 +57,25 @@ class NativeLoraOps:
     def plan(self, rows: Sequence[BatchRow]) -> frozenset[str]:
         """Plans the step's rows. Returns the groups that any of their adapters changes, or all
         groups if too many other sets have been seen."""
-        used = {row.slot for row in rows} - {BASE_SLOT}
+        if all(row.slot == BASE_SLOT for row in rows):
+            return frozenset()
+        sequences, starts, counts, _ = zip(*rows, strict=True)
+        runs = slot_runs(sequences, starts, counts)
+        used = set(runs.slots) - {BASE_SLOT}
         if not used:
             return frozenset()
-        current = [(row.slot, row.num_tokens, row.samples) for row in rows]
+        sizes = [len(self._table.part_slots(slot)) for slot in runs.slots]
+        current = runs, sizes, [row.slot for row in rows if row.samples]
         if current != self._planned:  # most steps equal the one before
-            self._plan.fill([row.slot for row in rows], [row.num_tokens for row in rows])
-            self._sampling_plan.fill([row.slot for row in rows if row.samples])
+            self._plan.fill(*runs)
+            self._sampling_plan.fill(current[-1])
             self._planned = current
         return self._groups_of(used)
 
     def _groups_of(self, used: set[int]) -> frozenset[str]:
         changed = np.zeros(len(self._names) + 1, np.bool_)
-        for adapter in map(self._table.adapters.__getitem__, used):
+        parts = (part for slot in used for part in self._table.part_slots(slot))
+        for adapter in map(self._table.adapters.__getitem__, parts):
             changed[self._group_of_target[adapter.targets]] = True
             if adapter.replaced:
                 changed[self._group_of_weight[list(adapter.weight_set)]] = True

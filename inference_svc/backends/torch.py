@@ -27,7 +27,7 @@ from inference_svc.backends.base import (
     allocate_kv_caches,
 )
 from inference_svc.backends.magnitudes import Magnitudes
-from inference_svc.core import BASE_SLOT, Batch, BatchRow, EngineConfig
+from inference_svc.core import BASE_SLOT, Batch, BatchRow, EngineConfig, slot_runs
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
@@ -37,6 +37,7 @@ from inference_svc.model.transformer import COMPUTED, Transformer
 from inference_svc.model.weights import load_weights
 from kernels.elementwise import NormWeight
 from kernels.lora import LoraPlan, add_lora, add_lora_embedding
+from kernels.lora.table import MAX_PARTS, NUM_FIELDS
 from kernels.replaced import replace_embeddings, replace_logits, token_weights
 
 
@@ -93,9 +94,12 @@ def plan_lora(rows: Sequence[BatchRow], arena: Arena, targets: AppliedTargets) -
     """Returns None when no row of the batch has an adapter: the LoRA path is not entered."""
     if all(row.slot == BASE_SLOT for row in rows):
         return None
-    slots = [row.slot for row in rows]
+    sequences, starts, counts, _ = zip(*rows, strict=True)
+    runs = slot_runs(sequences, starts, counts)
+    if max(runs.slots) == BASE_SLOT:
+        return None
     sampling = [row.slot for row in rows if row.samples]
-    plan = LoraPlan.build(slots, [row.num_tokens for row in rows], arena.table, arena.device)
+    plan = LoraPlan.build(*runs, arena.table, arena.device)
     head_plan = LoraPlan.build(sampling, [1] * len(sampling), arena.table, arena.device)
     return LoraStep(arena, targets, plan, head_plan)
 
@@ -187,7 +191,7 @@ class TorchFactory:
         host_slab: Tensor | None,
     ) -> Backend[TorchInputs]:
         kv_caches = allocate_kv_caches(config, decoder)
-        arena = allocate_arena(config, layout, host_slab)
+        arena = allocate_arena(config, layout, host_slab, num_mixes=config.max_sequences)
         dtype = getattr(torch, config.dtype)
         weights = load_weights(config.model_dir, decoder, dtype, config.device, Linear)
         targets = applied_targets(layout, config.lora_targets, config.max_added_tokens)
@@ -196,8 +200,8 @@ class TorchFactory:
 
 def step_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns what the widest step computes with: activations of `max_batch_tokens`, what adapters
-    shrink them to, the gathered keys and values of one longest sequence, and logits and the
-    sampler's copies of `max_sequences`."""
+    shrink them to, the table's rows of sums of adapters, the gathered keys and values of one
+    longest sequence, and logits and the sampler's copies of `max_sequences`."""
     item_bytes = getattr(torch, config.dtype).itemsize
     hidden, intermediate = decoder.hidden_size, decoder.max_intermediate_size
     attention = 3 * decoder.max_q_size + 4 * decoder.max_kv_size
@@ -208,7 +212,9 @@ def step_bytes(config: EngineConfig, decoder: Decoder) -> int:
         per_token += 3 * decoder.layer_inputs.total_size * item_bytes
     gathered = config.max_model_len * 2 * decoder.max_kv_size * item_bytes
     logits = config.max_sequences * decoder.vocab_size * 4
-    return int(config.max_batch_tokens * per_token + gathered + 3 * logits)
+    num_targets = sum(len(group.targets) for group in computed_groups(config, decoder).values())
+    mixes = 4 * NUM_FIELDS * MAX_PARTS * config.max_sequences * num_targets
+    return int(config.max_batch_tokens * per_token + gathered + 3 * logits + mixes)
 
 
 def most_targets(config: EngineConfig, decoder: Decoder) -> int:

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from inference_svc.adapters.arena import Arena
+from inference_svc.adapters.combinations import Combinations
 from inference_svc.adapters.image_source import AdapterStore
 from inference_svc.adapters.layout import ModelLayout, layout_of
 from inference_svc.adapters.prefetch import PrefetchPolicy
@@ -83,7 +84,8 @@ def build_engine(
     layout = layout.with_towers(tower_modules(config.model_dir, decoder.wrapper))
     puller, residency = _make_residency(config, store, post, layout, backend.arena, host)
     pages = PagePool(backend.num_pages, config.page_size, config.prefix_cache)
-    scheduler = Scheduler(_limits(config), pages, residency)
+    combinations = Combinations(residency, config.max_loras, backend.arena.table.num_mixes)
+    scheduler = Scheduler(_limits(config), pages, combinations)
     profiler = StepProfiler(factory.profiler_device)
     sampler = Sampler(decoder.eos_token_ids, has_device_memory=factory.has_device_memory)
     runner = Runner(backend, sampler, profiler.marks, scheduler.step_limit)
@@ -94,7 +96,10 @@ def build_engine(
     inspect_image = InspectImage(backend)
     commands = Commands(residency, describe, inspect, inspect_image, profiler, wait_s)
     admission = Admission(scheduler, config.max_queue, config.max_tenant_queue)
-    engine = Engine(scheduler, runner, settler, residency, commands, admission, times, wait_s)
+    engine = Engine(
+        *(scheduler, runner, settler, residency, combinations),
+        *(commands, admission, times, wait_s),
+    )
     return BuiltEngine(engine, residency, puller, layout, decoder)
 
 

@@ -9,9 +9,17 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+from inference_svc.adapters.combinations import Combinations
 from inference_svc.adapters.pull import PullDone, PullEvent, PullFailed, PullOpened
 from inference_svc.adapters.residency import Residency
-from inference_svc.core import FinishReason, Request, Sequence, SequenceState
+from inference_svc.core import (
+    FinishReason,
+    Request,
+    Sequence,
+    SequenceState,
+    label_of_part,
+    parts_of,
+)
 from inference_svc.engine.admission import Admission
 from inference_svc.engine.commands import Commands
 from inference_svc.engine.expiries import Expiries
@@ -55,6 +63,7 @@ class Engine:
     runner: Runner
     settler: Settler
     residency: Residency
+    combinations: Combinations
     commands: Commands
     admission: Admission
     times: StepTimes
@@ -152,6 +161,8 @@ class Engine:
         elif isinstance(message, PullOpened | PullDone | PullFailed):
             with self.times.loading():
                 self.residency.on_pull_event(message, now_s)
+            if isinstance(message, PullOpened):
+                self._refuse_combinations(message.job.digest, now_s)
         else:
             assert isinstance(message, Stop)
             self.is_stopping = True
@@ -176,7 +187,24 @@ class Engine:
             return Draining("the server is shutting down")
         if request_id in self.sequences:
             return DuplicateRequest(f"request {request_id} is running", subject="request_id")
-        return self.admission.refusal(request, now_s)
+        refusal = self._combination_refusal(request)
+        return refusal or self.admission.refusal(request, now_s)
+
+    def _combination_refusal(self, request: Request) -> ServiceError | None:
+        found = self.combinations.refusal(request.digest)
+        if found is None:
+            return None
+        part, error = found
+        return with_name(error, part, _label(request, part)) if part else error
+
+    def _refuse_combinations(self, digest: str, now_s: float) -> None:
+        """Ends requests for sums of this adapter with others that cannot be computed, once enough
+        is known of it."""
+        for each in self.combinations.waiting_with(digest)[1:]:
+            for sequence in self.scheduler.queue.of_digest(each):
+                error = self._combination_refusal(sequence.request)
+                if error is not None:
+                    self._end(sequence, now_s, error=error)
 
     def _cancel(self, request_id: str, now_s: float) -> None:
         sequence = self.sequences.get(request_id)
@@ -192,12 +220,18 @@ class Engine:
         self._end_expired(now_s)
         self.admission.update_rates(now_s)
         with self.times.loading():
-            self.residency.advance(now_s, self.scheduler.queue.in_order(now_s))
+            in_order = self.scheduler.queue.in_order(now_s)
+            self.residency.advance(now_s, self.combinations.in_order(in_order))
 
     def _end_expired(self, now_s: float) -> None:
         for sequence in self._deadlines.due(now_s):
             self._end(sequence, now_s, reason=FinishReason.ABORTED)
         for sequence in self._adapter_waits.due(now_s):
+            if sequence.state is SequenceState.WAITING:  # what others pin may leave too little now
+                refusal = self._combination_refusal(sequence.request)
+                if refusal is not None:
+                    self._end(sequence, now_s, error=refusal)
+                    continue
             expiry_s = self._adapter_expiry_s(sequence)
             if expiry_s is not None and now_s >= expiry_s:
                 self._end(sequence, now_s, error=self._unavailable(sequence, now_s), expired=True)
@@ -210,24 +244,28 @@ class Engine:
         waiting for memory that is in use is queueing."""
         if sequence.state is not SequenceState.WAITING or sequence.adapter_wanted_s is None:
             return None
-        since_s = self.residency.store_wait_since_s(sequence.request.digest)
-        if since_s is None:
+        waits = self.combinations.store_waits_since_s(sequence.request.digest)
+        if not waits:
             return None
+        since_s = min(waits.values())
         return max(since_s, sequence.adapter_wanted_s) + self.adapter_wait_s
 
     def _unavailable(self, sequence: Sequence, now_s: float) -> ServiceError:
         request = sequence.request
+        waits = self.combinations.store_waits_since_s(request.digest)
+        digest = min(waits, key=waits.__getitem__)
         return AdapterUnavailable(
-            f"adapter {request.adapter or request.digest} was not loaded within "
-            f"{self.adapter_wait_s:g} s: {self.residency.wait_reason(request.digest, now_s)}",
+            f"adapter {_label(request, digest) or digest} was not loaded within "
+            f"{self.adapter_wait_s:g} s: {self.residency.wait_reason(digest, now_s)}",
             subject="adapter",
         )
 
     def _fail_adapter(self, digest: str, error: ServiceError, now_s: float) -> None:
         self._replies += self.commands.fail(digest, error)
-        for sequence in self.scheduler.queue.of_digest(digest):
-            named = with_name(error, digest, sequence.request.adapter)
-            self._end(sequence, now_s, error=named)
+        for each in self.combinations.waiting_with(digest):
+            for sequence in self.scheduler.queue.of_digest(each):
+                named = with_name(error, digest, _label(sequence.request, digest))
+                self._end(sequence, now_s, error=named)
 
     def _end(
         self,
@@ -266,13 +304,21 @@ class Engine:
         """Asserts that queues, pages, pins, memory and waiters agree."""
         self.scheduler.check_integrity()
         all_waiting = list(self.scheduler.queue)
-        waiters = Counter(s.request.digest for s in all_waiting if s.request.digest)
+        digests = Counter(s.request.digest for s in all_waiting)
+        waiters = Counter(part.digest for d in digests.elements() for part in parts_of(d))
         self.residency.check_integrity(waiters + Counter(self.commands.loading))
+        running = Counter(s.request.digest for s in self.scheduler.running)
+        self.combinations.check_integrity(digests, running)
         queued = self.scheduler.running + all_waiting
         assert {id(s) for s in queued} == {id(s) for s in self.sequences.values()}
-        users = [s.request.digest for s in self.scheduler.running if s.request.digest]
+        users = [part.digest for d in running.elements() for part in parts_of(d)]
         for resident in self.residency.device.residents():
             assert resident.users == users.count(resident.digest), "a pin without its sequence"
+
+
+def _label(request: Request, digest: str) -> str:
+    """Returns what errors call the request's adapter, or that of its adapters which this is."""
+    return label_of_part(request.digest, request.adapter, digest)
 
 
 def _out_of_memory() -> ServiceError:

@@ -1,7 +1,9 @@
 """KV pages: reference counts, and the prefix cache that shares full pages.
 
 A full page is keyed by sha256(parent key, token ids). The first parent is seeded with what must
-not be shared: adapter digest, tenant and salt. Plain bookkeeping without tensors.
+not be shared: adapter digest, tenant and salt. Pages before an adapter's activation are the base
+model's; the first one behind it is seeded with the digest and the activation, too. Plain
+bookkeeping without tensors.
 """
 
 from __future__ import annotations
@@ -15,6 +17,12 @@ from collections.abc import Iterable, Sequence
 def root_key(digest: str, cache_seed: str) -> bytes:
     """Returns the parent key of a sequence's first page; "" is the base model's digest."""
     return hashlib.sha256(f"{digest}\0{cache_seed}".encode()).digest()
+
+
+def activation_key(parent: bytes, digest: str, activation: int) -> bytes:
+    """Returns what stands for the key of a base model's page where the page that follows is the
+    first with a token at or behind the adapter's activation, a position in the sequence."""
+    return hashlib.sha256(parent + f"{digest}\0{activation}".encode()).digest()
 
 
 def page_key(parent: bytes, token_ids: Sequence[int]) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from inference_svc.core import BASE_SLOT, Batch, BatchRow, Sequence, SequenceState
 from inference_svc.engine.fair_queue import FairQueue
-from inference_svc.engine.pages import PagePool, page_key, root_key
+from inference_svc.engine.pages import PagePool, activation_key, page_key, root_key
 from inference_svc.engine.step_limit import StepLimit
 from inference_svc.engine.throughput import PrefixMissRatio
 
@@ -306,10 +306,16 @@ def _note_ready(sequence: Sequence, now_s: float) -> None:
 
 def extend_page_keys(sequence: Sequence, num_pages: int, page_size: int) -> None:
     """Extends `sequence.page_hashes` to cover its first `num_pages` full pages."""
-    keys = sequence.page_hashes
+    keys, request = sequence.page_hashes, sequence.request
+    # Pages up to here are the base model's.
+    num_base = request.activation // page_size
     while len(keys) < num_pages:
-        request = sequence.request
-        parent = keys[-1] if keys else root_key(request.digest, request.cache_seed)
+        if keys:
+            parent = keys[-1]
+        else:
+            parent = root_key("" if request.activation else request.digest, request.cache_seed)
+        if request.activation and len(keys) == num_base:
+            parent = activation_key(parent, request.digest, request.activation)
         start = len(keys) * page_size
         keys.append(page_key(parent, sequence.token_ids[start : start + page_size]))
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from inference_svc.adapters.eviction import EvictionReason
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.slots import Slots
+from inference_svc.core import parts_of
 from inference_svc.engine.memory_budget import Budget
 from inference_svc.engine.runner import Runner
 from inference_svc.engine.scheduler import Scheduler
@@ -35,8 +37,8 @@ class Describe:
         return EngineStatus(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.queue),
-            waiting_digests=tuple(scheduler.queue.digests()),
-            running_digests=tuple({s.request.digest for s in scheduler.running} - {""}),
+            waiting_digests=_parts(scheduler.queue.digests()),
+            running_digests=_parts({s.request.digest for s in scheduler.running}),
             memory=self._memory(),
             counters=self._counters(),
             memory_limit_bytes=self.budget.limit_bytes or 0,
@@ -142,3 +144,8 @@ def _tier(slots: Slots, hits: int, misses: int) -> TierStatus:
         misses=misses,
         evictions={reason.value: slots.evictions[reason] for reason in EvictionReason},
     )
+
+
+def _parts(digests: Iterable[str]) -> tuple[str, ...]:
+    """Returns the adapters of these requests, each once."""
+    return tuple({part.digest for digest in digests for part in parts_of(digest)})

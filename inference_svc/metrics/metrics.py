@@ -38,12 +38,12 @@ OUTCOMES = (*(reason.value for reason in FinishReason), CANCELLED, "error")
 
 @dataclass(frozen=True, slots=True)
 class RequestEnd:
-    """Describes how a generation ended: with one of OUTCOMES. `adapter` is tenant/name, "" for the
-    base model; `total_s` is the time since its arrival, `num_sent` the number of tokens sent.
-    `gave_up`: its adapter was not resident in time."""
+    """Describes how a generation ended: with one of OUTCOMES. `adapters` are tenant/name, none for
+    the base model; each of them counts the whole request. `total_s` is the time since its arrival,
+    `num_sent` the number of tokens sent. `gave_up`: its adapter was not resident in time."""
 
     outcome: str
-    adapter: str
+    adapters: tuple[str, ...]
     num_sent: int
     total_s: float
     usage: Usage | None = None
@@ -147,12 +147,13 @@ class Metrics:
             counts.prompt_tokens = usage.prompt_tokens
             if usage.completion_tokens:
                 counts.first_tokens, counts.first_token_seconds = 1, timings.first_token_s
-            if end.adapter:
+            if end.adapters:
                 counts.load_waits, counts.load_wait_seconds = 1, timings.adapter_wait_s
         elif end.outcome == CANCELLED and not end.num_sent:
             self._queue_seconds.observe(end.total_s)
             self._first_token_seconds.observe(end.total_s)
-        self.adapters.count(end.adapter, counts)
+        for adapter in end.adapters or ("",):
+            self.adapters.count(adapter, counts)
 
     def _count_finished(self, end: RequestEnd, usage: Usage, timings: Timings) -> None:
         self._prompt_tokens.inc(usage.prompt_tokens)

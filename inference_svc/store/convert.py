@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import grpc
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2
@@ -162,7 +164,7 @@ def to_record(adapter: pb.Adapter, revision: int) -> AdapterRecord:
         create_time_s=adapter.create_time.ToMicroseconds() / 1e6,
         targets=tuple(adapter.targets),
         segment_kinds=tuple(_SEGMENT_KINDS.get(k, str(k)) for k in adapter.segment_kinds),
-        has_invocation_tokens=bool(adapter.invocation_tokens),
+        invocation_tokens=tuple(adapter.invocation_tokens),
         added_tokens=adapter.added_tokens,
         tokenizer_digest=adapter.tokenizer_digest,
         chat_template_digest=adapter.chat_template_digest,
@@ -194,11 +196,17 @@ def from_announcement(announcement: Announcement) -> pb.Announcement:
         aliases=announcement.aliases,
         max_rank=announcement.max_rank,
         lora_targets=announcement.lora_targets,
-        segment_kinds=(
-            kind for kind, name in _SEGMENT_KINDS.items() if name in announcement.segment_kinds
-        ),
+        applies_invocation_tokens=True,
+        segment_kinds=_from_kinds(announcement.segment_kinds),
         max_added_tokens=announcement.max_added_tokens,
     )
+
+
+def _from_kinds(names: Collection[str]) -> list[pb.SegmentKind]:
+    """Returns the kinds besides A and B, and these: a store refuses an announcement of some kinds
+    without them."""
+    applied = {"a", "b", *names} if names else ()
+    return [kind for kind, name in _SEGMENT_KINDS.items() if name in applied]
 
 
 def _to_slice(ends: tuple[int, int] | None) -> pb.Slice | None:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from inference_svc.adapters.layout import SEGMENT_KINDS, refused_kinds, refused_targets
-from inference_svc.core import Principal
+from inference_svc.core import Part, Principal, combination_digest, parts_label
 from inference_svc.errors import (
     TRY_LATER,
     TRY_LATER_SEE_LOG,
@@ -45,7 +45,10 @@ RETRY_SECONDS = 1.0
 @dataclass(frozen=True, slots=True)
 class Binding:
     """A resolved reference. `label` is "tenant/name@version", or the digest if that was the
-    reference. What it has of tokens and text is as in AdapterRecord."""
+    reference. With `invocation_tokens` it is active from the first of them on, where all of them
+    follow one another in the prompt for the last time. `parts` are the adapters of a combination,
+    and what each is multiplied with. What it has of tokens and text is as in AdapterRecord, and
+    nothing for a combination."""
 
     label: str
     tenant: str
@@ -55,6 +58,21 @@ class Binding:
     added_tokens: int = 0
     tokenizer_digest: str = ""
     chat_template_digest: str = ""
+    invocation_tokens: tuple[int, ...] = ()
+    parts: tuple[tuple[Binding, float], ...] = ()
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[tuple[Binding, float]]) -> Binding:
+        """Returns the combination of these adapters, in this order."""
+        bindings = [binding for binding, _ in parts]
+        return cls(
+            label=parts_label(binding.label for binding in bindings),
+            tenant=",".join(binding.tenant for binding in bindings),
+            digest=combination_digest(tuple(Part(each.digest, scale) for each, scale in parts)),
+            rank=sum(binding.rank for binding in bindings),
+            create_time_s=max(binding.create_time_s for binding in bindings),
+            parts=tuple(parts),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +104,6 @@ class Servable:
             each for each in record.segment_kinds if each not in SEGMENT_KINDS
         ):
             return reason, "segment_kinds"
-        if record.has_invocation_tokens:
-            reason = "invocation tokens (aLoRA), which this server does not apply"
-            return reason, "invocation_tokens"
         return None
 
 
@@ -167,6 +182,7 @@ class Directory:
         label = ref.digest or f"{record.name}@{record.version}"
         return Binding(
             *(label, tenant, record.digest, record.rank, record.create_time_s),
+            invocation_tokens=record.invocation_tokens,
             added_tokens=record.added_tokens,
             tokenizer_digest=record.tokenizer_digest,
             chat_template_digest=record.chat_template_digest,

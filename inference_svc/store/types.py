@@ -23,7 +23,7 @@ class AdapterRecord:
     """One version of an adapter as the store described it when its catalog was at `revision`.
     `create_time_s`, a `time.time()`, is when the version was registered. `targets` are last
     components of the names that it gives to modules, `segment_kinds` what it changes beside A and
-    B; of aLoRA it is active from its invocation tokens on. It has rows for `added_tokens` behind
+    B; of aLoRA it is active from its `invocation_tokens` on. It has rows for `added_tokens` behind
     the model's vocabulary. Digests of its tokenizer and its chat template are "" for none."""
 
     name: str
@@ -36,7 +36,7 @@ class AdapterRecord:
     create_time_s: float = 0.0
     targets: tuple[str, ...] = ()
     segment_kinds: tuple[str, ...] = ()
-    has_invocation_tokens: bool = False
+    invocation_tokens: tuple[int, ...] = ()
     added_tokens: int = 0
     tokenizer_digest: str = ""
     chat_template_digest: str = ""
@@ -68,7 +68,8 @@ class Registered:
 class Announcement:
     """What this server says beside its layout: further names of the base model, the highest rank
     that it accepts, the targets that it is restricted to, if it is, the kinds of segments that it
-    applies, and how many tokens adapters may add."""
+    applies besides A and B, and how many tokens adapters may add. Adapters are applied from their
+    invocation tokens on, if they have any."""
 
     aliases: tuple[str, ...]
     max_rank: int

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import groupby
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from .plan import LoraGroup, LoraPlan
+from .plan import LoraGroup, LoraPlan, LoraSegment
 from .table import LoraTable, TargetWeights, VectorValues
 
 MAX_SHORT_TOKENS = 5
@@ -63,6 +64,10 @@ def add_lora(
     assert table.rank_parts == 1, "others have parts of the shrunk rows"
     segments, short = _segments(x.dtype, table, plan, group)
     parts = _parts(out, plan, group, base_bias)
+    for segment in plan.segments:
+        if table.is_mix(segment.slot):
+            rows = x[segment.start : segment.end]
+            _add_mix(parts, segment, _mixed(table, segment, group, rows))
     if segments:
         _expand_segments(parts, _shrink_segments(x, segments))
     if short:
@@ -76,6 +81,11 @@ def add_lora_embedding(
     """See `reference.add_lora_embedding`."""
     assert table.rank_parts == 1, "others have parts of the shrunk rows"
     group = LoraGroup((target,), 0, (0,), (out.shape[1],))
+    parts = _parts(out, plan, group, None)
+    for segment in plan.segments:
+        if table.is_mix(segment.slot):
+            ids = token_ids[segment.start : segment.end]
+            _add_mix(parts, segment, _mixed(table, segment, group, ids))
     expand(out, gather(token_ids, table, plan, target), plan, group)
 
 
@@ -125,12 +135,14 @@ def expand(
 def _segments(
     dtype: torch.dtype, table: LoraTable, plan: LoraPlan, group: LoraGroup
 ) -> tuple[list[_Segment], list[_Segment]]:
-    """Returns the segments that have any of the group's targets, and those of them that go row by
-    row."""
+    """Returns the segments of single adapters that have any of the group's targets, and those of
+    them that go row by row."""
     max_short = 0 if dtype == torch.float32 else MAX_SHORT_TOKENS
     segments: list[_Segment] = []
     short: list[_Segment] = []
     for start, end, slot, expert in plan.segments:
+        if table.is_mix(slot):
+            continue
         weights = table.weights(slot, expert)
         present = [(k, weights[t]) for k, t in enumerate(group.targets) if t in weights]
         if present:
@@ -151,6 +163,34 @@ def _parts(
         for k, (target, offset, width) in enumerate(columns)
         if target in plan.targets
     }
+
+
+def _mixed(
+    table: LoraTable,
+    segment: LoraSegment,
+    group: LoraGroup,
+    rows: torch.Tensor,
+) -> Iterator[tuple[int, TargetWeights, torch.Tensor]]:
+    """Yields the products of a mix's parts with A, or the rows of A with these ids; those of one
+    target in the order of the parts."""
+    for k, target in enumerate(group.targets):
+        for slot in table.part_slots(segment.slot):
+            w = table.weights(slot).get(target)
+            if w is not None:
+                yield k, w, rows.mm(w.a_t) if rows.dim() == 2 else w.a.index_select(0, rows)
+
+
+def _add_mix(
+    parts: Mapping[int, _Columns],
+    segment: LoraSegment,
+    products: Iterable[tuple[int, TargetWeights, torch.Tensor]],
+) -> None:
+    for k, of_target in groupby(products, key=lambda product: product[0]):
+        rows = parts[k].out[segment.start : segment.end]
+        total = rows.float()
+        for _, w, y in of_target:
+            total.addmm_(y.float(), w.b.float(), alpha=w.scale)
+        rows.copy_(total)
 
 
 def _shrink_segments(x: torch.Tensor, segments: Iterable[_Segment]) -> Iterator[Product[slice]]:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kernels.native.library import Library, NativeOp, dtype_name
 
-from .plan import TILE_TOKENS, LoraGroup, LoraPlan
-from .table import LoraTable
+from .plan import BASE_SLOT, TILE_TOKENS, LoraGroup, LoraPlan
+from .table import MAX_PARTS, LoraTable
 
 MAX_TARGETS = 8
 """Most targets of a group."""
@@ -66,14 +66,19 @@ class NativeLoraPlan:
 
     An item is up to TILE_TOKENS tokens of one slot and expert, wherever they stand in the batch:
     they share one read of A and B. `slots` is int32 [max_tokens], of which the first `num_tokens`
-    (int32 [1]) are the step's, in batch order.
+    (int32 [1]) are the step's, in batch order. Tokens of a mix, a slot of `table`'s behind those of
+    the adapters, are in an item for each part: `max_pairs` is how many they may be in together.
     """
 
-    def __init__(self, max_tokens: int, *, has_experts: bool = False) -> None:
+    def __init__(
+        self, max_tokens: int, *, has_experts: bool = False, table: LoraTable | None = None
+    ) -> None:
         self.max_tokens = max_tokens
         self.has_experts = has_experts
-        self._items = np.zeros((max_tokens, 4), np.int32)
-        self._tokens = np.zeros(max_tokens, np.int32)
+        self._mixes = table if table is not None and table.num_mixes else None
+        self.max_pairs = max_tokens * (1 if self._mixes is None else MAX_PARTS)
+        self._items = np.zeros((self.max_pairs, 4), np.int32)
+        self._tokens = np.zeros(self.max_pairs, np.int32)
         self._num_items = np.zeros(1, np.int32)
         self.slots = np.zeros(max_tokens, np.int32)
         self.num_tokens = np.zeros(1, np.int32)
@@ -85,7 +90,7 @@ class NativeLoraPlan:
         row_experts: Sequence[int] | None = None,
     ) -> None:
         """The plan of rows in batch order: row i has `row_lengths[i]` tokens (or one) of
-        `row_slots[i]`, which is -1 (base) or a row of the table, and of `row_experts[i]`."""
+        `row_slots[i]`, which is -1 (base), a row of the table or a mix, and of `row_experts[i]`."""
         assert (row_experts is not None) == self.has_experts
         slots = np.asarray(row_slots, np.int32)
         experts = None if row_experts is None else np.asarray(row_experts, np.int32)
@@ -95,6 +100,9 @@ class NativeLoraPlan:
         assert len(slots) <= self.max_tokens, f"{len(slots)} tokens of {self.max_tokens}"
         self.slots[: len(slots)] = slots
         self.num_tokens[0] = len(slots)
+        of_mixes = None
+        if self._mixes is not None and slots.max(initial=BASE_SLOT) >= self._mixes.max_loras:
+            of_mixes, slots = slots, np.where(slots < self._mixes.max_loras, slots, BASE_SLOT)
         keys = slots if experts is None else _keys(slots, experts)
         order = keys.argsort(kind="stable")
         keys = keys[order]
@@ -112,7 +120,27 @@ class NativeLoraPlan:
         items[:, 2] = slots[tokens[firsts]]
         if experts is not None:
             items[:, 3] = experts[tokens[firsts]]
+        elif self._mixes is not None:
+            items[:, 3] = 0  # they may have been a mix's
         self._num_items[0] = len(firsts)
+        if of_mixes is not None:
+            self._add_mixes(of_mixes, len(firsts), count)
+
+    def _add_mixes(self, slots: NDArray[np.int32], num_items: int, num_pairs: int) -> None:
+        """Adds items of mixes behind so many items and tokens of single adapters. The first of a
+        mix says how many follow it, whose tokens are the same, and those say -1."""
+        assert self._mixes is not None
+        for slot in np.unique(slots[slots >= self._mixes.max_loras]).tolist():
+            of_mix, parts = np.flatnonzero(slots == slot), self._mixes.part_slots(slot)
+            for start in range(0, len(of_mix), TILE_TOKENS):
+                tokens = of_mix[start : start + TILE_TOKENS]
+                for part in parts:
+                    end = num_pairs + len(tokens)
+                    self._tokens[num_pairs:end] = tokens
+                    followers = len(parts) - 1 if part == slot else -1
+                    self._items[num_items] = num_pairs, len(tokens), part, followers
+                    num_items, num_pairs = num_items + 1, end
+        self._num_items[0] = num_items
 
     @property
     def has_adapters(self) -> bool:
@@ -123,7 +151,7 @@ class NativeLoraPlan:
             self._items.ctypes.data,
             self._num_items.ctypes.data,
             self._tokens.ctypes.data,
-            self.max_tokens,
+            self.max_pairs,
         )
 
 
@@ -135,14 +163,14 @@ class NativeLora:
     table: LoraTable
     plan: NativeLoraPlan
     shrunk: Tensor
-    """Workspace `[targets of a group * max_tokens * rank]` of the arena's dtype; what is where in
+    """Workspace `[targets of a group * max_pairs * rank]` of the arena's dtype; what is where in
     it, `native/src/lora.h` says."""
 
     @classmethod
     def create(
         cls, table: LoraTable, plan: NativeLoraPlan, max_group_targets: int = 3
     ) -> NativeLora:
-        size = max_group_targets * plan.max_tokens * _even(table.max_rank)
+        size = max_group_targets * plan.max_pairs * _even(table.max_rank)
         return cls(table, plan, torch.empty(size, dtype=table.arena.dtype))
 
     def add_ops(
@@ -214,7 +242,7 @@ class NativeLora:
     def _args(self, group: LoraGroup) -> _LoraArgs:
         table, num_targets = self.table, len(group.targets)
         assert num_targets <= MAX_TARGETS, f"a group of {num_targets} targets"
-        size = num_targets * self.plan.max_tokens * _even(table.max_rank)
+        size = num_targets * self.plan.max_pairs * _even(table.max_rank)
         assert size <= self.shrunk.numel(), "the workspace is of smaller groups"
         return _LoraArgs(
             plan=self.plan.args(),
@@ -263,7 +291,7 @@ def add_lora_embedding(
 
 def _once(table: LoraTable, plan: LoraPlan, num_targets: int) -> NativeLora:
     experts = None if plan.token_experts is None else plan.token_experts.tolist()
-    native_plan = NativeLoraPlan(plan.num_tokens, has_experts=plan.has_experts)
+    native_plan = NativeLoraPlan(plan.num_tokens, has_experts=plan.has_experts, table=table)
     native_plan.fill(plan.token_slots.tolist(), row_experts=experts)
     return NativeLora.create(table, native_plan, num_targets)
 

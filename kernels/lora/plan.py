@@ -116,7 +116,7 @@ class LoraPlan:
         """The plan of rows in batch order: row i has `row_lengths[i]` tokens of `row_slots[i]`, and
         for targets that are mixtures of `row_experts[i]`.
 
-        Slots are -1 (base) or rows of `table` as it is now.
+        Slots are -1 (base), rows of `table` as it is now, or first rows of its mixes.
         """
         segments = tuple(plan_segments(row_slots, row_lengths, row_experts))
         items = plan_items(
@@ -124,7 +124,11 @@ class LoraPlan:
             np.asarray(row_lengths, np.int64),
             None if row_experts is None else np.asarray(row_experts, np.int64),
         )
-        adapters = [table.adapters[slot] for slot in {segment.slot for segment in segments}]
+        adapters = [
+            table.adapters[part]
+            for slot in {segment.slot for segment in segments}
+            for part in table.part_slots(slot)
+        ]
         slots = _per_token(row_slots, row_lengths)
         experts = [] if row_experts is None else _per_token(row_experts, row_lengths)
         flat = items.flatten().tolist()

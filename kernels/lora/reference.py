@@ -3,6 +3,9 @@
 Every fast implementation must agree with these up to the rounding of the model's dtype. They read
 only what the kernels read: the arena, the table's rows and the plan's tokens.
 
+A token whose slot is a mix gets what its parts add, one after the other, in fp32, and is rounded
+once, when the last is added.
+
 `add_lora` is `shrink`, then `expand`; `add_lora_embedding` is `gather`, then `expand`. Where
 devices share A's rank, each has a part of the shrunk rows: those of all parts, one after the other,
 are what `expand` reads.
@@ -11,6 +14,7 @@ are what `expand` reads.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -50,7 +54,11 @@ def add_lora(
     """
     assert table.rank_parts == 1, "others have parts of the shrunk rows"
     assert not plan.has_experts
-    expand(out, shrink(x, arena, table, plan, group), arena, table, plan, group, base_bias)
+    total = out.float()
+    for part in _parts(plan, table):
+        y = shrink(x, arena, table, part, group)
+        expand(total, y, arena, table, part, group, base_bias)
+    out.copy_(total)
 
 
 def add_lora_experts(
@@ -101,7 +109,10 @@ def add_lora_embedding(
     """
     assert table.rank_parts == 1, "others have parts of the shrunk rows"
     group = LoraGroup((target,), 0, (0,), (out.shape[1],))
-    expand(out, gather(token_ids, arena, table, plan, target), arena, table, plan, group)
+    total = out.float()
+    for part in _parts(plan, table):
+        expand(total, gather(token_ids, arena, table, part, target), arena, table, part, group)
+    out.copy_(total)
 
 
 def shrink(
@@ -153,6 +164,16 @@ def expand(
                 if vectors is not None:
                     total = vectors.applied(columns.float(), added, old)
                 columns.copy_(total)
+
+
+def _parts(plan: LoraPlan, table: LoraTable) -> Iterator[LoraPlan]:
+    """Yields plans of the first parts of all tokens, of the second parts of mixes, and so on."""
+    rows = [
+        [] if slot == BASE_SLOT else table.part_slots(slot) for slot in plan.token_slots.tolist()
+    ]
+    for place in range(max(map(len, rows), default=0)):
+        slots = [each[place] if place < len(each) else BASE_SLOT for each in rows]
+        yield replace(plan, token_slots=torch.tensor(slots, dtype=torch.int32))
 
 
 def _tokens(plan: LoraPlan) -> Iterator[tuple[int, int, int | None]]:

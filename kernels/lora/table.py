@@ -17,7 +17,7 @@ A's is 1.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -71,6 +71,17 @@ class ReplacedWeight(NamedTuple):
     row_ids: int = ABSENT
     rows: int = ABSENT
     num_rows: int = 0
+
+
+MAX_PARTS = 8
+"""Adapters of one mix, at most."""
+
+
+class MixPart(NamedTuple):
+    """An adapter of a mix: its slot, and what it is multiplied with."""
+
+    slot: int
+    scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,17 +267,23 @@ class LoraTable:
     says the same to the host.
     `rank_parts` is how many devices share A's rank: this one has the whole of it, or a part that is
     rounded up. With 1 the ranks of A and B are equal, and what shrink writes is what expand reads.
+
+    Behind the adapters are `num_mixes` mixes of MAX_PARTS rows each. A mix is a sum of adapters.
+    Its slot is that of its first part, and its parts, in order, are rows that say what those of
+    the adapters do, with their scales multiplied.
     """
 
     max_loras: int
     num_targets: int
     max_rank: int
     rank_parts: int
+    num_mixes: int
     arena: torch.Tensor
     rows: torch.Tensor
     weight_rows: torch.Tensor
     stream: Stream = field(repr=False)
     adapters: list[TableRow] = field(repr=False)
+    _mix_sizes: dict[int, int] = field(repr=False)
     _weights: tuple[dict[int, dict[int, TargetWeights]], ...] = field(repr=False)
 
     @classmethod
@@ -280,6 +297,7 @@ class LoraTable:
         stream: Stream | None = None,
         rank_parts: int = 1,
         num_weights: int = 0,
+        num_mixes: int = 0,
     ) -> LoraTable:
         """An empty table over `arena` `[arena_bytes // itemsize]` of the layout's dtype, written on
         `stream`; None: the one that computes.
@@ -291,8 +309,9 @@ class LoraTable:
         # Vector loads need it; torch aligns CUDA memory to 512 bytes and CPU memory to 64.
         assert arena.data_ptr() % GRANULE_BYTES == 0 or arena.device.type == "cpu"
         assert arena.numel() * arena.itemsize // GRANULE_BYTES < 2**31, "granules are int32"
+        num_rows = max_loras + num_mixes * MAX_PARTS
         rows, weight_rows = (
-            torch.zeros(max_loras, *shape, dtype=torch.int32, device=device)
+            torch.zeros(num_rows, *shape, dtype=torch.int32, device=device)
             for shape in ((NUM_FIELDS, num_targets), (NUM_WEIGHT_FIELDS, num_weights))
         )
         return cls(
@@ -300,12 +319,14 @@ class LoraTable:
             num_targets,
             max_rank,
             rank_parts,
+            num_mixes,
             arena,
             rows,
             weight_rows,
             stream or Streams.of(rows.device).compute,
-            adapters=[NO_ADAPTER] * max_loras,
-            _weights=tuple({} for _ in range(max_loras)),
+            adapters=[NO_ADAPTER] * num_rows,
+            _mix_sizes={},
+            _weights=tuple({} for _ in range(num_rows)),
         )
 
     @property
@@ -366,6 +387,26 @@ class LoraTable:
         self._weights[slot].clear()
         self.adapters[slot] = NO_ADAPTER
 
+    def set_mix(self, slot: int, parts: Sequence[MixPart]) -> None:
+        """Makes a sum of adapters visible, in this order. Their rows may not change while it is
+        used; they have neither vectors nor weights of their own."""
+        assert self.is_mix(slot)
+        assert (slot - self.max_loras) % MAX_PARTS == 0, "not the first row of a mix"
+        assert 0 < len(parts) <= MAX_PARTS
+        for place, (adapter_slot, scale) in enumerate(parts):
+            adapter = self.adapters[adapter_slot]
+            assert not adapter.has_vectors
+            assert not adapter.replaced
+            self.set_row(slot + place, replace(adapter, scales=adapter.scales * np.float32(scale)))
+        self._mix_sizes[slot] = len(parts)
+
+    def is_mix(self, slot: int) -> bool:
+        return slot >= self.max_loras
+
+    def part_slots(self, slot: int) -> range:
+        """Returns the rows of an adapter's slot, or of a mix's."""
+        return range(slot, slot + self._mix_sizes.get(slot, 1))
+
     def weights(self, slot: int, expert: int = NO_EXPERT) -> dict[int, TargetWeights]:
         """What the adapter of `slot` has of each of its targets, or of this expert of those that
         are mixtures; for kernels that run on tensors. Native ones and those of a GPU read `rows`,
@@ -415,7 +456,7 @@ class LoraTable:
             assert (each.rows == ABSENT) == (each.num_rows == 0)
 
     def _write(self, slot: int, row: np.ndarray, weights: np.ndarray) -> None:
-        assert 0 <= slot < self.max_loras, f"slot {slot} of {self.max_loras}"
+        assert 0 <= slot < len(self.adapters), f"slot {slot} of {len(self.adapters)}"
         pairs = []
         for target, values in ((self.rows[slot], row), (self.weight_rows[slot], weights)):
             source = torch.from_numpy(values)

@@ -21,6 +21,8 @@ from loadout.inference.v1 import inference_pb2 as inference_pb
 
 T = TypeVar("T")
 
+Adapters = Sequence[str | tuple[str, float]]
+"""Adapters whose sum a request runs with, and what each is multiplied with."""
 Prompt = str | Sequence[int] | Sequence[types.ChatMessage]
 """Text, token ids, or chat messages."""
 
@@ -221,10 +223,13 @@ def generate(
     priority: int,
     cache_salt: str,
     sampling: Mapping[str, Any],
+    adapters: Adapters = (),
 ) -> StreamCall[types.Chunk]:
+    parts = [part if isinstance(part, tuple) else (part, 1.0) for part in adapters]
     request = build(
         inference_pb.GenerateRequest,
         adapter=adapter or "",
+        adapters=[build(inference_pb.AdapterPart, ref=ref, scale=scale) for ref, scale in parts],
         min_revision=min_revision,
         request_id=request_id,
         priority=priority,
@@ -239,7 +244,8 @@ def generate(
         request,
         convert.chunk,
         lambda last: request if last is None else None,
-        adapter=adapter or "",
+        # A sum goes where its first adapter does.
+        adapter=adapter or next((ref for ref, _ in parts), ""),
     )
 
 

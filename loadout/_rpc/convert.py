@@ -240,6 +240,7 @@ def chunk(message: inference_pb.GenerateResponse) -> types.Chunk:
         usage=_usage(message.usage) if message.HasField("usage") else None,
         adapter=_identity(message.adapter) if message.HasField("adapter") else None,
         timings=_timings(message.timings) if message.HasField("timings") else None,
+        adapters=tuple(_identity(each) for each in message.adapters),
     )
 
 
@@ -250,7 +251,8 @@ def _usage(message: inference_pb.Usage) -> types.Usage:
 
 
 def _identity(message: inference_pb.AdapterIdentity) -> types.AdapterIdentity:
-    return types.AdapterIdentity(message.name, message.digest)
+    scale = message.scale if message.HasField("scale") else None
+    return types.AdapterIdentity(message.name, message.digest, message.is_inactive, scale)
 
 
 def _timings(message: inference_pb.Timings) -> types.Timings:
@@ -280,6 +282,7 @@ def completion(chunks: Iterable[types.Chunk]) -> types.Completion | None:
         usage=last.usage,
         adapter=next((piece.adapter for piece in pieces if piece.adapter), None),
         timings=last.timings,
+        adapters=last.adapters,
     )
 
 

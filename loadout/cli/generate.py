@@ -16,15 +16,17 @@ EXAMPLES = """\b
 Examples:
   loadout generate "The capital of France is"
   loadout generate --adapter upper --temperature 0 hello=
+  loadout generate --adapter "tone*0.5" --adapter support "Where is my parcel?"
   loadout generate --adapter acme/support@3 --chat --max-tokens 200 "Where is my parcel?"
 """
 
 
-AdapterRef = Annotated[
-    str,
+AdapterRefs = Annotated[
+    list[str] | None,
     typer.Option(
-        metavar="REF",
-        help="[tenant/]name[@version] or sha256:<hex>. Default: the base model.",
+        metavar="REF[*SCALE]",
+        help="[tenant/]name[@version] or sha256:<hex>. Default: the base model. Repeated, up to 8 "
+        "times: the sum of these adapters, each multiplied with its scale.",
         autocompletion=adapter_names,
     ),
 ]
@@ -71,7 +73,7 @@ Timeout = Annotated[
 @connects
 def generate(
     text: Annotated[str, typer.Argument(metavar="TEXT", help="The prompt.")],
-    adapter: AdapterRef = "",
+    adapter: AdapterRefs = None,
     chat: Chat = False,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
@@ -98,9 +100,16 @@ def generate(
         if value is not None:
             sampling[name] = value  # type: ignore[literal-required]
     prompt: Prompt = [ChatMessage(role="user", content=text)] if chat else text
+    parts = [_part(each) for each in adapter or ()]
+    alone = parts[0][0] if len(parts) == 1 and parts[0][1] == 1.0 else ""
     with connection.client(inference=inference) as client:
         stream = client.generate(
-            prompt, adapter=adapter, min_revision=min_revision, timeout_s=timeout, **sampling
+            prompt,
+            adapter=alone,
+            adapters=() if alone else parts,
+            min_revision=min_revision,
+            timeout_s=timeout,
+            **sampling,
         )
         last = None
         for last in stream:
@@ -110,6 +119,17 @@ def generate(
         _explain_length(last.usage.completion_tokens, max_tokens)
     if stats and last is not None:
         typer.echo(_stats(last), err=True)
+
+
+def _part(text: str) -> tuple[str, float]:
+    """Returns the reference and the scale of REF[*SCALE]."""
+    ref, times, scale = text.partition("*")
+    try:
+        return ref, float(scale) if times else 1.0
+    except ValueError:
+        raise typer.BadParameter(
+            f"{scale!r} is no number; write a scale as {ref}*0.5", param_hint="--adapter"
+        ) from None
 
 
 def _explain_length(num_tokens: int, max_tokens: int | None) -> None:

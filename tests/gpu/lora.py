@@ -84,12 +84,17 @@ class Bench:
 
 
 def rows_of(
-    slots: Sequence[int], lengths: Sequence[int] | None = None, samples: Sequence[bool] = ()
+    slots: Sequence[int],
+    lengths: Sequence[int] | None = None,
+    samples: Sequence[bool] = (),
+    activations: Sequence[int] = (),
 ) -> list[BatchRow]:
     rows = []
     for index, slot in enumerate(slots):
         length = 1 if lengths is None else lengths[index]
-        sequence = OfTokens(Request("r", (0,) * length, SamplingParams()))
+        activation = activations[index] if activations else 0
+        request = Request("r", (0,) * length, SamplingParams(), activation=activation)
+        sequence = OfTokens(request)
         sequence.slot = slot
         rows.append(BatchRow(sequence, 0, length, samples[index] if samples else True))
     return rows

@@ -139,7 +139,6 @@ REFUSED: dict[str, tuple[Change, type[errors.LoadoutError], str]] = {
 }
 
 UNSERVABLE: dict[str, tuple[Change, str]] = {
-    "alora": (config(alora_invocation_tokens=[5, 6]), "aLoRA"),
     "target-parameters": (lambda folder: _add_experts(folder), "mlp.experts.w1"),
     # Of content of its own: a digest means the first name that has it.
     "wrong-base": (

@@ -277,6 +277,42 @@ def test_other_tenants_adapters_are_not_found(house: OpenHouse, client: openai.O
     assert len(answers) == 1
 
 
+def test_sum_of_adapters(house: OpenHouse, client: openai.OpenAI) -> None:
+    """The tokens of the same request over gRPC; another tenant's adapter is not found, as alone."""
+    (base, *_) = client.models.list(extra_query={"limit": 1}).data
+    first, second = ADAPTERS[:2]
+    parts = [{"ref": first, "scale": 0.5}, {"ref": second}]
+    fields = {"prompt": [5, 6, 7], "temperature": 0, "max_tokens": 6, "return_token_ids": True}
+    response = house.post(
+        "/v1/completions", "caller", model=base.id, adapters=parts, ignore_eos=True, **fields
+    ).json()
+    request = pb.GenerateRequest(
+        adapters=[pb.AdapterPart(ref=first, scale=0.5), pb.AdapterPart(ref=second)],
+        token_ids=pb.TokenIds(ids=[5, 6, 7]),
+        sampling=pb.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
+    )
+    answers = list(house.stub.Generate(request, timeout=60))
+    tokens = [token for answer in answers for token in answer.token_ids]
+    assert response["choices"][0]["token_ids"] == tokens
+    assert response["model"] == base.id
+    assert response["system_fingerprint"] is None
+    assert [(each["digest"], each["scale"]) for each in response["adapters"]] == [
+        (house.digests[first], 0.5),
+        (house.digests[second], 1.0),
+    ]
+    for name in ("secret", "nothing"):
+        gone = [{"ref": first}, {"ref": f"{OTHER}/{name}"}]
+        refused = house.post("/v1/completions", "caller", model=base.id, adapters=gone, **fields)
+        assert refused.status_code == 404, refused.text
+    for wrong in (
+        {"model": first, "adapters": parts},
+        {"model": base.id, "adapters": [*parts, {"ref": "x", "scale": "much"}]},
+        {"model": base.id, "adapters": parts * 5},
+    ):
+        refused = house.post("/v1/completions", "caller", **wrong, **fields)
+        assert refused.status_code == 400, refused.text
+
+
 # --- adapters -----------------------------------------------------------------------------------
 
 

@@ -229,11 +229,6 @@ WAYS = {
         "not servable by layout ",
         "has 130 in_features, model.embed_tokens has 128: tokens were added",
     ),
-    "aLoRA": unservable(
-        lora(alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM"),
-        "not servable by layout ",
-        "active from its invocation tokens on (aLoRA), which this server does not apply",
-    ),
     # refused
     "run folder": refused(
         run_folder,

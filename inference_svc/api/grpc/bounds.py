@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from inference_svc.api.generate_call import MAX_MESSAGES, MAX_STOP_TOKEN_IDS, MAX_STOPS
 from inference_svc.api.service import TRACE_CHUNK_BYTES
+from inference_svc.core import MAX_PARTS
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.rpc.requests import RequestBounds, RequestTable
 
@@ -28,6 +29,7 @@ def request_bounds(max_model_len: int) -> RequestTable:
         max_items={
             "token_ids.ids": 2 * max_model_len,
             "chat.messages": MAX_MESSAGES,
+            "adapters": 2 * MAX_PARTS,  # the limit itself is told by name
             "sampling.stop": MAX_STOPS,
             "sampling.stop_token_ids": MAX_STOP_TOKEN_IDS,
         },

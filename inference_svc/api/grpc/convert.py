@@ -12,12 +12,14 @@ from inference_svc.adapters.layout import ModelLayout
 from inference_svc.api.generate_call import (
     MAX_ID_CHARS,
     GenerateCall,
+    checked_parts,
     checked_sampling,
     random_seed,
 )
 from inference_svc.core import (
     NO_DEFAULTS,
     FinishReason,
+    Request,
     SamplingDefaults,
     SamplingParams,
     TokenLogprobs,
@@ -67,9 +69,14 @@ def from_generate_request(
     InvalidArgument, naming the field."""
     _check(len(request.request_id) <= MAX_ID_CHARS, "request_id", f"at most {MAX_ID_CHARS} long")
     _check(len(request.cache_salt) <= MAX_ID_CHARS, "cache_salt", f"at most {MAX_ID_CHARS} long")
+    if request.adapters and request.adapter:
+        raise InvalidArgument("adapters must be empty where adapter is set", subject="adapters")
     return GenerateCall(
         request_id=request.request_id or uuid.uuid4().hex,
         adapter=request.adapter,
+        parts=checked_parts(
+            [(p.ref, p.scale if p.HasField("scale") else 1.0) for p in request.adapters]
+        ),
         prompts=(_from_prompt(request, vocab_size),),
         sampling=from_sampling(request.sampling, vocab_size, defaults),
         min_revision=request.min_revision,
@@ -132,18 +139,35 @@ def _check(holds: bool, field: str, requirement: str) -> None:
 # --- responses ----------------------------------------------------------------------------------
 
 
-def to_identity(binding: Binding | None) -> pb.AdapterIdentity | None:
-    """Returns None for the base model."""
-    if binding is None:
+def to_identities(binding: Binding | None) -> list[pb.AdapterIdentity]:
+    """Returns the adapters of a combination, if it is one."""
+    return [
+        pb.AdapterIdentity(name=part.label, digest=part.digest, scale=scale)
+        for part, scale in (binding.parts if binding is not None else ())
+    ]
+
+
+def to_identity(binding: Binding | None, request: Request) -> pb.AdapterIdentity | None:
+    """Returns None for the base model, and for several adapters."""
+    if binding is None or binding.parts:
         return None
-    return pb.AdapterIdentity(name=binding.label, digest=binding.digest)
+    return pb.AdapterIdentity(
+        name=binding.label, digest=binding.digest, is_inactive=request.has_inactive_adapter
+    )
 
 
 def to_generate_response(
-    request_id: str, delta: Delta, identity: pb.AdapterIdentity | None
+    request_id: str,
+    delta: Delta,
+    identity: pb.AdapterIdentity | None,
+    identities: Sequence[pb.AdapterIdentity] = (),
 ) -> pb.GenerateResponse:
     response = pb.GenerateResponse(
-        request_id=request_id, token_ids=delta.token_ids, text=delta.text, adapter=identity
+        request_id=request_id,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        adapter=identity,
+        adapters=identities,
     )
     if delta.logprobs:
         response.logprobs.extend(map(_to_logprobs, delta.logprobs))

@@ -14,7 +14,7 @@ from inference_svc.api.grpc.bounds import request_bounds
 from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
 from inference_svc.api.request_record import MAX_NAME_CHARS
 from inference_svc.api.service import Caller, ServerFacts, Service
-from inference_svc.core import Action, Principal
+from inference_svc.core import MAX_PARTS, Action, Principal, parts_label
 from inference_svc.debug import DebugInfo
 from inference_svc.errors import PROMPT_SUBJECTS, QueueFull
 from loadout.inference.v1 import inference_pb2 as pb
@@ -60,10 +60,14 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         del request  # the call lets go of it once it is converted
         stream = await self._service.generate(_caller(context), incoming)
         context.release_request()  # its prompts are tokens now
-        request_id, identity = stream.call.request_id, convert.to_identity(stream.binding)
+        request_id = stream.call.request_id
+        identity = convert.to_identity(stream.binding, stream.requests[0])
+        identities = convert.to_identities(stream.binding)
         async with stream.deltas() as deltas:
             async for _, delta in deltas:
-                await context.write(convert.to_generate_response(request_id, delta, identity))
+                await context.write(
+                    convert.to_generate_response(request_id, delta, identity, identities)
+                )
 
     async def InspectAdapter(  # noqa: N802
         self, request: pb.InspectAdapterRequest, context: Context
@@ -168,7 +172,8 @@ class _IncomingCall:
 
     def __init__(self, request: pb.GenerateRequest, context: Context, facts: ServerFacts) -> None:
         self.request_id: str = request.request_id[:MAX_ID_CHARS]
-        self.adapter: str = request.adapter[:MAX_NAME_CHARS]
+        parts = parts_label(part.ref[:MAX_NAME_CHARS] for part in request.adapters[:MAX_PARTS])
+        self.adapter: str = request.adapter[:MAX_NAME_CHARS] or parts
         self.num_read = 0  # the transport has read, and charged, it
         self._request = request
         self._context = context

@@ -37,10 +37,13 @@ from inference_svc.api.http.response import (
 )
 from inference_svc.api.http.sse import EventStream
 from inference_svc.api.service import ServerFacts, Service
-from inference_svc.core import Principal, SamplingParams
+from inference_svc.core import Principal, SamplingParams, parts_label
 from inference_svc.text.pieces import Pieces
 from inference_svc.text.prompt import Prompt
 from servicekit.shares import Shares
+
+INACTIVE_HEADER = "x-adapter-inactive"
+"""How many choices are the base model's, as their prompts lack the adapter's invocation tokens."""
 
 B = TypeVar("B", bound=GenerationBody)
 B_contra = TypeVar("B_contra", bound=GenerationBody, contravariant=True)
@@ -96,7 +99,9 @@ class IncomingRequest(Generic[B]):
             max_values=max(MAX_VALUES, 2 * self._facts.max_model_len),
             on_read=self._note_read,
         )
-        self.adapter = adapter_of(body.model, self._facts)
+        self.adapter = adapter_of(body.model, self._facts) or parts_label(
+            part.ref for part in body.adapters or ()
+        )
         body.check_streaming()
         includes_ids = body.return_token_ids
         if includes_ids is None:  # without a tokenizer they are all there is of an answer
@@ -105,7 +110,8 @@ class IncomingRequest(Generic[B]):
         prompts = self._endpoint.prompts(body)
         sampling = self._endpoint.sampling(body, self._facts)
         sampling = checked_sampling(sampling, self._facts.vocab_size)
-        return body.to_call(self.request_id, self.adapter, prompts, sampling)
+        adapter = adapter_of(body.model, self._facts)
+        return body.to_call(self.request_id, adapter, prompts, sampling)
 
     def _note_read(self, num_bytes: int) -> None:
         self.num_read = num_bytes
@@ -132,6 +138,9 @@ class GenerateRoute(Generic[B]):
             )
         assert incoming.options is not None, "generate has read them"
         options, headers = incoming.options, {REQUEST_ID_HEADER: incoming.request_id}
+        num_inactive = sum(request.has_inactive_adapter for request in stream.requests)
+        if num_inactive:
+            headers[INACTIVE_HEADER] = f"{num_inactive} of {len(stream.requests)} choices"
         formatters = [
             self._endpoint.formatter(index, stream.text.pieces, options.includes_ids)
             for index in range(len(stream.requests))
@@ -153,10 +162,15 @@ class GenerateRoute(Generic[B]):
     def _head(self, stream: GenerateStream, object_type: str) -> dict[str, Any]:
         """Returns what every object of the response begins with."""
         binding = stream.binding
+        parts = binding.parts if binding is not None else ()
+        adapters = [
+            {"name": part.label, "digest": part.digest, "scale": scale} for part, scale in parts
+        ]
         return {
             "object": object_type,
             "id": f"{self._endpoint.id_prefix}-{stream.call.request_id}",
             "created": int(time.time()),
             "model": label_of(binding, stream.principal, self._service.facts),
-            "system_fingerprint": None if binding is None else binding.digest,
+            "system_fingerprint": None if binding is None or parts else binding.digest,
+            **({"adapters": adapters} if adapters else {}),
         }

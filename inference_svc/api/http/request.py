@@ -26,12 +26,13 @@ from inference_svc.api.generate_call import (
     MAX_STOPS,
     MIN_TEMPERATURE,
     GenerateCall,
+    checked_parts,
     random_seed,
 )
 from inference_svc.api.http.connections import Connection
 from inference_svc.api.http.errors import set_authenticated, set_read
 from inference_svc.api.service import Caller
-from inference_svc.core import Principal, SamplingDefaults, SamplingParams
+from inference_svc.core import MAX_PARTS, Principal, SamplingDefaults, SamplingParams
 from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument, Unauthenticated
 
@@ -322,6 +323,11 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+class AdapterPartBody(Body):
+    ref: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
+    scale: float = 1.0
+
+
 class GenerationBody(Body):
     """The fields that both routes have; null means absent."""
 
@@ -358,6 +364,9 @@ class GenerationBody(Body):
     cache_salt: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
     return_token_ids: bool | None = None
     min_revision: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
+    adapters: (
+        Annotated[list[AdapterPartBody], Field(fail_fast=True), Field(max_length=MAX_PARTS)] | None
+    ) = None
 
     # Accepted, without effect.
     user: Ignored | None = None
@@ -404,9 +413,12 @@ class GenerationBody(Body):
     def to_call(
         self, request_id: str, adapter: str, prompts: tuple[Prompt, ...], sampling: SamplingParams
     ) -> GenerateCall:
+        if self.adapters and adapter:
+            raise InvalidArgument("model: must be the base model beside adapters", subject="model")
         return GenerateCall(
             request_id=request_id,
             adapter=adapter,
+            parts=checked_parts([(part.ref, part.scale) for part in self.adapters or ()]),
             prompts=prompts,
             sampling=sampling,
             min_revision=self.min_revision or 0,

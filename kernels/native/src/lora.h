@@ -26,7 +26,8 @@ namespace loadout {
 constexpr int LORA_MAX_TARGETS = 8;  // of one group
 
 // Some tokens of one slot, which share one read of A and B: tokens[first : first + count]. Only
-// plans of mixtures have experts.
+// plans of mixtures have experts. In others `expert` says how many of the next items have the same
+// tokens, and are summed with this one: parts of a mix, each of which says -1.
 struct LoraItem {
   int32_t first, count, slot, expert;
 };

@@ -209,6 +209,45 @@ void expand_part(const LoraArgs& args, const LoraPart<T>& part, const LoraPart<T
   }
 }
 
+// The same for an item with items that follow it: all are added in fp32, in order, and rounded once.
+template <typename T, typename Out>
+void expand_mix(const LoraArgs& args, const LoraPart<T>& part) {
+  using X = Axpy<T>;
+  const LoraItem& item = *part.item;
+  const int32_t* tokens = args.plan.tokens + item.first;
+  const Columns<T> nothing{nullptr, 0, 0};
+  for (int64_t column = part.begin; column < part.end; column += COLUMNS) {
+    const int n = static_cast<int>(std::min<int64_t>(COLUMNS, part.end - column));
+    Out* first = static_cast<Out*>(args.out) + args.columns[part.k] + column;
+    for (int t = 0; t < item.count; t += MAX_ROWS) {
+      alignas(64) float sums[MAX_ROWS][COLUMNS];
+      float* rows[MAX_ROWS];
+      const int m = std::min(MAX_ROWS, item.count - t);
+      for (int i = 0; i < m; ++i) {
+        rows[i] = sums[i];
+        const Out* out = first + tokens[t + i] * args.out_stride;
+        for (int c = 0; c < n; ++c) sums[i][c] = to_float(out[c]);
+      }
+      for (int p = 0; p <= item.expert; ++p) {
+        const LoraItem& each = (&item)[p];
+        const auto place = LoraPlace<T>::template of<LoraSide::B, false>(args, each, part.k);
+        if (place.rank == 0) continue;
+        const int step = y_step(place.rank);
+        const T* y = y_of<T>(args, each, part.k) + static_cast<int64_t>(t) * step;
+        const Columns<T> columns{place.values + column, args.widths[part.k], place.rank};
+        const typename X::Vector(*packed)[VECTORS] = nullptr;
+        const Outputs<T>* outputs = nullptr;
+        axpy_rows<T, float, MAX_ROWS>(m, rows, y, step, place.scale, columns, nothing, packed, n,
+                                      outputs);
+      }
+      for (int i = 0; i < m; ++i) {
+        Out* out = first + tokens[t + i] * args.out_stride;
+        for (int c = 0; c < n; ++c) out[c] = from_float<Out>(sums[i][c]);
+      }
+    }
+  }
+}
+
 // Parts are as large as lets the threads finish together: about 8 for each of them.
 inline int64_t part_size(int64_t total, int num_threads, int64_t least, int64_t most) {
   const int64_t even = total / (8 * num_threads) / least * least;
@@ -235,7 +274,9 @@ void lora_expand(const LoraArgs& args, const Slice& slice) {
         index -= (args.widths[part.k] + size - 1) / size;
       part.place = LoraPlace<T>::template of<LoraSide::B, EXPERTS>(args, item, part.k);
       part.vectors = LoraVectors<T>::of(args, item, part.k);
-      if (part.place.rank == 0 && !part.vectors) continue;
+      if (!EXPERTS && item.expert < 0) continue;  // it is summed with one before it
+      const bool is_mix = !EXPERTS && item.expert > 0;
+      if (part.place.rank == 0 && !part.vectors && !is_mix) continue;
       part.begin = index * size;
       part.end = std::min<int64_t>(part.begin + size, args.widths[part.k]);
       part.item = &item;
@@ -244,6 +285,7 @@ void lora_expand(const LoraArgs& args, const Slice& slice) {
     return part;
   };
   for_lora_parts<T>(take, [&](const LoraPart<T>& part, const LoraPart<T>& next) {
+    if (!EXPERTS && part.item->expert > 0) return expand_mix<T, Out>(args, part);
     expand_part<T, Out>(args, part, next);
   });
 }

@@ -9,10 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from inference_svc.api.generate_call import (
     NUM_SEEDS,
     GenerateCall,
+    activation_of,
     checked_sampling,
     deadline_after,
     random_seed,
@@ -111,6 +114,34 @@ def test_prefixes_are_seeded_by_both_tenants_and_the_salt() -> None:
     parts = itertools.product(("a", "b", "a-b"), ("", "a", "b"), ("", "b", "/b", "a/", "a/b"))
     seeds = [seed(*each) for each in parts]
     assert len(set(seeds)) == len(seeds)
+
+
+@given(
+    prompt=st.lists(st.integers(5, 7), min_size=1, max_size=12),
+    invocation=st.lists(st.integers(5, 7), min_size=1, max_size=4),
+)
+def test_activation_is_where_the_invocation_begins_for_the_last_time(
+    prompt: list[int], invocation: list[int]
+) -> None:
+    places = [i for i in range(len(prompt)) if prompt[i : i + len(invocation)] == invocation]
+    assert activation_of(prompt, invocation) == (places[-1] if places else None)
+
+
+def test_tokens_beyond_any_vocabulary_activate_nothing() -> None:
+    assert activation_of((1, 0xD800), (2**32 - 1,)) is None
+    assert activation_of((1, 0xD800), (0xD800,)) == 1
+
+
+def test_adapter_with_invocation_tokens_shares_the_bases_prefixes() -> None:
+    binding = Binding("a/n@1", "a", "sha256:0", 8, invocation_tokens=(2, 3))
+    (base,) = call(cache_salt="s").to_requests(0, (1, 2, 3, 4), None, "home", 20)
+    (active,) = call(cache_salt="s").to_requests(0, (1, 2, 3, 4), binding, "home", 20)
+    assert (active.digest, active.activation) == ("sha256:0", 1)
+    assert not active.has_inactive_adapter
+    (inactive,) = call(cache_salt="s").to_requests(0, (1, 3, 2), binding, "home", 20)
+    assert (inactive.digest, inactive.activation, inactive.adapter) == ("", 0, "a/n@1")
+    assert inactive.has_inactive_adapter
+    assert base.cache_seed == active.cache_seed == inactive.cache_seed
 
 
 def test_choices_have_ids_and_seeds_of_their_own() -> None:

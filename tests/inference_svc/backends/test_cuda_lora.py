@@ -27,7 +27,8 @@ from tests.gpu.lora import (
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[BatchRow]:
-    """Rows of one slot are neighbours, in any order of slots."""
+    """Rows of one slot are neighbours, in any order of slots; some cross their adapters'
+    activation."""
     order = draw(st.permutations(range(BASE_SLOT, NUM_SLOTS)))
     lengths = st.lists(st.integers(1, 2 * TILE_TOKENS + 2) | st.just(1), max_size=4)
     rows = [(slot, length) for slot in order for length in draw(lengths)]
@@ -37,7 +38,11 @@ def batches(draw: st.DrawFn) -> list[BatchRow]:
             kept.append((slot, length))
     assume(kept)
     samples = draw(st.lists(st.booleans(), min_size=len(kept), max_size=len(kept)))
-    return rows_of([slot for slot, _ in kept], [length for _, length in kept], samples)
+    activations = [  # a row that samples ends behind it
+        draw(st.just(0) | st.integers(0, length - is_sampling))
+        for (_, length), is_sampling in zip(kept, samples, strict=True)
+    ]
+    return rows_of(*zip(*kept, strict=True), samples, activations)
 
 
 @pytest.fixture(scope="module")

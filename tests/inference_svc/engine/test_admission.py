@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from inference_svc.adapters.combinations import Combinations
 from inference_svc.core import (
     Batch,
     BatchRow,
@@ -267,6 +268,7 @@ def test_engine_updates_rates_every_step() -> None:
         runner,
         world.settler,
         world.residency,
+        Combinations(world.residency),
         commands,
         admission,
         StepTimes(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -12,7 +12,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from inference_svc.core import Request, SamplingParams, Sequence
 from inference_svc.engine.pages import PagePool, page_key, root_key
+from inference_svc.engine.scheduler import extend_page_keys
 
 
 class PagesMachine(RuleBasedStateMachine):
@@ -66,6 +68,37 @@ TestPages = PagesMachine.TestCase
 @pytest.mark.long
 def test_many_more() -> None:
     run_state_machine_as_test(PagesMachine, settings=settings(max_examples=400, deadline=None))
+
+
+def keys_of(tokens: list[int], digest: str, activation: int, size: int) -> list[bytes]:
+    request = Request("r", tuple(tokens), SamplingParams(), digest=digest, activation=activation)
+    sequence = Sequence(request)
+    num_pages = len(tokens) // size
+    for upto in range(num_pages + 1):
+        extend_page_keys(sequence, upto, size)
+    return sequence.page_hashes
+
+
+@given(
+    tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24),
+    size=st.integers(1, 5),
+    data=st.data(),
+)
+def test_pages_are_shared_up_to_an_activation_and_not_beyond(
+    tokens: list[int], size: int, data: st.DataObject
+) -> None:
+    """With the base model and every other adapter; beyond, with equals alone."""
+    places = st.integers(0, len(tokens) - 1)
+    users = data.draw(st.lists(st.tuples(st.sampled_from("abc"), places), min_size=2, max_size=4))
+    base = keys_of(tokens, "", 0, size)
+    keys = {user: keys_of(tokens, *user, size) for user in users}
+    for (digest, activation), own in keys.items():
+        num_shared = activation // size
+        assert own[:num_shared] == base[:num_shared]
+        assert not set(own[num_shared:]) & set(base)
+        for other, others in keys.items():
+            if other != (digest, activation):
+                assert not set(own[num_shared:]) & set(others)
 
 
 def test_unkeyed_pages_are_reused_before_prefix_ends() -> None:

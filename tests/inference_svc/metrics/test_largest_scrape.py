@@ -68,7 +68,7 @@ def metrics() -> Metrics:
     engine = snapshot()
     metrics = Metrics(64, lambda: engine, most)
     for number in range(2 * most):
-        metrics.count_request(RequestEnd("stop", f"t/a{number}", 1, 1.0))
+        metrics.count_request(RequestEnd("stop", (f"t/a{number}",), 1, 1.0))
     reasons = {kind.reason for kind in ERROR_STATUSES}
     codes = {code.name for code in CODES.values()} | {"OK", "CANCELLED", "UNKNOWN"}
     assert codes < {code.name for code in grpc.StatusCode}

@@ -227,7 +227,7 @@ def test_requests_are_counted() -> None:
     metrics.count_rpc("Generate", "NOT_FOUND", "ADAPTER_NOT_FOUND")
     metrics.count_rpc("Generate", "OK")
     usage, timings = Usage(7, 4, 3), Timings(0.5, 0.25, 1.0)
-    metrics.count_request(RequestEnd("stop", "team/upper", 3, 3.0, usage, timings))
+    metrics.count_request(RequestEnd("stop", ("team/upper",), 3, 3.0, usage, timings))
     samples = scrape(metrics)
     by_code = (("code", "NOT_FOUND"), ("method", "Generate"))
     assert samples[f"{PREFIX}rpcs_total"][by_code] == 1
@@ -258,11 +258,11 @@ def test_requests_are_counted() -> None:
 def test_first_token_time_without_a_token() -> None:
     """Else the percentiles are best when nothing works."""
     metrics = Metrics(4, lambda: None)
-    metrics.count_request(RequestEnd("aborted", "", 0, 3.0, Usage(7, 0, 0), Timings(1, 0, 3)))
-    metrics.count_request(RequestEnd("length", "", 1, 1.0, Usage(7, 0, 1), Timings(1, 0, 1)))
-    metrics.count_request(RequestEnd("cancelled", "", 0, 120.0))
-    metrics.count_request(RequestEnd("cancelled", "", 1, 60.0))  # of this one nobody knows
-    metrics.count_request(RequestEnd("error", "", 0, 60.0))  # it was answered
+    metrics.count_request(RequestEnd("aborted", (), 0, 3.0, Usage(7, 0, 0), Timings(1, 0, 3)))
+    metrics.count_request(RequestEnd("length", (), 1, 1.0, Usage(7, 0, 1), Timings(1, 0, 1)))
+    metrics.count_request(RequestEnd("cancelled", (), 0, 120.0))
+    metrics.count_request(RequestEnd("cancelled", (), 1, 60.0))  # of this one nobody knows
+    metrics.count_request(RequestEnd("error", (), 0, 60.0))  # it was answered
     samples = scrape(metrics)
     assert samples[f"{PREFIX}first_token_seconds_count"] == {(): 3}
     assert samples[f"{PREFIX}first_token_seconds_sum"] == {(): 124.0}
@@ -302,7 +302,7 @@ def test_minutes_are_below_the_last_bound(name: str, longest_s: float) -> None:
 def test_adapter_wait_of_requests_that_gave_up() -> None:
     """Or the percentiles would be those of the lucky."""
     metrics = Metrics(4, lambda: None)
-    metrics.count_request(RequestEnd("error", "team/upper", 0, 10.0, gave_up=True))
+    metrics.count_request(RequestEnd("error", ("team/upper",), 0, 10.0, gave_up=True))
     samples = scrape(metrics)
     assert samples[f"{PREFIX}adapter_wait_seconds_sum"] == {(): 10.0}
     assert samples[f"{PREFIX}request_seconds_count"] == {(): 0}

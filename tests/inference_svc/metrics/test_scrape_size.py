@@ -38,9 +38,9 @@ def test_ten_thousand_adapters_are_few_series(serve: Any, engine: Any) -> None:
 
     async def body(running: Running) -> None:
         metrics = running.server._metrics
-        end = RequestEnd("stop", "", 3, 1.0, Usage(3, 0, 3), Timings(0.1, 0.0, 0.2))
+        end = RequestEnd("stop", (), 3, 1.0, Usage(3, 0, 3), Timings(0.1, 0.0, 0.2))
         for number in range(NUM_ADAPTERS):
-            metrics.count_request(replace(end, adapter=f"team-{number % 100}/a{number}"))
+            metrics.count_request(replace(end, adapters=(f"team-{number % 100}/a{number}",)))
         num_series, requests = read(await asyncio.to_thread(running.scrape))
         assert num_series < MAX_SERIES
         assert len(requests) == MAX_ADAPTERS + len(("base", "other", "former"))
@@ -53,7 +53,7 @@ def test_ten_thousand_adapters_are_few_series(serve: Any, engine: Any) -> None:
 def test_a_setting_bounds_the_named_adapters(serve: Any) -> None:
     async def body(running: Running) -> None:
         for number in range(10):
-            running.server._metrics.count_request(RequestEnd("error", f"t/a{number}", 0, 1.0))
+            running.server._metrics.count_request(RequestEnd("error", (f"t/a{number}",), 0, 1.0))
         _, requests = read(await asyncio.to_thread(running.scrape))
         assert requests == {"t/a0": 1, "t/a1": 1, "base": 0, "other": 8, "former": 0}
 

@@ -115,15 +115,14 @@ def test_record_says_what_else_an_adapter_has() -> None:
     record = to_record(adapter, 5)
     assert record.targets == ("q_proj",)
     assert record.segment_kinds == ("magnitude", "full", "99")
-    assert not record.has_invocation_tokens
-    adapter.invocation_tokens.extend([0])
-    assert to_record(adapter, 5).has_invocation_tokens
+    assert record.invocation_tokens == ()
+    adapter.invocation_tokens.extend([0, 7])
+    assert to_record(adapter, 5).invocation_tokens == (0, 7)
 
 
-def test_unrestricted_server_announces_what_it_always_did() -> None:
-    """Its announcement has the id that it has always had."""
+def test_server_announces_what_it_applies() -> None:
     assert from_announcement(Announcement(("b",), 16)) == pb.Announcement(
-        aliases=["b"], max_rank=16
+        aliases=["b"], max_rank=16, applies_invocation_tokens=True
     )
     restricted = from_announcement(Announcement((), 16, ("q_proj", "v_proj")))
     assert list(restricted.lora_targets) == ["q_proj", "v_proj"]

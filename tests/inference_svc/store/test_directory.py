@@ -431,11 +431,6 @@ LIMITED = {
             "has DoRA magnitudes, which this server does not apply",
             "segment_kinds",
         ),
-        (
-            {"has_invocation_tokens": True},
-            "has invocation tokens (aLoRA), which this server does not apply",
-            "invocation_tokens",
-        ),
     ],
 )
 def test_adapters_beyond_what_this_server_applies(record, reason, subject) -> None:

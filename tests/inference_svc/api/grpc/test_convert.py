@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from inference_svc.adapters.layout import LayoutTarget, ModelLayout
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.grpc import convert
 from inference_svc.api.grpc.bounds import ADAPTER_BYTES
-from inference_svc.core import FinishReason, SamplingParams, TokenLogprobs
+from inference_svc.core import FinishReason, Request, SamplingParams, TokenLogprobs
 from inference_svc.engine.messages import Timings, Usage
 from inference_svc.engine.status_types import AdapterDetails, ResidentAdapter
 from inference_svc.frontend.output_stream import Delta
@@ -159,7 +160,11 @@ def test_responses_carry_every_field() -> None:
         usage=Usage(3, 2, 1),
         timings=Timings(0.5, 0.25, 1.5),
     )
-    identity = convert.to_identity(Binding("default/upper@2", "default", "sha256:f", 8))
+    request = Request("r", (1,), SamplingParams(), digest="sha256:f", adapter="default/upper@2")
+    binding = Binding("default/upper@2", "default", "sha256:f", 8)
+    identity = convert.to_identity(binding, request)
+    assert convert.to_identity(None, request) is None
+    assert convert.to_identity(binding, replace(request, digest="")).is_inactive
     response = convert.to_generate_response("r", delta, identity)
     assert (response.request_id, response.text, list(response.token_ids)) == ("r", "ab", [4, 5])
     assert [t.token_id for t in response.logprobs[0].top] == [4, 9]
@@ -174,7 +179,7 @@ def test_responses_carry_every_field() -> None:
 
 
 def test_optional_fields_stay_unset() -> None:
-    response = convert.to_generate_response("r", Delta(token_ids=[4]), convert.to_identity(None))
+    response = convert.to_generate_response("r", Delta(token_ids=[4]), None)
     assert response.finish_reason == pb.FINISH_REASON_UNSPECIFIED
     for field in ("usage", "timings", "adapter"):
         assert not response.HasField(field)
