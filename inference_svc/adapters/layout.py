@@ -115,7 +115,7 @@ class ModelLayout:
     """Indices into `all_targets` of what adapters may have in the base's place: the embedding, the
     head, norms; in the order in which the table of what is resident counts them."""
     biases: Mapping[int, int] = field(init=False)
-    """Of each bias of the base, by its index into `all_targets`, the target that adds it."""
+    """The target that adds each bias of the base, by the index of the bias into `all_targets`."""
     order_of_use: tuple[int, ...] = field(init=False)
     """Indices into `all_targets` as a store is told of them, and as images from format 2 on count
     them: embedding, layers, head."""
