@@ -254,8 +254,8 @@ WAYS = {
     ),
     "pissa": refused(
         lora(init_lora_weights="pissa"),
-        "init_lora_weights='pissa' is not supported: it changes the base weights; save it with "
-        "path_initial_model_for_weight_conversion",
+        "init_lora_weights='pissa' is not supported: it changes the base weights, ",
+        "`loadout convert IN OUT` makes a plain LoRA of it",
     ),
     "no LoRA": refused(ia3, "peft_type='IA3': only LORA is supported"),
     "an unknown key": refused(
