@@ -409,8 +409,8 @@ class _Writer:
         if changed < trained or self._is_any_start_taken:
             return
         raise FailedPrecondition(
-            f"{target.name}: training cannot have begun with what is subtracted, of which its "
-            "A and B have nothing: is it another base model, or another initial adapter? --force "
+            f"{target.name}: its A and B are further from what training is said to have begun with "
+            "than from zero: is it another base model, or another initial adapter? --force "
             "converts it all the same",
             subject=target.name,
         )

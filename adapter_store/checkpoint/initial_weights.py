@@ -38,7 +38,7 @@ COMPUTED = frozenset({PISSA, OLORA})
 """Initialisations that follow from the base's weights alone."""
 
 _PLAIN = (torch.float32, torch.float16, torch.bfloat16)
-_CHUNK_BYTES = 64 << 20
+_CHUNK_BYTES = 16 << 20
 _SMALLEST_GAP = 1e-6
 """Singular values that differ by less, as a part of the largest, are one in float32, and so for
 PEFT."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config
 
 from adapter_store.__main__ import main
 from adapter_store.checkpoint.convert import convert
@@ -26,6 +28,7 @@ from tests.adapter_store.checkpoint.initialised import (
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 COMPUTED = ("pissa", "olora")
 INITS = (*COMPUTED, "pissa_niter_4", "corda", "lora_ga")
+SHAPE = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 PATTERNS = {"rank_pattern": {"k_proj": 12}, "alpha_pattern": {"layers.1.mlp.*": 3, "k_proj": 24}}
 
 
@@ -197,8 +200,6 @@ def test_a_base_in_shards(model: Path, tmp_path: Path) -> None:
 def test_an_adapter_in_bfloat16_stays_in_it(model: Path, tmp_path: Path) -> None:
     made = train(tmp_path, model, "olora")
     weights = {k: v.bfloat16() for k, v in load_file(made.trained / WEIGHTS).items()}
-    from safetensors.torch import save_file
-
     save_file(weights, made.trained / WEIGHTS)
     expected = changes(load(model, made.trained, torch.float32))
     convert(made.trained, tmp_path / "out", model)
@@ -225,7 +226,24 @@ def test_embeddings_and_heads(model: Path, tmp_path: Path) -> None:
         assert ranks["model.layers.0.self_attn.q_proj"] == 12
 
 
-def test_the_commands_report(model: Path, tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize(
+    ("config", "targets"),
+    [
+        (Phi3Config(**SHAPE, intermediate_size=48, pad_token_id=0), ["qkv_proj", "gate_up_proj"]),
+        (GPT2Config(vocab_size=48, n_embd=32, n_layer=1, n_head=4), ["c_attn", "c_proj"]),
+    ],
+    ids=["fused", "transposed"],
+)
+def test_other_shapes_of_weights(config: Any, targets: list[str], tmp_path: Path) -> None:
+    """Fused projections are one weight, and GPT-2's are [in, out]."""
+    torch.manual_seed(5)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    made = train(tmp_path, tmp_path / "model", "pissa", target_modules=targets)
+    convert(made.trained, tmp_path / "out", tmp_path / "model")
+    assert_same_logits(made, tmp_path / "out")
+
+
+def test_the_command_reports(model: Path, tmp_path: Path, capsys) -> None:
     made = train(tmp_path, model, "pissa")
     arguments = ["convert", str(made.trained), str(tmp_path / "out"), "--model", str(model)]
     assert main(arguments) == 0
