@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -88,6 +89,7 @@ def test_one_module_is_held_at_a_time(begin, given, features, rank, counts, tmp_
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT, given, *folders],
             cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # threads that wait for cores take seconds
             capture_output=True,
             text=True,
             check=False,
