@@ -126,7 +126,7 @@ def test_loftq_is_exact_but_for_what_quantisation_left(
     """The error is W - Q - B0 A0, the part of quantisation's error that no adapter of this rank
     has. PEFT's formula subtracts s B0 A0 in place of B0 A0: the same at scale 1."""
     made = train(tmp_path, model, "loftq", lora_alpha=alpha)
-    convert(made.trained, tmp_path / "out", initial=made.initial)
+    assert convert(made.trained, tmp_path / "out", initial=made.initial).initialisation == "loftq"
     found = changes(load(model, tmp_path / "out"))
     base = dict(load_model(model).named_modules())
     initial = load_file(made.initial / WEIGHTS)
@@ -143,6 +143,11 @@ def test_loftq_is_exact_but_for_what_quantisation_left(
     assert made.converted is not None
     of_peft = changes(load(model, made.converted))
     assert (distance(found, of_peft) < 1e-4) == (alpha == 4)
+    # Its config may have been set to true, and has LoftQ's settings still.
+    fields = json.loads((made.trained / CONFIG).read_text())
+    (made.trained / CONFIG).write_text(json.dumps({**fields, "init_lora_weights": True}))
+    convert(made.trained, tmp_path / "again", initial=made.initial)
+    assert distance(changes(load(model, tmp_path / "again")), found) == 0
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
@@ -224,6 +229,18 @@ def test_embeddings_and_heads(model: Path, tmp_path: Path) -> None:
         assert ranks["model.embed_tokens"] == 4
         assert ranks["lm_head"] == 8
         assert ranks["model.layers.0.self_attn.q_proj"] == 12
+
+
+def test_links_of_a_hubs_cache(model: Path, tmp_path: Path) -> None:
+    made = train(tmp_path, model, "pissa", target_modules=["q_proj", "lm_head"])
+    linked = {}
+    for name, folder in {"in": made.trained, "initial": made.initial, "model": model}.items():
+        linked[name] = tmp_path / "cache" / name
+        linked[name].mkdir(parents=True)
+        for file in folder.iterdir():
+            (linked[name] / file.name).symlink_to(file)
+    convert(linked["in"], tmp_path / "out", linked["model"], linked["initial"])
+    assert_same_logits(made, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
