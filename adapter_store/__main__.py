@@ -2,6 +2,8 @@
 
 `python -m adapter_store digest DIR` prints the digest that a store would give to a local adapter,
 `python -m adapter_store strip IN OUT [MODEL] [--force]` makes a copy of one without base weights,
+`python -m adapter_store convert IN OUT [--model DIR] [--initial DIR] [--force]` makes a plain LoRA
+of one that was trained on a changed base, and prints as JSON what that is,
 `python -m adapter_store check DIR [--server FILE] [--allow-config-keys KEY,...]` prints as JSON
 what a store would make of one, and a server, of which FILE has what `python -m inference_svc
 layout` prints.
@@ -15,6 +17,7 @@ import dataclasses
 import json
 import logging
 import sys
+import time
 from pathlib import Path
 
 from adapter_store.config import StoreSettings
@@ -33,6 +36,9 @@ NOISY_LOGGERS = (
 """Clients log request headers, signed URLs and credential lookups below WARNING; alembic logs its
 plugins."""
 
+PROGRESS_S = 10.0
+"""Time between two lines that say how far a command is."""
+
 SWITCH_S = 5e-4
 """How long calls wait for the interpreter while a thread compiles: by default ten times as long."""
 
@@ -44,6 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _print_digest(arguments[1:])
     if arguments[:1] == ["strip"]:
         return _strip(arguments[1:])
+    if arguments[:1] == ["convert"]:
+        return _convert(arguments[1:])
     if arguments[:1] == ["check"]:
         return _check(arguments[1:])
     try:
@@ -133,6 +141,33 @@ def _strip(arguments: list[str]) -> int:
         compared = "not compared" if each.difference is None else each.difference
         print(f"stripped {each.name} {list(each.shape)}: {compared or 'equals the base'}")
     print(f"{len(found)} stripped, {num_kept} kept in {paths[1]}")
+    return 0
+
+
+def _convert(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m adapter_store convert")
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--initial", type=Path)
+    parser.add_argument("--force", action="store_true")
+    options = parser.parse_args(arguments)
+    from adapter_store.checkpoint.convert import convert
+
+    said_s = time.monotonic()
+
+    def say(done: int, total: int, name: str) -> None:
+        nonlocal said_s
+        if time.monotonic() - said_s >= PROGRESS_S:
+            said_s = time.monotonic()
+            print(f"progress: {done} of {total} modules: {name}", file=sys.stderr, flush=True)
+
+    try:
+        report = convert(**vars(options), progress=say)
+    except (ServiceError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(json.dumps(dataclasses.asdict(report)))
     return 0
 
 

@@ -21,7 +21,10 @@ towers             modules of a model's other towers, which no server computes
 peft_extras        what a PEFT config says that there is besides A and B
 peft_fields        a verdict on every field of PEFT's LoraConfig
 module_patterns    which modules a config means, by PEFT's rules, within a time budget
+base_weights       weights of a base model's folder, read one at a time or compared
 strip              a copy of an adapter without base weights
+convert            a plain LoRA of an adapter that was trained on a changed base
+initial_weights    what training on a changed base began with, read or computed
 text_files         the tokenizer and the chat template beside an adapter, read in a child process
 child_process      runs a child process that reads what is hostile
 unpickle           pickled weights, converted to safetensors in a sandboxed child process

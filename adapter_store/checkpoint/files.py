@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from adapter_store.checkpoint.json import parse_object, show
 from adapter_store.errors import CorruptData, InvalidAdapter, LimitExceeded
+from servicekit.errors import InvalidArgument
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -109,6 +110,28 @@ def without_links(folder: Path) -> Iterator[Path]:
             except OSError:  # on another file system
                 shutil.copyfile(entry, copy)
         yield Path(name)
+
+
+def check_folders(source: Path, target: Path) -> None:
+    """Raises InvalidArgument unless `source` is a folder, and nothing lies at `target`."""
+    if os.path.lexists(target):
+        raise InvalidArgument(f"{target} exists: nothing is overwritten", subject=str(target))
+    if not source.is_dir():
+        raise InvalidArgument(
+            f"{source} is no folder: give one with {CONFIG_FILE}, as PEFT saves it",
+            subject=str(source),
+        )
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yields a folder to fill, which becomes `target` as a whole, or not at all."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+        made = Path(folder) / target.name
+        made.mkdir()
+        yield made
+        made.rename(target)
 
 
 class RegularFile:

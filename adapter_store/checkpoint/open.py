@@ -149,12 +149,17 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    folder: Path, limits: CheckpointLimits | None = None, *, digest: str | None = None
+    folder: Path,
+    limits: CheckpointLimits | None = None,
+    *,
+    digest: str | None = None,
+    config: AdapterConfig | None = None,
 ) -> Checkpoint:
     """Opens the adapter in `folder`.
 
     With `digest`, the folder is a blob that was checked when it was stored: its structure is
     checked again; its bytes are not read now, but compared with the digest when it is compiled.
+    With `config`, that is taken for what the folder's own file says.
 
     Raises:
         InvalidAdapter: `subject` names the file, tensor or config key, `reason` the rule.
@@ -163,7 +168,7 @@ def open_checkpoint(
     """
     limits = limits or CheckpointLimits()
     reader = READERS[find_format(folder)]
-    config = reader.read_config(folder, limits)
+    config = config or reader.read_config(folder, limits)
     records, source_bytes = read_tensors(folder, limits)
     contents = reader.read_contents(records, config)
     is_verified = digest is None

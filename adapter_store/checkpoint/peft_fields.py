@@ -106,7 +106,15 @@ KNOWN = HONOURED | NO_EFFECT.keys() | REFUSED.keys()
 # Initialisations that leave the base weight unchanged, besides the original ones, true and false.
 INIT_ACCEPTED = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 _INIT_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-_CONVERT_HINT = "save it with path_initial_model_for_weight_conversion to make a plain LoRA of it"
+_INIT_CHANGED = (
+    "it changes the base weights, and the adapter belongs to the changed ones; `loadout convert IN "
+    "OUT` makes a plain LoRA of it, with --initial DIR, the adapter as it was before training, or, "
+    "of pissa and olora, with --model DIR, the base model"
+)
+_INIT_UNKNOWN = (
+    "unknown initialisation, which may change the base weights; save it with "
+    "path_initial_model_for_weight_conversion to make a plain LoRA of it"
+)
 
 
 def check_fields(
@@ -166,16 +174,17 @@ def _is_off(key: str, value: Any) -> bool:
     return value is None or value is False or value in ("", [], {})
 
 
+def changes_base(init: Any) -> bool:
+    """Returns whether PEFT takes something out of the base weights with this init_lora_weights."""
+    return isinstance(init, str) and init.lower().startswith(_INIT_CHANGES_BASE)
+
+
 def _check_init(value: Any, subject: str) -> None:
     if value is None or isinstance(value, bool):
         return
-    name = value.lower() if isinstance(value, str) else ""
-    if name in INIT_ACCEPTED:
+    if isinstance(value, str) and value.lower() in INIT_ACCEPTED:
         return
-    if name.startswith(_INIT_CHANGES_BASE):
-        detail = f"it changes the base weights; {_CONVERT_HINT}"
-    else:
-        detail = f"unknown initialisation; {_CONVERT_HINT}"
+    detail = _INIT_CHANGED if changes_base(value) else _INIT_UNKNOWN
     raise InvalidAdapter(
         f"{subject}: init_lora_weights={show(value)} is not supported: {detail}",
         subject="init_lora_weights",

@@ -7,6 +7,7 @@ the data. Offsets count from the end of the header; tensors cover the data witho
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -128,6 +129,19 @@ def read_header(
     )
     _check_coverage(records, data_start, file_bytes, file)
     return tuple(records)
+
+
+def encode_header(tensors: Iterable[tuple[str, DataType, tuple[int, ...]]]) -> bytes:
+    """Returns what a file begins with that has the data of these tensors, of a name, type and shape
+    each, after it in this order."""
+    fields: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    end = 0
+    for key, dtype, shape in tensors:
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        fields[key] = {"dtype": dtype.value, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // LENGTH_BYTES) * LENGTH_BYTES)  # the data begins aligned
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def _check_metadata(metadata: Any, file: str) -> None:

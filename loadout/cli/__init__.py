@@ -24,6 +24,7 @@ debug           debug
 profile         profile
 signing         keygen, digest, sign
 strip           strip
+convert         convert
 tokenizer       what is said of a tokenizer that lies beside an adapter
 token           token
 help            the help page of a command

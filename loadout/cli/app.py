@@ -11,6 +11,7 @@ from loadout.cli import (
     adapters,
     bench,
     check,
+    convert,
     debug,
     demo,
     download,
@@ -101,6 +102,7 @@ app.command("debug", epilog=debug.EXAMPLES)(debug.debug)
 app.command("profile", epilog=profile.EXAMPLES)(profile.profile)
 app.command("digest", epilog=signing.DIGEST_EXAMPLES)(signing.digest)
 app.command("strip", epilog=strip.EXAMPLES)(strip.strip)
+app.command("convert", epilog=convert.EXAMPLES)(convert.convert)
 app.command("keygen", epilog=signing.KEYGEN_EXAMPLES)(signing.keygen)
 app.command("sign", epilog=signing.SIGN_EXAMPLES)(signing.sign)
 app.command("token", epilog=token.EXAMPLES)(token.token)

@@ -126,6 +126,12 @@ ELSEWHERE = (
         "docker and kind",
     ),
     Elsewhere(
+        r"docs/adapters.md: loadout convert .*",
+        "tests/loadout/cli/test_convert.py",
+        'run("convert", str(trained), str(out), "--initial"',
+        "an adapter that was trained on a changed base",
+    ),
+    Elsewhere(
         r"docs/security.md: loadout register .*",
         "tests/loadout/cli/test_register.py",
         "def test_register_with_a_signature",
@@ -197,8 +203,9 @@ TOOLS = {".", "cat", "cd", "cp", "curl", "grep", "mkdir", "printf", "sed", "umas
 """Programs of the shell and of every machine."""
 LASTING = {"demo", "up", "store", "serve"}
 """Commands that start services."""
-NOT_RUN = {"profile", "bench"}
-"""Commands of the client that need requests while they run, or a minute."""
+NOT_RUN = {"profile", "bench", "convert"}
+"""Commands of the client that need requests while they run, a minute, or an adapter that was
+trained on a changed base."""
 USUAL = {
     "127.0.0.1:7070": "store",
     "127.0.0.1:7071": "store_metrics",

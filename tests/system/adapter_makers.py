@@ -10,6 +10,7 @@ import peft
 import torch
 from safetensors.torch import load_file, save_file
 
+from adapter_store.checkpoint.convert import convert
 from adapter_store.checkpoint.strip import strip
 from tests.system.trained import (
     PREFIX,
@@ -97,11 +98,27 @@ def beside(name: str, is_uri: bool = False) -> Callable[[Trainer], Path | str]:
 
 def pissa_converted(trainer: Trainer) -> Path:
     """As PEFT documents it: what training began with is subtracted in the end."""
+    return pissa_ended(trainer)[1]
+
+
+def pissa_ended(trainer: Trainer) -> tuple[Any, Path, Path]:
+    """Returns a trained model, its adapter as PEFT converts it, and what it began with."""
     adapted = trainer.adapt(init_lora_weights="pissa", is_trained=False)
     adapted.peft_config["default"].init_lora_weights = True
     start = trainer.save(adapted, "start")
     trainer.train(adapted)
-    return trainer.save(adapted, "end", path_initial_model_for_weight_conversion=str(start))
+    end = trainer.save(adapted, "end", path_initial_model_for_weight_conversion=str(start))
+    return adapted, end, start
+
+
+def pissa_converted_by_loadout(trainer: Trainer) -> Path:
+    """Saved as it was trained, and converted later."""
+    adapted, _, start = pissa_ended(trainer)
+    adapted.peft_config["default"].init_lora_weights = "pissa"
+    trained = trainer.save(adapted, "trained")
+    # What is trained here is random, and no nearer to its start than to nothing.
+    convert(trained, trainer.folder / "plain", initial=start, force=True)
+    return trainer.folder / "plain"
 
 
 def another_row(trainer: Trainer) -> Path:

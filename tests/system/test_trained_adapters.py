@@ -32,6 +32,7 @@ from tests.system.adapter_makers import (
     lora,
     named,
     pissa_converted,
+    pissa_converted_by_loadout,
     run_folder,
     several,
     split,
@@ -186,6 +187,9 @@ WAYS = {
     ),
     "trained tokens": Way(trained("trainable_tokens", trainable_token_indices=[5, 6])),
     "pissa, converted": Way(pissa_converted, ("rank 8 ", "servable by ")),
+    "pissa, converted by loadout": Way(
+        pissa_converted_by_loadout, ("rank 8 ", "servable by "), oracle="end"
+    ),
     "an unknown key that the operator allows": Way(
         with_fields(trainer_note="v3"),
         ("keys of its config that are not known, and allowed by the operator: trainer_note\n",),
@@ -254,8 +258,8 @@ WAYS = {
     ),
     "pissa": refused(
         lora(init_lora_weights="pissa"),
-        "init_lora_weights='pissa' is not supported: it changes the base weights; save it with "
-        "path_initial_model_for_weight_conversion",
+        "init_lora_weights='pissa' is not supported: it changes the base weights, ",
+        "`loadout convert IN OUT` makes a plain LoRA of it",
     ),
     "no LoRA": refused(ia3, "peft_type='IA3': only LORA is supported"),
     "an unknown key": refused(

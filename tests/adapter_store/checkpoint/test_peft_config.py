@@ -86,9 +86,17 @@ def test_a_refusal_tells_why_and_what_to_do_instead(key):
     assert f"{REFUSED[key].why}; {REFUSED[key].instead}" in error.message
 
 
-def test_a_refused_init_tells_what_to_do_instead():
-    error = refusal(init_lora_weights="pissa")
-    assert "path_initial_model_for_weight_conversion" in error.message
+@pytest.mark.parametrize(
+    ("init", "instead"),
+    [
+        ("pissa", "`loadout convert IN OUT`"),
+        ("OLoRA", "`loadout convert IN OUT`"),
+        ("loftq", "`loadout convert IN OUT`"),
+        ("something_new", "path_initial_model_for_weight_conversion"),
+    ],
+)
+def test_a_refused_init_tells_what_to_do_instead(init, instead):
+    assert instead in refusal(init_lora_weights=init).message
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))

@@ -32,7 +32,7 @@ COMMANDS = (
     ),
     *("load", "unload", "pin", "unpin", "residents"),
     *("inspect", "info", "top", "bench", "debug", "profile"),
-    *("digest", "strip", "keygen", "sign", "token"),
+    *("digest", "strip", "convert", "keygen", "sign", "token"),
 )
 
 
