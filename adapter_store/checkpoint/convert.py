@@ -35,8 +35,8 @@ from adapter_store.checkpoint.files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     CheckpointLimits,
+    changed_copy,
     check_folders,
-    new_folder,
     read_capped,
     without_links,
 )
@@ -153,7 +153,7 @@ def convert(
         else:
             weights = _computed(method, base, checkpoint)
         writer = _Writer(checkpoint, weights, force or not method.startswith((PISSA, OLORA)))
-        made = stack.enter_context(new_folder(target))
+        made = stack.enter_context(changed_copy(source, target))
         writer.write(made, progress)
         kept = [each for each in checkpoint.targets.values() if each.name not in linear]
         config = json.dumps(_converted_config(fields, kept), indent=2)

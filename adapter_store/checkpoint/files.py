@@ -124,12 +124,18 @@ def check_folders(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """Yields a folder to fill, which becomes `target` as a whole, or not at all."""
+def changed_copy(source: Path, target: Path) -> Iterator[Path]:
+    """Yields a folder to fill with an adapter, which becomes `target` as a whole, or not at all; it
+    has the tokenizer and the chat template of `source`, with which the adapter is served. Raises
+    InvalidAdapter FILE_TOO_LARGE for these."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
         made = Path(folder) / target.name
         made.mkdir()
+        for file in (source / name for name in TEXT_FILES):
+            if file.is_file():
+                check_text_file(file.name, file.stat().st_size)
+                shutil.copyfile(file, made / file.name)
         yield made
         made.rename(target)
 

@@ -20,8 +20,8 @@ from adapter_store.checkpoint.files import (
     MLX_WEIGHTS_FILE,
     WEIGHTS_FILE,
     CheckpointLimits,
+    changed_copy,
     check_folders,
-    new_folder,
 )
 from adapter_store.checkpoint.formats.select import find_weight_files
 from adapter_store.checkpoint.tensor_keys import PREFIX, is_base_weight, target_of
@@ -68,7 +68,7 @@ def strip(
             subject=changed[0].name,
         )
     weights = MLX_WEIGHTS_FILE if MLX_WEIGHTS_FILE in files else WEIGHTS_FILE
-    with new_folder(target) as folder:
+    with changed_copy(source, target) as folder:
         (folder / CONFIG_FILE).write_bytes((source / CONFIG_FILE).read_bytes())
         save_file(kept, folder / weights, {"format": "pt"})
     return found, len(kept)

@@ -239,8 +239,12 @@ def test_links_of_a_hubs_cache(model: Path, tmp_path: Path) -> None:
         linked[name].mkdir(parents=True)
         for file in folder.iterdir():
             (linked[name] / file.name).symlink_to(file)
-    convert(linked["in"], tmp_path / "out", linked["model"], linked["initial"])
-    assert_same_logits(made, tmp_path / "out")
+    template, out = linked["in"] / "chat_template.jinja", tmp_path / "out"
+    template.write_text("{{ messages }}")
+    convert(linked["in"], out, linked["model"], linked["initial"])
+    assert_same_logits(made, out)
+    assert (out / template.name).read_text() == template.read_text()
+    assert {file.name for file in out.iterdir()} == {CONFIG, WEIGHTS, template.name}
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,20 @@ def test_without_a_model_nothing_is_compared(folders, tmp_path: Path, capsys) ->
     assert "[48, 16]: not compared" in capsys.readouterr().out
 
 
+def test_its_tokenizer_and_its_template_are_copied(folders, tmp_path: Path, capsys) -> None:
+    folder, out = tmp_path / "adapter", tmp_path / "out"
+    shutil.copytree(folders[1], folder)
+    texts = {"tokenizer.json": "{}", "chat_template.jinja": "{{ messages }}"}
+    for name, text in {**texts, "README.md": "x"}.items():
+        (folder / name).write_text(text)
+    assert main(["strip", str(folder), str(out)]) == 0
+    others = {file.name for file in out.iterdir()} - {"adapter_config.json", WEIGHTS}
+    assert {name: (out / name).read_text() for name in others} == texts
+    (folder / "chat_template.jinja").write_bytes(b"x" * (2 << 20))
+    assert main(["strip", str(folder), str(tmp_path / "again")]) == 1
+    assert "chat_template.jinja: 2097152 bytes or more are over" in capsys.readouterr().err
+
+
 def test_bad_folders_are_named(folders, tmp_path: Path, capsys) -> None:
     model, adapter = folders
     for arguments, message in (
