@@ -130,14 +130,14 @@ def test_a_step_takes_no_more(model, num_tokens, lora_targets):
         peak = peak_bytes(backend, num_tokens, has_decodes=True)
     config = config_of(num_tokens, lora_targets=lora_targets)
     planned = cuda_needs.step_bytes(config, model.transformer.description, num_tokens)
-    assert peak <= planned <= 1.4 * peak, "more would be memory that could be pages"
+    assert peak <= planned <= 1.45 * peak, "more would be memory that could be pages"
 
 
 def test_what_is_held_between_steps(model):
     backend = model.fixed(None, is_warm=False)
     planned = cuda_needs._fixed_bytes(config_of(70), model.transformer.description)
     held = backend.workspace_bytes + backend.arena.table.rows.nbytes
-    assert held <= planned <= 1.35 * held
+    assert held <= planned <= 1.3 * held
 
 
 @pytest.mark.parametrize("feature", FEATURES)
