@@ -137,7 +137,7 @@ def test_what_is_held_between_steps(model):
     backend = model.fixed(None, is_warm=False)
     planned = cuda_needs._fixed_bytes(config_of(70), model.transformer.description)
     held = backend.workspace_bytes + backend.arena.table.rows.nbytes
-    assert held <= planned <= 1.3 * held
+    assert held <= planned <= 1.35 * held
 
 
 @pytest.mark.parametrize("feature", FEATURES)
