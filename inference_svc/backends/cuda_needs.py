@@ -73,7 +73,7 @@ def step_bytes(config: EngineConfig, decoder: Decoder, num_tokens: int) -> int:
         out_bytes + of_stream,
         attention_bytes + out_bytes,
         row_bytes * 3 * g.max_intermediate_size + out_bytes,
-        _num_logits(config, g) * item_bytes + shrunk_bytes,
+        _num_logits(config, g) * item_bytes + shrunk_bytes + of_stream,
     )
     # Throughout, the residual stream, its norm, the angles, and the per-layer inputs; these are
     # made before, of as much again twice.

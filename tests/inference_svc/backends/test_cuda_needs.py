@@ -130,7 +130,7 @@ def test_a_step_takes_no_more(model, num_tokens, lora_targets):
         peak = peak_bytes(backend, num_tokens, has_decodes=True)
     config = config_of(num_tokens, lora_targets=lora_targets)
     planned = cuda_needs.step_bytes(config, model.transformer.description, num_tokens)
-    assert peak <= planned <= 1.45 * peak, "more would be memory that could be pages"
+    assert peak <= planned <= 1.35 * peak, "more would be memory that could be pages"
 
 
 def test_what_is_held_between_steps(model):
