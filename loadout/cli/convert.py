@@ -41,7 +41,7 @@ def convert(
         typer.Option("--force", help="Convert even if training seems to have begun otherwise."),
     ] = False,
 ) -> None:
-    """Make a plain LoRA of an adapter that was trained on a changed base.
+    """Make an adapter of a changed base a plain LoRA.
 
     PiSSA, OLoRA, CorDA, LoRA-GA and LoftQ change the base weights before training. Subtracts what
     they began with, which takes twice the rank. PiSSA and OLoRA need --initial or --model, the
