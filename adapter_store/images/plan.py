@@ -58,9 +58,9 @@ class ImagePlan:
     sources: tuple[SegmentSource, ...] = field(default=(), compare=False, repr=False)
     """What the segments are made of, until they are made."""
     added_tokens: int = 0
+    """Rows that the adapter has behind those of the base's vocabulary, here or elsewhere."""
     unused: tuple[tuple[str, str], ...] = ()
     """What the adapter has that no request passes through: the target's space, and the module."""
-    """Rows that the adapter has behind those of the base's vocabulary, here or elsewhere."""
 
     def without_sources(self) -> ImagePlan:
         return replace(self, sources=())

@@ -232,7 +232,7 @@ class ModelLayout:
             raise AdapterUnusable(
                 f"it has values in {FLOAT8}, which this server does not apply", subject="adapter"
             )
-        self._check_kinds(header.segments, segments)
+        self._check_kinds(segments)
         for segment in segments:
             self._check_form(segment, header.image_format)
         _check_places(header, segments)
@@ -255,10 +255,10 @@ class ModelLayout:
             for each in segments  # many: `replace` would take a millisecond
         )
 
-    def _check_kinds(self, places: Sequence[Segment], segments: Sequence[Segment]) -> None:
+    def _check_kinds(self, segments: Sequence[Segment]) -> None:
         """Raises CorruptImage unless each target has what is complete, in order: an A, its B of one
-        rank, a bias and a magnitude, and then all or some rows of the base's weight; and
-        AdapterUnusable for a whole weight of a target that has none to replace."""
+        rank, a bias and a magnitude, and then all or some rows of the base's weight, each with an
+        id; and AdapterUnusable for a whole weight of a target that has none to replace."""
         refused: list[str] = []
         for target, found in groupby(segments, lambda segment: segment.target):
             own = list(found)
@@ -268,6 +268,10 @@ class ModelLayout:
                 raise CorruptImage(
                     f"segment at byte {own[0].offset} is not an A followed by its B, nor what else "
                     f"a target may have: {', '.join(kinds)}"
+                )
+            if kinds[-1] == "rows" and own[-2].shape[:1] != own[-1].shape[:1]:
+                raise CorruptImage(
+                    f"rows at byte {own[-1].offset} are more or fewer than their ids"
                 )
             if not {*kinds}.isdisjoint(_REPLACED) and not self._is_replaceable(target):
                 refused.append(self.all_targets[target].short_name)
@@ -314,7 +318,7 @@ class ModelLayout:
 
     def _check_form(self, segment: Segment, image_format: int) -> None:
         """Raises CorruptImage for one that does not have the values of its target."""
-        dtype, shape = self._form_of(segment)
+        dtype, shape = self.form_of(segment)
         is_whole = segment.length_bytes == math.prod(shape) * dtype.itemsize
         is_whole &= segment.kind not in ("a", "b") or segment.rank > 0
         if image_format > 1:
@@ -324,7 +328,7 @@ class ModelLayout:
         if not is_whole:
             raise CorruptImage(f"segment at byte {segment.offset} is misplaced")
 
-    def _form_of(self, segment: Segment) -> tuple[torch.dtype, tuple[int, ...]]:
+    def form_of(self, segment: Segment) -> tuple[torch.dtype, tuple[int, ...]]:
         """Returns the dtype and the shape that a segment must have."""
         target, kind = self.all_targets[segment.target], segment.kind
         num_in, num_out = target.in_features, target.out_features

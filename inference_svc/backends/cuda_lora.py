@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,12 +12,13 @@ from inference_svc.adapters.layout import AppliedTargets
 from inference_svc.backends.cuda_inputs import ALIGNMENT_BYTES, StepBlock
 from inference_svc.backends.torch import LoraStep
 from inference_svc.core import BASE_SLOT, BatchColumns, SlotRuns, slot_runs
-from kernels.lora import LoraPlan, LoraTable, TableRow
+from kernels.lora import LoraPlan, TableRow
 from kernels.lora.plan import (
     ITEM_TILE,
     ITEM_TOKEN,
     TILE_TOKENS,
     IntArray,
+    LoraContents,
     plan_items,
     plan_segments,
 )
@@ -52,8 +51,8 @@ class CudaLora:
         self._slots: list[int] = []
         self._is_decode = False
         self._contents = {
-            StepKind.LORA: Contents(frozenset(range(arena.table.num_targets))),
-            StepKind.ANY: Contents.everything(arena.table),
+            StepKind.LORA: LoraContents(frozenset(range(arena.table.num_targets))),
+            StepKind.ANY: LoraContents.everything(arena.table),
         }
 
     @staticmethod
@@ -87,7 +86,7 @@ class CudaLora:
 
     def step(self) -> LoraStep:
         """Returns the plans that were filled."""
-        contents = Contents.of(self._adapters())
+        contents = LoraContents.of(self._adapters())
         heads = self._tokens if self._is_decode else self._heads
         plans = (arrays.plan(self.arena, contents) for arrays in (self._tokens, heads))
         return LoraStep(self.arena, self._targets, *plans)
@@ -111,29 +110,6 @@ class CudaLora:
         self, arrays: _PlanArrays, kind: StepKind, num_tokens: int, has_tiles: bool
     ) -> LoraPlan:
         return arrays.any_plan(self.arena, self._contents[kind], num_tokens, has_tiles)
-
-
-class Contents(NamedTuple):
-    """What the adapters of a step have, as LoraPlan has it."""
-
-    targets: frozenset[int]
-    weights: frozenset[int] = frozenset()
-    has_vectors: bool = False
-    has_rows: bool = False
-
-    @classmethod
-    def of(cls, adapters: Sequence[TableRow]) -> Contents:
-        return cls(
-            frozenset[int]().union(*(adapter.target_set for adapter in adapters)),
-            frozenset[int]().union(*(adapter.weight_set for adapter in adapters)),
-            any(adapter.has_vectors for adapter in adapters),
-            any(adapter.has_rows for adapter in adapters),
-        )
-
-    @classmethod
-    def everything(cls, table: LoraTable) -> Contents:
-        targets, weights = range(table.num_targets), range(table.num_weights)
-        return cls(frozenset(targets), frozenset(weights), has_vectors=True, has_rows=True)
 
 
 class _PlanArrays:
@@ -181,18 +157,18 @@ class _PlanArrays:
         self._items[num_items : self._num_items] = 0
         self._num_tokens, self._num_items = num_tokens, num_items
 
-    def plan(self, arena: Arena, contents: Contents) -> LoraPlan:
+    def plan(self, arena: Arena, contents: LoraContents) -> LoraPlan:
         return self._plan(arena, contents, self._num_tokens, self._num_items, self._has_tiles)
 
     def any_plan(
-        self, arena: Arena, contents: Contents, num_tokens: int, has_tiles: bool
+        self, arena: Arena, contents: LoraContents, num_tokens: int, has_tiles: bool
     ) -> LoraPlan:
         """Has an item for each token as far as there are items, whatever is filled in."""
         num_items = min(num_tokens, len(self._items))
         return self._plan(arena, contents, num_tokens, num_items, has_tiles)
 
     def _plan(
-        self, arena: Arena, contents: Contents, num_tokens: int, num_items: int, tiles: bool
+        self, arena: Arena, contents: LoraContents, num_tokens: int, num_items: int, tiles: bool
     ) -> LoraPlan:
         slots, lengths = self._rows if arena.device.type == "cpu" else _NO_ROWS
         return LoraPlan(

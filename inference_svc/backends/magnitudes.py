@@ -7,6 +7,7 @@ of the magnitude in the arena. W + BA is made a few rows at a time, between step
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -22,7 +23,7 @@ from inference_svc.adapters.layout import HEAD, lora_groups
 from inference_svc.adapters.resident import Resident
 from inference_svc.model.description import LAYER_INPUTS, Decoder
 from inference_svc.model.weights import ModelWeights
-from kernels.lora.table import ABSENT, vector_at
+from kernels.lora.table import vector_at
 
 CPU_ELEMENTS, DEVICE_ELEMENTS = 1 << 20, 1 << 27
 """Elements of W + BA that are made between two steps: some milliseconds of a processor, and a
@@ -96,7 +97,9 @@ class Magnitudes:
                 norms = yield from self._norms(target, own)
             ratios.append((self._arena.layout.targets[target].name, own["magnitude"].div_(norms)))
         sums = torch.stack([ratio.sum() for _, ratio in ratios]).tolist()  # waits for a device once
-        faulty += [name for (name, _), each in zip(ratios, sums, strict=True) if each - each != 0]
+        faulty += [
+            name for (name, _), each in zip(ratios, sums, strict=True) if not math.isfinite(each)
+        ]
 
     def _norms(self, target: int, own: dict[str, Tensor]) -> Generator[int, None, Tensor]:
         """Computes the norms of all outputs, [out]."""
@@ -137,13 +140,8 @@ class Magnitudes:
 
     def _view(self, segment: Segment, granule: int) -> Tensor:
         """Returns what lies in the arena, as the segment is shaped."""
-        dtypes = {"magnitude": torch.float32, "bias": torch.float32, "row_ids": torch.int32}
-        target = self._arena.layout.all_targets[segment.target]
-        shape = segment.shape
-        assert shape, f"{target.name}: an image of format 1 has no magnitudes"
-        assert granule != ABSENT
-        size = int(np.prod(shape))
-        values = vector_at(self._arena.flat, granule, size, dtypes.get(segment.kind))
+        dtype, shape = self._arena.layout.form_of(segment)
+        values = vector_at(self._arena.flat, granule, math.prod(shape), dtype)
         assert values is not None
         return values.view(shape)
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .table import NO_EXPERT, LoraTable
+from .table import NO_EXPERT, LoraTable, TableRow
 
 IntArray = NDArray[np.int64]
 
@@ -60,6 +60,30 @@ class LoraGroup:
     def out_end(self) -> int:
         """Columns an output needs at least."""
         return max(o + n for o, n in zip(self.out_offsets, self.out_features, strict=True))
+
+
+class LoraContents(NamedTuple):
+    """What the adapters of a step have together; see LoraPlan."""
+
+    targets: frozenset[int]
+    weights: frozenset[int] = frozenset()
+    has_vectors: bool = False
+    has_rows: bool = False
+
+    @classmethod
+    def of(cls, adapters: Sequence[TableRow]) -> LoraContents:
+        return cls(
+            frozenset[int]().union(*(adapter.target_set for adapter in adapters)),
+            frozenset[int]().union(*(adapter.weight_set for adapter in adapters)),
+            any(adapter.has_vectors for adapter in adapters),
+            any(adapter.has_rows for adapter in adapters),
+        )
+
+    @classmethod
+    def everything(cls, table: LoraTable) -> LoraContents:
+        """Returns those of adapters that have whatever one can have."""
+        targets, weights = range(table.num_targets), range(table.num_weights)
+        return cls(frozenset(targets), frozenset(weights), has_vectors=True, has_rows=True)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -138,12 +162,9 @@ class LoraPlan:
         return cls(
             num_tokens=num_tokens,
             segments=segments,
-            targets=frozenset().union(*{adapter.target_set for adapter in adapters}),
+            **LoraContents.of(adapters)._asdict(),
             max_rank=max((adapter.max_rank for adapter in adapters), default=0),
             has_tiles=bool((items[:, 3] == ITEM_TILE).any()),
-            has_vectors=any(adapter.has_vectors for adapter in adapters),
-            weights=frozenset().union(*(adapter.weight_set for adapter in adapters)),
-            has_rows=any(adapter.has_rows for adapter in adapters),
             token_slots=packed[len(flat) : len(flat) + num_tokens],
             items=packed[: len(flat)].view(-1, items.shape[1]),
             token_experts=None if row_experts is None else packed[len(flat) + num_tokens :],

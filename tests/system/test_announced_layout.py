@@ -4,6 +4,7 @@ understands these."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from adapter_store.images.compile import compile_image
 from adapter_store.images.layout import from_text, to_text
 from adapter_store.images.layout_checks import validate
 from adapter_store.images.plan import ImagePlan
-from inference_svc.adapters.image_source import ImageHeader
+from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.layout import KIND_WORDS, ModelLayout, build_layout
 from inference_svc.errors import AdapterUnusable, CorruptImage
 from inference_svc.model import base_hashes
@@ -132,8 +133,25 @@ def test_segments_of_no_column_are_refused(zoo: Zoo, layout: ModelLayout) -> Non
     for target in (norm, len(stored.targets)):
         with pytest.raises(CorruptImage):
             layout.read_header(hurt(target=target))
-    with pytest.raises(AdapterUnusable, match=f"{KIND_WORDS['full']}, .* apply: norm$"):
-        layout.read_header(hurt(target=norm, kind="full", rank=0))
+
+
+def test_whole_linear_layers_are_refused_by_name(zoo: Zoo, layout: ModelLayout) -> None:
+    """And a norm's weight is not."""
+    stored = as_stored(layout)
+    header = header_of(compile_image(open_checkpoint(zoo.adapter_dirs["all"]), stored).plan)
+
+    def full(name: str, shape: tuple[int, ...]) -> ImageHeader:
+        target = next(i for i, target in enumerate(stored.targets) if target.name == name)
+        size = math.prod(shape) * layout.dtype.itemsize
+        dtype = str(layout.dtype).removeprefix("torch.")
+        only = Segment(target, "full", 0, 0, size, dtype, shape, 1.0)
+        return dataclasses.replace(header, segments=(only,), total_bytes=size)
+
+    linear = next(each for each in stored.targets if each.name.endswith("layers.0.mlp.down_proj"))
+    with pytest.raises(AdapterUnusable, match=f"{KIND_WORDS['full']}, .* apply: down_proj$"):
+        layout.read_header(full(linear.name, (linear.out_features, linear.in_features)))
+    norm = next(each for each in stored.targets if each.name == "model.norm")
+    layout.read_header(full(norm.name, (norm.out_features,)))
 
 
 def test_a_server_without_a_folder_announces_no_hashes(zoo: Zoo) -> None:

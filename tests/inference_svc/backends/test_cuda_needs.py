@@ -36,7 +36,7 @@ from tests.gpu.models import (
     make_decoder,
 )
 
-SPARED_NODES = 3
+SPARED_NODES = 2
 """The embedding's adapters have one kernel, and the first layer has nothing to add to the stream:
 both are counted as the others."""
 
@@ -130,14 +130,15 @@ def test_a_step_takes_no_more(model, num_tokens, lora_targets):
         peak = peak_bytes(backend, num_tokens, has_decodes=True)
     config = config_of(num_tokens, lora_targets=lora_targets)
     planned = cuda_needs.step_bytes(config, model.transformer.description, num_tokens)
-    assert peak <= planned <= 1.35 * peak, "more would be memory that could be pages"
+    assert peak <= planned <= 1.3 * peak, "more would be memory that could be pages"
 
 
 def test_what_is_held_between_steps(model):
     backend = model.fixed(None, is_warm=False)
     planned = cuda_needs._fixed_bytes(config_of(70), model.transformer.description)
-    held = backend.workspace_bytes + backend.arena.table.rows.nbytes
-    assert held <= planned <= 1.35 * held
+    table = backend.arena.table
+    held = backend.workspace_bytes + table.rows.nbytes + table.weight_rows.nbytes
+    assert held <= planned <= 1.3 * held
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -153,6 +154,7 @@ def test_recorded_kernels_are_counted(tmp_path, feature):
             backend._decode(1, kind)
         names = [launch.name for launch in noted.launches]
         counted = len(names) + (cuda_needs.PRODUCT_NODES - 1) * names.count("linear")
+        counted += names.count("pad")  # it fills, and copies
         planned = cuda_needs.recorded_nodes(
             description, kind, num_groups, adds_tokens=max_added_tokens > 0
         )
@@ -187,4 +189,5 @@ def test_fewer_targets_need_less(model):
     fewer_kernels = 2 * 3 * description.num_layers * len(captured_sizes(MAX_ROWS))
     less = every.graphs_bytes - some.graphs_bytes
     assert less >= fewer_kernels * cuda_needs.NODE_BYTES
-    assert some.workspace_bytes <= every.workspace_bytes
+    if description.layer_inputs is None:  # else their own norm's weights take more than adapters
+        assert some.workspace_bytes < every.workspace_bytes

@@ -427,8 +427,8 @@ LIMITED = {
             "targets",
         ),
         (
-            {"segment_kinds": ("magnitude",)},
-            "has DoRA magnitudes, which this server does not apply",
+            {"segment_kinds": ("magnitude", "99")},
+            "has segments of kind 99, which this server does not apply",
             "segment_kinds",
         ),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels import lora
 from kernels.lora import (
     BASE_SLOT,
     LoraGroup,
@@ -164,7 +165,7 @@ def test_magnitude_of_an_embedding(library, interpreter, assert_close, path):
     elif path == "native":
         native.add_lora_embedding(library, got, ids, table, plan, 0)
     else:
-        module = reference if path == "reference" else __import__("kernels.lora", fromlist=["x"])
+        module = reference if path == "reference" else lora
         module.add_lora_embedding(got, ids, table.arena, table, plan, 0)
     assert_close("out", expected, got, RATIOS[out.dtype])
 

@@ -55,6 +55,8 @@ INFERENCE_CODES = {
     "AdapterNotFound": "NOT_FOUND",
     "DuplicateRequest": "ALREADY_EXISTS",
     "AdapterUnusable": "FAILED_PRECONDITION",
+    "TokenizerChanged": "FAILED_PRECONDITION",
+    "ChatTemplateInvalid": "FAILED_PRECONDITION",
     "NoRoom": "FAILED_PRECONDITION",
     "ProfileRunning": "FAILED_PRECONDITION",
     "QueueFull": "RESOURCE_EXHAUSTED",
