@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import torch
 
 from .plan import LoraGroup, LoraPlan, LoraSegment
-from .table import LoraTable, TargetWeights, VectorValues
+from .table import LoraTable, TargetWeights
 
 MAX_SHORT_TOKENS = 5
 """16-bit segments up to here go row by row: the measured break-even against one oneDNN product."""
@@ -42,9 +42,13 @@ class _Columns(NamedTuple):
     out: torch.Tensor
     base_bias: torch.Tensor | None
 
-    def apply(self, tokens: slice | int, vectors: VectorValues, added: torch.Tensor) -> None:
-        rows = self.out[tokens]
-        rows.copy_(vectors.applied(rows.float(), added, self.base_bias))
+    def add(self, tokens: slice | int, weights: TargetWeights, y: torch.Tensor) -> None:
+        """Adds what an adapter with vectors makes of y, which has a row for each token."""
+        rows, vectors = self.out[tokens], weights.vectors
+        assert vectors is not None
+        products = y.float() @ weights.b.float()
+        total = vectors.of_base(rows.float(), self.base_bias)
+        rows.copy_(total + vectors.of_added(products, weights.scale))
 
 
 _Segment: TypeAlias = tuple[int, int, list[tuple[int, TargetWeights]]]
@@ -186,10 +190,16 @@ def _add_mix(
     products: Iterable[tuple[int, TargetWeights, torch.Tensor]],
 ) -> None:
     for k, of_target in groupby(products, key=lambda product: product[0]):
-        rows = parts[k].out[segment.start : segment.end]
+        rows, found = parts[k].out[segment.start : segment.end], list(of_target)
         total = rows.float()
-        for _, w, y in of_target:
-            total.addmm_(y.float(), w.b.float(), alpha=w.scale)
+        for _, w, _ in found:
+            if w.vectors is not None:
+                total = w.vectors.of_base(total, parts[k].base_bias)
+        for _, w, y in found:
+            if w.vectors is None:
+                total.addmm_(y.float(), w.b.float(), alpha=w.scale)
+            else:
+                total += w.vectors.of_added(y.float().mm(w.b.float()), w.scale)
         rows.copy_(total)
 
 
@@ -214,7 +224,7 @@ def _expand_segments(parts: Mapping[int, _Columns], products: Iterable[Product[s
         if w.vectors is None:
             parts[k].out[tokens].addmm_(y, w.b, alpha=w.scale)
         else:
-            parts[k].apply(tokens, w.vectors, w.scale * y.float().mm(w.b.float()))
+            parts[k].add(tokens, w, y)
 
 
 def _expand_rows(parts: Mapping[int, _Columns], products: Iterable[Product[int]]) -> None:
@@ -222,7 +232,7 @@ def _expand_rows(parts: Mapping[int, _Columns], products: Iterable[Product[int]]
         if w.vectors is None:
             parts[k].out[t].addmv_(w.b_t, y, alpha=w.scale)
         else:
-            parts[k].apply(t, w.vectors, w.scale * w.b_t.float().mv(y.float()))
+            parts[k].add(t, w, y)
 
 
 @contextmanager

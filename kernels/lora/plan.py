@@ -10,7 +10,7 @@ those of one slot and expert are neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .table import NO_EXPERT, LoraTable, TableRow
+from .table import NO_EXPERT, LoraTable
 
 IntArray = NDArray[np.int64]
 
@@ -69,21 +69,36 @@ class LoraContents(NamedTuple):
     weights: frozenset[int] = frozenset()
     has_vectors: bool = False
     has_rows: bool = False
+    has_mixes: bool = False
 
     @classmethod
-    def of(cls, adapters: Sequence[TableRow]) -> LoraContents:
+    def of(cls, table: LoraTable, slots: Iterable[int]) -> LoraContents:
+        """Returns those of adapters and mixes of `table` as it is now."""
+        used = {slot for slot in slots if slot != BASE_SLOT}
+        adapters = [table.adapters[part] for slot in used for part in table.part_slots(slot)]
         return cls(
             frozenset[int]().union(*(adapter.target_set for adapter in adapters)),
             frozenset[int]().union(*(adapter.weight_set for adapter in adapters)),
             any(adapter.has_vectors for adapter in adapters),
             any(adapter.has_rows for adapter in adapters),
+            any(map(table.is_mix, used)),
         )
 
     @classmethod
     def everything(cls, table: LoraTable) -> LoraContents:
-        """Returns those of adapters that have whatever one can have."""
-        targets, weights = range(table.num_targets), range(table.num_weights)
-        return cls(frozenset(targets), frozenset(weights), has_vectors=True, has_rows=True)
+        """Returns those of adapters that have whatever one can have, and of their sums."""
+        return cls(
+            frozenset(range(table.num_targets)),
+            frozenset(range(table.num_weights)),
+            has_vectors=True,
+            has_rows=True,
+            has_mixes=table.num_mixes > 0,
+        )
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is more than A and B of single adapters."""
+        return self.has_vectors or bool(self.weights) or self.has_mixes
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -106,6 +121,8 @@ class LoraPlan:
     """The weights of the base that any adapter of the batch replaces."""
     has_rows: bool
     """Whether it is single rows for any of them."""
+    has_mixes: bool
+    """Whether any slot is a mix's."""
     token_slots: torch.Tensor
     """int32 [num_tokens]: slot of each token, -1 = base."""
     items: torch.Tensor
@@ -148,11 +165,8 @@ class LoraPlan:
             np.asarray(row_lengths, np.int64),
             None if row_experts is None else np.asarray(row_experts, np.int64),
         )
-        adapters = [
-            table.adapters[part]
-            for slot in {segment.slot for segment in segments}
-            for part in table.part_slots(slot)
-        ]
+        used = {segment.slot for segment in segments}
+        ranks = (table.adapters[part].max_rank for slot in used for part in table.part_slots(slot))
         slots = _per_token(row_slots, row_lengths)
         experts = [] if row_experts is None else _per_token(row_experts, row_lengths)
         flat = items.flatten().tolist()
@@ -162,8 +176,8 @@ class LoraPlan:
         return cls(
             num_tokens=num_tokens,
             segments=segments,
-            **LoraContents.of(adapters)._asdict(),
-            max_rank=max((adapter.max_rank for adapter in adapters), default=0),
+            **LoraContents.of(table, used)._asdict(),
+            max_rank=max(ranks, default=0),
             has_tiles=bool((items[:, 3] == ITEM_TILE).any()),
             token_slots=packed[len(flat) : len(flat) + num_tokens],
             items=packed[: len(flat)].view(-1, items.shape[1]),

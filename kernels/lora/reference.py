@@ -3,8 +3,9 @@
 Every fast implementation must agree with these up to the rounding of the model's dtype. They read
 only what the kernels read: the arena, the table's rows and the plan's tokens.
 
-A token whose slot is a mix gets what its parts add, one after the other, in fp32, and is rounded
-once, when the last is added.
+A token whose slot is a mix gets what stands in for the base's outputs, which one of its parts may
+have, and then what its parts add, one after the other, in fp32, and is rounded once, when the last
+is added.
 
 `add_lora` is `shrink`, then `expand`; `add_lora_embedding` is `gather`, then `expand`. Where
 devices share A's rank, each has a part of the shrunk rows: those of all parts, one after the other,
@@ -19,7 +20,7 @@ from dataclasses import replace
 import torch
 
 from .plan import BASE_SLOT, LoraGroup, LoraPlan
-from .table import LoraTable, OutputVectors, Place, vectors_at
+from .table import LoraTable, OutputVectors, Place, VectorValues, vectors_at
 
 
 def add_lora(
@@ -38,9 +39,11 @@ def add_lora(
     and where it has vectors over the outputs of targets[k], whatever its rank, with b the base's
     bias of these (or 0), b' the adapter's in its place (or b), m its magnitude (or 1) and c its
     bias (or 0):
-      out = m * (out - b + scale * (x[t] @ A.T) @ B) + b' + c
+      out = m * (out - b) + b' + scale * (m * (x[t] @ A.T) @ B + c)
 
     which is DoRA (Liu et al., 2024) with the magnitude divided by the norms of W + scale * (A B).T.
+    In a mix m and b' of any part apply to what the base has made, m besides to that part's own
+    product. So a sum of adapters is the base's outputs and what each changes of them.
 
     Args:
       out: Shape: `[T, >= group.out_end]`. In place; rounded once, when added.
@@ -56,8 +59,10 @@ def add_lora(
     assert not plan.has_experts
     total = out.float()
     for part in _parts(plan, table):
+        _replace_base(total, arena, table, part, group, base_bias)
+    for part in _parts(plan, table):
         y = shrink(x, arena, table, part, group)
-        expand(total, y, arena, table, part, group, base_bias)
+        _add_products(total, y, arena, table, part, group)
     out.copy_(total)
 
 
@@ -111,7 +116,10 @@ def add_lora_embedding(
     group = LoraGroup((target,), 0, (0,), (out.shape[1],))
     total = out.float()
     for part in _parts(plan, table):
-        expand(total, gather(token_ids, arena, table, part, target), arena, table, part, group)
+        _replace_base(total, arena, table, part, group, None)
+    for part in _parts(plan, table):
+        y = gather(token_ids, arena, table, part, target)
+        _add_products(total, y, arena, table, part, group)
     out.copy_(total)
 
 
@@ -150,20 +158,57 @@ def expand(
 ) -> None:
     """out[t, o_k : o_k + n_k] += scale * y[t, k, :r] @ B, of B's rank r; and what the adapter has
     of vectors, as `add_lora` says."""
+    total = out.float()
+    _replace_base(total, arena, table, plan, group, base_bias)
+    _add_products(total, y, arena, table, plan, group)
+    out.copy_(total)
+
+
+def _replace_base(
+    out: torch.Tensor,
+    arena: torch.Tensor,
+    table: LoraTable,
+    plan: LoraPlan,
+    group: LoraGroup,
+    base_bias: torch.Tensor | None,
+) -> None:
+    """out = m * (out - b) + b', in fp32."""
+    for t, slot, _ in _tokens(plan):
+        for target, columns in _columns(group):
+            vectors = _vectors(arena, table, slot, target, columns)
+            if vectors is not None:
+                old = None if base_bias is None else base_bias[columns]
+                out[t, columns] = vectors.of_base(out[t, columns], old)
+
+
+def _add_products(
+    out: torch.Tensor,
+    y: torch.Tensor,
+    arena: torch.Tensor,
+    table: LoraTable,
+    plan: LoraPlan,
+    group: LoraGroup,
+) -> None:
+    """out += scale * (m * y @ B + c), in fp32."""
     for t, slot, expert in _tokens(plan):
-        places = zip(group.targets, group.out_offsets, group.out_features, strict=True)
-        for k, (target, o, n) in enumerate(places):
+        for k, (target, columns) in enumerate(_columns(group)):
             b = _place_of_b(arena, table, slot, expert, target)
-            granules = (table.rows[slot, 5:, target] - 1).tolist()
-            vectors = vectors_at(arena, OutputVectors(*granules), n)
-            if b.rank or vectors is not None:
-                added = b.scale * (y[t, k, : b.rank] @ b.matrix(arena, n).float())
-                columns = out[t, o : o + n]
-                old = None if base_bias is None else base_bias[o : o + n]
-                total = columns.float() + added
-                if vectors is not None:
-                    total = vectors.applied(columns.float(), added, old)
-                columns.copy_(total)
+            products = y[t, k, : b.rank] @ b.matrix(arena, group.out_features[k]).float()
+            vectors = _vectors(arena, table, slot, target, columns)
+            added = b.scale * products if vectors is None else vectors.of_added(products, b.scale)
+            out[t, columns] += added
+
+
+def _columns(group: LoraGroup) -> Iterator[tuple[int, slice]]:
+    for target, o, n in zip(group.targets, group.out_offsets, group.out_features, strict=True):
+        yield target, slice(o, o + n)
+
+
+def _vectors(
+    arena: torch.Tensor, table: LoraTable, slot: int, target: int, columns: slice
+) -> VectorValues | None:
+    granules = (table.rows[slot, 5:, target] - 1).tolist()
+    return vectors_at(arena, OutputVectors(*granules), columns.stop - columns.start)
 
 
 def _parts(plan: LoraPlan, table: LoraTable) -> Iterator[LoraPlan]:

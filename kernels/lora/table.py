@@ -55,6 +55,8 @@ class OutputVectors(NamedTuple):
 
 
 NO_VECTORS = OutputVectors()
+_SCALING = [OutputVectors._fields.index(name) for name in ("magnitude", "base_bias")]
+"""Those that change what the base has made, and do not only add to it."""
 
 
 class ReplacedWeight(NamedTuple):
@@ -130,6 +132,8 @@ class TableRow:
     target_set: frozenset[int] = field(init=False)
     weight_set: frozenset[int] = field(init=False)
     max_rank: int = field(init=False)
+    scaled_set: frozenset[int] = field(init=False)
+    """Targets whose outputs of the base it scales, or gives another bias."""
     has_vectors: bool = field(init=False)
     has_rows: bool = field(init=False)
 
@@ -137,10 +141,18 @@ class TableRow:
         object.__setattr__(self, "target_set", frozenset(self.targets.tolist()))
         object.__setattr__(self, "weight_set", frozenset(each.weight for each in self.replaced))
         object.__setattr__(self, "max_rank", int(self.b_ranks.max(initial=0)))
-        object.__setattr__(self, "has_vectors", bool((self.vectors != ABSENT).any()))
+        present = self.vectors != ABSENT
+        object.__setattr__(self, "has_vectors", bool(present.any()))
+        scales = present[:, _SCALING].any(axis=1)
+        object.__setattr__(self, "scaled_set", frozenset(self.targets[scales].tolist()))
         object.__setattr__(self, "has_rows", any(each.num_rows for each in self.replaced))
         assert len(self.target_set) == len(self.targets), "a target appears twice"
         assert len(self.weight_set) == len(self.replaced), "a weight appears twice"
+
+    @property
+    def replaces(self) -> bool:
+        """Whether it changes what the base has made, and does not only add to it."""
+        return bool(self.scaled_set or self.replaced)
 
     @classmethod
     def of(cls, entries: Sequence[TableEntry], replaced: Sequence[ReplacedWeight] = ()) -> TableRow:
@@ -229,20 +241,21 @@ class VectorValues(NamedTuple):
     bias: torch.Tensor | None
     base_bias: torch.Tensor | None
 
-    def applied(
-        self, out: torch.Tensor, added: torch.Tensor, base_bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Returns what an adapter makes of outputs of the base, which have this bias, and of what
-        it adds to them; all fp32 `[..., out]`. See `reference.add_lora`."""
+    def of_base(self, out: torch.Tensor, base_bias: torch.Tensor | None) -> torch.Tensor:
+        """Returns what stands in for outputs of the base, fp32 `[..., out]`, which have this bias:
+        m * (out - b) + b' of `reference.add_lora`."""
         if self.magnitude is None and self.base_bias is None:
-            total = out + added
-        else:
-            old = out.new_zeros(()) if base_bias is None else base_bias.float()
-            total = out - old + added
-            if self.magnitude is not None:
-                total *= self.magnitude
-            total += old if self.base_bias is None else self.base_bias.float()
-        return total if self.bias is None else total + self.bias
+            return out
+        old = out.new_zeros(()) if base_bias is None else base_bias.float()
+        scaled = out - old if self.magnitude is None else (out - old) * self.magnitude
+        return scaled + (old if self.base_bias is None else self.base_bias.float())
+
+    def of_added(self, products: torch.Tensor, scale: float) -> torch.Tensor:
+        """Returns what is added to these, of the products with A and B, fp32 `[..., out]`:
+        scale * (m * products + c)."""
+        if self.magnitude is not None:
+            products = products * self.magnitude
+        return scale * (products if self.bias is None else products + self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +283,8 @@ class LoraTable:
 
     Behind the adapters are `num_mixes` mixes of MAX_PARTS rows each. A mix is a sum of adapters.
     Its slot is that of its first part, and its parts, in order, are rows that say what those of
-    the adapters do, with their scales multiplied.
+    the adapters do, with their scales multiplied; those behind its parts say nothing. What the
+    parts have in place of weights of the base, each weight once, its first row says.
     """
 
     max_loras: int
@@ -361,43 +375,33 @@ class LoraTable:
         """
         if not isinstance(adapter, TableRow):
             adapter = TableRow.of(adapter)
-        self._check(adapter)
-        row = np.zeros((NUM_FIELDS, self.num_targets), dtype=np.int32)
-        targets = adapter.targets
-        row[0, targets] = adapter.a_granules
-        row[1, targets] = adapter.b_granules
-        row[2, targets] = adapter.a_ranks
-        row[3, targets] = adapter.b_ranks
-        row[4].view(np.float32)[targets] = adapter.scales
-        row[5:, targets] = adapter.vectors.T + 1
-        weights = np.zeros((NUM_WEIGHT_FIELDS, self.num_weights), dtype=np.int32)
-        for weight, *granules, num_rows in adapter.replaced:
-            weights[:, weight] = *(granule + 1 for granule in granules), num_rows
-        self._write(slot, row, weights)
-        self._weights[slot].clear()
-        self.adapters[slot] = adapter
+        assert not self.is_mix(slot)
+        self._set_rows(slot, [adapter])
 
     def clear_row(self, slot: int) -> None:
         """Forgets the adapter of `slot`: all its ranks become 0."""
-        self._write(
-            slot,
-            np.zeros((NUM_FIELDS, self.num_targets), dtype=np.int32),
-            np.zeros((NUM_WEIGHT_FIELDS, self.num_weights), dtype=np.int32),
-        )
-        self._weights[slot].clear()
-        self.adapters[slot] = NO_ADAPTER
+        self._set_rows(slot, [NO_ADAPTER])
 
     def set_mix(self, slot: int, parts: Sequence[MixPart]) -> None:
-        """Makes a sum of adapters visible, in this order. Their rows may not change while it is
-        used; they have neither vectors nor weights of their own."""
+        """Makes a sum of adapters visible, in this order: one write. Their rows may not change
+        while it is used. Of each target at most one of them has a magnitude or a bias in place of
+        the base's, of each weight at most one replaces it, and such have the scale 1."""
         assert self.is_mix(slot)
         assert (slot - self.max_loras) % MAX_PARTS == 0, "not the first row of a mix"
         assert 0 < len(parts) <= MAX_PARTS
-        for place, (adapter_slot, scale) in enumerate(parts):
+        rows, replaced, scaled = [], list[ReplacedWeight](), set[int]()
+        for adapter_slot, scale in parts:
             adapter = self.adapters[adapter_slot]
-            assert not adapter.has_vectors
-            assert not adapter.replaced
-            self.set_row(slot + place, replace(adapter, scales=adapter.scales * np.float32(scale)))
+            assert scale == 1.0 or not adapter.replaces, "it scales or replaces: no other scale"
+            assert scaled.isdisjoint(adapter.scaled_set), "two parts scale a target"
+            scaled |= adapter.scaled_set
+            replaced.extend(adapter.replaced)
+            scales = adapter.scales * np.float32(scale)
+            rows.append(replace(adapter, scales=scales, replaced=()))
+        rows[0] = replace(
+            rows[0], replaced=tuple(replaced)
+        )  # asserts that no weight is there twice
+        self._set_rows(slot, rows + [NO_ADAPTER] * (MAX_PARTS - len(rows)))
         self._mix_sizes[slot] = len(parts)
 
     def is_mix(self, slot: int) -> bool:
@@ -455,14 +459,32 @@ class LoraTable:
             assert 0 <= each.weight < self.num_weights, f"weight {each.weight}"
             assert (each.rows == ABSENT) == (each.num_rows == 0)
 
-    def _write(self, slot: int, row: np.ndarray, weights: np.ndarray) -> None:
-        assert 0 <= slot < len(self.adapters), f"slot {slot} of {len(self.adapters)}"
+    def _set_rows(self, slot: int, adapters: Sequence[TableRow]) -> None:
+        """Writes rows that follow one another: one copy of each of the two tables."""
+        end = slot + len(adapters)
+        assert 0 <= slot < end <= len(self.adapters), f"slot {slot} of {len(self.adapters)}"
+        rows = np.zeros((len(adapters), NUM_FIELDS, self.num_targets), dtype=np.int32)
+        weights = np.zeros((len(adapters), NUM_WEIGHT_FIELDS, self.num_weights), dtype=np.int32)
+        for adapter, row, own in zip(adapters, rows, weights, strict=True):
+            self._check(adapter)
+            targets = adapter.targets
+            row[0, targets] = adapter.a_granules
+            row[1, targets] = adapter.b_granules
+            row[2, targets] = adapter.a_ranks
+            row[3, targets] = adapter.b_ranks
+            row[4].view(np.float32)[targets] = adapter.scales
+            row[5:, targets] = adapter.vectors.T + 1
+            for weight, *granules, num_rows in adapter.replaced:
+                own[:, weight] = *(granule + 1 for granule in granules), num_rows
         pairs = []
-        for target, values in ((self.rows[slot], row), (self.weight_rows[slot], weights)):
+        for target, values in ((self.rows[slot:end], rows), (self.weight_rows[slot:end], weights)):
             source = torch.from_numpy(values)
             # Torch keeps the pinned block alive until the copy has run.
             pairs.append((target, source.pin_memory() if target.is_cuda else source))
         self.stream.copy(pairs)
+        for place, adapter in enumerate(adapters, slot):
+            self._weights[place].clear()
+            self.adapters[place] = adapter
 
     def _views(self, adapter: TableRow, index: int, expert: int) -> TargetWeights | None:
         """Returns None where the adapter lacks the expert."""

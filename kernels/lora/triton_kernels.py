@@ -11,11 +11,15 @@ other, is what expand reads. `gather` writes y of an embedding then; where A is 
 looks up its rows. With EXPERTS targets are mixtures, whose items name an expert: A and B are
 segments that begin with an index.
 
+A slot from FIRST_MIX on is the first row of a mix, if PARTS, which is 1 of steps without any, says
+that there are some. Both kernels walk the rows of its parts, of which absent ones have rank 0: what
+stands in for the base's outputs, then what each part adds, in fp32, rounded once.
+
 A token's numbers do not depend on the batch: a sum over `in` is cut into chunks of fixed size that
 are added in a fixed order, whether one program walks all of them or each has a program of its own.
 
 Names: p_ pointer, o_ offsets, m_ mask, b_ block, i_ index. Sizes: T tokens, K targets of the group,
-S splits of `in`, R rank of A or B of one adapter for one target.
+S splits of `in`, P parts of a mix, R rank of A or B of one adapter for one target.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -69,6 +73,12 @@ def load_place(
             bits = tl.load(p_index + 2, mask=is_there, other=0)
             scale *= bits.to(tl.float32, bitcast=True)
     return offset, rank, scale
+
+
+@triton.jit
+def num_parts(slot, PARTS: tl.constexpr, FIRST_MIX: tl.constexpr):
+    """How many rows of the table, from the slot's on, a token gets the sum of."""
+    return tl.where(slot >= FIRST_MIX, PARTS, 1) if PARTS > 1 else 1
 
 
 @triton.jit
@@ -137,12 +147,12 @@ def shrink_kernel(
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     TILE_BLOCK_K: tl.constexpr, TILE_BLOCK_R: tl.constexpr,
     HAS_TILES: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PARTS: tl.constexpr, FIRST_MIX: tl.constexpr,
 ):  # fmt: skip
-    """y[s, t, k, :R] = x[t] @ A_k.T over the chunks of split s, in fp32.
+    """y[s, p, t, k, :R] = x[t] @ A_k.T over the chunks of split s, in fp32.
 
-    y: [S, T, K, Y_RANK] fp32, Y_RANK a multiple of both rank blocks: whole blocks are written, zero
-    beyond R, so that they can be read without a mask. x: [T, IN]. Grid: (items, K * S).
+    y: [S, P, T, K, Y_RANK] fp32, Y_RANK a multiple of both rank blocks: whole blocks are written,
+    zero beyond R, so that they can be read without a mask. x: [T, IN]. Grid: (items, K * S).
     """
     start, count, slot, kind, expert = load_item(items, EXPERTS)
     if kind == NOTHING:
@@ -153,24 +163,23 @@ def shrink_kernel(
     step = 0
     for k in tl.static_range(K):
         step = tl.where(i_k == k, TARGET_STEPS[k], step)
-    a_offset, rank, _ = load_place(
-        arena, rows, slot, expert, first_target + step, A, TABLE_TARGETS, GRANULE, EXPERTS
-    )
-    if rank == 0:
-        return
-
     NUM_CHUNKS: tl.constexpr = ((IN + CHUNK - 1) // CHUNK + SPLITS - 1) // SPLITS  # of a split
     first_k = i_s * (NUM_CHUNKS * CHUNK)
-    p_y = y + ((i_s.to(tl.int64) * num_tokens + start) * K + i_k) * Y_RANK
     p_x = x + start.to(tl.int64) * x_stride
-    p_a = arena + a_offset
-    if kind == TOKEN:
-        shrink_token(p_y, p_x, p_a, rank, first_k, IN, CHUNK, NUM_CHUNKS, BLOCK_K, BLOCK_R)
-    elif HAS_TILES:
-        shrink_tile(
-            p_y, p_x, p_a, rank, first_k, count, x_stride,
-            K * Y_RANK, IN, CHUNK, NUM_CHUNKS, BLOCK_M, TILE_BLOCK_K, TILE_BLOCK_R, PRECISION,
-        )  # fmt: skip
+    for i_p in range(num_parts(slot, PARTS, FIRST_MIX)):
+        a_offset, rank, _ = load_place(
+            arena, rows, slot + i_p, expert, first_target + step, A, TABLE_TARGETS, GRANULE, EXPERTS
+        )
+        i_row = (i_s.to(tl.int64) * PARTS + i_p) * num_tokens + start
+        p_y = y + (i_row * K + i_k) * Y_RANK
+        p_a = arena + a_offset
+        if kind == TOKEN:  # of rank 0 nothing is computed
+            shrink_token(p_y, p_x, p_a, rank, first_k, IN, CHUNK, NUM_CHUNKS, BLOCK_K, BLOCK_R)
+        elif HAS_TILES:
+            shrink_tile(
+                p_y, p_x, p_a, rank, first_k, count, x_stride,
+                K * Y_RANK, IN, CHUNK, NUM_CHUNKS, BLOCK_M, TILE_BLOCK_K, TILE_BLOCK_R, PRECISION,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -251,10 +260,10 @@ def load_shrunk(p_y, split_stride, m_y, SPLITS: tl.constexpr):
 
 @triton.jit
 def expand_token(
-    p_out, p_y, split_stride, p_token_id, p_a, p_b, rank, scale, o_n, width,
-    b_old, b_factor, b_new, b_bias,
-    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, VECTORS: tl.constexpr,
+    p_y, split_stride, p_token_id, p_a, p_b, rank, o_n, width,
+    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
+    """Returns y @ B, [1, BLOCK_N]."""
     m_n = o_n < width
     b_sum = tl.zeros([BLOCK_N], dtype=tl.float32)
     i_r = 0
@@ -272,21 +281,16 @@ def expand_token(
         b_b = tl.load(p_block, mask=m_r[:, None] & m_n[None, :], other=0.0)
         b_sum += tl.sum(b_y[:, None] * b_b.to(tl.float32), axis=0)
         i_r += 1
-    b_out = tl.load(p_out + o_n, mask=m_n, other=0.0).to(tl.float32)
-    if VECTORS:
-        b_out = (b_out - b_old + scale * b_sum) * b_factor + b_new + b_bias
-    else:
-        b_out += scale * b_sum
-    tl.store(p_out + o_n, b_out.to(p_out.dtype.element_ty), mask=m_n)
+    return b_sum[None, :]
 
 
 @triton.jit
 def expand_tile(
-    p_out, p_y, split_stride, p_token_id, p_a, p_b, rank, scale, o_n, width, num_tokens, out_stride,
-    b_old, b_factor, b_new, b_bias,
+    p_y, split_stride, p_token_id, p_a, p_b, rank, o_n, width, num_tokens,
     Y_STRIDE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, VECTORS: tl.constexpr,
+    BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Returns y @ B, [BLOCK_M, BLOCK_N]."""
     o_m = tl.arange(0, BLOCK_M)
     m_m = o_m < num_tokens
     m_n = o_n < width
@@ -308,15 +312,106 @@ def expand_tile(
         b_b = tl.load(p_block, mask=m_r[:, None] & m_n[None, :], other=0.0)
         b_sum = tl.dot(b_y.to(b_b.dtype), b_b, b_sum, input_precision=PRECISION)
         i_r += 1
+    return b_sum
+
+
+@triton.jit
+def expand_part(
+    y, split_stride, token_ids, arena, rows, start, count, slot, expert, target, first_row, i_k,
+    b_offset, rank, o_n, width,
+    TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr, K: tl.constexpr, Y_RANK: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    IS_TILE: tl.constexpr, EXPERTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Returns y @ B of an item and one row of the table, [BLOCK_M, BLOCK_N]."""
+    p_b = arena + b_offset
+    if token_ids is None:
+        p_a = None
+        p_token_id = None
+        p_y = y + (first_row * K + i_k) * Y_RANK
+    else:
+        a_offset, _, _ = load_place(
+            arena, rows, slot, expert, target, A, TABLE_TARGETS, GRANULE, EXPERTS
+        )
+        p_a = arena + a_offset
+        p_token_id = token_ids + start
+        p_y = None
+    if IS_TILE:
+        b_sum = expand_tile(
+            p_y, split_stride, p_token_id, p_a, p_b, rank, o_n, width, count,
+            K * Y_RANK, SPLITS, BLOCK_M, BLOCK_N, BLOCK_R, PRECISION,
+        )  # fmt: skip
+    else:
+        b_sum = expand_token(
+            p_y, split_stride, p_token_id, p_a, p_b, rank, o_n, width, SPLITS, BLOCK_N, BLOCK_R
+        )
+    return b_sum
+
+
+@triton.jit
+def expand_rows(
+    p_out, out_stride, y, split_stride, token_ids, base_bias, arena, rows, start, count, slot,
+    expert, target, part_rows, i_k, parts, b_offset, rank, scale, offset, o_n, width,
+    TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr, K: tl.constexpr, Y_RANK: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    IS_TILE: tl.constexpr, EXPERTS: tl.constexpr, PRECISION: tl.constexpr, VECTORS: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Changes a block of columns of an item's outputs, [BLOCK_M, BLOCK_N]. The first part's B and
+    scale are given. Outputs are read as late as they can be: they take registers."""
+    m_n = o_n < width
+    b_sum = expand_part(
+        y, split_stride, token_ids, arena, rows, start, count, slot, expert, target,
+        start.to(tl.int64), i_k, b_offset, rank, o_n, width,
+        TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS, BLOCK_M, BLOCK_N, BLOCK_R,
+        IS_TILE, EXPERTS, PRECISION,
+    )  # fmt: skip
+    o_m = tl.arange(0, BLOCK_M)
     p_block = p_out + o_m.to(tl.int64)[:, None] * out_stride + o_n[None, :]
-    m_out = m_m[:, None] & m_n[None, :]
+    m_out = (o_m < count)[:, None] & m_n[None, :]
     b_out = tl.load(p_block, mask=m_out, other=0.0).to(tl.float32)
     if VECTORS:
-        b_out = (b_out - b_old[None, :] + scale * b_sum) * b_factor[None, :]
-        b_out += b_new[None, :] + b_bias[None, :]
+        for i_p in range(parts):
+            b_old, b_factor, b_new, _ = load_outputs(
+                arena, rows, slot + i_p, target, base_bias, offset, o_n, m_n, TABLE_TARGETS, GRANULE
+            )
+            b_out = (b_out - b_old[None, :]) * b_factor[None, :] + b_new[None, :]
+    b_out = add_product(
+        b_out, b_sum, scale, arena, rows, slot, target, base_bias, offset, o_n, m_n,
+        TABLE_TARGETS, GRANULE, VECTORS,
+    )  # fmt: skip
+    if PARTS > 1:
+        for i_p in range(1, parts):
+            b_offset, rank, scale = load_place(
+                arena, rows, slot + i_p, expert, target, B, TABLE_TARGETS, GRANULE, EXPERTS
+            )
+            b_sum = expand_part(
+                y, split_stride, token_ids, arena, rows, start, count, slot + i_p, expert, target,
+                start.to(tl.int64) + i_p * part_rows, i_k, b_offset, rank, o_n, width,
+                TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS, BLOCK_M, BLOCK_N, BLOCK_R,
+                IS_TILE, EXPERTS, PRECISION,
+            )  # fmt: skip
+            b_out = add_product(
+                b_out, b_sum, scale, arena, rows, slot + i_p, target, base_bias, offset, o_n, m_n,
+                TABLE_TARGETS, GRANULE, VECTORS,
+            )  # fmt: skip
+    tl.store(p_block, b_out.to(p_out.dtype.element_ty), mask=m_out)
+
+
+@triton.jit
+def add_product(
+    b_out, b_sum, scale, arena, rows, slot, target, base_bias, offset, o_n, m_n,
+    TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr, VECTORS: tl.constexpr,
+):  # fmt: skip
+    if VECTORS:
+        _, b_factor, _, b_bias = load_outputs(
+            arena, rows, slot, target, base_bias, offset, o_n, m_n, TABLE_TARGETS, GRANULE
+        )
+        b_out += (scale * b_factor)[None, :] * b_sum
+        b_out += scale * b_bias[None, :]
     else:
         b_out += scale * b_sum
-    tl.store(p_block, b_out.to(p_out.dtype.element_ty), mask=m_out)
+    return b_out
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -327,14 +422,14 @@ def expand_kernel(
     Y_RANK: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, TILE_BLOCK_R: tl.constexpr,
     HAS_TILES: tl.constexpr, EXPERTS: tl.constexpr, VECTORS: tl.constexpr,
-    BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, FIRST_MIX: tl.constexpr,
 ):  # fmt: skip
-    """out[t, o_k : o_k + n_k] += scale * (sum over s of y[s, t, k, :R]) @ B_k.
+    """out[t, o_k : o_k + n_k] += scale * (sum over s of y[s, p, t, k, :R]) @ B_k.
 
     With `token_ids` [T] instead of y an embedding: its rows of A, of B's rank, take the place of
     the sum. With VECTORS adapters may have vectors over the outputs.
-    out: [T, >= end of the last slice]; y: [S, T, K, Y_RANK] fp32; base_bias: [the same] or None.
-    Grid: (items, blocks of BLOCK_N columns, target after target).
+    out: [T, >= end of the last slice]; y: [S, P, T, K, Y_RANK] fp32; base_bias: [columns of out] or
+    None. Grid: (items, blocks of BLOCK_N columns, target after target).
     """
     start, count, slot, kind, expert = load_item(items, EXPERTS)
     if kind == NOTHING:
@@ -360,42 +455,29 @@ def expand_kernel(
     b_offset, rank, scale = load_place(
         arena, rows, slot, expert, target, B, TABLE_TARGETS, GRANULE, EXPERTS
     )
-    o_n = (i_n - first_block) * BLOCK_N + tl.arange(0, BLOCK_N)
-    b_old = None
-    b_factor = None
-    b_new = None
-    b_bias = None
-    if VECTORS:
-        if rank == 0 and not has_base_bias(rows, slot, target, TABLE_TARGETS):
+    parts = num_parts(slot, PARTS, FIRST_MIX)
+    if PARTS == 1:
+        if VECTORS:
+            if rank == 0 and not has_base_bias(rows, slot, target, TABLE_TARGETS):
+                return
+        elif rank == 0:
             return
-        b_old, b_factor, b_new, b_bias = load_outputs(
-            arena, rows, slot, target, base_bias, offset, o_n, o_n < width, TABLE_TARGETS, GRANULE
-        )
-    elif rank == 0:
-        return
 
+    o_n = (i_n - first_block) * BLOCK_N + tl.arange(0, BLOCK_N)
     p_out = out + start.to(tl.int64) * out_stride + offset
-    p_b = arena + b_offset
-    if token_ids is None:
-        p_a = None
-        p_token_id = None
-        p_y = y + (start.to(tl.int64) * K + i_k) * Y_RANK
-    else:
-        a_offset, _, _ = load_place(
-            arena, rows, slot, expert, target, A, TABLE_TARGETS, GRANULE, EXPERTS
-        )
-        p_a = arena + a_offset
-        p_token_id = token_ids + start
-        p_y = None
-    split_stride = tl.cast(num_tokens, tl.int64) * (K * Y_RANK)
+    part_rows = tl.cast(num_tokens, tl.int64)
+    split_stride = part_rows * (PARTS * K * Y_RANK)
     if kind == TOKEN:
-        expand_token(
-            p_out, p_y, split_stride, p_token_id, p_a, p_b, rank, scale, o_n, width,
-            b_old, b_factor, b_new, b_bias, SPLITS, BLOCK_N, BLOCK_R, VECTORS,
+        expand_rows(
+            p_out, out_stride, y, split_stride, token_ids, base_bias, arena, rows, start, count,
+            slot, expert, target, part_rows, i_k, parts, b_offset, rank, scale, offset, o_n, width,
+            TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS, 1, BLOCK_N, BLOCK_R,
+            False, EXPERTS, PRECISION, VECTORS, PARTS,
         )  # fmt: skip
     elif HAS_TILES:
-        expand_tile(
-            p_out, p_y, split_stride, p_token_id, p_a, p_b, rank, scale, o_n, width, count,
-            out_stride, b_old, b_factor, b_new, b_bias,
-            K * Y_RANK, SPLITS, BLOCK_M, BLOCK_N, TILE_BLOCK_R, PRECISION, VECTORS,
+        expand_rows(
+            p_out, out_stride, y, split_stride, token_ids, base_bias, arena, rows, start, count,
+            slot, expert, target, part_rows, i_k, parts, b_offset, rank, scale, offset, o_n, width,
+            TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS, BLOCK_M, BLOCK_N, TILE_BLOCK_R,
+            True, EXPERTS, PRECISION, VECTORS, PARTS,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from kernels import tuning
 
 from . import triton_kernels as kernels
 from .plan import TILE_TOKENS, LoraGroup, LoraPlan
-from .table import GRANULE_BYTES, LoraTable
+from .table import GRANULE_BYTES, MAX_PARTS, LoraTable
 
 
 def add_lora(
@@ -26,6 +26,7 @@ def add_lora(
     """See `reference.add_lora` and, for a plan with experts, `reference.add_lora_experts`. Two
     launches for all targets of the group."""
     assert table.rank_parts == 1, "others have parts of the shrunk rows"
+    assert not (plan.has_experts and plan.has_mixes), "experts are of single adapters"
     expand(out, shrink(x, arena, table, plan, group), arena, table, plan, group, base_bias)
 
 
@@ -47,8 +48,8 @@ def add_lora_embedding(
 def shrink(
     x: torch.Tensor, arena: torch.Tensor, table: LoraTable, plan: LoraPlan, group: LoraGroup
 ) -> torch.Tensor:
-    """See `reference.shrink`. Returns y `[S, T, K, Y_RANK]`, to be added over S. Beyond A's rank
-    it is 0 up to the end of a block of ranks, and then anything."""
+    """See `reference.shrink`. Returns y `[S, P, T, K, Y_RANK]`, to be added over S, of P parts of a
+    mix or 1. Beyond A's rank it is 0 up to the end of a block of ranks, and then anything."""
     assert x.stride(1) == 1, "rows are contiguous"
     num_targets, tuned = len(group.targets), tuning.constants("shrink")
     # Chunks are added in order: having programs of their own, so that few tokens fill the device,
@@ -81,9 +82,10 @@ def shrink(
 def gather(
     token_ids: torch.Tensor, arena: torch.Tensor, table: LoraTable, plan: LoraPlan, target: int
 ) -> torch.Tensor:
-    """See `reference.gather`. Returns y `[1, T, 1, Y_RANK]`, as `shrink`."""
+    """See `reference.gather`. Returns y `[1, 1, T, 1, Y_RANK]`, as `shrink`."""
     assert token_ids.is_contiguous()
     assert not plan.has_experts
+    assert not plan.has_mixes, "expand looks up the rows of each part"
     tuned = tuning.constants("expand")
     y = _shrunk(1, table, plan, 1)
     if len(plan.items) == 0:
@@ -114,9 +116,10 @@ def expand(
     group: LoraGroup,
     base_bias: torch.Tensor | None = None,
 ) -> None:
-    """See `reference.expand`. y: `[S, T, K, Y_RANK]`; beyond B's rank it is 0 up to the end of a
+    """See `reference.expand`. y: `[S, P, T, K, Y_RANK]`; beyond B's rank it is 0 up to the end of a
     block of ranks."""
-    assert y.shape[1:] == (plan.num_tokens, len(group.targets), _y_rank(table))
+    tokens = (plan.num_tokens, len(group.targets), _y_rank(table))
+    assert y.shape[1:] == (_num_parts(plan), *tokens)
     assert y.is_contiguous()
     _expand(out, y, None, base_bias, arena, table, plan, group)
 
@@ -160,8 +163,13 @@ def _expand(
 
 
 def _shrunk(num_splits: int, table: LoraTable, plan: LoraPlan, num_targets: int) -> torch.Tensor:
-    shape = (num_splits, plan.num_tokens, num_targets, _y_rank(table))
+    shape = (num_splits, _num_parts(plan), plan.num_tokens, num_targets, _y_rank(table))
     return torch.empty(shape, dtype=torch.float32, device=table.arena.device)
+
+
+def _num_parts(plan: LoraPlan) -> int:
+    """Rows of y of each token: where there are mixes, one for each part that they may have."""
+    return MAX_PARTS if plan.has_mixes else 1
 
 
 def _steps(group: LoraGroup) -> tuple[int, ...]:
@@ -185,6 +193,8 @@ def _common(
         "GRANULE": GRANULE_BYTES // arena.itemsize,
         "HAS_TILES": plan.has_tiles,
         "EXPERTS": plan.has_experts,
+        "PARTS": _num_parts(plan),
+        "FIRST_MIX": table.max_loras if plan.has_mixes else 0,
         "BLOCK_M": TILE_TOKENS,
         "BLOCK_R": tuned["block_r"],
         "TILE_BLOCK_R": tuned["tile_block_r"],

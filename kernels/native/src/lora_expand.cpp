@@ -94,17 +94,20 @@ template <typename T>
 struct Outputs {
   LoraVectors<T> vectors;  // from the first column on
   const float* base_bias;  // as the outputs have it, or null
+  bool has_base = true;    // false: the outputs are no more the base's, and products are added
 
-  VF of(VF out, VF added, int64_t at, auto lanes) const {
-    if (vectors.magnitude || vectors.base_bias) {
-      const VF old = base_bias ? vload(base_bias + at, lanes) : vzero();
-      out = vadd(vsub(out, old), added);
-      if (vectors.magnitude) out = vmul(out, vload(vectors.magnitude + at, lanes));
-      out = vadd(out, vectors.base_bias ? vload(vectors.base_bias + at, lanes) : old);
-    } else {
-      out = vadd(out, added);
-    }
-    return vectors.bias ? vadd(out, vload(vectors.bias + at, lanes)) : out;
+  VF of(VF out, VF product, VF scale, int64_t at, auto lanes) const {
+    if (has_base) out = of_base(out, at, lanes);
+    if (vectors.magnitude) product = vmul(product, vload(vectors.magnitude + at, lanes));
+    out = vfma(scale, product, out);
+    return vectors.bias ? vfma(scale, vload(vectors.bias + at, lanes), out) : out;
+  }
+  VF of_base(VF out, int64_t at, auto lanes) const {
+    if (!vectors.magnitude && !vectors.base_bias) return out;
+    const VF old = base_bias ? vload(base_bias + at, lanes) : vzero();
+    out = vsub(out, old);
+    if (vectors.magnitude) out = vmul(out, vload(vectors.magnitude + at, lanes));
+    return vadd(out, vectors.base_bias ? vload(vectors.base_bias + at, lanes) : old);
   }
 };
 
@@ -140,8 +143,8 @@ void axpy_block(Out* const* out, const T* y, int step, float factor, const Colum
         const int at = v * VF_WIDTH;
         if (at >= n) break;
         const auto finish = [&](auto lanes) {
-          const VF added = vmul(scale, sums[m][v]);
-          vstore(out[m] + at, outputs->of(vload(out[m] + at, lanes), added, at, lanes), lanes);
+          const VF old = vload(out[m] + at, lanes);
+          vstore(out[m] + at, outputs->of(old, sums[m][v], scale, at, lanes), lanes);
         };
         if (n - at >= VF_WIDTH) finish(AllLanes{});
         else finish(n - at);
@@ -165,11 +168,10 @@ void axpy_rows(int count, Args... args) {
 }
 
 template <typename T>
-Outputs<T> outputs_of(const LoraArgs& args, const LoraPart<T>& part, int64_t column) {
+Outputs<T> outputs_of(const LoraArgs& args, const LoraVectors<T>& all, int64_t k, int64_t column) {
   const auto from = [&](const auto* values) { return values ? values + column : nullptr; };
-  const LoraVectors<T>& all = part.vectors;
   return {{from(all.magnitude), from(all.bias), from(all.base_bias)},
-          args.base_bias ? args.base_bias + args.columns[part.k] + column : nullptr};
+          args.base_bias ? args.base_bias + args.columns[k] + column : nullptr};
 }
 
 template <typename T, typename Out>
@@ -197,7 +199,7 @@ void expand_part(const LoraArgs& args, const LoraPart<T>& part, const LoraPart<T
         soon.prefetch(r);
       }
     Out* first = static_cast<Out*>(args.out) + args.columns[part.k] + column;
-    const auto outputs = outputs_of(args, part, column);
+    const auto outputs = outputs_of(args, part.vectors, part.k, column);
     for (int t = 0; t < item.count; t += MAX_ROWS) {
       Out* rows[MAX_ROWS];
       const int m = std::min(MAX_ROWS, item.count - t);
@@ -209,7 +211,8 @@ void expand_part(const LoraArgs& args, const LoraPart<T>& part, const LoraPart<T
   }
 }
 
-// The same for an item with items that follow it: all are added in fp32, in order, and rounded once.
+// The same for an item with items that follow it: what stands in for the base's outputs, and then
+// what all of them add, in fp32, in order, rounded once.
 template <typename T, typename Out>
 void expand_mix(const LoraArgs& args, const LoraPart<T>& part) {
   using X = Axpy<T>;
@@ -219,6 +222,12 @@ void expand_mix(const LoraArgs& args, const LoraPart<T>& part) {
   for (int64_t column = part.begin; column < part.end; column += COLUMNS) {
     const int n = static_cast<int>(std::min<int64_t>(COLUMNS, part.end - column));
     Out* first = static_cast<Out*>(args.out) + args.columns[part.k] + column;
+    const auto outputs_of_part = [&](int p) {
+      const auto vectors = LoraVectors<T>::of(args, (&item)[p], part.k);
+      auto outputs = outputs_of(args, vectors, part.k, column);
+      outputs.has_base = false;
+      return outputs;
+    };
     for (int t = 0; t < item.count; t += MAX_ROWS) {
       alignas(64) float sums[MAX_ROWS][COLUMNS];
       float* rows[MAX_ROWS];
@@ -229,16 +238,25 @@ void expand_mix(const LoraArgs& args, const LoraPart<T>& part) {
         for (int c = 0; c < n; ++c) sums[i][c] = to_float(out[c]);
       }
       for (int p = 0; p <= item.expert; ++p) {
+        const auto outputs = outputs_of_part(p);
+        for (int i = 0; i < m; ++i)
+          for (int c = 0; c < n; c += VF_WIDTH) {
+            const int lanes = std::min(n - c, VF_WIDTH);
+            vstore(rows[i] + c, outputs.of_base(vload(rows[i] + c, lanes), c, lanes), lanes);
+          }
+      }
+      for (int p = 0; p <= item.expert; ++p) {
         const LoraItem& each = (&item)[p];
         const auto place = LoraPlace<T>::template of<LoraSide::B, false>(args, each, part.k);
-        if (place.rank == 0) continue;
+        const auto outputs = outputs_of_part(p);
+        if (place.rank == 0 && !outputs.vectors) continue;
         const int step = y_step(place.rank);
         const T* y = y_of<T>(args, each, part.k) + static_cast<int64_t>(t) * step;
         const Columns<T> columns{place.values + column, args.widths[part.k], place.rank};
         const typename X::Vector(*packed)[VECTORS] = nullptr;
-        const Outputs<T>* outputs = nullptr;
+        const Outputs<T>* own = outputs.vectors ? &outputs : nullptr;
         axpy_rows<T, float, MAX_ROWS>(m, rows, y, step, place.scale, columns, nothing, packed, n,
-                                      outputs);
+                                      own);
       }
       for (int i = 0; i < m; ++i) {
         Out* out = first + tokens[t + i] * args.out_stride;

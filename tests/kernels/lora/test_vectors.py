@@ -103,7 +103,8 @@ def formula(case: Case, out: torch.Tensor, x: torch.Tensor, plan: LoraPlan, base
             old = torch.zeros(n) if base_bias is None else base_bias[o : o + n].float()
             product = wide[t, o : o + n] - old + scale * (x[t].float() @ a.float().T @ b.float())
             product *= vectors.get("magnitude", 1.0)
-            total = product + vectors.get("base_bias", old).float() + vectors.get("bias", 0.0)
+            total = product + vectors.get("base_bias", old).float()
+            total += scale * vectors.get("bias", 0.0)
             out[t, o : o + n] = total.to(out.dtype)
     return out
 
