@@ -29,15 +29,18 @@ from triton.runtime.cache import get_cache_manager
 from kernels.attention import triton_kernels as attention
 from kernels.elementwise import triton_kernels as elementwise
 from kernels.lora import triton_kernels as lora
+from kernels.replaced import triton_kernels as replaced
 
 POINTER, INTEGER, NUMBER, ABSENT = "*fp32", "i32", "fp32", "constexpr"
 """Triton's names of types. All pointers are launched alike; what is None, or 1, is not passed."""
 
-INTEGERS = {*attention.VARYING, *lora.VARYING}
-NUMBERS = {"eps", "scale", "delta_scale", "sum_scale", "scaling"}
+MODULES = (attention, elementwise, lora, replaced)
+
+INTEGERS = {*attention.VARYING, *lora.VARYING, *replaced.VARYING, "vocab_size"}
+NUMBERS = {"eps", "scale", "delta_scale", "sum_scale", "scaling", "offset"}
 MAYBE_NONE: dict[str, list[set[str]]] = {
     "add_rms_norm_kernel": [set(), {"rows"}, {"delta", "rows"}],
-    "expand_kernel": [{"token_ids"}, {"y"}],
+    "expand_kernel": [{"token_ids"}, {"token_ids", "base_bias"}, {"y", "base_bias"}],
     "store_kernel": [
         {"q_scale"},
         {"v_norm", "q_scale"},
@@ -58,7 +61,7 @@ STUB = "void loadout_stub(void) {}\n"
 
 def kernels() -> list[Any]:
     """Whatever is launched."""
-    found = [each for module in (attention, elementwise, lora) for each in vars(module).values()]
+    found = [each for module in MODULES for each in vars(module).values()]
     return [k for k in found if isinstance(k, JITFunction) and k.__name__.endswith("_kernel")]
 
 

@@ -15,6 +15,8 @@ from inference_svc.model.description import Attention
 from kernels import elementwise
 from kernels.attention import AttentionPlan, KVCache, attend, rotary_angles, rotate_and_store
 from kernels.elementwise import NormWeight
+from kernels.lora import GRANULE_BYTES, LoraPlan, LoraTable, ReplacedWeight, TableRow
+from kernels.replaced import replace_logits, token_weights
 
 NUM_LAYERS = 32
 """Of which each call takes the next."""
@@ -54,6 +56,7 @@ def problems(context: Context, pool: Pool) -> dict[str, list[Problem]]:
         "add_rms_norm": [_norm(context, n) for n in between],
         "swiglu": [_swiglu(context, n) for n in between],
         "store": [_store(context, n) for n in between],
+        "replaced": [_replaced(context, n) for n in (rows[0], rows[-2])],
         "shrink": lora,
         "expand": lora,
     }
@@ -184,6 +187,36 @@ def _store(context: Context, num_tokens: int) -> Problem:
         return Prepared(run, len(cache.data), result)
 
     return Problem(f"{num_tokens} tokens", prepare)
+
+
+def _replaced(context: Context, num_rows: int) -> Problem:
+    """The head of one adapter, in the base's place, and the norms of the rows that it is for."""
+    description, dtype = read_description(context.sizes.config), context.sizes.dtype
+    size, vocab_size = description.hidden_size, description.vocab_size
+
+    def prepare() -> Prepared:
+        arena = random(context, (vocab_size + 1) * size + GRANULE_BYTES)
+        table = LoraTable.create(1, 1, arena, context.device, num_weights=2)
+        norm_granule = -(-vocab_size * size * dtype.itemsize // GRANULE_BYTES)
+        weights = [ReplacedWeight(0, full=0), ReplacedWeight(1, full=norm_granule)]
+        table.set_row(0, TableRow.of([], weights))
+        plan = LoraPlan.build([0] * num_rows, [1] * num_rows, table, context.device)
+        x, norm = random(context, num_rows, size), random(context, size)
+        out = random(context, num_rows, vocab_size).float()
+        calls = min(NUM_LAYERS, context.sizes.max_calls)
+
+        def one() -> torch.Tensor:
+            token_weights(norm, table, plan, 1)
+            replace_logits(out, x, table, plan, 0, vocab_size)
+            return out
+
+        def run() -> None:
+            for _ in range(calls):
+                one()
+
+        return Prepared(run, calls, one)
+
+    return Problem(f"a head of {num_rows} rows", prepare)
 
 
 def _norm(context: Context, num_tokens: int) -> Problem:

@@ -485,7 +485,12 @@ def applied_targets(
     """Returns what adapters of a server with this layout change."""
     vocab_size = next((t.in_features for t in layout.targets if t.name == EMBED_TOKENS), 0)
     groups = lora_groups(layout, lora_targets)
-    return AppliedTargets(groups, layout.weight_indices, vocab_size, max_added_tokens)
+    weights = {
+        name: place
+        for name, place in layout.weight_indices.items()
+        if not lora_targets or name.rpartition(".")[2] in lora_targets
+    }
+    return AppliedTargets(groups, weights, vocab_size, max_added_tokens)
 
 
 def computed_groups(config: EngineConfig, decoder: Decoder) -> dict[str, LoraGroup]:

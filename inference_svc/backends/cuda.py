@@ -316,7 +316,7 @@ class CudaFactory:
         host_slab: Tensor | None,
     ) -> CudaBackend:
         kv_caches = allocate_kv_caches(config, decoder)
-        arena = allocate_arena(config, layout, host_slab)
+        arena = allocate_arena(config, layout, host_slab, num_mixes=config.max_sequences)
         dtype = getattr(torch, config.dtype)
         weights = load_weights(config.model_dir, decoder, dtype, config.device, Linear)
         limits = StepLimits(config.max_batch_tokens, config.max_sequences, max_pages(config))

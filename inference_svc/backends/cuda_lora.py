@@ -12,7 +12,7 @@ from inference_svc.adapters.layout import AppliedTargets
 from inference_svc.backends.cuda_inputs import ALIGNMENT_BYTES, StepBlock
 from inference_svc.backends.torch import LoraStep
 from inference_svc.core import BASE_SLOT, BatchColumns, SlotRuns, slot_runs
-from kernels.lora import LoraPlan, TableRow
+from kernels.lora import LoraPlan
 from kernels.lora.plan import (
     ITEM_TILE,
     ITEM_TOKEN,
@@ -25,8 +25,9 @@ from kernels.lora.plan import (
 
 
 class StepKind(enum.Enum):
-    """What the adapters of a step have: none, A and B alone, or anything. Recorded steps are of one
-    kind: what an adapter may have besides takes launches, and others do without."""
+    """What the adapters of a step have: none, A and B alone, or anything, their sums included.
+    Recorded steps are of one kind: what an adapter may have besides takes launches, and others do
+    without."""
 
     BASE = enum.auto()
     LORA = enum.auto()
@@ -78,15 +79,18 @@ class CudaLora:
         else:
             self._tokens.fill(*(np.array(of_run, dtype=np.int64) for of_run in runs))
             self._heads.fill_decodes(np.array(slots, dtype=np.int64)[np.array(batch.samples)])
-        has_more = any(adapter.has_vectors or adapter.replaced for adapter in self._adapters())
-        return StepKind.ANY if has_more else StepKind.LORA
+        used = {*self._slots} - {BASE_SLOT}
+        return StepKind.ANY if any(map(self._has_more, used)) else StepKind.LORA
 
-    def _adapters(self) -> list[TableRow]:
-        return [self.arena.table.adapters[slot] for slot in {*self._slots} - {BASE_SLOT}]
+    def _has_more(self, slot: int) -> bool:
+        """Whether it is a sum, or an adapter with more than A and B."""
+        table = self.arena.table
+        adapter = table.adapters[slot]
+        return table.is_mix(slot) or adapter.has_vectors or bool(adapter.replaced)
 
     def step(self) -> LoraStep:
         """Returns the plans that were filled."""
-        contents = LoraContents.of(self._adapters())
+        contents = LoraContents.of(self.arena.table, self._slots)
         heads = self._tokens if self._is_decode else self._heads
         plans = (arrays.plan(self.arena, contents) for arrays in (self._tokens, heads))
         return LoraStep(self.arena, self._targets, *plans)

@@ -21,7 +21,7 @@ from inference_svc.model.description import Block, Decoder
 from inference_svc.model.parameters import parameters, weights_bytes
 from kernels import tuning
 from kernels.attention.plan import max_segments
-from kernels.lora.table import NUM_FIELDS, NUM_WEIGHT_FIELDS
+from kernels.lora.table import MAX_PARTS, NUM_FIELDS, NUM_WEIGHT_FIELDS
 
 MIB = 1 << 20
 LIBRARIES_BYTES = 384 * MIB
@@ -116,8 +116,9 @@ def _partial_results_bytes(config: EngineConfig, decoder: Decoder) -> int:
 
 
 def _shrunk_bytes(config: EngineConfig, decoder: Decoder, num_tokens: int) -> int:
-    """Returns what an adapter's A makes of the inputs of a group: fp32, three targets at most. Few
-    tokens have a sum for each chunk of their features. Rows of the embedding are looked up."""
+    """Returns what A of an adapter, or of each part of a sum, makes of the inputs of a group: fp32,
+    three targets at most. Few tokens have a sum for each chunk of their features. Rows of the
+    embedding are looked up."""
     groups = computed_groups(config, decoder)
     inputs = (group.in_features for name, group in groups.items() if name != EMBEDDING)
     widest = max(inputs, default=0)
@@ -128,7 +129,7 @@ def _shrunk_bytes(config: EngineConfig, decoder: Decoder, num_tokens: int) -> in
     blocks = (*tables, *tuning.all_constants("expand"))
     block = max(tuned[name] for tuned in blocks for name in ("block_r", "tile_block_r"))
     rank = -(-config.max_lora_rank // block) * block
-    return 4 * max(num_tokens, num_split) * most_targets(config, decoder) * rank
+    return 4 * MAX_PARTS * max(num_tokens, num_split) * most_targets(config, decoder) * rank
 
 
 def _fixed_bytes(config: EngineConfig, decoder: Decoder) -> int:
@@ -143,7 +144,7 @@ def _fixed_bytes(config: EngineConfig, decoder: Decoder) -> int:
     layout = layout_of(config, decoder)
     pages_bytes = 4 * ((max_rows + 1) * max_pages(config) + 1)
     row_size = NUM_FIELDS * len(layout.targets) + NUM_WEIGHT_FIELDS * len(layout.weights)
-    table_bytes = 4 * config.max_loras * row_size
+    table_bytes = 4 * (config.max_loras + MAX_PARTS * max_rows) * row_size
     return logits_bytes + inputs_bytes + pages_bytes + table_bytes
 
 

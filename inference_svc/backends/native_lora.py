@@ -38,14 +38,16 @@ class NativeLoraOps:
         self._lora = NativeLora.create(arena.table, self._plan, most)
         self._sampling_lora = NativeLora.create(arena.table, self._sampling_plan, most)
         self._token_weights: dict[tuple[str, int, int], Tensor] = {}
-        weights = tuple(_weight_group(name) for name in targets.weights)
-        names = (*groups, *dict.fromkeys(weights), ADDED_TOKENS)
+        weights = {place: _weight_group(name) for name, place in targets.weights.items()}
+        names = (*groups, *dict.fromkeys(weights.values()), ADDED_TOKENS)
         self._names, self._every_group = names, frozenset(names)
         # Targets of no group, which no adapter here changes, are of one behind all groups.
         self._group_of_target = np.full(arena.table.num_targets, len(names), np.int64)
         for index, group in enumerate(groups.values()):
             self._group_of_target[list(group.targets)] = index
-        self._group_of_weight = np.array([names.index(each) for each in weights], np.int64)
+        self._group_of_weight = np.full(arena.table.num_weights, len(names), np.int64)
+        for place, name in weights.items():
+            self._group_of_weight[place] = names.index(name)
         self._known: dict[bytes, frozenset[str]] = {}
         self._planned: tuple[SlotRuns, list[int], list[int]] | None = None
 
@@ -115,16 +117,23 @@ class NativeLoraOps:
         return self._lora.add_embedding_ops(target, token_ids, out)
 
     def replace_embeddings(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]:
-        weight = self._targets.weights[EMBED_TOKENS]
+        weight = self._targets.weights.get(EMBED_TOKENS)
+        if weight is None:
+            return []
         return [replace_embeddings_op(token_ids, out, self._table, self._plan, weight)]
 
     def replace_logits(self, x: Tensor, out: Tensor) -> list[NativeOp]:
-        weight, vocab_size = self._targets.weights[LM_HEAD], self._targets.vocab_size
+        weight, vocab_size = self._targets.weights.get(LM_HEAD), self._targets.vocab_size
+        if weight is None:
+            return []
         return [replace_logits_op(x, out, self._table, self._sampling_plan, weight, vocab_size)]
 
     def token_weights(
         self, module: str, norm: NormWeight, *, samples_only: bool
     ) -> tuple[NativeOp, NormWeight] | None:
+        index = self._targets.weights.get(module)
+        if index is None:
+            return None
         plan = self._sampling_plan if samples_only else self._plan
         weight = norm.weight
         key = (norm_role(module), plan.max_tokens, weight.nbytes)
@@ -132,7 +141,6 @@ class NativeLoraOps:
             made = allocate_host(plan.max_tokens * weight.nbytes).view(weight.dtype)
             self._token_weights[key] = made.view(plan.max_tokens, -1)
         out = self._token_weights[key]
-        index = self._targets.weights[module]
         op = token_weights_op(weight, out, self._table, plan, index, norm.offset)
         return op, norm._replace(weight=out)
 

@@ -65,16 +65,16 @@ class LoraStep:
             add_lora(out, x, arena.flat, arena.table, self.plan, found, bias)
 
     def add_embedding(self, token_ids: Tensor, out: Tensor) -> None:
-        arena, weight = self.arena, self.targets.weights[EMBED_TOKENS]
-        if weight in self.plan.weights:
+        arena, weight = self.arena, self.targets.weights.get(EMBED_TOKENS)
+        if weight is not None and weight in self.plan.weights:
             replace_embeddings(out, token_ids, arena.table, self.plan, weight)
         if EMBEDDING in self.targets.groups:
             (target,) = self.targets.groups[EMBEDDING].targets
             add_lora_embedding(out, token_ids, arena.flat, arena.table, self.plan, target)
 
     def add_head(self, x: Tensor, out: Tensor) -> None:
-        arena, weight = self.arena, self.targets.weights[LM_HEAD]
-        if weight in self.head_plan.weights:
+        arena, weight = self.arena, self.targets.weights.get(LM_HEAD)
+        if weight is not None and weight in self.head_plan.weights:
             vocab_size = self.targets.vocab_size
             replace_logits(out, x, arena.table, self.head_plan, weight, vocab_size)
         if HEAD in self.targets.groups:
@@ -83,8 +83,8 @@ class LoraStep:
 
     def norm(self, module: str, norm: NormWeight, *, samples_only: bool = False) -> NormWeight:
         plan = self.head_plan if samples_only else self.plan
-        weight = self.targets.weights[module]
-        if weight not in plan.weights:
+        weight = self.targets.weights.get(module)
+        if weight is None or weight not in plan.weights:
             return norm
         weights = token_weights(norm.weight, self.arena.table, plan, weight, norm.offset)
         return norm._replace(weight=weights)

@@ -58,6 +58,7 @@ class TokenCounts:
 def penalise(logits: torch.Tensor, rows: SequenceOf[tuple[int, Sequence]]) -> None:
     """Changes each (row of `logits` [N, vocab], sequence): repetition over prompt and output as in
     CTRL (Keskar et al., 2019); presence and frequency over the output, as in the OpenAI API."""
+    row_size = logits.stride(0)  # rows have room for tokens that adapters add
     places, factors, changes = [], [], []
     for row, sequence in rows:
         if sequence.token_counts is None:
@@ -65,13 +66,14 @@ def penalise(logits: torch.Tensor, rows: SequenceOf[tuple[int, Sequence]]) -> No
         ids, counts = sequence.token_counts.update()
         sampling = sequence.request.sampling
         change = sampling.presence_penalty + sampling.frequency_penalty * counts
-        places.append(ids + row * logits.shape[1])
+        places.append(ids + row * row_size)
         factors.append(np.full(len(ids), sampling.repetition_penalty, np.float32))
         changes.append(np.where(counts > 0, change, 0.0).astype(np.float32))
     at, factor, less = (
         to_device(np.concatenate(parts), logits.device) for parts in (places, factors, changes)
     )
-    flat = logits.view(-1)  # one index is much faster than two
+    # One index is much faster than two.
+    flat = logits.as_strided((row_size * (len(logits) - 1) + logits.shape[1],), (1,))
     values = flat.index_select(0, at)
     values = torch.where(values > 0, values / factor, values * factor)
     flat.scatter_(0, at, values - less)

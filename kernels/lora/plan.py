@@ -95,11 +95,6 @@ class LoraContents(NamedTuple):
             has_mixes=table.num_mixes > 0,
         )
 
-    @property
-    def has_more(self) -> bool:
-        """Whether there is more than A and B of single adapters."""
-        return self.has_vectors or bool(self.weights) or self.has_mixes
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LoraPlan:

@@ -12,8 +12,18 @@ from kernels import triton_launchers
 from kernels.attention import AttentionPlan, HeadNorms, KVCache
 from kernels.attention import triton_ops as attention_ops
 from kernels.elementwise import triton_ops as elementwise_ops
-from kernels.lora import LoraGroup, LoraPlan, LoraTable
+from kernels.lora import (
+    LoraGroup,
+    LoraPlan,
+    LoraTable,
+    OutputVectors,
+    ReplacedWeight,
+    TableEntry,
+    TableRow,
+)
 from kernels.lora import triton_ops as lora_ops
+from kernels.lora.table import MixPart
+from kernels.replaced import triton_ops as replaced_ops
 
 MANY = 300
 """Tokens that are launched as a long prompt is."""
@@ -29,6 +39,27 @@ def launch_lora(row_lengths: list[int]) -> None:
     lora_ops.add_lora(out, x, arena, table, plan, group)
     lora_ops.add_lora_embedding(out, plan.token_slots, arena, table, plan, 0)
     lora_ops.gather(plan.token_slots, arena, table, plan, 0)
+    launch_others(row_lengths, arena, group, x, out)
+
+
+def launch_others(
+    row_lengths: list[int], arena: torch.Tensor, group: LoraGroup, x: torch.Tensor, out: torch.Tensor
+) -> None:
+    """What adapters have besides A and B, and sums of adapters."""
+    table = LoraTable.create(4, 224, arena, "cpu", max_rank=64, num_weights=1, num_mixes=1)
+    row = TableEntry(1, 0, 0, 4, 16, 16, vectors=OutputVectors(0, 0, 0))
+    table.set_row(0, TableRow.of([row], [ReplacedWeight(0, 0)]))
+    table.set_mix(4, [MixPart(0, 1.0)])
+    for slot in (0, 4):
+        plan = LoraPlan.build([slot] * len(row_lengths), row_lengths, table, "cpu")
+        for base_bias in (None, out[0]):
+            lora_ops.add_lora(out, x, arena, table, plan, group, base_bias)
+        lora_ops.add_lora_embedding(out, plan.token_slots, arena, table, plan, 0)
+    ids = torch.zeros(plan.num_tokens, dtype=torch.int64)
+    replaced_ops.token_weights(out[0], table, plan, 0)
+    replaced_ops.token_weights(out[0].float(), table, plan, 0, 1.0)
+    replaced_ops.replace_embeddings(out, ids, table, plan, 0)
+    replaced_ops.replace_logits(out, x, table, plan, 0, 100)
 
 
 def launch_attention(rows: list[tuple[int, int]], page_size: int, norms: str = "") -> None:

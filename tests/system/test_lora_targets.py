@@ -9,9 +9,11 @@ import pytest
 
 from inference_svc.adapters.layout import EMBEDDING, HEAD
 from inference_svc.app import describe_layout
+from inference_svc.backends.native_program import ADDED_TOKENS
 from inference_svc.config import InferenceSettings
 from inference_svc.engine.messages import Command
 from inference_svc.errors import AdapterUnusable
+from inference_svc.model.description import EMBED_TOKENS, LM_HEAD
 from loadout import errors
 from loadout.cli.__main__ import main
 from servicekit.settings.load import load_settings
@@ -51,9 +53,12 @@ def test_what_is_refused_is_not_computed(start: Callable) -> None:
         ).engine.built.engine.runner.backend._transformer
         groups = transformer._every_group
         if lora_targets:
-            assert groups == {"layers.0.qkv", "layers.1.qkv"}
+            assert groups == {"layers.0.qkv", "layers.1.qkv", ADDED_TOKENS}
         else:
-            assert len(groups) == 4 * 2 + len((EMBEDDING, HEAD))
+            own = {EMBED_TOKENS, LM_HEAD, ADDED_TOKENS}
+            own |= {name for name in groups if name.rpartition(".")[2].endswith("norm")}
+            assert len(own) == 3 + 2 * 2 + 1, "norms of both layers, and the last"
+            assert len(groups - own) == 4 * 2 + len((EMBEDDING, HEAD))
         base, every = (len(transformer._program(each).ops) for each in (frozenset(), groups))
         sizes.append((base, every - base))
     (base, every), (other_base, some) = sizes

@@ -70,6 +70,13 @@ SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     "prefill": {"block_n": (32, 128), "num_warps": (8,), "num_stages": (2, 4)},
     "add_rms_norm": {"elements_per_warp": (128, 512, 1024), "max_warps": (8, 32)},
     "swiglu": {"block": (512, 2048), "elements_per_warp": (128, 512)},
+    "replaced": {
+        "block": (512, 2048),
+        "block_m": (32,),
+        "block_n": (32, 128),
+        "block_k": (64, 256),
+        "num_warps": (2, 8),
+    },
     "store": {"many_tokens": (64, 1024), "block_t": (4, 16), "num_warps": (2, 8)},
 }
 """What each constant is changed to; the default stands beside the kernels."""

@@ -60,6 +60,8 @@ def test_adapter_has_every_field():
         delete_time=NOW,
         segment_kinds=(SegmentKind.FULL, SegmentKind.MAGNITUDE),
         invocation_tokens=(7, 0),
+        tokenizer_digest="sha256:" + "1" * 64,
+        chat_template_digest="sha256:" + "2" * 64,
     )
     message = convert.to_adapter(record)
     unset = [f.name for f in message.DESCRIPTOR.fields if not getattr(message, f.name)]

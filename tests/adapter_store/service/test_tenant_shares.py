@@ -140,7 +140,8 @@ def test_staged_bytes_count_against_the_quota(start, tenants, tmp_path) -> None:
     for call in calls:
         assert call.exception().code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "max_bytes" in call.exception().details()
-    assert most[0] <= 2 << 20
+    # 2 MiB, and what was counted of one that has gone since. Without a quota it would be 48.
+    assert most[0] <= 4 << 20
     until(lambda: du(tmp_path / "data" / "staging") == 0)
 
 

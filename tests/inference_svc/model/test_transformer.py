@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from kernels.elementwise import NormWeight
+
 WINDOWED = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 
 
@@ -65,8 +67,11 @@ class DenseLora:
     head: torch.Tensor
     groups: list[str] = field(default_factory=list)
     head_rows: list[int] = field(default_factory=list)
+    num_added_tokens = 0
 
-    def add(self, group: str, x: torch.Tensor, out: torch.Tensor) -> None:
+    def add(
+        self, group: str, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
         self.groups.append(group)
         out += x @ self.deltas[group]
 
@@ -76,6 +81,9 @@ class DenseLora:
     def add_head(self, x: torch.Tensor, out: torch.Tensor) -> None:
         self.head_rows.append(len(x))
         out += x @ self.head
+
+    def norm(self, module: str, norm: NormWeight, *, samples_only: bool = False) -> NormWeight:
+        return norm
 
 
 MEMBERS = {
