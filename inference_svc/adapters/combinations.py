@@ -9,20 +9,18 @@ another in that order (`in_order`), and what an aged one needs is taken from tho
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from inference_svc.adapters.image_source import ImageHeader
+from inference_svc.adapters.layout import listed
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.tiers import ResidencyChange
-from inference_svc.core import is_combination, parts_of
+from inference_svc.core import Part, is_combination, parts_of
 from inference_svc.errors import AdapterUnusable, NoRoom
 from kernels.lora.table import MAX_PARTS
 from servicekit.errors import ServiceError
-
-SUMMED_KINDS = frozenset({"a", "b"})
-"""Segments that are added. Others scale or replace a target."""
 
 
 @dataclass(slots=True)
@@ -34,11 +32,15 @@ class _Mix:
 @dataclass
 class Combinations:
     """Gives combinations `num_mixes` mixes of the table, whose first rows begin at `first_slot`:
-    one to each that runs. None: they are refused. Every digest may be one adapter's, too."""
+    one to each that runs. Every digest may be one adapter's, too.
+
+    `replaced_targets` is ModelLayout's: names of targets that an adapter scales or replaces.
+    """
 
     residency: Residency
-    first_slot: int = 0
-    num_mixes: int = 0
+    replaced_targets: Callable[[ImageHeader], frozenset[str]]
+    first_slot: int
+    num_mixes: int
     _mixes: dict[str, _Mix] = field(default_factory=dict)
     _free: list[int] = field(init=False)
     _waiting: Counter[str] = field(default_factory=Counter)
@@ -152,26 +154,41 @@ class Combinations:
         that the error names, if it names one."""
         if not is_combination(digest):
             return None
-        if not self.num_mixes:
-            message = "this server sums no adapters on its device: use one adapter per request"
-            return "", AdapterUnusable(message, subject="adapters")
-        parts = [part.digest for part in parts_of(digest)]
-        device = self.residency.device
-        headers = {part: header for part in parts if (header := self._header(part)) is not None}
-        for part, header in headers.items():
-            kinds = sorted({segment.kind for segment in header.segments} - SUMMED_KINDS)
-            if kinds:
-                message = (
-                    f"adapter {part} cannot be summed with others: it has more than A and B "
-                    f"({', '.join(kinds)}); use it alone"
-                )
-                return part, AdapterUnusable(message, subject="adapters")
-        if not device.admits_together(len(parts), list(headers.values())):
+        parts = parts_of(digest)
+        headers = {
+            part: header for part in parts if (header := self._header(part.digest)) is not None
+        }
+        refused = self._refused_part(headers)
+        if refused is not None:
+            return refused
+        if not self.residency.device.admits_together(len(parts), list(headers.values())):
             message = (
                 f"the {len(parts)} adapters of the request do not fit into the memory for adapters "
                 "together: use fewer, unpin others, or raise --adapter-memory or --max-loras"
             )
             return "", NoRoom(message, subject="adapters")
+        return None
+
+    def _refused_part(self, headers: Mapping[Part, ImageHeader]) -> tuple[str, ServiceError] | None:
+        """Of each target at most one part may scale or replace what the base has, and what it makes
+        of it is either there or not."""
+        replaced = set[str]()
+        for part, header in headers.items():
+            names = sorted(self.replaced_targets(header))
+            if names and part.scale != 1.0:
+                message = (
+                    f"adapter {part.digest} scales or replaces what the model has of "
+                    f"{listed(names)}: give it the scale 1, not {part.scale:g}, or use it alone"
+                )
+                return part.digest, AdapterUnusable(message, subject="adapters")
+            twice = [name for name in names if name in replaced]
+            if twice:
+                message = (
+                    f"adapter {part.digest} cannot be summed with one before it: both scale or "
+                    f"replace what the model has of {listed(twice)}"
+                )
+                return part.digest, AdapterUnusable(message, subject="adapters")
+            replaced.update(names)
         return None
 
     def _header(self, part: str) -> ImageHeader | None:

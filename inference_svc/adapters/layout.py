@@ -40,6 +40,8 @@ KIND_WORDS = {
 """Kinds of segments in words."""
 SEGMENT_KINDS = ("magnitude", "bias", "row_ids", "rows", "full")
 """The kinds of segments that this service applies besides A and B."""
+ADDED_KINDS = ("a", "b", "bias")
+"""Kinds of segments that add to what the base computes: sums may have any number of them."""
 _REPLACED = ("full", "row_ids", "rows")
 _SHARED = ("a", *_REPLACED)
 """Kinds whose bytes targets may share: an A of a fused module, and a tied head's rows."""
@@ -316,6 +318,15 @@ class ModelLayout:
         )
         return refused_targets([name for name in found if name not in lora_targets], lora_targets)
 
+    def replaced_targets(self, header: ImageHeader) -> frozenset[str]:
+        """Returns the names of targets of which an image, as `read_header` returned it, scales or
+        replaces what the base has, and does not only add to it."""
+        return frozenset(
+            self.all_targets[self.biases.get(segment.target, segment.target)].name
+            for segment in header.segments
+            if segment.kind not in ADDED_KINDS
+        )
+
     def _check_form(self, segment: Segment, image_format: int) -> None:
         """Raises CorruptImage for one that does not have the values of its target."""
         dtype, shape = self.form_of(segment)
@@ -398,8 +409,8 @@ def refused_targets(names: Sequence[str], lora_targets: Collection[str]) -> str 
     if not names or not lora_targets:
         return None
     what = "a target {}, which is" if len(names) == 1 else "targets {}, which are"
-    accepted = _listed(sorted(lora_targets))
-    return f"{what.format(_listed(names))} not among this server's --lora-targets ({accepted})"
+    accepted = listed(sorted(lora_targets))
+    return f"{what.format(listed(names))} not among this server's --lora-targets ({accepted})"
 
 
 def refused_kinds(kinds: Iterable[str], targets: Iterable[str] = ()) -> str | None:
@@ -410,11 +421,12 @@ def refused_kinds(kinds: Iterable[str], targets: Iterable[str] = ()) -> str | No
     )
     if not words:
         return None
-    names = _listed(sorted(set(targets)))
-    return f"{_listed(list(words))}, which this server does not apply" + (names and f": {names}")
+    names = listed(sorted(set(targets)))
+    return f"{listed(list(words))}, which this server does not apply" + (names and f": {names}")
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Returns the names in a text; of many the first and how many more there are."""
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return ", ".join(names[:MAX_LISTED]) + more
 

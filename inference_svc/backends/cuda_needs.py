@@ -7,20 +7,22 @@ takes for a recorded step, and libraries for themselves, are estimates that say 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
-from inference_svc.adapters.layout import EMBEDDING, computed_groups, layout_of
+from inference_svc.adapters.layout import HEAD, computed_groups, layout_of
 from inference_svc.backends.base import MemoryNeeds, max_pages
 from inference_svc.backends.cuda_graphs import captured_sizes
 from inference_svc.backends.cuda_inputs import CudaInputs
 from inference_svc.backends.cuda_lora import CudaLora, StepKind
-from inference_svc.backends.torch import most_targets
 from inference_svc.core import EngineConfig
-from inference_svc.model.description import Block, Decoder
+from inference_svc.model.description import LAYER_INPUTS, Block, Decoder
 from inference_svc.model.parameters import parameters, weights_bytes
 from kernels import tuning
 from kernels.attention.plan import max_segments
+from kernels.lora import LoraGroup
 from kernels.lora.table import MAX_PARTS, NUM_FIELDS, NUM_WEIGHT_FIELDS
 
 MIB = 1 << 20
@@ -62,18 +64,20 @@ def step_bytes(config: EngineConfig, decoder: Decoder, num_tokens: int) -> int:
     sequences, its logits included."""
     g, item_bytes = decoder, getattr(torch, config.dtype).itemsize
     row_bytes = num_tokens * item_bytes
-    shrunk_bytes = _shrunk_bytes(config, g, num_tokens)
+    shrunk = _ShrunkBytes.of(config, decoder)
     # What a half makes, and the norm of that; while adapters add to it, what they shrank is there.
-    out_bytes = row_bytes * g.hidden_size + shrunk_bytes
-    out_bytes += row_bytes * g.hidden_size * any(block.post_norms for block in g.blocks)
+    out_bytes = row_bytes * g.hidden_size * (1 + any(block.post_norms for block in g.blocks))
     attention_bytes = row_bytes * (2 * g.max_q_size + 2 * g.max_kv_size)
     of_heads, of_stream = (num_tokens * size for size in _token_weights_bytes(config, g))
+    at_attention = max(_partial_results_bytes(config, g), of_heads, shrunk.by("qkv", num_tokens))
+    at_head = shrunk.by(HEAD, config.max_sequences) + of_stream
     phases: tuple[int, ...] = (
-        attention_bytes + max(_partial_results_bytes(config, g), of_heads),
+        attention_bytes + at_attention,
         out_bytes + of_stream,
-        attention_bytes + out_bytes,
-        row_bytes * 3 * g.max_intermediate_size + out_bytes,
-        _num_logits(config, g) * item_bytes + shrunk_bytes + of_stream,
+        attention_bytes + out_bytes + shrunk.by("o", num_tokens),
+        row_bytes * 2 * g.max_intermediate_size + shrunk.by("gate_up", num_tokens),
+        row_bytes * 3 * g.max_intermediate_size + out_bytes + shrunk.by("down", num_tokens),
+        _num_logits(config, g) * item_bytes + at_head,
     )
     # Throughout, the residual stream, its norm, the angles, and the per-layer inputs; these are
     # made before, of as much again twice.
@@ -81,7 +85,7 @@ def step_bytes(config: EngineConfig, decoder: Decoder, num_tokens: int) -> int:
     if g.layer_inputs is not None:
         kept += g.layer_inputs.total_size
         made_bytes = 2 * row_bytes * g.layer_inputs.total_size
-        phases += (made_bytes + max(shrunk_bytes, of_stream),)
+        phases += (made_bytes + max(shrunk.by(LAYER_INPUTS, num_tokens), of_stream),)
     return row_bytes * kept + max(phases)
 
 
@@ -115,21 +119,31 @@ def _partial_results_bytes(config: EngineConfig, decoder: Decoder) -> int:
     return 4 * num_segments * max(a.num_heads * (a.head_dim + 1) for a in decoder.attentions)
 
 
-def _shrunk_bytes(config: EngineConfig, decoder: Decoder, num_tokens: int) -> int:
-    """Returns what A of an adapter, or of each part of a sum, makes of the inputs of a group: fp32,
-    three targets at most. Few tokens have a sum for each chunk of their features. Rows of the
-    embedding are looked up."""
-    groups = computed_groups(config, decoder)
-    inputs = (group.in_features for name, group in groups.items() if name != EMBEDDING)
-    widest = max(inputs, default=0)
-    tables = tuning.all_constants("shrink")
-    num_split = max(
-        min(num_tokens, tuned["split_tokens"]) * -(-widest // tuned["chunk"]) for tuned in tables
-    )
-    blocks = (*tables, *tuning.all_constants("expand"))
-    block = max(tuned[name] for tuned in blocks for name in ("block_r", "tile_block_r"))
-    rank = -(-config.max_lora_rank // block) * block
-    return 4 * MAX_PARTS * max(num_tokens, num_split) * most_targets(config, decoder) * rank
+class _ShrunkBytes(NamedTuple):
+    """What A of an adapter, or of each part of a sum, makes of the inputs of a group: fp32. Few
+    tokens have a sum for each chunk of their features. Rows of the embedding are looked up."""
+
+    groups: Mapping[str, LoraGroup]
+    rank: int
+    """Up to the end of a block of ranks."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, decoder: Decoder) -> _ShrunkBytes:
+        tables = (*tuning.all_constants("shrink"), *tuning.all_constants("expand"))
+        block = max(tuned[name] for tuned in tables for name in ("block_r", "tile_block_r"))
+        return cls(computed_groups(config, decoder), -(-config.max_lora_rank // block) * block)
+
+    def by(self, role: str, num_tokens: int) -> int:
+        """Returns the bytes of the widest of the groups of all layers that are called so."""
+        found = (group for name, group in self.groups.items() if name.rpartition(".")[2] == role)
+        return max((self._of(group, num_tokens) for group in found), default=0)
+
+    def _of(self, group: LoraGroup, num_tokens: int) -> int:
+        num_split = max(
+            min(num_tokens, tuned["split_tokens"]) * -(-group.in_features // tuned["chunk"])
+            for tuned in tuning.all_constants("shrink")
+        )
+        return 4 * MAX_PARTS * max(num_tokens, num_split) * len(group.targets) * self.rank
 
 
 def _fixed_bytes(config: EngineConfig, decoder: Decoder) -> int:

@@ -84,7 +84,8 @@ def build_engine(
     layout = layout.with_towers(tower_modules(config.model_dir, decoder.wrapper))
     puller, residency = _make_residency(config, store, post, layout, backend.arena, host)
     pages = PagePool(backend.num_pages, config.page_size, config.prefix_cache)
-    combinations = Combinations(residency, config.max_loras, backend.arena.table.num_mixes)
+    num_mixes = backend.arena.table.num_mixes
+    combinations = Combinations(residency, layout.replaced_targets, config.max_loras, num_mixes)
     scheduler = Scheduler(_limits(config), pages, combinations)
     profiler = StepProfiler(factory.profiler_device)
     sampler = Sampler(decoder.eos_token_ids, has_device_memory=factory.has_device_memory)

@@ -47,8 +47,8 @@ class Binding:
     """A resolved reference. `label` is "tenant/name@version", or the digest if that was the
     reference. With `invocation_tokens` it is active from the first of them on, where all of them
     follow one another in the prompt for the last time. `parts` are the adapters of a combination,
-    and what each is multiplied with. What it has of tokens and text is as in AdapterRecord, and
-    nothing for a combination."""
+    and what each is multiplied with. What it has of tokens and text is as in AdapterRecord; of a
+    combination that of the one which adds tokens, and nothing if none does."""
 
     label: str
     tenant: str
@@ -65,12 +65,17 @@ class Binding:
     def of_parts(cls, parts: Sequence[tuple[Binding, float]]) -> Binding:
         """Returns the combination of these adapters, in this order."""
         bindings = [binding for binding, _ in parts]
+        # Two would each replace rows of the embedding, which ends the request.
+        adding = next((binding for binding in bindings if binding.added_tokens), None)
         return cls(
             label=parts_label(binding.label for binding in bindings),
             tenant=",".join(binding.tenant for binding in bindings),
             digest=combination_digest(tuple(Part(each.digest, scale) for each, scale in parts)),
             rank=sum(binding.rank for binding in bindings),
             create_time_s=max(binding.create_time_s for binding in bindings),
+            added_tokens=0 if adding is None else adding.added_tokens,
+            tokenizer_digest="" if adding is None else adding.tokenizer_digest,
+            chat_template_digest="" if adding is None else adding.chat_template_digest,
             parts=tuple(parts),
         )
 

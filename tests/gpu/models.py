@@ -25,9 +25,12 @@ from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import BlockWeights, LayerInputsWeights, ModelWeights, ones
 from kernels.elementwise import NormWeight
 from kernels.lora import TableEntry
+from kernels.lora.table import MixPart
 
 PAGE_SIZE, NUM_PAGES, MAX_PAGES, MAX_TOKENS, MAX_ROWS = 4, 60, 20, 70, 6
 NUM_SLOTS, MAX_RANK = 3, 4
+SUM = NUM_SLOTS
+"""The slot of a sum of all three."""
 
 SHAPE = {
     "vocab_size": 64,
@@ -160,7 +163,7 @@ def moved(weights: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder on one device, with an arena of NUM_SLOTS adapters."""
+    """A decoder on one device, with an arena of NUM_SLOTS adapters, and a sum of them."""
 
     transformer: Transformer
     arena: Arena
@@ -171,7 +174,7 @@ class Model:
         generator = torch.Generator().manual_seed(0)
         weights = random_weights(decoder, dtype, generator)
         layout = build_layout(decoder, "model", dtype)
-        arena = Arena(layout, 1 << 20, NUM_SLOTS, MAX_RANK, device)
+        arena = Arena(layout, 1 << 20, NUM_SLOTS, MAX_RANK, device, num_mixes=MAX_ROWS)
         values = torch.randn(arena.flat.shape, generator=generator) * 0.1
         arena.flat.copy_(values.to(dtype))
         for slot in range(NUM_SLOTS):
@@ -190,6 +193,7 @@ class Model:
                 if index % 2 == 0
             ]
             arena.table.set_row(slot, entries)
+        arena.table.set_mix(SUM, [MixPart(2, 0.5), MixPart(0, -1.0), MixPart(1, 0.25)])
         return cls(Transformer(decoder, moved(weights, device)), arena)
 
     def caches(self) -> KVCaches:

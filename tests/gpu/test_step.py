@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from inference_svc.backends.cuda_graphs import CudaRecorder
-from tests.gpu.models import FEATURES, Eager, Model, assert_close, make_decoder, run, steps
+from tests.gpu.models import FEATURES, SUM, Eager, Model, assert_close, make_decoder, run, steps
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 BASE, ALL, SOME = [-1] * 5, [0, 0, 1, 2, 2], [-1, -1, 0, 1, 1]
 """Adapters of the five rows."""
+SUMS = [SUM, -1, 0, SUM, 2]
 
 
 @pytest.fixture
@@ -49,6 +50,11 @@ def test_features(check_equal, feature, slots):
 @pytest.mark.parametrize("feature", FEATURES)
 def test_half_precision(check_equal, feature):
     check_equal(feature, torch.float16, ALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_sums_of_adapters(check_equal, dtype):
+    check_equal("qwen3, norms of heads", dtype, SUMS)
 
 
 @pytest.mark.real

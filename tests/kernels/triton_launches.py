@@ -43,7 +43,11 @@ def launch_lora(row_lengths: list[int]) -> None:
 
 
 def launch_others(
-    row_lengths: list[int], arena: torch.Tensor, group: LoraGroup, x: torch.Tensor, out: torch.Tensor
+    row_lengths: list[int],
+    arena: torch.Tensor,
+    group: LoraGroup,
+    x: torch.Tensor,
+    out: torch.Tensor,
 ) -> None:
     """What adapters have besides A and B, and sums of adapters."""
     table = LoraTable.create(4, 224, arena, "cpu", max_rank=64, num_weights=1, num_mixes=1)
