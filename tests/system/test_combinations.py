@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ from inference_svc.errors import AdapterUnusable, NoRoom
 from loadout import errors
 from tests.system.engines import Running
 from tests.system.services import Services
-from tests.system.zoo import SPECS, VOCAB, Zoo, make_zoo
+from tests.system.zoo import SPECS, VOCAB, Zoo, make_zoo, quiet
 
 NUM_GREEDY = 64
 SUMS: dict[str, tuple[tuple[str, float], ...]] = {
@@ -37,8 +36,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     made = make_zoo("llama", tmp_path_factory.mktemp("sums"), specs)  # PEFT adds no part of a layer
     for name, parts in SUMS.items():
         adapters, weights = zip(*parts, strict=True)
-        with warnings.catch_warnings():  # as in make_zoo
-            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
+        with quiet():
             made.reference.add_weighted_adapter(
                 list(adapters), list(weights), f"sum {name}", combination_type="cat"
             )

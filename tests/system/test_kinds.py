@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,73 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from inference_svc.engine.messages import Output
+from tests.system.engines import Running
+from tests.system.kinds import ADDED, ALORA, ROWS, Kinds, make_kinds, shake
 from tests.system.test_parity import PATHS, RecordingSampler, prompts, relative_rms
 from tests.system.trained import WEIGHTS, edited
-from tests.system.zoo import ALL, AdapterSpec, Zoo, adapted, make_model
+from tests.system.zoo import ALL, AdapterSpec, Zoo, adapted, make_model, quiet
 
-EVERY_NORM = ["norm"]
-"""PEFT saves what ends with it: norms of layers, of queries and keys, and the last one."""
-ROWS = [0, 3, 50, 127]
-SPECS = (
-    AdapterSpec("plain", 8, ALL),
-    AdapterSpec("lora_bias", 4, ALL, {"lora_bias": True}),
-    AdapterSpec("norms", 4, ["q_proj"], {"modules_to_save": EVERY_NORM}),
-    AdapterSpec("head", 4, ["down_proj"], {"modules_to_save": ["lm_head"]}),
-    AdapterSpec("embedding", 4, ["v_proj"], {"modules_to_save": ["embed_tokens"]}),
-    AdapterSpec("rows", 4, ["v_proj"], {"trainable_token_indices": ROWS}),
-    AdapterSpec(
-        "rows of both",
-        *(3, ["o_proj"]),
-        {"trainable_token_indices": {"embed_tokens": ROWS, "lm_head": [1, 77]}},
-    ),
-    AdapterSpec("dora", 6, ALL, {"use_dora": True}),
-    AdapterSpec("dora of both ends", 4, ["embed_tokens", "o_proj"], {"use_dora": True}),
-    AdapterSpec("dora and the head", 4, ALL, {"use_dora": True, "modules_to_save": ["lm_head"]}),
-    AdapterSpec(
-        "everything",
-        *(5, ALL),
-        {"lora_bias": True, "modules_to_save": ["norm", "lm_head", "embed_tokens"]},
-    ),
-)
-BIASES = ("lora_only", "all")
 KINDS = ("qwen3", "gemma2", "cohere2")
 """Norms of queries and keys, and biases; norms behind and caps; LayerNorms, a tied head."""
-
-
-def shake(model: Any) -> None:
-    """Gives what trainers train besides A and B values of its own."""
-    torch.manual_seed(11)
-    for name, parameter in model.named_parameters():
-        if "modules_to_save" in name:
-            parameter += torch.randn_like(parameter) * 0.15
-        elif "trainable_tokens_delta" in name:
-            parameter += torch.randn_like(parameter) * 0.3
-        elif "lora_magnitude" in name:
-            parameter *= 1 + 0.2 * torch.rand_like(parameter)
-        elif name.endswith(".bias") and parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.1)
-
-
-@dataclass
-class Kinds(Zoo):
-    """A model of its own for each adapter: what they have besides A and B, PEFT shares."""
-
-    references: dict[str, Any]
-
-    def of(self, adapter: str) -> Zoo:
-        return replace(self, reference=self.references[adapter or SPECS[0].name])
-
-
-def make_kinds(kind: str, folder: Path) -> Kinds:
-    base, references, dirs = make_model(kind, folder / "model"), {}, {}
-    specs = [each for each in SPECS if kind == "qwen3" or each.name != "rows of both"]
-    for bias in BIASES if kind == "qwen3" else ():
-        specs.append(AdapterSpec(f"bias={bias}", 4, ["q_proj", "down_proj"], {"bias": bias}))
-    for spec in specs:
-        made = folder / "adapters" / spec.name.replace("/", " ")
-        references[spec.name] = adapted(copy.deepcopy(base), kind, made, [spec], shake)
-        dirs[spec.name] = made / spec.name
-    return Kinds(kind, folder / "model", base, dirs, references)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -90,23 +32,57 @@ def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.parametrize("path", PATHS)
 def test_all_kinds_together_have_the_oracles_logits(zoo: Kinds, path: str, start: Callable) -> None:
-    running = start(zoo, native_kernels=PATHS[path], max_model_len=512)
+    """With the base model twice, and a sum."""
+    running, recorder = begin(zoo, start, native_kernels=PATHS[path])
+    names = [*zoo.names, ""]
+    asked = [zoo.prompt_of(*each) for each in zip(names, prompts(len(names)), strict=True)]
+    for index, (name, prompt) in enumerate(zip(names, asked, strict=True)):
+        zoo.submit(running, str(index), prompt, name)
+    results = [running.result(str(index)) for index in range(len(names))]
+    for index, (name, prompt) in enumerate(zip(names, asked, strict=True)):
+        check(zoo, name, prompt, *results[index], recorder.logits[str(index)])
+    running.check_idle()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_each_kind_alone_has_the_oracles_logits(zoo: Kinds, path: str, start: Callable) -> None:
+    """Steps of one adapter take other ways than mixed ones."""
+    running, recorder = begin(zoo, start, native_kernels=PATHS[path])
+    for name, tokens in zip(zoo.names, prompts(len(zoo.names), seed=1), strict=True):
+        prompt = zoo.prompt_of(name, tokens)
+        zoo.submit(running, name or "base", prompt, name)
+        check(zoo, name, prompt, *running.result(name or "base"), recorder.logits[name or "base"])
+    running.check_idle()
+
+
+def begin(zoo: Zoo, start: Callable, **settings: Any) -> tuple[Running, RecordingSampler]:
+    """Starts an engine whose logits are kept."""
+    if isinstance(zoo, Kinds):
+        settings["max_added_tokens"] = len(ADDED)
+    running = start(zoo, max_model_len=512, **settings)
     recorder = RecordingSampler(running.engine.decoder.eos_token_ids)
     running.engine.built.engine.runner._sampler = recorder
-    adapters = ["", *running.digests, ""]
-    asked = prompts(len(adapters))
-    for index, (name, prompt) in enumerate(zip(adapters, asked, strict=True)):
-        running.submit(str(index), prompt, name, max_tokens=64)
-    results = [running.result(str(index)) for index in range(len(adapters))]
-    for index, (name, prompt) in enumerate(zip(adapters, asked, strict=True)):
-        tokens, last = results[index]
-        assert last.error is None
-        given, start_of_answer = prompt + tokens[:-1], len(prompt) - 1
-        expected = zoo.of(name).logits(name, given, torch.float32)[start_of_answer:]
-        got = torch.stack(recorder.logits[str(index)])
-        assert relative_rms(got, expected) < 1e-4, name
-        assert tokens == zoo.of(name).greedy(name, prompt, 64), name or "base"
-    running.check_idle()
+    return running, recorder
+
+
+def check(
+    zoo: Kinds,
+    name: str,
+    prompt: list[int],
+    tokens: list[int],
+    last: Output,
+    recorded: list[torch.Tensor],
+) -> None:
+    """Requires the oracle's tokens, from its logits; of tokens that are not the adapter's none."""
+    assert last.error is None, last.error
+    given, start_of_answer = prompt + tokens[:-1], len(prompt) - 1
+    expected = zoo.of(name).logits(name, given, torch.float32)[start_of_answer:]
+    num_known = expected.shape[1]
+    for logits in recorded:
+        assert logits[num_known:].isneginf().all(), name
+    got = torch.stack([logits[:num_known] for logits in recorded])
+    assert relative_rms(got, expected) < 1e-4, name
+    assert tokens == zoo.of(name).greedy(name, prompt, 64), name or "base"
 
 
 def test_magnitudes_of_rows_of_zeros_are_refused_by_name(tmp_path: Path, start: Callable) -> None:
@@ -141,29 +117,56 @@ def test_magnitudes_of_rows_of_zeros_are_refused_by_name(tmp_path: Path, start: 
     running.check_idle()
 
 
-PARTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "magnitude": ("lora_magnitude_vector", {"use_dora": False}),
-    "head": ("lm_head", {"modules_to_save": ["norm"]}),
-    "norms": ("norm.weight", {"modules_to_save": ["lm_head"]}),
-    "rows": ("trainable_tokens_delta", {"trainable_token_indices": None}),
-    "biases": (".bias", {"bias": "none"}),
+@dataclass(frozen=True)
+class Whole:
+    """What an adapter can have at once. `parts` are the names of the tensors of each, and what the
+    config says without it."""
+
+    options: dict[str, Any]
+    parts: dict[str, tuple[str, dict[str, Any]]]
+
+
+MODULES = ["embed_tokens", "lm_head", "norm"]
+WHOLES = {
+    "DoRA": Whole(
+        {
+            "use_dora": True,
+            "modules_to_save": ["lm_head", "norm"],
+            "trainable_token_indices": ROWS,
+            "bias": "lora_only",
+        },
+        {
+            "magnitude": ("lora_magnitude_vector", {"use_dora": False}),
+            "head": ("lm_head", {"modules_to_save": ["norm"]}),
+            "norms": ("norm.weight", {"modules_to_save": ["lm_head"]}),
+            "rows": ("trainable_tokens_delta", {"trainable_token_indices": None}),
+            "biases": (".bias", {"bias": "none"}),
+        },
+    ),
+    "biases of B": Whole(
+        {"lora_bias": True, "modules_to_save": MODULES},
+        {
+            "bias of B": ("lora_B.bias", {"lora_bias": False}),
+            "embedding": ("embed_tokens", {"modules_to_save": ["lm_head", "norm"]}),
+            "head": ("lm_head", {"modules_to_save": ["embed_tokens", "norm"]}),
+            "norms": ("norm.weight", {"modules_to_save": ["embed_tokens", "lm_head"]}),
+        },
+    ),
 }
-"""What an adapter can have at once: the names of its tensors, and the config without it."""
+"""PEFT has no biases of B with DoRA, and no rows of an embedding that is saved."""
 
 
-def test_each_kind_that_is_taken_away_changes_the_logits(tmp_path: Path, start: Callable) -> None:
+@pytest.mark.parametrize("which", WHOLES)
+def test_each_kind_that_is_taken_away_changes_the_logits(
+    tmp_path: Path, start: Callable, which: str
+) -> None:
     """Else the parity above could hold for kinds that do nothing."""
+    expected = WHOLES[which]
     base = make_model("qwen3", tmp_path / "model")
-    options = {
-        "use_dora": True,
-        "modules_to_save": ["lm_head", "norm"],
-        "trainable_token_indices": ROWS,
-        "bias": "lora_only",
-    }
-    spec = AdapterSpec("all", 4, ALL, options)
+    spec = AdapterSpec("all", 4, ALL, expected.options)
     whole = adapted(copy.deepcopy(base), "qwen3", tmp_path / "adapters", [spec], shake)
     dirs = {"all": tmp_path / "adapters" / "all"}
-    for name, (part, changes) in PARTS.items():
+    for name, (part, changes) in expected.parts.items():
         dirs[name] = tmp_path / "adapters" / f"without {name}"
         shutil.copytree(dirs["all"], dirs[name])
         edited(dirs[name], **changes)
@@ -172,15 +175,43 @@ def test_each_kind_that_is_taken_away_changes_the_logits(tmp_path: Path, start: 
         assert len(kept) < len(tensors), name
         save_file(kept, dirs[name] / WEIGHTS)
     zoo = Zoo("qwen3", tmp_path / "model", whole, dirs)
-    running = start(zoo, native_kernels=True)
-    recorder = RecordingSampler(running.engine.decoder.eos_token_ids)
-    running.engine.built.engine.runner._sampler = recorder
+    running, recorder = begin(zoo, start)
     prompt = [7, 3, 50, 9]
     for name in dirs:
         running.submit(name, prompt, name, max_tokens=1)
         assert running.result(name)[1].error is None, name
     logits = {name: recorder.logits[name][0] for name in dirs}
-    expected = zoo.logits("all", prompt, torch.float32)[-1]
-    assert relative_rms(logits["all"], expected) < 1e-4
-    for name in PARTS:
+    oracle = zoo.logits("all", prompt, torch.float32)[-1]
+    assert relative_rms(logits["all"], oracle) < 1e-4
+    for name in expected.parts:
         assert relative_rms(logits[name], logits["all"]) > 0.01, name
+
+
+def test_invocation_tokens_change_the_logits(zoo: Kinds, start: Callable) -> None:
+    """The same weights over the whole prompt are another adapter."""
+    running, recorder = begin(zoo, start)
+    prompt = zoo.prompt_of(ALORA, prompts(2)[1])
+    zoo.submit(running, "invoked", prompt, ALORA, max_tokens=1)
+    running.submit("whole", prompt, ALORA, max_tokens=1)
+    running.result("invoked"), running.result("whole")
+    invoked, whole = (recorder.logits[name][0] for name in ("invoked", "whole"))
+    assert relative_rms(invoked, whole) > 0.01
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_dora_has_the_logits_of_merged_weights(zoo: Kinds, path: str, start: Callable) -> None:
+    running, recorder = begin(zoo, start, native_kernels=PATHS[path])
+    prompt = prompts(2)[1]
+    for name in ("dora", "dora and the head"):
+        tokens = greedy(running, name, prompt)
+        with torch.no_grad(), quiet():
+            merged = copy.deepcopy(zoo.references[name]).merge_and_unload()
+            expected = merged(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        assert relative_rms(torch.stack(recorder.logits[name]), expected) < 1e-4, name
+
+
+def greedy(running: Running, name: str, prompt: list[int]) -> list[int]:
+    running.submit(name, prompt, name)
+    tokens, last = running.result(name)
+    assert last.error is None, last.error
+    return tokens

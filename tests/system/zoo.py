@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,8 @@ def adapted(
     folder: Path,
     specs: Sequence[AdapterSpec],
     train: Callable[[Any], None] | None = None,
+    *,
+    save_embedding_layers: bool = False,
 ) -> Any:
     """Returns the model with random adapters, which are saved in folders of their names."""
     reference: Any = None
@@ -300,10 +303,7 @@ def adapted(
             base_model_name_or_path=kind,
             **_renamed(spec.options, names),
         )
-        with warnings.catch_warnings():
-            # Advice about merging into tied embeddings; nothing is merged here.
-            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
-            warnings.filterwarnings("ignore", "`lora_bias=True` was passed")
+        with quiet():
             if reference is None:
                 reference = peft.get_peft_model(model, lora, adapter_name=spec.name)
             else:
@@ -316,11 +316,22 @@ def adapted(
     if train is not None:
         with torch.no_grad():
             train(reference)
+    with quiet():
+        reference.save_pretrained(folder, save_embedding_layers=save_embedding_layers)
+    return reference.eval()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silences what PEFT warns of without need."""
     with warnings.catch_warnings():
+        # Advice about merging into tied embeddings, and what it does when it merges.
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
+        warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied")
+        warnings.filterwarnings("ignore", "`lora_bias=True` was passed")
         # A bias of B has one dimension, which PEFT takes for a shard.
         warnings.filterwarnings("ignore", "Adapter .*invalid shape")
-        reference.save_pretrained(folder, save_embedding_layers=False)
-    return reference.eval()
+        yield
 
 
 def _targets(targets: Sequence[str] | str, names: dict[str, str]) -> list[str] | str:

@@ -1,0 +1,131 @@
+"""Adapters of every kind, of one random model: on disk as we serve them, as PEFT's models the
+oracle."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inference_svc.api.generate_call import activation_of
+from inference_svc.core import Part, combination_digest
+from tests.system.engines import Running
+from tests.system.zoo import ALL, VOCAB, AdapterSpec, Zoo, adapted, make_model, quiet
+
+ROWS = [0, 3, 50, 127]
+INVOCATION, ADDED = (5, 9, 5), (VOCAB, VOCAB + 1)
+PLAIN = (AdapterSpec("plain", 8, ALL), AdapterSpec("small", 3, ["q_proj", "down_proj"]))
+SUM, PARTS = "sum", (("plain", 0.75), ("small", 0.5))
+"""A request's own weights of two adapters."""
+ALORA, TOKENS = "alora", "added tokens"
+OWN = (
+    AdapterSpec("lora_bias", 4, ALL, {"lora_bias": True}),
+    # PEFT saves what ends with it: norms of layers, of queries and keys, and the last one.
+    AdapterSpec("norms", 4, ["q_proj"], {"modules_to_save": ["norm"]}),
+    AdapterSpec("head", 4, ["down_proj"], {"modules_to_save": ["lm_head"]}),
+    AdapterSpec("embedding", 4, ["v_proj"], {"modules_to_save": ["embed_tokens"]}),
+    AdapterSpec("rows", 4, ["v_proj"], {"trainable_token_indices": ROWS}),
+    AdapterSpec("dora", 6, ALL, {"use_dora": True}),
+    AdapterSpec("dora of both ends", 4, ["embed_tokens", "o_proj"], {"use_dora": True}),
+    AdapterSpec("dora and the head", 4, ALL, {"use_dora": True, "modules_to_save": ["lm_head"]}),
+    AdapterSpec(
+        "everything",
+        *(5, ALL),
+        {"lora_bias": True, "modules_to_save": ["norm", "lm_head", "embed_tokens"]},
+    ),
+    AdapterSpec(
+        ALORA,
+        *(8, ALL),
+        {"alora_invocation_tokens": list(INVOCATION), "task_type": "CAUSAL_LM"},
+    ),
+    AdapterSpec(TOKENS, 4, ["q_proj"]),
+)
+UNTIED = (
+    AdapterSpec(
+        "rows of both",
+        *(3, ["o_proj"]),
+        {"trainable_token_indices": {"embed_tokens": ROWS, "lm_head": [1, 77]}},
+    ),
+    AdapterSpec("bias=lora_only", 4, ["q_proj", "down_proj"], {"bias": "lora_only"}),
+    AdapterSpec("bias=all", 4, ["q_proj", "down_proj"], {"bias": "all"}),
+)
+"""Of a model with biases and a head of its own."""
+
+
+def shake(model: Any) -> None:
+    """Gives what trainers train besides A and B values of its own."""
+    torch.manual_seed(11)
+    for name, parameter in model.named_parameters():
+        if "modules_to_save" in name:
+            parameter += torch.randn_like(parameter) * 0.15
+        elif "trainable_tokens_delta" in name:
+            parameter += torch.randn_like(parameter) * 0.3
+        elif "lora_magnitude" in name:
+            parameter *= 1 + 0.2 * torch.rand_like(parameter)
+        elif name.endswith(".bias") and parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+
+
+@dataclass
+class Kinds(Zoo):
+    """A model of its own for each adapter: what they have besides A and B, PEFT shares."""
+
+    references: dict[str, Any]
+
+    @property
+    def names(self) -> list[str]:
+        """What requests ask for: the base model, each adapter, and a sum."""
+        return ["", *self.adapter_dirs, SUM]
+
+    def of(self, adapter: str) -> Zoo:
+        return replace(self, reference=self.references[adapter or PLAIN[0].name])
+
+    def prompt_of(self, adapter: str, tokens: Sequence[int]) -> list[int]:
+        """Returns a prompt of these tokens that has what makes the adapter other than the rest: its
+        invocation, or tokens that it adds."""
+        middle = len(tokens) // 2
+        special = {ALORA: INVOCATION, TOKENS: ADDED}.get(adapter, ())
+        return [*tokens[:middle], *special, *tokens[middle:]]
+
+    def submit(
+        self, running: Running, name: str, prompt: Sequence[int], adapter: str, **options: Any
+    ) -> None:
+        """Submits as `GenerateCall.to_requests` does; in `prompt` an aLoRA is invoked."""
+        digest = adapter
+        if adapter == SUM:
+            parts = (Part(running.digests[part], scale) for part, scale in PARTS)
+            digest = combination_digest(tuple(parts))
+        activation = activation_of(prompt, INVOCATION) if adapter == ALORA else 0
+        assert activation is not None
+        running.submit(name, prompt, digest, activation=activation, **options)
+
+
+def make_kinds(kind: str, folder: Path) -> Kinds:
+    """Makes adapters of all kinds that the model may have; biases are Qwen 3's."""
+    base, references, dirs = make_model(kind, folder / "model"), {}, {}
+    for specs in (PLAIN, *((spec,) for spec in (*OWN, *(UNTIED if kind == "qwen3" else ())))):
+        has_tokens = specs[0].name == TOKENS
+        model = _with_tokens(base) if has_tokens else copy.deepcopy(base)
+        made = folder / "adapters" / specs[0].name
+        reference = adapted(model, kind, made, specs, shake, save_embedding_layers=has_tokens)
+        for spec in specs:
+            references[spec.name], dirs[spec.name] = reference, made / spec.name
+    adapters, weights = map(list, zip(*PARTS, strict=True))
+    with quiet():
+        references["plain"].add_weighted_adapter(adapters, weights, SUM, combination_type="cat")
+    references[SUM] = references["plain"]
+    return Kinds(kind, folder / "model", base, dirs, references)
+
+
+def _with_tokens(base: Any) -> Any:
+    """Returns a copy with rows for more tokens, which are said as often as others."""
+    model = copy.deepcopy(base)
+    model.resize_token_embeddings(VOCAB + len(ADDED), mean_resizing=False)
+    with torch.no_grad():
+        for part in (model.get_input_embeddings(), model.get_output_embeddings()):
+            part.weight[VOCAB:] = torch.randn(len(ADDED), part.weight.shape[1]) * 0.15
+    return model
