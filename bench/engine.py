@@ -102,6 +102,7 @@ class BenchEngine:
         *,
         request_id: str = "",
         deadline_s: float | None = None,
+        activation: int = 0,
         sampling: SamplingParams | None = None,
     ) -> Track:
         """Sends a request: greedy and to the last token, unless `sampling` says otherwise."""
@@ -116,6 +117,7 @@ class BenchEngine:
             digest=digest,
             arrival_s=sent_s,
             deadline_s=deadline_s,
+            activation=activation,
         )
         self.engine.send(Submit(request))
         return track

@@ -57,11 +57,13 @@ def start_engine(
     num_in_host: int = 0,
     num_threads: int = THREADS,
     prefix_cache: bool = False,
+    max_added_tokens: int = 0,
     transport: str = "thread",
 ) -> tuple[BenchEngine, list[str]]:
-    """An engine, and the digests of its adapters. The host tier holds all, or `num_in_host`."""
+    """An engine, and the digests of its adapters, which are variants of those that are prepared, in
+    turn. The host tier holds all, or `num_in_host`."""
     store = MemoryStore()
-    digest = store.register(prepared.adapters["0"])
+    originals = [store.register(folder) for folder in prepared.adapters.values()]
     in_host = num_in_host or max(num_adapters, 1)
     config = EngineConfig(
         prepared.model_dir,
@@ -78,10 +80,14 @@ def start_engine(
         max_lora_rank=RANK,
         adapter_wait_s=120.0,
         prefix_cache=prefix_cache,
+        max_added_tokens=max_added_tokens,
         num_threads=num_threads,
     )
     engine = BenchEngine(config, store, transport)
-    return engine, engine.add_variants(digest, num_adapters)
+    share = -(-num_adapters // len(originals))
+    variants = [engine.add_variants(digest, share) for digest in originals]
+    in_turn = [digest for each in zip(*variants, strict=True) for digest in each]
+    return engine, in_turn[:num_adapters]
 
 
 class Driver:

@@ -1,7 +1,7 @@
 """A store without a wire that serves compiled images from memory, and any number of variants.
 
 A variant is an image whose bytes differ from its original's in the first part only, by a few low
-bits of its values, with hashes and a digest of its own: to the engine another adapter of the same
+bits of its first values, with hashes and a digest of its own: to the engine another adapter of the same
 size. So a thousand adapters take the memory of one here, and all of theirs in the engine.
 """
 
@@ -138,12 +138,14 @@ class MemoryStore:
         """The digests of `count` more adapters made of a registered one."""
         self.compile(digest)
         original = self._stored[digest]
+        # Not among ids of rows, of which each has one place.
+        start = next(each.offset for each in original.header.segments if each.kind != "row_ids")
         digests = []
         for number in range(count):
             first = bytearray(original.first)
             for bit in range(16):
                 # The lowest bit of a bf16 or fp32 value in little endian: it stays finite.
-                first[4 * bit] ^= number >> bit & 1
+                first[start + 4 * bit] ^= number >> bit & 1
             name = variant_digest(digest, number)
             hashes = (hashlib.sha256(first).digest(), *original.hashes[1:])
             header = replace(original.header, image_id=name, digest=name)

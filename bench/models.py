@@ -196,19 +196,29 @@ def make_model(folder: Path, name: str = NAME) -> None:
 
 
 def make_adapter(
-    model_dir: Path, folder: Path, seed: int, rank: int = RANK, name: str = NAME
+    model_dir: Path,
+    folder: Path,
+    seed: int,
+    rank: int = RANK,
+    name: str = NAME,
+    num_added: int = 0,
+    **options: Any,
 ) -> None:
-    """A PEFT adapter over all linear layers of the decoder, alpha 2 * rank, bf16 files."""
+    """A PEFT adapter over all linear layers of the decoder, alpha 2 * rank, bf16 files, with
+    `num_added` tokens behind the vocabulary. Other options go to its config."""
     torch.manual_seed(seed)
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
         target_modules=list(projections(name)),
         base_model_name_or_path=name,
+        **options,
     )
     model_class = SHAPES[name].model_class
+    model_config = model_class.config_class.from_pretrained(model_dir)
+    model_config.vocab_size += num_added
     with torch.device("meta"):
-        model = model_class(model_class.config_class.from_pretrained(model_dir))
+        model = model_class(model_config)
         inject_adapter_in_model(config, model)
     state = get_peft_model_state_dict(model, save_embedding_layers=False)
     tensors = {

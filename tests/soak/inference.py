@@ -1,4 +1,5 @@
-"""The endurance test of the engine: W4 for minutes, with random cancels and deadlines.
+"""The endurance test of the engine: W4 for minutes, with random cancels and deadlines, adapters of
+every kind and sums of some.
 
     python -m tests.soak.inference [--seconds 600] [--model bench-200m] [--adapters 200]
                                    [--transport process] [--seed N]
@@ -21,6 +22,7 @@ import secrets
 import statistics
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from bench.models import ROOT, SHAPES, Prepared, prepare, prompts
 from bench.trace import Arrival, Traffic
 from inference_svc.core import FinishReason
 from inference_svc.errors import QueueFull
+from tests.soak.kinds import NUM_ADDED, Asked, Kinds, with_kinds
 
 IN_FLIGHT = 48
 CANCELLED, WITH_DEADLINE = 0.15, 0.15
@@ -40,6 +43,8 @@ MAX_GROWTH_BYTES = 8 << 20
 NUM_SAMPLES = 60
 SMOOTHED = 5
 """Samples whose median stands for the middle one: a single reading may fall on a passing peak."""
+PLACES = 256
+"""Tokens between places at which prompts begin."""
 MIN_SECONDS = 60.0
 """A shorter run does not get past its warm-up: its memory is not judged."""
 
@@ -52,6 +57,7 @@ class SoakRequest:
     num_out: int
     has_deadline: bool
     is_cancelled: bool = False
+    kind: str = ""
 
     def check(self) -> None:
         """Raises AssertionError if it ended in a way that its caller did not ask for."""
@@ -72,24 +78,25 @@ class Soak:
     """One run; `run` raises AssertionError for what must not be."""
 
     engine: BenchEngine
-    digests: list[str]
-    vocab: int
+    kinds: Kinds
     seed: int
     num_ended: int = 0
     num_cancelled: int = 0
     num_refused: int = 0
     samples: list[int] = field(default_factory=list)
+    served: Counter[str] = field(default_factory=Counter)
+    """Requests that got all of their tokens, by kind."""
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
         self._requests: dict[str, SoakRequest] = {}
         self._cancels: list[tuple[float, str]] = []
         self._number = 0
-        (self._tokens,) = prompts(1, 4096, self.vocab)
+        (self._tokens,) = prompts(1, 4096, self.kinds.vocab)
 
     def run(self, seconds: float) -> None:
         """Always IN_FLIGHT requests, over some adapters and the base model."""
-        arrivals = Traffic(len(self.digests), ALPHA).arrivals(self.seed)
+        arrivals = Traffic(len(self.kinds.digests), ALPHA).arrivals(self.seed)
         began_s = time.monotonic()
         while (spent_s := time.monotonic() - began_s) < seconds:
             while len(self._requests) < IN_FLIGHT:
@@ -104,21 +111,35 @@ class Soak:
         self.check_nothing_held()
 
     def _submit(self, arrival: Arrival) -> None:
-        self._number += 1
         name = f"soak-{self._number}"
-        start = self._random.randrange(len(self._tokens) - arrival.num_in)
-        prompt = self._tokens[start : start + arrival.num_in]
-        digest = "" if self._random.random() < 0.1 else self.digests[arrival.adapter or 0]
-        fate, now_s = self._random.random(), time.monotonic()
+        asked, is_first = self._draw(arrival)
+        fate, now_s = (1.0 if is_first else self._random.random()), time.monotonic()
         deadline_s = None
         if fate < WITH_DEADLINE:
             deadline_s = now_s + self._random.uniform(0.01, 2.0)
         elif fate < WITH_DEADLINE + CANCELLED:
             heapq.heappush(self._cancels, (now_s + self._random.expovariate(2.0), name))
         track = self.engine.submit(
-            prompt, arrival.num_out, digest, request_id=name, deadline_s=deadline_s
+            asked.prompt,
+            arrival.num_out,
+            asked.digest,
+            request_id=name,
+            deadline_s=deadline_s,
+            activation=asked.activation,
         )
-        self._requests[name] = SoakRequest(track, arrival.num_out, deadline_s is not None)
+        self._requests[name] = SoakRequest(
+            track, arrival.num_out, deadline_s is not None, kind=asked.kind
+        )
+        self._number += 1
+
+    def _draw(self, arrival: Arrival) -> tuple[Asked, bool]:
+        """Returns what is asked for, and whether it is among the first: one of each kind. Prompts
+        begin at a few places, so that some begin alike."""
+        start = self._random.randrange(0, len(self._tokens) - arrival.num_in, PLACES)
+        prompt = self._tokens[start : start + arrival.num_in]
+        if self._number < len(self.kinds.names):
+            return self.kinds.of(self._random, self._number, prompt), True
+        return self.kinds.draw(self._random, arrival.adapter or 0, prompt), False
 
     def _cancel_due(self) -> None:
         while self._cancels and self._cancels[0][0] <= time.monotonic():
@@ -133,6 +154,7 @@ class Soak:
             if asked.track.is_done:
                 asked.check()
                 self.num_ended += 1
+                self.served[asked.kind] += asked.track.finish_reason is FinishReason.LENGTH
                 self.num_refused += asked.track.error is not None
                 del self._requests[name]
 
@@ -168,23 +190,30 @@ def soak(
     prepared: Prepared, num_adapters: int, seconds: float, seed: int, threads: int, transport: str
 ) -> str:
     """Gives a line about what was done. Raises AssertionError for what must not be."""
+    prepared = with_kinds(prepared)
     engine, digests = start_engine(
         prepared,
         num_adapters,
         num_in_host=max(num_adapters // 2, 40),
         num_threads=threads,
+        prefix_cache=True,
+        max_added_tokens=NUM_ADDED,
         transport=transport,
     )
     try:
-        run = Soak(engine, digests, prepared.vocab, seed)
+        kinds = Kinds([*prepared.adapters], digests, prepared.vocab)
+        run = Soak(engine, kinds, seed)
         run.run(seconds)
+        missing = [each for each in kinds.names if not run.served[each]]
+        assert not missing, f"no request was served for {missing}"
         if seconds >= MIN_SECONDS:
             run.check_memory()
         status = engine.describe()
     finally:
         engine.stop()
     return (
-        f"{run.num_ended} requests, {run.num_cancelled} cancelled, {run.num_refused} refused for "
+        f"{run.num_ended} requests ({', '.join(f'{n} {kind}' for kind, n in run.served.items())}), "
+        f"{run.num_cancelled} cancelled, {run.num_refused} refused for "
         f"their deadline, {status.counters['pulls']:.0f} pulls, "
         f"{sum(status.tiers['device'].evictions.values())} evictions"
     )

@@ -9,9 +9,10 @@ import pytest
 
 from bench.engine import TRANSPORTS, Track
 from bench.models import prepare
-from inference_svc.core import FinishReason
+from inference_svc.core import FinishReason, parts_of
 from inference_svc.errors import AdapterUnavailable, QueueFull
 from tests.soak.inference import NUM_SAMPLES, WARM_UP_SHARE, Soak, SoakRequest, soak
+from tests.soak.kinds import ADDED, ALORA, BASE, PLAIN, SUM, Kinds
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -19,6 +20,21 @@ def test_an_engine_under_cancels_and_deadlines_holds_nothing(tmp_path, transport
     prepared = prepare("bench-tiny", 1, tmp_path)
     done = soak(prepared, num_adapters=60, seconds=3, seed=5, threads=0, transport=transport)
     assert " 0 requests" not in f" {done}"
+    assert " dora" in done
+
+
+def test_what_is_drawn_is_of_every_kind() -> None:
+    chosen, digests = random.Random(0), [f"sha256:{number}" for number in range(12)]
+    kinds = Kinds([PLAIN, ALORA, ADDED], digests, 512)
+    drawn = [kinds.draw(chosen, number % 12, [7] * 9) for number in range(400)]
+    assert {each.kind for each in drawn} == {BASE, SUM, PLAIN, ALORA, ADDED}
+    for each in drawn:
+        assert (max(each.prompt) >= 512) == (each.kind == ADDED)
+        assert each.activation == 0 or each.kind == ALORA
+        if each.kind == SUM:
+            parts = parts_of(each.digest)
+            assert {part.digest for part in parts} <= {*digests[::3]}
+            assert len({part.digest for part in parts}) == len(parts) >= 2
 
 
 @pytest.mark.parametrize(
@@ -60,14 +76,14 @@ def _samples(change: Callable[[float], float]) -> list[int]:
     ],
 )
 def test_memory_that_does_not_stay_is_seen(change) -> None:
-    run = Soak(None, [], 512, 0)
+    run = Soak(None, Kinds([], [], 512), 0)
     run.samples = _samples(change)
     with pytest.raises(AssertionError, match="resident memory"):
         run.check_memory()
 
 
 def test_memory_that_stays_passes() -> None:
-    noise, run = random.Random(0), Soak(None, [], 512, 0)
+    noise, run = random.Random(0), Soak(None, Kinds([], [], 512), 0)
     run.samples = _samples(lambda at: noise.uniform(-0.003, 0.003))
     run.samples[40] += 30 << 20  # one reading
     run.check_memory()

@@ -1,0 +1,95 @@
+"""Adapters of every kind for the endurance test of the engine, and requests for them."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from bench.models import Prepared, make_adapter
+from inference_svc.core import Part, combination_digest
+
+BASE, SUM = "base", "sum"
+PLAIN, ALORA, ADDED = "lora", "alora", "added-tokens"
+NUM_ADDED = 2
+BASE_SHARE = SUM_SHARE = 0.1
+MOST_SUMMED = 3
+
+
+class Asked(NamedTuple):
+    """What a request is for: digest and prompt, and from which token on its adapter is active."""
+
+    kind: str
+    digest: str
+    prompt: list[int]
+    activation: int = 0
+
+
+def options_of(vocab: int) -> dict[str, dict[str, Any]]:
+    """Returns what the adapter of each kind has besides A and B of all layers."""
+    tokens = list(range(vocab, vocab + NUM_ADDED))
+    rows = list(range(0, 64, 2))
+    return {
+        "bias-of-b": {"lora_bias": True},
+        "dora": {"use_dora": True},
+        "norms": {"modules_to_save": ["norm", "input_layernorm", "post_attention_layernorm"]},
+        "whole": {"modules_to_save": ["embed_tokens", "lm_head"]},
+        "rows": {"trainable_token_indices": {"embed_tokens": rows, "lm_head": [1, 7]}},
+        ALORA: {"alora_invocation_tokens": [3, 5], "task_type": "CAUSAL_LM"},
+        ADDED: {
+            "trainable_token_indices": {"embed_tokens": tokens, "lm_head": tokens},
+            "num_added": NUM_ADDED,
+        },
+    }
+
+
+def with_kinds(prepared: Prepared) -> Prepared:
+    """Adds an adapter of each kind to the plain one. Makes what is not there yet."""
+    (plain,) = prepared.adapters.values()
+    adapters = {PLAIN: plain}
+    for number, (kind, options) in enumerate(options_of(prepared.vocab).items(), start=1):
+        adapters[kind] = folder = plain.with_name(f"kind-{kind}")
+        if folder.is_dir():
+            continue
+        partial = folder.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        with warnings.catch_warnings(action="ignore"):  # PEFT's, of biases
+            make_adapter(prepared.model_dir, partial, number, name=prepared.name, **options)
+        partial.rename(folder)
+    return replace(prepared, adapters=adapters)
+
+
+@dataclass
+class Kinds:
+    """The kinds that adapters are of, `digests` in turn."""
+
+    names: Sequence[str]
+    digests: Sequence[str]
+    vocab: int
+
+    def draw(self, chosen: random.Random, adapter: int, prompt: list[int]) -> Asked:
+        """Returns a request for this adapter, for the base model or for a sum."""
+        share = chosen.random()
+        if share < BASE_SHARE:
+            return Asked(BASE, "", prompt)
+        if share < BASE_SHARE + SUM_SHARE:
+            return Asked(SUM, self._sum(chosen), prompt)
+        return self.of(chosen, adapter, prompt)
+
+    def of(self, chosen: random.Random, adapter: int, prompt: list[int]) -> Asked:
+        kind = self.names[adapter % len(self.names)]
+        activation = chosen.randrange(len(prompt)) if kind == ALORA else 0
+        if kind == ADDED:
+            prompt = [*prompt]
+            prompt[chosen.randrange(len(prompt))] = self.vocab + chosen.randrange(NUM_ADDED)
+        return Asked(kind, self.digests[adapter], prompt, activation)
+
+    def _sum(self, chosen: random.Random) -> str:
+        plain = self.digests[self.names.index(PLAIN) :: len(self.names)]
+        summed = chosen.sample(plain, chosen.randint(2, min(MOST_SUMMED, len(plain))))
+        return combination_digest(
+            tuple(Part(each, chosen.choice((0.5, 1.0, -0.25))) for each in summed)
+        )
