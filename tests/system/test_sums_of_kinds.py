@@ -1,0 +1,136 @@
+"""Requests that run with sums of adapters that scale or replace what the base has: the same logits
+and tokens as transformers' of the base's weights and what each adapter changes of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from inference_svc.core import Part, combination_digest
+from inference_svc.errors import AdapterUnusable
+from tests.system.engines import Running
+from tests.system.kinds import ADDED, TOKENS, Kinds, make_kinds
+from tests.system.test_kinds import begin
+from tests.system.test_parity import PATHS, prompts, relative_rms
+from tests.system.zoo import VOCAB, quiet
+
+Parts = tuple[tuple[str, float], ...]
+
+SUMS: dict[str, Parts] = {
+    "magnitudes between others": (("plain", 0.75), ("dora", 1.0), ("small", -0.5)),
+    "norms, a head and rows": (("norms", 1.0), ("plain", 0.5), ("head", 1.0), ("rows", 1.0)),
+    "biases of the base and an embedding": (("small", 2.0), ("bias=all", 1.0), ("embedding", 1.0)),
+    "magnitudes of other targets than the biases": (
+        ("dora of both ends", 1.0),
+        ("bias=lora_only", 1.0),
+    ),
+    "tokens that one adds": ((TOKENS, 1.0), ("plain", 0.5)),
+}
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
+    return make_kinds("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+def merged(zoo: Kinds, adapter: str) -> dict[str, torch.Tensor]:
+    """Returns the model's weights with an adapter in them."""
+    with quiet():
+        model = copy.deepcopy(zoo.references[adapter]).merge_and_unload(adapter_names=[adapter])
+    return model.state_dict()
+
+
+def summed(zoo: Kinds, parts: Parts) -> Any:
+    """Returns the base model with what each part changes of each weight, times its scale."""
+    model = copy.deepcopy(zoo.reference)
+    changed = [(merged(zoo, name), scale) for name, scale in parts]
+    vocab_size = max(len(state["model.embed_tokens.weight"]) for state, _ in changed)
+    model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    base, state = zoo.reference.state_dict(), model.state_dict()
+    for name, weight in base.items():
+        total = weight.clone()
+        for own, scale in changed:
+            total += scale * (own[name][: len(weight)] - weight)
+            if len(own[name]) > len(weight):
+                state[name][len(weight) :] = own[name][len(weight) :]
+        state[name][: len(weight)] = total
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def digest_of(running: Running, parts: Parts) -> str:
+    return combination_digest(tuple(Part(running.digests[name], scale) for name, scale in parts))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_sums_have_the_oracles_logits(zoo: Kinds, path: str, start: Callable) -> None:
+    """In one batch with each other, the base model and their parts alone."""
+    running, recorder = begin(zoo, start, native_kernels=PATHS[path], max_prefill_chunk=24)
+    asked = dict(zip(SUMS, prompts(len(SUMS), seed=3), strict=True))
+    asked["tokens that one adds"] += ADDED
+    for name, prompt in asked.items():
+        running.submit(name, prompt, digest_of(running, SUMS[name]))
+    for index, adapter in enumerate(("", "dora", "head", "bias=all")):
+        zoo.submit(running, f"alone {index}", [5, 6, 7 + index], adapter)
+    for name, prompt in asked.items():
+        check(summed(zoo, SUMS[name]), prompt, running, name, recorder.logits)
+    for index, adapter in enumerate(("", "dora", "head", "bias=all")):
+        tokens, _ = running.result(f"alone {index}")
+        assert tokens == zoo.of(adapter).greedy(adapter, [5, 6, 7 + index], 64)
+    running.check_idle()
+
+
+@torch.no_grad()
+def check(
+    oracle: Any, prompt: Sequence[int], running: Running, name: str, recorded: dict[str, Any]
+) -> None:
+    tokens, last = running.result(name)
+    assert last.error is None, last.error
+    given = torch.tensor([[*prompt, *tokens[:-1]]])
+    expected = oracle(input_ids=given).logits[0, len(prompt) - 1 :]
+    got = torch.stack([each[: expected.shape[1]] for each in recorded[name]])
+    assert relative_rms(got, expected) < 1e-4, name
+    assert len(tokens) == 64
+    assert tokens == expected.argmax(dim=-1).tolist()
+
+
+def test_a_part_changes_what_its_sum_says(zoo: Kinds, start: Callable) -> None:
+    """Each of them, or the sums above could be without it."""
+    running, recorder = begin(zoo, start, native_kernels=True)
+    for name, parts in SUMS.items():
+        for kept in (parts, *(parts[:i] + parts[i + 1 :] for i in range(len(parts)))):
+            key = f"{name}: {kept}"
+            running.submit(key, [0, 3, 9, 50], digest_of(running, kept), max_tokens=1)
+            assert running.result(key)[1].error is None
+        whole, *others = (recorder.logits[key][0] for key in recorder.logits if name in key)
+        for other in others:
+            assert relative_rms(other[:VOCAB], whole[:VOCAB]) > 1e-3, name
+
+
+@pytest.mark.parametrize(
+    ("parts", "match"),
+    [
+        ((("plain", 1.0), ("dora", 0.5)), "scales or replaces .* give it the scale 1, not 0.5"),
+        ((("rows", 2.0),), r"model\.embed_tokens: give it the scale 1, not 2"),
+        ((("head", 1.0), ("dora and the head", 1.0)), "both scale or replace .* lm_head"),
+        ((("embedding", 1.0), ("rows", 1.0)), r"both scale or replace .* model\.embed_tokens"),
+        ((("dora", 1.0), ("bias=all", 1.0)), "both scale or replace"),
+        ((("embedding", 1.0), (TOKENS, 1.0)), r"both scale or replace .* model\.embed_tokens"),
+    ],
+    ids=str,
+)
+def test_two_that_change_one_target_are_refused(
+    zoo: Kinds, start: Callable, parts: Parts, match: str
+) -> None:
+    running = start(zoo, max_added_tokens=len(ADDED))
+    running.submit("a", [5], digest_of(running, parts), max_tokens=1)
+    error = running.result("a")[1].error
+    assert isinstance(error, AdapterUnusable)
+    assert running.digests[parts[-1][0]] in str(error)
+    with pytest.raises(AdapterUnusable, match=match):
+        raise error
+    running.check_idle()
