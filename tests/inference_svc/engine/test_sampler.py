@@ -140,6 +140,23 @@ def test_penalties_follow_their_formulas() -> None:
             assert changed[0, token].item() == pytest.approx(value)
 
 
+def test_rows_may_have_room_behind_them() -> None:
+    """As those of steps have, whose server accepts tokens of adapters."""
+    rows = [
+        sequence(prompt=(1, row), output=(5,), repetition_penalty=1.5, temperature=0.7, seed=row)
+        for row in range(3)
+    ]
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
+    wide = torch.full((3, VOCAB + 4), 9.0)
+    wide[:, :VOCAB] = logits
+    found = Sampler([EOS]).sample(logits, rows)
+    for row in rows:
+        row.token_counts = None
+    assert Sampler([EOS]).sample(wide[:, :VOCAB], rows) == found
+    assert torch.equal(wide[:, :VOCAB], logits)
+    assert (wide[:, VOCAB:] == 9.0).all()
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20),
