@@ -55,6 +55,8 @@ def shrink(
     # Chunks are added in order: having programs of their own, so that few tokens fill the device,
     # changes no number.
     chunk, is_split = tuned["chunk"], plan.num_tokens <= tuned["split_tokens"]
+    if plan.has_mixes and plan.has_tiles:
+        is_split = False  # reading the splits of several parts would take too many registers
     num_splits = -(-group.in_features // chunk) if is_split else 1
     y = _shrunk(num_splits, table, plan, num_targets)
     if len(plan.items) == 0:

@@ -20,12 +20,23 @@ from kernels.attention import triton_kernels as attention
 from kernels.attention import triton_ops as attention_ops
 from kernels.elementwise import triton_kernels as elementwise
 from kernels.elementwise import triton_ops as elementwise_ops
-from kernels.lora import LoraGroup, LoraPlan, LoraTable
+from kernels.lora import (
+    LoraGroup,
+    LoraPlan,
+    LoraTable,
+    OutputVectors,
+    ReplacedWeight,
+    TableEntry,
+    TableRow,
+)
 from kernels.lora import triton_kernels as lora
 from kernels.lora import triton_ops as lora_ops
+from kernels.lora.table import NO_VECTORS, MixPart
+from kernels.replaced import triton_kernels as replaced
+from kernels.replaced import triton_ops as replaced_ops
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-MODULES: tuple[ModuleType, ...] = (attention, elementwise, lora)
+MODULES: tuple[ModuleType, ...] = (attention, elementwise, lora, replaced)
 DTYPE, PAGE_SIZE, MAX_RANK, NUM_TARGETS = torch.bfloat16, 16, 64, 226
 SM_THREADS, SM_REGISTERS, SM_SHARED_BYTES, SM_CTAS = 2048, 1 << 16, 228 << 10, 32
 """Limits of an SM of compute capability 9.0: CUDA C++ Programming Guide, table of technical
@@ -219,15 +230,48 @@ def _launch_norms(shape: Shape, launched: Callable[[], list[tuple[str, Any]]]) -
     return found
 
 
-def _launch_lora(num_in: int, num_out: tuple[int, ...], lengths: list[int]) -> None:
-    arena = torch.zeros(1024, dtype=DTYPE)
-    table = LoraTable.create(4, NUM_TARGETS, arena, "cpu", max_rank=MAX_RANK)
-    plan = LoraPlan.build([0] * len(lengths), lengths, table, "cpu")
+def compiled_kinds(shape: Shape, rows: list[tuple[int, int]]) -> dict[str, dict[str, int]]:
+    """As `compiled_step`, of adapters that have more than A and B, alone and in sums."""
+    from triton.runtime import driver
+
+    driver.set_active(NoDevice(90))
+    found: dict[str, Any] = {}
+    shape, lengths = Shape(*shape), [count for _, count in rows]
+    with recorded() as launched:
+        for kind in ("vectors", "sums"):
+            for group, (num_in, num_out) in shape.groups.items():
+                _launch_lora(num_in, num_out, lengths, kind)
+                found |= {f"{name} {group} of {kind}": each for name, each in launched()}
+        _launch_replaced(shape.hidden, len(lengths))
+        found |= dict(launched())
+    return {name: describe(each)._asdict() for name, each in found.items()}
+
+
+def _launch_replaced(hidden: int, num_rows: int) -> None:
+    table = LoraTable.create(1, 1, torch.zeros(1024, dtype=DTYPE), "cpu", num_weights=1)
+    table.set_row(0, TableRow.of([], [ReplacedWeight(0, full=0)]))
+    plan = LoraPlan.build([0] * num_rows, [1] * num_rows, table, "cpu")
+    x, logits = torch.zeros(num_rows, hidden, dtype=DTYPE), torch.zeros(num_rows, 128)
+    replaced_ops.token_weights(x[0], table, plan, 0)
+    replaced_ops.replace_embeddings(x, torch.zeros(num_rows, dtype=torch.int64), table, plan, 0)
+    replaced_ops.replace_logits(logits, x, table, plan, 0, 128)
+
+
+def _launch_lora(
+    num_in: int, num_out: tuple[int, ...], lengths: list[int], kind: str = "plain"
+) -> None:
+    arena = torch.zeros(1 << 20, dtype=DTYPE)
+    table = LoraTable.create(4, NUM_TARGETS, arena, "cpu", max_rank=MAX_RANK, num_mixes=1)
+    vectors = NO_VECTORS if kind == "plain" else OutputVectors(0, 0, 0)
+    table.set_row(0, [TableEntry(1, 0, 0, 1, 16, 16, vectors=vectors)])
+    table.set_mix(4, [MixPart(0, 1.0)])
+    plan = LoraPlan.build([4 if kind == "sums" else 0] * len(lengths), lengths, table, "cpu")
+    assert (plan.has_vectors, plan.has_mixes) == (kind != "plain", kind == "sums")
     offsets = tuple(sum(num_out[:k]) for k in range(len(num_out)))
     group = LoraGroup(tuple(range(1, 1 + len(num_out))), num_in, offsets, num_out)
     x = torch.zeros(plan.num_tokens, num_in, dtype=DTYPE)
     out = torch.zeros(plan.num_tokens, group.out_end, dtype=DTYPE)
-    lora_ops.add_lora(out, x, arena, table, plan, group)
+    lora_ops.add_lora(out, x, arena, table, plan, group, None if kind == "plain" else out[0])
 
 
 def describe(compiled: Any) -> Compiled:
@@ -268,4 +312,7 @@ def _run(tool: str, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-OPERATIONS = {f.__name__: f for f in (compiled_attention, compiled_families, compiled_step)}
+OPERATIONS = {
+    f.__name__: f
+    for f in (compiled_attention, compiled_families, compiled_kinds, compiled_step)
+}

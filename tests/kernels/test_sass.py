@@ -45,6 +45,13 @@ MIN_CTAS_OF_WIDE_HEADS = {
         "prefill_kernel": 1,
     },
 }
+MIN_CTAS_OF_KINDS = {
+    "shrink_kernel": 3,
+    "expand_kernel": 2,
+    "token_weights_kernel": 16,
+    "replace_embeddings_kernel": 16,
+    "replace_logits_kernel": 3,
+}
 STREAMS = ("add_rms_norm", "swiglu", "decode", "prefill", "shrink", "expand")
 """Kernels that read much: 16 bytes at a time, and nothing element by element."""
 NARROW_LOADS = {"expand_kernel": 1}
@@ -130,3 +137,14 @@ def test_prompts_in_fp32(compiler, shape):
     kernel = SimpleNamespace(**found["prefill_kernel"])
     assert kernel.spills == kernel.stack_bytes == 0, kernel
     assert kernel.num_ctas >= 1
+
+
+@pytest.mark.parametrize("step", ["32 rows", "a short prompt"])
+@pytest.mark.parametrize("shape", ["8B", pytest.param("heads of 256", marks=pytest.mark.long)])
+def test_what_adapters_have_besides(compiler, shape, step):
+    """Vectors over outputs, sums of adapters, and weights in the base's place: nothing spills."""
+    found = compiler.call("compiled_kinds", SHAPES[shape], STEPS[step])
+    for label, facts in found.items():
+        kernel = SimpleNamespace(**facts)
+        assert kernel.spills == kernel.stack_bytes == 0, (label, kernel)
+        assert kernel.num_ctas >= MIN_CTAS_OF_KINDS[label.split()[0]], (label, kernel)
