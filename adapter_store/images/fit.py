@@ -79,6 +79,7 @@ def fit(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
         _check_use(use)
     uses.sort(key=lambda use: (use.column, isinstance(use.changes, Replacement)))
     _check_once(uses)
+    _check_added_tokens(uses)
     _check_complete(checkpoint, layout)
     return uses
 
@@ -163,6 +164,16 @@ def count_added_tokens(uses: Iterable[Use]) -> int:
             ids.update(changes.row_ids)
     end = max(num_base, num_saved)
     return end - num_base + sum(token >= end for token in ids)
+
+
+def _check_added_tokens(uses: Sequence[Use]) -> None:
+    """Requires that LoRA of an embedding is of an adapter that adds no tokens: its A has no rows
+    for them."""
+    for use in uses:
+        is_embedding = use.target.kind is TargetKind.EMBEDDING
+        if is_embedding and not isinstance(use.changes, Replacement) and count_added_tokens(uses):
+            detail = f"{use.target.name} has A and B for {use.target.num_rows} tokens{ADDED_TOKENS}"
+            raise incompatible(_key(use.changes), "SHAPE_MISMATCH", detail)
 
 
 class _Names:

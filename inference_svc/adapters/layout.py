@@ -292,7 +292,12 @@ class ModelLayout:
     ) -> None:
         """Checks which rows an image, as `read_header` returned it, has in the base's place; `read`
         returns bytes of it from an offset. Raises CorruptImage for ids that do not ascend, and
-        AdapterUnusable for one too far behind the base's last."""
+        AdapterUnusable for one too far behind the base's last, or behind it where an A is looked up
+        by token, which would be read beyond its end."""
+        has_lookup = any(
+            each.kind == "a" and self.all_targets[each.target].kind == "embedding"
+            for each in header.segments
+        )
         for segment in header.segments:
             if segment.kind != "row_ids":
                 continue
@@ -301,6 +306,12 @@ class ModelLayout:
                 raise CorruptImage(f"row ids at byte {segment.offset} do not ascend")
             target = self.all_targets[segment.target]
             num_rows = target.in_features if target.kind == "embedding" else target.out_features
+            if has_lookup and ids[-1] >= num_rows:
+                raise AdapterUnusable(
+                    f"it has a row for token {ids[-1]}, behind the {num_rows} of the model, and A "
+                    "and B of the embedding, which have none for it",
+                    subject="adapter",
+                )
             if ids[-1] >= num_rows + max_added_tokens:
                 raise AdapterUnusable(
                     f"it has a row for token {ids[-1]}, and this server accepts "

@@ -327,6 +327,57 @@ case(
 case("tensor: NaN in fp8", "NOT_FINITE", tensors(**{A: fp8_nan()}))
 
 
+def both(*changes: Change) -> Change:
+    def change(folder: Path) -> None:
+        for each in changes:
+            each(folder)
+
+    return change
+
+
+def more(name: str, shape: tuple[int, ...], value: float, **fields: Any) -> Change:
+    """Adds a tensor to each layer's q_proj, or one to the model, all of it this value, and sets
+    these fields of the config."""
+    names = [name.format(0), name.format(1)]
+    added = {f"base_model.model.{each}": torch.full(shape, value) for each in names}
+    return both(config(**fields), tensors(**added))
+
+
+IN_Q = "model.layers.{}.self_attn.q_proj."
+ROWS = "model.embed_tokens.token_adapter.trainable_tokens_delta"
+MANY = list(range(300))
+for value in (torch.nan, torch.inf, -torch.inf):
+    for name, change in {
+        "magnitudes": more(f"{IN_Q}lora_magnitude_vector", (16,), value, use_dora=True),
+        "biases of B": more(f"{IN_Q}lora_B.bias", (16,), value, lora_bias=True),
+        "biases of the base": more(f"{IN_Q}bias", (16,), value, bias="lora_only"),
+        "norms": more("model.norm.weight", (16,), value, modules_to_save=["norm"]),
+        "heads": more("lm_head.weight", (32, 16), value, modules_to_save=["lm_head"]),
+        "rows": more(ROWS, (2, 16), value, trainable_token_indices=[3, 5]),
+    }.items():
+        case(f"tensor: {name} of {value}", "NOT_FINITE", change)
+case(
+    "tensor: a magnitude for every input",
+    "SHAPE_INVALID",
+    more(f"{IN_Q}lora_magnitude_vector", (16, 16), 1.0, use_dora=True),
+)
+case(
+    "tensor: more rows than ids",
+    "SHAPE_INVALID",
+    more(ROWS, (300, 16), 1.0, trainable_token_indices=[3, 5]),
+)
+case(
+    "tensor: fewer rows than ids",
+    "SHAPE_INVALID",
+    more(ROWS, (2, 16), 1.0, trainable_token_indices=MANY),
+)
+case(
+    "tensor: rows that are a vector",
+    "SHAPE_INVALID",
+    more(ROWS, (16,), 1.0, trainable_token_indices=[3]),
+)
+
+
 # The files
 
 

@@ -18,19 +18,28 @@ from inference_svc.backends.base import Logits
 from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.backends.torch import TorchBackend
 from inference_svc.model.architectures import load_description
-from inference_svc.model.description import Decoder, Norm, NormKind, Projection
+from inference_svc.model.description import (
+    EMBED_TOKENS,
+    LM_HEAD,
+    Decoder,
+    Norm,
+    NormKind,
+    Projection,
+)
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
 from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import BlockWeights, LayerInputsWeights, ModelWeights, ones
 from kernels.elementwise import NormWeight
-from kernels.lora import TableEntry
-from kernels.lora.table import MixPart
+from kernels.lora import OutputVectors, ReplacedWeight, TableEntry
+from kernels.lora.table import ABSENT, GRANULE_BYTES, MixPart
 
 PAGE_SIZE, NUM_PAGES, MAX_PAGES, MAX_TOKENS, MAX_ROWS = 4, 60, 20, 70, 6
-NUM_SLOTS, MAX_RANK = 3, 4
+NUM_SLOTS, MAX_RANK, MAX_ADDED = 3, 4, 2
 SUM = NUM_SLOTS
-"""The slot of a sum of all three."""
+"""The slot of a sum: of all three, or of the first two, if they have more than A and B."""
+OWN_ROWS, ROWS_SLOT = (0, 7, 21, 63), 1
+"""Tokens of which this adapter has rows of its own, if they have more than A and B."""
 
 SHAPE = {
     "vocab_size": 64,
@@ -196,6 +205,46 @@ class Model:
         arena.table.set_mix(SUM, [MixPart(2, 0.5), MixPart(0, -1.0), MixPart(1, 0.25)])
         return cls(Transformer(decoder, moved(weights, device)), arena)
 
+    def with_kinds(self, num_added: int) -> Model:
+        """Gives the adapters more than A and B: slot 0 vectors of every target, with A and B or
+        without; 1 rows of the embedding and the head, of `num_added` tokens behind the vocabulary,
+        too; 2 whole weights; both have norms."""
+        placing, table, layout = Placing(self.arena), self.arena.table, self.arena.layout
+        sizes = {
+            index: (each.in_features, each.out_features)
+            for index, each in enumerate(layout.targets)
+        }
+        vectors = {
+            index: OutputVectors(
+                placing.random(num_out, dtype=torch.float32),
+                placing.random(num_out, dtype=torch.float32),
+                # Without A and B a target has nothing but a bias in the place of the base's.
+                placing.random(num_out) if layout.targets[index].layer is not None else ABSENT,
+            )
+            for index, (_, num_out) in sizes.items()
+            if index in table.adapters[0].target_set
+        }
+        bare = next(i for i in sizes if i % 2 and layout.targets[i].layer is not None)
+        vectors[bare] = OutputVectors(base_bias=placing.random(sizes[bare][1]))
+        table.set_row(0, table.adapters[0].with_others(vectors, sizes, ()))
+        vocab, hidden = sizes[0]
+        ids = [*OWN_ROWS, *range(vocab, vocab + num_added)]
+        rows, whole = [], []
+        for name, weight in layout.weight_indices.items():
+            if name in (EMBED_TOKENS, LM_HEAD):
+                places = (placing.ids(ids), placing.random(len(ids), hidden))
+                rows.append(ReplacedWeight(weight, ABSENT, *places, len(ids)))
+                whole.append(ReplacedWeight(weight, placing.random(vocab, hidden)))
+            else:
+                size = layout.all_targets[layout.weights[weight]].out_features
+                whole.append(ReplacedWeight(weight, placing.random(size)))
+                rows.append(ReplacedWeight(weight, placing.random(size)))
+        for slot, replaced in ((1, rows), (2, whole)):
+            row = table.adapters[slot].with_others({}, sizes, tuple(replaced))
+            table.set_row(slot, row)
+        table.set_mix(SUM, [MixPart(1, 1.0), MixPart(0, 1.0)])
+        return self
+
     def caches(self) -> KVCaches:
         return KVCaches.allocate(
             self.transformer.description,
@@ -205,8 +254,8 @@ class Model:
             device=self.arena.device,
         )
 
-    def plain(self) -> TorchBackend:
-        targets = applied_targets(self.arena.layout)
+    def plain(self, max_added_tokens: int = 0) -> TorchBackend:
+        targets = applied_targets(self.arena.layout, (), max_added_tokens)
         return TorchBackend(self.transformer, self.caches(), self.arena, targets)
 
     def fixed(
@@ -234,6 +283,28 @@ class Model:
         return backend
 
 
+class Placing:
+    """Puts values behind those that A and B lie among."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena, self._granule = arena, 1024
+        self._generator = torch.Generator().manual_seed(1)
+
+    def random(self, *shape: int, dtype: torch.dtype | None = None) -> int:
+        """Puts values from 0.5 to 1.5; returns their granule."""
+        values = torch.rand(shape, generator=self._generator) + 0.5
+        return self._put(values.to(dtype or self._arena.flat.dtype))
+
+    def ids(self, ids: list[int]) -> int:
+        return self._put(torch.tensor(ids, dtype=torch.int32))
+
+    def _put(self, values: Tensor) -> int:
+        found, self._granule = self._granule, self._granule + -(-values.nbytes // GRANULE_BYTES)
+        there = self._arena.flat.view(torch.uint8)[found * GRANULE_BYTES :][: values.nbytes]
+        there.copy_(values.contiguous().view(-1).view(torch.uint8))
+        return found
+
+
 class Eager:
     """Computes anew at every replay: what a recording must equal."""
 
@@ -244,19 +315,22 @@ class Eager:
         self._compute()
 
 
-def _sequence(length: int, first_page: int, slot: int) -> core.Sequence:
+def _sequence(length: int, first_page: int, slot: int, first_token: int) -> core.Sequence:
     tokens = tuple((7 * index + 3 * first_page) % 64 for index in range(length))
+    if slot == ROWS_SLOT and first_token:
+        tokens = (first_token, *tokens[1:])
     made = core.Sequence(core.Request(f"{first_page}", tokens, core.SamplingParams()))
     made.page_ids = [first_page + page for page in range(-(-length // PAGE_SIZE))]
     made.slot = slot
     return made
 
 
-def steps(slots: list[int]) -> list[core.Batch]:
-    """A prompt in two parts beside others, then decodes of all, of some, and of one."""
+def steps(slots: list[int], first_token: int = 0) -> list[core.Batch]:
+    """A prompt in two parts beside others, then decodes of all, of some, and of one. Prompts for
+    the adapter that may add tokens begin with `first_token`, if there is one."""
     lengths = [50, 9, 1, 22, 5]
     sequences = [
-        _sequence(length, 15 * bool(index) + 8 * index, slot)
+        _sequence(length, 15 * bool(index) + 8 * index, slot, first_token)
         for index, (length, slot) in enumerate(zip(lengths, slots, strict=True))
     ]
     long, *others = sequences

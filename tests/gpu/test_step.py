@@ -4,15 +4,26 @@ prompts, decodes and padding, with adapters and without."""
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
 
 from inference_svc.backends.cuda_graphs import CudaRecorder
-from tests.gpu.models import FEATURES, SUM, Eager, Model, assert_close, make_decoder, run, steps
+from tests.gpu.models import (
+    FEATURES,
+    MAX_ADDED,
+    SUM,
+    Eager,
+    Model,
+    assert_close,
+    make_decoder,
+    run,
+    steps,
+)
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-BASE, ALL, SOME = [-1] * 5, [0, 0, 1, 2, 2], [-1, -1, 0, 1, 1]
+BASE, ALL, SOME, KINDS = [-1] * 5, [0, 0, 1, 2, 2], [-1, -1, 0, 1, 1], [1, -1, 0, 1, 2]
 """Adapters of the five rows."""
 SUMS = [SUM, -1, 0, SUM, 2]
 
@@ -21,15 +32,27 @@ SUMS = [SUM, -1, 0, SUM, 2]
 def check_equal(tmp_path, device, on_device):
     """`check_equal(feature, dtype, slots)` computes the same steps in both ways."""
 
-    def check(feature: str, dtype: torch.dtype, slots: list[int], num_layers: int = 2) -> None:
+    def check(
+        feature: str,
+        dtype: torch.dtype,
+        slots: list[int],
+        num_layers: int = 2,
+        num_added: int | None = None,
+    ) -> None:
+        """`num_added`: adapters have more than A and B, one of them so many tokens."""
         decoder = make_decoder(feature, tmp_path, num_hidden_layers=num_layers)
         host, there = (Model.make(decoder, dtype, at) for at in (torch.device("cpu"), device))
-        wanted = run(host.plain(), steps(slots))
+        if num_added is not None:
+            host, there = (each.with_kinds(num_added) for each in (host, there))
+        num_added = num_added or 0
+        batches = partial(steps, slots, decoder.vocab_size if num_added else 0)
+        wanted = run(host.plain(num_added), batches())
         with on_device():
             # The interpreter compiles nothing, and takes its time.
             is_cuda = device.type == "cuda"
-            backend = there.fixed(CudaRecorder() if is_cuda else Eager, is_warm=is_cuda)
-            got = run(backend, steps(slots))
+            record = CudaRecorder() if is_cuda else Eager
+            backend = there.fixed(record, is_warm=is_cuda, max_added_tokens=num_added)
+            got = run(backend, batches())
         assert_close(wanted, got, TOLERANCES[dtype])
         assert backend.num_replays == 4
 
@@ -39,6 +62,25 @@ def check_equal(tmp_path, device, on_device):
 @pytest.mark.smoke
 def test_one_layer(check_equal):
     check_equal("qwen3, norms of heads", torch.float16, SOME, num_layers=1)
+
+
+@pytest.mark.smoke
+def test_one_layer_with_adapters_of_every_kind(check_equal):
+    """Prompts beside each other, and recorded decodes: vectors, rows, added tokens, whole weights,
+    norms, and the base model."""
+    check_equal("qwen3, norms of heads", torch.float16, KINDS, num_layers=1, num_added=MAX_ADDED)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_with_adapters_of_every_kind(check_equal, feature):
+    num_added = 0 if feature.startswith("gemma4") else MAX_ADDED  # inputs of layers have no more
+    check_equal(feature, torch.float32, KINDS, num_added=num_added)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("feature", FEATURES)
+def test_bfloat16_with_adapters_of_every_kind(check_equal, feature):
+    check_equal(feature, torch.bfloat16, KINDS, num_added=0)
 
 
 @pytest.mark.parametrize("slots", [BASE, ALL, SOME], ids=str)
@@ -55,6 +97,11 @@ def test_half_precision(check_equal, feature):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_sums_of_adapters(check_equal, dtype):
     check_equal("qwen3, norms of heads", dtype, SUMS)
+
+
+def test_a_sum_of_adapters_of_several_kinds(check_equal):
+    """Vectors of one over rows of another, and over its norms."""
+    check_equal("qwen2, biases", torch.float32, SUMS, num_layers=1, num_added=0)
 
 
 @pytest.mark.real

@@ -313,6 +313,5 @@ def _run(tool: str, *arguments: str) -> str:
 
 
 OPERATIONS = {
-    f.__name__: f
-    for f in (compiled_attention, compiled_families, compiled_kinds, compiled_step)
+    f.__name__: f for f in (compiled_attention, compiled_families, compiled_kinds, compiled_step)
 }

@@ -147,7 +147,7 @@ def checked(step: Callable[..., Any], check: Callable[[], None], messages: list[
 def test_random_loads_and_evictions_leave_the_accounts_whole(
     zoo: Kinds, asked: Asked, begin: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The accounts agree after every step: loads, evictions, unloads and cancels."""
+    """The accounts agree after every step, while adapters are loaded, evicted and unloaded."""
     running, _ = begin(
         max_loras=4,
         arena_bytes=LARGEST_IMAGE * 3,

@@ -154,6 +154,14 @@ UNSERVABLE: dict[str, tuple[Change, str]] = {
         lambda folder: _raise_rank(folder, 80),
         "--max-rank",
     ),
+    "rows-beyond-the-vocabulary": (
+        lambda folder: _add_rows(folder, [5, 1 << 30]),
+        "a row for token 1073741824, and this server accepts",
+    ),
+    "tokens-that-its-embedding-lacks": (
+        lambda folder: _add_rows(folder, [128], "lm_head", adapts_embedding=True),
+        "model.embed_tokens has A and B for 128 tokens: tokens were added",
+    ),
     "unknown-target": (
         lambda folder: _rename_module(folder, "model.layers.0.", "model.layers.7."),
         "model.layers.7",
@@ -169,6 +177,24 @@ def _add_vectors(folder: Path, name: str, key: str, number: float) -> None:
     for b in [each for each in values if ".lora_B." in each]:
         values[b.replace("lora_B.weight", name)] = torch.full((len(values[b]),), number)
     save_file(values, path)
+
+
+def _add_rows(
+    folder: Path, ids: list[int], module: str = "embed_tokens", *, adapts_embedding: bool = False
+) -> None:
+    """Adds trained rows of these tokens, and LoRA of the embedding."""
+    config(trainable_token_indices={module: ids})(folder)
+    parent = "base_model.model." if module == "lm_head" else "base_model.model.model."
+    added = {
+        f"{parent}{module}.token_adapter.trainable_tokens_delta": torch.ones(len(ids), 64),
+    }
+    if adapts_embedding:
+        path = folder / "adapter_config.json"
+        targets = json.loads(path.read_text())["target_modules"]
+        config(target_modules=[*targets, "embed_tokens"])(folder)
+        prefix = "base_model.model.model.embed_tokens.lora_embedding_"
+        added |= {f"{prefix}A": torch.ones(16, 128), f"{prefix}B": torch.ones(64, 16)}
+    tensors(lambda saved: saved.update(added))(folder)
 
 
 def _add_experts(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -472,3 +473,29 @@ def test_added_tokens_are_rows_behind_the_bases(tmp_path, option):
         adapted.save_pretrained(str(tmp_path), save_embedding_layers=True)
     with pytest.raises(InvalidAdapter, match="save with save_embedding_layers=False"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("where", ["rows of the head", "a copy of the embedding"])
+def test_added_tokens_are_refused_where_lora_of_the_embedding_lacks_them(tmp_path, where):
+    """PEFT makes A of as many tokens as rows: others would be read beyond its end."""
+    model = make_model()
+    base = model.get_input_embeddings().weight.detach().clone()
+    rows = {"lm_head": [3, 5]} if where == "rows of the head" else None
+    targets = ["q_proj", "embed_tokens"]
+    options = {"target_modules": targets, "trainable_token_indices": rows}
+    adapt(tmp_path, model, save_embedding_layers=False, **options)
+    of = with_hashes({EMBEDDING: base})
+    compile_image(open_checkpoint(tmp_path), of)
+    if rows is not None:
+        path = tmp_path / "adapter_config.json"
+        ids = {"lm_head": [VOCAB, VOCAB + 1]}
+        fields = json.loads(path.read_text()) | {"trainable_token_indices": ids}
+        path.write_text(json.dumps(fields))
+    else:
+        path = tmp_path / "adapter_model.safetensors"
+        copy = torch.cat([base, torch.ones(1, HIDDEN)])
+        name = f"base_model.model.{EMBEDDING}.base_layer.weight"
+        save_file({**load_file(path), name: copy}, path)
+    with pytest.raises(IncompatibleAdapter, match="not A and B") as caught:
+        compile_image(open_checkpoint(tmp_path), of)
+    assert caught.value.reason == "SHAPE_MISMATCH"

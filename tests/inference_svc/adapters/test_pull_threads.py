@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from inference_svc.adapters import pull as pull_job_module
 from inference_svc.adapters import pull_threads as puller_module
@@ -27,7 +28,13 @@ from inference_svc.adapters.image_source import (
     PullMessage,
     Segment,
 )
-from inference_svc.adapters.layout import FLOAT8, KIND_WORDS, ModelLayout
+from inference_svc.adapters.layout import (
+    FLOAT8,
+    IMAGE_FORMATS,
+    KIND_WORDS,
+    LayoutTarget,
+    ModelLayout,
+)
 from inference_svc.adapters.pull import (
     ImageSink,
     PullDone,
@@ -203,6 +210,20 @@ def test_rows_are_of_tokens_that_there_are(layout: ModelLayout) -> None:
             check_ids(layout, ids)
     with pytest.raises(AdapterUnusable, match=f"a row for token {num_tokens + 2}, and this server"):
         check_ids(layout, [1, num_tokens + 2])
+
+
+@pytest.mark.parametrize("target", [0, 1], ids=["embedding", "head"])
+def test_added_tokens_are_refused_where_an_a_has_no_rows_for_them(target: int) -> None:
+    """A token that is looked up there would be read beyond its end."""
+    sizes = {"embedding": (8, 4), "linear": (4, 8)}
+    targets = [LayoutTarget(kind, None, kind, kind, *size) for kind, size in sizes.items()]
+    layout = ModelLayout("m", "", torch.float32, IMAGE_FORMATS, tuple(targets))
+    segments = [Segment(0, "a", 1, 256, 32), Segment(0, "b", 1, 512, 16)]
+    segments.append(Segment(target, "row_ids", 0, 0, 8, "int32", (2,)))
+    header = ImageHeader("image", "aaaa", LAYOUT_ID, 2, 768, tuple(segments))
+    layout.check_rows(header, lambda start, size: np.array([3, 7], np.int32).tobytes(), 2)
+    with pytest.raises(AdapterUnusable, match="a row for token 8, behind the 8 of the model"):
+        layout.check_rows(header, lambda start, size: np.array([3, 8], np.int32).tobytes(), 2)
 
 
 @pytest.mark.parametrize("kinds", [("rows",), ("row_ids",), ("bias", "a"), ("magnitude", "bias")])
