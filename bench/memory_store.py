@@ -1,8 +1,8 @@
 """A store without a wire that serves compiled images from memory, and any number of variants.
 
 A variant is an image whose bytes differ from its original's in the first part only, by a few low
-bits of its first values, with hashes and a digest of its own: to the engine another adapter of the same
-size. So a thousand adapters take the memory of one here, and all of theirs in the engine.
+bits of its first values, with hashes and a digest of its own: to the engine another adapter of the
+same size. So a thousand adapters take the memory of one here, and all of theirs in the engine.
 """
 
 from __future__ import annotations

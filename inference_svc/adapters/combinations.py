@@ -9,12 +9,12 @@ another in that order (`in_order`), and what an aged one needs is taken from tho
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from inference_svc.adapters.image_source import ImageHeader
-from inference_svc.adapters.layout import listed
+from inference_svc.adapters.layout import ModelLayout, has_lookup, listed
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.tiers import ResidencyChange
 from inference_svc.core import Part, is_combination, parts_of
@@ -32,15 +32,14 @@ class _Mix:
 @dataclass
 class Combinations:
     """Gives combinations `num_mixes` mixes of the table, whose first rows begin at `first_slot`:
-    one to each that runs. Every digest may be one adapter's, too.
-
-    `replaced_targets` is ModelLayout's: names of targets that an adapter scales or replaces.
-    """
+    one to each that runs. Every digest may be one adapter's, too. Single adapters may add up to
+    `max_added_tokens` to the vocabulary."""
 
     residency: Residency
-    replaced_targets: Callable[[ImageHeader], frozenset[str]]
+    layout: ModelLayout
     first_slot: int
     num_mixes: int
+    max_added_tokens: int = 0
     _mixes: dict[str, _Mix] = field(default_factory=dict)
     _free: list[int] = field(init=False)
     _waiting: Counter[str] = field(default_factory=Counter)
@@ -158,7 +157,7 @@ class Combinations:
         headers = {
             part: header for part in parts if (header := self._header(part.digest)) is not None
         }
-        refused = self._refused_part(headers)
+        refused = self._refused_part(headers) or self._refused_lookup(headers)
         if refused is not None:
             return refused
         if not self.residency.device.admits_together(len(parts), list(headers.values())):
@@ -174,7 +173,7 @@ class Combinations:
         of it is either there or not."""
         replaced = set[str]()
         for part, header in headers.items():
-            names = sorted(self.replaced_targets(header))
+            names = sorted(self.layout.replaced_targets(header))
             if names and part.scale != 1.0:
                 message = (
                     f"adapter {part.digest} scales or replaces what the model has of "
@@ -189,6 +188,24 @@ class Combinations:
                 )
                 return part.digest, AdapterUnusable(message, subject="adapters")
             replaced.update(names)
+        return None
+
+    def _refused_lookup(
+        self, headers: Mapping[Part, ImageHeader]
+    ) -> tuple[str, ServiceError] | None:
+        """Rows of one part may be of tokens that it adds, for which A of another's embedding has
+        none."""
+        if not self.max_added_tokens:
+            return None
+        for part, header in headers.items():
+            others = (each for other, each in headers.items() if other != part)
+            if has_lookup(self.layout, header) and any(map(_has_row_ids, others)):
+                message = (
+                    f"adapter {part.digest} has A and B of the embedding, and cannot be summed "
+                    "with one that has rows of its own for tokens: they may be behind the "
+                    "vocabulary (--max-added-tokens)"
+                )
+                return part.digest, AdapterUnusable(message, subject="adapters")
         return None
 
     def _header(self, part: str) -> ImageHeader | None:
@@ -207,3 +224,7 @@ class Combinations:
         for part, combinations in self._waiting_for.items():
             assert combinations, "an empty set of combinations"
             assert all(part in {p.digest for p in parts_of(each)} for each in combinations)
+
+
+def _has_row_ids(header: ImageHeader) -> bool:
+    return any(segment.kind == "row_ids" for segment in header.segments)

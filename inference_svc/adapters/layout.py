@@ -294,10 +294,7 @@ class ModelLayout:
         returns bytes of it from an offset. Raises CorruptImage for ids that do not ascend, and
         AdapterUnusable for one too far behind the base's last, or behind it where an A is looked up
         by token, which would be read beyond its end."""
-        has_lookup = any(
-            each.kind == "a" and self.all_targets[each.target].kind == "embedding"
-            for each in header.segments
-        )
+        looks_up = has_lookup(self, header)
         for segment in header.segments:
             if segment.kind != "row_ids":
                 continue
@@ -306,7 +303,7 @@ class ModelLayout:
                 raise CorruptImage(f"row ids at byte {segment.offset} do not ascend")
             target = self.all_targets[segment.target]
             num_rows = target.in_features if target.kind == "embedding" else target.out_features
-            if has_lookup and ids[-1] >= num_rows:
+            if looks_up and ids[-1] >= num_rows:
                 raise AdapterUnusable(
                     f"it has a row for token {ids[-1]}, behind the {num_rows} of the model, and A "
                     "and B of the embedding, which have none for it",
@@ -434,6 +431,15 @@ def refused_kinds(kinds: Iterable[str], targets: Iterable[str] = ()) -> str | No
         return None
     names = listed(sorted(set(targets)))
     return f"{listed(list(words))}, which this server does not apply" + (names and f": {names}")
+
+
+def has_lookup(layout: ModelLayout, header: ImageHeader) -> bool:
+    """Returns whether an image has an A that is looked up by token, with a row for each of the
+    base's."""
+    return any(
+        each.kind == "a" and layout.all_targets[each.target].kind == "embedding"
+        for each in header.segments
+    )
 
 
 def listed(names: Sequence[str]) -> str:

@@ -85,7 +85,9 @@ def build_engine(
     puller, residency = _make_residency(config, store, post, layout, backend.arena, host)
     pages = PagePool(backend.num_pages, config.page_size, config.prefix_cache)
     num_mixes = backend.arena.table.num_mixes
-    combinations = Combinations(residency, layout.replaced_targets, config.max_loras, num_mixes)
+    combinations = Combinations(
+        *(residency, layout, config.max_loras, num_mixes, config.max_added_tokens)
+    )
     scheduler = Scheduler(_limits(config), pages, combinations)
     profiler = StepProfiler(factory.profiler_device)
     sampler = Sampler(decoder.eos_token_ids, has_device_memory=factory.has_device_memory)

@@ -23,6 +23,7 @@ SUM, PARTS = "sum", (("plain", 0.75), ("small", 0.5))
 """A request's own weights of two adapters."""
 ALORA, TOKENS = "alora", "added tokens"
 OWN = (
+    AdapterSpec("lookup", 2, ["embed_tokens", "k_proj"]),
     AdapterSpec("lora_bias", 4, ALL, {"lora_bias": True}),
     # PEFT saves what ends with it: norms of layers, of queries and keys, and the last one.
     AdapterSpec("norms", 4, ["q_proj"], {"modules_to_save": ["norm"]}),

@@ -120,6 +120,8 @@ def test_a_part_changes_what_its_sum_says(zoo: Kinds, start: Callable) -> None:
         ((("embedding", 1.0), ("rows", 1.0)), r"both scale or replace .* model\.embed_tokens"),
         ((("dora", 1.0), ("bias=all", 1.0)), "both scale or replace"),
         ((("embedding", 1.0), (TOKENS, 1.0)), r"both scale or replace .* model\.embed_tokens"),
+        ((("rows", 1.0), ("dora of both ends", 1.0)), r"both scale or replace .*embed_tokens"),
+        (((TOKENS, 1.0), ("lookup", 0.5)), "cannot be summed with .*--max-added-tokens"),
     ],
     ids=str,
 )
