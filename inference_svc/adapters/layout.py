@@ -26,6 +26,7 @@ from inference_svc.model.description import (
 from inference_svc.model.headers import TowerModule
 from inference_svc.model.parameters import vectors
 from kernels.lora import LoraGroup
+from kernels.lora.plan import LoraContents
 
 IMAGE_FORMATS = (1, 2)
 """Image formats that this service reads."""
@@ -335,6 +336,31 @@ class ModelLayout:
             if segment.kind not in ADDED_KINDS
         )
 
+    def computed_with(self, target: int, kind: str) -> str:
+        """Returns the group that a segment of this kind is computed with; of weights that are
+        replaced their name."""
+        column = self.biases.get(target, target)
+        is_replaced = kind in _REPLACED and column == target
+        return self.all_targets[column].name if is_replaced else self.targets[column].group
+
+    def contents(self, header: ImageHeader) -> LoraContents:
+        """Returns what the table's row of an image has, as `read_header` returned it."""
+        places = {target: place for place, target in enumerate(self.weights)}
+        kinds = {segment.kind for segment in header.segments}
+        targets, weights = set[int](), set[int]()
+        for segment in header.segments:
+            if segment.kind in _REPLACED and segment.target in places:
+                weights.add(places[segment.target])
+            else:
+                targets.add(self.biases.get(segment.target, segment.target))
+        has_biases = any(segment.target in self.biases for segment in header.segments)
+        return LoraContents(
+            frozenset(targets),
+            frozenset(weights),
+            has_vectors=has_biases or not kinds.isdisjoint(("bias", "magnitude")),
+            has_rows="rows" in kinds,
+        )
+
     def _check_form(self, segment: Segment, image_format: int) -> None:
         """Raises CorruptImage for one that does not have the values of its target."""
         dtype, shape = self.form_of(segment)
@@ -506,6 +532,10 @@ class AppliedTargets:
     weights: Mapping[str, int]
     vocab_size: int
     max_added_tokens: int
+
+    def names_of(self, places: Collection[int]) -> list[str]:
+        """Returns the names of weights at these places, in the order of the layout."""
+        return [name for name, place in self.weights.items() if place in places]
 
 
 def applied_targets(

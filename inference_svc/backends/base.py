@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -15,6 +15,7 @@ from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.core import Batch, EngineConfig, padding_pages
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches, kv_page_bytes
+from kernels.lora.plan import LoraContents
 
 Inputs = TypeVar("Inputs")
 
@@ -53,11 +54,11 @@ class Backend(Protocol[Inputs]):
     def num_lora_steps(self) -> int:
         """The number of steps so far in which a row used an adapter."""
 
-    def lora_launches(self, targets: Collection[int]) -> Mapping[str, int]:
-        """Returns what a decode step launches for adapters, by group, if all of its rows use one
-        adapter that has these targets of the layout: kernels on a device, operations on a CPU.
-        Groups of which the adapter has no target are there if the step launches them all the
-        same."""
+    def lora_launches(self, contents: LoraContents) -> Mapping[str, int]:
+        """Returns what a decode step launches for adapters if all of its rows use one adapter that
+        has this: by group of targets, and by the name of each weight of the base that is replaced.
+        Kernels on a device, operations on a CPU. What the adapter has not is there if the step
+        launches it all the same."""
 
     def magnitudes(self) -> Magnitudes:
         """Returns what divides magnitudes of adapters by the norms of the base's weights. Called

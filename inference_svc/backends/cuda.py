@@ -49,6 +49,7 @@ from inference_svc.model.layers import Linear
 from inference_svc.model.transformer import COMPUTED, Transformer
 from inference_svc.model.weights import load_weights
 from kernels import tuning
+from kernels.lora.plan import LoraContents
 
 logger = logging.getLogger(__name__)
 
@@ -145,14 +146,19 @@ class CudaBackend:
     def weights_bytes(self) -> int:
         return self._transformer.weights.num_bytes
 
-    def lora_launches(self, targets: Collection[int]) -> Mapping[str, int]:
-        """A recorded step launches every group, whatever adapters its rows use."""
-        own = frozenset(targets)
-        return {
+    def lora_launches(self, contents: LoraContents) -> Mapping[str, int]:
+        """A recorded step of a kind launches every group, whatever adapters its rows use; and of
+        those with more than A and B what stands in for every weight."""
+        is_recorded = self._captured is not None
+        launches = {
             name: EMBEDDING_LAUNCHES if name == EMBEDDING else GROUP_LAUNCHES
             for name, group in self._targets.groups.items()
-            if self._captured is not None or not own.isdisjoint(group.targets)
+            if is_recorded or not contents.targets.isdisjoint(group.targets)
         }
+        weights: Collection[int] = contents.weights
+        if is_recorded and (contents.has_vectors or weights):
+            weights = self._targets.weights.values()
+        return launches | dict.fromkeys(self._targets.names_of(weights), 1)
 
     @property
     def workspace_bytes(self) -> int:

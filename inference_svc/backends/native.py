@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,7 @@ from inference_svc.model.weights import load_weights
 from kernels.attention.native_memory import AttentionShape
 from kernels.host_memory import Slab, allocate_host
 from kernels.linear import PackedLinear
+from kernels.lora.plan import LoraContents
 from kernels.lora.table import MAX_PARTS
 from kernels.native.library import Library, load
 
@@ -97,8 +98,9 @@ class NativeBackend:
     def workspace_bytes(self) -> int:
         return self._transformer.num_bytes + self._lora.workspace_bytes
 
-    def lora_launches(self, targets: Collection[int]) -> Mapping[str, int]:
-        return self._transformer.num_ops(self._lora.groups_of(targets))
+    def lora_launches(self, contents: LoraContents) -> Mapping[str, int]:
+        counts = self._transformer.num_ops(self._lora.groups_of(contents))
+        return self._lora.by_weight(counts, contents)
 
     def magnitudes(self) -> Magnitudes:
         return self._transformer.magnitudes(self.arena)

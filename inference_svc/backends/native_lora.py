@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -15,6 +15,7 @@ from inference_svc.model.description import EMBED_TOKENS, LM_HEAD
 from kernels.elementwise import NormWeight
 from kernels.host_memory import allocate_host
 from kernels.lora.native import NativeLora, NativeLoraPlan
+from kernels.lora.plan import LoraContents
 from kernels.native.library import NativeOp
 from kernels.replaced.native import replace_embeddings_op, replace_logits_op, token_weights_op
 
@@ -90,14 +91,27 @@ class NativeLoraOps:
             self._known[key] = self._names_of(changed)
         return self._known[key]
 
-    def groups_of(self, targets: Collection[int]) -> frozenset[str]:
-        """Returns what `plan` would return now for rows of one adapter that has these targets."""
+    def groups_of(self, contents: LoraContents) -> frozenset[str]:
+        """Returns what `plan` would return now for rows of one adapter that has this."""
         changed = np.zeros(len(self._names) + 1, np.bool_)
-        changed[self._group_of_target[list(targets)]] = True
+        changed[self._group_of_target[list(contents.targets)]] = True
+        changed[self._group_of_weight[list(contents.weights)]] = True
+        changed[-2] |= contents.has_rows and self._targets.max_added_tokens > 0
         changed = changed[:-1]
         if changed.tobytes() not in self._known and len(self._known) >= MAX_KNOWN:
             return self._every_group
         return self._names_of(changed)
+
+    def by_weight(self, counts: Mapping[str, int], contents: LoraContents) -> dict[str, int]:
+        """Returns counts of operations by group with each weight that one adapter replaces by its
+        name: norms of queries, keys and values are one group, of an operation each."""
+        found = dict(counts)
+        for name in self._targets.names_of(contents.weights):
+            group = _weight_group(name)
+            if group != name:
+                found.pop(group, None)
+                found[name] = 1
+        return found
 
     def _names_of(self, changed: np.ndarray) -> frozenset[str]:
         return frozenset(name for name, is_in in zip(self._names, changed, strict=True) if is_in)

@@ -175,9 +175,16 @@ class NativeTransformer:
         return self._every_group if is_full else groups
 
     def num_ops(self, groups: frozenset[str]) -> Counter[str]:
-        """Counts the operations, by group, of the program that computes adapters in `groups`."""
+        """Counts the operations, by group, that the program which computes adapters in `groups` has
+        more than that of the base."""
         computed = self._computed(groups)
-        return Counter(group for group, _ in self._ops if group in computed)
+        counts = Counter(group for group, _ in self._ops if group in computed)
+        counts.subtract(
+            name
+            for group, _ in self._ops
+            if group.startswith(_WITHOUT) and (name := group.removeprefix(_WITHOUT)) in computed
+        )
+        return counts
 
     def _build(self, groups: frozenset[str]) -> Program:
         return self._library.program(

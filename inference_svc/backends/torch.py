@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,6 +37,7 @@ from inference_svc.model.transformer import COMPUTED, Transformer
 from inference_svc.model.weights import load_weights
 from kernels.elementwise import NormWeight
 from kernels.lora import LoraPlan, add_lora, add_lora_embedding
+from kernels.lora.plan import LoraContents
 from kernels.lora.table import MAX_PARTS, NUM_FIELDS
 from kernels.replaced import replace_embeddings, replace_logits, token_weights
 
@@ -131,13 +132,12 @@ class TorchBackend:
         self._kv_caches = kv_caches
         self._targets = targets
 
-    def lora_launches(self, targets: Collection[int]) -> Mapping[str, int]:
+    def lora_launches(self, contents: LoraContents) -> Mapping[str, int]:
         """Two products for each target: of the inputs, or of the rows of an embedding's A, and of
-        what they are shrunk to."""
-        own = set(targets)
-        counts = {
-            name: 2 * len(own & {*group.targets}) for name, group in self._targets.groups.items()
-        }
+        what they are shrunk to. Weights are looked up, or multiplied with, once."""
+        groups = self._targets.groups.items()
+        counts = {name: 2 * len(contents.targets & {*group.targets}) for name, group in groups}
+        counts |= dict.fromkeys(self._targets.names_of(contents.weights), 1)
         return {name: count for name, count in counts.items() if count}
 
     @property

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from inference_svc.adapters.arena import locate
+from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.load_states import Load
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.resident import Resident
@@ -68,6 +69,7 @@ class InspectImage:
     number of the layout's targets; what a caller reads is made of it elsewhere."""
 
     backend: Backend[Any]
+    layout: ModelLayout
 
     def __call__(self, resident: Resident, adapter: ResidentAdapter) -> AdapterDetails:
         segments = resident.header.segments
@@ -82,7 +84,7 @@ class InspectImage:
             ranks=np.array([segment.rank for segment in segments], dtype=np.int64),
             offsets=locate(resident.extents, offsets),
             lengths=np.array([segment.length_bytes for segment in segments], dtype=np.int64),
-            launches=dict(self.backend.lora_launches(set(targets.tolist()))),
+            launches=dict(self.backend.lora_launches(self.layout.contents(resident.header))),
             kernels=self.backend.kernels,
         )
 

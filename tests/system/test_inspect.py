@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from inference_svc.adapters.layout import EMBEDDING, HEAD, lora_groups
+from inference_svc.api.grpc.convert import to_inspected
 from inference_svc.engine.messages import Call, Command
 from inference_svc.engine.status_types import AdapterDetails
 from inference_svc.errors import AdapterNotFound
 from kernels.native.library import Program
+from loadout.inference.v1 import inference_pb2 as pb
 from tests.system.engines import Running
+from tests.system.kinds import ADDED, make_kinds
 from tests.system.zoo import SPECS
 
 PROMPT = [5, 60, 9, 33, 71, 12]
@@ -138,6 +142,19 @@ def test_one_that_is_used_is_not_disturbed(start: Callable[..., Running]) -> Non
     running.check_idle()
 
 
+def note_programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns the list to which each run of a program adds how many operations it has."""
+    noted: list[int] = []
+    run = Program.run
+
+    def noting(program: Program) -> None:
+        noted.append(len(program.ops))
+        run(program)
+
+    monkeypatch.setattr(Program, "run", noting)
+    return noted
+
+
 def num_operations(running: Running, noted: list[int], name: str) -> int:
     """Returns how many operations a decode step runs with this adapter."""
     request_id = f"{name}-{len(running.outputs)}"
@@ -150,14 +167,7 @@ def num_operations(running: Running, noted: list[int], name: str) -> int:
 def test_launches_are_what_the_native_program_runs(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch, lora_targets: tuple[str, ...]
 ) -> None:
-    noted: list[int] = []
-    run = Program.run
-
-    def noting(program: Program) -> None:
-        noted.append(len(program.ops))
-        run(program)
-
-    monkeypatch.setattr(Program, "run", noting)
+    noted = note_programs(monkeypatch)
     running = start(lora_targets=lora_targets)
     groups = lora_groups(running.engine.layout)
     base = num_operations(running, noted, "")
@@ -176,3 +186,24 @@ def test_embedding_and_head_have_groups_of_their_own(start: Callable[..., Runnin
     load(running, "embed")
     launches = inspect(running, "embed").launches
     assert list(launches) == [EMBEDDING, "layers.0.o", "layers.1.o", HEAD]
+
+
+def test_adapters_of_every_kind(
+    tmp_path: Path, start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What takes the place of the base's weights is computed by operations that are called by the
+    names of these."""
+    zoo, noted = make_kinds("qwen3", tmp_path), note_programs(monkeypatch)
+    running = start(zoo, native_kernels=True, max_added_tokens=len(ADDED))
+    layout, replaced = running.engine.layout, set[str]()
+    base = num_operations(running, noted, "")
+    for name in zoo.adapter_dirs:
+        operations = num_operations(running, noted, name)
+        details = inspect(running, name)
+        assert sum(details.launches.values()) == operations - base > 0, name
+        message = to_inspected(details, layout, pb.ResidentAdapter())
+        named = {message.targets[index].name for group in message.groups for index in group.targets}
+        assert named == {target.name for target in message.targets}, "each is of a group"
+        assert all(group.targets for group in message.groups), "nothing is launched for nothing"
+        replaced |= details.launches.keys() & layout.weight_indices.keys()
+    assert replaced == layout.weight_indices.keys()

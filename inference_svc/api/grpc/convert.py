@@ -234,21 +234,22 @@ def to_inspected(
         kernels=details.kernels,
     )
     numbers = (details.ranks, details.offsets, details.lengths)
-    members: dict[str, list[int]] = {}
+    members: dict[str, dict[int, None]] = {}
     previous = -1
     for index, kind, rank, offset, length in zip(
         details.targets.tolist(), details.kinds, *(each.tolist() for each in numbers), strict=True
     ):
         if index != previous:  # the segments of a target are neighbours
-            target, previous = layout.targets[index], index
-            members.setdefault(target.group, []).append(len(response.targets))
+            target, previous = layout.all_targets[index], index
             part = response.targets.add(
                 name=target.name, layer=target.layer, kind=_TARGET_KINDS.get(target.kind)
             )
+        place = len(response.targets) - 1
+        members.setdefault(layout.computed_with(index, kind), {})[place] = None
         part.rank = max(part.rank, rank)
         part.segments.add(kind=_SEGMENT_KINDS.get(kind), offset=offset, bytes=length)
     for name, launches in details.launches.items():
-        response.groups.add(name=name, targets=members.get(name), launches=launches)
+        response.groups.add(name=name, targets=members.get(name, ()), launches=launches)
     return response
 
 

@@ -16,7 +16,9 @@ from inference_svc import core
 from inference_svc.adapters.layout import ModelLayout, lora_groups
 from inference_svc.backends.cuda import CudaBackend
 from inference_svc.core import BASE_SLOT
-from kernels.lora import TableEntry
+from inference_svc.model.description import EMBED_TOKENS
+from kernels.lora import OutputVectors, ReplacedWeight, TableEntry
+from kernels.lora.plan import LoraContents
 from tests.gpu.models import Eager, Model, make_decoder, steps
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -65,7 +67,7 @@ def meta(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model.make(description, torch.float16, META)
 
 
-def check_kernels(model: Model, backend: CudaBackend, targets: list[int]) -> dict[str, int]:
+def check_kernels(model: Model, backend: CudaBackend, contents: LoraContents) -> dict[str, int]:
     """Returns what the backend says that a decode step launches, which is what it launches."""
     counts = []
     for slot in (BASE_SLOT, SLOT):
@@ -75,27 +77,49 @@ def check_kernels(model: Model, backend: CudaBackend, targets: list[int]) -> dic
         counts.append(Counter(launch.name for launch in noted.launches))
     base, found = counts
     assert not base - found
-    said = dict(backend.lora_launches(targets))
+    said = dict(backend.lora_launches(contents))
     assert (found - base).total() == sum(said.values()), str(found - base)
-    assert set(found - base) <= {"shrink_kernel", "expand_kernel"}
+    kernels = {"shrink_kernel", "expand_kernel"}
+    if contents.weights or contents.has_vectors:
+        kernels |= {"token_weights_kernel", "replace_embeddings_kernel", "replace_logits_kernel"}
+    assert set(found - base) <= kernels
     return said
 
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_kernels_of_a_gpu(meta: Model, choice: str) -> None:
     targets = with_adapter(meta, CHOICES[choice])
-    groups = lora_groups(meta.arena.layout)
-    recorded = check_kernels(meta, meta.fixed(Eager, is_warm=False), targets)
+    groups, contents = lora_groups(meta.arena.layout), LoraContents(frozenset(targets))
+    recorded = check_kernels(meta, meta.fixed(Eager, is_warm=False), contents)
     assert list(recorded) == list(groups)
-    computed = check_kernels(meta, meta.fixed(None, is_warm=False), targets)
+    computed = check_kernels(meta, meta.fixed(None, is_warm=False), contents)
     own = set(targets)
     assert list(computed) == [name for name, each in groups.items() if own & set(each.targets)]
 
 
 def test_kernels_of_a_gpu_that_is_restricted(meta: Model) -> None:
-    targets = with_adapter(meta, ("v_proj",))
+    contents = LoraContents(frozenset(with_adapter(meta, ("v_proj",))))
     backend = meta.fixed(Eager, is_warm=False, lora_targets=("q_proj", "v_proj"))
-    assert set(check_kernels(meta, backend, targets)) == {"layers.0.qkv", "layers.1.qkv"}
+    assert set(check_kernels(meta, backend, contents)) == {"layers.0.qkv", "layers.1.qkv"}
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+@pytest.mark.parametrize("weights", [(), ("lm_head",), ("model.norm", EMBED_TOKENS)], ids=str)
+def test_kernels_for_what_is_replaced(
+    meta: Model, weights: tuple[str, ...], *, is_recorded: bool
+) -> None:
+    """A recorded step has them for every weight, if its adapters have any more than A and B."""
+    layout, table = meta.arena.layout, meta.arena.table
+    targets = with_adapter(meta, ("q_proj",))
+    places = [layout.weight_indices[name] for name in weights]
+    vectors = {targets[0]: OutputVectors(bias=0)}
+    replaced = tuple(ReplacedWeight(place, full=0) for place in places)
+    table.set_row(SLOT, table.adapters[SLOT].with_others(vectors, {}, replaced))
+    contents = LoraContents(frozenset(targets), frozenset(places), has_vectors=True)
+    backend = meta.fixed(Eager if is_recorded else None, is_warm=False)
+    said = check_kernels(meta, backend, contents)
+    every = set(layout.weight_indices)
+    assert every & said.keys() == (every if is_recorded else set(weights))
 
 
 class Counted(TorchDispatchMode):
@@ -125,4 +149,5 @@ def test_operations_of_torch(tmp_path: Path, choice: str, dtype: torch.dtype) ->
         counts.append(counted.counts)
     base, found = counts
     assert not base - found
-    assert (found - base).total() == sum(backend.lora_launches(targets).values()), str(found - base)
+    said = backend.lora_launches(LoraContents(frozenset(targets)))
+    assert (found - base).total() == sum(said.values()), str(found - base)
