@@ -169,8 +169,8 @@ class Combinations:
         return None
 
     def _refused_part(self, headers: Mapping[Part, ImageHeader]) -> tuple[str, ServiceError] | None:
-        """Of each target at most one part may scale or replace what the base has, and what it makes
-        of it is either there or not."""
+        """Returns why the parts cannot be summed: of each target at most one may scale or replace
+        what the base has, and what it makes of it is either there or not."""
         replaced = set[str]()
         for part, header in headers.items():
             names = sorted(self.layout.replaced_targets(header))
@@ -193,8 +193,8 @@ class Combinations:
     def _refused_lookup(
         self, headers: Mapping[Part, ImageHeader]
     ) -> tuple[str, ServiceError] | None:
-        """Rows of one part may be of tokens that it adds, for which A of another's embedding has
-        none."""
+        """Returns why not either: rows of one part may be of tokens that it adds, for which A of
+        another's embedding has none."""
         if not self.max_added_tokens:
             return None
         for part, header in headers.items():

@@ -56,7 +56,7 @@ class OutputVectors(NamedTuple):
 
 NO_VECTORS = OutputVectors()
 _SCALING = [OutputVectors._fields.index(name) for name in ("magnitude", "base_bias")]
-"""Those that change what the base has made, and do not only add to it."""
+"""The vectors that change what the base has made, and do not only add to it."""
 
 
 class ReplacedWeight(NamedTuple):

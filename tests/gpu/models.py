@@ -13,7 +13,7 @@ from torch import Tensor
 
 from inference_svc import core
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.layout import applied_targets, build_layout
+from inference_svc.adapters.layout import ModelLayout, applied_targets, build_layout
 from inference_svc.backends.base import Logits
 from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.backends.torch import TorchBackend
@@ -31,7 +31,7 @@ from inference_svc.model.layers import Linear
 from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import BlockWeights, LayerInputsWeights, ModelWeights, ones
 from kernels.elementwise import NormWeight
-from kernels.lora import OutputVectors, ReplacedWeight, TableEntry
+from kernels.lora import OutputVectors, ReplacedWeight, TableEntry, TableRow
 from kernels.lora.table import ABSENT, GRANULE_BYTES, MixPart
 
 PAGE_SIZE, NUM_PAGES, MAX_PAGES, MAX_TOKENS, MAX_ROWS = 4, 60, 20, 70, 6
@@ -187,21 +187,7 @@ class Model:
         values = torch.randn(arena.flat.shape, generator=generator) * 0.1
         arena.flat.copy_(values.to(dtype))
         for slot in range(NUM_SLOTS):
-            # The embedding and every other target; matrices may lie anywhere, one over another.
-            entries = [
-                TableEntry(
-                    index,
-                    slot + index,
-                    slot + 2 * index,
-                    slot + 2 if slot + 2 <= MAX_RANK else 1,
-                    target.in_features,
-                    target.out_features,
-                    is_embedding=target.kind == "embedding",
-                )
-                for index, target in enumerate(layout.targets)
-                if index % 2 == 0
-            ]
-            arena.table.set_row(slot, entries)
+            arena.table.set_row(slot, entries_of(layout, slot))
         arena.table.set_mix(SUM, [MixPart(2, 0.5), MixPart(0, -1.0), MixPart(1, 0.25)])
         return cls(Transformer(decoder, moved(weights, device)), arena)
 
@@ -239,9 +225,10 @@ class Model:
                 size = layout.all_targets[layout.weights[weight]].out_features
                 whole.append(ReplacedWeight(weight, placing.random(size)))
                 rows.append(ReplacedWeight(weight, placing.random(size)))
-        for slot, replaced in ((1, rows), (2, whole)):
-            row = table.adapters[slot].with_others({}, sizes, tuple(replaced))
-            table.set_row(slot, row)
+        # What adds tokens has no A of the embedding.
+        bare_row = TableRow.of(entries_of(layout, ROWS_SLOT)[1:])
+        table.set_row(ROWS_SLOT, bare_row.with_others({}, sizes, tuple(rows)))
+        table.set_row(2, table.adapters[2].with_others({}, sizes, tuple(whole)))
         table.set_mix(SUM, [MixPart(1, 1.0), MixPart(0, 1.0)])
         return self
 
@@ -281,6 +268,24 @@ class Model:
         if is_warm:
             backend.warm_up()
         return backend
+
+
+def entries_of(layout: ModelLayout, slot: int) -> list[TableEntry]:
+    """Returns A and B of the embedding and every other target; matrices may lie anywhere, one over
+    another."""
+    return [
+        TableEntry(
+            index,
+            slot + index,
+            slot + 2 * index,
+            slot + 2 if slot + 2 <= MAX_RANK else 1,
+            target.in_features,
+            target.out_features,
+            is_embedding=target.kind == "embedding",
+        )
+        for index, target in enumerate(layout.targets)
+        if index % 2 == 0
+    ]
 
 
 class Placing:

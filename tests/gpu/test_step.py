@@ -4,7 +4,7 @@ prompts, decodes and padding, with adapters and without."""
 from __future__ import annotations
 
 import warnings
-from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +23,13 @@ from tests.gpu.models import (
 )
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+LOOSER = {"gemma4": 5}
+"""Of models whose scores nothing scales: in half precision random ones are far from each other."""
 BASE, ALL, SOME, KINDS = [-1] * 5, [0, 0, 1, 2, 2], [-1, -1, 0, 1, 1], [1, -1, 0, 1, 2]
 """Adapters of the five rows."""
 SUMS = [SUM, -1, 0, SUM, 2]
+NUM_STEPS, NUM_PROMPTS = 6, 2
+"""How many `steps` there are, and how many have prompts."""
 
 
 @pytest.fixture
@@ -36,39 +40,47 @@ def check_equal(tmp_path, device, on_device):
         feature: str,
         dtype: torch.dtype,
         slots: list[int],
-        num_layers: int = 2,
         num_added: int | None = None,
+        num_steps: int = NUM_STEPS,
+        **changes: Any,
     ) -> None:
-        """`num_added`: adapters have more than A and B, one of them so many tokens."""
-        decoder = make_decoder(feature, tmp_path, num_hidden_layers=num_layers)
+        """`num_added`: adapters have more than A and B, one of them so many tokens. Changes are of
+        the model's config."""
+        decoder = make_decoder(feature, tmp_path, **changes)
         host, there = (Model.make(decoder, dtype, at) for at in (torch.device("cpu"), device))
         if num_added is not None:
             host, there = (each.with_kinds(num_added) for each in (host, there))
         num_added = num_added or 0
-        batches = partial(steps, slots, decoder.vocab_size if num_added else 0)
-        wanted = run(host.plain(num_added), batches())
+        first_token = decoder.vocab_size if num_added else 0
+        wanted = run(host.plain(num_added), steps(slots, first_token)[:num_steps])
         with on_device():
             # The interpreter compiles nothing, and takes its time.
             is_cuda = device.type == "cuda"
             record = CudaRecorder() if is_cuda else Eager
             backend = there.fixed(record, is_warm=is_cuda, max_added_tokens=num_added)
-            got = run(backend, batches())
-        assert_close(wanted, got, TOLERANCES[dtype])
-        assert backend.num_replays == 4
+            got = run(backend, steps(slots, first_token)[:num_steps])
+        looser = LOOSER.get(feature.partition(",")[0], 1) if dtype != torch.float32 else 1
+        assert_close(wanted, got, TOLERANCES[dtype] * looser)
+        assert backend.num_replays == num_steps - NUM_PROMPTS
 
     return check
 
 
 @pytest.mark.smoke
 def test_one_layer(check_equal):
-    check_equal("qwen3, norms of heads", torch.float16, SOME, num_layers=1)
+    check_equal("qwen3, norms of heads", torch.float16, SOME, num_hidden_layers=1)
 
 
 @pytest.mark.smoke
 def test_one_layer_with_adapters_of_every_kind(check_equal):
     """Prompts beside each other, and recorded decodes: vectors, rows, added tokens, whole weights,
     norms, and the base model."""
-    check_equal("qwen3, norms of heads", torch.float16, KINDS, num_layers=1, num_added=MAX_ADDED)
+    check_equal(
+        *("qwen3, norms of heads", torch.float16, KINDS),
+        num_added=MAX_ADDED,
+        num_steps=NUM_PROMPTS + 1,
+        num_hidden_layers=1,
+    )
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -101,7 +113,7 @@ def test_sums_of_adapters(check_equal, dtype):
 
 def test_a_sum_of_adapters_of_several_kinds(check_equal):
     """Vectors of one over rows of another, and over its norms."""
-    check_equal("qwen2, biases", torch.float32, SUMS, num_layers=1, num_added=0)
+    check_equal("qwen2, biases", torch.float32, SUMS, num_hidden_layers=1, num_added=0)
 
 
 @pytest.mark.real
