@@ -195,7 +195,7 @@ def test_every_field_is_compiled_and_read_again(everything, tmp_path):
         saved.lora(EMBEDDING, TargetKind.EMBEDDING),
         parameter(saved, f"{W1}_turned"),
         Replacement(NORM, NORM, TargetKind.VECTOR, saved.records["norm"]),
-        Replacement(EMBEDDING, EMBEDDING, TargetKind.EMBEDDING, saved.records["rows"], (7, 9, 601)),
+        Replacement(EMBEDDING, EMBEDDING, TargetKind.EMBEDDING, saved.records["rows"], (7, 9, 511)),
         Replacement(HEAD, HEAD, TargetKind.LINEAR, saved.records["head"]),
     )
     image = compile_image(checkpoint, layout)
@@ -221,7 +221,7 @@ def test_every_field_is_compiled_and_read_again(everything, tmp_path):
         assert a[expert].equal(tensors["experts.A"][2 * expert : 2 * expert + 2])
         assert b[expert].equal(SCALE * tensors["experts.B"][:, expert::EXPERTS].T)
     assert values[NORM, SegmentKind.FULL].equal(tensors["norm"])
-    assert values[EMBEDDING, SegmentKind.ROW_IDS].tolist() == [7, 9, 601]
+    assert values[EMBEDDING, SegmentKind.ROW_IDS].tolist() == [7, 9, 511]
     assert values[EMBEDDING, SegmentKind.ROWS].equal(tensors["rows"])
     assert values[EMBEDDING, SegmentKind.A].equal(tensors[f"{EMBEDDING}.A"].T)
     assert values[HEAD, SegmentKind.FULL].equal(tensors["head"])
@@ -487,7 +487,7 @@ def test_the_parts_of_all_ranks_are_the_whole(everything, count):
         saved.lora(EMBEDDING, TargetKind.EMBEDDING),
         saved.lora(HEAD),
         parameter(saved, f"{W1}_turned"),
-        Replacement(EMBEDDING, EMBEDDING, TargetKind.EMBEDDING, saved.records["rows"], (7, 9, 601)),
+        Replacement(EMBEDDING, EMBEDDING, TargetKind.EMBEDDING, saved.records["rows"], (7, 9, 511)),
     )
     wanted = values_of(compile_image(checkpoint, whole), whole)
     layouts = [sliced(whole, rank, count) for rank in range(count)]
