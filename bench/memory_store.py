@@ -153,6 +153,10 @@ class MemoryStore:
             digests.append(name)
         return digests
 
+    def header(self, digest: str) -> ImageHeader:
+        """Returns the header of an image that was compiled, as the engine receives it."""
+        return self._stored[digest].header
+
     @property
     def image_bytes(self) -> int:
         """Size of the largest image."""

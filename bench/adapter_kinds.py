@@ -1,0 +1,238 @@
+"""What adapters of each kind cost beside plain ones: 16 requests at once, 64 tokens in, 32 out.
+
+    python -m bench.adapter_kinds [--model bench-200m] [--rounds 5] [--kinds dora,rows] [--out FILE]
+
+In-process, over a store in memory. Within a round the kinds take turns, plain adapters first and
+once more at the end: how far these two are apart is what a ratio is good for. All have LoRA of rank
+16 on every linear layer, and what their kind has besides; of sums each part has, and `lora of rank
+32` has as much in one adapter. Requests share one adapter, or each has its own. A decode step's
+time is the median over the steps in which all requests have their prompts behind them.
+
+What a step reads more than with plain adapters follows from the images: at the machine's rate of
+reading memory, `explained` says how much of the step's additional time that is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from bench.engine import BenchEngine, Track
+from bench.memory_store import MemoryStore
+from bench.models import RANK, SHAPES, Prepared, decoder, kv_bytes, make_adapter, prepare, prompts
+from bench.results import FOLDER, median, show, write
+from bench.roofline import THREADS, read_rate
+from inference_svc.adapters.image_source import ImageHeader
+from inference_svc.core import EngineConfig, Part, combination_digest
+
+NUM_REQUESTS, NUM_IN, NUM_OUT = 16, 64, 32
+PLAIN, AGAIN, WIDE, SUM = "lora", "lora again", "lora of rank 32", "sum of two"
+ALORA = "alora"
+ROWS = 32
+LORA, REPLACED = ("a", "b"), ("full", "row_ids", "rows")
+"""Kinds of segments."""
+WARM_UP = 4
+"""Decode steps that are not counted: others still compute their prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Requests for adapters of one kind: all for one, or each for its own."""
+
+    kind: str
+    num_distinct: int
+
+
+def options_of(name: str) -> dict[str, dict[str, Any]]:
+    """Returns what the adapters of each kind have besides LoRA of all linear layers."""
+    rows = list(range(0, 2 * ROWS, 2))
+    return {
+        PLAIN: {},
+        "bias of B": {"lora_bias": True},
+        "rows": {"trainable_token_indices": {"embed_tokens": rows, "lm_head": rows}},
+        "norms": {"modules_to_save": ["norm", "input_layernorm", "post_attention_layernorm"]},
+        "dora": {"use_dora": True},
+        "head": {"modules_to_save": ["lm_head"]},
+        "embedding": {"modules_to_save": ["embed_tokens"]},
+        ALORA: {"alora_invocation_tokens": [1, 2], "task_type": "CAUSAL_LM"},
+        WIDE: {"rank": 2 * RANK},
+    }
+
+
+def adapter_folders(prepared: Prepared) -> dict[str, Path]:
+    """Returns an adapter of each kind. Makes what is not there yet."""
+    folders = {}
+    for number, (kind, options) in enumerate(options_of(prepared.name).items()):
+        folders[kind] = folder = prepared.model_dir.parent / f"cost-{kind.replace(' ', '-')}"
+        if folder.is_dir():
+            continue
+        partial = folder.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        with warnings.catch_warnings(action="ignore"):  # PEFT's, of biases
+            make_adapter(prepared.model_dir, partial, number, name=prepared.name, **options)
+        partial.rename(folder)
+    return folders
+
+
+class Bench:
+    """An engine that has all adapters on its device."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        store = MemoryStore()
+        originals = {
+            kind: store.register(folder) for kind, folder in adapter_folders(prepared).items()
+        }
+        largest = 2 * decoder(prepared.name).vocab_size * decoder(prepared.name).hidden_size
+        most = len(originals) * NUM_REQUESTS
+        self.engine = BenchEngine(
+            EngineConfig(
+                prepared.model_dir,
+                prepared.name,
+                dtype="bfloat16",
+                max_sequences=NUM_REQUESTS,
+                max_model_len=512,
+                kv_bytes=kv_bytes(prepared.name, NUM_REQUESTS * (NUM_IN + NUM_OUT + 32)),
+                arena_bytes=2 * NUM_REQUESTS * largest
+                + sum(path.stat().st_size for path in _weights(store)) * NUM_REQUESTS * 11 // 10,
+                max_loras=most,
+                max_lora_rank=2 * RANK,
+                prefix_cache=False,
+                num_threads=THREADS,
+            ),
+            store,
+        )
+        self.digests = {
+            kind: self.engine.add_variants(digest, NUM_REQUESTS)
+            for kind, digest in originals.items()
+        }
+        self.headers = {kind: store.header(digest) for kind, digest in originals.items()}
+        plain = self.digests[PLAIN]
+        self.digests[SUM] = [
+            combination_digest((Part(one, 1.0), Part(other, 1.0)))
+            for one, other in zip(plain, plain[1:] + plain[:1], strict=True)
+        ]
+        self.digests[AGAIN] = plain
+        for each in originals:
+            self.engine.load(self.digests[each])
+        self.prompts = prompts(NUM_REQUESTS, NUM_IN, prepared.vocab)
+
+    def run(self, case: Case) -> tuple[float, float]:
+        """Returns output tokens per second, and the seconds of a decode step."""
+        digests = (self.digests[case.kind][: case.num_distinct] * NUM_REQUESTS)[:NUM_REQUESTS]
+        activation = 2 if case.kind == ALORA else 0
+        tracks = [
+            self.engine.submit(prompt, NUM_OUT, digest, activation=activation)
+            for prompt, digest in zip(self.prompts, digests, strict=True)
+        ]
+        self.engine.wait(tracks)
+        for track in tracks:
+            if track.error is not None:
+                raise track.error
+        start_s = min(track.sent_s for track in tracks)
+        end_s = max(track.token_times_s[-1] for track in tracks)
+        return NUM_REQUESTS * NUM_OUT / (end_s - start_s), median(list(_steps(tracks)))
+
+    def extra_bytes(self, case: Case) -> int:
+        """Returns what a decode step reads more than with plain adapters."""
+        plain = _bytes_of_lora(self.headers[PLAIN])
+        if case.kind == SUM:
+            return case.num_distinct * plain
+        header = self.headers.get(case.kind, self.headers[PLAIN])
+        return case.num_distinct * (_bytes_of_lora(header) - plain + _bytes_of_others(header))
+
+
+def _weights(store: MemoryStore) -> Iterator[Path]:
+    for folder in store.folders.values():
+        yield folder / "adapter_model.safetensors"
+
+
+def _steps(tracks: Sequence[Track]) -> Iterator[float]:
+    last = max(tracks, key=lambda track: track.token_times_s[0])
+    times_s = last.token_times_s[WARM_UP:]
+    for before_s, after_s in pairwise(times_s):
+        yield after_s - before_s
+
+
+def _bytes_of_lora(header: ImageHeader) -> int:
+    return sum(each.length_bytes for each in header.segments if each.kind in LORA)
+
+
+def _bytes_of_others(header: ImageHeader) -> int:
+    """Returns the bytes that a step reads of what is neither A nor B: of an embedding, which comes
+    first, it looks up a row for each token, which is next to nothing."""
+    embedding = header.segments[0].target if header.segments[0].kind in REPLACED else None
+    return sum(
+        each.length_bytes
+        for each in header.segments
+        if each.kind not in LORA and each.target != embedding
+    )
+
+
+def measure(model: str, rounds: int, kinds: Sequence[str]) -> list[dict[str, Any]]:
+    bench = Bench(prepare(model, 0))
+    chosen = [PLAIN, *(kind for kind in bench.digests if kind in kinds and kind != PLAIN)]
+    chosen = [*(kind for kind in chosen if kind != AGAIN), AGAIN]
+    cases = [Case(kind, count) for count in (1, NUM_REQUESTS) for kind in chosen]
+    found: dict[Case, list[tuple[float, float]]] = {case: [] for case in cases}
+    for index in range(rounds + 1):  # the first warms up
+        for case in cases:
+            result = bench.run(case)
+            if index:
+                found[case].append(result)
+    rate = read_rate()
+    bench.engine.stop()
+    return [
+        summary(case, found[case], found[Case(PLAIN, case.num_distinct)], bench, rate)
+        for case in cases
+    ]
+
+
+def summary(
+    case: Case,
+    runs: Sequence[tuple[float, float]],
+    plain: Sequence[tuple[float, float]],
+    bench: Bench,
+    rate: float,
+) -> dict[str, Any]:
+    """Ratios are of the same round."""
+    rates, steps_s = zip(*runs, strict=True)
+    plain_rates, plain_steps_s = zip(*plain, strict=True)
+    extra_s = median(steps_s) - median(plain_steps_s)
+    extra_bytes = bench.extra_bytes(case)
+    return {
+        "adapters": case.num_distinct,
+        "kind": case.kind,
+        "tokens/s": median(rates),
+        "of plain": median([a / b for a, b in zip(rates, plain_rates, strict=True)]),
+        "step ms": 1e3 * median(steps_s),
+        "step of plain": median([a / b for a, b in zip(steps_s, plain_steps_s, strict=True)]),
+        "reads more, MB": extra_bytes / 1e6,
+        "explained": extra_bytes / rate / extra_s if extra_s > 0.0001 else None,
+        "all": list(runs),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=SHAPES, default="bench-200m")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kinds", help="some of them; all if not given")
+    parser.add_argument("--out", type=Path, default=FOLDER / "adapter_kinds.json")
+    options = parser.parse_args()
+    every = [*options_of(options.model), SUM]
+    kinds = options.kinds.split(",") if options.kinds else every
+    rows = measure(options.model, options.rounds, kinds)
+    columns = [name for name in rows[0] if name != "all"]
+    table = [[row[name] for name in columns] for row in rows]
+    show(f"kinds of adapters, {options.model}", columns, table)
+    write(options.out, "kinds", {"model": options.model, "rounds": options.rounds, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
