@@ -77,7 +77,9 @@ def measure(model: str, lengths: Sequence[int], rounds: int) -> list[dict[str, A
     vocab = SHAPES[model].values["vocab_size"]
     for index in range(rounds + 1):  # the first warms up
         for length in lengths:
-            context, own = (prompts(1, n, vocab, seed=index)[0] for n in (length, NUM_OWN))
+            context, own = (
+                prompts(1, n, vocab, 1000 * index + length)[0] for n in (length, NUM_OWN)
+            )
             for kind in KINDS:
                 for place, digest in enumerate(digests[kind]):
                     result = ask(engine, kind, digest, context, own)
