@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from adapter_store.checkpoint.open import open_checkpoint
@@ -50,6 +51,10 @@ MAX_BYTES = 20 << 20
 NUM_REQUESTS, MAX_TOKENS, SAMPLED_EVERY = 200, 24, 10
 """Of ten requests one is sampled, with a seed of its own; the others are greedy."""
 TIMEOUT_S = 300.0
+KINDS, ADAPTED = "every-kind", "sort"
+"""An adapter that has more than A and B, and the job whose A and B it has."""
+KINDS_ROWS = [61, 97, 101, 259]
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class Peer(NamedTuple):
@@ -145,11 +150,12 @@ def compile_adapters(out: Path) -> dict[str, str]:
     folder = out / IMAGES
     folder.mkdir()
     digests = {}
-    for job in jobs.ADAPTER_JOBS:
-        checkpoint = open_checkpoint(ASSETS / "adapters" / job.name)
+    sources = {job.name: ASSETS / "adapters" / job.name for job in jobs.ADAPTER_JOBS}
+    for name, source in (sources | {KINDS: make_kinds(out / MODEL, sources[ADAPTED], out)}).items():
+        checkpoint = open_checkpoint(source)
         image = compile_image(checkpoint, layout)
         # As the name of a file, too.
-        digest = digests[job.name] = checkpoint.digest.removeprefix("sha256:")
+        digest = digests[name] = checkpoint.digest.removeprefix("sha256:")
         header = image_header(image)
         facts = {
             "digest": digest,
@@ -160,6 +166,29 @@ def compile_adapters(out: Path) -> dict[str, str]:
         (folder / f"{digest}.json").write_text(json.dumps(facts))
         (folder / f"{digest}.bin").write_bytes(image.buffer.numpy().tobytes())
     return digests
+
+
+def make_kinds(model: Path, source: Path, out: Path) -> Path:
+    """Makes an adapter of another with DoRA's magnitudes, a norm, and rows of the embedding, which
+    are the head's, too. Nobody trained it: what it says is nothing, and not what the other says."""
+    base = load_file(model / "model.safetensors")
+    tensors = load_file(source / WEIGHTS)
+    prefix, generator = "base_model.model.", torch.Generator().manual_seed(0)
+    for key in [each for each in tensors if each.endswith(".lora_B.weight")]:
+        module = key.removesuffix(".lora_B.weight")
+        norms = base[f"{module.removeprefix(prefix)}.weight"].float().norm(dim=1)
+        tensors[f"{module}.lora_magnitude_vector"] = norms * 1.25
+    norm = "model.norm.weight"
+    tensors[prefix + norm] = base[norm].float() * 1.5
+    rows = torch.randn(len(KINDS_ROWS), base[norm].shape[0], generator=generator) * 0.05
+    tensors[f"{prefix}model.embed_tokens.token_adapter.trainable_tokens_delta"] = rows
+    folder = out / KINDS
+    folder.mkdir()
+    save_file(tensors, folder / WEIGHTS)
+    fields = json.loads((source / CONFIG).read_text())
+    fields |= {"use_dora": True, "modules_to_save": ["norm"], "trainable_token_indices": KINDS_ROWS}
+    (folder / CONFIG).write_text(json.dumps(fields))
+    return folder
 
 
 def record(out: Path, digests: dict[str, str], num_requests: int) -> None:
@@ -173,21 +202,22 @@ def record(out: Path, digests: dict[str, str], num_requests: int) -> None:
 
 
 def draw_requests(out: Path, digests: dict[str, str], num_requests: int) -> list[dict[str, Any]]:
-    """Returns requests of all jobs in turn, with words that none was trained on."""
+    """Returns requests of all jobs in turn, with words that none was trained on. The first of each
+    turn is the adapter's that has more than A and B."""
     tokenizer = Tokenizer.from_file(str(out / MODEL / "tokenizer.json"))
+    turn = [(KINDS, jobs.JOBS[0]), *((job.name, job) for job in jobs.JOBS)]
     words_of = {
-        job.name: jobs.held_out(job, -(-num_requests // len(jobs.JOBS)), seed=13)
-        for job in jobs.JOBS
+        name: jobs.held_out(job, -(-num_requests // len(turn)), seed=13) for name, job in turn
     }
     requests = []
     for index in range(num_requests):
-        job = jobs.JOBS[index % len(jobs.JOBS)]
-        word = words_of[job.name][index // len(jobs.JOBS)]
+        name, _ = turn[index % len(turn)]
+        word = words_of[name][index // len(turn)]
         is_sampled = index % SAMPLED_EVERY == SAMPLED_EVERY - 1
         requests.append(
             {
-                "request_id": f"{index}-{job.name}",
-                "digest": digests.get(job.name, ""),
+                "request_id": f"{index}-{name}",
+                "digest": digests.get(name, ""),
                 "prompt_token_ids": tokenizer.encode(jobs.prompt(word)).ids,
                 "max_tokens": MAX_TOKENS,
                 "temperature": 0.8 if is_sampled else 0.0,

@@ -14,6 +14,7 @@ import pytest
 
 from bench.gpu_run import pack, run
 from bench.gpu_run.goals import summarize
+from bench.gpu_run.pack_store import RECORDED
 from kernels import tuning
 
 ROOT = Path(__file__).parents[2]
@@ -87,9 +88,12 @@ def test_correct_runs_tests_and_single_steps(found, folder):
     assert found("correct")["sanitizer"]["no tool"]["output"].strip() == "done: decode, mixed"
 
 
-def test_parity_is_of_the_whole_engine(found):
+def test_parity_is_of_the_whole_engine(found, folder):
+    """With an adapter that has more than A and B, the base model, and a plain adapter."""
     thread = found("parity")["thread"]
-    assert thread["requests"] == 2
+    assert thread["requests"] == 3
+    names = [each["request_id"] for each in json.loads((folder / "pack" / RECORDED).read_text())]
+    assert names[:3] == ["0-every-kind", "1-base", "2-upper"]
     assert thread["greedy_share"] == 1.0
     assert thread["different"] == []
 
