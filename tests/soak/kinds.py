@@ -17,6 +17,8 @@ PLAIN, ALORA, ADDED = "lora", "alora", "added-tokens"
 NUM_ADDED = 2
 BASE_SHARE = SUM_SHARE = 0.1
 MOST_SUMMED = 3
+OTHERS_SHARE = 0.5
+"""Of the sums those with one adapter that has more than A and B."""
 
 
 class Asked(NamedTuple):
@@ -88,8 +90,13 @@ class Kinds:
         return Asked(kind, self.digests[adapter], prompt, activation)
 
     def _sum(self, chosen: random.Random) -> str:
-        plain = self.digests[self.names.index(PLAIN) :: len(self.names)]
+        """Returns plain ones, and one of any kind that may be summed: two that replace the same do
+        not go together. What replaces has the scale 1."""
+        places = {name: place for place, name in enumerate(self.names) if name != ALORA}
+        plain = self.digests[places.pop(PLAIN) :: len(self.names)]
         summed = chosen.sample(plain, chosen.randint(2, min(MOST_SUMMED, len(plain))))
-        return combination_digest(
-            tuple(Part(each, chosen.choice((0.5, 1.0, -0.25))) for each in summed)
-        )
+        scales = [chosen.choice((0.5, 1.0, -0.25)) for _ in summed]
+        if places and chosen.random() < OTHERS_SHARE:
+            place = chosen.choice([*places.values()])
+            summed[0], scales[0] = chosen.choice(self.digests[place :: len(self.names)]), 1.0
+        return combination_digest(tuple(map(Part, summed, scales)))

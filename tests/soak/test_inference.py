@@ -33,7 +33,8 @@ def test_what_is_drawn_is_of_every_kind() -> None:
         assert each.activation == 0 or each.kind == ALORA
         if each.kind == SUM:
             parts = parts_of(each.digest)
-            assert {part.digest for part in parts} <= {*digests[::3]}
+            assert {part.digest for part in parts}.isdisjoint(digests[1::3]), "an aLoRA"
+            assert sum(part.digest in digests[2::3] for part in parts) <= 1
             assert len({part.digest for part in parts}) == len(parts) >= 2
 
 
