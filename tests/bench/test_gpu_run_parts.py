@@ -84,7 +84,7 @@ def hanging(context: Context) -> dict:
 STAGES = (
     Stage("broken", "broken", 60),
     Stage("dying", "dying", 60),
-    Stage("hanging", "hanging", 0.3),
+    Stage("hanging", "hanging", 1.0),  # times EMULATED_PATIENCE: a busy machine starts it late
     Stage("good", "good", 60),
 )
 

@@ -134,6 +134,10 @@ class _Child:
             start_new_session=True,
         )
 
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
     def ask(self, request: bytes, max_bytes: int) -> tuple[bytes, str]:
         """Returns the kind of the reply, and its text. Raises _ChildEnded."""
         deadline_s = time.monotonic() + WALL_SECONDS

@@ -24,6 +24,7 @@ from servicekit.errors import InvalidArgument, ResourceExhausted, ServiceError
 from servicekit.rpc import requests
 from servicekit.rpc.places import CALLER, CallPlaces
 from servicekit.rpc.requests import RequestBounds, RequestReader, largest_request
+from servicekit.work_budget import WorkBudget
 from tests.servicekit.rpc.served import call_places
 
 INFERENCE = request_bounds(max_model_len=1024)
@@ -271,11 +272,18 @@ def test_a_message_keeps_its_size_until_its_handler_lets_go() -> None:
     asyncio.run(main())
 
 
+def places_that_never_forgive() -> CallPlaces:
+    """Debts decay by the clock, on a busy machine faster than a message adds to them: here not."""
+    places = call_places()
+    places.request_work = WorkBudget("request_work", share=0.5, processors=1e-9)
+    return places
+
+
 def test_what_large_messages_take_is_a_debt() -> None:
     """Whether they are refused or not, for reading them and for parsing them."""
 
     async def main() -> None:
-        places = call_places()
+        places = places_that_never_forgive()
         CALLER.set("a")
         for bounds, raw in (
             (STORE["GetAdapter"], b"\xf8\x07\x01" * (1 << 20)),
@@ -312,7 +320,7 @@ def test_of_a_stream_the_message_that_was_refused_is_a_debt() -> None:
             return self._messages.pop(0)
 
     async def main() -> None:
-        places = call_places()
+        places = places_that_never_forgive()
         reader, bounds = reader_of(places), STORE["UploadAdapter"]
         async for _ in reader.read_stream(Stream(raw, raw), bounds):
             pass
