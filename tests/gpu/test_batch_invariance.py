@@ -18,6 +18,7 @@ from torch import Tensor
 from inference_svc import core
 from inference_svc.adapters.layout import applied_targets
 from inference_svc.backends.cuda import CudaBackend, StepLimits
+from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
 from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import ModelWeights
@@ -31,7 +32,7 @@ from kernels.attention import (
     rotate_and_store,
 )
 from tests.gpu.lora import GROUP, Bench, rows_of
-from tests.gpu.models import PAGE_SIZE, Eager, Model, make_decoder
+from tests.gpu.models import PAGE_SIZE, SUM, Eager, Model, make_decoder
 
 NUM_ROWS, MAX_PAGES = 16, 12
 CHOICES = {
@@ -57,7 +58,7 @@ def by_rows(weights: ModelWeights[Linear]) -> ModelWeights[Linear]:
     def each(linear: Linear) -> Linear:
         return RowLinear(linear.weight, linear.bias)
 
-    layers = tuple(
+    blocks = tuple(
         replace(
             layer,
             qkv=each(layer.qkv),
@@ -67,30 +68,34 @@ def by_rows(weights: ModelWeights[Linear]) -> ModelWeights[Linear]:
         )
         for layer in weights.blocks
     )
-    return replace(weights, layers=layers, head=each(weights.head))
+    return replace(weights, blocks=blocks, head=each(weights.head))
 
 
-def sequences() -> list[core.Sequence]:
-    """Of different lengths, with pages of their own, every fourth of the base model."""
+def sequences(slots: Sequence[int]) -> list[core.Sequence]:
+    """Returns some of different lengths, with pages of their own; as many of each slot."""
     made = []
     for index, length in enumerate(LENGTHS):
         tokens = tuple((7 * position + 3 * index) % 64 for position in range(length))
         sequence = core.Sequence(core.Request(str(index), tokens, core.SamplingParams()))
         sequence.page_ids = [MAX_PAGES * index + page for page in range(-(-length // PAGE_SIZE))]
-        sequence.slot = index // 4 - 1
+        sequence.slot = slots[index * len(slots) // NUM_ROWS]
         made.append(sequence)
     return made
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_kinds", [False, True], ids=["lora", "kinds"])
 @pytest.mark.parametrize("feature", ["qwen3, norms of heads", "mistral, a window"])
-def test_a_row_of_a_step(tmp_path, device, on_device, feature, dtype):
+def test_a_row_of_a_step(tmp_path, device, on_device, feature, has_kinds, dtype):
+    """Of the base model, of adapters with A and B alone or with more, and of a sum of them."""
     decoder = make_decoder(feature, tmp_path, num_hidden_layers=1)
     model = Model.make(decoder, dtype, device)
-    cache = KVCache.allocate(
-        num_layers=1, num_pages=NUM_ROWS * MAX_PAGES + 1, page_size=PAGE_SIZE,
-        num_kv_heads=decoder.num_kv_heads, head_dim=decoder.head_dim, dtype=dtype, device=device,
-    )  # fmt: skip
+    if has_kinds:
+        model = model.with_kinds(0)
+    caches = KVCaches.allocate(
+        decoder, num_pages=NUM_ROWS * MAX_PAGES + 1, page_size=PAGE_SIZE, dtype=dtype, device=device
+    )
+    [cache] = caches.caches
     before = torch.randn(cache.data.shape, generator=torch.Generator().manual_seed(0))
     transformer = Transformer(decoder, by_rows(model.transformer.weights))
     limits = StepLimits(NUM_ROWS, NUM_ROWS, MAX_PAGES)
@@ -99,8 +104,8 @@ def test_a_row_of_a_step(tmp_path, device, on_device, feature, dtype):
     @torch.inference_mode()
     def logits_of(chosen: Sequence[int]) -> dict[int, Tensor]:
         cache.data.copy_(before)
-        backend = CudaBackend(transformer, cache, model.arena, targets, limits, Eager)
-        made = sequences()
+        backend = CudaBackend(transformer, caches, model.arena, targets, limits, Eager)
+        made = sequences([-1, 0, 1, 2, SUM])
         rows = [core.BatchRow(made[i], LENGTHS[i] - 1, 1, samples=True) for i in chosen]
         values = backend.forward(backend.prepare(core.Batch(tuple(rows)))).values
         return dict(zip(chosen, values.cpu(), strict=True))
