@@ -303,7 +303,7 @@ class ServerLimits:
         if changes.added_tokens > self.max_added_tokens:
             yield (
                 f"tokens that it adds to the vocabulary: {changes.added_tokens}, above this "
-                f"server's limit {self.max_added_tokens}"
+                f"server's limit {self.max_added_tokens} (--max-added-tokens)"
             )
         if adapter.invocation_tokens and not self.applies_invocation_tokens:
             yield (
