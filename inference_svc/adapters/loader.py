@@ -82,6 +82,7 @@ class Loader:
         self._silent = SilentSources()
         self._failures: list[tuple[str, ServiceError]] = []
         self._has_new = False
+        self._num_pinnings = 0
 
     def set_layout(self, layout_id: str) -> None:
         """Lets pulls start; the store knows our layout by this id."""
@@ -129,8 +130,8 @@ class Loader:
         """Returns when a pull that nobody waits for will have stalled, or one may be started."""
         times = [self.loads.last_progress_s(digest) for digest in self.loads.orphans(self.waiters)]
         expiries = [last_s + self.stall_s for last_s in times if last_s is not None]
-        if self._has_new:
-            expiries.append(0.0)  # it came too late for the last `advance`
+        if self._has_new or self._failures:
+            expiries.append(0.0)  # it came too late for the last step
         if self._layout_id:
             expiries += filter(None, [self.prefetcher.next_check_s()])
         return min(expiries, default=None)
@@ -149,6 +150,7 @@ class Loader:
         """
         self._has_new = False
         self._abandon_stalled(now_s)
+        self._refuse_excluded()
         self._on_evicted(self.placement.reserve_drained(now_s))
         left, num_short = self.loads.num_short(), 0
         num_to_start = self.loads.num_to_start(self.puller.num_workers) if self._layout_id else 0
@@ -199,6 +201,33 @@ class Loader:
             if since_s is not None and now_s >= since_s + self.stall_s:
                 self.abandon(digest)
 
+    def _refuse_excluded(self) -> None:
+        """Refuses what was admitted, waits for memory, and has no place beside what has been pinned
+        since: it would wait for ever, and all that is due after it."""
+        num_pinnings = self.tiers.device.num_pinnings
+        if num_pinnings == self._num_pinnings:
+            return
+        self._num_pinnings = num_pinnings
+        for digest in [*chain.from_iterable(self.loads.short.values())]:
+            load = self.loads[digest]
+            assert load.header is not None
+            reason = None if load.is_cancelled else self._inadmissible_reason(load.header)
+            if reason is None:
+                continue
+            if self.waiters[digest]:
+                self._refuse(digest, reason)
+            else:
+                self.abandon(digest)
+
+    def _inadmissible_reason(self, header: ImageHeader) -> str | None:
+        host = None if self.tiers.host is None else self.tiers.host.slots
+        return inadmissible_reason(header, self.max_rank, self.tiers.device, host)
+
+    def _refuse(self, digest: str, reason: str) -> None:
+        """Has its waiters ended, with whom its load ends."""
+        error = AdapterUnusable(f"adapter {digest} has {reason}", subject="adapter")
+        self._failures.append((digest, error))
+
     def _prefetch(self, now_s: float) -> None:
         digest = self.prefetcher.choose(now_s) if self._layout_id else None
         if digest is not None:
@@ -237,12 +266,9 @@ class Loader:
             pull_tier.remove(digest)
         load.header = event.header
         self.loads.wait_for_room(digest, LoadState.NEEDS_PULL_ROOM, now_s)
-        reason = self.refusal(event.header) or inadmissible_reason(
-            event.header, self.max_rank, (pull_tier, self.tiers.device)
-        )
+        reason = self.refusal(event.header) or self._inadmissible_reason(event.header)
         if reason is not None:
-            error = AdapterUnusable(f"adapter {digest} has {reason}", subject="adapter")
-            self._failures.append((digest, error))
+            self._refuse(digest, reason)
             self.puller.cancel(event.job)
         elif self.prefetcher.is_prefetching(digest) and not self.prefetcher.reserve(
             digest, load, now_s
@@ -292,9 +318,9 @@ class Loader:
         """See Residency.finish_dividing."""
         self.tiers.finish_dividing(digest, is_sound=not faulty)
         if faulty:
-            detail = f"DoRA magnitudes that cannot be applied: a row of {faulty} becomes zero"
-            error = AdapterUnusable(f"adapter {digest} has {detail}", subject="adapter")
-            self._failures.append((digest, error))
+            self._refuse(
+                digest, f"DoRA magnitudes that cannot be applied: a row of {faulty} becomes zero"
+            )
 
     def finish_copy(self, digest: str, now_s: float) -> None:
         """Publishes an image whose copy into the arena is complete."""

@@ -28,8 +28,9 @@ class Reservation(NamedTuple):
 class Slots:
     """Images in a memory of `capacity` bytes, at most `max_images` of them.
 
-    `largest` is the shape of the largest admissible image: pins always leave room for it, so
-    that they can never stop others from loading.
+    `largest` is the shape of the largest image of A and B alone: pins always leave room for it, so
+    that they can never stop others from loading. Images with whole weights may be larger: what of
+    them was admitted is to be checked again whenever `num_pinnings` has grown.
     """
 
     def __init__(self, capacity: int, max_images: int, largest: Shape | None = None) -> None:
@@ -43,6 +44,7 @@ class Slots:
         self._free_slots = list(range(max_images - 1, -1, -1))
         self.evictions: Counter[EvictionReason] = Counter()
         self._pinned: dict[str, Resident] = {}
+        self.num_pinnings = 0
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._by_digest
@@ -217,6 +219,7 @@ class Slots:
             )
         resident.pinned = True
         self._pinned[digest] = resident
+        self.num_pinnings += 1
         return resident
 
     def unpin(self, digest: str) -> Resident:
@@ -238,10 +241,18 @@ class Slots:
             assert resident.num_bytes == round_up(resident.header.total_bytes)
 
 
-def inadmissible_reason(header: ImageHeader, max_rank: int, tiers: Iterable[Slots]) -> str | None:
-    """Returns what of this image is too much for one of the tiers that it would pass through."""
+def inadmissible_reason(
+    header: ImageHeader, max_rank: int, device: Slots, host: Slots | None
+) -> str | None:
+    """Returns what of this image is too much for one of the tiers that it would pass through, and
+    what can be done; in words that follow "has"."""
     if header.rank > max_rank:
         return f"rank {header.rank}, above --max-rank {max_rank}"
-    if not all(slots.admits(header) for slots in tiers):
-        return f"{header.total_bytes} bytes, more than the memory for adapters can hold"
+    for slots, setting in ((device, "--adapter-memory"), (host, "--host-memory")):
+        if slots is None or slots.admits(header):
+            continue
+        size = f"an image of {header.total_bytes:,} bytes"
+        if header.total_bytes > slots.capacity:
+            return f"{size}, more than {setting} {slots.capacity:,} holds: raise it"
+        return f"{size}, and what is pinned leaves less of {setting}: unpin others, or raise it"
     return None

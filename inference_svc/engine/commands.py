@@ -91,7 +91,10 @@ class Commands:
             resident = slots.get(digest)
             if resident is not None and resident.ready:
                 return self.inspect_image(resident, _view(resident, tier))
-        is_loading = digest in self.residency.loads or digest in self.residency.tiers.copies
+        tiers = self.residency.tiers
+        is_loading = any(
+            digest in loading for loading in (self.residency.loads, tiers.copies, tiers.dividing)
+        )
         hint = "returns once it is resident" if is_loading else "loads it"
         raise AdapterNotFound(
             f"adapter {adapter} is {'still being loaded' if is_loading else 'not resident'}; "

@@ -199,9 +199,59 @@ def test_larger_than_the_arena_is_refused(loop: Loop, store) -> None:
     store.add("huge", rank=64)
     loop.residency.add_waiter("huge", 0.0)
     loop.until(lambda: loop.failures)
-    assert isinstance(loop.failures[0][1], AdapterUnusable)
+    error = loop.failures[0][1]
+    assert isinstance(error, AdapterUnusable)
+    assert error.message == (
+        "adapter huge has an image of 122,880 bytes, more than --adapter-memory 16,384 holds: "
+        "raise it"
+    )
     loop.residency.remove_waiter("huge")
     loop.until(lambda: loop.residency.loads.num_jobs == 0)
+
+
+def test_pins_refuse_what_they_leave_no_place_for(loop: Loop, store) -> None:
+    """Images with whole weights are larger than what pins leave room for: one that waits for memory
+    beside what is pinned meanwhile would wait for ever."""
+    for digest, rank in (("aaaa", 4), ("huge", 8), ("cccc", 4)):
+        store.add(digest, rank)
+    loop.load("aaaa")
+    for digest in ("huge", "cccc"):
+        loop.residency.add_waiter(digest, 0.0)
+        loop.queue.append(digest)
+    loop.until(lambda: "huge" in needing_room(loop))
+    loop.residency.device.pin("aaaa")
+    loop.until(lambda: loop.failures)
+    assert [digest for digest, _ in loop.failures] == ["huge"]
+    assert "what is pinned leaves less of --adapter-memory: unpin" in str(loop.failures[0][1])
+    loop.residency.remove_waiter("huge")
+    loop.queue.remove("huge")
+    loop.until(lambda: loop.residency.is_resident("cccc"))
+    loop.residency.acquire("cccc")
+    loop.until(lambda: loop.residency.loads.num_jobs == 0)
+    loop.residency.device.unpin("aaaa")
+    for digest in ("aaaa", "cccc"):
+        loop.residency.release(digest)
+    loop.load("huge")
+
+
+def test_refusal_of_a_load_is_due_at_once(loop: Loop, store) -> None:
+    """What is found between two steps: nothing else may happen for long."""
+    store.add("aaaa")
+    loop.load("aaaa")
+    loop.residency.release("aaaa")
+    resident = loop.residency.device.get("aaaa")
+    assert resident is not None
+    resident.ready = False
+    loop.residency.tiers.dividing["aaaa"] = resident
+    assert loop.residency.next_expiry_s() is None
+    with pytest.raises(AdapterUnusable, match="still loading"):
+        loop.residency.unload("aaaa")
+    loop.residency.finish_dividing("aaaa", "model.layers.0.mlp.up_proj")
+    assert loop.residency.next_expiry_s() == 0.0
+    assert "aaaa" not in loop.residency.device
+    [(digest, error)] = loop.residency.pop_failures()
+    assert (digest, isinstance(error, AdapterUnusable)) == ("aaaa", True)
+    loop.load("aaaa")
 
 
 def test_unload_drains_then_frees(loop: Loop, store) -> None:
