@@ -19,7 +19,8 @@ PAGE = r"""# Models
 The inference service computes models whose `config.json` names one of these architectures, in
 fp32, bf16 or fp16, on CPUs and on GPUs. Adapters may change every linear layer, the embedding and
 the head, unless the table says otherwise, and replace
-[norms, biases, embedding and head](adapters.md#what-adapters-have-besides-a-and-b). Each family is one module of data:
+[norms, biases, embedding and head](adapters.md#what-adapters-have-besides-a-and-b). Each family is
+one module of data:
 [how to add one](development/add-an-architecture.md).
 
 | architecture | |
