@@ -314,13 +314,11 @@ class Loader:
         elif self.waiters[digest]:
             self.ensure_loading(digest, now_s)  # cancelled, and requested again before it ended
 
-    def finish_dividing(self, digest: str, faulty: str) -> None:
+    def finish_dividing(self, digest: str, error: ServiceError | None) -> None:
         """See Residency.finish_dividing."""
-        self.tiers.finish_dividing(digest, is_sound=not faulty)
-        if faulty:
-            self._refuse(
-                digest, f"DoRA magnitudes that cannot be applied: a row of {faulty} becomes zero"
-            )
+        self.tiers.finish_dividing(digest, is_sound=error is None)
+        if error is not None:
+            self._failures.append((digest, error))
 
     def finish_copy(self, digest: str, now_s: float) -> None:
         """Publishes an image whose copy into the arena is complete."""

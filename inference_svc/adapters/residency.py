@@ -140,10 +140,9 @@ class Residency:
         for digest in digests:
             self.loader.finish_copy(digest, now_s)
 
-    def finish_dividing(self, digest: str, faulty: str) -> None:
-        """Publishes an image whose magnitudes are divided; or fails its load, if those of the
-        target `faulty` cannot be."""
-        self.loader.finish_dividing(digest, faulty)
+    def finish_dividing(self, digest: str, error: ServiceError | None) -> None:
+        """Publishes an image whose magnitudes are divided; or fails its load, if they cannot be."""
+        self.loader.finish_dividing(digest, error)
 
     @property
     def is_copying(self) -> bool:

@@ -17,6 +17,7 @@ from inference_svc.backends.base import MemoryNeeds, max_pages
 from inference_svc.backends.cuda_graphs import captured_sizes
 from inference_svc.backends.cuda_inputs import CudaInputs
 from inference_svc.backends.cuda_lora import CudaLora, StepKind
+from inference_svc.backends.magnitudes import DEVICE_SLICE_ELEMENTS
 from inference_svc.core import EngineConfig
 from inference_svc.model.description import LAYER_INPUTS, Block, Decoder
 from inference_svc.model.parameters import parameters, weights_bytes
@@ -50,13 +51,23 @@ callers that want them, and three while rows are drawn."""
 def memory_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
     sampler_bytes = SAMPLER_COPIES * 4 * config.max_sequences * decoder.vocab_size
     layers_bytes = step_bytes(config, decoder, config.max_batch_tokens)
-    workspace_bytes = max(sampler_bytes, layers_bytes) + _fixed_bytes(config, decoder)
+    between_bytes = _dividing_bytes(config, decoder)
+    largest_bytes = max(sampler_bytes, layers_bytes, between_bytes)
+    workspace_bytes = largest_bytes + _fixed_bytes(config, decoder)
     return MemoryNeeds(
         weights_bytes(decoder, getattr(torch, config.dtype)),
         workspace_bytes,
         graphs_bytes=_graphs_bytes(config, decoder) if config.record_steps else 0,
         libraries_bytes=LIBRARIES_BYTES,
     )
+
+
+def _dividing_bytes(config: EngineConfig, decoder: Decoder) -> int:
+    """Returns what dividing DoRA's magnitudes takes between two steps: rows of W + BA, and A and B
+    of a target, in fp32."""
+    targets = layout_of(config, decoder).targets
+    features = max((each.in_features + each.out_features for each in targets), default=0)
+    return 4 * (DEVICE_SLICE_ELEMENTS + config.max_lora_rank * features)
 
 
 def step_bytes(config: EngineConfig, decoder: Decoder, num_tokens: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,15 +21,17 @@ from inference_svc.adapters.extents import GRANULE_BYTES
 from inference_svc.adapters.image_source import Segment
 from inference_svc.adapters.layout import HEAD, lora_groups
 from inference_svc.adapters.resident import Resident
+from inference_svc.errors import TRY_LATER, AdapterUnusable, OutOfDeviceMemory
 from inference_svc.model.description import LAYER_INPUTS, Decoder
 from inference_svc.model.weights import ModelWeights
 from kernels.lora.table import vector_at
+from servicekit.errors import ServiceError
 
 CPU_ELEMENTS, DEVICE_ELEMENTS = 1 << 20, 1 << 27
 """Elements of W + BA that are made between two steps: some milliseconds of a processor, and a
 fraction of one of a device."""
-SLICE_ELEMENTS = 1 << 18
-"""What a processor makes at once stays in its cache."""
+CPU_SLICE_ELEMENTS, DEVICE_SLICE_ELEMENTS = 1 << 18, 1 << 24
+"""What is made at once: stays in a processor's cache, and is little of a device's memory."""
 
 
 class Projection(Protocol):
@@ -40,11 +42,10 @@ class Projection(Protocol):
 
 
 class Divided(NamedTuple):
-    """An adapter whose magnitudes are divided, unless some would not be finite: `faulty` is of
-    one of these the target's name."""
+    """An adapter whose magnitudes are divided, or why they cannot be."""
 
     digest: str
-    faulty: str = ""
+    error: ServiceError | None = None
 
 
 class Magnitudes:
@@ -55,7 +56,7 @@ class Magnitudes:
         self._arena = arena
         is_cpu = arena.device.type == "cpu"
         self._step_elements = CPU_ELEMENTS if is_cpu else DEVICE_ELEMENTS
-        self._slice_elements = SLICE_ELEMENTS if is_cpu else DEVICE_ELEMENTS
+        self._slice_elements = CPU_SLICE_ELEMENTS if is_cpu else DEVICE_SLICE_ELEMENTS
         self._places = dict(_places(decoder, weights, arena))
         self._jobs: deque[tuple[str, Iterator[int], list[str]]] = deque()
 
@@ -67,16 +68,20 @@ class Magnitudes:
     @torch.inference_mode()
     def advance(self) -> list[Divided]:
         """Does as much as may be done between two steps; returns what is done."""
-        done, left = [], self._step_elements
+        done: list[Divided] = []
+        left = self._step_elements
         while self._jobs and left > 0:
             digest, job, faulty = self._jobs[0]
-            for num_elements in job:
-                left -= num_elements
-                if left <= 0:
-                    break
-            else:
-                self._jobs.popleft()
-                done.append(Divided(digest, *faulty[:1]))
+            try:
+                for num_elements in job:
+                    left -= num_elements
+                    if left <= 0:
+                        return done
+                error: ServiceError | None = _refusal(digest, faulty) if faulty else None
+            except torch.OutOfMemoryError:
+                error = _out_of_memory(digest)
+            self._jobs.popleft()
+            done.append(Divided(digest, error))
         return done
 
     def _divide(self, resident: Resident, faulty: list[str]) -> Iterator[int]:
@@ -144,6 +149,16 @@ class Magnitudes:
         values = vector_at(self._arena.flat, granule, math.prod(shape), dtype)
         assert values is not None
         return values.view(shape)
+
+
+def _refusal(digest: str, faulty: Sequence[str]) -> ServiceError:
+    detail = f"DoRA magnitudes that cannot be applied: a row of {faulty[0]} becomes zero"
+    return AdapterUnusable(f"adapter {digest} has {detail}", subject="adapter")
+
+
+def _out_of_memory(digest: str) -> ServiceError:
+    message = f"adapter {digest} has DoRA magnitudes, which need more memory than is left"
+    return OutOfDeviceMemory(f"{message}; {TRY_LATER}", subject="adapter", retry_after_s=1.0)
 
 
 def _with_rows(rows: Tensor, own: dict[str, Tensor], start: int, end: int) -> Tensor:

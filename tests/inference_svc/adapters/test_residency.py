@@ -246,7 +246,7 @@ def test_refusal_of_a_load_is_due_at_once(loop: Loop, store) -> None:
     assert loop.residency.next_expiry_s() is None
     with pytest.raises(AdapterUnusable, match="still loading"):
         loop.residency.unload("aaaa")
-    loop.residency.finish_dividing("aaaa", "model.layers.0.mlp.up_proj")
+    loop.residency.finish_dividing("aaaa", AdapterUnusable("a row becomes zero"))
     assert loop.residency.next_expiry_s() == 0.0
     assert "aaaa" not in loop.residency.device
     [(digest, error)] = loop.residency.pop_failures()
