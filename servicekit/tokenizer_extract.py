@@ -16,7 +16,9 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 FORMAT = 1
 MAX_ADDED_TOKENS = 1 << 15
@@ -105,9 +107,17 @@ class TokenizerExtract:
                 raise ValueError(f"format {found['format']}")
             return cls(
                 tuple(_from_flags(*token) for token in found["added_tokens"]),
-                dict(found["parts"]),
-                dict(found["roles"]),
-                dict(found["settings"]),
+                {name: _typed(found["parts"][name], str) for name in (*MODEL_PARTS, *PIPELINE)},
+                {
+                    role: None if token is None else _typed(token, str)
+                    for role, token in _typed(found["roles"], dict).items()
+                    if role in ROLES
+                },
+                {
+                    key: _typed(value, bool)
+                    for key, value in _typed(found["settings"], dict).items()
+                    if key in SETTINGS
+                },
             )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InvalidTokenizer(
@@ -407,10 +417,18 @@ def _flags(token: AddedToken) -> str:
     return "".join(letter for name, letter in _FLAGS.items() if getattr(token, name))
 
 
-def _from_flags(token_id: int, content: str, letters: str) -> AddedToken:
+def _from_flags(token_id: Any, content: Any, letters: Any) -> AddedToken:
+    _check_id(token_id, _typed(content, str))
+    given = _typed(letters, str)
     return AddedToken(
-        token_id, content, **{name: letter in letters for name, letter in _FLAGS.items()}
+        token_id, content, **{name: letter in given for name, letter in _FLAGS.items()}
     )
+
+
+def _typed(value: Any, kind: type[T]) -> T:
+    if not isinstance(value, kind):
+        raise TypeError(f"{show(value)} is no {kind.__name__}")
+    return value
 
 
 def show(value: object) -> str:

@@ -18,7 +18,9 @@ from typing import Any
 
 EXTRA_SECONDS = 0.5
 """How much longer a rendering may take that does not notice that its time is over."""
-MAX_TEMPLATES = 64
+MAX_TEMPLATES, MAX_TEMPLATE_CHARS = 64, 1 << 20
+"""Compiled, a template takes up to some fifty times as much as its text: so one tenant's leave
+memory for what others' take."""
 MAX_ERROR_CHARS = 500
 PR_SET_NO_NEW_PRIVS = 38
 
@@ -42,15 +44,20 @@ class Templates:
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, Any] = OrderedDict()
+        self._num_chars = 0
 
     def get(self, source: str, specials: dict[str, str]) -> Any:
         from inference_svc.text.chat_template import ChatTemplate
 
         key = json.dumps([source, specials])
-        template = self._known.pop(key, None) or ChatTemplate(source, specials)
-        self._known[key] = template
-        if len(self._known) > MAX_TEMPLATES:
-            self._known.popitem(last=False)
+        if key in self._known:
+            self._known.move_to_end(key)
+            return self._known[key]
+        template = self._known[key] = ChatTemplate(source, specials)
+        self._num_chars += len(key)
+        while len(self._known) > MAX_TEMPLATES or self._num_chars > MAX_TEMPLATE_CHARS:
+            dropped, _ = self._known.popitem(last=False)
+            self._num_chars -= len(dropped)
         return template
 
 

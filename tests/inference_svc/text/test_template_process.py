@@ -12,6 +12,7 @@ import pytest
 from inference_svc.errors import AdapterUnusable, TemplateTimeout
 from inference_svc.text.prompt import ChatMessage
 from inference_svc.text.template_process import NUM_CHILDREN, TemplateProcesses
+from inference_svc.text.template_process.__main__ import MAX_TEMPLATES, Templates
 from servicekit.errors import InvalidArgument, ServiceError
 from tests.inference_svc.conftest import CHAT_TEMPLATE
 from tests.inference_svc.text.test_chat_template import ENDLESS, REFUSED
@@ -145,3 +146,17 @@ def test_many_conversations_at_once_get_their_own_answers() -> None:
     assert 0 < len(children) <= NUM_CHILDREN
     processes.close()
     assert not any(child.is_running() for child in children)
+
+
+def test_compiled_templates_are_bounded_by_number_and_by_size() -> None:
+    templates = Templates()
+    first = templates.get("{{ 0 }}", {})
+    for number in range(1, MAX_TEMPLATES):
+        templates.get(f"{{{{ {number} }}}}", {})
+    assert templates.get("{{ 0 }}", {}) is first
+    templates.get("one more", {})
+    assert templates.get("{{ 0 }}", {}) is first, "used after the others"
+    large = templates.get("x" * 600_000, {})
+    assert templates.get("x" * 600_000, {}) is large
+    templates.get("y" * 600_000, {})
+    assert templates.get("x" * 600_000, {}) is not large
