@@ -274,12 +274,14 @@ REFUSALS = [
     (
         Announcement(max_added_tokens=2),
         {"added_tokens": 3},
-        "tokens that it adds to the vocabulary: 3, above this server's limit 2 (--max-added-tokens)",
+        "tokens that it adds to the vocabulary: 3, above this server's limit 2 "
+        "(--max-added-tokens)",
     ),
     (
         Announcement(),
         {"added_tokens": 1},
-        "tokens that it adds to the vocabulary: 1, above this server's limit 0 (--max-added-tokens)",
+        "tokens that it adds to the vocabulary: 1, above this server's limit 0 "
+        "(--max-added-tokens)",
     ),
     (Announcement(max_added_tokens=3), {"added_tokens": 3}, ""),
     (
