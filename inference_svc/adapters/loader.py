@@ -224,7 +224,7 @@ class Loader:
         return inadmissible_reason(header, self.max_rank, self.tiers.device, host)
 
     def _refuse(self, digest: str, reason: str) -> None:
-        """Has its waiters ended, with whom its load ends."""
+        """Ends its waiters with the next step, and with them its load."""
         error = AdapterUnusable(f"adapter {digest} has {reason}", subject="adapter")
         self._failures.append((digest, error))
 

@@ -28,7 +28,7 @@ _TURN = "loadout_turn"
 CHECKED_TURNS = 16
 """How many turns are taken between two looks at the clock."""
 MAX_REPEATED_CHARS = 1 << 20
-"""Of one `text * number`."""
+"""The longest text or list that one `text * number` may make."""
 
 
 class Renderer(Protocol):

@@ -24,7 +24,7 @@ SHAPES = {"a": (RANK, IN), "b": (RANK, OUT), "magnitude": (OUT,)}
 
 
 class Weight:
-    """A head's; `fails` is called before rows of it are given."""
+    """The weight of a head; `fails` is called before rows of it are given."""
 
     def __init__(self) -> None:
         self.values = torch.randn(OUT, IN, generator=torch.Generator().manual_seed(0))
