@@ -2,11 +2,12 @@
 
     python -m bench.adapter_kinds [--model bench-200m] [--rounds 5] [--kinds dora,rows] [--out FILE]
 
-In-process, over a store in memory. Within a round the kinds take turns, plain adapters first and
-once more at the end: how far these two are apart is what a ratio is good for. All have LoRA of rank
-16 on every linear layer, and what their kind has besides; of sums each part has, and `lora of rank
-32` has as much in one adapter. Requests share one adapter, or each has its own. A decode step's
-time is the median over the steps in which all requests have their prompts behind them.
+In-process, over a store in memory. Within a round the kinds take turns, in the other order every
+time, and plain adapters are there twice, as others of the same shape: how far these two are apart
+is what a ratio is good for. All have LoRA of rank 16 on every linear layer, and what their kind has
+besides; of sums each of both parts has, and `lora of rank 32` has as much in one adapter. Requests
+share one adapter, or each has its own. A decode step's time is the median over the steps in which
+all requests have their prompts behind them.
 
 What a step reads more than with plain adapters follows from the images: at the machine's rate of
 reading memory, `explained` says how much of the step's additional time that is.
@@ -89,7 +90,7 @@ class Bench:
             kind: store.register(folder) for kind, folder in adapter_folders(prepared).items()
         }
         largest = 2 * decoder(prepared.name).vocab_size * decoder(prepared.name).hidden_size
-        most = len(originals) * NUM_REQUESTS
+        most = (len(originals) + 1) * NUM_REQUESTS
         self.engine = BenchEngine(
             EngineConfig(
                 prepared.model_dir,
@@ -108,18 +109,18 @@ class Bench:
             store,
         )
         self.digests = {
-            kind: self.engine.add_variants(digest, NUM_REQUESTS)
+            kind: self.engine.add_variants(digest, (1 + (kind == PLAIN)) * NUM_REQUESTS)
             for kind, digest in originals.items()
         }
-        self.headers = {kind: store.header(digest) for kind, digest in originals.items()}
-        plain = self.digests[PLAIN]
-        self.digests[SUM] = [
-            combination_digest((Part(one, 1.0), Part(other, 1.0)))
-            for one, other in zip(plain, plain[1:] + plain[:1], strict=True)
-        ]
-        self.digests[AGAIN] = plain
         for each in originals:
             self.engine.load(self.digests[each])
+        plain = self.digests[PLAIN]
+        self.digests[PLAIN], self.digests[AGAIN] = plain[:NUM_REQUESTS], plain[NUM_REQUESTS:]
+        self.headers = {kind: store.header(digest) for kind, digest in originals.items()}
+        self.digests[SUM] = [
+            combination_digest((Part(one, 1.0), Part(other, 1.0)))
+            for one, other in zip(self.digests[PLAIN], self.digests[AGAIN], strict=True)
+        ]
         self.prompts = prompts(NUM_REQUESTS, NUM_IN, prepared.vocab)
 
     def run(self, case: Case) -> tuple[float, float]:
@@ -181,7 +182,7 @@ def measure(model: str, rounds: int, kinds: Sequence[str]) -> list[dict[str, Any
     cases = [Case(kind, count) for count in (1, NUM_REQUESTS) for kind in chosen]
     found: dict[Case, list[tuple[float, float]]] = {case: [] for case in cases}
     for index in range(rounds + 1):  # the first warms up
-        for case in cases:
+        for case in cases[:: 1 if index % 2 else -1]:
             result = bench.run(case)
             if index:
                 found[case].append(result)
@@ -203,7 +204,7 @@ def summary(
     """Ratios are of the same round."""
     rates, steps_s = zip(*runs, strict=True)
     plain_rates, plain_steps_s = zip(*plain, strict=True)
-    extra_s = median(steps_s) - median(plain_steps_s)
+    extra_s = median([a - b for a, b in zip(steps_s, plain_steps_s, strict=True)])
     extra_bytes = bench.extra_bytes(case)
     return {
         "adapters": case.num_distinct,

@@ -11,6 +11,7 @@ from inference_svc.backends.native_lora import MAX_KNOWN, NativeLoraOps
 from inference_svc.backends.native_program import ADDED_TOKENS
 from inference_svc.core import BatchRow, Request, SamplingParams, Sequence
 from kernels.lora import LoraGroup
+from kernels.lora.plan import LoraContents
 from kernels.lora.table import LoraTable, TableEntry
 
 NUM_GROUPS = 40
@@ -30,13 +31,21 @@ def test_few_sets_of_groups_are_distinguished() -> None:
         table.set_row(slot, [TableEntry(slot, 0, 1, 1, 8, 8)])
     targets = AppliedTargets(groups, {}, vocab_size=8, max_added_tokens=0)
     ops = NativeLoraOps(SimpleNamespace(table=table), targets, max_tokens=4, max_rows=4)
-    assert ops.groups_of([]) == frozenset()
+    assert ops.groups_of(LoraContents.of(table, [])) == frozenset()
     for _ in range(2):
         assert ops.plan([row(-1)]) == frozenset()
         for slot in range(MAX_KNOWN):
-            assert ops.groups_of([slot]) == ops.plan([row(slot)]) == {f"group {slot}"}
+            assert (
+                ops.groups_of(LoraContents.of(table, [slot]))
+                == ops.plan([row(slot)])
+                == {f"group {slot}"}
+            )
         for slot in range(MAX_KNOWN, NUM_GROUPS):
-            assert ops.groups_of([slot]) == ops.plan([row(slot)]) == {*groups, ADDED_TOKENS}
+            assert (
+                ops.groups_of(LoraContents.of(table, [slot]))
+                == ops.plan([row(slot)])
+                == {*groups, ADDED_TOKENS}
+            )
 
 
 def test_targets_of_no_group_are_not_computed() -> None:
@@ -46,7 +55,7 @@ def test_targets_of_no_group_are_not_computed() -> None:
     groups = {"o": LoraGroup((1,), 8, (0,), (8,))}
     targets = AppliedTargets(groups, {}, vocab_size=8, max_added_tokens=0)
     ops = NativeLoraOps(SimpleNamespace(table=table), targets, max_tokens=4, max_rows=4)
-    assert ops.groups_of([1, 2]) == ops.plan([row(0)]) == {"o"}
+    assert ops.groups_of(LoraContents.of(table, [0])) == ops.plan([row(0)]) == {"o"}
     x, out = torch.zeros(4, 8), torch.zeros(4, 8)
     assert ops.add("o", x, out, None, samples_only=False)
     assert ops.add("down", x, out, None, samples_only=False) == []
