@@ -218,7 +218,10 @@ void expand_mix(const LoraArgs& args, const LoraPart<T>& part) {
   using X = Axpy<T>;
   const LoraItem& item = *part.item;
   const int32_t* tokens = args.plan.tokens + item.first;
-  const Columns<T> nothing{nullptr, 0, 0};
+  const auto columns_of = [&](int p, int64_t column) {
+    const auto place = LoraPlace<T>::template of<LoraSide::B, false>(args, (&item)[p], part.k);
+    return Columns<T>{place.values + column, args.widths[part.k], place.rank};
+  };
   for (int64_t column = part.begin; column < part.end; column += COLUMNS) {
     const int n = static_cast<int>(std::min<int64_t>(COLUMNS, part.end - column));
     Out* first = static_cast<Out*>(args.out) + args.columns[part.k] + column;
@@ -252,11 +255,13 @@ void expand_mix(const LoraArgs& args, const LoraPart<T>& part) {
         if (place.rank == 0 && !outputs.vectors) continue;
         const int step = y_step(place.rank);
         const T* y = y_of<T>(args, each, part.k) + static_cast<int64_t>(t) * step;
-        const Columns<T> columns{place.values + column, args.widths[part.k], place.rank};
+        // The same columns of the next part, or the next ones of the first, are wanted soon.
+        const auto soon =
+            p < item.expert ? columns_of(p + 1, column) : columns_of(0, column + COLUMNS);
         const typename X::Vector(*packed)[VECTORS] = nullptr;
         const Outputs<T>* own = outputs.vectors ? &outputs : nullptr;
-        axpy_rows<T, float, MAX_ROWS>(m, rows, y, step, place.scale, columns, nothing, packed, n,
-                                      own);
+        axpy_rows<T, float, MAX_ROWS>(m, rows, y, step, place.scale, columns_of(p, column), soon,
+                                      packed, n, own);
       }
       for (int i = 0; i < m; ++i) {
         Out* out = first + tokens[t + i] * args.out_stride;
