@@ -43,7 +43,10 @@ WALL_SECONDS = 60.0
 MAX_RESULT_BYTES = 1 << 16
 CHILDREN = 2
 """How many are read at a time: this bounds their memory together."""
-MAX_CACHED_BYTES = 32 << 20
+WAIT_SECONDS = 0.2
+"""How often one who waits for these looks whether it is still wanted."""
+MAX_CACHED_BYTES, ENTRY_BYTES = 32 << 20, 1 << 10
+"""What is remembered of folders that were read, and what each takes besides its texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +109,14 @@ class TextReader:
             if key in self._known:
                 self._known.move_to_end(key)
                 return self._known[key]
-        with self._children:
+        while not self._children.acquire(timeout=WAIT_SECONDS):
+            check_cancelled()
+        try:
             found = read_text(
                 folder, [file.name for file in present], check_cancelled, folder.parent
             )
+        finally:
+            self._children.release()
         self._remember(key, found)
         return found
 
@@ -118,10 +125,10 @@ class TextReader:
             if key in self._known:
                 return
             self._known[key] = found
-            self._known_bytes += found.num_bytes
+            self._known_bytes += found.num_bytes + ENTRY_BYTES
             while self._known_bytes > MAX_CACHED_BYTES:
                 _, dropped = self._known.popitem(last=False)
-                self._known_bytes -= dropped.num_bytes
+                self._known_bytes -= dropped.num_bytes + ENTRY_BYTES
 
 
 def read_text(

@@ -99,8 +99,11 @@ class TemplateProcesses:
 
     def _take(self) -> _Child:
         with self._lock:
-            if self._idle:
-                return self._idle.pop()
+            while self._idle:
+                child = self._idle.pop()
+                if child.is_running:
+                    return child
+                child.end()
         return _Child()
 
     def _put(self, child: _Child) -> None:
@@ -138,6 +141,10 @@ class _Child:
     def pid(self) -> int:
         return self._popen.pid
 
+    @property
+    def is_running(self) -> bool:
+        return self._popen.poll() is None
+
     def ask(self, request: bytes, max_bytes: int) -> tuple[bytes, str]:
         """Returns the kind of the reply, and its text. Raises _ChildEnded."""
         deadline_s = time.monotonic() + WALL_SECONDS
@@ -168,7 +175,7 @@ class _Child:
 
 def _read(pipe: IO[bytes], num_bytes: int, deadline_s: float) -> bytes:
     """Returns exactly so many bytes. Raises _ChildEnded if they do not come in time."""
-    data = b""
+    data = bytearray()
     while len(data) < num_bytes:
         ready, _, _ = select.select([pipe], [], [], max(0.0, deadline_s - time.monotonic()))
         # From the file itself: a buffered reader would wait for more.
@@ -176,4 +183,4 @@ def _read(pipe: IO[bytes], num_bytes: int, deadline_s: float) -> bytes:
         if not found:
             raise _ChildEnded
         data += found
-    return data
+    return bytes(data)
