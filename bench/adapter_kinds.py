@@ -16,8 +16,6 @@ reading memory, `explained` says how much of the step's additional time that is.
 from __future__ import annotations
 
 import argparse
-import shutil
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,7 +24,16 @@ from typing import Any
 
 from bench.engine import BenchEngine, Track
 from bench.memory_store import MemoryStore
-from bench.models import RANK, SHAPES, Prepared, decoder, kv_bytes, make_adapter, prepare, prompts
+from bench.models import (
+    RANK,
+    SHAPES,
+    Prepared,
+    decoder,
+    kv_bytes,
+    prepare,
+    prepare_adapter,
+    prompts,
+)
 from bench.results import FOLDER, median, show, write
 from bench.roofline import THREADS, read_rate
 from inference_svc.adapters.image_source import ImageHeader
@@ -71,13 +78,7 @@ def adapter_folders(prepared: Prepared) -> dict[str, Path]:
     folders = {}
     for number, (kind, options) in enumerate(options_of(prepared.name).items()):
         folders[kind] = folder = prepared.model_dir.parent / f"cost-{kind.replace(' ', '-')}"
-        if folder.is_dir():
-            continue
-        partial = folder.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        with warnings.catch_warnings(action="ignore"):  # PEFT's, of biases
-            make_adapter(prepared.model_dir, partial, number, name=prepared.name, **options)
-        partial.rename(folder)
+        prepare_adapter(prepared, folder, number, **options)
     return folders
 
 

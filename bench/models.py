@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -167,13 +168,21 @@ def prepare(name: str, num_adapters: int, root: Path = ROOT) -> Prepared:
         make_model(partial, name)
         partial.rename(model_dir)
     adapters = {str(index): root / f"adapter-{index}" for index in range(num_adapters)}
+    prepared = Prepared(name, model_dir, adapters)
     for number, folder in adapters.items():
-        if not folder.is_dir():
-            partial = folder.with_suffix(".partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            make_adapter(model_dir, partial, seed=int(number), name=name)
-            partial.rename(folder)
-    return Prepared(name, model_dir, adapters)
+        prepare_adapter(prepared, folder, int(number))
+    return prepared
+
+
+def prepare_adapter(prepared: Prepared, folder: Path, seed: int, **options: Any) -> None:
+    """Makes what `make_adapter` does, if it is not there yet."""
+    if folder.is_dir():
+        return
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    with warnings.catch_warnings(action="ignore"):  # PEFT's, of biases
+        make_adapter(prepared.model_dir, partial, seed, name=prepared.name, **options)
+    partial.rename(folder)
 
 
 def make_model(folder: Path, name: str = NAME) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-import shutil
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from bench.models import Prepared, make_adapter
+from bench.models import Prepared, prepare_adapter
 from inference_svc.core import Part, combination_digest
 
 BASE, SUM = "base", "sum"
@@ -54,13 +52,7 @@ def with_kinds(prepared: Prepared) -> Prepared:
     adapters = {PLAIN: plain}
     for number, (kind, options) in enumerate(options_of(prepared.vocab).items(), start=1):
         adapters[kind] = folder = plain.with_name(f"kind-{kind}")
-        if folder.is_dir():
-            continue
-        partial = folder.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        with warnings.catch_warnings(action="ignore"):  # PEFT's, of biases
-            make_adapter(prepared.model_dir, partial, number, name=prepared.name, **options)
-        partial.rename(folder)
+        prepare_adapter(prepared, folder, number, **options)
     return replace(prepared, adapters=adapters)
 
 
