@@ -34,7 +34,7 @@ from bench.models import (
     prepare_adapter,
     prompts,
 )
-from bench.results import FOLDER, median, show, write
+from bench.results import FOLDER, median, report
 from bench.roofline import THREADS, read_rate
 from inference_svc.adapters.image_source import ImageHeader
 from inference_svc.core import EngineConfig, Part, combination_digest
@@ -230,10 +230,8 @@ def main() -> None:
     every = [*options_of(options.model), SUM]
     kinds = options.kinds.split(",") if options.kinds else every
     rows = measure(options.model, options.rounds, kinds)
-    columns = [name for name in rows[0] if name != "all"]
-    table = [[row[name] for name in columns] for row in rows]
-    show(f"kinds of adapters, {options.model}", columns, table)
-    write(options.out, "kinds", {"model": options.model, "rounds": options.rounds, "rows": rows})
+    workload = {"model": options.model, "rounds": options.rounds}
+    report(options.out, "kinds of adapters", workload, rows)
 
 
 if __name__ == "__main__":

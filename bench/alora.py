@@ -19,7 +19,7 @@ from bench.adapter_kinds import ALORA, PLAIN, adapter_folders
 from bench.engine import BenchEngine
 from bench.memory_store import MemoryStore
 from bench.models import RANK, SHAPES, arena_bytes, kv_bytes, prepare, prompts
-from bench.results import FOLDER, median, show, write
+from bench.results import FOLDER, median, report
 from bench.roofline import THREADS
 from inference_svc.core import EngineConfig
 
@@ -108,10 +108,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FOLDER / "alora.json")
     options = parser.parse_args()
     rows = measure(options.model, [int(n) for n in options.lengths.split(",")], options.rounds)
-    columns = [name for name in rows[0] if name != "all"]
-    table = [[row[name] for name in columns] for row in rows]
-    show(f"several adapters over one context, {options.model}", columns, table)
-    write(options.out, "alora", {"model": options.model, "rounds": options.rounds, "rows": rows})
+    workload = {"model": options.model, "rounds": options.rounds}
+    report(options.out, "several adapters over one context", workload, rows)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,15 @@ def write(path: Path, workload: str, result: Mapping[str, Any]) -> None:
     print(f"written to {path}")
 
 
+def report(
+    path: Path, title: str, workload: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> None:
+    """Shows rows of equal columns, but for `all`, the single measurements, and writes all of it."""
+    columns = [name for name in rows[0] if name != "all"]
+    show(title, columns, [[row[name] for name in columns] for row in rows])
+    write(path, title, {**workload, "rows": rows})
+
+
 def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 

@@ -98,7 +98,7 @@ class Registrar:
         self._stopping = stopping
         self._fetches = fetches
         self._staged_bytes = staged_bytes
-        self._texts = TextReader()
+        self._texts = TextReader(fetches.running.share)
 
     @property
     def running_fetches(self) -> Shares:

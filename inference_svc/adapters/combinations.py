@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inference_svc.adapters.image_source import ImageHeader
-from inference_svc.adapters.layout import ModelLayout, has_lookup, listed
+from inference_svc.adapters.layout import ModelLayout, listed
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.tiers import ResidencyChange
 from inference_svc.core import Part, is_combination, parts_of
@@ -39,7 +39,7 @@ class Combinations:
     layout: ModelLayout
     first_slot: int
     num_mixes: int
-    max_added_tokens: int = 0
+    max_added_tokens: int
     _mixes: dict[str, _Mix] = field(default_factory=dict)
     _free: list[int] = field(init=False)
     _waiting: Counter[str] = field(default_factory=Counter)
@@ -199,7 +199,7 @@ class Combinations:
             return None
         for part, header in headers.items():
             others = (each for other, each in headers.items() if other != part)
-            if has_lookup(self.layout, header) and any(map(_has_row_ids, others)):
+            if self.layout.has_lookup(header) and any(map(_has_row_ids, others)):
                 message = (
                     f"adapter {part.digest} has A and B of the embedding, and cannot be summed "
                     "with one that has rows of its own for tokens: they may be behind the "

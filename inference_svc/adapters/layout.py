@@ -295,7 +295,7 @@ class ModelLayout:
         returns bytes of it from an offset. Raises CorruptImage for ids that do not ascend, and
         AdapterUnusable for one too far behind the base's last, or behind it where an A is looked up
         by token, which would be read beyond its end."""
-        looks_up = has_lookup(self, header)
+        looks_up = self.has_lookup(header)
         for segment in header.segments:
             if segment.kind != "row_ids":
                 continue
@@ -326,6 +326,14 @@ class ModelLayout:
             for segment in header.segments
         )
         return refused_targets([name for name in found if name not in lora_targets], lora_targets)
+
+    def has_lookup(self, header: ImageHeader) -> bool:
+        """Returns whether an image has an A that is looked up by token, with a row for each of the
+        base's."""
+        return any(
+            each.kind == "a" and self.all_targets[each.target].kind == "embedding"
+            for each in header.segments
+        )
 
     def replaced_targets(self, header: ImageHeader) -> frozenset[str]:
         """Returns the names of targets of which an image, as `read_header` returned it, scales or
@@ -457,15 +465,6 @@ def refused_kinds(kinds: Iterable[str], targets: Iterable[str] = ()) -> str | No
         return None
     names = listed(sorted(set(targets)))
     return f"{listed(list(words))}, which this server does not apply" + (names and f": {names}")
-
-
-def has_lookup(layout: ModelLayout, header: ImageHeader) -> bool:
-    """Returns whether an image has an A that is looked up by token, with a row for each of the
-    base's."""
-    return any(
-        each.kind == "a" and layout.all_targets[each.target].kind == "embedding"
-        for each in header.segments
-    )
 
 
 def listed(names: Sequence[str]) -> str:

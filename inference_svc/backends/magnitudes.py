@@ -76,6 +76,7 @@ class Magnitudes:
                 for num_elements in job:
                     left -= num_elements
                     if left <= 0:
+                        self._jobs.rotate(-1)  # a large one holds up no others
                         return done
                 error: ServiceError | None = _refusal(digest, faulty) if faulty else None
             except torch.OutOfMemoryError:

@@ -1,8 +1,9 @@
 """The tokenizers and chat templates that adapters bring along: fetched by digest, ready to use.
 
 An adapter's text is made once, however many requests wait for it, and kept while it is used: within
-MAX_ENTRIES and MAX_BYTES, the least recently used goes first. So are refusals, which follow from
-the content; that the store does not answer is forgotten at once.
+MAX_ENTRIES and MAX_BYTES, the least recently used goes first, of the tenant whose adapters brought
+most. So are refusals, which follow from the content; that the store does not answer is forgotten at
+once.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class _Entry:
 
     text: TextModel | AdapterUnusable
     num_bytes: int
+    tenant: str
+    """Whose adapter brought it first."""
 
 
 class AdapterTexts:
@@ -50,7 +53,8 @@ class AdapterTexts:
         self._source = source
         self._processes = TemplateProcesses()
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
-        self._num_bytes = 0
+        self._bytes: Counter[str] = Counter()
+        """By tenant, of those that have entries."""
         self._making: dict[Key, asyncio.Task[_Entry]] = {}
         self._results: Counter[str] = Counter(dict.fromkeys(RESULTS, 0))
 
@@ -72,7 +76,7 @@ class AdapterTexts:
         if entry is not None:
             self._entries.move_to_end(key)
         else:
-            making = self._making.get(key) or self._start(key, threads)
+            making = self._making.get(key) or self._start(key, adapter.tenant, threads)
             # A caller that is cancelled must not cancel the others'.
             entry = await asyncio.shield(making)
         if isinstance(entry.text, AdapterUnusable):
@@ -84,40 +88,46 @@ class AdapterTexts:
     def samples(self) -> Iterator[Sample]:
         """Returns the metrics, in any thread."""
         yield Sample("text_cache_entries", len(self._entries))
-        yield Sample("text_cache_used_bytes", self._num_bytes)
+        yield Sample("text_cache_used_bytes", self._bytes.total())
         for result in RESULTS:
             yield Sample("text_loads", self._results[result], (result,))
 
-    def _start(self, key: Key, threads: Executor) -> asyncio.Task[_Entry]:
+    def _start(self, key: Key, tenant: str, threads: Executor) -> asyncio.Task[_Entry]:
         def done(task: asyncio.Task[_Entry]) -> None:
             del self._making[key]
             failed = task.cancelled() or task.exception() is not None
             self._results["failed"] += failed
 
-        task = self._making[key] = asyncio.create_task(self._load(key, threads))
+        task = self._making[key] = asyncio.create_task(self._load(key, tenant, threads))
         task.add_done_callback(done)
         return task
 
-    async def _load(self, key: Key, threads: Executor) -> _Entry:
+    async def _load(self, key: Key, tenant: str, threads: Executor) -> _Entry:
         tokenizer, template = [await self._source.get_text(each) if each else b"" for each in key]
         loop = asyncio.get_running_loop()
-        entry = await loop.run_in_executor(threads, self._make, tokenizer, template)
+        entry = await loop.run_in_executor(threads, self._make, tenant, tokenizer, template)
         self._results["refused" if isinstance(entry.text, AdapterUnusable) else "made"] += 1
         self._entries[key] = entry
-        self._num_bytes += entry.num_bytes
-        while len(self._entries) > MAX_ENTRIES or self._num_bytes > MAX_BYTES:
-            _, dropped = self._entries.popitem(last=False)
-            self._num_bytes -= dropped.num_bytes
+        self._bytes[tenant] += entry.num_bytes
+        while len(self._entries) > MAX_ENTRIES or self._bytes.total() > MAX_BYTES:
+            self._drop_one()
         return entry
 
-    def _make(self, tokenizer: bytes, template: bytes) -> _Entry:
+    def _drop_one(self) -> None:
+        [(most, _)] = self._bytes.most_common(1)
+        key = next(key for key, entry in self._entries.items() if entry.tenant == most)
+        self._bytes[most] -= self._entries.pop(key).num_bytes
+        if not self._bytes[most]:
+            del self._bytes[most]
+
+    def _make(self, tenant: str, tokenizer: bytes, template: bytes) -> _Entry:
         try:
             extract = TokenizerExtract.from_bytes(tokenizer) if tokenizer else None
             text = self._base.with_adapter(extract, template.decode(), self._processes)
         except AdapterUnusable as error:
-            return _Entry(error, ENTRY_BYTES)
+            return _Entry(error, ENTRY_BYTES, tenant)
         except (InvalidTokenizer, UnicodeDecodeError) as error:
             refusal = AdapterUnusable(str(error), subject="tokenizer.json")
-            return _Entry(refusal, ENTRY_BYTES)
+            return _Entry(refusal, ENTRY_BYTES, tenant)
         num_bytes = ENTRY_BYTES + BYTES_PER_BYTE * (len(tokenizer) + len(template))
-        return _Entry(text, num_bytes)
+        return _Entry(text, num_bytes, tenant)

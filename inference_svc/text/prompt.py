@@ -186,7 +186,9 @@ class PromptEncoder:
             if isinstance(prompt, str):
                 token_ids = text.encoder.encode(prompt)
             else:
-                max_chars = self._max_chars(text) + INLINE_CHARS
+                # An adapter's tokens may be long, which is no reason for a longer template.
+                of_base = self._max_chars(self._base) + _num_chars(prompt)
+                max_chars = min(self._max_chars(text), of_base) + INLINE_CHARS
                 token_ids = text.encoder.encode_chat(prompt, max_chars, max_seconds)
             found = tuple(token_ids)
             self._check(found, text)

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import queue
 import sys
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +33,7 @@ from adapter_store.checkpoint.files import (
 )
 from adapter_store.core import SourceFile
 from adapter_store.errors import InvalidAdapter
+from servicekit.shares import Reservation, Shares
 from servicekit.tokenizer_extract import MAX_EXTRACT_BYTES
 
 CONFIG_FILE = "tokenizer_config.json"
@@ -86,8 +89,9 @@ class TextReader:
     a base model's, which every run of a trainer saves again. Each account has memories of its own:
     none can tell by the time what others have registered. Thread-safe."""
 
-    def __init__(self) -> None:
-        self._children = threading.BoundedSemaphore(CHILDREN)
+    def __init__(self, share: float = 1.0) -> None:
+        """With a `share` below 1 no account has all places."""
+        self._children = Shares("text_readers", CHILDREN, share)
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[str, tuple[str, ...]], AdapterText] = OrderedDict()
         self._known_bytes = 0
@@ -109,16 +113,29 @@ class TextReader:
             if key in self._known:
                 self._known.move_to_end(key)
                 return self._known[key]
-        while not self._children.acquire(timeout=WAIT_SECONDS):
-            check_cancelled()
-        try:
+        with self._place(account, check_cancelled):
             found = read_text(
                 folder, [file.name for file in present], check_cancelled, folder.parent
             )
-        finally:
-            self._children.release()
         self._remember(key, found)
         return found
+
+    @contextmanager
+    def _place(self, account: str, check_cancelled: Callable[[], None]) -> Iterator[None]:
+        """Waits for one of the places, in turns with other accounts."""
+        found: queue.SimpleQueue[Reservation] = queue.SimpleQueue()
+        request = self._children.request(account, found.put)
+        place = None
+        try:
+            while place is None:
+                try:
+                    place = found.get(timeout=WAIT_SECONDS)
+                except queue.Empty:
+                    check_cancelled()
+            yield
+        finally:
+            if place is not None or not self._children.cancel(request):
+                (place or found.get()).release()
 
     def _remember(self, key: tuple[str, tuple[str, ...]], found: AdapterText) -> None:
         with self._lock:

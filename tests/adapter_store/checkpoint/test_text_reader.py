@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,30 +40,63 @@ def test_folders_that_say_nothing_count_too(
     assert len(read) == 21
 
 
-def test_who_is_cancelled_waits_no_longer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """While others' tokenizers are read."""
-    reading, done = threading.Barrier(CHILDREN + 1), threading.Event()
+class Held:
+    """Stands for reading: each read lasts until `done`."""
 
-    def read_text(*args: object) -> AdapterText:
-        reading.wait(30)
-        done.wait(30)
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.reading: queue.SimpleQueue[Path] = queue.SimpleQueue()
+
+    def __call__(self, folder: Path, *args: object) -> AdapterText:
+        self.reading.put(folder)
+        self.done.wait(30)
         return AdapterText()
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    made = Held()
+    monkeypatch.setattr(text_files, "read_text", made)
+    yield made
+    made.done.set()
+
+
+def start(reader: TextReader, account: str, number: int) -> threading.Thread:
+    file = SourceFile("tokenizer_config.json", 2, f"{number:064x}")
+    args = (Path(account), [file], account)
+    thread = threading.Thread(target=reader.read, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_who_is_cancelled_waits_no_longer(held: Held) -> None:
+    """While others' tokenizers are read."""
+    reader = TextReader()
+    threads = [start(reader, "t", number) for number in range(CHILDREN)]
+    for _ in threads:
+        held.reading.get(timeout=30)
 
     def check_cancelled() -> None:
         raise InterruptedError
 
-    monkeypatch.setattr(text_files, "read_text", read_text)
-    reader = TextReader()
-    files = [SourceFile("tokenizer_config.json", 2, f"{number:064x}") for number in range(3)]
-    threads = [
-        threading.Thread(target=reader.read, args=(tmp_path, [file], "t"))
-        for file in files[:CHILDREN]
-    ]
-    for thread in threads:
-        thread.start()
-    reading.wait(30)
+    file = SourceFile("tokenizer_config.json", 2, "f" * 64)
     with pytest.raises(InterruptedError):
-        reader.read(tmp_path, files[2:], "t", check_cancelled)
-    done.set()
+        reader.read(Path("t"), [file], "t", check_cancelled)
+    held.done.set()
     for thread in threads:
         thread.join(30)
+    assert reader.read(Path("t"), [file], "t") == AdapterText()
+    reader._children.check_integrity()
+    assert reader._children.used == 0
+
+
+def test_one_account_does_not_have_all_places(held: Held) -> None:
+    reader = TextReader(share=0.5)
+    threads = [start(reader, "many", number) for number in range(4)]
+    assert held.reading.get(timeout=30) == Path("many")
+    threads.append(start(reader, "one", 9))
+    assert held.reading.get(timeout=30) == Path("one")
+    held.done.set()
+    for thread in threads:
+        thread.join(30)
+    assert reader._children.used == 0

@@ -121,3 +121,13 @@ def test_what_finds_no_memory_fails_alone(world: World) -> None:
     (first, error), second = world.finish()
     assert (first, type(error)) == ("one", OutOfDeviceMemory)
     assert second == ("two", None)
+
+
+def test_adapters_take_turns(world: World) -> None:
+    """So that one with many magnitudes does not hold up those behind it."""
+    for digest in ("one", "two"):
+        world.add(digest)
+    steps = {}
+    for step in range(100):
+        steps |= {divided.digest: step for divided in world.magnitudes.advance()}
+    assert abs(steps["one"] - steps["two"]) <= 1

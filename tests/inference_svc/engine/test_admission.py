@@ -268,7 +268,7 @@ def test_engine_updates_rates_every_step() -> None:
         runner,
         world.settler,
         world.residency,
-        Combinations(world.residency, Mock(), 0, 0),
+        Combinations(world.residency, Mock(), 0, 0, 0),
         commands,
         admission,
         StepTimes(),

@@ -48,8 +48,8 @@ class House:
         self.base, self.threads, self.store = base, threads, Store()
         self.texts = AdapterTexts(base, self.store)
 
-    async def get(self, tokenizer: str = "", template: str = "") -> object:
-        binding = Binding("default/a@1", "default", "sha256:0", 4, 0.0, 0, tokenizer, template)
+    async def get(self, tokenizer: str = "", template: str = "", tenant: str = "default") -> object:
+        binding = Binding(f"{tenant}/a@1", tenant, "sha256:0", 4, 0.0, 0, tokenizer, template)
         return await self.texts.get(binding, self.threads)
 
     def sample(self, key: str, *labels: str) -> float:
@@ -140,3 +140,16 @@ async def test_what_is_kept_is_bounded(house: House, monkeypatch: pytest.MonkeyP
     await house.get(template="large")
     assert house.sample("text_cache_entries") <= 1
     assert house.sample("text_cache_used_bytes") <= 2 * texts_module.ENTRY_BYTES + 1000
+
+
+@on_a_loop
+async def test_a_tenant_with_many_drops_its_own(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(texts_module, "MAX_ENTRIES", 3)
+    await house.get(template="x", tenant="few")
+    for name in "abcdef":
+        await house.get(template=name, tenant="many")
+    await house.get(template="x", tenant="few")
+    assert house.store.fetched == Counter("xabcdef")
+    assert house.sample("text_cache_entries") == 3

@@ -6,7 +6,13 @@ from collections.abc import Sequence
 import pytest
 
 from inference_svc.errors import TemplateTimeout
-from inference_svc.text.prompt import INLINE_CHARS, ChatMessage, Prompt, PromptEncoder
+from inference_svc.text.prompt import (
+    INLINE_CHARS,
+    TEMPLATE_CHARS,
+    ChatMessage,
+    Prompt,
+    PromptEncoder,
+)
 from servicekit.errors import InvalidArgument
 from servicekit.work_budget import WorkBudget
 
@@ -41,6 +47,31 @@ def encode(prompt: Prompt, max_model_len: int = 10**6) -> tuple[tuple[int, ...],
 
     recording = Recording()
     return asyncio.run(body()), recording
+
+
+@pytest.mark.parametrize(("per_token", "most"), [(1, 10), (512, 10 + TEMPLATE_CHARS)])
+def test_what_a_template_may_make_does_not_grow_with_an_adapters_tokens(
+    per_token: int, most: int
+) -> None:
+    """It is as much as the model's own may be long, and the messages."""
+
+    class Adapters(Recording):
+        max_chars_per_token = per_token
+
+        def encode_chat(
+            self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float
+        ) -> list[int]:
+            found.append(max_chars - INLINE_CHARS)
+            return [1]
+
+    async def body() -> None:
+        prompts = PromptEncoder(Recording(), 10, 128, WorkBudget("work", 1.0))
+        await prompts.encode((ChatMessage("", ""),), encoder=Adapters())
+        prompts.close()
+
+    found: list[int] = []
+    asyncio.run(body())
+    assert found == [most]
 
 
 def test_every_form_is_encoded() -> None:
