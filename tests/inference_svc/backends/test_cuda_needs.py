@@ -189,5 +189,6 @@ def test_fewer_targets_need_less(model):
     fewer_kernels = 2 * 3 * description.num_layers * len(captured_sizes(MAX_ROWS))
     less = every.graphs_bytes - some.graphs_bytes
     assert less >= fewer_kernels * cuda_needs.NODE_BYTES
+    assert some.workspace_bytes <= every.workspace_bytes
     if description.layer_inputs is None:  # else their own norm's weights take more than adapters
         assert some.workspace_bytes < every.workspace_bytes
