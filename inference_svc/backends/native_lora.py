@@ -33,6 +33,7 @@ class NativeLoraOps:
         self._targets = targets
         self._groups = groups = targets.groups
         self._table = arena.table
+        self._rows, self._weight_rows = arena.table.rows.numpy(), arena.table.weight_rows.numpy()
         self._plan = NativeLoraPlan(max_tokens, table=arena.table)
         self._sampling_plan = NativeLoraPlan(max_rows, table=arena.table)
         most = max(len(group.targets) for group in groups.values())
@@ -76,13 +77,13 @@ class NativeLoraOps:
         return self._groups_of(used)
 
     def _groups_of(self, used: set[int]) -> frozenset[str]:
+        parts = [part for slot in used for part in self._table.part_slots(slot)]
+        targets, weights = self._rows[parts], self._weight_rows[parts]
         changed = np.zeros(len(self._names) + 1, np.bool_)
-        parts = (part for slot in used for part in self._table.part_slots(slot))
-        for adapter in map(self._table.adapters.__getitem__, parts):
-            changed[self._group_of_target[adapter.targets]] = True
-            if adapter.replaced:
-                changed[self._group_of_weight[list(adapter.weight_set)]] = True
-                changed[-2] |= adapter.has_rows and self._targets.max_added_tokens > 0
+        # What is there has a rank, or more than no granule; rows have a number.
+        changed[self._group_of_target[targets[:, 3:].any(axis=(0, 1))]] = True
+        changed[self._group_of_weight[weights.any(axis=(0, 1))]] = True
+        changed[-2] |= weights[:, -1].any() and self._targets.max_added_tokens > 0
         changed = changed[:-1]
         key = changed.tobytes()
         if key not in self._known:

@@ -111,9 +111,9 @@ struct Outputs {
   }
 };
 
-// out[m][0 : n] += scale * (y[m] @ B) for M tokens. `packed` is B as `load` makes it, or null, as is
-// `outputs` without vectors.
-template <typename T, typename Out, int M>
+// out[m][0 : n] += scale * (y[m] @ B) for M tokens. `packed` is B as `load` makes it, or null.
+// `outputs` is for adapters that HAVE vectors: others are compiled without.
+template <typename T, typename Out, bool HAVE, int M>
 void axpy_block(Out* const* out, const T* y, int step, float factor, const Columns<T>& columns,
                 const Columns<T>& next, const typename Axpy<T>::Vector (*packed)[VECTORS], int n,
                 const Outputs<T>* outputs) {
@@ -138,7 +138,7 @@ void axpy_block(Out* const* out, const T* y, int step, float factor, const Colum
   const VF scale = vset1(factor);
   LOADOUT_UNROLL for (int m = 0; m < M; ++m) {
     X::in_order(sums[m]);
-    if (outputs) {
+    if constexpr (HAVE) {
       LOADOUT_UNROLL for (int v = 0; v < VECTORS; ++v) {
         const int at = v * VF_WIDTH;
         if (at >= n) break;
@@ -160,11 +160,18 @@ void axpy_block(Out* const* out, const T* y, int step, float factor, const Colum
   }
 }
 
-template <typename T, typename Out, int M, typename... Args>
+template <typename T, typename Out, bool HAVE, int M, typename... Args>
 void axpy_rows(int count, Args... args) {
   if constexpr (M > 1)
-    if (count < M) return axpy_rows<T, Out, M - 1>(count, args...);
-  axpy_block<T, Out, M>(args...);
+    if (count < M) return axpy_rows<T, Out, HAVE, M - 1>(count, args...);
+  axpy_block<T, Out, HAVE, M>(args...);
+}
+
+// The same for up to MAX_ROWS tokens; `outputs` is null without vectors.
+template <typename T, typename Out, typename... Args>
+void axpy(const Outputs<T>* outputs, int count, Args... args) {
+  if (outputs) return axpy_rows<T, Out, true, MAX_ROWS>(count, args..., outputs);
+  axpy_rows<T, Out, false, MAX_ROWS>(count, args..., outputs);
 }
 
 template <typename T>
@@ -205,8 +212,8 @@ void expand_part(const LoraArgs& args, const LoraPart<T>& part, const LoraPart<T
       const int m = std::min(MAX_ROWS, item.count - t);
       for (int i = 0; i < m; ++i) rows[i] = first + tokens[t + i] * args.out_stride;
       const T* y = y_of<T>(args, item, part.k) + static_cast<int64_t>(t) * step;
-      axpy_rows<T, Out, MAX_ROWS>(m, rows, y, step, part.place.scale, columns, soon,
-                                  packs ? packed : nullptr, n, part.vectors ? &outputs : nullptr);
+      axpy<T, Out>(part.vectors ? &outputs : nullptr, m, rows, y, step, part.place.scale, columns,
+                   soon, packs ? packed : nullptr, n);
     }
   }
 }
@@ -259,9 +266,8 @@ void expand_mix(const LoraArgs& args, const LoraPart<T>& part) {
         const auto soon =
             p < item.expert ? columns_of(p + 1, column) : columns_of(0, column + COLUMNS);
         const typename X::Vector(*packed)[VECTORS] = nullptr;
-        const Outputs<T>* own = outputs.vectors ? &outputs : nullptr;
-        axpy_rows<T, float, MAX_ROWS>(m, rows, y, step, place.scale, columns_of(p, column), soon,
-                                      packed, n, own);
+        axpy<T, float>(outputs.vectors ? &outputs : nullptr, m, rows, y, step, place.scale,
+                       columns_of(p, column), soon, packed, n);
       }
       for (int i = 0; i < m; ++i) {
         Out* out = first + tokens[t + i] * args.out_stride;
