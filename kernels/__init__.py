@@ -3,6 +3,7 @@
 attention         attention over keys and values that lie in pages
 dispatch          which of an operation's implementations runs
 elementwise       norms, gathers and activations between projections
+experts           mixtures of experts: routing, and products of each row with its expert
 host_memory       large host memory that is there from the start
 linear            base projections on the CPU, with weights packed once
 lora              LoRA of many adapters in one batch, over one arena

@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels.dispatch import uses_triton
 from kernels.elementwise import reference
 from kernels.elementwise.native import (
+    clamped_swiglu_op,
     gather_op,
     geglu_op,
     rms_norm_op,
@@ -29,6 +30,8 @@ __all__ = [
     "NormWeight",
     "add_rms_norm",
     "bound_logits",
+    "clamped_swiglu",
+    "clamped_swiglu_op",
     "gather_op",
     "geglu",
     "geglu_op",
@@ -102,3 +105,8 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 
         return triton_ops.geglu(gate, up)
     return reference.geglu(gate, up)
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """See `reference.clamped_swiglu`; rows may be apart."""
+    return reference.clamped_swiglu(gate, up, alpha, limit)

@@ -56,6 +56,10 @@ class _GatedArgs(ctypes.Structure):
     )
 
 
+class _ClampedSwigluArgs(ctypes.Structure):
+    _fields_ = (("gated", _GatedArgs), ("alpha", ctypes.c_float), ("limit", ctypes.c_float))
+
+
 class _ScaleArgs(ctypes.Structure):
     _fields_ = (
         ("x", ctypes.c_void_p),
@@ -138,13 +142,26 @@ def geglu_op(gate: Tensor, up: Tensor, out: Tensor, num_tokens: Tensor) -> Nativ
     return _gated_op("geglu", gate, up, out, num_tokens)
 
 
-def _gated_op(name: str, gate: Tensor, up: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
+def clamped_swiglu_op(
+    gate: Tensor, up: Tensor, out: Tensor, num_tokens: Tensor, *, alpha: float, limit: float
+) -> NativeOp:
+    """See `reference.clamped_swiglu`; arguments as of `swiglu_op`."""
+    args = _ClampedSwigluArgs(_gated_args(gate, up, out, num_tokens), alpha, limit)
+    name = f"clamped_swiglu_{dtype_name(out.dtype)}"
+    return NativeOp(name, args, (gate, up, out, num_tokens))
+
+
+def _gated_args(gate: Tensor, up: Tensor, out: Tensor, num_tokens: Tensor) -> _GatedArgs:
     _check(num_tokens, out)
     _check_rows(out.shape[1], out.dtype, gate, up)
-    args = _GatedArgs(
+    return _GatedArgs(
         *(gate.data_ptr(), up.data_ptr(), out.data_ptr(), num_tokens.data_ptr(), out.shape[1]),
         *(gate.stride(0), up.stride(0)),
     )
+
+
+def _gated_op(name: str, gate: Tensor, up: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
+    args = _gated_args(gate, up, out, num_tokens)
     return NativeOp(f"{name}_{dtype_name(out.dtype)}", args, (gate, up, out, num_tokens))
 
 

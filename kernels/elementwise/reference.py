@@ -65,6 +65,14 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
+def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """Returns (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up between
+    -limit and limit, as GPT-OSS computes it; in fp32, rounded once. Shapes as of `swiglu`."""
+    bounded = gate.float().clamp(max=limit)
+    active = bounded * torch.sigmoid(alpha * bounded)
+    return ((up.float().clamp(-limit, limit) + 1) * active).to(gate.dtype)
+
+
 def bound_logits(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Returns scale * logits, or, if there is a cap, cap * tanh(scale * logits / cap)."""
     if scale != 1.0:

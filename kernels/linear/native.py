@@ -11,7 +11,9 @@ from kernels.linear.pack import PackedLinear
 from kernels.native.library import Library, NativeOp, dtype_name
 
 
-class _LinearArgs(ctypes.Structure):
+class LinearArgs(ctypes.Structure):
+    """Arguments as operations of other packages take them, too."""
+
     _fields_ = (
         ("x", ctypes.c_void_p),
         ("weights", ctypes.c_void_p),
@@ -32,25 +34,31 @@ def linear_op(x: Tensor, packed: PackedLinear, out: Tensor, num_tokens: Tensor) 
     Rows may be further apart than they are long.
     """
     assert num_tokens.dtype == torch.int32
+    assert out.shape[1] == packed.out_features
+    args = linear_args(x, packed, out)
+    args.num_tokens = num_tokens.data_ptr()
+    name = "linear_" + dtype_name(x.dtype)
+    if out.dtype != x.dtype:
+        name += "_" + dtype_name(out.dtype)
+    return NativeOp(name, args, (x, packed, out, num_tokens))
+
+
+def linear_args(x: Tensor, packed: PackedLinear, out: Tensor) -> LinearArgs:
+    """Returns arguments without a number of tokens."""
     assert x.dtype == packed.dtype
     assert x.shape[1] == packed.in_features
-    assert out.shape[1] == packed.out_features
     assert x.stride(1) == out.stride(1) == 1
-    args = _LinearArgs(
+    return LinearArgs(
         x.data_ptr(),
         packed.weights.data_ptr(),
         None if packed.bias is None else packed.bias.data_ptr(),
         out.data_ptr(),
-        num_tokens.data_ptr(),
+        None,
         x.stride(0),
         out.stride(0),
         packed.in_features,
         packed.out_features,
     )
-    name = "linear_" + dtype_name(x.dtype)
-    if out.dtype != x.dtype:
-        name += "_" + dtype_name(out.dtype)
-    return NativeOp(name, args, (x, packed, out, num_tokens))
 
 
 def linear(

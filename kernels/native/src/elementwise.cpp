@@ -169,6 +169,32 @@ void gated(const GatedArgs& args, const Slice& slice) {
   }
 }
 
+// out[t] = (up + 1) * gate * sigmoid(alpha * gate), both bounded first, rounded once.
+struct ClampedSwigluArgs {
+  GatedArgs gated;
+  float alpha;
+  float limit;
+};
+
+template <typename T>
+void clamped_swiglu(const ClampedSwigluArgs& args, const Slice& slice) {
+  const GatedArgs& own = args.gated;
+  const VF one = vset1(1.0f), most = vset1(args.limit), least = vset1(-args.limit);
+  const VF alpha = vset1(-args.alpha);
+  const auto mine = slice.range(*own.num_tokens);
+  for (int64_t t = mine.begin; t < mine.end; ++t) {
+    const T* gate = static_cast<const T*>(own.gate) + t * own.gate_stride;
+    const T* up = static_cast<const T*>(own.up) + t * own.up_stride;
+    T* out = static_cast<T*>(own.out) + t * own.size;
+    for_vectors(own.size, [&](int64_t at, auto lanes) {
+      const VF g = vmin(vload(gate + at, lanes), most);
+      const VF u = vmax(vmin(vload(up + at, lanes), most), least);
+      const VF active = vdiv(g, vadd(one, vexp(vmul(g, alpha))));
+      vstore(out + at, vmul(vadd(u, one), active), lanes);
+    });
+  }
+}
+
 // x[i] = round(scale * x[i]), or, with a cap, cap * tanh(scale * x[i] / cap), -inf staying as it is.
 struct ScaleArgs {
   void* x;  // [count, size]
@@ -205,5 +231,8 @@ LOADOUT_EXPORT(swiglu_float, loadout::GatedArgs, (loadout::gated<float, loadout:
 LOADOUT_EXPORT(swiglu_bf16, loadout::GatedArgs, (loadout::gated<loadout::bf16, loadout::Silu>))
 LOADOUT_EXPORT(geglu_float, loadout::GatedArgs, (loadout::gated<float, loadout::GeluTanh>))
 LOADOUT_EXPORT(geglu_bf16, loadout::GatedArgs, (loadout::gated<loadout::bf16, loadout::GeluTanh>))
+LOADOUT_EXPORT(clamped_swiglu_float, loadout::ClampedSwigluArgs, loadout::clamped_swiglu<float>)
+LOADOUT_EXPORT(clamped_swiglu_bf16, loadout::ClampedSwigluArgs,
+               loadout::clamped_swiglu<loadout::bf16>)
 LOADOUT_EXPORT(scale_rows_float, loadout::ScaleArgs, loadout::scale_rows<float>)
 LOADOUT_EXPORT(scale_rows_bf16, loadout::ScaleArgs, loadout::scale_rows<loadout::bf16>)

@@ -203,15 +203,57 @@ void multiply_panel(const LinearArgs& args, int64_t first, int64_t last, int64_t
   }
 }
 
+template <typename T>
+int64_t most_rows(const LinearArgs& args) {
+  const int64_t row_bytes = args.in_features * static_cast<int64_t>(sizeof(T));
+  return std::max<int64_t>(MAX_ROWS, ROW_BLOCK_BYTES / row_bytes);
+}
+
+inline int64_t num_panels(const LinearArgs& args) {
+  return (args.out_features + PANEL - 1) / PANEL;
+}
+
+// Some rows of one expert by one panel of it.
+struct ExpertItem {
+  int64_t expert = -1;  // -1: no work is left
+  int64_t first = 0, last = 0, panel = 0;
+};
+
+// Finds items by their numbers, which ascend from call to call.
+template <typename T>
+class ExpertItems {
+ public:
+  explicit ExpertItems(const ExpertsLinearArgs& args)
+      : args_(args), most_(most_rows<T>(args.linear)), panels_(num_panels(args.linear)) {}
+
+  ExpertItem find(int64_t number) {
+    for (; expert_ < args_.num_experts; ++expert_) {
+      const int64_t start = args_.starts[expert_], count = args_.starts[expert_ + 1] - start;
+      const int64_t blocks = (count + most_ - 1) / most_;
+      if (number - before_ < blocks * panels_) {
+        const int64_t block = (number - before_) / panels_;
+        return {expert_, start + count * block / blocks, start + count * (block + 1) / blocks,
+                (number - before_) % panels_};
+      }
+      before_ += blocks * panels_;
+    }
+    return {};
+  }
+
+ private:
+  const ExpertsLinearArgs& args_;
+  const int64_t most_, panels_;
+  int64_t expert_ = 0, before_ = 0;
+};
+
 }  // namespace
 
 template <typename T, typename Out>
 void linear(const LinearArgs& args, const Slice& slice) {
   const int64_t tokens = *args.num_tokens;
-  const int64_t row_bytes = args.in_features * static_cast<int64_t>(sizeof(T));
-  const int64_t most = std::max<int64_t>(MAX_ROWS, ROW_BLOCK_BYTES / row_bytes);
+  const int64_t most = most_rows<T>(args);
   const int64_t blocks = (tokens + most - 1) / most;
-  const int64_t panels = (args.out_features + PANEL - 1) / PANEL;
+  const int64_t panels = num_panels(args);
   const int64_t items = blocks * panels;
   const T* weights = static_cast<const T*>(args.weights);
   for (int64_t item = slice.take(), next; item < items; item = next) {
@@ -224,8 +266,32 @@ void linear(const LinearArgs& args, const Slice& slice) {
   }
 }
 
+// As `linear`: an expert's rows that are few read each of its panels once.
+template <typename T, typename Out>
+void linear_experts(const ExpertsLinearArgs& args, const Slice& slice) {
+  const int64_t panels = num_panels(args.linear);
+  const int64_t elements = panel_elements<T>(args.linear.in_features);
+  const auto panel_of = [&](const ExpertItem& item) {
+    const T* weights = static_cast<const T*>(args.linear.weights);
+    return weights + (item.expert * panels + item.panel) * elements;
+  };
+  ExpertItems<T> items(args);
+  for (ExpertItem item = items.find(slice.take()), next; item.expert >= 0; item = next) {
+    next = items.find(slice.take());
+    LinearArgs own = args.linear;
+    own.weights = static_cast<const T*>(own.weights) + item.expert * panels * elements;
+    if (own.bias) own.bias += item.expert * panels * PANEL;
+    const T* fetch = next.expert >= 0 ? panel_of(next) : nullptr;
+    multiply_panel<T, Out>(own, item.first, item.last, item.panel, fetch);
+  }
+}
+
 }  // namespace loadout
 
 LOADOUT_EXPORT(linear_float, loadout::LinearArgs, (loadout::linear<float, float>))
 LOADOUT_EXPORT(linear_bf16, loadout::LinearArgs, (loadout::linear<loadout::bf16, loadout::bf16>))
 LOADOUT_EXPORT(linear_bf16_float, loadout::LinearArgs, (loadout::linear<loadout::bf16, float>))
+LOADOUT_EXPORT(linear_experts_float, loadout::ExpertsLinearArgs,
+               (loadout::linear_experts<float, float>))
+LOADOUT_EXPORT(linear_experts_bf16, loadout::ExpertsLinearArgs,
+               (loadout::linear_experts<loadout::bf16, loadout::bf16>))

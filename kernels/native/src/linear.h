@@ -27,4 +27,12 @@ struct LinearArgs {
   int64_t out_features;
 };
 
+// The same of rows in the order of experts, each with the weights of its expert: experts lie one
+// behind the other, each in panels of its own.
+struct ExpertsLinearArgs {
+  LinearArgs linear;      // without num_tokens; weights and bias are those of the first expert
+  const int32_t* starts;  // [num_experts + 1]: the first row of each, and how many there are
+  int64_t num_experts;
+};
+
 }  // namespace loadout

@@ -1,0 +1,187 @@
+"""Mixtures of experts in C++, as operations of a program: each at fixed addresses, over as many
+tokens and pairs as the step has when it runs."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.experts.reference import MAX_EXPERTS, Choice, Pairs, Scoring
+from kernels.linear.native import LinearArgs, linear_args
+from kernels.linear.pack import PANEL, PackedLinear
+from kernels.native.library import NativeOp, dtype_name
+
+
+class _RouteArgs(ctypes.Structure):
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("expert_scales", ctypes.c_void_p),
+        ("experts", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("count", ctypes.c_void_p),
+        ("num_experts", ctypes.c_int64),
+        ("num_chosen", ctypes.c_int64),
+        ("num_groups", ctypes.c_int64),
+        ("num_chosen_groups", ctypes.c_int64),
+        ("scoring", ctypes.c_int64),
+        ("is_normalised", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+    )
+
+
+class _SortPairsArgs(ctypes.Structure):
+    _fields_ = (
+        ("experts", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("num_pairs", ctypes.c_void_p),
+        ("count", ctypes.c_void_p),
+        ("num_experts", ctypes.c_int64),
+        ("num_chosen", ctypes.c_int64),
+    )
+
+
+class _ExpertsLinearArgs(ctypes.Structure):
+    _fields_ = (
+        ("linear", LinearArgs),
+        ("starts", ctypes.c_void_p),
+        ("num_experts", ctypes.c_int64),
+    )
+
+
+class _CombineArgs(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("shared", ctypes.c_void_p),
+        ("shared_logits", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("count", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("num_chosen", ctypes.c_int64),
+    )
+
+
+_SCORINGS = (Scoring.SOFTMAX, Scoring.SIGMOID, Scoring.SOFTMAX_OF_CHOSEN)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PairsBuffer:
+    """The routing of up to `max_tokens` tokens, which is a step's when `route_op` and
+    `sort_pairs_op` have run: see `reference.Routing` and `reference.Pairs`."""
+
+    experts: Tensor
+    """int32 [max_tokens, num_chosen]"""
+    weights: Tensor
+    """fp32 [max_tokens, num_chosen]"""
+    pairs: Pairs
+    num_pairs: Tensor
+    """int32 [1]"""
+
+    @classmethod
+    def allocate(cls, max_tokens: int, num_experts: int, num_chosen: int) -> PairsBuffer:
+        assert num_experts <= MAX_EXPERTS
+        shape = (max_tokens, num_chosen)
+        pairs = Pairs(
+            torch.zeros(max_tokens * num_chosen, dtype=torch.int64),
+            torch.zeros(num_experts + 1, dtype=torch.int32),
+            torch.zeros(shape, dtype=torch.int32),
+        )
+        num_pairs = torch.zeros(1, dtype=torch.int32)
+        return cls(torch.zeros(shape, dtype=torch.int32), torch.zeros(shape), pairs, num_pairs)
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.pairs.starts) - 1
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self.experts, self.weights, *self.pairs, self.num_pairs)
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+def route_op(
+    logits: Tensor,
+    choice: Choice,
+    out: PairsBuffer,
+    count: Tensor,
+    bias: Tensor | None = None,
+    expert_scales: Tensor | None = None,
+) -> NativeOp:
+    """See `reference.route`, for the first `count` (int32 [1]) rows of `logits`, fp32
+    [T, experts]."""
+    assert logits.dtype == torch.float32
+    assert logits.is_contiguous()
+    assert logits.shape[1] == out.num_experts <= MAX_EXPERTS
+    assert out.experts.shape[1] == choice.num_chosen <= out.num_experts
+    for vector in (bias, expert_scales):
+        assert vector is None or (vector.dtype == torch.float32 and vector.is_contiguous())
+    args = _RouteArgs(
+        logits.data_ptr(),
+        *(None if each is None else each.data_ptr() for each in (bias, expert_scales)),
+        *(out.experts.data_ptr(), out.weights.data_ptr(), count.data_ptr()),
+        *(out.num_experts, choice.num_chosen, choice.num_groups, choice.num_chosen_groups),
+        *(_SCORINGS.index(choice.scoring), choice.normalised, choice.scale),
+    )
+    return NativeOp("route", args, (logits, out, count, bias, expert_scales))
+
+
+def sort_pairs_op(out: PairsBuffer, count: Tensor) -> NativeOp:
+    """See `reference.sort_pairs`, of the experts of the first `count` tokens."""
+    tokens, starts, rows = out.pairs
+    args = _SortPairsArgs(
+        *(out.experts.data_ptr(), tokens.data_ptr(), starts.data_ptr(), rows.data_ptr()),
+        *(out.num_pairs.data_ptr(), count.data_ptr(), out.num_experts, rows.shape[1]),
+    )
+    return NativeOp("sort_pairs", args, (out, count))
+
+
+def experts_linear_op(
+    x: Tensor, packed: PackedLinear, out: Tensor, routing: PairsBuffer
+) -> NativeOp:
+    """See `reference.experts_linear`. x: [P, in], out: [P, out], of the weights' dtype. `packed`
+    has the experts below each other, each in whole panels: see `padded_rows`."""
+    padded = packed.out_features // routing.num_experts
+    assert packed.out_features == routing.num_experts * padded
+    assert padded == padded_rows(out.shape[1])
+    assert x.dtype == out.dtype == packed.dtype
+    linear = linear_args(x, packed, out)
+    linear.out_features = out.shape[1]
+    args = _ExpertsLinearArgs(linear, routing.pairs.starts.data_ptr(), routing.num_experts)
+    name = f"linear_experts_{dtype_name(x.dtype)}"
+    return NativeOp(name, args, (x, packed, out, routing))
+
+
+def padded_rows(out_features: int) -> int:
+    """Returns the rows that each expert takes of weights that lie below each other."""
+    return -(-out_features // PANEL) * PANEL
+
+
+def combine_op(
+    x: Tensor,
+    routing: PairsBuffer,
+    out: Tensor,
+    count: Tensor,
+    shared: Tensor | None = None,
+    shared_logits: Tensor | None = None,
+) -> NativeOp:
+    """See `reference.combine`, for the first `count` tokens. `out` [T, size] may be `shared`."""
+    for tensor in (out, shared):
+        assert tensor is None or (tensor.dtype == x.dtype and tensor.is_contiguous())
+    assert x.is_contiguous()
+    assert x.shape[1] == out.shape[1]
+    assert shared_logits is None or shared_logits.dtype == torch.float32
+    rows = routing.pairs.rows
+    args = _CombineArgs(
+        *(x.data_ptr(), rows.data_ptr(), routing.weights.data_ptr()),
+        *(None if each is None else each.data_ptr() for each in (shared, shared_logits)),
+        *(out.data_ptr(), count.data_ptr(), x.shape[1], rows.shape[1]),
+    )
+    keep = (x, routing, out, count, shared, shared_logits)
+    return NativeOp(f"combine_{dtype_name(x.dtype)}", args, keep)

@@ -1,0 +1,154 @@
+"""The definition of mixtures of experts: plain torch, fp32.
+
+Every token chooses some experts, and each of these makes a row of it: a pair of a token and an
+expert. Rows lie in the order of experts, and of one expert in the order of tokens, so that each
+expert's weights are read once.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_EXPERTS = 1024
+"""Experts of one layer, at most."""
+LEAST_SUM = 1e-20
+"""What is added to the sum that weights are divided by, as DeepSeek-V3 does."""
+
+
+class Scoring(enum.Enum):
+    """How a router's logits become scores: of all experts, or of those that are chosen."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+    SOFTMAX_OF_CHOSEN = "softmax_of_chosen"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a token chooses its `num_chosen` experts, and what it weighs them by.
+
+    Experts are in `num_groups` of neighbours. Of these the `num_chosen_groups` are considered whose
+    two best experts have the largest sum of scores. Weights are the scores, divided by their sum if
+    they are `normalised`, times `scale`.
+    """
+
+    num_chosen: int
+    scoring: Scoring = Scoring.SOFTMAX
+    normalised: bool = False
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    scale: float = 1.0
+
+
+class Routing(NamedTuple):
+    """The experts of each token, int32 [T, num_chosen], the best first, and what each is weighed
+    by, fp32 [T, num_chosen]."""
+
+    experts: Tensor
+    weights: Tensor
+
+
+class Pairs(NamedTuple):
+    """Pairs of tokens and experts in the order of experts. `tokens`: int64 [P], of each pair its
+    token. `starts`: int32 [experts + 1], the first pair of each. `rows`: int32 [T, num_chosen],
+    where the pairs of each token are."""
+
+    tokens: Tensor
+    starts: Tensor
+    rows: Tensor
+
+
+def route(
+    logits: Tensor,
+    choice: Choice,
+    bias: Tensor | None = None,
+    expert_scales: Tensor | None = None,
+) -> Routing:
+    """Chooses experts by logits, fp32 [T, experts]; of equal ones the first.
+
+    `bias` [experts] is added to scores to choose by, and does not enter weights; `expert_scales`
+    [experts] multiply the weights. Both are fp32.
+    """
+    scores = {
+        Scoring.SOFTMAX: lambda: logits.softmax(dim=-1),
+        Scoring.SIGMOID: logits.sigmoid,
+        Scoring.SOFTMAX_OF_CHOSEN: lambda: logits,
+    }[choice.scoring]()
+    ranked = logits if bias is None else scores + bias  # scores ascend with logits
+    if choice.num_chosen_groups < choice.num_groups:
+        ranked = _of_best_groups(ranked if bias is not None else scores, choice)
+    order = ranked.sort(dim=-1, descending=True, stable=True).indices
+    experts = order[:, : choice.num_chosen]
+    weights = scores.gather(1, experts)
+    if choice.scoring is Scoring.SOFTMAX_OF_CHOSEN:
+        weights = weights.softmax(dim=-1)
+    if choice.normalised:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + LEAST_SUM)
+    weights = weights * choice.scale
+    if expert_scales is not None:
+        weights = weights * expert_scales[experts]
+    return Routing(experts.int(), weights)
+
+
+def _of_best_groups(ranked: Tensor, choice: Choice) -> Tensor:
+    """Returns scores [T, experts] with those of other groups at -inf."""
+    grouped = ranked.unflatten(1, (choice.num_groups, -1))
+    best = grouped.topk(2, dim=-1).values.sum(dim=-1)
+    order = best.sort(dim=-1, descending=True, stable=True).indices
+    chosen = torch.zeros_like(best, dtype=torch.bool)
+    chosen.scatter_(1, order[:, : choice.num_chosen_groups], value=True)
+    return grouped.masked_fill(~chosen[:, :, None], float("-inf")).flatten(1)
+
+
+def sort_pairs(experts: Tensor, num_experts: int) -> Pairs:
+    """Puts pairs in the order of experts, which are int32 [T, num_chosen]."""
+    flat = experts.flatten().long()
+    order = flat.argsort(stable=True)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    rows = torch.empty_like(flat).scatter_(0, order, torch.arange(len(flat), device=flat.device))
+    return Pairs(order // experts.shape[1], starts, rows.view_as(experts).int())
+
+
+def experts_linear(x: Tensor, weight: Tensor, pairs: Pairs, bias: Tensor | None = None) -> Tensor:
+    """out[p] = x[p] @ weight[e]^T + bias[e], of each pair's expert e, summed in fp32 and rounded
+    once.
+
+    x: [P, in], weight: [experts, out, in], bias: [experts, out]; returns [P, out].
+    """
+    out = x.new_empty(len(x), weight.shape[1])
+    starts = pairs.starts.tolist()
+    for expert, (start, end) in enumerate(pairwise(starts)):
+        sums = x[start:end].float() @ weight[expert].float().t()
+        out[start:end] = sums if bias is None else sums + bias[expert].float()
+    return out
+
+
+def combine(
+    x: Tensor,
+    pairs: Pairs,
+    weights: Tensor,
+    shared: Tensor | None = None,
+    shared_logits: Tensor | None = None,
+) -> Tensor:
+    """Adds up what a token's experts have made, the best first, in fp32, rounded once:
+
+    out[t] = sum_j weights[t, j] * x[rows[t, j]] + sigmoid(shared_logits[t]) * shared[t]
+
+    x: [P, size], weights: fp32 [T, num_chosen], shared: [T, size] or None: there is none,
+    shared_logits: fp32 [T, 1] or None: 1 is what it is multiplied by. Returns [T, size].
+    """
+    total = torch.zeros(len(weights), x.shape[1], device=x.device)
+    for j in range(weights.shape[1]):
+        total += weights[:, j, None] * x[pairs.rows[:, j].long()].float()
+    if shared is not None:
+        gate = 1.0 if shared_logits is None else shared_logits.sigmoid()
+        total += gate * shared.float()
+    return total.to(x.dtype)
