@@ -137,7 +137,7 @@ def _decode(a: Arguments, step: Step) -> Traffic:
 
 
 def _combine(a: Arguments, step: Step) -> Traffic:
-    return Traffic(0, _part_sizes(a, step), _sizes(a["out"]))
+    return Traffic(sum(_sizes(a["sinks"])), _part_sizes(a, step), _sizes(a["out"]))
 
 
 def targets(a: Arguments, step: Step) -> list[int]:

@@ -40,7 +40,9 @@ INTEGERS = {*attention.VARYING, *lora.VARYING, *replaced.VARYING, "vocab_size"}
 NUMBERS = {"eps", "scale", "delta_scale", "sum_scale", "scaling", "offset"}
 MAYBE_NONE: dict[str, list[set[str]]] = {
     "add_rms_norm_kernel": [set(), {"rows"}, {"delta", "rows"}],
+    "combine_kernel": [set(), {"sinks"}],
     "expand_kernel": [{"token_ids"}, {"token_ids", "base_bias"}, {"y", "base_bias"}],
+    "prefill_kernel": [set(), {"sinks"}],
     "store_kernel": [
         {"q_scale"},
         {"v_norm", "q_scale"},

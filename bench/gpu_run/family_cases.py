@@ -86,6 +86,7 @@ STORES: dict[str, dict[str, Any]] = {
 ATTENTIONS: dict[str, dict[str, Any]] = {
     "attention": {},
     "soft-capped attention of a window": {"softcap": SOFTCAP, "window": 3},
+    "attention of a window with sinks": {"window": 3, "has_sinks": True},
 }
 
 
@@ -214,6 +215,7 @@ def _attention(
     *,
     window: int | None = None,
     softcap: float | None = None,
+    has_sinks: bool = False,
 ) -> FamilyCase:
     page_size = context.sizes.page_size
     pages_of = [-(-(f + n) // page_size) for f, n in zip(firsts, counts, strict=True)]
@@ -223,7 +225,8 @@ def _attention(
     plan = AttentionPlan.build(firsts, counts, pages, page_size, context.device)
     num_heads = read_description(context.sizes.config).attentions[0].num_heads
     q = random(context, sum(counts), num_heads, head_dim)
-    rest: dict[str, Any] = {"scale": SCALE, "window": window, "softcap": softcap}
+    sinks = torch.linspace(-1.0, 1.0, num_heads, device=context.device) if has_sinks else None
+    rest: dict[str, Any] = {"scale": SCALE, "window": window, "softcap": softcap, "sinks": sinks}
 
     def run() -> None:
         attend(q, cache, 0, plan, **rest)

@@ -45,14 +45,16 @@ def attend(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """What `reference.attend` defines. q: [T, num_heads, head_dim]; tokens may be apart, a token's
     heads lie side by side."""
+    compute = cpu.attend
     if uses_triton(q):
         from kernels.attention import triton_ops  # Triton is an extra that the CPU does without
 
-        return triton_ops.attend(q, cache, layer, plan, scale=scale, window=window, softcap=softcap)
-    return cpu.attend(q, cache, layer, plan, scale=scale, window=window, softcap=softcap)
+        compute = triton_ops.attend
+    return compute(q, cache, layer, plan, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
 
 def rotary_angles(

@@ -60,15 +60,16 @@ def attend(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """What `reference.attend` defines. q may be a strided view with unit stride in its last
     dimension."""
     schedule = _schedule(plan, window, q.dtype)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in schedule.groups:
-        _attend_decode(out, q, cache, layer, group, scale, softcap)
+        _attend_decode(out, q, cache, layer, group, scale, softcap, sinks)
     for chunk in schedule.chunks:
-        _attend_chunk(out, q, cache, layer, chunk, scale, softcap)
+        _attend_chunk(out, q, cache, layer, chunk, scale, softcap, sinks)
     return out
 
 
@@ -80,6 +81,7 @@ def _attend_decode(
     group: DecodeGroup,
     scale: float,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     by_key_head = (cache.num_kv_heads, q.shape[1] // cache.num_kv_heads)
     k, v = cache.gather(layer, group.cells)  # [B, L, num_kv_heads, head_dim]
@@ -90,6 +92,7 @@ def _attend_decode(
         group.bias,
         scale,
         softcap,
+        None if sinks is None else sinks.view(*by_key_head, 1),
     )
     out[group.tokens] = result.flatten(1, 2)
 
@@ -102,6 +105,7 @@ def _attend_chunk(
     chunk: Chunk,
     scale: float,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     by_key_head = (cache.num_kv_heads, q.shape[1] // cache.num_kv_heads)
     k, v = cache.gather(layer, chunk.cells)  # [L, num_kv_heads, head_dim]
@@ -115,6 +119,7 @@ def _attend_chunk(
         chunk.mask,
         scale,
         softcap,
+        None if sinks is None else sinks.view(*by_key_head, 1, 1),
         is_causal=chunk.mask is None,
     )
     out[chunk.start : chunk.end].unflatten(1, by_key_head).copy_(result.permute(2, 0, 1, 3))
@@ -127,24 +132,32 @@ def _weighted(
     mask: Tensor | None,
     scale: float,
     softcap: float | None,
+    sinks: Tensor | None,
     *,
     is_causal: bool = False,
 ) -> Tensor:
     """Attention of q [..., queries, head_dim] over k and v [..., cells, head_dim]. `mask` is -inf,
-    or false, where a query does not see a cell."""
-    if softcap is None:
+    or false, where a query does not see a cell; `sinks` fit scores [..., queries, cells]."""
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale
         )
-    scores = torch.matmul(q, k.transpose(-1, -2)).float().mul_(scale / softcap).tanh_()
-    scores *= softcap
+    scores = torch.matmul(q, k.transpose(-1, -2)).float()
+    if softcap is None:
+        scores *= scale
+    else:
+        scores.mul_(scale / softcap).tanh_().mul_(softcap)
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril_()
     if mask is not None and mask.dtype == torch.bool:
         scores.masked_fill_(~mask, float("-inf"))
     elif mask is not None:
         scores += mask
-    return torch.matmul(scores.softmax(-1).to(q.dtype), v)
+    weights = scores.softmax(-1)
+    if sinks is not None:
+        # sum / (sum + e^sink), of the scores' sum, which might overflow.
+        weights *= torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks)
+    return torch.matmul(weights.to(q.dtype), v)
 
 
 def _schedule(plan: AttentionPlan, window: int | None, dtype: torch.dtype) -> Schedule:

@@ -127,6 +127,7 @@ class _AttendArgs(ctypes.Structure):
         ("scratch", ctypes.c_void_p),
         ("scratch_bytes", ctypes.c_int64),
         ("max_threads", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
     )
@@ -326,15 +327,19 @@ class NativeAttention:
         *,
         scale: float,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> NativeOp:
         """out = what `reference.attend` defines, of the step's tokens.
 
         q and out: [T, at least num_heads * head_dim] with unit stride in the last dimension; the
-        heads lie at the start of each row.
+        heads lie at the start of each row. sinks: float32 [num_heads].
         """
         assert q.dtype == out.dtype == self.cache.data.dtype
         assert q.stride(1) == out.stride(1) == 1
         scratch, shape = self.scratch, self.scratch.shape
+        if sinks is not None:
+            assert sinks.dtype == torch.float32
+            assert sinks.shape == (shape.num_heads,)
         args = _AttendArgs(
             _kv_layer(self.cache, layer),
             self._rows_args,
@@ -353,10 +358,11 @@ class NativeAttention:
             -(-scratch.threads.data_ptr() // 64) * 64,
             shape.thread_bytes,
             scratch.max_threads,
+            _pointer(sinks),
             scale,
             softcap or 0.0,
         )
-        return NativeOp("attend_" + dtype_name(q.dtype), args, (self, q, out))
+        return NativeOp("attend_" + dtype_name(q.dtype), args, (self, q, out, sinks))
 
     @property
     def num_bytes(self) -> int:
@@ -384,6 +390,7 @@ def attend(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     library: Library | None = None,
 ) -> Tensor:
     """What `reference.attend` defines, as a program of its own, by the best library or this one.
@@ -394,7 +401,9 @@ def attend(
     scratch = AttentionScratch(AttentionShape.of(cache, q.shape[1]))
     attention = NativeAttention(cache, StepRows.of(plan), scratch, window)
     heads = q.flatten(1) if len(q) == 0 else q.as_strided((len(q), q[0].numel()), (q.stride(0), 1))
-    attend_op = attention.attend_op(heads, out.flatten(1), layer, scale=scale, softcap=softcap)
+    attend_op = attention.attend_op(
+        heads, out.flatten(1), layer, scale=scale, softcap=softcap, sinks=sinks
+    )
     library.run(attention.items_op(), attend_op)
     return out
 

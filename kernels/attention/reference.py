@@ -36,6 +36,7 @@ def attend(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """out[t, h] = sum_j softmax_j(score(q[t, h], K[j, h // group])) V[j, h // group]
 
@@ -43,8 +44,11 @@ def attend(
     j > p - window, where p is t's position. group = num_heads / num_kv_heads; score(q, k) = scale *
     q . k, or, with a cap (Bello et al., 2016), softcap * tanh(scale * q . k / softcap).
 
-    q: [T, num_heads, head_dim]; returns [T, num_heads, head_dim] in q's dtype. The step's own keys
-    and values must have been written to the cache before.
+    With `sinks` (GPT-OSS) the softmax of head h has one more score, sinks[h], neither scaled nor
+    capped, which has no value: where all others are far below it, out is nearly zero.
+
+    q: [T, num_heads, head_dim]; sinks: float32 [num_heads]; returns [T, num_heads, head_dim] in q's
+    dtype. The step's own keys and values must have been written to the cache before.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     group = q.shape[1] // cache.num_kv_heads
@@ -62,7 +66,10 @@ def attend(
             scores = scale * torch.einsum("hd,jhd->hj", q[token].float(), k)
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            out[token] = torch.einsum("hj,jhd->hd", scores.softmax(-1), v).to(q.dtype)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[:, None]), dim=1)
+            weights = scores.softmax(-1)[:, : len(seen)]
+            out[token] = torch.einsum("hj,jhd->hd", weights, v).to(q.dtype)
     return out
 
 

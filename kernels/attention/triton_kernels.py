@@ -310,12 +310,13 @@ def decode_kernel(
 
 @triton.jit
 def combine_kernel(
-    out, parts, lses, query_starts, segment_starts,
+    out, parts, lses, sinks, query_starts, segment_starts,
     NUM_HEADS: tl.constexpr, D: tl.constexpr, MAX_SEGMENTS: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out = the parts of a row's segments, weighted by 2 ** lse. Rows without segments are left
-    alone. out: [T, heads, D]. Grid: (R, heads)."""
+    """out = the parts of a row's segments, weighted by 2 ** lse, beside a head's sink, once for all
+    of them. Rows without segments are left alone. out: [T, heads, D]; sinks: fp32 [heads], or None.
+    Grid: (R, heads)."""
     i_r, i_h = tl.program_id(0), tl.program_id(1)
     first_segment = tl.load(segment_starts + i_r)
     num_segments = tl.load(segment_starts + i_r + 1) - first_segment
@@ -340,7 +341,10 @@ def combine_kernel(
         b_part = tl.load(p_part, mask=m_s[:, None] & m_d[None, :], other=0.0)
         b_out += tl.sum(b_part * b_weight[:, None], axis=0)
         b_sum += b_weight
-    b_out = b_out / tl.sum(b_sum, axis=0)
+    total = tl.sum(b_sum, axis=0)
+    if sinks is not None:
+        total += tl.exp2(tl.load(sinks + i_h) * LOG2_E - largest)
+    b_out = b_out / total
     token = tl.load(query_starts + i_r).to(tl.int64)
     p_out = out + (token * NUM_HEADS + i_h) * D + o_d
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_d)
@@ -348,7 +352,7 @@ def combine_kernel(
 
 @triton.jit
 def prefill_kernel(
-    out, q, kv, tiles, query_starts, context_lengths, table_rows, page_table, scale,
+    out, q, kv, sinks, tiles, query_starts, context_lengths, table_rows, page_table, scale,
     q_stride, table_stride, page_stride, head_stride, side_stride,
     NUM_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -356,7 +360,8 @@ def prefill_kernel(
 ):  # fmt: skip
     """Up to BLOCK_M neighbouring queries of one row and head over all that they see.
 
-    tiles: int32 [n, 2], row and first query in it. Grid: (n, NUM_HEADS).
+    sinks: fp32 [NUM_HEADS], or None; tiles: int32 [n, 2], row and first query in it. Grid:
+    (n, NUM_HEADS).
     """
     i_r = tl.load(tiles + tl.program_id(0) * 2)
     first_query = tl.load(tiles + tl.program_id(0) * 2 + 1)
@@ -395,6 +400,9 @@ def prefill_kernel(
         b_acc, b_max, b_sum = attended(
             b_acc, b_max, b_sum, b_q, b_k, b_v, m_seen, scale, SOFTCAP, PRECISION
         )  # fmt: skip
+    if sinks is not None:
+        # Infinite, where all scores are far below the sink: the quotient is then 0.
+        b_sum += tl.exp2(tl.load(sinks + i_h) * LOG2_E - b_max)
     b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
     p_out = out + (o_token * NUM_HEADS + i_h)[:, None] * D + o_d[None, :]
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_q)

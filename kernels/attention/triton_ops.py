@@ -150,22 +150,27 @@ def attend(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See `reference.attend`. Heads of a token lie side by side; tokens may be apart."""
     assert not cache.is_tiled, "the kernels read caches in rows"
     assert q.stride(1) == q.shape[2], "heads lie side by side"
     assert q.stride(2) == 1
+    if sinks is not None:
+        assert sinks.dtype == torch.float32
+        assert sinks.shape == (q.shape[1],)
+        assert sinks.is_contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if plan.has_decodes:
-        _decode(out, q, cache, layer, plan, scale, window or 0, softcap or 0.0)
+        _decode(out, q, cache, layer, plan, scale, window or 0, softcap or 0.0, sinks)
     if len(plan.tiles):
-        _prefill(out, q, cache, layer, plan, scale, window or 0, softcap or 0.0)
+        _prefill(out, q, cache, layer, plan, scale, window or 0, softcap or 0.0, sinks)
     return out
 
 
 def _decode(
     out: Tensor, q: Tensor, cache: KVCache, layer: int, plan: AttentionPlan, scale: float,
-    window: int, softcap: float,
+    window: int, softcap: float, sinks: Tensor | None,
 ) -> None:  # fmt: skip
     num_rows, num_heads, head_dim = len(plan.context_lengths), q.shape[1], cache.head_dim
     tuned = tuning.constants("decode", head_dim=head_dim)
@@ -210,6 +215,7 @@ def _decode(
         out,
         parts,
         lses,
+        sinks,
         plan.query_starts,
         plan.segment_starts,
         NUM_HEADS=num_heads,
@@ -223,7 +229,7 @@ def _decode(
 
 def _prefill(
     out: Tensor, q: Tensor, cache: KVCache, layer: int, plan: AttentionPlan, scale: float,
-    window: int, softcap: float,
+    window: int, softcap: float, sinks: Tensor | None,
 ) -> None:  # fmt: skip
     num_heads, kv = q.shape[1], cache.data[layer]
     tuned = tuning.constants("prefill", head_dim=cache.head_dim, itemsize=q.itemsize)
@@ -231,6 +237,7 @@ def _prefill(
         out,
         q,
         kv,
+        sinks,
         plan.tiles,
         plan.query_starts,
         plan.context_lengths,

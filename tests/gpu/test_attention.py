@@ -50,12 +50,12 @@ class Case:
         shape = (sum(count for _, count in rows), group * NUM_KV_HEADS, head_dim)
         self.q = torch.randn(shape, generator=generator).to(dtype).to(device)
 
-    def error(self, window: int | None = None) -> float:
+    def error(self, window: int | None = None, sinks: torch.Tensor | None = None) -> float:
         """Returns the root mean square of the difference to the definition, over that of the
         definition. On a device, torch computes the definition there."""
-        scale = self.cache.head_dim**-0.5
-        got = attend(self.q, self.cache, 0, self.plan, scale=scale, window=window)
-        wanted = reference.attend(self.q, self.cache, 0, self.plan, scale=scale, window=window)
+        args = (self.q, self.cache, 0, self.plan)
+        options = {"scale": self.cache.head_dim**-0.5, "window": window, "sinks": sinks}
+        got, wanted = attend(*args, **options), reference.attend(*args, **options)
         assert got.isfinite().all()
         difference = (got.double() - wanted.double()).square().mean().sqrt()
         return float(difference / wanted.double().square().mean().sqrt())
@@ -81,6 +81,15 @@ def test_groups_and_windows(device, on_device, group, window):
     with on_device():
         case = Case([*DECODES, *MIXED], torch.float32, device, group)
         assert case.error(window) < TOLERANCES[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 70])
+def test_sinks(device, on_device, window, dtype):
+    with on_device():
+        case = Case([*DECODES, *MIXED], dtype, device, group=8)
+        sinks = torch.linspace(-4.0, 4.0, 8 * NUM_KV_HEADS, device=device)
+        assert case.error(window, sinks) < TOLERANCES[dtype]
 
 
 @pytest.mark.real

@@ -172,6 +172,11 @@ def compiled_families(shape: Shape, rows: list[tuple[int, int]]) -> dict[str, di
         "soft-capped": lambda: attention_ops.attend(
             qkv[:, :width].view(num_tokens, num_heads, dim), cache, 0, plan, scale=0.1, softcap=50.0
         ),
+        "with sinks": lambda: attention_ops.attend(
+            *(qkv[:, :width].view(num_tokens, num_heads, dim), cache, 0, plan),
+            scale=0.1,
+            sinks=torch.zeros(num_heads),
+        ),
         "a part turned, neighbours": lambda: store(part, is_interleaved=True),
         "norms rotated": lambda: store(angles, q=of_head, k=of_head, are_rotated=True),
         "a norm of all queries": lambda: store(angles, q=of_all[0]),

@@ -89,7 +89,8 @@ def launch_attention(rows: list[tuple[int, int]], page_size: int, norms: str = "
     store(qkv[:, : 6 * 64], cache, 0, plan.cells, *angles, norms)
     store(qkv[:, : 4 * 64], cache, 0, plan.cells, *angles, norms._replace(k=None, v=None))
     q = qkv[:, : 4 * 64].view(num_tokens, 4, 64)
-    attention_ops.attend(q, cache, 0, plan, scale=0.1)
+    for sinks in (None, torch.zeros(4)):
+        attention_ops.attend(q, cache, 0, plan, scale=0.1, sinks=sinks)
 
 
 def launch_between(num_tokens: int) -> None:

@@ -32,6 +32,7 @@ struct AttendArgs {
   char* scratch;                  // [max_threads, scratch_bytes], on 64 bytes
   int64_t scratch_bytes;
   int64_t max_threads;
+  const float* sinks;  // [query heads], each one more score, without a value; null: none
   float scale;
   float softcap;  // 0: none; else scores are softcap * tanh(score / softcap)
 };
@@ -296,15 +297,24 @@ struct Attention {
     }
   }
 
+  // Sinks count here, and so once, however many parts there were.
   void write(const State& state) const {
     const int64_t size = args.cache.head_dim;
     for (int64_t r = 0; r < num_rows; ++r) {
       T* row = static_cast<T*>(args.out) + token(r) * args.out_stride + query_head(r) * size;
-      const VF scale = vset1(1.0f / reduce_add(vload(state.weights + r * VF_WIDTH)));
+      float sum = reduce_add(vload(state.weights + r * VF_WIDTH));
+      if (args.sinks) sum += sink_weight(query_head(r), state.largest[r]);
+      const VF scale = vset1(1.0f / sum);
       for_vectors(size, [&](int64_t d, auto lanes) {
         vstore(row + d, vmul(vload(state.out + r * width() + d), scale), lanes);
       });
     }
+  }
+
+  // Relative to the largest score, as the other weights are; 2^127 if all scores are far below.
+  float sink_weight(int64_t query_head, float largest) const {
+    const float score = args.sinks[query_head] * LOG2_E - largest;
+    return first_lane(vexp2(vmin(vset1(127.0f), vset1(score))));
   }
 
   void run() {

@@ -13,6 +13,22 @@ Case = tuple[torch.Tensor, KVCache, AttentionPlan]
 
 
 @pytest.fixture
+def make_sinks() -> Callable[[int], torch.Tensor]:
+    """`make_sinks(num_heads)`: of scores' size, some of them larger than most."""
+
+    def make(num_heads: int) -> torch.Tensor:
+        return 3 * torch.randn(num_heads, generator=torch.Generator().manual_seed(1))
+
+    return make
+
+
+@pytest.fixture
+def extreme_sinks() -> torch.Tensor:
+    """float32 [6]: three that leave nothing, and three that change nothing."""
+    return torch.tensor([300.0, 1e30, 3.4e38, -300.0, -3.4e38, -torch.inf])
+
+
+@pytest.fixture
 def make_case() -> Callable[..., Case]:
     """`make_case(rows)` with rows of (first position, number of queries) -> (q, cache, plan).
 

@@ -34,9 +34,11 @@ def rotary_angles(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return triton_ops.rotary_angles(*args)
 
 
-def compile_ptx(capability: int, dtype: torch.dtype, rows: list[tuple[int, int]]) -> dict[str, str]:
+def compile_ptx(
+    capability: int, dtype: torch.dtype, rows: list[tuple[int, int]], **options: Any
+) -> dict[str, str]:
     """The PTX of a step of `rows` (first position, queries) of a model of the Llama-3-8B shape, by
-    name of the kernel; raises where a kernel does not compile."""
+    name of the kernel; raises where a kernel does not compile. `options` are of `attend`."""
     from triton.runtime import driver
 
     driver.set_active(NoDevice(capability))
@@ -54,7 +56,7 @@ def compile_ptx(capability: int, dtype: torch.dtype, rows: list[tuple[int, int]]
         angles = triton_ops.rotary_angles(plan.cells, torch.zeros(64), 1.0, dtype)
         triton_ops.rotate_and_store(qkv, cache, 0, plan.cells, *angles, num_heads=32)
         q = qkv[:, : 32 * 128].view(num_tokens, 32, 128)
-        triton_ops.attend(q, cache, 0, plan, scale=0.1)
+        triton_ops.attend(q, cache, 0, plan, scale=0.1, **options)
     finally:
         vars(triton_kernels).update(kernels)
     return {

@@ -66,6 +66,44 @@ def test_reference_is_dense_attention(make_case, assert_close, window):
     assert_close("out", wanted, reference.attend(q, cache, 1, plan, scale=0.5, window=window), 1e-6)
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 7])
+def test_reference_has_one_more_score(make_case, make_sinks, assert_close, window, softcap):
+    """Against the formula over one whole sequence, whose sinks are a last column."""
+    q, cache, plan = make_case([(0, 21)], page_size=4)
+    k, v = (part.repeat_interleave(2, dim=1) for part in cache.gather(1, plan.cells))
+    distance = torch.arange(21)[:, None] - torch.arange(21)[None, :]
+    visible = (distance >= 0) & (distance < (window or 21))
+    scores = 0.5 * torch.einsum("qhd,khd->hqk", q, k)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    sinks = make_sinks(4)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    columns = torch.cat((scores, sinks.view(4, 1, 1).expand(4, 21, 1)), dim=-1)
+    wanted = torch.einsum("hqk,khd->qhd", columns.softmax(-1)[..., :-1], v)
+    options = {"scale": 0.5, "window": window, "softcap": softcap, "sinks": sinks}
+    assert_close("out", wanted, reference.attend(q, cache, 1, plan, **options), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (6, None), (None, 2.0), (16, 2.0)])
+@pytest.mark.parametrize("workload", ["decode-far-apart", "prompts", "mixed"])
+def test_sinks(make_case, make_sinks, assert_close, workload, window, softcap, dtype):
+    q, cache, plan = make_case(WORKLOADS[workload], num_heads=6, dtype=dtype)
+    options = {"scale": 0.3, "window": window, "softcap": softcap, "sinks": make_sinks(6)}
+    wanted = reference.attend(q, cache, 1, plan, **options)
+    assert_close("out", wanted, attend(q, cache, 1, plan, **options), TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("compute", [attend, reference.attend])
+def test_extreme_sinks(make_case, extreme_sinks, assert_close, compute):
+    q, cache, plan = make_case(WORKLOADS["mixed"], num_heads=6)
+    wanted = reference.attend(q, cache, 1, plan, scale=0.3)
+    got = compute(q, cache, 1, plan, scale=0.3, sinks=extreme_sinks)
+    assert not (got[:, :3].abs() > 1e-30).any()
+    assert_close("out", wanted[:, 3:], got[:, 3:], TOLERANCES[q.dtype])
+
+
 def test_a_row_is_the_same_beside_any_other(make_case, assert_close):
     """The second case holds the first one's rows, with the same contents, and others."""
     rows = [(37, 1), (0, 9), (5, 6)]

@@ -74,8 +74,9 @@ def test_attend(
     window=st.one_of(st.none(), st.integers(1, 200)),
     group=st.sampled_from([1, 2, 5]),
     page_size=st.sampled_from([1, 5, 16, 48]),
+    has_sinks=st.booleans(),
 )
-def test_any_batch(make_case, assert_close, rows, window, group, page_size):
+def test_any_batch(make_case, make_sinks, assert_close, rows, window, group, page_size, has_sinks):
     q, cache, plan = make_case(
         rows,
         num_heads=2 * group,
@@ -83,9 +84,50 @@ def test_any_batch(make_case, assert_close, rows, window, group, page_size):
         page_size=page_size,
         is_tiled=page_size % 16 == 0,
     )
-    wanted = reference.attend(q, cache, 1, plan, scale=0.3, window=window)
-    got = native.attend(q, cache, 1, plan, scale=0.3, window=window, library=native_library())
+    sinks = make_sinks(2 * group) if has_sinks else None
+    options = {"scale": 0.3, "window": window, "sinks": sinks}
+    wanted = reference.attend(q, cache, 1, plan, **options)
+    got = native.attend(q, cache, 1, plan, library=native_library(), **options)
     assert_close("out", wanted, got, TOLERANCES[q.dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_tiled", [False, True])
+@pytest.mark.parametrize(
+    ("window", "softcap"), [(None, None), (70, None), (600, None), (None, 2.0), (70, 0.5)]
+)
+def test_sinks(
+    library, make_case, make_sinks, assert_close, set_threads, window, softcap, is_tiled, dtype
+):
+    """All rows together, and alone: a long row of few queries is then split among the threads."""
+    rows = [*MIXED, (1500, 1), (1700, 2)]
+    q, cache, plan = make_case(
+        rows, num_heads=6, head_dim=32, page_size=16, dtype=dtype, is_tiled=is_tiled
+    )
+    options = {"scale": 32**-0.5, "window": window, "softcap": softcap, "sinks": make_sinks(6)}
+    wanted = reference.attend(q, cache, 1, plan, **options)
+    set_threads(2)
+    together = native.attend(q, cache, 1, plan, library=library, **options)
+    assert_close("out", wanted, together, TOLERANCES[dtype])
+    for row in (0, len(rows) - 2, len(rows) - 1):
+        start, end = plan.query_starts[row : row + 2].tolist()
+        pages = [plan.page_table[row].tolist()]
+        alone = AttentionPlan.build([rows[row][0]], [end - start], pages, plan.page_size)
+        for threads in (1, 3):
+            set_threads(threads)
+            got = native.attend(q[start:end], cache, 1, alone, library=library, **options)
+            assert torch.equal(got, together[start:end]), f"row {row}, {threads} threads"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_extreme_sinks(library, make_case, extreme_sinks, assert_close, dtype):
+    q, cache, plan = make_case(
+        MIXED, num_heads=6, head_dim=16, page_size=16, dtype=dtype, is_tiled=True
+    )
+    plain = native.attend(q, cache, 1, plan, scale=0.3, library=library)
+    got = native.attend(q, cache, 1, plan, scale=0.3, sinks=extreme_sinks, library=library)
+    assert not (got[:, :3].abs() > 1e-30).any()
+    assert torch.equal(got[:, 3:], plain[:, 3:]), "nothing is added"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

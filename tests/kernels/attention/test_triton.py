@@ -26,15 +26,14 @@ def attend(interpreter):
     """`attend(q, cache, plan, positions, programs, window)`: a context is cut into segments of so
     many positions at least, which so many programs share."""
 
-    def call(q, cache, plan, positions=128, programs=528, window=None):
+    def call(q, cache, plan, positions=128, programs=528, window=None, **options):
         tuned = {"segments": {"positions": positions}, "decode": {"programs": programs}}
         with tuning.overridden("segments", positions=positions):
             counts, contexts = np.diff(plan.host_query_starts), plan.host_context_lengths
             starts = torch.from_numpy(segment_starts(counts, contexts))
         plan = replace(plan, segment_starts=starts)
-        return interpreter.call(
-            "attend", q, cache, 1, plan, scale=0.3, window=window, tuned=tuned
-        )  # fmt: skip
+        options |= {"scale": 0.3, "window": window, "tuned": tuned}
+        return interpreter.call("attend", q, cache, 1, plan, **options)
 
     return call
 
@@ -65,11 +64,12 @@ def test_many_rows_and_a_long_one(make_case, attend, assert_close):
     assert_close("out", wanted, attend(q, cache, plan, positions=2, programs=50), 2e-6)
 
 
-@pytest.mark.parametrize("window", [None, 70])
-def test_a_row_is_the_same_bits_in_any_batch(make_case, attend, window):
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (70, False), (70, True)])
+def test_a_row_is_the_same_bits_in_any_batch(make_case, make_sinks, attend, window, has_sinks):
     """Alone, and among others, whose contexts are cut in other ways."""
     q, cache, plan = make_case([(9, 1), (130, 1), (0, 4), (300, 1), (63, 1)])
-    together = attend(q, cache, plan, positions=30, programs=7, window=window)
+    sinks = make_sinks(4) if has_sinks else None
+    together = attend(q, cache, plan, 30, 7, window, sinks=sinks)
     for row in (0, 1, 3, 4):
         token = int(plan.query_starts[row])
         context = int(plan.context_lengths[row])
@@ -77,7 +77,7 @@ def test_a_row_is_the_same_bits_in_any_batch(make_case, attend, window):
         pages = [plan.page_table[row, :num_pages].tolist()]
         alone = AttentionPlan.build([context - 1], [1], pages, cache.page_size)
         for programs in (1, 64):
-            got = attend(q[token : token + 1], cache, alone, 30, programs, window)
+            got = attend(q[token : token + 1], cache, alone, 30, programs, window, sinks=sinks)
             assert torch.equal(got[0], together[token])
 
 
@@ -201,6 +201,28 @@ def test_soft_caps(make_case, interpreter, assert_close, window, dtype):
     assert_close("out", wanted, got, TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(
+    ("positions", "window", "softcap"),
+    [(1024, None, None), (20, None, None), (20, 100, None), (1024, 20, 5.0), (20, None, 5.0)],
+)
+def test_sinks(make_case, make_sinks, attend, assert_close, positions, window, softcap, dtype):
+    """Rows of one query, in one segment and in several, and of more."""
+    q, cache, plan = make_case([*MIXED, *DECODE], num_heads=6, dtype=dtype)
+    options = {"window": window, "softcap": softcap, "sinks": make_sinks(6)}
+    wanted = reference.attend(q, cache, 1, plan, scale=0.3, **options)
+    got = attend(q, cache, plan, positions, 5, **options)
+    assert_close("out", wanted, got, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_extreme_sinks(make_case, extreme_sinks, attend, dtype):
+    q, cache, plan = make_case([*MIXED, *DECODE], num_heads=6, dtype=dtype)
+    got = attend(q, cache, plan, positions=20, sinks=extreme_sinks)
+    assert not (got[:, :3].abs() > 1e-30).any()
+    assert torch.equal(got[:, 3:], attend(q, cache, plan, positions=20)[:, 3:]), "nothing is added"
+
+
 def test_rotation_rounds_as_transformers_does(interpreter):
     """Each product, and their sum: bit by bit."""
     heads, dim, num_tokens = 3, 12, 4
@@ -237,6 +259,10 @@ def element_loads(ptx: str) -> int:
     return len(re.findall(r"ld\.global(?:\.\w+)*\.[bu]16", ptx))
 
 
+def num_arguments(ptx: str) -> int:
+    return len(re.findall(r"\.param .*_param_\d+", ptx))
+
+
 def test_keys_and_values_are_loaded_as_vectors(compiler):
     ptx = compiler.call("compile_ptx", 90, torch.bfloat16, [(100, 1), (0, 100)])
     names = ("rotary_angles", "store", "decode", "combine", "prefill")
@@ -246,6 +272,20 @@ def test_keys_and_values_are_loaded_as_vectors(compiler):
         assert vector_loads(ptx[name]) >= 16, name
         assert element_loads(ptx[name]) == 0, name
         assert re.search(r"wgmma\.mma_async|mma\.sync", ptx[name]), name
+
+
+@pytest.mark.parametrize("capability", [80, 90], ids=["sm_80", "sm_90"])
+def test_sinks_compile_for_devices(compiler, capability):
+    """In a window, as GPT-OSS has them: the products and loads stay what they are."""
+    args = (capability, torch.bfloat16, [(500, 1), (0, 100)])
+    ptx = compiler.call("compile_ptx", *args, window=128, sinks=torch.zeros(32))
+    for name in ("decode_kernel", "prefill_kernel"):
+        assert vector_loads(ptx[name]) >= 16, name
+        assert element_loads(ptx[name]) == 0, name
+        assert re.search(r"wgmma\.mma_async|mma\.sync", ptx[name]), name
+    without = compiler.call("compile_ptx", *args, window=128)
+    grown = {name for name in ptx if num_arguments(ptx[name]) > num_arguments(without[name])}
+    assert grown == {"combine_kernel", "prefill_kernel"}, "parts do not know of sinks"
 
 
 def test_fp32_compiles_without_reduced_precision(compiler):
