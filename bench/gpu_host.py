@@ -27,7 +27,7 @@ from bench.gpu_run.model import make_arena, read_description
 from bench.gpu_run.sizes import LLAMA_8B
 from bench.results import FOLDER, median, show, write
 from inference_svc import core
-from inference_svc.adapters.layout import applied_targets, build_layout
+from inference_svc.adapters.targets import applied_targets, build_layout
 from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.engine.messages import StepOutputs
 from inference_svc.engine.pages import PagePool

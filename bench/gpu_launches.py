@@ -22,11 +22,12 @@ from torch.utils._pytree import tree_leaves
 from kernels.attention import triton_kernels as attention
 from kernels.dispatch import interpreted
 from kernels.elementwise import triton_kernels as elementwise
+from kernels.experts import triton_kernels as experts
 from kernels.lora import triton_kernels as lora
 from kernels.replaced import triton_kernels as replaced
 
 META = torch.device("meta")
-MODULES: tuple[ModuleType, ...] = (attention, elementwise, lora, replaced)
+MODULES: tuple[ModuleType, ...] = (attention, elementwise, experts, lora, replaced)
 FREE = {"empty", "detach", "t", "view", "_unsafe_view", "slice", "split", "split_with_sizes"}
 FREE |= {"empty_like", "flatten", "unflatten", "reshape", "alias", "select", "transpose", "view_as"}
 FREE |= {"as_strided", "chunk", "expand", "squeeze", "unsqueeze", "permute", "unbind", "new_empty"}

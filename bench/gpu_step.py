@@ -14,7 +14,7 @@ from bench.gpu_launches import META, Launch, launches
 from bench.gpu_run.model import make_arena, random_transformer, read_description, tables
 from bench.gpu_run.sizes import LLAMA_8B
 from inference_svc import core
-from inference_svc.adapters.layout import applied_targets, build_layout
+from inference_svc.adapters.targets import applied_targets, build_layout
 from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches

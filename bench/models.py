@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
 
 from bench.gpu_run.model import read_description
-from inference_svc.adapters.layout import build_layout
-from inference_svc.model.description import Decoder
+from inference_svc.adapters.targets import build_layout
+from inference_svc.model.description import Decoder, Projection
 
 NAME = "bench-200m"
 
@@ -123,6 +123,7 @@ def projections(name: str) -> dict[str, tuple[int, int]]:
     return {
         member.module.rpartition(".")[2]: (projection.in_features, member.out_features)
         for projection in decoder(name).blocks[0].projections
+        if isinstance(projection, Projection)
         for member in projection.stored
     }
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 from google.protobuf.json_format import MessageToJson
 
-from inference_svc.adapters.layout import SEGMENT_KINDS, ModelLayout, build_layout
+from inference_svc.adapters.layout import SEGMENT_KINDS, ModelLayout
+from inference_svc.adapters.targets import build_layout
 from inference_svc.api.generate_call import checked_sampling
 from inference_svc.api.grpc.servicer import InferenceServicer, call_rules
 from inference_svc.api.load_report import load_report

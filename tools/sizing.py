@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pydantic import TypeAdapter
 
 from inference_svc.adapters.extents import round_up
-from inference_svc.adapters.layout import ModelLayout, layout_of
+from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.targets import layout_of
 from inference_svc.app import resolve_settings
 from inference_svc.backends.base import BackendFactory, DeviceMemory
 from inference_svc.backends.cuda import CudaFactory

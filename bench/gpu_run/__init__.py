@@ -10,6 +10,8 @@ what the stages are and what they write.
 compile_pool  work for many processes at once, such as compiling, that ends in time
 context       what a stage is given: device, sizes, timer, deadline, what earlier stages found
 emulation     what stands for the device where there is none
+expert_cases  mixtures of experts of one layer, each step of it beside its definition
+family_cases  what only some families compute, each beside its definition
 goals         each goal beside what was measured, and whether it is met
 kernel_cases  what the kernels' constants are measured with
 lora_cases    LoRA of one group of projections over memory that no cache holds, ours and the peers'

@@ -24,13 +24,14 @@ EPS, SCALE, SOFTCAP = 1e-5, 0.05, 1.0
 
 
 class FamilyCase(NamedTuple):
-    """`run` is one call, which may change its inputs; `result` and `wanted` give what the kernels
-    and the definition make of the same ones."""
+    """`run` makes `num_calls` calls, which may change their inputs; `result` and `wanted` give what
+    the kernels and the definition make of the same ones."""
 
     name: str
     run: Callable[[], None]
     result: Callable[[], Tensor]
     wanted: Callable[[], Tensor]
+    num_calls: int = 1
 
 
 def names(context: Context) -> list[str]:

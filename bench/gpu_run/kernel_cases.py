@@ -6,15 +6,18 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from bench.gpu_run import lora_cases
+from bench.gpu_run import expert_cases, lora_cases
 from bench.gpu_run.context import Context
+from bench.gpu_run.expert_cases import Products, route_at_random
 from bench.gpu_run.lora_cases import Case, Ours, Pool, random
 from bench.gpu_run.model import read_description
 from inference_svc.model.description import Attention
-from kernels import elementwise
+from kernels import elementwise, experts, lora
 from kernels.attention import AttentionPlan, KVCache, attend, rotary_angles, rotate_and_store
 from kernels.elementwise import NormWeight
+from kernels.experts import Choice
 from kernels.lora import GRANULE_BYTES, LoraPlan, LoraTable, ReplacedWeight, TableRow
 from kernels.replaced import replace_logits, token_weights
 
@@ -43,7 +46,7 @@ def problems(context: Context, pool: Pool) -> dict[str, list[Problem]]:
     """Returns the problems of each kernel, by the name of its constants."""
     sizes = context.sizes
     rows, tokens = sizes.kernel_rows, sizes.kernel_tokens
-    lora = [lora_problem(context, pool, case) for case in few_cases(context)]
+    adapters = [lora_problem(context, pool, case) for case in few_cases(context)]
     decode = [_decode(context, n, sizes.contexts[0]) for n in (rows[0], rows[-2], rows[-1])]
     decode.append(_decode(context, rows[-1], sizes.contexts[0], sizes.long_context))
     prefill = [_prefill(context, n) for n in tokens]
@@ -57,8 +60,9 @@ def problems(context: Context, pool: Pool) -> dict[str, list[Problem]]:
         "swiglu": [_swiglu(context, n) for n in between],
         "store": [_store(context, n) for n in between],
         "replaced": [_replaced(context, n) for n in (rows[0], rows[-2])],
-        "shrink": lora,
-        "expand": lora,
+        "shrink": adapters,
+        "expand": adapters,
+        **_expert_problems(context),
     }
     return {kernel: each[: sizes.tune_problems] for kernel, each in found.items()}
 
@@ -251,5 +255,97 @@ def _swiglu(context: Context, num_tokens: int) -> Problem:
                 elementwise.swiglu(gate, up)
 
         return Prepared(run, calls, lambda: elementwise.swiglu(gate, up))
+
+    return Problem(f"{num_tokens} tokens", prepare)
+
+
+def _expert_problems(context: Context) -> dict[str, list[Problem]]:
+    sizes = context.sizes
+    rows, between = sizes.kernel_rows, [*sizes.kernel_rows, *sizes.kernel_tokens]
+    middle, longest = expert_cases.tokens_of_longer_tiles(context)
+    return {
+        "route": [_route(context, n) for n in between],
+        "sort_pairs": [_sort(context, n) for n in (rows[0], rows[-1], middle, longest)],
+        "experts_short": [_experts(context, n) for n in (rows[0], rows[-2], rows[-1])],
+        "experts_middle": [_experts(context, middle)],
+        "experts_long": [_experts(context, longest)],
+        "combine_experts": [_combine(context, n) for n in between],
+        "plan_pairs": [_plan(context, n) for n in (rows[-1], longest)],
+    }
+
+
+def _repeated(context: Context, name: str, prepare: Callable[[], Callable[[], Tensor]]) -> Problem:
+    """A problem whose calls are all the same: of what a step has just written."""
+    calls = min(NUM_LAYERS, context.sizes.max_calls)
+
+    def make() -> Prepared:
+        one = prepare()
+
+        def run() -> None:
+            for _ in range(calls):
+                one()
+
+        return Prepared(run, calls, one)
+
+    return Problem(name, make)
+
+
+def _route(context: Context, num_tokens: int) -> Problem:
+    mixture = context.sizes.mixture
+
+    def prepare() -> Callable[[], Tensor]:
+        logits = random(context, num_tokens, mixture.num_experts).float()
+        return lambda: experts.route(logits, Choice(mixture.num_chosen)).weights
+
+    return _repeated(context, f"{num_tokens} tokens", prepare)
+
+
+def _sort(context: Context, num_tokens: int) -> Problem:
+    def prepare() -> Callable[[], Tensor]:
+        chosen = route_at_random(context, num_tokens).experts
+        return lambda: experts.sort_pairs(chosen, context.sizes.mixture.num_experts).rows
+
+    return _repeated(context, f"{num_tokens} tokens", prepare)
+
+
+def _combine(context: Context, num_tokens: int) -> Problem:
+    mixture = context.sizes.mixture
+
+    def prepare() -> Callable[[], Tensor]:
+        routing = route_at_random(context, num_tokens)
+        pairs = experts.sort_pairs(routing.experts, mixture.num_experts)
+        x = random(context, num_tokens * mixture.num_chosen, mixture.hidden)
+        return lambda: experts.combine(x, pairs, routing.weights)
+
+    return _repeated(context, f"{num_tokens} tokens", prepare)
+
+
+def _plan(context: Context, num_tokens: int) -> Problem:
+    def prepare() -> Callable[[], Tensor]:
+        plan = expert_cases.make_plan(context, num_tokens)
+        chosen = route_at_random(context, num_tokens).experts
+        order = lora.order_tokens(plan, 1)
+        pairs = experts.sort_pairs(chosen, context.sizes.mixture.num_experts, order.tokens)
+        return lambda: lora.plan_pairs(plan, order, chosen, pairs).items
+
+    return _repeated(context, f"{num_tokens} tokens", prepare)
+
+
+def _experts(context: Context, num_tokens: int) -> Problem:
+    """Both projections, each call with another routing."""
+
+    def prepare() -> Prepared:
+        both = [Products.make(context, num_tokens, kind) for kind in ("gate and up", "down")]
+        num_calls = len(both[0].pairs)
+
+        def run() -> None:
+            for call in range(num_calls):
+                for products in both:
+                    products.ours(call)
+
+        def result() -> Tensor:
+            return torch.cat([products.ours(0).flatten() for products in both])
+
+        return Prepared(run, num_calls, result)
 
     return Problem(f"{num_tokens} tokens", prepare)

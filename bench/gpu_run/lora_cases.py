@@ -16,7 +16,7 @@ from bench.gpu_run.context import Context
 from bench.gpu_run.model import MAX_RANK, read_description
 from bench.gpu_run.peers import LoraCall, Work
 from bench.gpu_run.timing import Times
-from inference_svc.adapters.layout import build_layout
+from inference_svc.adapters.targets import build_layout
 from kernels.lora import GRANULE_BYTES, LoraGroup, LoraPlan, LoraTable, TableEntry
 from kernels.lora.triton_ops import add_lora
 

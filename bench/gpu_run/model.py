@@ -16,19 +16,27 @@ from bench.gpu_run.context import Context
 from inference_svc import core
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.image_source import ImageHeader, Segment
-from inference_svc.adapters.layout import ModelLayout, applied_targets, build_layout
+from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.targets import applied_targets, build_layout
 from inference_svc.adapters.tiers import HostTier, TableWrite
 from inference_svc.backends.base import Logits
 from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.backends.cuda_graphs import CudaRecorder
 from inference_svc.model.architectures import load_description
-from inference_svc.model.description import Block, Decoder, Norm, NormKind, Projection
+from inference_svc.model.description import (
+    Block,
+    Decoder,
+    ExpertsProjection,
+    Norm,
+    NormKind,
+    Projection,
+)
 from inference_svc.model.kv_caches import KVCaches, kv_page_bytes
 from inference_svc.model.layers import Linear
 from inference_svc.model.transformer import Transformer
-from inference_svc.model.weights import BlockWeights, LayerInputsWeights, ModelWeights, ones
+from inference_svc.model.weights import BlockWeights, LayerInputsWeights, Make, ModelWeights, ones
 from kernels.elementwise import NormWeight
 from kernels.lora import TableEntry
 
@@ -62,15 +70,17 @@ def random_transformer(
         num_bytes += made.nbytes
         return made.normal_(std=size**-0.5)
 
-    def linear(each: Projection) -> Linear:
-        bias = random(1, each.out_features)[0] if each.has_bias else None
-        return Linear(random(each.out_features, each.in_features), bias)
+    def linear(each: Projection | ExpertsProjection) -> Linear:
+        bias = random(1, each.num_rows)[0] if each.has_bias else None
+        return Linear(random(each.num_rows, each.in_features), bias)
 
     def norm(each: Norm) -> NormWeight:
         return ones(each, dtype, device)._replace(is_centred=each.kind is NormKind.LAYER)
 
+    make = Make(linear, norm, lambda _, size: torch.randn(size, device=device))
+
     def weights_of(block: Block) -> BlockWeights[Linear]:
-        return BlockWeights.build(block, linear, norm, SCALAR if block.scalar else 1.0)
+        return BlockWeights.build(block, make, SCALAR if block.scalar else 1.0)
 
     if shares_layers:
         shared = {block: weights_of(block) for block in dict.fromkeys(g.blocks)}

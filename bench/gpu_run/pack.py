@@ -41,7 +41,7 @@ from bench.gpu_run.pack_store import (
     make_store,
 )
 from bench.memory_store import image_header, store_layout
-from inference_svc.adapters.layout import build_layout
+from inference_svc.adapters.targets import build_layout
 from inference_svc.engine.thread import EngineThread
 from inference_svc.model.architectures import load_description
 from loadout.demo import jobs

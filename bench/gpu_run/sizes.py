@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,19 @@ TINY: dict[str, Any] = LLAMA_8B | {
     "torch_dtype": "float16",
 }
 """16 bits as on the device: the interpreter's products of bf16 are wrong."""
+
+
+class Mixture(NamedTuple):
+    """Experts of one layer, of which each token has some."""
+
+    num_experts: int
+    num_chosen: int
+    hidden: int
+    intermediate: int
+
+
+QWEN3_30B = Mixture(128, 8, 2048, 768)
+"""Of Qwen3-30B-A3B."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,7 @@ class Sizes:
     """At most so many of those in the pack."""
     parity_tokens: int
     """At most so many tokens of each."""
+    mixture: Mixture
     tune_configs: int
     """At most so many configurations of a kernel."""
     tune_problems: int
@@ -115,6 +129,7 @@ REAL = Sizes(
     max_calls=128,
     parity_requests=200,
     parity_tokens=64,
+    mixture=QWEN3_30B,
     tune_configs=64,
     tune_problems=32,
 )
@@ -148,6 +163,7 @@ EMULATED = Sizes(
     max_calls=2,
     parity_requests=3,
     parity_tokens=2,
+    mixture=Mixture(4, 2, 32, 16),
     tune_configs=1,
     tune_problems=1,
 )

@@ -13,7 +13,8 @@ resident      One image in a memory.
 eviction      Which images leave a memory for another one, in which order, and why.
 extents       The allocator of a flat memory.
 arena         The tensor that holds every resident adapter, and the table that finds them.
-layout        The weights of this model that LoRA may change, and their groups.
+layout        What adapters may change of this model, and what their images may consist of.
+targets       Makes a layout of a decoder, and groups what is computed together.
 pull_threads  The threads that pull images and verify them.
 pull          One pull: its progress, its memory, and its events for the engine.
 image_source  The adapter store as a Protocol, and the messages of a pull.

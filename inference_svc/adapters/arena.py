@@ -14,7 +14,7 @@ import torch
 
 from inference_svc.adapters.extents import GRANULE_BYTES, Extent
 from inference_svc.adapters.image_source import Segment
-from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.layout import EXPERTS, ModelLayout
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.tiers import (
     DivideMagnitudes,
@@ -64,6 +64,9 @@ class Arena:
         targets = layout.targets
         self._in_features = np.array([t.in_features for t in targets], dtype=np.int64)
         self._out_features = np.array([t.out_features for t in targets], dtype=np.int64)
+        self._num_experts = np.array(
+            [t.num_experts if t.kind == EXPERTS else 0 for t in targets], dtype=np.int64
+        )
         self._is_embedding = np.array([t.kind == "embedding" for t in targets], dtype=np.bool_)
         self.table = LoraTable.create(
             *(max_loras, len(targets), self.flat, device, max_rank, self.streams.compute),
@@ -158,7 +161,7 @@ class Arena:
             self._out_features[columns],
             np.ones(len(columns), dtype=np.float32),
             self._is_embedding[columns],
-            np.zeros_like(columns),  # no target of a layout of ours is a mixture of experts
+            self._num_experts[columns],
             np.full((len(columns), len(NO_VECTORS)), ABSENT, dtype=np.int64),
         )
         return row if matrices.all() else self._with_others(row, segments, granules.tolist())

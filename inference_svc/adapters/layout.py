@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
 
-from inference_svc.adapters.extents import round_up
+from inference_svc.adapters.extents import GRANULE_BYTES, round_up
 from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.resident import Shape
-from inference_svc.core import EngineConfig
 from inference_svc.errors import AdapterUnusable, CorruptImage
 from inference_svc.model.base_hashes import BaseHashes, HashesByName
 from inference_svc.model.description import (
     EMBED_TOKENS,
     LM_HEAD,
-    Decoder,
-    Projection,
-    layer_path,
 )
 from inference_svc.model.headers import TowerModule
-from inference_svc.model.parameters import vectors
-from kernels.lora import LoraGroup
 from kernels.lora.plan import LoraContents
+from kernels.lora.table import INDEX_BYTES
 
 IMAGE_FORMATS = (1, 2)
 """Image formats that this service reads."""
@@ -50,6 +45,8 @@ _SHARED = ("a", *_REPLACED)
 FLOAT8 = "float8_e4m3fn"
 """A type of values that the contract has for segments, and that no store compiles yet."""
 
+EXPERTS = "experts"
+"""The kind of targets that are one projection of all experts."""
 EMBEDDING, HEAD = "embed", "head"
 """Groups."""
 TEXT, SAMPLED = "text", "sampled"
@@ -61,18 +58,23 @@ MAX_LISTED = 8
 @dataclass(frozen=True, slots=True)
 class OtherName:
     """A further name of a target; or a module that computes several targets, and which of its
-    `outputs` are one target's."""
+    `outputs` are one target's: or, of blocks of these sizes that follow one another, the part
+    `block_part` of each. `is_transposed`: adapters keep its weight as [in, out]."""
 
     name: str
     outputs: tuple[int, int] | None = None
+    block_sizes: tuple[int, ...] = ()
+    block_part: int = 0
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutTarget:
-    """One weight that adapters may change. `kind` is "linear", "embedding" or "vector", which LoRA
-    does not change. `space` is the kind of tokens that pass through it, `tied_to` the embedding
-    whose weight it has, `base` says what the checkpoint has. `is_unused`: no request passes
-    through it; adapters may have it all the same."""
+    """One weight that adapters may change. `kind` is "linear", "embedding", "experts", one
+    projection of all `num_experts` of a mixture, or "vector", which LoRA does not change. `space`
+    is the kind of tokens that pass through it, `tied_to` the embedding whose weight it has, `base`
+    says what the checkpoint has. `is_unused`: no request passes through it; adapters may have it all the
+    same."""
 
     name: str
     layer: int | None
@@ -85,6 +87,7 @@ class LayoutTarget:
     tied_to: str = ""
     base: BaseHashes | None = None
     is_unused: bool = False
+    num_experts: int = 1
 
     @property
     def module(self) -> str:
@@ -104,7 +107,7 @@ class ModelLayout:
 
     `targets` are those that LoRA may change, in order of use: the columns of the table of what is
     resident. `vectors`, norms and biases of the base, have none, nor have `unused`, of towers that
-    are not served. Images of format 1 know of `targets` only, and count these.
+    are not served. Images of format 1 know of `targets` only, but for experts, and count these.
     """
 
     base_model: str
@@ -162,6 +165,7 @@ class ModelLayout:
         targets = (
             replace(target, other_names=(), space="", tied_to="", base=None)
             for target in self.targets
+            if target.kind != EXPERTS
         )
         return replace(self, image_formats=(1,), targets=tuple(targets), vectors=(), unused=())
 
@@ -210,7 +214,10 @@ class ModelLayout:
                 continue
             cuts.append(end)
             for features in (target.in_features, target.out_features):
-                end += round_up(rank * features * self.dtype.itemsize)
+                matrix_bytes = round_up(rank * features * self.dtype.itemsize)
+                if target.kind == EXPERTS:
+                    end += round_up(target.num_experts * INDEX_BYTES)
+                end += target.num_experts * matrix_bytes
         return Shape(end, tuple(cuts))
 
     def read_header(self, header: ImageHeader) -> ImageHeader:
@@ -225,7 +232,8 @@ class ModelLayout:
         if header.image_format not in self.image_formats:
             raise CorruptImage(f"image format {header.image_format} is not one we read")
         if header.image_format == 1:
-            order: Sequence[int] = range(len(self.targets))
+            kinds = (target.kind for target in self.targets)
+            order: Sequence[int] = [i for i, kind in enumerate(kinds) if kind != EXPERTS]
         else:
             order = self.order_of_use
         if not header.segments and header.image_format == 1:
@@ -267,6 +275,7 @@ class ModelLayout:
             own = list(found)
             kinds = tuple(segment.kind for segment in own)
             is_known = kinds in _COMPLETE and (kinds == ("full",) or target < len(self.targets))
+            is_known &= kinds == ("a", "b") or self.all_targets[target].kind != EXPERTS
             if not is_known or len({each.rank for each in own if each.kind in ("a", "b")}) > 1:
                 raise CorruptImage(
                     f"segment at byte {own[0].offset} is not an A followed by its B, nor what else "
@@ -284,6 +293,17 @@ class ModelLayout:
 
     def _is_replaceable(self, target: int) -> bool:
         return target in self.biases or target in self.weights
+
+    def check_contents(
+        self,
+        header: ImageHeader,
+        read: Callable[[int, int], bytes],
+        max_added_tokens: int = 0,
+    ) -> None:
+        """Checks what an image, as `read_header` returned it, has beside what it computes with; see
+        `check_rows` and `check_experts`."""
+        self.check_rows(header, read, max_added_tokens)
+        self.check_experts(header, read)
 
     def check_rows(
         self,
@@ -317,6 +337,21 @@ class ModelLayout:
                     "(--max-added-tokens)",
                     subject="adapter",
                 )
+
+    def check_experts(self, header: ImageHeader, read: Callable[[int, int], bytes]) -> None:
+        """Checks the indices of experts that an image, as `read_header` returned it, has: kernels
+        compute with what they say. Raises CorruptImage unless each matrix is aligned and within its
+        segment, of a rank up to the segment's, and A and B of an expert of one."""
+        for a, b in pairwise(header.segments):
+            target = self.all_targets[a.target]
+            if target.kind != EXPERTS or a.kind != "a":
+                continue
+            of_a, of_b = (
+                _index_of(segment, read, target.num_experts, features * self.dtype.itemsize)
+                for segment, features in ((a, target.in_features), (b, target.out_features))
+            )
+            if not np.array_equal(of_a, of_b):
+                raise CorruptImage(f"A and B of experts at byte {a.offset} differ in rank")
 
     def refusal(self, header: ImageHeader, lora_targets: Collection[str] = ()) -> str | None:
         """Returns what an image changes that a server which is restricted to these targets, none:
@@ -372,8 +407,12 @@ class ModelLayout:
     def _check_form(self, segment: Segment, image_format: int) -> None:
         """Raises CorruptImage for one that does not have the values of its target."""
         dtype, shape = self.form_of(segment)
-        is_whole = segment.length_bytes == math.prod(shape) * dtype.itemsize
-        is_whole &= segment.kind not in ("a", "b") or segment.rank > 0
+        target = self.all_targets[segment.target]
+        if target.kind == EXPERTS:  # what is in it, its index says: see `check_experts`
+            is_whole = segment.length_bytes >= round_up(target.num_experts * INDEX_BYTES)
+        else:
+            is_whole = segment.length_bytes == math.prod(shape) * dtype.itemsize
+            is_whole &= segment.kind not in ("a", "b") or segment.rank > 0
         if image_format > 1:
             name = str(dtype).removeprefix("torch.")
             is_whole &= (segment.dtype, segment.scale) == (name, 1.0)
@@ -387,7 +426,9 @@ class ModelLayout:
         num_in, num_out = target.in_features, target.out_features
         is_embedding = target.kind == "embedding"
         shape: tuple[int, ...]
-        if kind == "a":
+        if target.kind == EXPERTS:
+            shape = (target.num_experts, num_in if kind == "a" else num_out)
+        elif kind == "a":
             shape = (num_in, segment.rank) if is_embedding else (segment.rank, num_in)
         elif kind == "b":
             shape = (segment.rank, num_out)
@@ -416,6 +457,27 @@ _COMPLETE = frozenset(
     if lora or replaced
 )
 """What an adapter may have of a target, in the order in which it lies in an image."""
+
+
+def _index_of(
+    segment: Segment, read: Callable[[int, int], bytes], num_experts: int, row_bytes: int
+) -> np.ndarray:
+    """Returns the rank of each expert, int64 [experts], as a segment's index says."""
+    content = read(segment.offset, num_experts * INDEX_BYTES)
+    index = np.frombuffer(content, np.int32).reshape(num_experts, -1)
+    granules, ranks = index[:, :2].astype(np.int64).T
+    scales = index[:, 2].copy().view(np.float32)
+    first = round_up(num_experts * INDEX_BYTES)
+    ends = granules * GRANULE_BYTES + ranks * row_bytes
+    is_within = (granules * GRANULE_BYTES >= first) & (ends <= segment.length_bytes)
+    is_right = (ranks == 0) | ((ranks > 0) & (ranks <= segment.rank) & is_within)
+    is_right &= (scales == 1.0) | ((segment.kind == "b") & np.isfinite(scales))
+    if not is_right.all():
+        expert = int(np.flatnonzero(~is_right)[0])
+        raise CorruptImage(f"expert {expert} of the segment at byte {segment.offset} is misplaced")
+    if int(ranks.max(initial=0)) != segment.rank:
+        raise CorruptImage(f"experts of the segment at byte {segment.offset} have other ranks")
+    return ranks
 
 
 def _check_places(header: ImageHeader, segments: Iterable[Segment]) -> None:
@@ -471,111 +533,3 @@ def listed(names: Sequence[str]) -> str:
     """Returns the names in a text; of many the first and how many more there are."""
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return ", ".join(names[:MAX_LISTED]) + more
-
-
-def layout_of(config: EngineConfig, decoder: Decoder) -> ModelLayout:
-    """Returns the layout that an engine with this config announces."""
-    dtype = getattr(torch, config.dtype)
-    return build_layout(decoder, config.base_model, dtype)
-
-
-def build_layout(decoder: Decoder, base_model: str, dtype: torch.dtype) -> ModelLayout:
-    """Returns the targets of a decoder, by the names of Hugging Face's modules."""
-    hidden, vocab = decoder.hidden_size, decoder.vocab_size
-    tied_to = EMBED_TOKENS if decoder.head.is_tied else ""
-    targets = [LayoutTarget(EMBED_TOKENS, None, EMBEDDING, "embedding", vocab, hidden, space=TEXT)]
-    if decoder.layer_inputs is not None:
-        targets += _targets_of(decoder.layer_inputs.projection, None)
-    for layer, block in enumerate(decoder.blocks):
-        for projection in block.projections:
-            targets += _targets_of(projection, layer)
-    sizes = (hidden, vocab)
-    targets.append(LayoutTarget(LM_HEAD, None, HEAD, "linear", *sizes, (), SAMPLED, tied_to))
-    more = tuple(
-        LayoutTarget(
-            *(vector.name, vector.layer, vector.name, "vector", 0, vector.size),
-            space=SAMPLED if vector.name == decoder.final_norm.module else TEXT,
-        )
-        for vector in vectors(decoder)
-    )
-    config = decoder.config_sha256
-    return ModelLayout(base_model, config, dtype, IMAGE_FORMATS, tuple(targets), more)
-
-
-def _targets_of(projection: Projection, layer: int | None) -> Iterator[LayoutTarget]:
-    """Yields the targets of a projection: each of its modules, which one that computes them all is
-    another name of."""
-
-    def path(module: str) -> str:
-        return module if layer is None else layer_path(layer, module)
-
-    group = projection.name if layer is None else f"layers.{layer}.{projection.name}"
-    start = 0
-    for member in projection.members:
-        end = start + member.out_features
-        fused = (OtherName(path(projection.fused), (start, end)),) if projection.fused else ()
-        yield LayoutTarget(
-            *(path(member.module), layer, group, "linear"),
-            *(projection.in_features, member.out_features, fused, TEXT),
-        )
-        start = end
-
-
-@dataclass(frozen=True, slots=True)
-class AppliedTargets:
-    """What adapters of a server change: `groups` by name, and the places in the table of `weights`
-    that they replace, by the names of these. Adapters may have `max_added_tokens` behind the
-    `vocab_size` of the base."""
-
-    groups: Mapping[str, LoraGroup]
-    weights: Mapping[str, int]
-    vocab_size: int
-    max_added_tokens: int
-
-    def names_of(self, places: Collection[int]) -> list[str]:
-        """Returns the names of weights at these places, in the order of the layout."""
-        return [name for name, place in self.weights.items() if place in places]
-
-
-def applied_targets(
-    layout: ModelLayout, lora_targets: Collection[str] = (), max_added_tokens: int = 0
-) -> AppliedTargets:
-    """Returns what adapters of a server with this layout change."""
-    vocab_size = next((t.in_features for t in layout.targets if t.name == EMBED_TOKENS), 0)
-    groups = lora_groups(layout, lora_targets)
-    weights = {
-        name: place
-        for name, place in layout.weight_indices.items()
-        if not lora_targets or name.rpartition(".")[2] in lora_targets
-    }
-    return AppliedTargets(groups, weights, vocab_size, max_added_tokens)
-
-
-def computed_groups(config: EngineConfig, decoder: Decoder) -> dict[str, LoraGroup]:
-    """Returns the groups that an engine with this config computes."""
-    return lora_groups(layout_of(config, decoder), config.lora_targets)
-
-
-def lora_groups(layout: ModelLayout, lora_targets: Collection[str] = ()) -> dict[str, LoraGroup]:
-    """Returns by group name the columns computed together, and their places in the fused output.
-
-    Of a server that is restricted to some targets, the groups that have any of these: nothing is
-    launched for others. Such a group is whole, as kernels pass over what no adapter changes.
-    """
-    columns: dict[str, list[int]] = {}
-    for column, target in enumerate(layout.targets):
-        columns.setdefault(target.group, []).append(column)
-    groups = {}
-    for name, members in columns.items():
-        modules = {layout.targets[column].module for column in members}
-        if lora_targets and modules.isdisjoint(lora_targets):
-            continue
-        sizes = [layout.targets[column].out_features for column in members]
-        offsets = [sum(sizes[:index]) for index in range(len(sizes))]
-        groups[name] = LoraGroup(
-            targets=tuple(members),
-            in_features=layout.targets[members[0]].in_features,
-            out_offsets=tuple(offsets),
-            out_features=tuple(sizes),
-        )
-    return groups

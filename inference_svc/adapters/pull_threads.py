@@ -57,7 +57,7 @@ class Cancelled(Exception):
     """Ends an attempt: the job was cancelled while it waited for memory."""
 
 
-CheckRows = Callable[[ImageHeader, Callable[[int, int], bytes]], None]
+CheckContents = Callable[[ImageHeader, Callable[[int, int], bytes]], None]
 """Checks what only the bytes of an image say, which it reads by offset and size: raises
 CorruptImage or AdapterUnusable."""
 
@@ -75,13 +75,13 @@ class Puller:
         num_workers: int,
         post: Callable[[PullEvent], None],
         read_header: Callable[[ImageHeader], ImageHeader],
-        check_rows: CheckRows,
+        check_contents: CheckContents,
     ) -> None:
         self.num_workers = num_workers
         self._store = store
         self._post = post
         self._read_header = read_header
-        self._check_rows = check_rows
+        self._check_contents = check_contents
         self._jobs: queue.SimpleQueue[PullJob | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, name=f"loadout-pull-{i}", daemon=True)
@@ -191,7 +191,7 @@ class Puller:
                     _check_trailer(progress, message, position)
                     assert progress.header is not None
                     assert progress.sink is not None
-                    self._check_rows(progress.header, progress.sink.read)
+                    self._check_contents(progress.header, progress.sink.read)
                     return
         finally:
             job.detach()

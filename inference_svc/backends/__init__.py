@@ -5,6 +5,8 @@ select          the list of backends, and the choice among them
 torch           the definition: operation by operation, for any CPU and dtype
 native          CPUs with AVX2 or AVX-512, and the memory that the program runs in
 native_program  the decoder as one program in C++
+native_ops      the operations of a layer, with those of adapters beside them
+native_experts  the operations of mixtures of experts
 native_buffers  the inputs and the workspace of that program, at fixed addresses
 native_lora     the operations that add LoRA in that program
 cuda            a CUDA device: Triton kernels, decode steps recorded and replayed

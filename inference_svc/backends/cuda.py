@@ -11,12 +11,8 @@ import torch
 from torch import Tensor
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.layout import (
-    EMBEDDING,
-    AppliedTargets,
-    ModelLayout,
-    applied_targets,
-)
+from inference_svc.adapters.layout import EMBEDDING, ModelLayout
+from inference_svc.adapters.targets import AppliedTargets, applied_targets
 from inference_svc.backends.base import (
     Backend,
     DeviceMemory,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.layout import AppliedTargets
+from inference_svc.adapters.targets import AppliedTargets
 from inference_svc.backends.cuda_inputs import ALIGNMENT_BYTES, StepBlock
 from inference_svc.backends.torch import LoraStep
 from inference_svc.core import BASE_SLOT, BatchColumns, SlotRuns, slot_runs

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from inference_svc.adapters.layout import HEAD, computed_groups, layout_of
+from inference_svc.adapters.layout import HEAD
+from inference_svc.adapters.targets import computed_groups, layout_of
 from inference_svc.backends.base import MemoryNeeds, max_pages
 from inference_svc.backends.cuda_graphs import captured_sizes
 from inference_svc.backends.cuda_inputs import CudaInputs

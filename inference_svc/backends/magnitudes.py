@@ -19,8 +19,9 @@ from torch import Tensor
 from inference_svc.adapters.arena import Arena, locate
 from inference_svc.adapters.extents import GRANULE_BYTES
 from inference_svc.adapters.image_source import Segment
-from inference_svc.adapters.layout import HEAD, lora_groups
+from inference_svc.adapters.layout import HEAD
 from inference_svc.adapters.resident import Resident
+from inference_svc.adapters.targets import lora_groups
 from inference_svc.errors import TRY_LATER, AdapterUnusable, OutOfDeviceMemory
 from inference_svc.model.description import LAYER_INPUTS, Decoder
 from inference_svc.model.weights import ModelWeights
@@ -179,10 +180,7 @@ def _places(
     if weights.layer_inputs is not None:
         projections[LAYER_INPUTS] = weights.layer_inputs.projection
     for layer, (block, own) in enumerate(zip(decoder.blocks, weights.blocks, strict=True)):
-        held = [own.qkv, own.o, own.gate_up, own.down]
-        if own.layer_input is not None:
-            held += [own.layer_input.gate, own.layer_input.out]
-        for described, projection in zip(block.projections, held, strict=True):
+        for described, projection in zip(block.projections, own.projections, strict=True):
             projections[f"layers.{layer}.{described.name}"] = projection
     for name, group in lora_groups(arena.layout).items():
         if name in projections:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.layout import ModelLayout, applied_targets
+from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.targets import applied_targets
 from inference_svc.backends.base import (
     Backend,
     DeviceMemory,
@@ -22,7 +23,8 @@ from inference_svc.backends.base import (
 )
 from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.backends.native_buffers import BatchPages, StepArrays, Workspace
-from inference_svc.backends.native_lora import NativeLoraOps, norm_role
+from inference_svc.backends.native_experts import routings_bytes
+from inference_svc.backends.native_lora import MAX_EXPERTS_TARGETS, NativeLoraOps, norm_role
 from inference_svc.backends.native_program import NativeTransformer
 from inference_svc.backends.torch import most_targets, step_bytes
 from inference_svc.core import Batch, EngineConfig
@@ -172,6 +174,7 @@ class NativeFactory:
             applied_targets(layout, config.lora_targets, config.max_added_tokens),
             max_tokens,
             max_rows,
+            max((each.num_chosen for each in decoder.mixtures), default=0),
         )
         workspace = Workspace.allocate(
             decoder, max_tokens, max_rows, dtype, config.max_added_tokens
@@ -202,7 +205,18 @@ def _native_bytes(config: EngineConfig, decoder: Decoder) -> int:
     growths = 4 * config.max_batch_tokens * len(decoder.query_growths)
     growths += _token_weights_bytes(config, decoder)
     growths += 4 * config.max_sequences * config.max_added_tokens
+    growths += routings_bytes(decoder, config.max_batch_tokens)
+    growths += _pairs_lora_bytes(config, decoder)
     return int(config.max_sequences * per_sample + attention + growths)
+
+
+def _pairs_lora_bytes(config: EngineConfig, decoder: Decoder) -> int:
+    """Returns what adapters of experts take: the plan of pairs, in as many parts as a sum of
+    adapters may have, and what these shrink."""
+    chosen = max((each.num_chosen for each in decoder.mixtures), default=0)
+    pairs = config.max_batch_tokens * chosen * MAX_PARTS
+    shrunk = MAX_EXPERTS_TARGETS * config.max_lora_rank * getattr(torch, config.dtype).itemsize
+    return pairs * (32 + shrunk)
 
 
 def _token_weights_bytes(config: EngineConfig, decoder: Decoder) -> int:

@@ -184,9 +184,16 @@ class Workspace:
     mixed: Tensor
     """[T * q_size of the widest layer]: attention's result."""
     gate_up: Tensor
-    """[T * 2 * that of the widest layer], before all layers the embeddings of `LayerInputs`."""
+    """[T * 2 * that of the widest layer], of each pair of a token and an expert in layers that have
+    these; before all layers the embeddings of `LayerInputs`."""
     gated: Tensor
-    """[T * that of the widest layer]"""
+    """[T * that of the widest layer], of each pair in layers that have experts."""
+    of_pairs: Tensor
+    """[P * hidden_size]: what experts read, and then what they make of it."""
+    router_logits: Tensor
+    """fp32 [T * experts of the widest router]"""
+    shared_logits: Tensor
+    """fp32 [T, 1], or [0, 1] if no layer has a gate of what all experts share."""
     layer_inputs: Tensor
     """[T, those of all layers]: the per-layer inputs."""
     last_layer_input: Tensor
@@ -218,7 +225,11 @@ class Workspace:
         qkv = max(each.qkv.out_features for each in decoder.attentions)
         inputs = decoder.layer_inputs
         total, size = (inputs.total_size, inputs.size) if inputs is not None else (0, 0)
-        gated = max(decoder.max_intermediate_size, size)
+        chosen = max((each.num_chosen for each in decoder.mixtures), default=0)
+        of_experts = max((each.num_chosen * each.size for each in decoder.mixtures), default=0)
+        gated = max(decoder.max_intermediate_size, size, of_experts)
+        routers = max((each.num_experts for each in decoder.mixtures), default=0)
+        has_gate = any(each.shared_gate is not None for each in decoder.mixtures)
         return cls(
             hidden=buffer(max_tokens, hidden),
             delta=buffer(max_tokens, hidden),
@@ -227,6 +238,9 @@ class Workspace:
             mixed=buffer(max_tokens, decoder.max_q_size).view(-1),
             gate_up=buffer(max_tokens, max(2 * gated, total)).view(-1),
             gated=buffer(max_tokens, gated).view(-1),
+            of_pairs=buffer(max_tokens * chosen, hidden).view(-1),
+            router_logits=buffer(max_tokens, routers, torch.float32).view(-1),
+            shared_logits=buffer(max_tokens if has_gate else 0, 1, torch.float32),
             layer_inputs=buffer(max_tokens, total),
             last_layer_input=buffer(max_logits, size),
             last_hidden=buffer(max_logits, hidden),
@@ -235,9 +249,9 @@ class Workspace:
             logits=buffer(max_logits, decoder.vocab_size + max_added_tokens, torch.float32),
         )
 
-    def rows_of(self, flat: Tensor, width: int) -> Tensor:
-        """Returns [T, width] of a flat one."""
-        num_rows = len(self.hidden)
+    def rows_of(self, flat: Tensor, width: int, rows_per_token: int = 1) -> Tensor:
+        """Returns [T, width] of a flat one, or so many rows for each token."""
+        num_rows = len(self.hidden) * rows_per_token
         return flat[: num_rows * width].view(num_rows, width)
 
     @property

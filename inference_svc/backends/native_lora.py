@@ -8,27 +8,37 @@ import numpy as np
 from torch import Tensor
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.layout import EMBEDDING, AppliedTargets
-from inference_svc.backends.native_program import ADDED_TOKENS, HEAD_NORMS
+from inference_svc.adapters.layout import EMBEDDING
+from inference_svc.adapters.targets import AppliedTargets
+from inference_svc.backends.native_ops import ADDED_TOKENS, HEAD_NORMS
 from inference_svc.core import BASE_SLOT, BatchRow, SlotRuns, slot_runs
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD
 from kernels.elementwise import NormWeight
+from kernels.experts import Pairs
 from kernels.host_memory import allocate_host
 from kernels.lora.native import NativeLora, NativeLoraPlan
 from kernels.lora.plan import LoraContents
 from kernels.native.library import NativeOp
 from kernels.replaced.native import replace_embeddings_op, replace_logits_op, token_weights_op
 
+MAX_EXPERTS_TARGETS = 2
+"""The maximum number of targets of a group of experts."""
 MAX_KNOWN = 16
 """The maximum number of sets of changed groups that are distinguished: each is a program."""
 
 
 class NativeLoraOps:
-    """Operations for steps of up to `max_tokens` tokens and `max_rows` rows; see
-    `native_program.AdapterOps`. There are none for groups that are not among the targets'."""
+    """Operations for steps of up to `max_tokens` tokens, each of which has up to `max_chosen`
+    experts, and `max_rows` rows; see `native_ops.AdapterOps`. There are none for groups that are
+    not among the targets'."""
 
     def __init__(
-        self, arena: Arena, targets: AppliedTargets, max_tokens: int, max_rows: int
+        self,
+        arena: Arena,
+        targets: AppliedTargets,
+        max_tokens: int,
+        max_rows: int,
+        max_chosen: int = 0,
     ) -> None:
         self._targets = targets
         self._groups = groups = targets.groups
@@ -39,6 +49,9 @@ class NativeLoraOps:
         most = max(len(group.targets) for group in groups.values())
         self._lora = NativeLora.create(arena.table, self._plan, most)
         self._sampling_lora = NativeLora.create(arena.table, self._sampling_plan, most)
+        num_pairs = max_tokens * max_chosen
+        pairs = NativeLoraPlan(num_pairs, has_experts=True, table=arena.table)
+        self._pairs_lora = NativeLora.create(arena.table, pairs, MAX_EXPERTS_TARGETS)
         self._token_weights: dict[tuple[str, int, int], Tensor] = {}
         weights = {place: _weight_group(name) for name, place in targets.weights.items()}
         names = (*groups, *dict.fromkeys(weights.values()), ADDED_TOKENS)
@@ -55,7 +68,8 @@ class NativeLoraOps:
 
     @property
     def workspace_bytes(self) -> int:
-        shrunk = self._lora.shrunk.nbytes + self._sampling_lora.shrunk.nbytes
+        created = (self._lora, self._sampling_lora, self._pairs_lora)
+        shrunk = sum(each.shrunk.nbytes for each in created)
         return shrunk + sum(each.nbytes for each in self._token_weights.values())
 
     def plan(self, rows: Sequence[BatchRow]) -> frozenset[str]:
@@ -124,6 +138,15 @@ class NativeLoraOps:
             return []
         lora = self._sampling_lora if samples_only else self._lora
         return lora.add_ops(self._groups[group], x, out, bias)
+
+    def add_experts(
+        self, group: str, x: Tensor, out: Tensor, pairs: Pairs, *, samples_only: bool
+    ) -> list[NativeOp]:
+        if group not in self._groups:
+            return []
+        tokens, lora = self._sampling_plan if samples_only else self._plan, self._pairs_lora
+        plan_op = lora.plan.of_pairs_op(tokens, pairs.tokens, pairs.starts)
+        return [plan_op, *lora.add_ops(self._groups[group], x, out)]
 
     def add_embedding(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]:
         if EMBEDDING not in self._groups:

@@ -8,9 +8,7 @@ hold.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -19,21 +17,37 @@ from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import EMBEDDING, HEAD
 from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.backends.native_buffers import StepArrays, Workspace
+from inference_svc.backends.native_experts import NativeExperts, routings_bytes
+from inference_svc.backends.native_ops import (
+    ADDED_TOKENS,
+    GATED,
+    HEAD_NORMS,
+    WITHOUT,
+    AdapterOps,
+    GroupedOp,
+    LayerOps,
+    Stream,
+    is_in,
+    of_group,
+)
 from inference_svc.model.description import (
     EMBED_TOKENS,
     LAYER_INPUTS,
     LM_HEAD,
-    Activation,
     Attention,
     Block,
     Decoder,
+    Dense,
     LayerInputs,
-    Norm,
 )
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.rope import Rope
 from inference_svc.model.transformer import as_held
-from inference_svc.model.weights import LayerInputsWeights, ModelWeights
+from inference_svc.model.weights import (
+    DenseWeights,
+    LayerInputsWeights,
+    ModelWeights,
+)
 from kernels.attention import HeadNorms
 from kernels.attention.native import (
     NativeAttention,
@@ -45,73 +59,14 @@ from kernels.attention.native_memory import AttentionScratch, AttentionShape
 from kernels.elementwise import (
     NormWeight,
     gather_op,
-    geglu_op,
     rms_norm_op,
     scale_rows_op,
-    swiglu_op,
 )
 from kernels.linear import PackedLinear, linear_op
 from kernels.native.library import Library, NativeOp, Program
 
 MAX_PROGRAMS = 16
 """Tenants choose what their adapters change, so that the number must be limited."""
-
-
-ADDED_TOKENS, HEAD_NORMS = "added_tokens", "head_norms"
-"""Groups: of steps whose adapters may have tokens behind the vocabulary, and, behind the path of a
-layer's attention, of the norms of its queries, keys and values."""
-_WITHOUT = "without "
-"""Before the name of a group: of operations that others of that group stand in for."""
-
-
-class AdapterOps(Protocol):
-    """Operations that make what the step's adapters change, after the base has computed; groups as
-    in `model.lora.Lora`, and of what is replaced the modules. They read a plan that is refilled
-    before each run."""
-
-    def add(
-        self, group: str, x: Tensor, out: Tensor, bias: Tensor | None, *, samples_only: bool
-    ) -> list[NativeOp]:
-        """Rows of `x` and `out` are the tokens of the step, or those that sample only."""
-
-    def add_embedding(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]: ...
-
-    def replace_embeddings(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]: ...
-
-    def replace_logits(self, x: Tensor, out: Tensor) -> list[NativeOp]:
-        """Rows are those that sample."""
-
-    def token_weights(
-        self, module: str, norm: NormWeight, *, samples_only: bool
-    ) -> tuple[NativeOp, NormWeight] | None:
-        """Returns what fills the weight of a norm for each token, and the norm with that; None if
-        no adapter replaces it."""
-
-
-_GATED = {Activation.SILU: swiglu_op, Activation.GELU_TANH: geglu_op}
-
-
-@dataclass(slots=True)
-class _Stream:
-    """The residual stream of every token of a step, or of those that sample only. `delta` is what
-    is still to be added to it, times `delta_scale`, and `sum_scale` what their sum is multiplied
-    by: the next norm does it along."""
-
-    hidden: Tensor
-    count: Tensor
-    samples_only: bool = False
-    delta: Tensor | None = None
-    delta_scale: float = 1.0
-    sum_scale: float = 1.0
-
-    def leave(self, delta: Tensor, delta_scale: float = 1.0) -> None:
-        assert self.delta is None
-        self.delta, self.delta_scale, self.sum_scale = delta, delta_scale, 1.0
-
-    def take(self) -> tuple[Tensor | None, float, float]:
-        delta, self.delta = self.delta, None
-        scales = (self.delta_scale, self.sum_scale) if delta is not None else (1.0, 1.0)
-        return delta, *scales
 
 
 class NativeTransformer:
@@ -139,12 +94,16 @@ class NativeTransformer:
             growth: torch.zeros(len(step.positions), dtype=workspace.hidden.dtype)
             for growth in description.query_growths
         }
+        self._ops = LayerOps(workspace, adapters)
+        self._experts = NativeExperts(description, len(step.positions), self._ops)
         self._scratches: dict[AttentionShape, AttentionScratch] = {}
         self._attention: dict[tuple[AttentionShape, int | None], NativeAttention] = {}
         for index, attention in enumerate(description.attentions):
             self._add_attention(index, attention)
-        self._ops = tuple(self._all_ops())
-        tagged = (group for group, _ in self._ops if group and not group.startswith(_WITHOUT))
+        self._program_ops = tuple(self._all_ops())
+        tagged = (
+            group for group, _ in self._program_ops if group and not group.startswith(WITHOUT)
+        )
         self._every_group = frozenset((*tagged, ADDED_TOKENS))
         always_there = (frozenset[str](), self._every_group)
         self._programs = {groups: self._build(groups) for groups in always_there}
@@ -178,17 +137,17 @@ class NativeTransformer:
         """Counts the operations, by group, that the program which computes adapters in `groups` has
         more than that of the base."""
         computed = self._computed(groups)
-        counts = Counter(group for group, _ in self._ops if group in computed)
+        counts = Counter(group for group, _ in self._program_ops if group in computed)
         counts.subtract(
             name
-            for group, _ in self._ops
-            if group.startswith(_WITHOUT) and (name := group.removeprefix(_WITHOUT)) in computed
+            for group, _ in self._program_ops
+            if group.startswith(WITHOUT) and (name := group.removeprefix(WITHOUT)) in computed
         )
         return counts
 
     def _build(self, groups: frozenset[str]) -> Program:
         return self._library.program(
-            [op for group, op in self._ops if not group or _is_in(group, groups)]
+            [op for group, op in self._program_ops if not group or is_in(group, groups)]
         )
 
     @property
@@ -203,6 +162,7 @@ class NativeTransformer:
         """The memory that steps are computed in."""
         angles = sum(wave.nbytes for waves in self._angles.values() for wave in waves)
         angles += sum(scale.nbytes for scale in self._q_scales.values())
+        angles += routings_bytes(self._description, len(self._step.positions))
         attention = sum(attention.num_bytes for attention in self._attention.values())
         attention += sum(scratch.num_bytes for scratch in self._scratches.values())
         return self._workspace.num_bytes + angles + attention
@@ -219,26 +179,26 @@ class NativeTransformer:
                 cache, self._step.rows, scratch, window
             )
 
-    def _all_ops(self) -> Iterator[tuple[str, NativeOp]]:
+    def _all_ops(self) -> Iterator[GroupedOp]:
         """Yields each operation with the group of adapters that it is part of ("": always runs)."""
         step, work, weights = self._step, self._workspace, self._weights
         description = self._description
         yield "", gather_op(weights.embedding, work.hidden, step.token_ids, step.num_tokens)
         own = self._adapters.replace_embeddings(step.token_ids, work.hidden)
-        yield from _of(EMBED_TOKENS, own)
-        yield from _of(EMBEDDING, self._adapters.add_embedding(step.token_ids, work.hidden))
+        yield from of_group(EMBED_TOKENS, own)
+        yield from of_group(EMBEDDING, self._adapters.add_embedding(step.token_ids, work.hidden))
         if description.embedding_scale != 1.0:
             scale = as_held(description.embedding_scale, work.hidden.dtype)
             yield "", scale_rows_op(work.hidden, step.num_tokens, scale=scale)
         if description.layer_inputs is not None and weights.layer_inputs is not None:
             yield from self._layer_inputs_ops(description.layer_inputs, weights.layer_inputs)
         yield from self._position_ops()
-        stream = _Stream(work.hidden, step.num_tokens)
+        stream = Stream(work.hidden, step.num_tokens)
         for index, block in enumerate(description.blocks):
             is_last = index == description.num_layers - 1
             yield from self._attention_ops(index, block, stream)
             if is_last:
-                samples = _Stream(work.last_hidden, step.num_logits, samples_only=True)
+                samples = Stream(work.last_hidden, step.num_logits, samples_only=True)
                 for source, out in self._sampled(block):
                     yield "", gather_op(source, out, step.logit_rows, step.num_logits)
                 stream = samples
@@ -246,12 +206,12 @@ class NativeTransformer:
             if block.layer_input is not None:
                 yield from self._layer_input_ops(index, block, stream)
             stream.sum_scale = weights.blocks[index].scalar
-        yield from self._add_and_norm(description.final_norm, weights.norm, stream)
+        yield from self._ops.add_and_norm(description.final_norm, weights.norm, stream)
         logits = work.logits[:, : description.vocab_size]
         yield "", linear_op(work.normed, weights.head, logits, stream.count)
-        yield from _of(LM_HEAD, self._adapters.replace_logits(work.normed, work.logits))
+        yield from of_group(LM_HEAD, self._adapters.replace_logits(work.normed, work.logits))
         added = self._adapters.add(HEAD, work.normed, work.logits, None, samples_only=True)
-        yield from _of(HEAD, added)
+        yield from of_group(HEAD, added)
         head = description.head
         if head.scale != 1.0 or head.softcap is not None:
             yield (
@@ -261,15 +221,15 @@ class NativeTransformer:
 
     def _layer_inputs_ops(
         self, described: LayerInputs, weights: LayerInputsWeights[PackedLinear]
-    ) -> Iterator[tuple[str, NativeOp]]:
+    ) -> Iterator[GroupedOp]:
         """The per-layer inputs, of all layers."""
         step, work, count = self._step, self._workspace, self._step.num_tokens
         own = work.rows_of(work.gate_up, described.total_size)
         yield "", gather_op(weights.embedding, own, step.token_ids, count)
         scale = as_held(described.embedding_scale, own.dtype)
         yield "", scale_rows_op(own, count, scale=scale)
-        stream, made = _Stream(work.hidden, count), work.layer_inputs
-        yield from self._project(LAYER_INPUTS, work.hidden, weights.projection, made, stream)
+        stream, made = Stream(work.hidden, count), work.layer_inputs
+        yield from self._ops.project(LAYER_INPUTS, work.hidden, weights.projection, made, stream)
         yield "", scale_rows_op(made, count, scale=described.projection_scale)
         parts = made.view(-1, described.size)
 
@@ -280,10 +240,10 @@ class NativeTransformer:
                 rows_per_count=made.shape[1] // described.size,
             )
 
-        yield from self._normed(described.norm.path(None), weights.norm, norm_op, stream)
+        yield from self._ops.normed(described.norm.path(None), weights.norm, norm_op, stream)
         yield "", rms_norm_op(made, own, None, made, count, eps=0.0, sum_scale=described.scale)
 
-    def _position_ops(self) -> Iterator[tuple[str, NativeOp]]:
+    def _position_ops(self) -> Iterator[GroupedOp]:
         """What follows from positions and contexts alone, for all layers."""
         step = self._step
         for (rope, head_dim), (cos, sin) in self._angles.items():
@@ -321,15 +281,15 @@ class NativeTransformer:
         made = self._workspace.layer_inputs
         return made.unflatten(1, (self._description.num_layers, -1))[:, layer]
 
-    def _attention_ops(
-        self, index: int, block: Block, stream: _Stream
-    ) -> Iterator[tuple[str, NativeOp]]:
+    def _attention_ops(self, index: int, block: Block, stream: Stream) -> Iterator[GroupedOp]:
         """Up to what attention weighs, of every token."""
         work, weights, attention = self._workspace, self._weights.blocks[index], block.attention
         x = work.hidden if weights.attention_norm is None else work.normed
-        yield from self._add_and_norm(block.attention_norm, weights.attention_norm, stream, index)
+        yield from self._ops.add_and_norm(
+            block.attention_norm, weights.attention_norm, stream, index
+        )
         qkv = work.rows_of(work.qkv, attention.qkv.out_features)
-        yield from self._project(f"layers.{index}.qkv", x, weights.qkv, qkv, stream)
+        yield from self._ops.project(f"layers.{index}.qkv", x, weights.qkv, qkv, stream)
         yield from self._rope_and_store_ops(index, attention, qkv)
         cache, layer = self._kv_caches.of(index)
         shape = AttentionShape.of(cache, attention.num_heads)
@@ -339,6 +299,7 @@ class NativeTransformer:
                 *(qkv, work.rows_of(work.mixed, attention.q_size), layer),
                 scale=attention.scale,
                 softcap=attention.softcap,
+                sinks=weights.sinks,
             ),
         )
 
@@ -349,7 +310,7 @@ class NativeTransformer:
 
     def _rope_and_store_ops(
         self, index: int, attention: Attention, qkv: Tensor
-    ) -> Iterator[tuple[str, NativeOp]]:
+    ) -> Iterator[GroupedOp]:
         rope, weights = attention.rope, self._weights.blocks[index]
         cos, sin = (None, None) if rope is None else self._angles[rope, attention.head_dim]
         growth = attention.query_growth
@@ -380,130 +341,62 @@ class NativeTransformer:
                 yield group, found[0]
         if group:
             yield group, store_op(norms._replace(q=own["q"], k=own["k"], v=own["v"]))
-        yield _WITHOUT + group if group else "", store_op(norms)
+        yield WITHOUT + group if group else "", store_op(norms)
 
-    def _feed_forward_ops(
-        self, index: int, block: Block, stream: _Stream
-    ) -> Iterator[tuple[str, NativeOp]]:
+    def _feed_forward_ops(self, index: int, block: Block, stream: Stream) -> Iterator[GroupedOp]:
         """From what attention weighed on, of the tokens that are left."""
         work, weights, name = self._workspace, self._weights.blocks[index], f"layers.{index}"
         mixed = work.rows_of(work.mixed, block.attention.q_size)
         mixed = work.last_mixed if stream.samples_only else mixed
-        yield from self._project(f"{name}.o", mixed, weights.o, work.delta, stream)
+        yield from self._ops.project(f"{name}.o", mixed, weights.o, work.delta, stream)
         norm = weights.attention_post_norm
-        yield from self._post_norm(block.attention_post_norm, norm, stream, index)
+        yield from self._ops.post_norm(block.attention_post_norm, norm, stream, index)
         stream.leave(work.delta, block.residual_scale)
         if block.is_parallel:
             x = work.last_normed if stream.samples_only else work.normed
         else:
             x = stream.hidden if weights.feed_forward_norm is None else work.normed
         norm = weights.feed_forward_norm
-        yield from self._add_and_norm(block.feed_forward_norm, norm, stream, index)
-        size = block.feed_forward.size
-        gate_up = work.rows_of(work.gate_up, 2 * size)
-        gated = work.rows_of(work.gated, size)
-        yield from self._project(f"{name}.gate_up", x, weights.gate_up, gate_up, stream)
-        gate, up = gate_up.chunk(2, dim=1)
-        yield "", _GATED[block.feed_forward.activation](gate, up, gated, stream.count)
-        yield from self._project(f"{name}.down", gated, weights.down, work.delta, stream)
+        yield from self._ops.add_and_norm(block.feed_forward_norm, norm, stream, index)
+        if block.dense is not None and weights.dense is not None:
+            yield from self._dense_ops(name, block.dense, weights.dense, x, stream)
+        if block.experts is not None and weights.experts is not None:
+            yield from self._experts.layer_ops(index, block.experts, weights.experts, x, stream)
         norm = weights.feed_forward_post_norm
-        yield from self._post_norm(block.feed_forward_post_norm, norm, stream, index)
+        yield from self._ops.post_norm(block.feed_forward_post_norm, norm, stream, index)
         stream.leave(work.delta, block.residual_scale)
 
-    def _layer_input_ops(
-        self, index: int, block: Block, stream: _Stream
-    ) -> Iterator[tuple[str, NativeOp]]:
+    def _dense_ops(
+        self,
+        name: str,
+        dense: Dense,
+        weights: DenseWeights[PackedLinear],
+        x: Tensor,
+        stream: Stream,
+    ) -> Iterator[GroupedOp]:
+        """Writes what a dense half makes to `delta`."""
+        work, size = self._workspace, dense.size
+        gate_up, gated = work.rows_of(work.gate_up, 2 * size), work.rows_of(work.gated, size)
+        yield from self._ops.project(f"{name}.gate_up", x, weights.gate_up, gate_up, stream)
+        gate, up = gate_up.chunk(2, dim=1)
+        yield "", GATED[dense.activation](gate, up, gated, stream.count)
+        yield from self._ops.project(f"{name}.down", gated, weights.down, work.delta, stream)
+
+    def _layer_input_ops(self, index: int, block: Block, stream: Stream) -> Iterator[GroupedOp]:
         """What a layer makes of its own input, of the tokens that are left."""
         work, weights, layer_input = self._workspace, self._weights.blocks[index], block.layer_input
         assert layer_input is not None
         size = layer_input.out.in_features
         assert weights.layer_input is not None
-        yield from self._add_and_norm(None, None, stream)
+        yield from self._ops.add_and_norm(None, None, stream)
         names = [f"layers.{index}.{each.name}" for each in (layer_input.gate, layer_input.out)]
         gate, gated = (work.rows_of(each, size) for each in (work.gate_up, work.gated))
-        yield from self._project(names[0], stream.hidden, weights.layer_input.gate, gate, stream)
+        yield from self._ops.project(
+            names[0], stream.hidden, weights.layer_input.gate, gate, stream
+        )
         own = work.last_layer_input if stream.samples_only else self._layer_input_of(index)
-        yield "", _GATED[layer_input.activation](gate, own, gated, stream.count)
-        yield from self._project(names[1], gated, weights.layer_input.out, work.delta, stream)
+        yield "", GATED[layer_input.activation](gate, own, gated, stream.count)
+        yield from self._ops.project(names[1], gated, weights.layer_input.out, work.delta, stream)
         norm = weights.layer_input_post_norm
-        yield from self._post_norm(block.layer_input_post_norm, norm, stream, index)
+        yield from self._ops.post_norm(block.layer_input_post_norm, norm, stream, index)
         stream.leave(work.delta)
-
-    def _add_and_norm(
-        self,
-        norm: Norm | None,
-        weight: NormWeight | None,
-        stream: _Stream,
-        layer: int | None = None,
-    ) -> Iterator[tuple[str, NativeOp]]:
-        """Adds to the residual stream what was left to it, and norms that."""
-        if weight is None and stream.delta is None:
-            return
-        delta, delta_scale, sum_scale = stream.take()
-
-        def norm_op(made: NormWeight | None) -> NativeOp:
-            return rms_norm_op(
-                stream.hidden,
-                delta,
-                None if made is None else made.weight,
-                *(self._workspace.normed, stream.count),
-                eps=0.0 if made is None else made.eps,
-                delta_scale=delta_scale,
-                sum_scale=sum_scale,
-                is_centred=made is not None and made.is_centred,
-            )
-
-        if norm is None or weight is None:
-            yield "", norm_op(None)
-        else:
-            yield from self._normed(norm.path(layer), weight, norm_op, stream)
-
-    def _post_norm(
-        self, norm: Norm | None, weight: NormWeight | None, stream: _Stream, layer: int
-    ) -> Iterator[tuple[str, NativeOp]]:
-        delta = self._workspace.delta
-
-        def norm_op(made: NormWeight) -> NativeOp:
-            return rms_norm_op(
-                *(delta, None, made.weight, delta, stream.count),
-                eps=made.eps,
-                is_centred=made.is_centred,
-            )
-
-        if norm is not None and weight is not None:
-            yield from self._normed(norm.path(layer), weight, norm_op, stream)
-
-    def _normed(
-        self,
-        module: str,
-        weight: NormWeight,
-        norm_op: Callable[[NormWeight], NativeOp],
-        stream: _Stream,
-    ) -> Iterator[tuple[str, NativeOp]]:
-        """Yields the operation of a norm, and those with weights of tokens that stand in for it."""
-        samples_only = stream.samples_only
-        own = self._adapters.token_weights(module, weight, samples_only=samples_only)
-        if own is None:
-            yield "", norm_op(weight)
-            return
-        yield _WITHOUT + module, norm_op(weight)
-        yield module, own[0]
-        yield module, norm_op(own[1])
-
-    def _project(
-        self, group: str, x: Tensor, weights: PackedLinear, out: Tensor, stream: _Stream
-    ) -> Iterator[tuple[str, NativeOp]]:
-        yield "", linear_op(x, weights, out, stream.count)
-        samples_only = stream.samples_only
-        ops = self._adapters.add(group, x, out, weights.bias, samples_only=samples_only)
-        yield from _of(group, ops)
-
-
-def _is_in(group: str, groups: frozenset[str]) -> bool:
-    if group.startswith(_WITHOUT):
-        return group.removeprefix(_WITHOUT) not in groups
-    return group in groups
-
-
-def _of(group: str, ops: Iterable[NativeOp]) -> Iterator[tuple[str, NativeOp]]:
-    return ((group, op) for op in ops)

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.layout import (
-    EMBEDDING,
-    HEAD,
-    AppliedTargets,
-    ModelLayout,
-    applied_targets,
-    computed_groups,
-)
+from inference_svc.adapters.layout import EMBEDDING, HEAD, ModelLayout
+from inference_svc.adapters.targets import AppliedTargets, applied_targets, computed_groups
 from inference_svc.backends.base import (
     Backend,
     DeviceMemory,
@@ -28,7 +23,7 @@ from inference_svc.backends.base import (
 )
 from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.core import BASE_SLOT, Batch, BatchRow, EngineConfig, slot_runs
-from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder
+from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder, Experts
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
@@ -36,7 +31,8 @@ from inference_svc.model.parameters import weights_bytes
 from inference_svc.model.transformer import COMPUTED, Transformer
 from inference_svc.model.weights import load_weights
 from kernels.elementwise import NormWeight
-from kernels.lora import LoraPlan, add_lora, add_lora_embedding
+from kernels.experts import Pairs
+from kernels.lora import LoraPlan, add_lora, add_lora_embedding, add_lora_experts
 from kernels.lora.plan import LoraContents
 from kernels.lora.table import MAX_PARTS, NUM_FIELDS
 from kernels.replaced import replace_embeddings, replace_logits, token_weights
@@ -65,6 +61,9 @@ class LoraStep:
             arena, found = self.arena, self.targets.groups[group]
             add_lora(out, x, arena.flat, arena.table, self.plan, found, bias)
 
+    def of_pairs(self, pairs: Pairs) -> ExpertsLoraStep:
+        return ExpertsLoraStep(self, pairs)
+
     def add_embedding(self, token_ids: Tensor, out: Tensor) -> None:
         arena, weight = self.arena, self.targets.weights.get(EMBED_TOKENS)
         if weight is not None and weight in self.plan.weights:
@@ -89,6 +88,27 @@ class LoraStep:
             return norm
         weights = token_weights(norm.weight, self.arena.table, plan, weight, norm.offset)
         return norm._replace(weight=weights)
+
+
+class ExpertsLoraStep:
+    """Changes what experts have computed of a layer's pairs; see `model.lora.ExpertsLora`."""
+
+    def __init__(self, step: LoraStep, pairs: Pairs) -> None:
+        self._step = step
+        self._pairs = pairs
+
+    def add(self, group: str, x: Tensor, out: Tensor) -> None:
+        arena, found = self._step.arena, self._step.targets.groups.get(group)
+        if found is not None and self._step.plan.has_group(found):
+            add_lora_experts(out, x, arena.flat, arena.table, self._plan, found)
+
+    @cached_property
+    def _plan(self) -> LoraPlan:
+        tokens, starts, _ = self._pairs
+        slots = self._step.plan.token_slots[tokens].tolist()
+        experts = torch.arange(len(starts) - 1).repeat_interleave(starts.diff()).tolist()
+        arena = self._step.arena
+        return LoraPlan.build(slots, [1] * len(slots), arena.table, arena.device, experts)
 
 
 def plan_lora(rows: Sequence[BatchRow], arena: Arena, targets: AppliedTargets) -> LoraStep | None:
@@ -208,6 +228,9 @@ def step_bytes(config: EngineConfig, decoder: Decoder) -> int:
     per_token = (3 * hidden + attention + 3 * intermediate) * item_bytes
     per_token += most_targets(config, decoder) * config.max_lora_rank * item_bytes
     per_token += 2 * hidden * 4  # norms, in fp32
+    per_token += max(
+        (_pairs_bytes(each, hidden, item_bytes) for each in decoder.mixtures), default=0
+    )
     if decoder.layer_inputs is not None:  # and what they are added up from
         per_token += 3 * decoder.layer_inputs.total_size * item_bytes
     gathered = config.max_model_len * 2 * decoder.max_kv_size * item_bytes
@@ -215,6 +238,13 @@ def step_bytes(config: EngineConfig, decoder: Decoder) -> int:
     num_targets = sum(len(group.targets) for group in computed_groups(config, decoder).values())
     mixes = 4 * NUM_FIELDS * MAX_PARTS * config.max_sequences * num_targets
     return int(config.max_batch_tokens * per_token + gathered + 3 * logits + mixes)
+
+
+def _pairs_bytes(experts: Experts, hidden_size: int, item_bytes: int) -> int:
+    """Returns what a token takes in a layer with experts: what these read and make, their widths,
+    and the routing."""
+    of_pair = (3 * hidden_size + 3 * experts.size) * item_bytes + 4 * hidden_size + 32
+    return experts.num_chosen * of_pair + 24 * experts.num_experts
 
 
 def most_targets(config: EngineConfig, decoder: Decoder) -> int:

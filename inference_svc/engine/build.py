@@ -11,12 +11,13 @@ import torch
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.combinations import Combinations
 from inference_svc.adapters.image_source import AdapterStore
-from inference_svc.adapters.layout import ModelLayout, layout_of
+from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.prefetch import PrefetchPolicy
 from inference_svc.adapters.pull import PullEvent
 from inference_svc.adapters.pull_threads import Puller
 from inference_svc.adapters.residency import Residency, build_residency
 from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.targets import layout_of
 from inference_svc.adapters.tiers import HostTier
 from inference_svc.backends.select import select_backend
 from inference_svc.core import EngineConfig
@@ -117,9 +118,9 @@ def _make_residency(
     largest = layout.largest_image(config.max_lora_rank, config.lora_targets)
     slots = Slots(config.arena_bytes, config.max_loras, largest)
     # One more, so that prefetching takes no thread from what requests wait for.
-    check_rows = partial(layout.check_rows, max_added_tokens=config.max_added_tokens)
+    check = partial(layout.check_contents, max_added_tokens=config.max_added_tokens)
     num_threads = config.pull_workers + config.prefetch
-    puller = Puller(store, num_threads, post, layout.read_header, check_rows)
+    puller = Puller(store, num_threads, post, layout.read_header, check)
     residency = build_residency(
         slots,
         host,

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.config_reader import FULL, HEADS, SLIDING, ConfigReader
 from inference_svc.model.description import (
+    Activation,
     Attention,
     Block,
+    ClampedSwiglu,
     Decoder,
     Dense,
+    Experts,
+    ExpertsProjection,
     Head,
     Member,
     Norm,
     Projection,
+    Router,
 )
 from inference_svc.model.rope import Rope, RopeFacts, parse_parameters, parse_rope
+from kernels.experts import MAX_EXPERTS, Choice
 
 
 def rope_facts(config: ConfigReader, **changes: Any) -> RopeFacts:
@@ -101,19 +107,83 @@ def dense(
     has_bias: bool = False,
     is_stored_fused: bool = False,
     activation: str = "hidden_act",
+    module: str = "mlp",
+    size: int = 0,
 ) -> Dense:
-    """Returns a gated feed-forward half as in Llama; `activation` is its key."""
-    hidden_size, size = config.positive("hidden_size"), config.positive("intermediate_size")
-    members = (Member("mlp.gate_proj", size), Member("mlp.up_proj", size))
+    """Returns a gated feed-forward half as in Llama, of `intermediate_size` or `size`; `activation`
+    is its key."""
+    hidden_size, size = config.positive("hidden_size"), size or config.positive("intermediate_size")
+    members = (Member(f"{module}.gate_proj", size), Member(f"{module}.up_proj", size))
     gate_up = Projection(
-        *("gate_up", members, hidden_size, has_bias, "mlp.gate_up_proj"),
+        *("gate_up", members, hidden_size, has_bias, f"{module}.gate_up_proj"),
         is_stored_fused=is_stored_fused,
     )
-    down = Projection("down", (Member("mlp.down_proj", hidden_size),), size, has_bias)
+    down = Projection("down", (Member(f"{module}.down_proj", hidden_size),), size, has_bias)
     return Dense(config.activation(activation), gate_up, down)
 
 
-def block(config: ConfigReader, attention: Attention, feed_forward: Dense, **changes: Any) -> Block:
+def router(
+    config: ConfigReader,
+    choice: Choice,
+    num_experts: str,
+    *,
+    module: str = "mlp.gate",
+    others: tuple[str, ...] = (),
+    has_bias: bool = False,
+    **changes: Any,
+) -> Router:
+    """Returns a router that reads what its half reads; `num_experts` is the key of their number,
+    `changes` are of Router. Raises UnsupportedModel for a choice that there is not."""
+    count = config.positive(num_experts)
+    if not 2 <= count <= MAX_EXPERTS:
+        raise config.unsupported(num_experts, f"must be 2 to {MAX_EXPERTS}")
+    if choice.num_chosen > count:
+        raise UnsupportedModel(
+            f"{config.where}: each token has {choice.num_chosen} experts of {count}"
+        )
+    members = (Member(module, count, others),)
+    projection = Projection("router", members, config.positive("hidden_size"), has_bias)
+    return Router(projection, choice, **changes)
+
+
+def experts(
+    config: ConfigReader,
+    router: Router,
+    size: int,
+    *,
+    activation: Activation | ClampedSwiglu | None = None,
+    module: str = "mlp.experts",
+    others: tuple[tuple[str, str, str], ...] = (),
+    has_bias: bool = False,
+    is_transposed: bool = False,
+    is_interleaved: bool = False,
+    **changes: Any,
+) -> Experts:
+    """Returns a mixture of experts of this size with gate, up and down projections, as in Qwen 3;
+    `others` are further names of these, `changes` of Experts."""
+    hidden_size, count = config.positive("hidden_size"), router.projection.out_features
+    gate, up, down = (
+        Member(f"{module}.{name}_proj", width, tuple(each[index] for each in others))
+        for index, (name, width) in enumerate((("gate", size), ("up", size), ("down", hidden_size)))
+    )
+    return Experts(
+        router,
+        config.activation() if activation is None else activation,
+        ExpertsProjection(
+            *("experts.gate_up", (gate, up), hidden_size, count, f"{module}.gate_up_proj"),
+            *(has_bias, is_transposed, is_interleaved),
+        ),
+        ExpertsProjection(
+            *("experts.down", (down,), size, count, f"{module}.down_proj"),
+            *(has_bias, is_transposed),
+        ),
+        **changes,
+    )
+
+
+def block(
+    config: ConfigReader, attention: Attention, feed_forward: Dense | Experts, **changes: Any
+) -> Block:
     """Returns a layer with a norm before each half, as in Llama; `changes` are of Block."""
     changes.setdefault("attention_norm", norm(config, "input_layernorm"))
     changes.setdefault("feed_forward_norm", norm(config, "post_attention_layernorm"))
@@ -124,6 +194,20 @@ def with_windows(block: Block, windows: Iterable[int | None]) -> tuple[Block, ..
     """Returns the block for each layer, whose windows these are."""
     return tuple(
         replace(block, attention=replace(block.attention, window=window)) for window in windows
+    )
+
+
+def with_experts(
+    config: ConfigReader,
+    mixers: Iterable[Attention],
+    mixture: Experts,
+    dense_layers: Container[int],
+    **changes: Any,
+) -> tuple[Block, ...]:
+    """Returns layers with these mixers, all of which have the mixture but `dense_layers`."""
+    return tuple(
+        block(config, mixer, dense(config) if layer in dense_layers else mixture, **changes)
+        for layer, mixer in enumerate(mixers)
     )
 
 

@@ -35,6 +35,15 @@ class ConfigReader:
             raise self.unsupported(key, "must be positive")
         return int(self._values[key])
 
+    def name_of(self, key: str, other: str) -> str:
+        """Returns by which of two names config.json has a key; the first if by neither. Raises
+        UnsupportedModel if it has both and they differ."""
+        if self.given.get(other) is None:
+            return key
+        if self.given.get(key) not in (None, self.given[other]):
+            raise self.unsupported(other, f"must be {key}, {self.given[key]!r}")
+        return other
+
     def count(self, key: str) -> int:
         value = self.get(key)
         if type(value) is not int or value < 0:

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from inference_svc.model.rope import Rope
+from kernels.experts import Choice, padded_rows
 
 EMBED_TOKENS, LM_HEAD = "model.embed_tokens", "lm_head"
 LAYER_INPUTS = "layer_inputs"
@@ -39,7 +40,9 @@ class Norm:
     weight is 1.
 
     Where it `is_wide` the weight is in fp32, and the product is rounded; else the norm is rounded
-    to the model's dtype before the product.
+    to the model's dtype before the product. `tensor` is the name of its weight in the checkpoint
+    where that is not "weight" of the module; then adapters do not have it. The weight is multiplied
+    by `weight_scale`.
     """
 
     module: str
@@ -48,6 +51,8 @@ class Norm:
     kind: NormKind = NormKind.RMS
     weight_offset: float = 0.0
     is_wide: bool = False
+    tensor: str = ""
+    weight_scale: float = 1.0
 
     def path(self, layer: int | None) -> str:
         """Returns the path of its module, of a layer or, None, of the whole."""
@@ -55,10 +60,11 @@ class Norm:
 
 
 class Member(NamedTuple):
-    """A linear layer and its number of outputs."""
+    """A linear layer and its number of outputs; `others` are further names of the module."""
 
     module: str
     out_features: int
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +87,46 @@ class Projection:
         return sum(member.out_features for member in self.members)
 
     @property
+    def num_rows(self) -> int:
+        """The rows of its weight."""
+        return self.out_features
+
+    @property
     def stored(self) -> tuple[Member, ...]:
         """The modules whose weights the checkpoint has, in the order of their outputs."""
         return (Member(self.fused, self.out_features),) if self.is_stored_fused else self.members
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsProjection:
+    """Linear layers of every expert that read the same input, computed as one. `members` name those
+    of all experts, such as "mlp.experts.gate_proj": what the checkpoint has of one expert is
+    "mlp.experts.3.gate_proj".
+
+    `parameter` is the one tensor that a checkpoint may have of all experts and members,
+    [experts, out, in], or [experts, in, out] if it `is_transposed`; outputs of the members take
+    turns if it `is_interleaved`, else they lie one behind the other. `parameter`_bias is its bias,
+    [experts, out].
+    """
+
+    name: str
+    members: tuple[Member, ...]
+    in_features: int
+    num_experts: int
+    parameter: str
+    has_bias: bool = False
+    is_transposed: bool = False
+    is_interleaved: bool = False
+
+    @property
+    def out_features(self) -> int:
+        """The outputs of one expert."""
+        return sum(member.out_features for member in self.members)
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of its weight, in which experts lie below each other."""
+        return self.num_experts * padded_rows(self.out_features)
 
 
 class QueryGrowth(NamedTuple):
@@ -117,6 +160,8 @@ class Attention:
     not enter. Norms are over a head, or, as their size says, over all heads; before the rotation,
     or behind it if `norms_rotated`. `kv_layer` is the layer whose keys and values it reads, None:
     its own. Where `values_are_keys`, values are what keys are before their norm and rotation.
+    `sinks` is the tensor with a number for each head: a score of what has no value, which takes
+    part in the softmax.
     """
 
     num_heads: int
@@ -135,6 +180,7 @@ class Attention:
     kv_layer: int | None = None
     values_are_keys: bool = False
     query_growth: QueryGrowth | None = None
+    sinks: str = ""
 
     def __post_init__(self) -> None:
         norms = (self.q_norm, self.k_norm, self.v_norm)
@@ -174,6 +220,68 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """(up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit`, and up between -limit and
+    limit (GPT-OSS)."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Chooses the experts of a token by logits, which the projection makes of what the half reads,
+    or of the norm of the residual stream. `bias` is the tensor that is added to scores to choose
+    by, `expert_scales` the one that weights are multiplied by; both have a number for each
+    expert."""
+
+    projection: Projection
+    choice: Choice
+    norm: Norm | None = None
+    bias: str = ""
+    expert_scales: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts: the sum of what a token's experts make, each
+    down(activation(gate) * up), weighed as the router says, and of what all share: a dense half,
+    times sigmoid(shared_gate) if there is such a gate.
+
+    With a `norm` experts read that of the residual stream, and not what the dense half reads.
+    What the two make has post-norms of its own.
+    """
+
+    router: Router
+    activation: Activation | ClampedSwiglu
+    gate_up: ExpertsProjection
+    down: ExpertsProjection
+    shared: Dense | None = None
+    shared_gate: Projection | None = None
+    norm: Norm | None = None
+    post_norm: Norm | None = None
+    shared_post_norm: Norm | None = None
+
+    def __post_init__(self) -> None:
+        assert self.shared is not None or self.shared_gate is None
+        assert (self.norm is None) == (self.router.norm is None)
+        assert (self.post_norm is None) == (self.shared_post_norm is None)
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate_up.num_experts
+
+    @property
+    def num_chosen(self) -> int:
+        return self.router.choice.num_chosen
+
+    @property
+    def size(self) -> int:
+        """The size of one expert."""
+        return self.down.in_features
+
+
+@dataclass(frozen=True, slots=True)
 class LayerInput:
     """out(activation(gate(x)) * e), e being the layer's part of what `LayerInputs` computes."""
 
@@ -193,7 +301,7 @@ class Block:
     """
 
     attention: Attention
-    feed_forward: Dense
+    feed_forward: Dense | Experts
     attention_norm: Norm | None
     feed_forward_norm: Norm | None
     attention_post_norm: Norm | None = None
@@ -209,18 +317,37 @@ class Block:
         if self.is_parallel:
             assert self.attention_norm is not None
             assert self.feed_forward_norm is None
+            assert isinstance(self.feed_forward, Dense)
 
     @property
     def post_norms(self) -> tuple[Norm, ...]:
         """Norms of what the halves, and the layer's input, add to the stream."""
-        found = (self.attention_post_norm, self.feed_forward_post_norm, self.layer_input_post_norm)
+        found = [self.attention_post_norm, self.feed_forward_post_norm, self.layer_input_post_norm]
+        if self.experts is not None:
+            found += [self.experts.post_norm, self.experts.shared_post_norm]
         return tuple(norm for norm in found if norm is not None)
 
     @property
-    def projections(self) -> Iterator[Projection]:
+    def experts(self) -> Experts | None:
+        """The mixture that its feed-forward half is, if it is one."""
+        return self.feed_forward if isinstance(self.feed_forward, Experts) else None
+
+    @property
+    def dense(self) -> Dense | None:
+        """The half that every token passes through, of a mixture that which all share."""
+        half = self.feed_forward
+        return half if isinstance(half, Dense) else half.shared
+
+    @property
+    def projections(self) -> Iterator[Projection | ExpertsProjection]:
         """In order of use."""
         yield from (self.attention.qkv, self.attention.out)
-        yield from (self.feed_forward.gate_up, self.feed_forward.down)
+        if self.dense is not None:
+            yield from (self.dense.gate_up, self.dense.down)
+        if self.experts is not None:
+            if self.experts.shared_gate is not None:
+                yield self.experts.shared_gate
+            yield from (self.experts.router.projection, self.experts.gate_up, self.experts.down)
         if self.layer_input is not None:
             yield from (self.layer_input.gate, self.layer_input.out)
 
@@ -303,7 +430,8 @@ class Decoder:
 
     `dtype` is what its weights were saved as, by torch's name; `config_sha256` the hex digest of
     config.json as canonical JSON: keys sorted, no spaces. Embeddings are multiplied by
-    `embedding_scale`, rounded to their dtype.
+    `embedding_scale`, rounded to their dtype. The checkpoint may have `num_unused_layers` behind
+    the last.
     """
 
     architecture: str
@@ -319,6 +447,7 @@ class Decoder:
     layer_inputs: LayerInputs | None = None
     eos_token_ids: tuple[int, ...] = ()
     wrapper: Wrapper = TEXT_ALONE
+    num_unused_layers: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -355,7 +484,13 @@ class Decoder:
 
     @property
     def max_intermediate_size(self) -> int:
-        return max(block.feed_forward.size for block in self.blocks)
+        """That of the widest dense half; 0 if there are none."""
+        return max((each.dense.size for each in self.blocks if each.dense is not None), default=0)
+
+    @cached_property
+    def mixtures(self) -> tuple[Experts, ...]:
+        """The mixtures of experts, of the layers that have one."""
+        return tuple(each.experts for each in self.blocks if each.experts is not None)
 
     @cached_property
     def kv_shapes(self) -> tuple[KVShape, ...]:

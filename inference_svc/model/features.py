@@ -19,7 +19,9 @@ NOT_COMPUTED = frozenset(
     {
         # Where tensors are, and how they are called.
         *("norm.module", "projection.fused", "projection.is_stored_fused", "block.unused"),
-        *("decoder.wrapper",),
+        *("norm.tensor", "norm.weight_scale", "experts_projection.is_transposed"),
+        *("experts_projection.is_interleaved", "decoder.wrapper"),
+        "decoder.num_unused_layers",
         # When a sequence ends.
         *("decoder.eos_token_ids",),
         # What `Rope` itself makes frequencies and a scale of.

@@ -59,6 +59,19 @@ class Linear:
         """x: [T, in] -> [T, out]."""
         return F.linear(x, self.weight, self.bias)
 
+    def in_fp32(self, x: Tensor) -> Tensor:
+        """x: [T, in] -> fp32 [T, out]."""
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(x.float(), self.weight.float(), bias)
+
+    def of_experts(self, num_experts: int, out_features: int) -> tuple[Tensor, Tensor | None]:
+        """Returns views of the weights of experts that lie below each other, [experts, out, in],
+        and of their biases, [experts, out]."""
+        weight = self.weight.unflatten(0, (num_experts, -1))[:, :out_features]
+        if self.bias is None:
+            return weight, None
+        return weight, self.bias.unflatten(0, (num_experts, -1))[:, :out_features]
+
 
 class Rotation(NamedTuple):
     """One step's angles [T, 1, rotary size]; see `kernels.attention.reference.rotary_angles`. None:

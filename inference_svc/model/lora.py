@@ -7,6 +7,14 @@ from typing import Protocol
 from torch import Tensor
 
 from kernels.elementwise import NormWeight
+from kernels.experts import Pairs
+
+
+class ExpertsLora(Protocol):
+    """The adapters of one layer's pairs of tokens and experts."""
+
+    def add(self, group: str, x: Tensor, out: Tensor) -> None:
+        """x: [P, in], out: [P, sum of the group's outs], both in the model's dtype."""
 
 
 class Lora(Protocol):
@@ -15,7 +23,9 @@ class Lora(Protocol):
 
     Groups are "layers.{i}.qkv" (out: q, k and v side by side), "layers.{i}.o",
     "layers.{i}.gate_up" (out: gate and up side by side) and "layers.{i}.down", and others by the
-    names of their projections. Norms go by their modules.
+    names of their projections. Norms go by their modules. Of a mixture of experts "gate_up" and
+    "down" are the half that all tokens share, and "experts.gate_up" and "experts.down" are the
+    experts'.
     """
 
     @property
@@ -24,8 +34,11 @@ class Lora(Protocol):
         Their embeddings come with `add_embedding`, their logits with `add_head`."""
 
     def add(self, group: str, x: Tensor, out: Tensor, bias: Tensor | None) -> None:
-        """x: [T, in], out: [T, sum of the group's outs], both in the model's dtype; `bias` is what
-        `out` has of the base's."""
+        """x: [T, in], in the model's dtype, out: [T, sum of the group's outs], in that or in fp32;
+        `bias` is what `out` has of the base's."""
+
+    def of_pairs(self, pairs: Pairs) -> ExpertsLora:
+        """Returns what adapters change of a layer's experts, of tokens routed so."""
 
     def add_embedding(self, token_ids: Tensor, out: Tensor) -> None:
         """token_ids: int64 [T], out: [T, hidden_size]."""

@@ -6,83 +6,110 @@ Projections that read the same input are one parameter: q, k and v in `qkv`, gat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import enum
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
+from torch import Tensor
 
 from inference_svc.model.description import (
     EMBED_TOKENS,
     LM_HEAD,
     Block,
     Decoder,
+    Experts,
+    ExpertsProjection,
     LayerInputs,
+    Member,
     Norm,
     Projection,
     layer_path,
 )
+from kernels.experts import padded_rows
+
+
+class Sink(Protocol):
+    """What takes the values of a parameter: a tensor, or a projection in a backend's form."""
+
+    def put_rows(self, start: int, rows: Tensor) -> None: ...
+
+    def put_bias(self, start: int, values: Tensor) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor of the checkpoint: its shape, and what puts it into the projection that it is a part
+    of; None: it is the whole of a parameter that is no projection. With `num_experts` it has the
+    parts of so many, which are put one by one."""
+
+    shape: tuple[int, ...]
+    put: Callable[[Sink, Tensor, int], None] | None = None
+    num_experts: int = 0
+
+
+Form: TypeAlias = Mapping[str, Piece]
+"""One way in which a checkpoint may have a parameter: its tensors by name."""
+
+
+class Role(enum.Enum):
+    """What a parameter is: a table of rows, a projection, a norm's weight, a number of a layer, or
+    numbers in fp32."""
+
+    TABLE = "table"
+    PROJECTION = "projection"
+    NORM = "norm"
+    SCALAR = "scalar"
+    NUMBERS = "numbers"
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A part of the decoder, and the tensors of the file that lie below each other in it.
+    """A part of the decoder, and the tensors of the checkpoint that it is made of, in the `forms`
+    that these may have.
 
-    `key` is such as "layers.0.qkv", of a norm its module; `rows` maps the tensors' names, without
-    ".weight" or ".bias", to their sizes; `members` the same by the names of the modules that
-    adapters know. `in_size` is 0 for a norm's weight; a scalar is a tensor of one number that has
-    its module's name.
+    `key` is such as "layers.0.qkv", of a norm its module; `members` maps the modules that adapters
+    know to their sizes. `in_size` is 0 of what has one dimension.
     """
 
     key: str
-    rows: dict[str, int]
-    members: dict[str, int]
+    role: Role
+    num_rows: int
+    forms: tuple[Form, ...]
+    members: Mapping[str, int] = field(default_factory=dict)
     in_size: int = 0
     has_bias: bool = False
-    is_projection: bool = False
     layer: int | None = None
     norm: Norm | None = None
-    is_scalar: bool = False
-
-    @property
-    def num_rows(self) -> int:
-        return sum(self.rows.values())
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """In memory, where a scalar is a number."""
-        if self.is_scalar:
+        if self.role is Role.SCALAR:
             return 0
-        is_wide = self.norm is not None and self.norm.is_wide
+        is_wide = self.role is Role.NUMBERS or (self.norm is not None and self.norm.is_wide)
         item_bytes = (torch.float32 if is_wide else dtype).itemsize
         return self.num_rows * ((self.in_size or 1) + self.has_bias) * item_bytes
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the file's tensors by name."""
-        if self.is_scalar:
-            return dict.fromkeys(self.rows, (1,))
-        inner = (self.in_size,) if self.in_size else ()
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, size in self.rows.items():
-            shapes[f"{name}.weight"] = (size, *inner)
-            if self.has_bias:
-                shapes[f"{name}.bias"] = (size,)
-        return shapes
+    def form(self, names: Collection[str]) -> Form:
+        """Returns the form that a checkpoint with these tensors has; the first where it has none of
+        them."""
+        found = (form for form in self.forms if any(name in names for name in form))
+        return next(found, self.forms[0])
 
 
 def parameters(decoder: Decoder) -> list[Parameter]:
     """Returns all parameters of a decoder, in order of use."""
-    embedding = {EMBED_TOKENS: decoder.vocab_size}
-    found = [Parameter("embedding", embedding, embedding, decoder.hidden_size)]
+    found = [_table("embedding", EMBED_TOKENS, decoder.vocab_size, decoder.hidden_size)]
     if decoder.layer_inputs is not None:
         found += _layer_inputs_parameters(decoder.layer_inputs)
     for index, block in enumerate(decoder.blocks):
         found += _block_parameters(block, index)
-    found.append(_norm_parameter("norm", decoder.final_norm.module, decoder.final_norm))
+    found.append(_norm_parameter("norm", decoder.final_norm))
     if not decoder.head.is_tied:
-        rows = {LM_HEAD: decoder.vocab_size}
-        found.append(Parameter("head", rows, rows, decoder.hidden_size, is_projection=True))
+        head = Projection("head", (Member(LM_HEAD, decoder.vocab_size),), decoder.hidden_size)
+        found.append(_projection_parameter(head, lambda module: module))
     return found
 
 
@@ -104,72 +131,202 @@ class Vector(NamedTuple):
 def vectors(decoder: Decoder) -> Iterator[Vector]:
     """Yields the model's vectors in order of use."""
     for parameter in parameters(decoder):
-        if parameter.is_scalar:
-            continue
         for name, size in parameter.members.items():
-            if not parameter.in_size:
+            if parameter.role is Role.NORM:
                 yield Vector(name, f"{name}.weight", parameter.layer, size)
             elif parameter.has_bias:
                 yield Vector(f"{name}.bias", f"{name}.bias", parameter.layer, size)
 
 
-def unused(decoder: Decoder) -> frozenset[str]:
-    """Returns the names of tensors that the checkpoint may have and that nothing reads."""
+def unused(decoder: Decoder) -> tuple[str, ...]:
+    """Returns what the names of tensors begin with that the checkpoint may have and that nothing
+    reads."""
     blocks = enumerate(decoder.blocks)
-    paths = (layer_path(layer, module) for layer, block in blocks for module in block.unused)
-    return frozenset(f"{path}.{kind}" for path in paths for kind in ("weight", "bias"))
+    paths = [layer_path(layer, module) for layer, block in blocks for module in block.unused]
+    behind = range(decoder.num_layers, decoder.num_layers + decoder.num_unused_layers)
+    paths += [f"model.layers.{layer}" for layer in behind]
+    return tuple(f"{path}." for path in paths)
 
 
 def _layer_inputs_parameters(layer_inputs: LayerInputs) -> Iterator[Parameter]:
-    rows, size = {layer_inputs.embedding: layer_inputs.vocab_size}, layer_inputs.total_size
-    yield Parameter("layer_embedding", rows, rows, size)
+    sizes = layer_inputs.vocab_size, layer_inputs.total_size
+    yield _table("layer_embedding", layer_inputs.embedding, *sizes)
     yield _projection_parameter(layer_inputs.projection, lambda module: module)
-    yield _norm_parameter("layer_inputs_norm", layer_inputs.norm.module, layer_inputs.norm)
+    yield _norm_parameter("layer_inputs_norm", layer_inputs.norm)
 
 
 def _block_parameters(block: Block, layer: int) -> Iterator[Parameter]:
-    attention = block.attention
+    attention, path = block.attention, partial(layer_path, layer)
 
     def norms(*found: Norm | None) -> Iterator[Parameter]:
         for norm in found:
             if norm is not None and norm.module:
-                path = layer_path(layer, norm.module)
-                yield _norm_parameter(path, path, norm, layer)
+                yield _norm_parameter(path(norm.module), norm, layer)
 
     def projection(each: Projection) -> Parameter:
-        return _projection_parameter(each, partial(layer_path, layer), layer)
+        return _projection_parameter(each, path, layer)
 
     yield from norms(block.attention_norm)
     yield projection(attention.qkv)
+    if attention.sinks:
+        yield _numbers(path(attention.sinks), attention.num_heads, layer)
     yield from norms(attention.q_norm, attention.k_norm, attention.v_norm)
     yield projection(attention.out)
     yield from norms(block.attention_post_norm, block.feed_forward_norm)
-    yield projection(block.feed_forward.gate_up)
-    yield projection(block.feed_forward.down)
+    if block.dense is not None:
+        yield projection(block.dense.gate_up)
+        yield projection(block.dense.down)
+    if block.experts is not None:
+        yield from _experts_parameters(block.experts, layer)
     yield from norms(block.feed_forward_post_norm)
     if block.layer_input is not None:
         yield projection(block.layer_input.gate)
         yield projection(block.layer_input.out)
     yield from norms(block.layer_input_post_norm)
     if block.scalar:
-        rows = {layer_path(layer, block.scalar): 1}
-        yield Parameter(f"layers.{layer}.scalar", rows, rows, layer=layer, is_scalar=True)
+        form = {path(block.scalar): Piece((1,))}
+        yield Parameter(f"layers.{layer}.scalar", Role.SCALAR, 1, (form,), layer=layer)
 
 
-def _norm_parameter(key: str, path: str, norm: Norm, layer: int | None = None) -> Parameter:
-    return Parameter(key, {path: norm.size}, {path: norm.size}, layer=layer, norm=norm)
+def _experts_parameters(experts: Experts, layer: int) -> Iterator[Parameter]:
+    path, router = partial(layer_path, layer), experts.router
+    for norm in (experts.shared_post_norm, router.norm, experts.norm, experts.post_norm):
+        if norm is not None:
+            yield _norm_parameter(path(norm.module), norm, layer)
+    if experts.shared_gate is not None:
+        yield _projection_parameter(experts.shared_gate, path, layer)
+    yield _projection_parameter(router.projection, path, layer)
+    for name in filter(None, (router.bias, router.expert_scales)):
+        yield _numbers(path(name), experts.num_experts, layer)
+    for each in (experts.gate_up, experts.down):
+        yield _stacked_parameter(each, layer)
+
+
+def _table(key: str, module: str, num_rows: int, size: int) -> Parameter:
+    form = {f"{module}.weight": Piece((num_rows, size))}
+    return Parameter(key, Role.TABLE, num_rows, (form,), {module: num_rows}, size)
+
+
+def _numbers(name: str, size: int, layer: int) -> Parameter:
+    return Parameter(name, Role.NUMBERS, size, ({name: Piece((size,))},), layer=layer)
+
+
+def _norm_parameter(key: str, norm: Norm, layer: int | None = None) -> Parameter:
+    path = norm.path(layer)
+    tensor = norm.tensor if layer is None or not norm.tensor else layer_path(layer, norm.tensor)
+    form = {tensor or f"{path}.weight": Piece((norm.size,))}
+    members = {} if tensor else {path: norm.size}
+    return Parameter(key, Role.NORM, norm.size, (form,), members, layer=layer, norm=norm)
 
 
 def _projection_parameter(
     projection: Projection, path_of: Callable[[str], str], layer: int | None = None
 ) -> Parameter:
-    rows, members = (
-        {path_of(module): size for module, size in modules}
-        for modules in (projection.stored, projection.members)
-    )
+    names = [(member.module, *member.others) for member in projection.stored]
+    sizes = [member.out_features for member in projection.stored]
+    # All have the names of one release of transformers; published files those of earlier ones.
+    forms = [
+        _rows_form([path_of(each[min(index, len(each) - 1)]) for each in names], sizes, projection)
+        for index in reversed(range(max(map(len, names))))
+    ]
+    members = {path_of(member.module): member.out_features for member in projection.members}
     key = projection.name if layer is None else f"layers.{layer}.{projection.name}"
     return Parameter(
-        *(key, rows, members, projection.in_features, projection.has_bias),
-        is_projection=True,
+        *(key, Role.PROJECTION, projection.num_rows, tuple(forms)),
+        *(members, projection.in_features, projection.has_bias, layer),
+    )
+
+
+def _rows_form(paths: Sequence[str], sizes: Sequence[int], projection: Projection) -> Form:
+    """Returns the tensors of linear layers whose rows lie below each other."""
+    form: dict[str, Piece] = {}
+    start = 0
+    for path, size in zip(paths, sizes, strict=True):
+        form |= _linear_pieces(path, size, projection.in_features, start, projection.has_bias)
+        start += size
+    return form
+
+
+def _linear_pieces(path: str, size: int, in_size: int, start: int, has_bias: bool) -> Form:
+    """Returns the tensors of one linear layer, whose rows begin at `start`."""
+    form = {f"{path}.weight": Piece((size, in_size), partial(_put_rows, start))}
+    if has_bias:
+        form[f"{path}.bias"] = Piece((size,), partial(_put_bias, start))
+    return form
+
+
+def _put_rows(start: int, sink: Sink, values: Tensor, expert: int) -> None:
+    sink.put_rows(start, values)
+
+
+def _put_bias(start: int, sink: Sink, values: Tensor, expert: int) -> None:
+    sink.put_bias(start, values)
+
+
+def _stacked_parameter(projection: ExpertsProjection, layer: int) -> Parameter:
+    """Returns the parameter of a projection of all experts, which lie below each other in it, each
+    on as many rows as products want."""
+    step = padded_rows(projection.out_features)
+    stacked = _stacked_form(projection, step, partial(layer_path, layer))
+    apart = [
+        _apart_form(projection, step, index, partial(layer_path, layer))
+        for index in reversed(range(1 + min(len(each.others) for each in projection.members)))
+    ]
+    forms = (stacked,) if projection.is_interleaved else (*apart, stacked)
+    return Parameter(
+        *(f"layers.{layer}.{projection.name}", Role.PROJECTION, projection.num_rows),
+        forms,
+        in_size=projection.in_features,
+        has_bias=projection.has_bias,
         layer=layer,
     )
+
+
+def _apart_form(
+    projection: ExpertsProjection, step: int, name: int, path_of: Callable[[str], str]
+) -> Form:
+    """Returns the tensors of a checkpoint that has each expert's by itself, by the members' names
+    of this index."""
+    form: dict[str, Piece] = {}
+    for expert in range(projection.num_experts):
+        start = expert * step
+        for member in projection.members:
+            module = (member.module, *member.others)[name]
+            before, _, last = module.rpartition(".")
+            path, sizes = path_of(f"{before}.{expert}.{last}"), member.out_features
+            form |= _linear_pieces(path, sizes, projection.in_features, start, projection.has_bias)
+            start += member.out_features
+    return form
+
+
+def _stacked_form(projection: ExpertsProjection, step: int, path_of: Callable[[str], str]) -> Form:
+    """Returns the tensors of a checkpoint that has all experts in one."""
+    count, num_out, num_in = projection.num_experts, projection.out_features, projection.in_features
+    shape = (num_in, num_out) if projection.is_transposed else (num_out, num_in)
+    put = partial(_put_expert, step, projection)
+    form = {path_of(projection.parameter): Piece((count, *shape), put, count)}
+    if projection.has_bias:
+        put = partial(_put_expert_bias, step, projection)
+        form[path_of(f"{projection.parameter}_bias")] = Piece((count, num_out), put, count)
+    return form
+
+
+def _put_expert(
+    step: int, projection: ExpertsProjection, sink: Sink, values: Tensor, expert: int
+) -> None:
+    rows = values.t() if projection.is_transposed else values
+    sink.put_rows(expert * step, _in_order(projection, rows))
+
+
+def _put_expert_bias(
+    step: int, projection: ExpertsProjection, sink: Sink, values: Tensor, expert: int
+) -> None:
+    sink.put_bias(expert * step, _in_order(projection, values))
+
+
+def _in_order(projection: ExpertsProjection, values: Tensor) -> Tensor:
+    """Returns what takes turns of the members member by member."""
+    if not projection.is_interleaved:
+        return values
+    count = len(projection.members)
+    return torch.cat([values[index::count] for index in range(count)])

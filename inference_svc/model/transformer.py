@@ -20,7 +20,11 @@ from inference_svc.model.description import (
     Activation,
     Attention,
     Block,
+    ClampedSwiglu,
     Decoder,
+    Dense,
+    Experts,
+    ExpertsProjection,
     LayerInput,
     Norm,
     QueryGrowth,
@@ -30,16 +34,18 @@ from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear, RotaryEmbedding, Rotation
 from inference_svc.model.lora import Lora
 from inference_svc.model.rope import Rope
-from inference_svc.model.weights import BlockWeights, ModelWeights
+from inference_svc.model.weights import BlockWeights, DenseWeights, ExpertsWeights, ModelWeights
 from kernels.attention import HeadNorms, attend, rotate_and_store
 from kernels.elementwise import (
     NormWeight,
     add_rms_norm,
     bound_logits,
+    clamped_swiglu,
     geglu,
     rms_norm,
     swiglu,
 )
+from kernels.experts import Pairs, Routing, combine, experts_linear, route, sort_pairs
 
 COMPUTED = names(
     """
@@ -53,7 +59,13 @@ COMPUTED = names(
     attention.kv_layer attention.values_are_keys rope rope.part rope.is_interleaved
     attention.norms_of_all_heads attention.head_dim>256 attention.head_dim>512
     decoder.kv_shapes decoder.ropes decoder.windows
-    dense dense.activation=silu dense.activation=gelu_pytorch_tanh
+    dense dense.activation=silu dense.activation=gelu_pytorch_tanh attention.sinks
+    experts experts.activation=silu experts.activation=gelu_pytorch_tanh clamped_swiglu
+    experts.shared experts.shared_gate experts.norm experts.post_norm experts.shared_post_norm
+    experts_projection experts_projection.has_bias router router.norm router.bias
+    router.expert_scales choice choice.scoring=softmax choice.scoring=sigmoid
+    choice.scoring=softmax_of_chosen choice.normalised choice.num_groups choice.num_chosen_groups
+    choice.scale
     norm norm.kind=rms norm.kind=layer norm.weight_offset norm.is_wide
     projection projection.has_bias head head.scale head.softcap
     """
@@ -156,7 +168,7 @@ class Transformer:
         else:
             del normed
             normed = stream.normed(own(block.feed_forward_norm, weights.feed_forward_norm))
-        delta = self._feed_forward(index, block, weights, normed, step)
+        delta = self._feed_forward(index, block, weights, normed, stream.hidden, step)
         norm = own(block.feed_forward_post_norm, weights.feed_forward_post_norm)
         stream.leave(_post_normed(delta, norm), scale)
         if block.layer_input is not None:
@@ -223,16 +235,103 @@ class Transformer:
             scale=attention.scale,
             window=attention.window,
             softcap=attention.softcap,
+            sinks=weights.sinks,
         )
         return _project(weights.o, mixed.flatten(1), step.lora, f"layers.{index}.o")
 
     def _feed_forward(
-        self, index: int, block: Block, weights: BlockWeights[Linear], x: Tensor, step: _Step
+        self,
+        index: int,
+        block: Block,
+        weights: BlockWeights[Linear],
+        x: Tensor,
+        hidden: Tensor,
+        step: _Step,
+    ) -> Tensor:
+        """x, hidden (the residual stream): [T, hidden_size] -> [T, hidden_size]."""
+        made = None
+        if block.dense is not None and weights.dense is not None:
+            made = self._dense(index, block.dense, weights.dense, x, step)
+        if block.experts is not None and weights.experts is not None:
+            return self._experts(index, block.experts, weights.experts, x, hidden, made, step)
+        assert made is not None
+        return made
+
+    def _dense(
+        self, index: int, dense: Dense, weights: DenseWeights[Linear], x: Tensor, step: _Step
     ) -> Tensor:
         """x: [T, hidden_size] -> [T, hidden_size]."""
         gate_up = _project(weights.gate_up, x, step.lora, f"layers.{index}.gate_up")
-        gated = _GATED[block.feed_forward.activation](*gate_up.chunk(2, dim=-1))
+        gated = _GATED[dense.activation](*gate_up.chunk(2, dim=-1))
         return _project(weights.down, gated, step.lora, f"layers.{index}.down")
+
+    def _experts(
+        self,
+        index: int,
+        experts: Experts,
+        weights: ExpertsWeights[Linear],
+        x: Tensor,
+        hidden: Tensor,
+        shared: Tensor | None,
+        step: _Step,
+    ) -> Tensor:
+        """x, hidden, shared (what all share): [T, hidden_size] -> [T, hidden_size]."""
+
+        def own(norm: Norm | None, weight: NormWeight | None) -> NormWeight | None:
+            return _own(norm, weight, step.lora, index)
+
+        def logits(linear: Linear, of: Tensor, name: str) -> Tensor:
+            out = linear.in_fp32(of)
+            if step.lora is not None:
+                step.lora.add(f"layers.{index}.{name}", of, out, linear.bias)
+            return out
+
+        gate = None
+        if experts.shared_gate is not None and weights.shared_gate is not None:
+            gate = logits(weights.shared_gate, x, experts.shared_gate.name)
+        router = experts.router
+        router_x = _post_normed(x if router.norm is None else hidden, weights.router.norm)
+        found = logits(weights.router.projection, router_x, router.projection.name)
+        routing = route(found, router.choice, weights.router.bias, weights.router.expert_scales)
+        x = _post_normed(x if experts.norm is None else hidden, own(experts.norm, weights.norm))
+        made, pairs = self._of_experts(index, experts, weights, x, routing, step)
+        norm = own(experts.post_norm, weights.post_norm)
+        if norm is None:
+            return combine(made, pairs, routing.weights, shared, gate)
+        assert shared is not None
+        assert gate is None
+        shared_norm = own(experts.shared_post_norm, weights.shared_post_norm)
+        routed = _post_normed(combine(made, pairs, routing.weights), norm)
+        return _post_normed(shared, shared_norm).add_(routed)
+
+    def _of_experts(
+        self,
+        index: int,
+        experts: Experts,
+        weights: ExpertsWeights[Linear],
+        x: Tensor,
+        routing: Routing,
+        step: _Step,
+    ) -> tuple[Tensor, Pairs]:
+        """x: [T, hidden_size] -> what experts make of each pair, [P, hidden_size]."""
+        pairs = sort_pairs(routing.experts, experts.num_experts)
+        lora = None if step.lora is None else step.lora.of_pairs(pairs)
+
+        def project(linear: Linear, described: ExpertsProjection, of: Tensor) -> Tensor:
+            weight, bias = linear.of_experts(described.num_experts, described.out_features)
+            out = experts_linear(of, weight, pairs, bias)
+            if lora is not None:
+                lora.add(f"layers.{index}.{described.name}", of, out)
+            return out
+
+        rows = x.index_select(0, pairs.tokens)
+        gate, up = project(weights.gate_up, experts.gate_up, rows).chunk(2, dim=-1)
+        if isinstance(experts.activation, ClampedSwiglu):
+            bounds = experts.activation
+            gated = clamped_swiglu(gate, up, bounds.alpha, bounds.limit)
+        else:
+            gated = _GATED[experts.activation](gate, up)
+        return project(weights.down, experts.down, gated), pairs
 
     def _logits(self, stream: _Stream, step: _Step) -> Tensor:
         """Logits of the rows that sample."""

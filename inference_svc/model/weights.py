@@ -6,9 +6,8 @@ that a backend computes with, of a projection too. There is no second copy of an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -20,6 +19,9 @@ from inference_svc.model.description import (
     Attention,
     Block,
     Decoder,
+    Dense,
+    Experts,
+    ExpertsProjection,
     Norm,
     NormKind,
     Projection,
@@ -28,7 +30,7 @@ from inference_svc.model.description import (
 )
 from inference_svc.model.files import CONFIG, weight_files
 from inference_svc.model.layers import Linear
-from inference_svc.model.parameters import Parameter, parameters, unused
+from inference_svc.model.parameters import Parameter, Piece, Role, parameters, unused
 from kernels.attention import HeadNorms
 from kernels.elementwise import NormWeight
 
@@ -71,6 +73,39 @@ class Projections(Protocol[P_co]):
 
 
 @dataclass(frozen=True, slots=True)
+class DenseWeights(Generic[P]):
+    """The weights of a `Dense` half."""
+
+    gate_up: P
+    down: P
+
+
+@dataclass(frozen=True, slots=True)
+class RouterWeights(Generic[P]):
+    """The weights of a `Router`; `bias` and `expert_scales` are fp32 [experts]."""
+
+    projection: P
+    norm: NormWeight | None
+    bias: Tensor | None
+    expert_scales: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsWeights(Generic[P]):
+    """The weights of `Experts`. Those of all experts lie below each other in one projection, each
+    on `padded_rows`."""
+
+    router: RouterWeights[P]
+    gate_up: P
+    down: P
+    shared: DenseWeights[P] | None
+    shared_gate: P | None
+    norm: NormWeight | None
+    post_norm: NormWeight | None
+    shared_post_norm: NormWeight | None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerInputWeights(Generic[P]):
     """The weights of a `LayerInput`."""
 
@@ -96,51 +131,65 @@ class BlockWeights(Generic[P]):
     q_norm: NormWeight | None
     k_norm: NormWeight | None
     v_norm: NormWeight | None
+    sinks: Tensor | None
+    """fp32 [heads]"""
     o: P
     attention_post_norm: NormWeight | None
     feed_forward_norm: NormWeight | None
-    gate_up: P
-    down: P
+    feed_forward: DenseWeights[P] | ExpertsWeights[P]
     feed_forward_post_norm: NormWeight | None
     layer_input: LayerInputWeights[P] | None
     layer_input_post_norm: NormWeight | None
     scalar: float
 
     @classmethod
-    def build(
-        cls,
-        block: Block,
-        make_projection: Callable[[Projection], P],
-        make_norm: Callable[[Norm], NormWeight],
-        scalar: float = 1.0,
-    ) -> BlockWeights[P]:
+    def build(cls, block: Block, make: Make[P], scalar: float = 1.0) -> BlockWeights[P]:
         """Makes a block's weights one by one."""
-
-        def norm(description: Norm | None) -> NormWeight | None:
-            return None if description is None else make_norm(description)
-
-        attention, feed_forward = block.attention, block.feed_forward
-        layer_input = block.layer_input
+        attention, layer_input, half = block.attention, block.layer_input, block.feed_forward
         return cls(
-            attention_norm=norm(block.attention_norm),
-            qkv=make_projection(attention.qkv),
-            q_norm=norm(attention.q_norm),
-            k_norm=norm(attention.k_norm),
-            v_norm=norm(attention.v_norm),
-            o=make_projection(attention.out),
-            attention_post_norm=norm(block.attention_post_norm),
-            feed_forward_norm=norm(block.feed_forward_norm),
-            gate_up=make_projection(feed_forward.gate_up),
-            down=make_projection(feed_forward.down),
-            feed_forward_post_norm=norm(block.feed_forward_post_norm),
+            attention_norm=make.norm(block.attention_norm),
+            qkv=make.projection(attention.qkv),
+            q_norm=make.norm(attention.q_norm),
+            k_norm=make.norm(attention.k_norm),
+            v_norm=make.norm(attention.v_norm),
+            sinks=make.numbers(attention.sinks, attention.num_heads),
+            o=make.projection(attention.out),
+            attention_post_norm=make.norm(block.attention_post_norm),
+            feed_forward_norm=make.norm(block.feed_forward_norm),
+            feed_forward=_dense(half, make) if isinstance(half, Dense) else _experts(half, make),
+            feed_forward_post_norm=make.norm(block.feed_forward_post_norm),
             layer_input=None
             if layer_input is None
             else LayerInputWeights(
-                make_projection(layer_input.gate), make_projection(layer_input.out)
+                make.projection(layer_input.gate), make.projection(layer_input.out)
             ),
-            layer_input_post_norm=norm(block.layer_input_post_norm),
+            layer_input_post_norm=make.norm(block.layer_input_post_norm),
             scalar=scalar,
         )
+
+    @property
+    def experts(self) -> ExpertsWeights[P] | None:
+        """The weights of the mixture that the feed-forward half is, if it is one."""
+        return self.feed_forward if isinstance(self.feed_forward, ExpertsWeights) else None
+
+    @property
+    def dense(self) -> DenseWeights[P] | None:
+        """The weights of the half that every token passes through; see `Block.dense`."""
+        half = self.feed_forward
+        return half if isinstance(half, DenseWeights) else half.shared
+
+    @property
+    def projections(self) -> Iterator[P]:
+        """In the order of `Block.projections`."""
+        yield from (self.qkv, self.o)
+        if self.dense is not None:
+            yield from (self.dense.gate_up, self.dense.down)
+        if self.experts is not None:
+            if self.experts.shared_gate is not None:
+                yield self.experts.shared_gate
+            yield from (self.experts.router.projection, self.experts.gate_up, self.experts.down)
+        if self.layer_input is not None:
+            yield from (self.layer_input.gate, self.layer_input.out)
 
     def head_norms(self, attention: Attention) -> HeadNorms:
         """Returns the norms of its attention, which this is."""
@@ -148,6 +197,49 @@ class BlockWeights(Generic[P]):
         [eps] = {norm.eps for norm in found if norm is not None} or {0.0}
         q, k, v = (None if norm is None else norm.weight for norm in found)
         return HeadNorms(q, k, v, eps, attention.norms_rotated)
+
+
+class Make(Generic[P]):
+    """Makes the parts of a block's weights: `make_numbers` those in fp32, of this name and size."""
+
+    def __init__(
+        self,
+        make_projection: Callable[[Projection | ExpertsProjection], P],
+        make_norm: Callable[[Norm], NormWeight],
+        make_numbers: Callable[[str, int], Tensor],
+    ) -> None:
+        self.projection = make_projection
+        self._make_norm = make_norm
+        self._make_numbers = make_numbers
+
+    def norm(self, norm: Norm | None) -> NormWeight | None:
+        return None if norm is None else self._make_norm(norm)
+
+    def numbers(self, name: str, size: int) -> Tensor | None:
+        return self._make_numbers(name, size) if name else None
+
+
+def _dense(half: Dense, make: Make[P]) -> DenseWeights[P]:
+    return DenseWeights(make.projection(half.gate_up), make.projection(half.down))
+
+
+def _experts(half: Experts, make: Make[P]) -> ExpertsWeights[P]:
+    router, count = half.router, half.num_experts
+    return ExpertsWeights(
+        RouterWeights(
+            make.projection(router.projection),
+            make.norm(router.norm),
+            make.numbers(router.bias, count),
+            make.numbers(router.expert_scales, count),
+        ),
+        make.projection(half.gate_up),
+        make.projection(half.down),
+        shared=None if half.shared is None else _dense(half.shared, make),
+        shared_gate=None if half.shared_gate is None else make.projection(half.shared_gate),
+        norm=make.norm(half.norm),
+        post_norm=make.norm(half.post_norm),
+        shared_post_norm=make.norm(half.shared_post_norm),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +276,8 @@ def load_weights(
             # Opened for each tensor anew: pages of a mapping that stays open would count as ours
             # until the whole file had been read.
             with safe_open(tensor.path, framework="pt") as file:
-                assembly.add(tensor.name, file.get_tensor(tensor.stored_name))
+                read = file.get_slice if assembly.reads_parts(tensor.name) else file.get_tensor
+                assembly.add(tensor.name, read(tensor.stored_name))
     return assembly.finish()
 
 
@@ -199,12 +292,18 @@ def check_tensors(model_dir: Path, decoder: Decoder) -> list[TextTensor]:
     return tensors
 
 
+class Stored(Protocol):
+    """A tensor of a file, of which parts may be read."""
+
+    def __getitem__(self, index: Any) -> Tensor: ...
+
+
 @dataclass(eq=False, slots=True)
 class _Reading:
-    """A parameter that is being read: `places` take the tensors that are still to come."""
+    """A parameter that is being read: `left` are the tensors that are still to come."""
 
     made: Any
-    places: dict[str, Callable[[Tensor], object]]
+    left: dict[str, Piece]
 
 
 class _Assembly(Generic[P]):
@@ -219,8 +318,12 @@ class _Assembly(Generic[P]):
     ) -> None:
         self._decoder, self._dtype, self._device = decoder, dtype, device
         self._projections = projections
-        found = parameters(decoder)
-        self._parameter_of = {name: each for each in found for name in each.shapes}
+        self._parameter_of = {
+            name: parameter
+            for parameter in parameters(decoder)
+            for form in parameter.forms
+            for name in form
+        }
         self._reading: dict[str, _Reading] = {}
         self._made: dict[str, Any] = {}
         self._num_bytes = 0
@@ -228,55 +331,57 @@ class _Assembly(Generic[P]):
     def __contains__(self, tensor_name: str) -> bool:
         return tensor_name in self._parameter_of
 
-    def add(self, tensor_name: str, tensor: Tensor) -> None:
+    def reads_parts(self, tensor_name: str) -> bool:
+        """Returns whether a tensor is read part by part: all of it may be gigabytes."""
+        form = self._parameter_of[tensor_name].form((tensor_name,))
+        return form[tensor_name].num_experts > 0
+
+    def add(self, tensor_name: str, tensor: Stored) -> None:
         parameter = self._parameter_of[tensor_name]
         reading = self._reading.get(parameter.key)
         if reading is None:
-            reading = self._reading[parameter.key] = self._begin(parameter)
-        reading.places.pop(tensor_name)(tensor)
-        if not reading.places:
+            pieces = dict(parameter.form((tensor_name,)))
+            reading = self._reading[parameter.key] = _Reading(self._empty(parameter), pieces)
+        piece = reading.left.pop(tensor_name)
+        if piece.put is None:
+            reading.made.copy_(tensor[:])
+        elif piece.num_experts:
+            for expert in range(piece.num_experts):
+                piece.put(reading.made, tensor[expert], expert)
+        else:
+            piece.put(reading.made, tensor[:], 0)
+        if not reading.left:
             del self._reading[parameter.key]
             self._made[parameter.key] = self._finished(parameter, reading.made)
 
-    def _begin(self, parameter: Parameter) -> _Reading:
+    def _empty(self, parameter: Parameter) -> Any:
         """Allocates a parameter."""
-        if parameter.is_projection:
-            return self._begin_projection(parameter)
+        if parameter.role is Role.PROJECTION:
+            return self._projections.empty(
+                *(parameter.num_rows, parameter.in_size),
+                has_bias=parameter.has_bias,
+                dtype=self._dtype,
+                device=self._device,
+            )
         inner = (parameter.in_size,) if parameter.in_size else ()
-        is_wide = parameter.norm is not None and parameter.norm.is_wide
+        is_wide = parameter.role is Role.NUMBERS
+        is_wide |= parameter.norm is not None and parameter.norm.is_wide
         dtype = torch.float32 if is_wide else self._dtype
-        weight = torch.empty(parameter.num_rows, *inner, dtype=dtype, device=self._device)
-        [name] = parameter.shapes
-        return _Reading(weight, {name: weight.copy_})
-
-    def _begin_projection(self, parameter: Parameter) -> _Reading:
-        projection = self._projections.empty(
-            *(parameter.num_rows, parameter.in_size),
-            has_bias=parameter.has_bias,
-            dtype=self._dtype,
-            device=self._device,
-        )
-        places: dict[str, Callable[[Tensor], object]] = {}
-        start = 0
-        for name, size in parameter.rows.items():
-            places[f"{name}.weight"] = partial(projection.put_rows, start)
-            if parameter.has_bias:
-                places[f"{name}.bias"] = partial(projection.put_bias, start)
-            start += size
-        return _Reading(projection, places)
+        return torch.empty(parameter.num_rows, *inner, dtype=dtype, device=self._device)
 
     def _finished(self, parameter: Parameter, made: Any) -> object:
         """Returns a parameter as the weights have it, of which all has been read."""
-        if parameter.is_projection:
+        if parameter.role is Role.PROJECTION:
             self._num_bytes += made.num_bytes
             return made
-        if parameter.is_scalar:
+        if parameter.role is Role.SCALAR:
             return float(made)
         self._num_bytes += made.nbytes
-        if parameter.norm is None:
-            return made
-        made += parameter.norm.weight_offset
         norm = parameter.norm
+        if norm is None:
+            return made
+        made += norm.weight_offset
+        made *= norm.weight_scale
         return NormWeight(made, norm.eps, norm.kind is NormKind.LAYER, norm.weight_offset)
 
     def finish(self) -> ModelWeights[P]:
@@ -307,12 +412,13 @@ class _Assembly(Generic[P]):
             found: NormWeight = self._made[layer_path(index, norm.module)]
             return found
 
-        return BlockWeights.build(
-            self._decoder.blocks[index],
+        make = Make[P](
             lambda projection: self._made[f"layers.{index}.{projection.name}"],
             norm,
-            self._made.get(f"layers.{index}.scalar", 1.0),
+            lambda name, _: self._made[layer_path(index, name)],
         )
+        scalar = self._made.get(f"layers.{index}.scalar", 1.0)
+        return BlockWeights.build(self._decoder.blocks[index], make, scalar)
 
 
 def ones(norm: Norm, dtype: torch.dtype, device: torch.device) -> NormWeight:
@@ -355,11 +461,12 @@ def _tensors(model_dir: Path, wrapper: Wrapper) -> list[TextTensor]:
     return list(found.values())
 
 
-def _check(tensors: list[TextTensor], parameters: list[Parameter], unused: frozenset[str]) -> None:
-    shapes = {name: shape for each in parameters for name, shape in each.shapes.items()}
+def _check(tensors: list[TextTensor], parameters: list[Parameter], unused: tuple[str, ...]) -> None:
     names = {tensor.name for tensor in tensors}
+    forms = (each.form(names) for each in parameters)
+    shapes = {name: piece.shape for form in forms for name, piece in form.items()}
     missing = sorted(shapes.keys() - names)
-    others = names - shapes.keys() - unused
+    others = (name for name in names - shapes.keys() if not name.startswith(unused))
     unexpected = sorted(name for name in others if not _is_ignored(name))
     for what, found in (("missing", missing), ("unexpected", unexpected)):
         if found:

@@ -17,7 +17,7 @@ from inference_svc.adapters.image_source import (
     PullMessage,
     Segment,
 )
-from inference_svc.adapters.layout import LayoutTarget, ModelLayout
+from inference_svc.adapters.layout import EXPERTS, LayoutTarget, ModelLayout
 from inference_svc.errors import (
     AdapterNotFound,
     AdapterUnusable,
@@ -68,6 +68,7 @@ _DTYPES = {
 _TARGET_KINDS = {
     "linear": pb.TARGET_KIND_LINEAR,
     "embedding": pb.TARGET_KIND_EMBEDDING,
+    EXPERTS: pb.TARGET_KIND_EXPERTS,
     "vector": pb.TARGET_KIND_VECTOR,
 }
 _SEGMENT_KINDS = {
@@ -222,9 +223,16 @@ def _from_target(target: LayoutTarget) -> pb.Target:
         in_features=target.in_features,
         out_features=target.out_features,
         other_names=[
-            pb.OtherName(name=other.name, outputs=_to_slice(other.outputs))
+            pb.OtherName(
+                name=other.name,
+                outputs=_to_slice(other.outputs),
+                block_sizes=other.block_sizes,
+                block_part=other.block_part,
+                transposed=other.is_transposed,
+            )
             for other in target.other_names
         ],
+        experts=target.num_experts if target.kind == EXPERTS else 0,
         space=target.space,
         base_hashes=target.base.sha256 if target.base else (),
         base_dtype=_DTYPES[f"torch.{target.base.dtype}"] if target.base else None,

@@ -109,4 +109,8 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
     """See `reference.clamped_swiglu`; rows may be apart."""
+    if uses_triton(gate):
+        from kernels.elementwise import triton_ops
+
+        return triton_ops.clamped_swiglu(gate, up, alpha, limit)
     return reference.clamped_swiglu(gate, up, alpha, limit)

@@ -10,12 +10,18 @@ from torch import Tensor
 from kernels.experts.reference import Pairs
 
 
-def experts_linear(x: Tensor, weight: Tensor, pairs: Pairs, bias: Tensor | None = None) -> Tensor:
+def experts_linear(
+    x: Tensor,
+    weight: Tensor,
+    pairs: Pairs,
+    bias: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
     """See `reference.experts_linear`."""
-    out = x.new_empty(len(x), weight.shape[1])
+    out = x.new_empty(len(pairs.tokens), weight.shape[1])
     starts = pairs.starts.tolist()
     for expert, (start, end) in enumerate(pairwise(starts)):
         if start < end:
-            own = None if bias is None else bias[expert]
-            out[start:end] = F.linear(x[start:end], weight[expert], own)
+            own = x[start:end] if rows is None else x[rows[start:end]]
+            out[start:end] = F.linear(own, weight[expert], None if bias is None else bias[expert])
     return out

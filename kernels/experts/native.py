@@ -4,14 +4,14 @@ tokens and pairs as the step has when it runs."""
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kernels.experts.reference import MAX_EXPERTS, Choice, Pairs, Scoring
+from kernels.experts.reference import MAX_EXPERTS, Choice, Pairs, Scoring, padded_rows
 from kernels.linear.native import LinearArgs, linear_args
-from kernels.linear.pack import PANEL, PackedLinear
+from kernels.linear.pack import PackedLinear
 from kernels.native.library import NativeOp, dtype_name
 
 
@@ -96,14 +96,19 @@ class PairsBuffer:
         num_pairs = torch.zeros(1, dtype=torch.int32)
         return cls(torch.zeros(shape, dtype=torch.int32), torch.zeros(shape), pairs, num_pairs)
 
+    @staticmethod
+    def bytes_of(max_tokens: int, num_experts: int, num_chosen: int) -> int:
+        """Returns what `allocate` takes but for `experts`."""
+        return 16 * max_tokens * num_chosen + 4 * (num_experts + 2)
+
+    def with_own_experts(self) -> PairsBuffer:
+        """Returns one that shares all of this but which experts were chosen, and may be filled when
+        this is not needed any more."""
+        return replace(self, experts=torch.zeros_like(self.experts))
+
     @property
     def num_experts(self) -> int:
         return len(self.pairs.starts) - 1
-
-    @property
-    def num_bytes(self) -> int:
-        tensors = (self.experts, self.weights, *self.pairs, self.num_pairs)
-        return sum(tensor.nbytes for tensor in tensors)
 
 
 def route_op(
@@ -156,11 +161,6 @@ def experts_linear_op(
     args = _ExpertsLinearArgs(linear, routing.pairs.starts.data_ptr(), routing.num_experts)
     name = f"linear_experts_{dtype_name(x.dtype)}"
     return NativeOp(name, args, (x, packed, out, routing))
-
-
-def padded_rows(out_features: int) -> int:
-    """Returns the rows that each expert takes of weights that lie below each other."""
-    return -(-out_features // PANEL) * PANEL
 
 
 def combine_op(

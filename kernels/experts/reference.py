@@ -21,6 +21,16 @@ LEAST_SUM = 1e-20
 """What is added to the sum that weights are divided by, as DeepSeek-V3 does."""
 
 
+EXPERT_ROWS = 32
+"""Rows of weights that an expert takes a multiple of, where experts lie below each other: those
+that the CPU's products read together."""
+
+
+def padded_rows(out_features: int) -> int:
+    """Returns the rows that each expert takes of weights that lie below each other."""
+    return -(-out_features // EXPERT_ROWS) * EXPERT_ROWS
+
+
 class Scoring(enum.Enum):
     """How a router's logits become scores: of all experts, or of those that are chosen."""
 
@@ -56,8 +66,8 @@ class Routing(NamedTuple):
 
 class Pairs(NamedTuple):
     """Pairs of tokens and experts in the order of experts. `tokens`: int64 [P], of each pair its
-    token. `starts`: int32 [experts + 1], the first pair of each. `rows`: int32 [T, num_chosen],
-    where the pairs of each token are."""
+    token. `starts`: int32 [experts + 1], the first pair of each, and the number of all. `rows`:
+    int32 [T, num_chosen], where the pairs of each token are."""
 
     tokens: Tensor
     starts: Tensor
@@ -106,27 +116,40 @@ def _of_best_groups(ranked: Tensor, choice: Choice) -> Tensor:
     return grouped.masked_fill(~chosen[:, :, None], float("-inf")).flatten(1)
 
 
-def sort_pairs(experts: Tensor, num_experts: int) -> Pairs:
-    """Puts pairs in the order of experts, which are int32 [T, num_chosen]."""
-    flat = experts.flatten().long()
-    order = flat.argsort(stable=True)
+def sort_pairs(experts: Tensor, num_experts: int, order: Tensor | None = None) -> Pairs:
+    """Puts pairs in the order of experts, which are int32 [T, num_chosen]; those of one expert in
+    the order of tokens, or in `order`, int64 [T], which has each token once."""
+    ordered = experts if order is None else experts[order]
+    flat = ordered.flatten().long()
+    places = flat.argsort(stable=True)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    rows = torch.empty_like(flat).scatter_(0, order, torch.arange(len(flat), device=flat.device))
-    return Pairs(order // experts.shape[1], starts, rows.view_as(experts).int())
+    rows = torch.empty_like(flat).scatter_(0, places, torch.arange(len(flat), device=flat.device))
+    tokens, rows = places // experts.shape[1], rows.view_as(experts).int()
+    if order is not None:
+        tokens, rows = order[tokens], torch.empty_like(rows).index_copy_(0, order, rows)
+    return Pairs(tokens, starts, rows)
 
 
-def experts_linear(x: Tensor, weight: Tensor, pairs: Pairs, bias: Tensor | None = None) -> Tensor:
+def experts_linear(
+    x: Tensor,
+    weight: Tensor,
+    pairs: Pairs,
+    bias: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
     """out[p] = x[p] @ weight[e]^T + bias[e], of each pair's expert e, summed in fp32 and rounded
-    once.
+    once. With `rows`, int64 [P], x[rows[p]] takes the place of x[p].
 
-    x: [P, in], weight: [experts, out, in], bias: [experts, out]; returns [P, out].
+    x: [P, in], with `rows` any number of rows; weight: [experts, out, in], bias: [experts, out];
+    returns [P, out].
     """
-    out = x.new_empty(len(x), weight.shape[1])
+    out = x.new_empty(len(pairs.tokens), weight.shape[1])
     starts = pairs.starts.tolist()
     for expert, (start, end) in enumerate(pairwise(starts)):
-        sums = x[start:end].float() @ weight[expert].float().t()
+        own = x[start:end] if rows is None else x[rows[start:end]]
+        sums = own.float() @ weight[expert].float().t()
         out[start:end] = sums if bias is None else sums + bias[expert].float()
     return out
 

@@ -5,6 +5,7 @@ README.md beside this file describes the memory layout and the launches.
 
 cpu             two products per segment and target, on views made at an adapter's first use
 native          LoRA in C++, as operations of a program over a plan that is refilled every step
+pair_plan       plans of pairs of tokens and experts, which are known on the device alone
 plan            which tokens of one step use which slot, and which expert
 reference       the definition: plain torch, fp32, a loop over tokens and targets
 table           where each adapter's A and B lie in the arena
@@ -17,8 +18,10 @@ from __future__ import annotations
 import torch
 
 from kernels.dispatch import uses_triton
+from kernels.experts.reference import Pairs
 
-from . import cpu
+from . import cpu, pair_plan
+from .pair_plan import TokenOrder
 from .plan import BASE_SLOT, LoraGroup, LoraPlan, LoraSegment
 from .table import (
     GRANULE_BYTES,
@@ -40,10 +43,13 @@ __all__ = [
     "ReplacedWeight",
     "TableEntry",
     "TableRow",
+    "TokenOrder",
     "add_lora",
     "add_lora_embedding",
     "add_lora_experts",
     "num_calls",
+    "order_tokens",
+    "plan_pairs",
 ]
 
 _num_calls = 0
@@ -95,7 +101,8 @@ def _add_lora(
     assert x.shape == (plan.num_tokens, group.in_features), "x is [T, in_features]"
     assert out.shape[0] == plan.num_tokens, "out is [T, sum of out]"
     assert arena is table.arena
-    assert out.dtype == x.dtype == arena.dtype
+    assert x.dtype == arena.dtype
+    assert out.dtype in (arena.dtype, torch.float32)
     _count()
     if not plan.has_group(group):
         return
@@ -129,6 +136,24 @@ def add_lora_embedding(
         launch(out, token_ids, arena, table, plan, target)
     else:
         cpu.add_lora_embedding(out, token_ids, table, plan, target)
+
+
+def order_tokens(plan: LoraPlan, num_slots: int | None = None) -> TokenOrder:
+    """See `pair_plan.order_tokens`."""
+    if uses_triton(plan.token_slots):
+        from . import triton_ops
+
+        return triton_ops.order_tokens(plan, num_slots)
+    return pair_plan.order_tokens(plan, num_slots)
+
+
+def plan_pairs(plan: LoraPlan, order: TokenOrder, experts: torch.Tensor, pairs: Pairs) -> LoraPlan:
+    """See `pair_plan.plan_pairs`."""
+    if uses_triton(experts):
+        from . import triton_ops
+
+        return triton_ops.plan_pairs(plan, order, experts, pairs)
+    return pair_plan.plan_pairs(plan, order, experts, pairs)
 
 
 def _count() -> None:

@@ -179,7 +179,7 @@ def _mixed(
     target in the order of the parts."""
     for k, target in enumerate(group.targets):
         for slot in table.part_slots(segment.slot):
-            w = table.weights(slot).get(target)
+            w = table.weights(slot, segment.expert).get(target)
             if w is not None:
                 yield k, w, rows.mm(w.a_t) if rows.dim() == 2 else w.a.index_select(0, rows)
 
@@ -221,16 +221,22 @@ def _shrink_rows(x: torch.Tensor, segments: Iterable[_Segment]) -> Iterator[Prod
 
 def _expand_segments(parts: Mapping[int, _Columns], products: Iterable[Product[slice]]) -> None:
     for tokens, k, w, y in products:
-        if w.vectors is None:
-            parts[k].out[tokens].addmm_(y, w.b, alpha=w.scale)
+        rows = parts[k].out[tokens]
+        if w.vectors is None and rows.dtype == y.dtype:
+            rows.addmm_(y, w.b, alpha=w.scale)
+        elif w.vectors is None:
+            rows.addmm_(y.float(), w.b.float(), alpha=w.scale)
         else:
             parts[k].add(tokens, w, y)
 
 
 def _expand_rows(parts: Mapping[int, _Columns], products: Iterable[Product[int]]) -> None:
     for t, k, w, y in products:
-        if w.vectors is None:
-            parts[k].out[t].addmv_(w.b_t, y, alpha=w.scale)
+        row = parts[k].out[t]
+        if w.vectors is None and row.dtype == y.dtype:
+            row.addmv_(w.b_t, y, alpha=w.scale)
+        elif w.vectors is None:
+            row.addmv_(w.b_t.float(), y.float(), alpha=w.scale)
         else:
             parts[k].add(t, w, y)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.native.library import Library, NativeOp, dtype_name
 
 from .plan import BASE_SLOT, TILE_TOKENS, LoraGroup, LoraPlan
-from .table import MAX_PARTS, LoraTable
+from .table import MAX_PARTS, NO_EXPERT, LoraTable
 
 MAX_TARGETS = 8
 """Most targets of a group."""
@@ -35,6 +35,21 @@ class PlanArgs(ctypes.Structure):
         ("num_items", ctypes.c_void_p),
         ("tokens", ctypes.c_void_p),
         ("max_tokens", ctypes.c_int64),
+    )
+
+
+class _PairsArgs(ctypes.Structure):
+    _fields_ = (
+        ("token_slots", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("items", ctypes.c_void_p),
+        ("num_items", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("num_parts", ctypes.c_void_p),
+        ("num_experts", ctypes.c_int64),
+        ("max_loras", ctypes.c_int64),
     )
 
 
@@ -77,9 +92,12 @@ class NativeLoraPlan:
         self.has_experts = has_experts
         self._mixes = table if table is not None and table.num_mixes else None
         self.max_pairs = max_tokens * (1 if self._mixes is None else MAX_PARTS)
-        self._items = np.zeros((self.max_pairs, 4), np.int32)
+        self._items = np.zeros((self.max_pairs, 5), np.int32)
+        num_mixes = 0 if self._mixes is None else self._mixes.num_mixes
+        self.num_parts = np.ones(num_mixes * MAX_PARTS, np.int32)
         self._tokens = np.zeros(self.max_pairs, np.int32)
         self._num_items = np.zeros(1, np.int32)
+        self._keys = np.zeros(max_tokens if has_experts else 0, np.int64)
         self.slots = np.zeros(max_tokens, np.int32)
         self.num_tokens = np.zeros(1, np.int32)
 
@@ -118,10 +136,8 @@ class NativeLoraPlan:
         items[:, 0] = firsts
         items[:, 1] = np.diff(firsts, append=count)
         items[:, 2] = slots[tokens[firsts]]
-        if experts is not None:
-            items[:, 3] = experts[tokens[firsts]]
-        elif self._mixes is not None:
-            items[:, 3] = 0  # they may have been a mix's
+        items[:, 3] = NO_EXPERT if experts is None else experts[tokens[firsts]]
+        items[:, 4] = 0
         self._num_items[0] = len(firsts)
         if of_mixes is not None:
             self._add_mixes(of_mixes, len(firsts), count)
@@ -132,15 +148,40 @@ class NativeLoraPlan:
         assert self._mixes is not None
         for slot in np.unique(slots[slots >= self._mixes.max_loras]).tolist():
             of_mix, parts = np.flatnonzero(slots == slot), self._mixes.part_slots(slot)
+            self.num_parts[slot - self._mixes.max_loras] = len(parts)
             for start in range(0, len(of_mix), TILE_TOKENS):
                 tokens = of_mix[start : start + TILE_TOKENS]
                 for part in parts:
                     end = num_pairs + len(tokens)
                     self._tokens[num_pairs:end] = tokens
                     followers = len(parts) - 1 if part == slot else -1
-                    self._items[num_items] = num_pairs, len(tokens), part, followers
+                    self._items[num_items] = num_pairs, len(tokens), part, NO_EXPERT, followers
                     num_items, num_pairs = num_items + 1, end
         self._num_items[0] = num_items
+
+    def of_pairs_op(
+        self, token_plan: NativeLoraPlan, pair_tokens: Tensor, starts: Tensor
+    ) -> NativeOp:
+        """Fills this plan, of pairs, within a program: those of tokens that `token_plan` has an
+        adapter for.
+
+        pair_tokens: int64 [max_tokens], the token of each pair, in the order of experts; starts:
+        int32 [experts + 1], the first pair of each, and the number of all.
+        """
+        assert self.has_experts
+        assert pair_tokens.dtype == torch.int64
+        assert starts.dtype == torch.int32
+        assert len(pair_tokens) <= self.max_tokens
+        assert (self._mixes is None) == (token_plan._mixes is None)
+        args = _PairsArgs(
+            *(token_plan.slots.ctypes.data, pair_tokens.data_ptr(), starts.data_ptr()),
+            *(self._items.ctypes.data, self._num_items.ctypes.data, self._tokens.ctypes.data),
+            *(self._keys.ctypes.data, None, len(starts) - 1, 0),
+        )
+        if self._mixes is not None:
+            args.num_parts = token_plan.num_parts.ctypes.data
+            args.max_loras = self._mixes.max_loras
+        return NativeOp("lora_pairs", args, (self, token_plan, pair_tokens, starts))
 
     @property
     def has_adapters(self) -> bool:

@@ -89,7 +89,10 @@ def add_lora_experts(
     """
     assert table.rank_parts == 1, "others have parts of the shrunk rows"
     assert plan.has_experts
-    expand(out, shrink(x, arena, table, plan, group), arena, table, plan, group)
+    total = out.float()
+    for part in _parts(plan, table):
+        _add_products(total, shrink(x, arena, table, part, group), arena, table, part, group)
+    out.copy_(total)
 
 
 def add_lora_embedding(

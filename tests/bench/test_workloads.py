@@ -33,7 +33,7 @@ from bench.store_adapters import BENCH_200M
 from bench.throughput import summarize
 from bench.trace import Traffic
 from inference_svc.adapters.image_source import ImageHeader
-from inference_svc.adapters.layout import build_layout
+from inference_svc.adapters.targets import build_layout
 from loadout.prometheus import parse
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from adapter_store.images.plan import plan_image
 from bench import store_catalog
 from bench.models import NAME as BENCH_NAME
 from bench.models import SHAPES
-from inference_svc.adapters.layout import build_layout
+from inference_svc.adapters.targets import build_layout
 from inference_svc.model.architectures import load_description
 from inference_svc.store.convert import from_layout
 from tools import sizing, sizing_docs

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from inference_svc import core
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.layout import ModelLayout, applied_targets, build_layout
+from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.targets import applied_targets, build_layout
 from inference_svc.backends.base import Logits
 from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.backends.torch import TorchBackend
@@ -22,6 +23,7 @@ from inference_svc.model.description import (
     EMBED_TOKENS,
     LM_HEAD,
     Decoder,
+    ExpertsProjection,
     Norm,
     NormKind,
     Projection,
@@ -29,7 +31,7 @@ from inference_svc.model.description import (
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
 from inference_svc.model.transformer import Transformer
-from inference_svc.model.weights import BlockWeights, LayerInputsWeights, ModelWeights, ones
+from inference_svc.model.weights import BlockWeights, LayerInputsWeights, Make, ModelWeights, ones
 from kernels.elementwise import NormWeight
 from kernels.lora import OutputVectors, ReplacedWeight, TableEntry, TableRow
 from kernels.lora.table import ABSENT, GRANULE_BYTES, MixPart
@@ -139,12 +141,12 @@ def random_weights(
         is_centred = each.kind is NormKind.LAYER
         return NormWeight(weight if each.is_wide else weight.to(dtype), each.eps, is_centred)
 
-    def projection(each: Projection) -> Linear:
-        return linear(each.out_features, each.in_features, has_bias=each.has_bias)
+    def projection(each: Projection | ExpertsProjection) -> Linear:
+        return linear(each.num_rows, each.in_features, has_bias=each.has_bias)
 
+    make = Make(projection, norm, lambda _, size: torch.randn(size, generator=generator))
     blocks = tuple(
-        BlockWeights.build(block, projection, norm, 0.75 if block.scalar else 1.0)
-        for block in g.blocks
+        BlockWeights.build(block, make, 0.75 if block.scalar else 1.0) for block in g.blocks
     )
     told = g.layer_inputs
     layer_inputs = told and LayerInputsWeights(

@@ -9,9 +9,9 @@ import torch
 
 from bench.gpu_run.model import image_header
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.layout import build_layout
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.targets import build_layout
 from inference_svc.adapters.tiers import HostCopy, HostTier, TableClear, TableWrite
 from tests.gpu.models import MAX_RANK, make_decoder
 

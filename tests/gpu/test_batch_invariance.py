@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference_svc import core
-from inference_svc.adapters.layout import applied_targets
+from inference_svc.adapters.targets import applied_targets
 from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
 from inference_svc.model.transformer import Transformer
-from inference_svc.model.weights import ModelWeights
+from inference_svc.model.weights import DenseWeights, ModelWeights
 from kernels import tuning
 from kernels.attention import (
     AttentionPlan,
@@ -63,8 +63,7 @@ def by_rows(weights: ModelWeights[Linear]) -> ModelWeights[Linear]:
             layer,
             qkv=each(layer.qkv),
             o=each(layer.o),
-            gate_up=each(layer.gate_up),
-            down=each(layer.down),
+            feed_forward=DenseWeights(each(layer.dense.gate_up), each(layer.dense.down)),
         )
         for layer in weights.blocks
     )

@@ -20,7 +20,8 @@ from adapter_store.images.layout import from_text, to_text
 from adapter_store.images.layout_checks import validate
 from adapter_store.images.plan import ImagePlan
 from inference_svc.adapters.image_source import ImageHeader, Segment
-from inference_svc.adapters.layout import KIND_WORDS, ModelLayout, build_layout
+from inference_svc.adapters.layout import KIND_WORDS, ModelLayout
+from inference_svc.adapters.targets import build_layout
 from inference_svc.errors import AdapterUnusable, CorruptImage
 from inference_svc.model import base_hashes
 from inference_svc.model.architectures import load_description

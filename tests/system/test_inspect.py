@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from inference_svc.adapters.layout import EMBEDDING, HEAD, lora_groups
+from inference_svc.adapters.layout import EMBEDDING, HEAD
+from inference_svc.adapters.targets import lora_groups
 from inference_svc.api.grpc.convert import to_inspected
 from inference_svc.engine.messages import Call, Command
 from inference_svc.engine.status_types import AdapterDetails

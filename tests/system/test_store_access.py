@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from inference_svc.adapters.image_source import ImageTrailer
-from inference_svc.adapters.layout import ModelLayout, build_layout
+from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.targets import build_layout
 from inference_svc.config import InferenceSettings
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.model.architectures import load_description

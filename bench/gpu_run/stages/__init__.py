@@ -4,7 +4,7 @@ compile_kernels  every kernel compiled, in many processes at once; how long a st
 correct          tests/gpu, then compute-sanitizer on a step that decodes and a mixed one
 decode           steps of rows, adapters and contexts, their share of the floor, the engine's loop
 env              versions, and what the device gives: by this all others' shares are reckoned
-kernels          LoRA of every group beside the peers, as they come and tuned
+kernels          what only some families compute; LoRA of every group beside the peers, tuned or not
 loads            images into the arena, alone and beside steps
 parity           the whole engine gives the tokens that were recorded on a CPU
 prefill          prompts: the time to the first token, the host's part, attention beside torch's

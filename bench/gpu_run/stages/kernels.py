@@ -1,4 +1,5 @@
-"""What only some families compute; LoRA of every group beside the peers, as they come and tuned."""
+"""What only some families compute, mixtures of experts too; LoRA of every group beside the peers,
+as they come and tuned."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_run import family_cases, lora_cases
+from bench.gpu_run import expert_cases, family_cases, lora_cases
 from bench.gpu_run.compile_pool import context_of_job, run_jobs
 from bench.gpu_run.context import Context, Found, Missing
+from bench.gpu_run.family_cases import FamilyCase
 from bench.gpu_run.lora_cases import Case, Ours, Pool
 from bench.gpu_run.peers import LoraCall, Work
 from bench.gpu_run.stages.tune import (
@@ -72,21 +74,51 @@ def run(context: Context) -> Found:
 
 def measure_families(context: Context, found: Found) -> None:
     deadline = Deadline(context.deadline.left_s * FAMILIES_SHARE)
-    for name in family_cases.names(context):
+    for name in family_names(context):
         if deadline.is_near():
             found["left_out"].append(name)
             continue
-        case = family_cases.make(context, name)
-        us = context.timer.time_us(case.run, 1, MAX_S).best_us
-        found["families"].append({"case": name, "us": us, "error": family_cases.error(case)})
+        us, error = measure_family(context, make_family(context, name))
+        found["families"].append({"case": name, "us": us, "error": error})
     context.save(found)
+    measure_torch(context, found)
+
+
+def measure_torch(context: Context, found: Found) -> None:
+    """Adds what torch's kernels take, if they are for this device and can be recorded: behind all
+    of ours. `torch_ratio`: how many times as long."""
+    try:
+        for cell in found["families"]:
+            case = expert_cases.torch_case(context, cell["case"])
+            if case is not None:
+                us, error = measure_family(context, case)
+                ratio = us / cell["us"]
+                cell |= {"torch_us": us, "torch_error": error, "torch_ratio": ratio}
+    except FAILURES as error:
+        found["missing"]["torch"] = str(error)
+    context.save(found)
+
+
+def measure_family(context: Context, case: FamilyCase) -> tuple[float, float]:
+    """Returns microseconds of a call, and the error."""
+    us = context.timer.time_us(case.run, case.num_calls, MAX_S).best_us
+    return us, family_cases.error(case)
+
+
+def family_names(context: Context) -> list[str]:
+    return [*family_cases.names(context), *expert_cases.names(context)]
+
+
+def make_family(context: Context, name: str) -> FamilyCase:
+    cases = expert_cases if name in expert_cases.names(context) else family_cases
+    return cases.make(context, name)
 
 
 def compile_all(context: Context, seconds: float) -> Found:
     """Runs the families' cases, and the peers on every case of LoRA, once, in many processes: the
     peers' kernels are others for each rank and shape. What is not done in time is compiled when it
     is measured."""
-    cases = [*family_cases.names(context), *lora_cases.cases(context)]
+    cases = [*family_names(context), *lora_cases.cases(context)]
     tuned = context.found.get("tune", {}).get("peers", {})
     missing: set[str] = set()
     done = run_jobs(partial(_compile, context.pack, tuned), cases, seconds, missing.update)
@@ -98,7 +130,7 @@ def _compile(pack: Path, tuned: Mapping[str, Any], case: Case | str) -> list[str
     name for it."""
     context = context_of_job(pack)
     if isinstance(case, str):
-        family_cases.make(context, case).run()
+        make_family(context, case).run()
         context.timer.synchronize()
         return []
     # One layer has every kernel.

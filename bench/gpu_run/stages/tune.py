@@ -78,6 +78,39 @@ SPACE: dict[str, dict[str, tuple[int, ...]]] = {
         "num_warps": (2, 8),
     },
     "store": {"many_tokens": (64, 1024), "block_t": (4, 16), "num_warps": (2, 8)},
+    "route": {"elements_per_warp": (128, 512)},
+    "sort_pairs": {
+        "many_pairs": (1024, 8192),
+        "block": (16, 64),
+        "chunk": (128, 512),
+        "count_block": (128, 512),
+        "num_warps": (2, 8),
+        "scan_block": (4096,),
+    },
+    "experts_short": {
+        "block_m": (32,),
+        "block_n": (128,),
+        "block_k": (64, 256),
+        "group": (1, 32),
+        "num_warps": (8,),
+        "num_stages": (3, 5),
+    },
+    "experts_middle": {
+        "block_n": (64, 256),
+        "block_k": (128,),
+        "group": (1, 32),
+        "num_warps": (8,),
+        "num_stages": (3,),
+    },
+    "experts_long": {
+        "block_m": (64, 256),
+        "block_n": (256,),
+        "group": (1, 32),
+        "num_warps": (4,),
+        "num_stages": (2, 4),
+    },
+    "combine_experts": {"block": (256, 1024), "elements_per_warp": (128,)},
+    "plan_pairs": {"block": (128, 512), "chunk": (1024, 4096), "num_warps": (2, 8)},
 }
 """What each constant is changed to; the default stands beside the kernels."""
 
@@ -174,6 +207,11 @@ def default_of(context: Context, kernel: str) -> Constants:
         "store": {"head_dim": head_dim},
         "add_rms_norm": {"size": g.hidden_size},
         "swiglu": {"size": g.max_intermediate_size},
+        "combine_experts": {"size": context.sizes.mixture.hidden},
+    }
+    facts |= {
+        f"experts_{name}": {"itemsize": context.sizes.dtype.itemsize}
+        for name in ("short", "middle", "long")
     }
     return dict(tuning.constants(kernel, **facts.get(kernel, {})))
 

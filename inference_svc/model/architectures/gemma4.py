@@ -1,9 +1,9 @@
 """Gemma 4: as Gemma 3, with larger heads in layers of full attention, values that have a norm and
 may be the keys, last layers that read the keys and values of earlier ones, and per-layer inputs, of
-an embedding of their own. Its mixtures of experts are not served. Adapters may change
-`per_layer_model_projection`, `per_layer_input_gate` and `per_layer_projection`, but not that
-embedding, `embed_tokens_per_layer`; layers that read the keys and values of earlier ones have no
-`k_proj` and `v_proj`."""
+an embedding of their own. Its mixtures have a dense half and experts side by side, which read norms
+of their own of the residual stream. Adapters may change `per_layer_model_projection`,
+`per_layer_input_gate` and `per_layer_projection`, but not that embedding, `embed_tokens_per_layer`;
+layers that read the keys and values of earlier ones have no `k_proj` and `v_proj`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,9 +15,11 @@ from inference_svc.model.building import (
     block,
     decoder,
     dense,
+    experts,
     norm,
     rope_facts,
     rope_of_kind,
+    router,
 )
 from inference_svc.model.config_keys import names
 from inference_svc.model.config_reader import (
@@ -33,6 +35,8 @@ from inference_svc.model.description import (
     Attention,
     Block,
     Decoder,
+    Dense,
+    Experts,
     Head,
     LayerInput,
     LayerInputs,
@@ -40,6 +44,7 @@ from inference_svc.model.description import (
     Projection,
 )
 from inference_svc.model.rope import Rope, parse_parameters
+from kernels.experts import Choice
 
 _norm = partial(norm, is_wide=True)
 _UNUSED = tuple(f"self_attn.{name}" for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
@@ -48,8 +53,6 @@ _THETAS = {FULL: 1e6, SLIDING: 1e4}
 
 
 def describe_gemma4(config: ConfigReader) -> Decoder:
-    if config.flag("enable_moe_block"):
-        raise config.unsupported("enable_moe_block", "mixtures of experts are not supported")
     if config.get("use_bidirectional_attention") not in (None, "vision"):
         reason = "text that attends to what follows is not supported"
         raise config.unsupported("use_bidirectional_attention", reason)
@@ -162,10 +165,11 @@ def _block(config: ConfigReader, mixer: Attention, input_size: int) -> Block:
             Projection("layer_input_gate", (gate,), hidden_size),
             Projection("layer_input_out", (out,), input_size),
         )
+    half = dense(config, activation=activation)
     return block(
         config,
         mixer,
-        dense(config, activation=activation),
+        _mixture(config, half) if config.flag("enable_moe_block") else half,
         attention_norm=_norm(config, "input_layernorm"),
         attention_post_norm=_norm(config, "post_attention_layernorm"),
         feed_forward_norm=_norm(config, "pre_feedforward_layernorm"),
@@ -174,6 +178,29 @@ def _block(config: ConfigReader, mixer: Attention, input_size: int) -> Block:
         layer_input_post_norm=_norm(config, "post_per_layer_input_norm") if input_size else None,
         scalar="layer_scalar",
         unused=_UNUSED if is_shared else (),
+    )
+
+
+def _mixture(config: ConfigReader, shared: Dense) -> Experts:
+    hidden_size = config.positive("hidden_size")
+    router_norm = _norm(config, "router", tensor="router.scale", weight_scale=hidden_size**-0.5)
+    return experts(
+        config,
+        router(
+            config,
+            Choice(config.positive("top_k_experts"), normalised=True),
+            "num_experts",
+            module="router.proj",
+            norm=router_norm,
+            expert_scales="router.per_expert_scale",
+        ),
+        config.positive("moe_intermediate_size"),
+        activation=shared.activation,
+        module="experts",
+        shared=shared,
+        norm=_norm(config, "pre_feedforward_layernorm_2"),
+        post_norm=_norm(config, "post_feedforward_layernorm_2"),
+        shared_post_norm=_norm(config, "post_feedforward_layernorm_1"),
     )
 
 
@@ -204,10 +231,11 @@ FAMILIES = (
             rms_norm_eps hidden_activation attention_bias sliding_window final_logit_softcapping
             per_layer_config global_head_dim num_global_key_value_heads attention_k_eq_v
             num_kv_shared_layers use_double_wide_mlp hidden_size_per_layer_input
-            vocab_size_per_layer_input enable_moe_block use_bidirectional_attention
+            vocab_size_per_layer_input enable_moe_block use_bidirectional_attention num_experts
+            top_k_experts moe_intermediate_size
             """
         ),
-        ignores=names("hidden_act num_experts top_k_experts moe_intermediate_size"),
+        ignores=names("hidden_act"),
         defaults={
             "vocab_size": 262144,
             "hidden_size": 2304,

@@ -1,5 +1,6 @@
 """OLMo 2 and 3: a norm behind each half and none before it, and norms of all queries and of all
-keys; OLMo 3 has windows in three of four layers."""
+keys; OLMo 3 has windows in three of four layers. OLMoE: norms of all queries and of all keys, norms
+before each half, and experts."""
 
 from dataclasses import replace
 from functools import partial
@@ -10,15 +11,19 @@ from inference_svc.model.building import (
     block,
     decoder,
     dense,
+    experts,
     norm,
     rope,
     rope_facts,
     rope_of_kind,
+    router,
+    with_windows,
 )
 from inference_svc.model.config_keys import names
 from inference_svc.model.config_reader import FULL, HEADS, ConfigReader, every_full
 from inference_svc.model.description import Attention, Block, Decoder
 from inference_svc.model.rope import Rope, parse_parameters
+from kernels.experts import Choice
 
 _norm = partial(norm, is_wide=True)
 
@@ -37,6 +42,26 @@ def describe_olmo3(config: ConfigReader) -> Decoder:
         for kind, window in zip(types, config.windows(types), strict=True)
     )
     return _decoder(config, tuple(mixers))
+
+
+def describe_olmoe(config: ConfigReader) -> Decoder:
+    choice = Choice(
+        config.positive("num_experts_per_tok"), normalised=config.flag("norm_topk_prob")
+    )
+    count = config.name_of("num_experts", "num_local_experts")
+    size = config.positive("intermediate_size")
+    mixture = experts(config, router(config, choice, count), size)
+    has_bias, head_dim = config.flag("attention_bias"), config.head_dim
+    mixer = attention(
+        config,
+        rope(config),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        q_norm=norm(config, "self_attn.q_norm", config.positive(HEADS) * head_dim),
+        k_norm=norm(config, "self_attn.k_norm", config.num_kv_heads * head_dim),
+    )
+    layer = block(config, mixer, mixture)
+    return decoder(config, with_windows(layer, config.same_window(None)))
 
 
 def _rope_of(config: ConfigReader, kind: str) -> Rope:
@@ -91,5 +116,21 @@ FAMILIES = (
         describe_olmo3,
         reads=_READS | {"sliding_window"},
         defaults={**_DEFAULTS, "sliding_window": 4096},
+    ),
+    Family(
+        "OlmoeForCausalLM",
+        describe_olmoe,
+        reads=_READS | names("num_experts num_local_experts num_experts_per_tok norm_topk_prob"),
+        ignores=names("output_router_logits"),
+        defaults={
+            **_DEFAULTS,
+            "hidden_size": 2048,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 16,
+            HEADS: 16,
+            "max_position_embeddings": 4096,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+        },
     ),
 )

@@ -1,5 +1,9 @@
 """Qwen 2 and 3: Llama with biases of q, k and v, or with norms of each head's queries and keys;
-some layers may attend to a window."""
+some layers may attend to a window. Their mixtures of experts have a dense half in some layers; that
+of Qwen 2 has one that all share, with a gate, beside the experts."""
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 from inference_svc.model.architectures import Family
 from inference_svc.model.building import (
@@ -7,22 +11,50 @@ from inference_svc.model.building import (
     block,
     decoder,
     dense,
+    experts,
     norm,
     rope,
+    router,
+    with_experts,
     with_windows,
 )
 from inference_svc.model.config_keys import names
 from inference_svc.model.config_reader import FULL, SLIDING, ConfigReader
-from inference_svc.model.description import Attention, Decoder
+from inference_svc.model.description import Attention, Decoder, Experts, Member, Projection
+from kernels.experts import Choice
 
 
 def describe_qwen2(config: ConfigReader) -> Decoder:
     return _describe(config, attention(config, rope(config), qkv_bias=True))
 
 
+def describe_qwen2_moe(config: ConfigReader) -> Decoder:
+    size = config.positive("shared_expert_intermediate_size")
+    gate = Member("mlp.shared_expert_gate", 1)
+    mixture = replace(
+        _mixture(config),
+        shared=dense(config, module="mlp.shared_expert", size=size),
+        shared_gate=Projection("shared_gate", (gate,), config.positive("hidden_size")),
+    )
+    # The key that newer files have is true where it is left out.
+    has_bias = config.get("qkv_bias") is None or config.flag("qkv_bias")
+    mixer = attention(config, rope(config), qkv_bias=has_bias)
+    return _describe_mixture(config, mixer, mixture, _windows(config))
+
+
 def describe_qwen3(config: ConfigReader) -> Decoder:
+    return _describe(config, _qwen3_attention(config))
+
+
+def describe_qwen3_moe(config: ConfigReader) -> Decoder:
+    window = config.window if config.flag("use_sliding_window") else None
+    windows = config.same_window(window)
+    return _describe_mixture(config, _qwen3_attention(config), _mixture(config), windows)
+
+
+def _qwen3_attention(config: ConfigReader) -> Attention:
     has_bias, head_dim = config.flag("attention_bias"), config.head_dim
-    mixer = attention(
+    return attention(
         config,
         rope(config),
         qkv_bias=has_bias,
@@ -30,7 +62,28 @@ def describe_qwen3(config: ConfigReader) -> Decoder:
         q_norm=norm(config, "self_attn.q_norm", head_dim),
         k_norm=norm(config, "self_attn.k_norm", head_dim),
     )
-    return _describe(config, mixer)
+
+
+def _mixture(config: ConfigReader) -> Experts:
+    choice = Choice(
+        config.positive("num_experts_per_tok"), normalised=config.flag("norm_topk_prob")
+    )
+    size = config.positive("moe_intermediate_size")
+    count = config.name_of("num_experts", "num_local_experts")
+    return experts(config, router(config, choice, count), size)
+
+
+def _describe_mixture(
+    config: ConfigReader, mixer: Attention, mixture: Experts, windows: Sequence[int | None]
+) -> Decoder:
+    """Every `decoder_sparse_step`-th layer has the mixture, but for `mlp_only_layers`."""
+    step, listed = config.positive("decoder_sparse_step"), config.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(type(each) is int for each in listed):
+        raise config.unsupported("mlp_only_layers", "must be a list of layers")
+    every = range(config.num_layers)
+    dense_layers = [layer for layer in every if layer in listed or (layer + 1) % step]
+    mixers = (replace(mixer, window=window) for window in windows)
+    return decoder(config, with_experts(config, mixers, mixture, dense_layers))
 
 
 def _describe(config: ConfigReader, mixer: Attention) -> Decoder:
@@ -59,6 +112,14 @@ _DEFAULTS = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+_READS_MOE = names(
+    """
+    moe_intermediate_size num_experts num_local_experts num_experts_per_tok norm_topk_prob
+    decoder_sparse_step mlp_only_layers
+    """
+)
+_IGNORES_MOE = names("output_router_logits")
+_DEFAULTS_MOE = {"hidden_size": 2048, "decoder_sparse_step": 1}
 
 FAMILIES = (
     Family("Qwen2ForCausalLM", describe_qwen2, reads=_READS, defaults=_DEFAULTS),
@@ -67,5 +128,39 @@ FAMILIES = (
         describe_qwen3,
         reads=_READS | {"attention_bias"},
         defaults={**_DEFAULTS, "head_dim": 128},
+    ),
+    Family(
+        "Qwen2MoeForCausalLM",
+        describe_qwen2_moe,
+        reads=_READS | _READS_MOE | names("shared_expert_intermediate_size qkv_bias"),
+        ignores=_IGNORES_MOE,
+        defaults={
+            **_DEFAULTS,
+            **_DEFAULTS_MOE,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "intermediate_size": 5632,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts_per_tok": 4,
+            "num_experts": 60,
+        },
+    ),
+    Family(
+        "Qwen3MoeForCausalLM",
+        describe_qwen3_moe,
+        reads=_READS | _READS_MOE | {"attention_bias"},
+        ignores=_IGNORES_MOE,
+        defaults={
+            **_DEFAULTS,
+            **_DEFAULTS_MOE,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 4,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+            "num_experts": 128,
+        },
     ),
 )

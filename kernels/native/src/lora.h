@@ -26,10 +26,10 @@ namespace loadout {
 constexpr int LORA_MAX_TARGETS = 8;  // of one group
 
 // Some tokens of one slot, which share one read of A and B: tokens[first : first + count]. Only
-// plans of mixtures have experts. In others `expert` says how many of the next items have the same
-// tokens, and are summed with this one: parts of a mix, each of which says -1.
+// plans of mixtures of experts have experts. `followers` says how many of the next items have the
+// same tokens, and are summed with this one: parts of a mix of adapters, each of which says -1.
 struct LoraItem {
-  int32_t first, count, slot, expert;
+  int32_t first, count, slot, expert, followers;
 };
 
 struct LoraPlan {

@@ -222,13 +222,13 @@ void expand_part(const LoraArgs& args, const LoraPart<T>& part, const LoraPart<T
 
 // The same for an item with items that follow it: what stands in for the base's outputs, and then
 // what all of them add, in fp32, in order, rounded once.
-template <typename T, typename Out>
+template <typename T, typename Out, bool EXPERTS>
 void expand_mix(const LoraArgs& args, const LoraPart<T>& part) {
   using X = Axpy<T>;
   const LoraItem& item = *part.item;
   const int32_t* tokens = args.plan.tokens + item.first;
   const auto columns_of = [&](int p, int64_t column) {
-    const auto place = LoraPlace<T>::template of<LoraSide::B, false>(args, (&item)[p], part.k);
+    const auto place = LoraPlace<T>::template of<LoraSide::B, EXPERTS>(args, (&item)[p], part.k);
     return Columns<T>{place.values + column, args.widths[part.k], place.rank};
   };
   for (int64_t column = part.begin; column < part.end; column += COLUMNS) {
@@ -249,7 +249,7 @@ void expand_mix(const LoraArgs& args, const LoraPart<T>& part) {
         const Out* out = first + tokens[t + i] * args.out_stride;
         for (int c = 0; c < n; ++c) sums[i][c] = to_float(out[c]);
       }
-      for (int p = 0; p <= item.expert; ++p) {
+      for (int p = 0; p <= item.followers; ++p) {
         const auto outputs = outputs_of_part(p);
         for (int i = 0; i < m; ++i)
           for (int c = 0; c < n; c += VF_WIDTH) {
@@ -257,16 +257,16 @@ void expand_mix(const LoraArgs& args, const LoraPart<T>& part) {
             vstore(rows[i] + c, outputs.of_base(vload(rows[i] + c, lanes), c, lanes), lanes);
           }
       }
-      for (int p = 0; p <= item.expert; ++p) {
+      for (int p = 0; p <= item.followers; ++p) {
         const LoraItem& each = (&item)[p];
-        const auto place = LoraPlace<T>::template of<LoraSide::B, false>(args, each, part.k);
+        const auto place = LoraPlace<T>::template of<LoraSide::B, EXPERTS>(args, each, part.k);
         const auto outputs = outputs_of_part(p);
         if (place.rank == 0 && !outputs.vectors) continue;
         const int step = y_step(place.rank);
         const T* y = y_of<T>(args, each, part.k) + static_cast<int64_t>(t) * step;
         // The same columns of the next part, or the next ones of the first, are wanted soon.
         const auto soon =
-            p < item.expert ? columns_of(p + 1, column) : columns_of(0, column + COLUMNS);
+            p < item.followers ? columns_of(p + 1, column) : columns_of(0, column + COLUMNS);
         const typename X::Vector(*packed)[VECTORS] = nullptr;
         axpy<T, float>(outputs.vectors ? &outputs : nullptr, m, rows, y, step, place.scale,
                        columns_of(p, column), soon, packed, n);
@@ -305,8 +305,8 @@ void lora_expand(const LoraArgs& args, const Slice& slice) {
         index -= (args.widths[part.k] + size - 1) / size;
       part.place = LoraPlace<T>::template of<LoraSide::B, EXPERTS>(args, item, part.k);
       part.vectors = LoraVectors<T>::of(args, item, part.k);
-      if (!EXPERTS && item.expert < 0) continue;  // it is summed with one before it
-      const bool is_mix = !EXPERTS && item.expert > 0;
+      if (item.followers < 0) continue;  // it is summed with one before it
+      const bool is_mix = item.followers > 0;
       if (part.place.rank == 0 && !part.vectors && !is_mix) continue;
       part.begin = index * size;
       part.end = std::min<int64_t>(part.begin + size, args.widths[part.k]);
@@ -316,7 +316,7 @@ void lora_expand(const LoraArgs& args, const Slice& slice) {
     return part;
   };
   for_lora_parts<T>(take, [&](const LoraPart<T>& part, const LoraPart<T>& next) {
-    if (!EXPERTS && part.item->expert > 0) return expand_mix<T, Out>(args, part);
+    if (part.item->followers > 0) return expand_mix<T, Out, EXPERTS>(args, part);
     expand_part<T, Out>(args, part, next);
   });
 }

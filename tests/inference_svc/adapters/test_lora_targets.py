@@ -15,9 +15,9 @@ from inference_svc.adapters.layout import (
     LayoutTarget,
     ModelLayout,
     OtherName,
-    lora_groups,
     refused_kinds,
 )
+from inference_svc.adapters.targets import lora_groups
 
 MODULES = {
     "q_proj": ("qkv", 8, 8),

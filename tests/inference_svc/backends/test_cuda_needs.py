@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.gpu_launches import META, launches, noted_kernels
-from inference_svc.adapters.layout import lora_groups
+from inference_svc.adapters.targets import lora_groups
 from inference_svc.backends import cuda_needs
 from inference_svc.backends.cuda import CudaBackend
 from inference_svc.backends.cuda_graphs import captured_sizes

@@ -21,9 +21,10 @@ from inference_svc.adapters import arena as arena_module
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.eviction import EvictionReason
 from inference_svc.adapters.image_source import ImageHeader
-from inference_svc.adapters.layout import ModelLayout, applied_targets, build_layout
+from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.load_metrics import LoadTimes
 from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.targets import applied_targets, build_layout
 from inference_svc.adapters.tiers import HostTier, MemoryTiers
 from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.model.description import Decoder, KVPlace

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.gpu_launches import FREE, META, launches
 from inference_svc import core
-from inference_svc.adapters.layout import ModelLayout, lora_groups
+from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.targets import lora_groups
 from inference_svc.backends.cuda import CudaBackend
 from inference_svc.core import BASE_SLOT
 from inference_svc.model.description import EMBED_TOKENS

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from inference_svc import core
 from inference_svc.backends.native import PackedProjections
 from inference_svc.backends.native_buffers import BatchPages, StepArrays, Workspace
-from inference_svc.backends.native_program import AdapterOps, NativeTransformer
+from inference_svc.backends.native_ops import AdapterOps
+from inference_svc.backends.native_program import NativeTransformer
 from inference_svc.model.architectures import load_description
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
@@ -24,12 +25,16 @@ from inference_svc.model.lora import Lora
 from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import load_weights
 from kernels.elementwise import NormWeight
+from kernels.experts import Pairs
 from kernels.native.library import NativeOp
 from tests.support.native import native_library
 from tests.support.whole_models import SHAPE
 
 TEXT_PARTS = ("Gemma3", "Gemma4")
 """Families whose models of text alone have another config."""
+
+_POSITIVE = ("norm.weight", "layernorm_1.weight", "layernorm_2.weight", "scale")
+"""What the names of parameters end with that multiply."""
 
 
 @pytest.fixture(autouse=True)
@@ -56,15 +61,17 @@ def random_model() -> Callable[..., PreTrainedModel]:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if name.endswith("norm.weight"):
+                if name.endswith(_POSITIVE):
                     parameter.uniform_(0.5, 1.5)
-                elif name.endswith("bias"):
+                elif name.endswith(("bias", "sinks")):
                     parameter.normal_(std=0.5)
                 else:
                     parameter.mul_(4)
             for name, buffer in model.named_buffers():
                 if name.endswith("layer_scalar"):
                     buffer.uniform_(0.5, 1.5)
+                elif name.endswith("e_score_correction_bias"):
+                    buffer.normal_(std=0.5)
         return model
 
     return make
@@ -164,6 +171,17 @@ class NoAdapters:
         x: torch.Tensor,
         out: torch.Tensor,
         bias: torch.Tensor | None,
+        *,
+        samples_only: bool,
+    ) -> list[NativeOp]:
+        return []
+
+    def add_experts(
+        self,
+        group: str,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        pairs: Pairs,
         *,
         samples_only: bool,
     ) -> list[NativeOp]:

@@ -39,7 +39,7 @@ def refused(folder: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None
     def allocated(*args: Any) -> None:
         raise AssertionError("it is refused too late")
 
-    monkeypatch.setattr(weights._Assembly, "_begin", allocated)
+    monkeypatch.setattr(weights._Assembly, "_empty", allocated)
     with pytest.raises(UnsupportedModel, match=message):
         weights.load_weights(folder, load_description(folder), torch.float32, "cpu", Linear)
 

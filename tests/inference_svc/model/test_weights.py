@@ -36,7 +36,7 @@ def tensors(weights: ModelWeights[Linear]) -> list[torch.Tensor]:
         assert layer.k_norm is not None
         for norm in (layer.attention_norm, layer.q_norm, layer.k_norm, layer.feed_forward_norm):
             found.append(norm.weight)
-        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+        for linear in layer.projections:
             found.append(linear.weight)
             if linear.bias is not None:
                 found.append(linear.bias)
@@ -51,9 +51,9 @@ def test_fused_buffers(model_dir):
     assert layer.qkv.bias is not None
     assert torch.equal(layer.qkv.bias, torch.cat([saved[name + ".bias"] for name in names]))
     names = [f"{prefix}mlp.{name}_proj.weight" for name in ("gate", "up")]
-    assert torch.equal(layer.gate_up.weight, torch.cat([saved[name] for name in names]))
-    assert layer.gate_up.bias is None
-    assert torch.equal(layer.down.weight, saved[prefix + "mlp.down_proj.weight"])
+    assert torch.equal(layer.dense.gate_up.weight, torch.cat([saved[name] for name in names]))
+    assert layer.dense.gate_up.bias is None
+    assert torch.equal(layer.dense.down.weight, saved[prefix + "mlp.down_proj.weight"])
     assert weights.num_bytes == sum(t.nbytes for t in tensors(weights))
     assert weights.num_bytes == sum(t.nbytes for t in saved.values())
 

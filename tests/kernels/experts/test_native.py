@@ -7,19 +7,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.experts import Choice, Scoring, reference
+from kernels.experts import Choice, Scoring, padded_rows, reference
 from kernels.experts.native import (
     PairsBuffer,
     combine_op,
     experts_linear_op,
-    padded_rows,
     route_op,
     sort_pairs_op,
 )
+from kernels.experts.reference import EXPERT_ROWS
 from kernels.linear import PackedLinear
+from kernels.linear.pack import PANEL
 from kernels.native.library import Library
 from tests.support.native import native_library
 
+assert EXPERT_ROWS == PANEL, "experts begin with a panel"
 DTYPES = [torch.float32, torch.bfloat16]
 CHOICES = {
     "softmax": Choice(3),

@@ -105,6 +105,24 @@ def test_pairs_are_in_the_order_of_experts():
     assert pairs.rows.tolist() == [[2, 0], [1, 4], [3, 5]]
 
 
+def test_pairs_of_one_expert_may_be_in_another_order():
+    experts = torch.tensor([[2, 0], [0, 3], [2, 3]], dtype=torch.int32)
+    pairs = sort_pairs(experts, 5, torch.tensor([2, 0, 1]))
+    assert pairs.tokens.tolist() == [0, 1, 2, 0, 2, 1]
+    assert pairs.starts.tolist() == [0, 2, 2, 4, 6, 6]
+    assert pairs.rows.tolist() == [[3, 0], [1, 5], [2, 4]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_may_be_gathered(dtype):
+    experts = torch.tensor([[2, 0], [0, 3], [2, 3]], dtype=torch.int32)
+    pairs = sort_pairs(experts, 4)
+    x, weight = torch.randn(3, 8).to(dtype), torch.randn(4, 5, 8).to(dtype)
+    for compute in (experts_linear, reference.experts_linear):
+        found = compute(x, weight, pairs, None, pairs.tokens)
+        assert torch.equal(found, compute(x[pairs.tokens], weight, pairs))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_pair_is_computed_by_its_expert(dtype):
     experts = torch.tensor([[2, 0], [0, 3], [2, 3]], dtype=torch.int32)

@@ -202,7 +202,7 @@ def tokens_of_items(plan: native.NativeLoraPlan) -> list[tuple[int, list[int]]]:
     """(slot, tokens) of each item."""
     items = plan._items[: plan._num_items[0]].tolist()
     tokens = plan._tokens.tolist()
-    return [(slot, tokens[first : first + count]) for first, count, slot, _ in items]
+    return [(slot, tokens[first : first + count]) for first, count, slot, *_ in items]
 
 
 @given(rows=ROWS)

@@ -1,0 +1,172 @@
+"""Which weights of a decoder adapters may change, and which of them are computed together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from inference_svc.adapters.layout import (
+    EMBEDDING,
+    EXPERTS,
+    HEAD,
+    IMAGE_FORMATS,
+    SAMPLED,
+    TEXT,
+    LayoutTarget,
+    ModelLayout,
+    OtherName,
+)
+from inference_svc.core import EngineConfig
+from inference_svc.model.description import (
+    EMBED_TOKENS,
+    LM_HEAD,
+    Decoder,
+    ExpertsProjection,
+    Projection,
+    layer_path,
+)
+from inference_svc.model.parameters import vectors
+from kernels.lora import LoraGroup
+
+
+def layout_of(config: EngineConfig, decoder: Decoder) -> ModelLayout:
+    """Returns the layout that an engine with this config announces."""
+    dtype = getattr(torch, config.dtype)
+    return build_layout(decoder, config.base_model, dtype)
+
+
+def build_layout(decoder: Decoder, base_model: str, dtype: torch.dtype) -> ModelLayout:
+    """Returns the targets of a decoder, by the names of Hugging Face's modules."""
+    hidden, vocab = decoder.hidden_size, decoder.vocab_size
+    tied_to = EMBED_TOKENS if decoder.head.is_tied else ""
+    targets = [LayoutTarget(EMBED_TOKENS, None, EMBEDDING, "embedding", vocab, hidden, space=TEXT)]
+    if decoder.layer_inputs is not None:
+        targets += _targets_of(decoder.layer_inputs.projection, None)
+    for layer, block in enumerate(decoder.blocks):
+        for projection in block.projections:
+            if isinstance(projection, ExpertsProjection):
+                targets += _experts_targets_of(projection, layer)
+            else:
+                targets += _targets_of(projection, layer)
+    sizes = (hidden, vocab)
+    targets.append(LayoutTarget(LM_HEAD, None, HEAD, "linear", *sizes, (), SAMPLED, tied_to))
+    more = tuple(
+        LayoutTarget(
+            *(vector.name, vector.layer, vector.name, "vector", 0, vector.size),
+            space=SAMPLED if vector.name == decoder.final_norm.module else TEXT,
+        )
+        for vector in vectors(decoder)
+    )
+    config = decoder.config_sha256
+    return ModelLayout(base_model, config, dtype, IMAGE_FORMATS, tuple(targets), more)
+
+
+def _targets_of(projection: Projection, layer: int | None) -> Iterator[LayoutTarget]:
+    """Yields the targets of a projection: each of its modules, which one that computes them all is
+    another name of."""
+
+    def path(module: str) -> str:
+        return module if layer is None else layer_path(layer, module)
+
+    group = projection.name if layer is None else f"layers.{layer}.{projection.name}"
+    start = 0
+    for member in projection.members:
+        end = start + member.out_features
+        others = [OtherName(path(other)) for other in member.others]
+        if projection.fused:
+            others.append(OtherName(path(projection.fused), (start, end)))
+        yield LayoutTarget(
+            *(path(member.module), layer, group, "linear"),
+            *(projection.in_features, member.out_features, tuple(others), TEXT),
+        )
+        start = end
+
+
+def _experts_targets_of(projection: ExpertsProjection, layer: int) -> Iterator[LayoutTarget]:
+    """Yields the targets of a projection of all experts: each of its modules, which the one
+    parameter of all is another name of."""
+    parameter, count = layer_path(layer, projection.parameter), len(projection.members)
+    start = 0
+    for part, member in enumerate(projection.members):
+        end = start + member.out_features
+        others = [OtherName(layer_path(layer, other)) for other in member.others]
+        if projection.is_interleaved:
+            turns = ((1,) * count, part)
+            others.append(OtherName(parameter, None, *turns, projection.is_transposed))
+        elif count > 1:
+            outputs = (start, end)
+            others.append(OtherName(parameter, outputs, is_transposed=projection.is_transposed))
+        yield LayoutTarget(
+            layer_path(layer, member.module),
+            layer,
+            f"layers.{layer}.{projection.name}",
+            EXPERTS,
+            projection.in_features,
+            member.out_features,
+            tuple(others),
+            TEXT,
+            num_experts=projection.num_experts,
+        )
+        start = end
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedTargets:
+    """What adapters of a server change: `groups` by name, and the places in the table of `weights`
+    that they replace, by the names of these. Adapters may have `max_added_tokens` behind the
+    `vocab_size` of the base."""
+
+    groups: Mapping[str, LoraGroup]
+    weights: Mapping[str, int]
+    vocab_size: int
+    max_added_tokens: int
+
+    def names_of(self, places: Collection[int]) -> list[str]:
+        """Returns the names of weights at these places, in the order of the layout."""
+        return [name for name, place in self.weights.items() if place in places]
+
+
+def applied_targets(
+    layout: ModelLayout, lora_targets: Collection[str] = (), max_added_tokens: int = 0
+) -> AppliedTargets:
+    """Returns what adapters of a server with this layout change."""
+    vocab_size = next((t.in_features for t in layout.targets if t.name == EMBED_TOKENS), 0)
+    groups = lora_groups(layout, lora_targets)
+    weights = {
+        name: place
+        for name, place in layout.weight_indices.items()
+        if not lora_targets or name.rpartition(".")[2] in lora_targets
+    }
+    return AppliedTargets(groups, weights, vocab_size, max_added_tokens)
+
+
+def computed_groups(config: EngineConfig, decoder: Decoder) -> dict[str, LoraGroup]:
+    """Returns the groups that an engine with this config computes."""
+    return lora_groups(layout_of(config, decoder), config.lora_targets)
+
+
+def lora_groups(layout: ModelLayout, lora_targets: Collection[str] = ()) -> dict[str, LoraGroup]:
+    """Returns by group name the columns computed together, and their places in the fused output.
+
+    Of a server that is restricted to some targets, the groups that have any of these: nothing is
+    launched for others. Such a group is whole, as kernels pass over what no adapter changes.
+    """
+    columns: dict[str, list[int]] = {}
+    for column, target in enumerate(layout.targets):
+        columns.setdefault(target.group, []).append(column)
+    groups = {}
+    for name, members in columns.items():
+        modules = {layout.targets[column].module for column in members}
+        if lora_targets and modules.isdisjoint(lora_targets):
+            continue
+        sizes = [layout.targets[column].out_features for column in members]
+        offsets = [sum(sizes[:index]) for index in range(len(sizes))]
+        groups[name] = LoraGroup(
+            targets=tuple(members),
+            in_features=layout.targets[members[0]].in_features,
+            out_offsets=tuple(offsets),
+            out_features=tuple(sizes),
+        )
+    return groups
