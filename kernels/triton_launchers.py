@@ -28,21 +28,28 @@ from triton.runtime.cache import get_cache_manager
 
 from kernels.attention import triton_kernels as attention
 from kernels.elementwise import triton_kernels as elementwise
+from kernels.experts import triton_kernels as experts
 from kernels.lora import triton_kernels as lora
 from kernels.replaced import triton_kernels as replaced
 
 POINTER, INTEGER, NUMBER, ABSENT = "*fp32", "i32", "fp32", "constexpr"
 """Triton's names of types. All pointers are launched alike; what is None, or 1, is not passed."""
 
-MODULES = (attention, elementwise, lora, replaced)
+MODULES = (attention, elementwise, experts, lora, replaced)
 
-INTEGERS = {*attention.VARYING, *lora.VARYING, *replaced.VARYING, "vocab_size"}
-NUMBERS = {"eps", "scale", "delta_scale", "sum_scale", "scaling", "offset"}
+INTEGERS = {*attention.VARYING, *experts.VARYING, *lora.VARYING, *replaced.VARYING, "vocab_size"}
+NUMBERS = {"eps", "scale", "delta_scale", "sum_scale", "scaling", "offset", "alpha", "limit"}
 MAYBE_NONE: dict[str, list[set[str]]] = {
     "add_rms_norm_kernel": [set(), {"rows"}, {"delta", "rows"}],
+    "combine_experts_kernel": [set(), {"shared_logits"}, {"shared", "shared_logits"}],
     "combine_kernel": [set(), {"sinks"}],
+    "count_pairs_kernel": [set(), {"order"}],
     "expand_kernel": [{"token_ids"}, {"token_ids", "base_bias"}, {"y", "base_bias"}],
+    "experts_linear_kernel": [set(), {"bias"}, {"rows"}, {"bias", "rows"}],
+    "place_pairs_kernel": [set(), {"order"}],
     "prefill_kernel": [set(), {"sinks"}],
+    "rank_pairs_kernel": [set(), {"order"}, {"starts", "rows", "order"}],
+    "route_kernel": [set(), {"bias"}, {"expert_scales"}, {"bias", "expert_scales"}],
     "store_kernel": [
         {"q_scale"},
         {"v_norm", "q_scale"},

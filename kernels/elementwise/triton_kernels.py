@@ -65,3 +65,20 @@ def swiglu_kernel(
         b_logit = 1.5957691216057308 * (b_gate + 0.044715 * b_gate * b_gate * b_gate)
     b_active = (b_gate / (1.0 + tl.exp(-b_logit))).to(dtype).to(tl.float32)
     tl.store(out + i_token * SIZE + o, (b_active * b_up).to(dtype), mask=m)
+
+
+@triton.jit
+def clamped_swiglu_kernel(
+    out, gate, up, gate_stride, up_stride, alpha, limit, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """See `reference.clamped_swiglu`. Shapes and grid as of `swiglu_kernel`."""
+    i_token = tl.program_id(0).to(tl.int64)
+    o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m = o < SIZE
+    # [BLOCK]
+    b_gate = tl.load(gate + i_token * gate_stride + o, mask=m, other=0.0).to(tl.float32)
+    b_up = tl.load(up + i_token * up_stride + o, mask=m, other=0.0).to(tl.float32)
+    b_gate = tl.minimum(b_gate, limit)
+    b_up = tl.minimum(tl.maximum(b_up, -limit), limit)
+    b_out = (b_up + 1.0) * (b_gate / (1.0 + tl.exp(-alpha * b_gate)))
+    tl.store(out + i_token * SIZE + o, b_out.to(out.dtype.element_ty), mask=m)

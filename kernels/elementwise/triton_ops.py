@@ -64,23 +64,32 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _gated(gate: Tensor, up: Tensor, *, is_gelu: bool) -> Tensor:
+    out, grid, sizes = _gated_launch(gate, up)
+    kernels.swiglu_kernel[grid](
+        out, gate, up, gate.stride(0), up.stride(0), IS_GELU=is_gelu, **sizes
+    )
+    return out
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """See `reference.clamped_swiglu`. Rows have unit stride."""
+    out, grid, sizes = _gated_launch(gate, up)
+    kernels.clamped_swiglu_kernel[grid](
+        out, gate, up, gate.stride(0), up.stride(0), float(alpha), float(limit), **sizes
+    )
+    return out
+
+
+def _gated_launch(gate: Tensor, up: Tensor) -> tuple[Tensor, tuple[int, int], dict[str, int]]:
+    """Returns the output, the grid and the sizes of a launch."""
     assert gate.stride(1) == up.stride(1) == 1
     num_tokens, size = gate.shape
     out = torch.empty((num_tokens, size), dtype=gate.dtype, device=gate.device)
     tuned = tuning.constants("swiglu", size=size)
     block = min(tuned["block"], power_of_2(size))
-    kernels.swiglu_kernel[(num_tokens, -(-size // block))](
-        out,
-        gate,
-        up,
-        gate.stride(0),
-        up.stride(0),
-        SIZE=size,
-        BLOCK=block,
-        IS_GELU=is_gelu,
-        num_warps=max(1, block // tuned["elements_per_warp"]),
-    )
-    return out
+    num_warps = max(1, block // tuned["elements_per_warp"])
+    grid = (num_tokens, -(-size // block))
+    return out, grid, {"SIZE": size, "BLOCK": block, "num_warps": num_warps}
 
 
 def power_of_2(number: int) -> int:

@@ -18,7 +18,7 @@ def experts_linear(
     rows: Tensor | None = None,
 ) -> Tensor:
     """See `reference.experts_linear`."""
-    out = x.new_empty(len(pairs.tokens), weight.shape[1])
+    out = x.new_empty(len(x if rows is None else rows), weight.shape[1])
     starts = pairs.starts.tolist()
     for expert, (start, end) in enumerate(pairwise(starts)):
         if start < end:

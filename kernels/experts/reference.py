@@ -145,7 +145,7 @@ def experts_linear(
     x: [P, in], with `rows` any number of rows; weight: [experts, out, in], bias: [experts, out];
     returns [P, out].
     """
-    out = x.new_empty(len(pairs.tokens), weight.shape[1])
+    out = x.new_empty(len(x if rows is None else rows), weight.shape[1])
     starts = pairs.starts.tolist()
     for expert, (start, end) in enumerate(pairwise(starts)):
         own = x[start:end] if rows is None else x[rows[start:end]]

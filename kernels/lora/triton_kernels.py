@@ -27,17 +27,19 @@ S splits of `in`, P parts of a mix, R rank of A or B of one adapter for one targ
 import triton
 import triton.language as tl
 
-from .plan import ITEM_NOTHING, ITEM_TOKEN
+from .plan import ITEM_NOTHING, ITEM_TILE, ITEM_TOKEN, TILE_TOKENS
 from .table import INDEX_FIELDS, NUM_FIELDS
 
 NOTHING = tl.constexpr(ITEM_NOTHING)
 TOKEN = tl.constexpr(ITEM_TOKEN)
+TILE = tl.constexpr(ITEM_TILE)
+TILE_SIZE = tl.constexpr(TILE_TOKENS)
 FIELDS = tl.constexpr(NUM_FIELDS)
 INDEX = tl.constexpr(INDEX_FIELDS)
 A, B = tl.constexpr(0), tl.constexpr(1)
 
 # Their values change from layer to layer and from step to step: none is worth a compilation.
-VARYING = ("first_target", "num_tokens")
+VARYING = ("first_target", "num_tokens", "num_pairs", "num_items")
 
 
 @triton.jit
@@ -481,3 +483,83 @@ def expand_kernel(
             TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS, BLOCK_M, BLOCK_N, TILE_BLOCK_R,
             True, EXPERTS, PRECISION, VECTORS, PARTS,
         )  # fmt: skip
+
+
+@triton.jit
+def mark_tiles_kernel(keys, items):
+    """See `pair_plan.order_tokens`: adds 1 to the keys of tokens in tiles. Grid: (items,)."""
+    start, count, slot, kind, _ = load_item(items, False)
+    if kind == TILE:
+        o_m = tl.arange(0, TILE_SIZE)
+        b_key = tl.zeros([TILE_SIZE], dtype=tl.int32) + 2 * slot + 1
+        tl.store(keys + start + o_m, b_key, mask=o_m < count)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def describe_pairs_kernel(
+    slots, experts, keys, items, token_keys, token_experts, rows, num_pairs, num_items,
+    NUM_CHOSEN: tl.constexpr, HAS_TILES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """See `pair_plan.plan_pairs`: slots, experts and, with tiles, keys of all pairs. Of items it
+    clears all with tiles, and makes all without. token_experts, rows: [T, NUM_CHOSEN]. Grid:
+    (blocks,)."""
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = o < num_pairs
+    b_pair = tl.load(rows + o, mask=m, other=0)
+    b_expert = tl.load(token_experts + o, mask=m, other=0)
+    b_key = tl.load(token_keys + o // NUM_CHOSEN, mask=m, other=0)
+    tl.store(slots + b_pair, b_key >> 1, mask=m)
+    tl.store(experts + b_pair, b_expert, mask=m)
+    if HAS_TILES:
+        tl.store(keys + b_pair, b_key, mask=m)
+        for i in tl.static_range(5):  # there are no more items than pairs
+            o_item = (tl.program_id(0) * 5 + i) * BLOCK + tl.arange(0, BLOCK)
+            tl.store(items + o_item, tl.zeros([BLOCK], tl.int32), mask=o_item < 5 * num_items)
+    else:
+        store_items(items, b_pair, b_pair, 1, b_key, b_expert, b_key >= 0, m)
+
+
+@triton.jit
+def store_items(items, b_item, b_start, b_count, b_key, b_expert, b_has_adapter, m):
+    """Stores items, of pairs without an adapter zeros."""
+    p_item = items + b_item * 5
+    tl.store(p_item, tl.where(b_has_adapter, b_start, 0), mask=m)
+    tl.store(p_item + 1, tl.where(b_has_adapter, b_count, 0), mask=m)
+    tl.store(p_item + 2, tl.where(b_has_adapter, b_key >> 1, 0), mask=m)
+    b_kind = tl.where((b_key & 1) == 0, TOKEN, TILE)
+    tl.store(p_item + 3, tl.where(b_has_adapter, b_kind, NOTHING), mask=m)
+    tl.store(p_item + 4, tl.where(b_has_adapter, b_expert, 0), mask=m)
+
+
+@triton.jit
+def load_begins(keys, experts, o, num_pairs):
+    """Key and expert of pairs, and whether an item may begin there: as behind the last."""
+    m = o < num_pairs
+    m_before = m & (o > 0)
+    b_key = tl.load(keys + o, mask=m, other=-2)
+    b_expert = tl.load(experts + o, mask=m, other=0)
+    b_begins = ((b_key & 1) == 0) | (o % TILE_SIZE == 0)
+    b_begins |= b_key != tl.load(keys + o - 1, mask=m_before, other=-2)
+    b_begins |= b_expert != tl.load(experts + o - 1, mask=m_before, other=-1)
+    return b_key, b_expert, b_begins
+
+
+@triton.jit(do_not_specialize=VARYING)
+def plan_items_kernel(items, keys, experts, num_pairs, num_items, CHUNK: tl.constexpr):
+    """See `pair_plan.plan_pairs`: items of pairs with tiles, which were cleared. Each program has
+    TILE_SIZE pairs, in which their items end, and counts those before. Grid: (programs,)."""
+    first = tl.program_id(0) * TILE_SIZE
+    num_before = 0
+    for first_before in range(0, first, CHUNK):
+        o_before = first_before + tl.arange(0, CHUNK)
+        b_key, _, b_begins = load_begins(keys, experts, o_before, first)
+        num_before += tl.sum((b_begins & (b_key >= 0)).to(tl.int32), axis=0)
+    o = first + tl.arange(0, TILE_SIZE)
+    b_key, b_expert, b_begins = load_begins(keys, experts, o, num_pairs)
+    # [TILE_SIZE, TILE_SIZE]: which of the others the next begins with.
+    b_next = tl.where(b_begins[None, :] & (o[None, :] > o[:, None]), o[None, :], first + TILE_SIZE)
+    b_end = tl.min(b_next, axis=1)
+    b_is = b_begins & (b_key >= 0)
+    b_item = num_before + tl.cumsum(b_is.to(tl.int32), axis=0) - 1
+    m = b_is & (b_item < num_items)
+    store_items(items, b_item, o, b_end - o, b_key, b_expert, b_is, m)

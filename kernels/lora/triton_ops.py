@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from kernels import tuning
+from kernels.experts import Pairs
+from kernels.experts.triton_ops import stable_order
 
 from . import triton_kernels as kernels
+from .pair_plan import TokenOrder
 from .plan import TILE_TOKENS, LoraGroup, LoraPlan
 from .table import GRANULE_BYTES, MAX_PARTS, LoraTable
 
@@ -26,7 +30,6 @@ def add_lora(
     """See `reference.add_lora` and, for a plan with experts, `reference.add_lora_experts`. Two
     launches for all targets of the group."""
     assert table.rank_parts == 1, "others have parts of the shrunk rows"
-    assert not (plan.has_experts and plan.has_mixes), "experts are of single adapters"
     expand(out, shrink(x, arena, table, plan, group), arena, table, plan, group, base_bias)
 
 
@@ -205,3 +208,59 @@ def _common(
         "num_warps": tuned["num_warps"],
         "num_stages": tuned["num_stages"],
     }
+
+
+def order_tokens(plan: LoraPlan, num_slots: int | None = None) -> TokenOrder:
+    """See `pair_plan.order_tokens`. Two launches, or three with tiles."""
+    keys = 2 * plan.token_slots
+    if plan.has_tiles and len(plan.items):
+        kernels.mark_tiles_kernel[(len(plan.items),)](keys, plan.items, num_warps=1)
+    return TokenOrder.of(plan, stable_order(keys), keys, num_slots)
+
+
+def plan_pairs(plan: LoraPlan, order: TokenOrder, experts: torch.Tensor, pairs: Pairs) -> LoraPlan:
+    """See `pair_plan.plan_pairs`; segments are for CPUs alone. One launch, or two with tiles."""
+    assert experts.is_contiguous()
+    num_tokens, num_chosen = experts.shape
+    assert num_tokens == plan.num_tokens
+    num_pairs, num_experts = experts.numel(), len(pairs.starts) - 1
+    num_items = order.max_items(num_pairs, num_chosen, num_experts)
+    slots, of_pairs, keys = (torch.empty_like(experts).flatten() for _ in range(3))
+    items = torch.empty((num_items, 5), dtype=torch.int32, device=experts.device)
+    planned = replace(
+        plan,
+        num_tokens=num_pairs,
+        segments=(),
+        token_slots=slots,
+        items=items,
+        token_experts=of_pairs,
+    )
+    if num_pairs == 0:
+        return planned
+    tuned = tuning.constants("plan_pairs")
+    kernels.describe_pairs_kernel[(-(-num_pairs // tuned["block"]),)](
+        slots,
+        of_pairs,
+        keys,
+        items,
+        order.keys,
+        experts,
+        pairs.rows,
+        num_pairs,
+        num_items,
+        NUM_CHOSEN=num_chosen,
+        HAS_TILES=plan.has_tiles,
+        BLOCK=tuned["block"],
+        num_warps=tuned["num_warps"],
+    )
+    if plan.has_tiles:
+        kernels.plan_items_kernel[(-(-num_pairs // TILE_TOKENS),)](
+            items,
+            keys,
+            of_pairs,
+            num_pairs,
+            num_items,
+            CHUNK=tuned["chunk"],
+            num_warps=tuned["num_warps"],
+        )
+    return planned

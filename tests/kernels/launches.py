@@ -20,6 +20,9 @@ from kernels.attention import triton_kernels as attention
 from kernels.attention import triton_ops as attention_ops
 from kernels.elementwise import triton_kernels as elementwise
 from kernels.elementwise import triton_ops as elementwise_ops
+from kernels.experts import Choice
+from kernels.experts import triton_kernels as experts
+from kernels.experts import triton_ops as experts_ops
 from kernels.lora import (
     LoraGroup,
     LoraPlan,
@@ -36,7 +39,7 @@ from kernels.replaced import triton_kernels as replaced
 from kernels.replaced import triton_ops as replaced_ops
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-MODULES: tuple[ModuleType, ...] = (attention, elementwise, lora, replaced)
+MODULES: tuple[ModuleType, ...] = (attention, elementwise, experts, lora, replaced)
 DTYPE, PAGE_SIZE, MAX_RANK, NUM_TARGETS = torch.bfloat16, 16, 64, 226
 SM_THREADS, SM_REGISTERS, SM_SHARED_BYTES, SM_CTAS = 2048, 1 << 16, 228 << 10, 32
 """Limits of an SM of compute capability 9.0: CUDA C++ Programming Guide, table of technical
@@ -191,12 +194,60 @@ def compiled_families(shape: Shape, rows: list[tuple[int, int]]) -> dict[str, di
             is_centred=True,
         ),
         "geglu": lambda: elementwise_ops.geglu(*gate_up.chunk(2, dim=1)),
+        "clamped": lambda: elementwise_ops.clamped_swiglu(*gate_up.chunk(2, dim=1), 1.7, 7.0),
     }
     with recorded() as launched:
         for label, launch in variants.items():
             launch()
             found |= {f"{name} {label}": describe(each)._asdict() for name, each in launched()}
     return found
+
+
+class Mixture(NamedTuple):
+    """Experts of one layer, of which each token has some."""
+
+    num_experts: int
+    num_chosen: int
+    hidden: int
+    intermediate: int
+
+
+def compiled_experts(
+    mixture: Mixture, num_tokens: int, dtype: torch.dtype
+) -> dict[str, dict[str, int]]:
+    """As `compiled_step`, of a mixture in a step of a prompt with adapters, by kernel and, of
+    products, which of the two."""
+    from triton.runtime import driver
+
+    driver.set_active(NoDevice(90))
+    num_experts, num_chosen, hidden, intermediate = Mixture(*mixture)
+    logits, bias = torch.zeros(num_tokens, num_experts), torch.zeros(num_experts)
+    table = LoraTable.create(4, 1, torch.zeros(1024, dtype=dtype), "cpu", max_rank=MAX_RANK)
+    plan = LoraPlan.build([0], [num_tokens], table, "cpu")
+    found: dict[str, Any] = {}
+    with recorded() as launched:
+        order = lora_ops.order_tokens(plan)
+        routing = experts_ops.route(logits, Choice(num_chosen), bias, bias)
+        pairs = experts_ops.sort_pairs(routing.experts, num_experts, order.tokens)
+        lora_ops.plan_pairs(plan, order, routing.experts, pairs)
+        num_pairs = len(pairs.tokens)
+        x = torch.zeros(num_pairs, hidden, dtype=dtype)
+        experts_ops.combine(x, pairs, routing.weights, x[:num_tokens], logits[:, :1].contiguous())
+        found |= dict(launched())
+        for name, sizes, rows in (
+            ("gate_up", (hidden, 2 * intermediate), pairs.tokens),
+            ("down", (intermediate, hidden), None),
+        ):
+            num_in, num_out = sizes
+            # Nothing runs: memory that nobody touches is none.
+            weight = torch.empty_strided(
+                (num_experts, num_out, num_in), (num_out * num_in, num_in, 1), dtype=dtype
+            )
+            x = torch.zeros(num_tokens if rows is not None else num_pairs, num_in, dtype=dtype)
+            own_bias = torch.zeros(num_experts, num_out, dtype=dtype)
+            experts_ops.experts_linear(x, weight, pairs, own_bias, rows)
+            found |= {f"{kernel} {name}": each for kernel, each in launched()}
+    return {name: describe(each)._asdict() for name, each in found.items()}
 
 
 def _launch_layer(shape: Shape, rows: list[tuple[int, int]], dtype: torch.dtype = DTYPE) -> None:
@@ -318,5 +369,8 @@ def _run(tool: str, *arguments: str) -> str:
 
 
 OPERATIONS = {
-    f.__name__: f for f in (compiled_attention, compiled_families, compiled_kinds, compiled_step)
+    f.__name__: f
+    for f in (
+        *(compiled_attention, compiled_experts, compiled_families, compiled_kinds, compiled_step),
+    )
 }

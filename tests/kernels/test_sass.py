@@ -52,6 +52,18 @@ MIN_CTAS_OF_KINDS = {
     "replace_embeddings_kernel": 16,
     "replace_logits_kernel": 3,
 }
+MIN_CTAS_OF_EXPERTS = {
+    "route_kernel": 16,
+    "rank_pairs_kernel": 3,
+    "count_pairs_kernel": 8,
+    "scan_counts_kernel": 1,
+    "place_pairs_kernel": 2,
+    "experts_linear_kernel": 2,
+    "combine_experts_kernel": 8,
+    "mark_tiles_kernel": 16,
+    "describe_pairs_kernel": 8,
+    "plan_items_kernel": 3,
+}
 STREAMS = ("add_rms_norm", "swiglu", "decode", "prefill", "shrink", "expand")
 """Kernels that read much: 16 bytes at a time, and nothing element by element."""
 NARROW_LOADS = {"expand_kernel": 1}
@@ -137,6 +149,56 @@ def test_prompts_in_fp32(compiler, shape):
     kernel = SimpleNamespace(**found["prefill_kernel"])
     assert kernel.spills == kernel.stack_bytes == 0, kernel
     assert kernel.num_ctas >= 1
+
+
+MIXTURES = {
+    "8 of 128": (128, 8, 2048, 768),
+    "4 of 32": (32, 4, 2880, 2880),
+    "2 of 8": (8, 2, 4096, 14336),
+    "8 of 256": (256, 8, 7168, 2048),
+    "10 of 512": (512, 10, 2048, 512),
+}
+"""Experts chosen and all, with hidden and intermediate sizes, of models that there are."""
+SHORT_MIXTURES = {("8 of 128", 1), ("8 of 128", 512), ("4 of 32", 2048)}
+
+
+@pytest.mark.parametrize(
+    ("mixture", "num_tokens"),
+    [
+        pytest.param(
+            *(mixture, num_tokens),
+            marks=() if (mixture, num_tokens) in SHORT_MIXTURES else pytest.mark.long,
+        )
+        for mixture in MIXTURES
+        for num_tokens in (1, 32, 512, 2048)
+    ],
+)
+def test_mixtures(compiler, mixture, num_tokens):
+    """Few pairs and many are multiplied by the instructions of whole warp groups, nothing spills,
+    and pairs are read 16 bytes at a time."""
+    found = compiler.call("compiled_experts", MIXTURES[mixture], num_tokens, torch.bfloat16)
+    for name, facts in found.items():
+        kernel = SimpleNamespace(**facts)
+        label = f"{name}, {mixture}, {num_tokens} tokens: {kernel}"
+        kind = name.split()[0]
+        assert kernel.spills == kernel.stack_bytes == 0, label
+        assert kernel.num_ctas >= MIN_CTAS_OF_EXPERTS[kind], label
+        if kind in ("experts_linear_kernel", "combine_experts_kernel"):
+            assert kernel.wide_loads > 0, label
+        if kind == "experts_linear_kernel":
+            assert kernel.wgmma > 0, label
+            assert kernel.mma == 0, label
+            assert kernel.narrow_loads <= 4, f"only of biases: {label}"
+        if kind == "combine_experts_kernel":
+            assert kernel.narrow_loads == 0, label
+
+
+@pytest.mark.parametrize("num_tokens", [1, pytest.param(512, marks=pytest.mark.long), 2048])
+def test_mixtures_in_fp32(compiler, num_tokens):
+    found = compiler.call("compiled_experts", MIXTURES["8 of 128"], num_tokens, torch.float32)
+    for label, facts in found.items():
+        kernel = SimpleNamespace(**facts)
+        assert kernel.spills == kernel.stack_bytes == 0, (label, kernel)
 
 
 @pytest.mark.parametrize("step", ["32 rows", "a short prompt"])

@@ -12,6 +12,8 @@ from kernels import triton_launchers
 from kernels.attention import AttentionPlan, HeadNorms, KVCache
 from kernels.attention import triton_ops as attention_ops
 from kernels.elementwise import triton_ops as elementwise_ops
+from kernels.experts import Choice, Scoring
+from kernels.experts import triton_ops as experts_ops
 from kernels.lora import (
     LoraGroup,
     LoraPlan,
@@ -102,6 +104,28 @@ def launch_between(num_tokens: int) -> None:
         elementwise_ops.add_rms_norm(hidden, delta, weight, 1e-5, chosen, delta_scale=0.5)
     gate_up = torch.zeros(num_tokens, 512, dtype=torch.bfloat16)
     elementwise_ops.swiglu(*gate_up.chunk(2, dim=1))
+    elementwise_ops.clamped_swiglu(*gate_up.chunk(2, dim=1), 1.7, 7.0)
+
+
+def launch_experts(row_lengths: list[int]) -> None:
+    """A mixture, with adapters."""
+    table = LoraTable.create(4, 1, torch.zeros(1024, dtype=torch.bfloat16), "cpu", max_rank=16)
+    plan = LoraPlan.build([0] * len(row_lengths), row_lengths, table, "cpu")
+    order, num_tokens = lora_ops.order_tokens(plan), plan.num_tokens
+    logits, vector = torch.zeros(num_tokens, 16), torch.zeros(16)
+    for vectors in ((None, None), (vector, None), (None, vector), (vector, vector)):
+        routing = experts_ops.route(logits, Choice(4, Scoring.SIGMOID), *vectors)
+    # Nothing has run: where these lie nobody has written.
+    for tokens in (None, order.tokens):
+        pairs = experts_ops.sort_pairs(routing.experts, 16, tokens)
+    lora_ops.plan_pairs(plan, order, routing.experts, pairs)
+    weight, bias = (torch.zeros(16, *shape, dtype=torch.bfloat16) for shape in ((64, 64), (64,)))
+    x = torch.zeros(len(pairs.tokens), 64, dtype=torch.bfloat16)
+    for own_bias in (None, bias):
+        made = experts_ops.experts_linear(x, weight, pairs, own_bias)
+        experts_ops.experts_linear(x[:num_tokens], weight, pairs, own_bias, pairs.tokens)
+    for shared, gate in ((None, None), (x[:num_tokens], None), (x[:num_tokens], vector[:1])):
+        experts_ops.combine(made, pairs, routing.weights, shared, gate)
 
 
 def launched_signatures() -> list[tuple[str, dict[str, str]]]:
@@ -118,6 +142,8 @@ def launched_signatures() -> list[tuple[str, dict[str, str]]]:
 
     knobs.runtime.jit_cache_hook = note
     try:
+        for row_lengths in ([1], [1] * 8, [100, 1], [MANY], [20 * MANY]):
+            launch_experts(row_lengths)
         for row_lengths in ([1], [1] * 8, [100, 1], [MANY]):
             launch_lora(row_lengths)
             launch_between(sum(row_lengths))

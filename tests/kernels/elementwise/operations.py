@@ -25,6 +25,10 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return triton_ops.swiglu(gate, up)
 
 
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, *args: float) -> torch.Tensor:
+    return triton_ops.clamped_swiglu(gate, up, *args)
+
+
 def compile_ptx(capability: int, dtype: torch.dtype) -> dict[str, str]:
     """The PTX of a decode step of the Llama-3-8B shape, by name of the kernel."""
     from triton.runtime import driver
@@ -36,10 +40,12 @@ def compile_ptx(capability: int, dtype: torch.dtype) -> dict[str, str]:
     try:
         hidden, weight = torch.zeros(3, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
         triton_ops.add_rms_norm(hidden, hidden, weight, 1e-5)
-        triton_ops.swiglu(*torch.zeros(3, 2 * 14336, dtype=dtype).chunk(2, dim=1))
+        gate_up = torch.zeros(3, 2 * 14336, dtype=dtype).chunk(2, dim=1)
+        triton_ops.swiglu(*gate_up)
+        triton_ops.clamped_swiglu(*gate_up, 1.7, 7.0)
     finally:
         vars(triton_kernels).update(kernels)
     return {name: launch.compiled[0].asm["ptx"] for name, launch in launches.items()}
 
 
-OPERATIONS = {f.__name__: f for f in (add_rms_norm, geglu, swiglu, compile_ptx)}
+OPERATIONS = {f.__name__: f for f in (add_rms_norm, clamped_swiglu, geglu, swiglu, compile_ptx)}

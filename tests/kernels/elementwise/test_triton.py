@@ -72,22 +72,25 @@ def test_each_row_may_have_a_weight(interpreter, dtype, rows):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", ["swiglu", "geglu"])
-def test_gated(interpreter, dtype, size, name):
+@pytest.mark.parametrize(
+    ("name", "bounds"), [("swiglu", ()), ("geglu", ()), ("clamped_swiglu", (1.702, 7.0))]
+)
+def test_gated(interpreter, dtype, size, name, bounds):
     """Of halves side by side, and of rows that are elsewhere."""
     gate_up, others = ((torch.randn(3, 2 * size) * 10).to(dtype) for _ in range(2))
     gate_up[0, 0] = -200.0  # where exp overflows
     gate, up = gate_up.chunk(2, dim=1)
-    got, wanted = interpreter.call(name, gate, up), getattr(reference, name)(gate, up)
+    compute = getattr(reference, name)
+    got, wanted = interpreter.call(name, gate, up, *bounds), compute(gate, up, *bounds)
     torch.testing.assert_close(got, wanted, **TOLERANCES[dtype])
     gate, up = gate.contiguous(), others[:, 1 : 1 + size]
-    got, wanted = interpreter.call(name, gate, up), getattr(reference, name)(gate, up)
+    got, wanted = interpreter.call(name, gate, up, *bounds), compute(gate, up, *bounds)
     torch.testing.assert_close(got, wanted, **TOLERANCES[dtype])
 
 
 def test_vectors_are_loaded_and_stored(compiler):
     ptx = compiler.call("compile_ptx", 90, torch.bfloat16)
-    assert set(ptx) == {"add_rms_norm_kernel", "swiglu_kernel"}
+    assert set(ptx) == {"add_rms_norm_kernel", "clamped_swiglu_kernel", "swiglu_kernel"}
     for name, text in ptx.items():
         for direction in ("ld", "st"):
             assert re.search(rf"{direction}\.global(?:\.\w+)*\.v4\.b32", text), (name, direction)

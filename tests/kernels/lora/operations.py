@@ -8,7 +8,9 @@ import torch
 from worker import CompileOnly, NoDevice
 
 from kernels import tuning
-from kernels.lora import LoraGroup, LoraPlan, LoraTable, triton_kernels, triton_ops
+from kernels.experts import Pairs
+from kernels.experts import triton_ops as experts_ops
+from kernels.lora import LoraGroup, LoraPlan, LoraTable, TokenOrder, triton_kernels, triton_ops
 
 
 def add_lora(
@@ -46,6 +48,16 @@ def half(
         return first
     y: torch.Tensor = getattr(triton_ops, name)(first, table.arena, table, plan, *args)
     return y
+
+
+def plan_pairs(
+    plan: LoraPlan, experts: torch.Tensor, num_experts: int, num_slots: int | None, **tuned: int
+) -> tuple[TokenOrder, Pairs, LoraPlan]:
+    """All that is planned on a device for one mixture."""
+    order = triton_ops.order_tokens(plan, num_slots)
+    pairs = experts_ops.sort_pairs(experts, num_experts, order.tokens)
+    with tuning.overridden("plan_pairs", **tuned):
+        return order, pairs, triton_ops.plan_pairs(plan, order, experts, pairs)
 
 
 def compile_launches(
@@ -104,7 +116,7 @@ def count_compilations(*args: Any, first_targets: list[int], steps: list[list[in
 OPERATIONS = {
     f.__name__: f
     for f in (
-        *(add_lora, add_lora_vectors, add_lora_embedding, half),
+        *(add_lora, add_lora_vectors, add_lora_embedding, half, plan_pairs),
         *(compile_ptx, count_compilations),
     )
 }
