@@ -41,6 +41,7 @@ _GEMMA = {
     "layer_types": _TYPES,
     "tie_word_embeddings": True,
 }
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _TEXT_PARTS = ("Gemma3", "Gemma4")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": (
@@ -177,19 +178,79 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        _EXPERTS | {"shared_expert_intermediate_size": 40, "tie_word_embeddings": False},
+    ),
+    "qwen3-moe": ("Qwen3Moe", _EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "intermediate_size": 48}),
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 40}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 64,
+            "head_dim": 24,
+            "sliding_window": 24,
+            "layer_types": _TYPES,
+            "swiglu_limit": 2.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 24,
+            "use_qk_norm": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "gemma4-moe": (
+        "Gemma4",
+        {
+            "layer_types": _TYPES,
+            "sliding_window": 24,
+            "head_dim": 24,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
 }
 _PHI3 = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
+_NO_DENSE = {"gate_proj": "q_proj", "up_proj": "k_proj", "down_proj": "o_proj"}
+"""Stands in for linear layers that models of experts do not have, or that PEFT takes for theirs."""
 FUSED: dict[str, dict[str, str]] = {
     "phi3": _PHI3,
     "phi3-long": _PHI3,
     "glm4": dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+    **dict.fromkeys(
+        ("qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "gpt-oss", "glm4-moe"), _NO_DENSE
+    ),
 }
 """Modules that a model has in place of others."""
 MORE: dict[str, list[str]] = {
     "gemma4": ["per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"],
+    "qwen2-moe": ["shared_expert_gate"],
+    "gemma4-moe": ["proj"],
 }
 """Linear layers that a model has beside them."""
 
@@ -221,6 +282,31 @@ SPECS = (
     ),
     AdapterSpec("embed", 4, ["embed_tokens", "lm_head", "o_proj"]),
 )
+
+_EXPERTS_OF_MLP = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+PARAMETERS: dict[str, list[str]] = {
+    **dict.fromkeys(("qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "glm4-moe"), _EXPERTS_OF_MLP),
+    "gpt-oss": _EXPERTS_OF_MLP,
+    "gemma4-moe": ["experts.gate_up_proj", "experts.down_proj"],
+}
+"""The parameters of experts of a model; PEFT wants all adapters to change the same ones."""
+
+
+def specs_of(kind: str) -> Sequence[AdapterSpec]:
+    """Returns adapters of a model: of its experts, too, if it has any."""
+    if kind not in PARAMETERS:
+        return SPECS
+    experts = {"target_parameters": PARAMETERS[kind]}
+    attention, ranks = ["q_proj", "k_proj", "v_proj", "o_proj"], {"experts.down_proj": 5}
+    return (
+        AdapterSpec("r1", 1, ["q_proj", "v_proj"]),
+        AdapterSpec("r3", 3, attention, experts | {"use_rslora": True}),
+        AdapterSpec("r8", 8, [], experts | {"rank_pattern": ranks}),
+        AdapterSpec("r16", 16, attention, experts),
+        AdapterSpec("r33", 33, ["o_proj", "k_proj"], {"rank_pattern": {"k_proj": 5}}),
+        AdapterSpec("r64", 64, ["q_proj"], experts | {"alpha_pattern": {"experts.down_proj": 99}}),
+        AdapterSpec("embed", 4, ["embed_tokens", "lm_head", "o_proj"]),
+    )
 
 
 @dataclass
@@ -260,7 +346,8 @@ class Zoo:
         return out[0, len(prompt) :].tolist()
 
 
-def make_zoo(kind: str, folder: Path, specs: Sequence[AdapterSpec] = SPECS) -> Zoo:
+def make_zoo(kind: str, folder: Path, specs: Sequence[AdapterSpec] = ()) -> Zoo:
+    specs = specs or specs_of(kind)
     model = make_model(kind, folder / "model")
     reference = adapted(model, kind, folder / "adapters", specs)
     dirs = {spec.name: folder / "adapters" / spec.name for spec in specs}
@@ -329,6 +416,8 @@ def quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
         warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied")
         warnings.filterwarnings("ignore", "`lora_bias=True` was passed")
+        # They match parameters.
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")
         # A bias of B has one dimension, which PEFT takes for a shard.
         warnings.filterwarnings("ignore", "Adapter .*invalid shape")
         yield
