@@ -124,6 +124,9 @@ def test_kernels_of_families_are_right(found):
     families = found("kernels")["families"]
     assert len(families) > 30
     assert all(cell["error"] < 2e-3 and cell["us"] > 0 for cell in families), families
+    products = [cell for cell in families if cell["case"].startswith("products of experts")]
+    assert len(products) == 8, "both projections, in tiles of every length"
+    assert all(cell["torch_error"] < 2e-3 and cell["torch_ratio"] > 0 for cell in products)
 
 
 def test_decode_has_rows_adapters_contexts_and_the_loop(found):
