@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from bench.gpu_run.model import read_description
 from inference_svc.adapters.targets import build_layout
-from inference_svc.model.description import Decoder, Projection
+from inference_svc.model.description import Decoder
 
 NAME = "bench-200m"
 
@@ -93,6 +93,23 @@ SHAPES = {
             "num_key_value_heads": 4,
         },
     ),
+    # Half of OLMoE-1B-7B's width and of its layers, with as many experts.
+    "bench-moe": Shape(
+        "OlmoeForCausalLM",
+        {
+            "vocab_size": 8192,
+            "hidden_size": 1024,
+            "intermediate_size": 512,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        },
+    ),
     "bench-tiny": Shape(
         "LlamaForCausalLM",
         {
@@ -105,7 +122,8 @@ SHAPES = {
         },
     ),
 }
-"""bench-200m has 197 M parameters, bench-1b 1.1 G; bench-tiny is for trying things out. Products of
+"""bench-200m has 197 M parameters, bench-1b 1.1 G, bench-moe 0.85 G, of which a token passes
+through an eighth; bench-tiny is for trying things out. Products of
 bench-gemma3 and bench-phi4 have the sizes of bench-200m's."""
 RANK = 16
 ROOT = Path(".bench/models")
@@ -119,11 +137,12 @@ def decoder(name: str) -> Decoder:
 
 def projections(name: str) -> dict[str, tuple[int, int]]:
     """(in, out) features of each linear layer of one layer, as the checkpoint has them: the targets
-    of the adapters."""
+    of the adapters. Routers and experts are none."""
+    block = decoder(name).blocks[0]
+    dense = () if block.dense is None else (block.dense.gate_up, block.dense.down)
     return {
         member.module.rpartition(".")[2]: (projection.in_features, member.out_features)
-        for projection in decoder(name).blocks[0].projections
-        if isinstance(projection, Projection)
+        for projection in (block.attention.qkv, block.attention.out, *dense)
         for member in projection.stored
     }
 
@@ -212,15 +231,16 @@ def make_adapter(
     rank: int = RANK,
     name: str = NAME,
     num_added: int = 0,
+    targets: Sequence[str] | None = None,
     **options: Any,
 ) -> None:
-    """A PEFT adapter over all linear layers of the decoder, alpha 2 * rank, bf16 files, with
-    `num_added` tokens behind the vocabulary. Other options go to its config."""
+    """A PEFT adapter over all linear layers of the decoder, or these, alpha 2 * rank, bf16 files,
+    with `num_added` tokens behind the vocabulary. Other options go to its config."""
     torch.manual_seed(seed)
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
-        target_modules=list(projections(name)),
+        target_modules=list(projections(name) if targets is None else targets),
         base_model_name_or_path=name,
         **options,
     )

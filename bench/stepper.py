@@ -11,7 +11,7 @@ from bench.models import RANK, Prepared, arena_bytes, kv_bytes, prompts
 from bench.roofline import THREADS
 from inference_svc.core import EngineConfig, Request, SamplingParams
 from inference_svc.engine.build import BuiltEngine, build_engine
-from inference_svc.engine.messages import LayoutAccepted, Submit
+from inference_svc.engine.messages import Cancel, LayoutAccepted, Submit
 
 NUM_REQUESTS, NUM_IN, MAX_LEN = 16, 64, 512
 WARM_UP_STEPS = 8
@@ -20,19 +20,29 @@ WARM_UP_STEPS = 8
 class Stepper:
     """An engine whose steps are called from here, with requests that decode and do not end."""
 
-    def __init__(self, prepared: Prepared, num_adapters: int) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        num_adapters: int,
+        num_requests: int = NUM_REQUESTS,
+        arena: int = 0,
+        max_len: int = MAX_LEN,
+    ) -> None:
+        """`arena`: bytes for adapters, if not those of adapters on all linear layers."""
+        self._num_requests = num_requests
+        self._vocab, self._max_len = prepared.vocab, max_len
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         store = MemoryStore()
         folders = list(prepared.adapters.values())[:num_adapters]
-        digests = [store.register(folder) for folder in folders]
+        digests = self._digests = [store.register(folder) for folder in folders]
         config = EngineConfig(
             prepared.model_dir,
             prepared.name,
             dtype="bfloat16",
-            max_sequences=NUM_REQUESTS,
-            max_model_len=MAX_LEN,
-            kv_bytes=kv_bytes(prepared.name, NUM_REQUESTS * MAX_LEN),
-            arena_bytes=arena_bytes(prepared.name, max(1, num_adapters)),
+            max_sequences=num_requests,
+            max_model_len=max_len,
+            kv_bytes=kv_bytes(prepared.name, num_requests * max_len),
+            arena_bytes=arena or arena_bytes(prepared.name, max(1, num_adapters)),
             max_loras=max(1, num_adapters),
             max_lora_rank=RANK,
             adapter_wait_s=600.0,
@@ -42,13 +52,22 @@ class Stepper:
         self.built: BuiltEngine = build_engine(config, store, self._inbox.put)
         self.built.place_threads()
         self._inbox.put(LayoutAccepted(store.accept_layout(self.built.layout)))
-        sampling = SamplingParams(max_tokens=MAX_LEN, temperature=0.0, ignore_eos=True)
-        for index, prompt in enumerate(prompts(NUM_REQUESTS, NUM_IN, prepared.vocab)):
-            digest = digests[index % num_adapters] if num_adapters else ""
-            request = Request(
-                f"{index}", tuple(prompt), sampling, digest=digest, arrival_s=time.monotonic()
+        for digest in digests:  # here, and not in threads that pull beside steps
+            store.compile(digest)
+        self.restart()
+
+    def restart(self, *, uses_adapters: bool = True) -> None:
+        """Begins anew, with requests of the adapters in turns or of the base model, up to where all
+        of them decode."""
+        self._cancel_all()
+        sampling = SamplingParams(max_tokens=self._max_len, temperature=0.0, ignore_eos=True)
+        digests = self._digests if uses_adapters and self._digests else [""]
+        for index, prompt in enumerate(prompts(self._num_requests, NUM_IN, self._vocab)):
+            digest, now_s = digests[index % len(digests)], time.monotonic()
+            name = f"{index} at {now_s}"
+            self._inbox.put(
+                Submit(Request(name, tuple(prompt), sampling, digest=digest, arrival_s=now_s))
             )
-            self._inbox.put(Submit(request))
         while not self._all_decode():
             self.step()
         for _ in range(WARM_UP_STEPS):
@@ -60,6 +79,23 @@ class Stepper:
             messages.append(self._inbox.get())
         self.built.engine.step(messages)
 
+    def time_prompt(self, prompt: list[int]) -> float:
+        """Returns the seconds of the steps that compute a prompt of the base model."""
+        engine, sampling = self.built.engine, SamplingParams(max_tokens=1, temperature=0.0)
+        self._cancel_all()
+        now_s = time.monotonic()
+        self._inbox.put(Submit(Request(f"{now_s}", tuple(prompt), sampling, arrival_s=now_s)))
+        began_s = time.perf_counter()
+        self.step()
+        while engine.scheduler.running:
+            self.step()
+        return time.perf_counter() - began_s
+
+    def _cancel_all(self) -> None:
+        for sequence in self.built.engine.scheduler.running:
+            self._inbox.put(Cancel(sequence.request.request_id))
+        self.step()
+
     @property
     def context(self) -> float:
         """Mean tokens that the next step's rows attend to."""
@@ -68,7 +104,7 @@ class Stepper:
 
     def _all_decode(self) -> bool:
         running = self.built.engine.scheduler.running
-        return len(running) == NUM_REQUESTS and all(s.num_output > 0 for s in running)
+        return len(running) == self._num_requests and all(s.num_output > 0 for s in running)
 
     def close(self) -> None:
         self.built.puller.close()

@@ -114,14 +114,15 @@ def _experts_targets_of(projection: ExpertsProjection, layer: int) -> Iterator[L
 
 @dataclass(frozen=True, slots=True)
 class AppliedTargets:
-    """What adapters of a server change: `groups` by name, and the places in the table of `weights`
-    that they replace, by the names of these. Adapters may have `max_added_tokens` behind the
+    """What adapters of a server change: `groups` by name, `of_experts` the targets of these that are
+    of experts, and the places in the table of `weights` that they replace, by the names of these. Adapters may have `max_added_tokens` behind the
     `vocab_size` of the base."""
 
     groups: Mapping[str, LoraGroup]
     weights: Mapping[str, int]
     vocab_size: int
     max_added_tokens: int
+    of_experts: frozenset[int] = frozenset()
 
     def names_of(self, places: Collection[int]) -> list[str]:
         """Returns the names of weights at these places, in the order of the layout."""
@@ -139,7 +140,13 @@ def applied_targets(
         for name, place in layout.weight_indices.items()
         if not lora_targets or name.rpartition(".")[2] in lora_targets
     }
-    return AppliedTargets(groups, weights, vocab_size, max_added_tokens)
+    of_experts = frozenset(
+        target
+        for group in groups.values()
+        for target in group.targets
+        if layout.targets[target].kind == EXPERTS
+    )
+    return AppliedTargets(groups, weights, vocab_size, max_added_tokens, of_experts)
 
 
 def computed_groups(config: EngineConfig, decoder: Decoder) -> dict[str, LoraGroup]:

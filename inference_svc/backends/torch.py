@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -32,7 +31,15 @@ from inference_svc.model.transformer import COMPUTED, Transformer
 from inference_svc.model.weights import load_weights
 from kernels.elementwise import NormWeight
 from kernels.experts import Pairs
-from kernels.lora import LoraPlan, add_lora, add_lora_embedding, add_lora_experts
+from kernels.lora import (
+    LoraPlan,
+    TokenOrder,
+    add_lora,
+    add_lora_embedding,
+    add_lora_experts,
+    order_tokens,
+    plan_pairs,
+)
 from kernels.lora.plan import LoraContents
 from kernels.lora.table import MAX_PARTS, NUM_FIELDS
 from kernels.replaced import replace_embeddings, replace_logits, token_weights
@@ -61,8 +68,13 @@ class LoraStep:
             arena, found = self.arena, self.targets.groups[group]
             add_lora(out, x, arena.flat, arena.table, self.plan, found, bias)
 
-    def of_pairs(self, pairs: Pairs) -> ExpertsLoraStep:
-        return ExpertsLoraStep(self, pairs)
+    def order_tokens(self) -> TokenOrder | None:
+        changes_experts = not self.plan.targets.isdisjoint(self.targets.of_experts)
+        return order_tokens(self.plan) if changes_experts else None
+
+    def of_pairs(self, order: TokenOrder, experts: Tensor, pairs: Pairs) -> ExpertsLoraStep:
+        plan = plan_pairs(self.plan, order, experts, pairs)
+        return ExpertsLoraStep(self.arena, self.targets, plan)
 
     def add_embedding(self, token_ids: Tensor, out: Tensor) -> None:
         arena, weight = self.arena, self.targets.weights.get(EMBED_TOKENS)
@@ -90,25 +102,18 @@ class LoraStep:
         return norm._replace(weight=weights)
 
 
+@dataclass(frozen=True, slots=True)
 class ExpertsLoraStep:
     """Changes what experts have computed of a layer's pairs; see `model.lora.ExpertsLora`."""
 
-    def __init__(self, step: LoraStep, pairs: Pairs) -> None:
-        self._step = step
-        self._pairs = pairs
+    arena: Arena
+    targets: AppliedTargets
+    plan: LoraPlan
 
     def add(self, group: str, x: Tensor, out: Tensor) -> None:
-        arena, found = self._step.arena, self._step.targets.groups.get(group)
-        if found is not None and self._step.plan.has_group(found):
-            add_lora_experts(out, x, arena.flat, arena.table, self._plan, found)
-
-    @cached_property
-    def _plan(self) -> LoraPlan:
-        tokens, starts, _ = self._pairs
-        slots = self._step.plan.token_slots[tokens].tolist()
-        experts = torch.arange(len(starts) - 1).repeat_interleave(starts.diff()).tolist()
-        arena = self._step.arena
-        return LoraPlan.build(slots, [1] * len(slots), arena.table, arena.device, experts)
+        if group in self.targets.groups:
+            arena, found = self.arena, self.targets.groups[group]
+            add_lora_experts(out, x, arena.flat, arena.table, self.plan, found)
 
 
 def plan_lora(rows: Sequence[BatchRow], arena: Arena, targets: AppliedTargets) -> LoraStep | None:

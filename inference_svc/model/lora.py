@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels.elementwise import NormWeight
 from kernels.experts import Pairs
+from kernels.lora import TokenOrder
 
 
 class ExpertsLora(Protocol):
@@ -37,8 +38,13 @@ class Lora(Protocol):
         """x: [T, in], in the model's dtype, out: [T, sum of the group's outs], in that or in fp32;
         `bias` is what `out` has of the base's."""
 
-    def of_pairs(self, pairs: Pairs) -> ExpertsLora:
-        """Returns what adapters change of a layer's experts, of tokens routed so."""
+    def order_tokens(self) -> TokenOrder | None:
+        """Returns the order that pairs of one expert are sorted in; None if no adapter of this step
+        changes experts."""
+
+    def of_pairs(self, order: TokenOrder, experts: Tensor, pairs: Pairs) -> ExpertsLora:
+        """Returns what adapters change of a layer's experts. experts: int32 [T, chosen], those of
+        each token, and `pairs` of these, sorted in that order."""
 
     def add_embedding(self, token_ids: Tensor, out: Tensor) -> None:
         """token_ids: int64 [T], out: [T, hidden_size]."""

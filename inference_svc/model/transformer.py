@@ -46,6 +46,7 @@ from kernels.elementwise import (
     swiglu,
 )
 from kernels.experts import Pairs, Routing, combine, experts_linear, route, sort_pairs
+from kernels.lora import TokenOrder
 
 COMPUTED = names(
     """
@@ -88,6 +89,8 @@ class _Step:
     """[T, layers, size of a layer's]"""
     q_scales: Mapping[QueryGrowth, Tensor]
     """What each token's queries are multiplied by, [T]."""
+    token_order: TokenOrder | None
+    """The order of pairs where adapters change experts."""
 
 
 @dataclass(slots=True)
@@ -146,7 +149,9 @@ class Transformer:
             growth: _q_scale(growth, inputs.positions, hidden.dtype)
             for growth in self.description.query_growths
         }
-        step = _Step(inputs, rotations, kv_caches, lora, layer_inputs, q_scales)
+        has_experts = bool(self.description.mixtures)
+        order = lora.order_tokens() if lora is not None and has_experts else None
+        step = _Step(inputs, rotations, kv_caches, lora, layer_inputs, q_scales, order)
         stream = _Stream(hidden)
         for index, block in enumerate(self.description.blocks):
             self._block(index, block, stream, step)
@@ -314,8 +319,12 @@ class Transformer:
         step: _Step,
     ) -> tuple[Tensor, Pairs]:
         """x: [T, hidden_size] -> what experts make of each pair, [P, hidden_size]."""
-        pairs = sort_pairs(routing.experts, experts.num_experts)
-        lora = None if step.lora is None else step.lora.of_pairs(pairs)
+        order = step.token_order
+        tokens = None if order is None else order.tokens
+        pairs = sort_pairs(routing.experts, experts.num_experts, tokens)
+        lora = None
+        if step.lora is not None and order is not None:
+            lora = step.lora.of_pairs(order, routing.experts, pairs)
 
         def project(linear: Linear, described: ExpertsProjection, of: Tensor) -> Tensor:
             weight, bias = linear.of_experts(described.num_experts, described.out_features)
