@@ -73,8 +73,8 @@ class LayoutTarget:
     """One weight that adapters may change. `kind` is "linear", "embedding", "experts", one
     projection of all `num_experts` of a mixture, or "vector", which LoRA does not change. `space`
     is the kind of tokens that pass through it, `tied_to` the embedding whose weight it has, `base`
-    says what the checkpoint has. `is_unused`: no request passes through it; adapters may have it all the
-    same."""
+    says what the checkpoint has. `is_unused`: no request passes through it; adapters may have it
+    all the same."""
 
     name: str
     layer: int | None

@@ -114,9 +114,9 @@ def _experts_targets_of(projection: ExpertsProjection, layer: int) -> Iterator[L
 
 @dataclass(frozen=True, slots=True)
 class AppliedTargets:
-    """What adapters of a server change: `groups` by name, `of_experts` the targets of these that are
-    of experts, and the places in the table of `weights` that they replace, by the names of these. Adapters may have `max_added_tokens` behind the
-    `vocab_size` of the base."""
+    """What adapters of a server change: `groups` by name, `of_experts` the targets of these that
+    are of experts, and the places in the table of `weights` that they replace, by the names of
+    these. Adapters may have `max_added_tokens` behind the `vocab_size` of the base."""
 
     groups: Mapping[str, LoraGroup]
     weights: Mapping[str, int]

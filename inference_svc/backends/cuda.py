@@ -45,6 +45,7 @@ from inference_svc.model.layers import Linear
 from inference_svc.model.transformer import COMPUTED, Transformer
 from inference_svc.model.weights import load_weights
 from kernels import tuning
+from kernels.experts import sizes_to_warm_up
 from kernels.lora.plan import LoraContents
 
 logger = logging.getLogger(__name__)
@@ -172,8 +173,12 @@ class CudaBackend:
         Kernels differ between few tokens and many, between tiles and single tokens, and in how many
         decode rows they look for a segment's among: the sizes to record have all of them.
         """
-        max_tokens = self._limits.max_tokens
-        for num_tokens in sorted({min(SHORT_TOKENS, max_tokens), max_tokens}):
+        max_tokens, item_bytes = self._limits.max_tokens, self.arena.flat.itemsize
+        sizes = {min(SHORT_TOKENS, max_tokens), max_tokens}
+        mixtures = self._transformer.description.mixtures
+        for shape in {(each.num_experts, each.num_chosen) for each in mixtures}:
+            sizes.update(sizes_to_warm_up(max_tokens, *shape, item_bytes))
+        for num_tokens in sorted(sizes):
             self._warm_up_prompts(num_tokens)
         decodes = self._decodes.inputs
         decodes.block.wait()

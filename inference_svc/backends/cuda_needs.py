@@ -20,7 +20,13 @@ from inference_svc.backends.cuda_inputs import CudaInputs
 from inference_svc.backends.cuda_lora import CudaLora, StepKind
 from inference_svc.backends.magnitudes import DEVICE_SLICE_ELEMENTS
 from inference_svc.core import EngineConfig
-from inference_svc.model.description import LAYER_INPUTS, Block, Decoder
+from inference_svc.model.description import (
+    LAYER_INPUTS,
+    Block,
+    Decoder,
+    Experts,
+    Projection,
+)
 from inference_svc.model.parameters import parameters, weights_bytes
 from kernels import tuning
 from kernels.attention.plan import max_segments
@@ -44,6 +50,8 @@ GROUP_NODES = 2
 OTHER_NODES = 5 + PRODUCT_NODES
 """What is around all layers: tokens as they were sampled, their embedding, the last norm, the head,
 and the logits and the largest of them, to their place."""
+PAIR_BYTES = 64
+"""A pair's part of a mixture's routing, of the order of pairs, and of their plan."""
 SAMPLER_COPIES = 4
 """Copies of the logits in fp32 that choosing tokens takes beside the logits: the probabilities for
 callers that want them, and three while rows are drawn."""
@@ -91,6 +99,9 @@ def step_bytes(config: EngineConfig, decoder: Decoder, num_tokens: int) -> int:
         row_bytes * 3 * g.max_intermediate_size + out_bytes + shrunk.by("down", num_tokens),
         _num_logits(config, g) * item_bytes + at_head,
     )
+    phases += tuple(
+        _experts_bytes(config, g, num_tokens, shrunk) + of_stream for _ in g.mixtures[:1]
+    )
     # Throughout, the residual stream, its norm, the angles, and the per-layer inputs; these are
     # made before, of as much again twice.
     kept = 2 * g.hidden_size + sum(2 * rope.rotary_size(head_dim) for rope, head_dim in g.ropes)
@@ -99,6 +110,30 @@ def step_bytes(config: EngineConfig, decoder: Decoder, num_tokens: int) -> int:
         made_bytes = 2 * row_bytes * g.layer_inputs.total_size
         phases += (made_bytes + max(shrunk.by(LAYER_INPUTS, num_tokens), of_stream),)
     return row_bytes * kept + max(phases)
+
+
+def _experts_bytes(
+    config: EngineConfig, decoder: Decoder, num_tokens: int, shrunk: _ShrunkBytes
+) -> int:
+    """Returns what the largest mixture takes at one time: what experts read and make of each pair,
+    and throughout what all share, the routing, and the plan of pairs."""
+    item_bytes, hidden = getattr(torch, config.dtype).itemsize, decoder.hidden_size
+    stream_bytes = num_tokens * hidden * item_bytes
+    found = []
+    for each in decoder.mixtures:
+        num_pairs = num_tokens * each.num_chosen
+        of_hidden, of_size = (num_pairs * size * item_bytes for size in (hidden, each.size))
+        phases = (
+            of_hidden + 2 * of_size + shrunk.by("experts.gate_up", num_pairs),
+            3 * of_size,
+            of_size + of_hidden + shrunk.by("experts.down", num_pairs),
+            of_hidden + stream_bytes,
+        )
+        has_own_norm = each.norm is not None
+        kept = stream_bytes * ((each.shared is not None) + has_own_norm)
+        kept += num_tokens * (4 * each.num_experts + 4) + PAIR_BYTES * num_pairs
+        found.append(kept + max(phases))
+    return max(found)
 
 
 def _token_weights_bytes(config: EngineConfig, decoder: Decoder) -> tuple[int, int]:
@@ -147,7 +182,7 @@ class _ShrunkBytes(NamedTuple):
 
     def by(self, role: str, num_tokens: int) -> int:
         """Returns the bytes of the widest of the groups of all layers that are called so."""
-        found = (group for name, group in self.groups.items() if name.rpartition(".")[2] == role)
+        found = (group for name, group in self.groups.items() if _role_of(name) == role)
         return max((self._of(group, num_tokens) for group in found), default=0)
 
     def _of(self, group: LoraGroup, num_tokens: int) -> int:
@@ -156,6 +191,11 @@ class _ShrunkBytes(NamedTuple):
             for tuned in tuning.all_constants("shrink")
         )
         return 4 * MAX_PARTS * max(num_tokens, num_split) * len(group.targets) * self.rank
+
+
+def _role_of(group: str) -> str:
+    """Returns what a group is called in every layer, such as "qkv" or "experts.down"."""
+    return group.split(".", 2)[2] if group.startswith("layers.") else group
 
 
 def _fixed_bytes(config: EngineConfig, decoder: Decoder) -> int:
@@ -189,6 +229,8 @@ def recorded_nodes(
         num_nodes += PRODUCT_NODES + 6
     if kind is not StepKind.BASE:
         num_nodes += GROUP_NODES * num_groups
+        if decoder.mixtures:  # the order of tokens, and a plan of each layer's pairs
+            num_nodes += 2 + len(decoder.mixtures)
     if kind is StepKind.ANY:
         num_nodes += _replacement_nodes(decoder, adds_tokens=adds_tokens)
     return num_nodes + sum(map(_layer_nodes, decoder.blocks))
@@ -198,7 +240,8 @@ def _replacement_nodes(decoder: Decoder, *, adds_tokens: bool) -> int:
     """Returns how many kernels stand in for the base's weights: one for each norm, and those of
     embedding and head. With tokens that adapters add logits are copied to wider ones, such tokens
     are looked up as the last one of the vocabulary, and a cap leaves out what there is not."""
-    num_nodes = sum(each.norm is not None for each in parameters(decoder)) + 2
+    norms = [each.norm for each in parameters(decoder) if each.norm is not None]
+    num_nodes = sum(not norm.tensor for norm in norms) + 2
     if adds_tokens:
         num_nodes += 2 + 1 + (decoder.layer_inputs is not None)
         num_nodes += 2 * (decoder.head.softcap is not None)
@@ -207,9 +250,12 @@ def _replacement_nodes(decoder: Decoder, *, adds_tokens: bool) -> int:
 
 def _layer_nodes(block: Block) -> int:
     attention, has_input = block.attention, block.layer_input is not None
-    num_nodes = PRODUCT_NODES * len(tuple(block.projections))
+    dense = [each for each in block.projections if isinstance(each, Projection)]
+    num_nodes = PRODUCT_NODES * len(dense)
     num_nodes += 3  # attention: keys and values to their cells, segments, and their combination
-    num_nodes += 1 + has_input  # activations
+    num_nodes += (block.dense is not None) + has_input  # activations
+    if block.experts is not None:
+        num_nodes += _experts_nodes(block.experts)
     of_heads = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
     num_nodes += sum(norm.size != attention.head_dim for norm in of_heads)
     num_nodes += len(block.post_norms)
@@ -218,6 +264,15 @@ def _layer_nodes(block: Block) -> int:
     num_nodes += 1 if block.attention_norm is not None else sum_nodes + bool(block.scalar)
     num_nodes += 1 if block.feed_forward_norm is not None else sum_nodes
     return num_nodes + sum_nodes * has_input
+
+
+def _experts_nodes(experts: Experts) -> int:
+    """Returns how many kernels a mixture has besides its dense products: for the choice, the order
+    of pairs, what they read, two products, what is between them, and the sum."""
+    norms = (experts.norm, experts.router.norm)
+    num_nodes = 7 + sum(norm is not None for norm in norms)
+    num_nodes += experts.router.projection.has_bias
+    return num_nodes + (experts.post_norm is not None)  # then what all share is added apart
 
 
 def _graphs_bytes(config: EngineConfig, decoder: Decoder) -> int:

@@ -60,9 +60,12 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
     def in_fp32(self, x: Tensor) -> Tensor:
-        """x: [T, in] -> fp32 [T, out]."""
-        bias = None if self.bias is None else self.bias.float()
-        return F.linear(x.float(), self.weight.float(), bias)
+        """x: [T, in] -> fp32 [T, out], sums that are not rounded."""
+        if x.device.type == "cpu" or x.dtype == torch.float32:
+            bias = None if self.bias is None else self.bias.float()
+            return F.linear(x.float(), self.weight.float(), bias)
+        out = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+        return out if self.bias is None else out.add_(self.bias)
 
     def of_experts(self, num_experts: int, out_features: int) -> tuple[Tensor, Tensor | None]:
         """Returns views of the weights of experts that lie below each other, [experts, out, in],

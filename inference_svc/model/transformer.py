@@ -335,11 +335,13 @@ class Transformer:
 
         rows = x.index_select(0, pairs.tokens)
         gate, up = project(weights.gate_up, experts.gate_up, rows).chunk(2, dim=-1)
+        del rows
         if isinstance(experts.activation, ClampedSwiglu):
             bounds = experts.activation
             gated = clamped_swiglu(gate, up, bounds.alpha, bounds.limit)
         else:
             gated = _GATED[experts.activation](gate, up)
+        del gate, up
         return project(weights.down, experts.down, gated), pairs
 
     def _logits(self, stream: _Stream, step: _Step) -> Tensor:

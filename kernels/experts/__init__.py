@@ -34,6 +34,7 @@ __all__ = [
     "experts_linear",
     "padded_rows",
     "route",
+    "sizes_to_warm_up",
     "sort_pairs",
 ]
 
@@ -89,3 +90,13 @@ def combine(
 
         return triton_ops.combine(x, pairs, weights, shared, shared_logits)
     return reference.combine(x, pairs, weights, shared, shared_logits)
+
+
+def sizes_to_warm_up(
+    max_tokens: int, num_experts: int, num_chosen: int, itemsize: int
+) -> list[int]:
+    """Returns numbers of tokens, up to `max_tokens`, that launch on a device whatever any number
+    launches."""
+    from kernels.experts import triton_ops
+
+    return triton_ops.sizes_to_warm_up(max_tokens, num_experts, num_chosen, itemsize)

@@ -40,6 +40,8 @@ PAGE_SIZE, NUM_PAGES, MAX_PAGES, MAX_TOKENS, MAX_ROWS = 4, 60, 20, 70, 6
 NUM_SLOTS, MAX_RANK, MAX_ADDED = 3, 4, 2
 SUM = NUM_SLOTS
 """The slot of a sum: of all three, or of the first two, if they have more than A and B."""
+FIRST_OF_EXPERTS = 2048
+"""The granule from which on adapters of experts lie."""
 OWN_ROWS, ROWS_SLOT = (0, 7, 21, 63), 1
 """Tokens of which this adapter has rows of its own, if they have more than A and B."""
 
@@ -54,6 +56,7 @@ SHAPE = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 FEATURES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
     "qwen2, biases": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
@@ -105,6 +108,46 @@ FEATURES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
         "sliding_window": 9,
         "final_logit_softcapping": 3.0,
+    },
+    "qwen2 experts, some dense, shared, a gate": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "num_hidden_layers": 3,
+        "decoder_sparse_step": 2,
+        "shared_expert_intermediate_size": 24,
+    }
+    | EXPERTS,
+    "qwen3 experts, normalised": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "norm_topk_prob": True,
+    }
+    | EXPERTS,
+    "gpt-oss experts, sinks, biases, clamped": {
+        "architectures": ["GptOssForCausalLM"],
+        "sliding_window": 9,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 1.0,
+    },
+    "glm4 experts, groups, a bias": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+    },
+    "gemma4 experts, norms of their own": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 9,
     },
     "granite, multipliers": {
         "architectures": ["GraniteForCausalLM"],
@@ -188,8 +231,9 @@ class Model:
         arena = Arena(layout, 1 << 20, NUM_SLOTS, MAX_RANK, device, num_mixes=MAX_ROWS)
         values = torch.randn(arena.flat.shape, generator=generator) * 0.1
         arena.flat.copy_(values.to(dtype))
+        placing = Placing(arena, FIRST_OF_EXPERTS)
         for slot in range(NUM_SLOTS):
-            arena.table.set_row(slot, entries_of(layout, slot))
+            arena.table.set_row(slot, entries_of(layout, slot, placing))
         arena.table.set_mix(SUM, [MixPart(2, 0.5), MixPart(0, -1.0), MixPart(1, 0.25)])
         return cls(Transformer(decoder, moved(weights, device)), arena)
 
@@ -210,9 +254,13 @@ class Model:
                 placing.random(num_out) if layout.targets[index].layer is not None else ABSENT,
             )
             for index, (_, num_out) in sizes.items()
-            if index in table.adapters[0].target_set
+            if index in table.adapters[0].target_set and layout.targets[index].kind != "experts"
         }
-        bare = next(i for i in sizes if i % 2 and layout.targets[i].layer is not None)
+        bare = next(
+            index
+            for index, each in enumerate(layout.targets)
+            if index % 2 and each.kind == "linear" and each.layer is not None
+        )
         vectors[bare] = OutputVectors(base_bias=placing.random(sizes[bare][1]))
         table.set_row(0, table.adapters[0].with_others(vectors, sizes, ()))
         vocab, hidden = sizes[0]
@@ -228,7 +276,7 @@ class Model:
                 whole.append(ReplacedWeight(weight, placing.random(size)))
                 rows.append(ReplacedWeight(weight, placing.random(size)))
         # What adds tokens has no A of the embedding.
-        bare_row = TableRow.of(entries_of(layout, ROWS_SLOT)[1:])
+        bare_row = TableRow.of(entries_of(layout, ROWS_SLOT, Placing(self.arena, 3072))[1:])
         table.set_row(ROWS_SLOT, bare_row.with_others({}, sizes, tuple(rows)))
         table.set_row(2, table.adapters[2].with_others({}, sizes, tuple(whole)))
         table.set_mix(SUM, [MixPart(1, 1.0), MixPart(0, 1.0)])
@@ -272,29 +320,35 @@ class Model:
         return backend
 
 
-def entries_of(layout: ModelLayout, slot: int) -> list[TableEntry]:
+def entries_of(layout: ModelLayout, slot: int, placing: Placing) -> list[TableEntry]:
     """Returns A and B of the embedding and every other target; matrices may lie anywhere, one over
-    another."""
-    return [
-        TableEntry(
-            index,
-            slot + index,
-            slot + 2 * index,
-            slot + 2 if slot + 2 <= MAX_RANK else 1,
-            target.in_features,
-            target.out_features,
+    another, but for those of experts, of which some have none."""
+    entries = []
+    rank = slot + 2 if slot + 2 <= MAX_RANK else 1
+    for index, target in list(enumerate(layout.targets))[::2]:
+        places, num_experts = (slot + index, slot + 2 * index), 0
+        if target.kind == "experts":
+            num_experts = target.num_experts
+            ranks = [rank - (expert + slot) % 3 for expert in range(num_experts)]
+            ranks[slot] = 0
+            of_a, of_b = (
+                placing.segment(ranks, size) for size in (target.in_features, target.out_features)
+            )
+            places = (of_a, of_b)
+        entry = TableEntry(
+            *(index, *places, rank, target.in_features, target.out_features),
             is_embedding=target.kind == "embedding",
+            num_experts=num_experts,
         )
-        for index, target in enumerate(layout.targets)
-        if index % 2 == 0
-    ]
+        entries.append(entry)
+    return entries
 
 
 class Placing:
     """Puts values behind those that A and B lie among."""
 
-    def __init__(self, arena: Arena) -> None:
-        self._arena, self._granule = arena, 1024
+    def __init__(self, arena: Arena, first: int = 1024) -> None:
+        self._arena, self._granule = arena, first
         self._generator = torch.Generator().manual_seed(1)
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> int:
@@ -305,8 +359,23 @@ class Placing:
     def ids(self, ids: list[int]) -> int:
         return self._put(torch.tensor(ids, dtype=torch.int32))
 
-    def _put(self, values: Tensor) -> int:
-        found, self._granule = self._granule, self._granule + -(-values.nbytes // GRANULE_BYTES)
+    def segment(self, ranks: list[int], num_features: int) -> int:
+        """Puts a matrix of each expert, behind the index that says where; returns its granule."""
+        index = torch.zeros(len(ranks), 4, dtype=torch.int32)
+        index[:, 2] = torch.tensor([1.0]).view(torch.int32)
+        first = self._put(index)
+        for row, rank in zip(index, ranks, strict=True):
+            if rank > 0:
+                values = torch.randn(rank, num_features, generator=self._generator) * 0.1
+                row[0] = self._put(values.to(self._arena.flat.dtype)) - first
+                row[1] = rank
+        self._put(index, first)
+        return first
+
+    def _put(self, values: Tensor, place: int | None = None) -> int:
+        found = self._granule if place is None else place
+        if place is None:
+            self._granule += -(-values.nbytes // GRANULE_BYTES)
         there = self._arena.flat.view(torch.uint8)[found * GRANULE_BYTES :][: values.nbytes]
         there.copy_(values.contiguous().view(-1).view(torch.uint8))
         return found

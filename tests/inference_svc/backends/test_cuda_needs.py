@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bench.gpu_launches import META, launches, noted_kernels
+from bench.gpu_launches import META, Launch, launches, noted_kernels
 from inference_svc.adapters.targets import lora_groups
 from inference_svc.backends import cuda_needs
 from inference_svc.backends.cuda import CudaBackend
@@ -78,14 +78,21 @@ def live_bytes() -> Iterator[LiveBytes]:
         {"vocab_size": 8192},
         {"hidden_size": 256},
         {"hidden_size_per_layer_input": 256},
+        {"moe_intermediate_size": 256},
+        {"num_experts_per_tok": 5, "hidden_size": 256},
     ],
     ids=str,
 )
 def model(tmp_path: Path, request: pytest.FixtureRequest) -> Model:
-    """Models whose attention, feed-forward, head, residual stream and what layers are told of
-    tokens takes most."""
-    told = "hidden_size_per_layer_input" in request.param
-    name = next(each for each in FEATURES if each.startswith("gemma4" if told else "qwen3"))
+    """Models whose attention, feed-forward, head, residual stream, what layers are told of tokens,
+    experts and what these read take most."""
+    beginnings = {
+        "hidden_size_per_layer_input": "gemma4, larger",
+        "moe_intermediate_size": "qwen3 experts",
+        "num_experts_per_tok": "qwen3 experts",
+    }
+    begins = next((beginnings[key] for key in request.param if key in beginnings), "qwen3, norms")
+    name = next(each for each in FEATURES if each.startswith(begins))
     description = make_decoder(name, tmp_path, **request.param)
     return Model.make(description, torch.float32, torch.device("cpu"))
 
@@ -122,10 +129,17 @@ def peak_bytes(backend: CudaBackend, num_tokens: int, *, has_decodes: bool) -> i
     return live.peak
 
 
+def choose_the_first(launch: Launch) -> None:
+    """Writes what kernels read that torch's operations read, too: tokens of pairs."""
+    tokens = launch.arguments.get("tokens")
+    if isinstance(tokens, torch.Tensor):
+        tokens.zero_()
+
+
 @pytest.mark.parametrize("lora_targets", [(), ("q_proj",), ("o_proj", "lm_head")], ids=str)
 @pytest.mark.parametrize("num_tokens", [MAX_ROWS, 64, 512])
 def test_a_step_takes_no_more(model, num_tokens, lora_targets):
-    with noted_kernels(lambda launch: None):
+    with noted_kernels(choose_the_first):
         backend = model.fixed(None, is_warm=False, max_tokens=num_tokens, lora_targets=lora_targets)
         peak = peak_bytes(backend, num_tokens, has_decodes=True)
     config = config_of(num_tokens, lora_targets=lora_targets)
@@ -149,11 +163,13 @@ def test_recorded_kernels_are_counted(tmp_path, feature):
     model = Model.make(description, torch.bfloat16, META)
     num_groups = len(lora_groups(model.arena.layout))
     for kind, max_added_tokens in product(StepKind, (0, 7)):
-        backend = model.fixed(lambda compute: None, max_added_tokens=max_added_tokens)
+        with noted_kernels(choose_the_first):
+            backend = model.fixed(lambda compute: None, max_added_tokens=max_added_tokens)
         with launches() as noted:
             backend._decode(1, kind)
         names = [launch.name for launch in noted.launches]
-        counted = len(names) + (cuda_needs.PRODUCT_NODES - 1) * names.count("linear")
+        num_products = names.count("linear") + names.count("mm")
+        counted = len(names) + (cuda_needs.PRODUCT_NODES - 1) * num_products
         counted += names.count("pad")  # it fills, and copies
         planned = cuda_needs.recorded_nodes(
             description, kind, num_groups, adds_tokens=max_added_tokens > 0
