@@ -43,7 +43,10 @@ class Traffic(NamedTuple):
 def traffic(launch: Launch, step: Step) -> Traffic:
     """Counts one launch of `step`. Raises KeyError for a kernel that is not known here."""
     if launch.name in ELEMENTWISE:
-        return Traffic(0, _sizes(*launch.tensors), _sizes(*launch.outputs))
+        weights = {id(tensor) for tensor in step.weights}
+        constant = sum(each.nbytes for each in launch.tensors if id(each) in weights)
+        read = (each for each in launch.tensors if id(each) not in weights)
+        return Traffic(constant, _sizes(*read), _sizes(*launch.outputs))
     return COUNTS[launch.name](launch.arguments, step)
 
 
@@ -68,6 +71,43 @@ def _linear(a: Arguments, step: Step) -> Traffic:
     x, weight = a["0"], a["1"]
     constant = sum(_sizes(weight, a.get("2")))
     return Traffic(constant, _sizes(x), (len(x) * len(weight) * x.itemsize,))
+
+
+def _mm(a: Arguments, step: Step) -> Traffic:
+    x, weight = a["0"], a["1"]
+    return Traffic(weight.nbytes, _sizes(x), (4 * len(x) * weight.shape[1],))
+
+
+def _index_select(a: Arguments, step: Step) -> Traffic:
+    num_bytes = a["2"].numel() * a["0"].shape[1] * a["0"].itemsize
+    return Traffic(0, (num_bytes, *_sizes(a["2"])), (num_bytes,))
+
+
+def _route(a: Arguments, step: Step) -> Traffic:
+    constant = sum(_sizes(a["bias"], a["expert_scales"]))
+    return Traffic(constant, _sizes(a["logits"]), _sizes(a["experts"], a["weights"]))
+
+
+def _rank_pairs(a: Arguments, step: Step) -> Traffic:
+    return Traffic(0, _sizes(a["experts"]), _sizes(a["tokens"], a["starts"], a["rows"]))
+
+
+def _describe_pairs(a: Arguments, step: Step) -> Traffic:
+    return Traffic(0, _sizes(a["experts"], a["rows"]), _sizes(a["items"], a["slots"]))
+
+
+def _experts_linear(a: Arguments, step: Step) -> Traffic:
+    """All experts: a step of many rows reads them, and of few which, only its routing says."""
+    num_experts, itemsize = a["NUM_EXPERTS"], a["weight"].itemsize
+    constant = num_experts * a["weight"].stride(0) * itemsize
+    if a["bias"] is not None:
+        constant += num_experts * a["bias"].stride(0) * itemsize
+    return Traffic(constant, _sizes(a["x"], a["starts"]), _sizes(a["out"]))
+
+
+def _combine_experts(a: Arguments, step: Step) -> Traffic:
+    read = _sizes(a["x"], a["rows"], a["weights"], a["shared"], a["shared_logits"])
+    return Traffic(0, read, _sizes(a["out"]))
 
 
 def _embedding(a: Arguments, step: Step) -> Traffic:
@@ -175,6 +215,14 @@ ELEMENTWISE = {"add", "add_", "mul", "mul_", "div", "tanh", "floor", "log1p", "t
 """Operations of torch that read and write each element once."""
 COUNTS: dict[str, Callable[[Arguments, Step], Traffic]] = {
     "linear": _linear,
+    "mm": _mm,
+    "index_select": _index_select,
+    "route_kernel": _route,
+    "rank_pairs_kernel": _rank_pairs,
+    "describe_pairs_kernel": _describe_pairs,
+    "experts_linear_kernel": _experts_linear,
+    "combine_experts_kernel": _combine_experts,
+    "clamped_swiglu_kernel": _swiglu,
     "embedding": _embedding,
     "index_copy_": _index_copy,
     "copy_": _copy,

@@ -30,6 +30,12 @@ PRODUCT_SHARE = 0.85
 """How much of that a product of matrices reaches."""
 NUM_SMS = 132
 CTAS_PER_SM = {
+    "route_kernel": 32,
+    "rank_pairs_kernel": 4,
+    "describe_pairs_kernel": 16,
+    "experts_linear_kernel": 2,
+    "combine_experts_kernel": 21,
+    "clamped_swiglu_kernel": 16,
     "add_rms_norm_kernel": 4,
     "norm_rows_kernel": 4,
     "swiglu_kernel": 16,

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from bench.gpu_launches import META, Launch, launches
-from bench.gpu_run.model import make_arena, random_transformer, read_description, tables
+from bench.gpu_run.model import (
+    is_adapted,
+    make_arena,
+    random_transformer,
+    read_description,
+    tables,
+)
 from bench.gpu_run.sizes import LLAMA_8B
 from inference_svc import core
 from inference_svc.adapters.targets import applied_targets, build_layout
@@ -99,7 +105,7 @@ def trace(work: Workload, config: Mapping[str, Any] = LLAMA_8B) -> Step:
     prepared = backend.prepare(_batch(work))
     with launches() as noted:
         backend.forward(prepared)
-    targets = [target for target in layout.targets if target.layer is not None]
+    targets = [target for target in layout.targets if is_adapted(target)]
     features = sum(target.in_features + target.out_features for target in targets)
     return Step(
         work,
@@ -108,7 +114,7 @@ def trace(work: Workload, config: Mapping[str, Any] = LLAMA_8B) -> Step:
         list(tensors_of(weights)),
         tables(weights),
         [target.group.rpartition(".")[2] for target in layout.targets],
-        frozenset(index for index, t in enumerate(layout.targets) if t.layer is not None),
+        frozenset(index for index, t in enumerate(layout.targets) if is_adapted(t)),
         work.rank * features * DTYPE.itemsize,
     )
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 from google.protobuf.json_format import MessageToJson
 
-from inference_svc.adapters.layout import SEGMENT_KINDS, ModelLayout
+from inference_svc.adapters.layout import EXPERTS, SEGMENT_KINDS, ModelLayout
 from inference_svc.adapters.targets import build_layout
 from inference_svc.api.generate_call import checked_sampling
 from inference_svc.api.grpc.servicer import InferenceServicer, call_rules
@@ -221,6 +221,11 @@ def _model_facts(decoder: Decoder) -> ModelFacts:
         lora_targets=layout.modules,
         fused_targets=layout.fused_modules,
         may_add_tokens=decoder.layer_inputs is None,
+        expert_elements_per_rank=sum(
+            each.num_experts * (each.in_features + each.out_features)
+            for each in layout.targets
+            if each.kind == EXPERTS
+        ),
     )
 
 

@@ -45,6 +45,8 @@ from servicekit.settings.types import (
 MIB = 1 << 20
 CPU_SEQUENCES, CPU_BATCH_TOKENS = 64, 512
 CPU_ADAPTER_MEMORY, CPU_KV_MEMORY = 256 * MIB, 512 * MIB
+CPU_ADAPTER_SHARE = 4
+"""Adapters of experts take at most one part in so many of the memory that is left, by default."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PART = r"\w(?:\w|[.-](?=\w)){0,95}"
 _HUB_NAME = re.compile(rf"({_PART}/{_PART})(?:@({_PART}(?:/{_PART}){{0,3}}))?", re.ASCII)
@@ -173,9 +175,10 @@ class InferenceSettings(ServiceSettings):
     the bandwidth, into free memory or in place of less popular ones."""
 
     adapter_memory: Annotated[Bytes | None, MEMORY] = None
-    """Size of the arena, which holds the resident adapters. Unset: 256 MiB on CPU; on CUDA a tenth
-    of what the weights leave, at least two adapters of --max-rank and at most --max-loras of
-    them."""
+    """Size of the arena, which holds the resident adapters. Unset: 256 MiB on CPU, and for a
+    mixture of experts as much more as one adapter of --max-rank on all of them takes, up to a
+    quarter of the memory that is left; on CUDA a tenth of what the weights leave, at least two
+    adapters of --max-rank and at most --max-loras of them."""
 
     host_memory: Annotated[OptionalBytes | None, MEMORY] = None
     """Size of the host tier, which holds adapters one copy away from the arena. Unset: on CUDA four
@@ -340,8 +343,8 @@ class Machine:
 class ModelFacts:
     """What the model's config says; `kv_elements_per_token` are keys and values, `lora_targets` the
     last components of the names of what adapters may change, `fused_targets` those of modules that
-    compute several of these. Models with further tables of tokens have no place for those that
-    adapters add."""
+    compute several of these. `expert_elements_per_rank` are values of A and B, of all experts.
+    Models with further tables of tokens have no place for those that adapters add."""
 
     dtype: str
     max_position_embeddings: int
@@ -349,6 +352,7 @@ class ModelFacts:
     lora_targets: tuple[str, ...] = ()
     fused_targets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     may_add_tokens: bool = True
+    expert_elements_per_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +392,7 @@ def resolve(
     dtype = settings.dtype
     _check_length(settings, model)
     if device == "cpu":
-        sizes = _cpu_sizes(settings)
+        sizes = _cpu_sizes(settings, machine, model)
     else:
         assert fit_device is not None, "a device's sizes are to be chosen"
         sizes = fit_device(settings, machine)
@@ -459,16 +463,26 @@ def _max_model_len(settings: InferenceSettings, model: ModelFacts, kv_tokens: in
     return settings.max_model_len or min(model.max_position_embeddings, kv_tokens)
 
 
-def _cpu_sizes(settings: InferenceSettings) -> Sizes:
+def _cpu_sizes(settings: InferenceSettings, machine: Machine, model: ModelFacts) -> Sizes:
     most = settings.max_batch_tokens or CPU_SEQUENCES
     max_sequences = settings.max_sequences or min(CPU_SEQUENCES, most)
     return Sizes(
-        adapter_memory=settings.adapter_memory or CPU_ADAPTER_MEMORY,
+        adapter_memory=settings.adapter_memory or _cpu_adapter_memory(settings, machine, model),
         host_memory=settings.host_memory or 0,
         kv_memory=settings.kv_memory or CPU_KV_MEMORY,
         max_sequences=max_sequences,
         max_batch_tokens=settings.max_batch_tokens or max(CPU_BATCH_TOKENS, max_sequences),
     )
+
+
+def _cpu_adapter_memory(settings: InferenceSettings, machine: Machine, model: ModelFacts) -> int:
+    """Returns what adapters have by default: of a mixture of experts space for one that changes all
+    of them, within a part of what the machine has left."""
+    largest = settings.max_rank * model.expert_elements_per_rank * ITEM_BYTES[settings.dtype]
+    left_bytes = settings.memory_limit or machine.host_free_bytes
+    if left_bytes is not None:
+        largest = min(largest, left_bytes // CPU_ADAPTER_SHARE)
+    return CPU_ADAPTER_MEMORY + largest
 
 
 def to_engine_config(settings: InferenceSettings) -> EngineConfig:

@@ -49,8 +49,6 @@ target_modules = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up
 
 ## What is not served
 
-- Mixtures of experts, such as `Qwen3MoeForCausalLM` and `MixtralForCausalLM`: the architecture is
-  refused, or the key of the config that has experts.
 - Quantised checkpoints (`quantization_config`, or tensors of integers or fp8): serve the checkpoint
   that was quantised. Weights are read in fp64, fp32, fp16 and bf16.
 - Images and sounds: of models that take them the text part is served, and a message with any part

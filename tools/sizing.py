@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
-from inference_svc.adapters.extents import round_up
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.targets import layout_of
 from inference_svc.app import resolve_settings
@@ -49,13 +48,7 @@ class Adapters:
 
 def image_bytes(layout: ModelLayout, adapters: Adapters) -> int:
     """Returns the size of one adapter's image."""
-    sizes = [
-        round_up(adapters.rank * features * layout.dtype.itemsize)
-        for target in layout.targets
-        if target.name.rpartition(".")[2] in adapters.targets
-        for features in (target.in_features, target.out_features)
-    ]
-    return sum(sizes)
+    return layout.largest_image(adapters.rank, adapters.targets).num_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,14 @@ MODELS = {
     ),
     "Llama-3.1-8B": LLAMA_8B,
     "Qwen2.5-14B": _model("Qwen2", 152064, 5120, 13824, 48, (40, 8), 131072),
+    "Qwen3-30B-A3B": _model(
+        *("Qwen3Moe", 151936, 2048, 6144, 48, (32, 4), 40960),
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+    ),
     "Qwen3-32B": _model("Qwen3", 151936, 5120, 25600, 64, (64, 8), 40960, head_dim=128),
     "half of Llama-3.3-70B": _model(
         "Llama", 128256, 8192, 14336, 80, (32, 4), 131072, head_dim=128

@@ -16,7 +16,7 @@ from bench.gpu_run.context import Context
 from inference_svc import core
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.image_source import ImageHeader, Segment
-from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.layout import EXPERTS, LayoutTarget, ModelLayout
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.targets import applied_targets, build_layout
@@ -119,24 +119,29 @@ def context_bytes(decoder: Decoder, num_tokens: int, item_bytes: int) -> int:
 def make_arena(
     layout: ModelLayout, num_bytes: int, num_adapters: int, rank: int, device: torch.device
 ) -> Arena:
-    """An arena whose table says that it has adapters of `rank` on every projection of the layers;
-    all of them are its first bytes."""
+    """An arena whose table says that it has adapters of `rank` on every dense projection of the
+    layers; all of them are its first bytes."""
     arena = Arena(layout, num_bytes, max(1, num_adapters), rank, device)
     entries = [
         TableEntry(index, 0, 0, rank, target.in_features, target.out_features)
         for index, target in enumerate(layout.targets)
-        if target.layer is not None
+        if is_adapted(target)
     ]
     for slot in range(num_adapters):
         arena.table.set_row(slot, entries)
     return arena
 
 
+def is_adapted(target: LayoutTarget) -> bool:
+    """Returns whether these adapters change a target."""
+    return target.layer is not None and target.kind != EXPERTS
+
+
 def image_header(layout: ModelLayout, digest: str, rank: int) -> ImageHeader:
-    """An adapter of `rank` on every projection of the layers."""
+    """An adapter of `rank` on every dense projection of the layers."""
     segments, end = [], 0
     for index, target in enumerate(layout.targets):
-        if target.layer is None:
+        if not is_adapted(target):
             continue
         for kind, features in (("a", target.in_features), ("b", target.out_features)):
             length = rank * features * layout.dtype.itemsize

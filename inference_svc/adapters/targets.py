@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -37,6 +38,7 @@ def layout_of(config: EngineConfig, decoder: Decoder) -> ModelLayout:
     return build_layout(decoder, config.base_model, dtype)
 
 
+@lru_cache(maxsize=4)
 def build_layout(decoder: Decoder, base_model: str, dtype: torch.dtype) -> ModelLayout:
     """Returns the targets of a decoder, by the names of Hugging Face's modules."""
     hidden, vocab = decoder.hidden_size, decoder.vocab_size

@@ -183,14 +183,16 @@ class _ShrunkBytes(NamedTuple):
     def by(self, role: str, num_tokens: int) -> int:
         """Returns the bytes of the widest of the groups of all layers that are called so."""
         found = (group for name, group in self.groups.items() if _role_of(name) == role)
-        return max((self._of(group, num_tokens) for group in found), default=0)
+        # Layers mostly have the same.
+        shapes = {(group.in_features, len(group.targets)) for group in found}
+        return max((self._of(*shape, num_tokens) for shape in shapes), default=0)
 
-    def _of(self, group: LoraGroup, num_tokens: int) -> int:
+    def _of(self, in_features: int, num_targets: int, num_tokens: int) -> int:
         num_split = max(
-            min(num_tokens, tuned["split_tokens"]) * -(-group.in_features // tuned["chunk"])
+            min(num_tokens, tuned["split_tokens"]) * -(-in_features // tuned["chunk"])
             for tuned in tuning.all_constants("shrink")
         )
-        return 4 * MAX_PARTS * max(num_tokens, num_split) * len(group.targets) * self.rank
+        return 4 * MAX_PARTS * max(num_tokens, num_split) * num_targets * self.rank
 
 
 def _role_of(group: str) -> str:

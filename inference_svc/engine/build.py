@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,7 @@ from inference_svc.engine.admission import Admission
 from inference_svc.engine.commands import Commands
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.inspect import Inspect, InspectImage
-from inference_svc.engine.memory_budget import check_budgets
+from inference_svc.engine.memory_budget import check_budgets, human
 from inference_svc.engine.pages import PagePool
 from inference_svc.engine.profiler import StepProfiler
 from inference_svc.engine.runner import Runner
@@ -41,6 +42,8 @@ from inference_svc.model.base_hashes import hashing_base
 from inference_svc.model.description import Decoder
 from inference_svc.model.headers import tower_modules
 from inference_svc.model.weights import check_tensors
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,11 @@ def _make_residency(
     host: HostTier | None,
 ) -> tuple[Puller, Residency]:
     largest = layout.largest_image(config.max_lora_rank, config.lora_targets)
+    logger.info(
+        "the largest adapter of --max-rank %d takes %s, and --adapter-memory is %s",
+        *(config.max_lora_rank, human(largest.num_bytes), human(config.arena_bytes)),
+        extra={"largest_bytes": largest.num_bytes, "arena_bytes": config.arena_bytes},
+    )
     slots = Slots(config.arena_bytes, config.max_loras, largest)
     # One more, so that prefetching takes no thread from what requests wait for.
     check = partial(layout.check_contents, max_added_tokens=config.max_added_tokens)

@@ -29,7 +29,7 @@ def find_machine(settings: InferenceSettings) -> Machine:
     from inference_svc.config import Machine  # an engine runs without pydantic, too
 
     if settings.device == "cpu" or not torch.cuda.is_available():
-        return Machine(has_cuda=False)
+        return Machine(has_cuda=False, host_free_bytes=available_bytes())
     host_bytes = available_bytes()
     if settings.host_memory_limit is not None:
         host_bytes = max(0, settings.host_memory_limit - resident_bytes())

@@ -7,9 +7,9 @@ Projections that read the same input are one parameter: q, k and v in `qkv`, gat
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -65,10 +65,10 @@ class Role(enum.Enum):
     NUMBERS = "numbers"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Parameter:
     """A part of the decoder, and the tensors of the checkpoint that it is made of, in the `forms`
-    that these may have.
+    that these may have: made when they are asked for, as experts have thousands.
 
     `key` is such as "layers.0.qkv", of a norm its module; `members` maps the modules that adapters
     know to their sizes. `in_size` is 0 of what has one dimension.
@@ -77,12 +77,16 @@ class Parameter:
     key: str
     role: Role
     num_rows: int
-    forms: tuple[Form, ...]
+    make_forms: Callable[[], Iterable[Form]] = field(repr=False, compare=False)
     members: Mapping[str, int] = field(default_factory=dict)
     in_size: int = 0
     has_bias: bool = False
     layer: int | None = None
     norm: Norm | None = None
+
+    @cached_property
+    def forms(self) -> tuple[Form, ...]:
+        return tuple(self.make_forms())
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """In memory, where a scalar is a number."""
@@ -99,7 +103,8 @@ class Parameter:
         return next(found, self.forms[0])
 
 
-def parameters(decoder: Decoder) -> list[Parameter]:
+@lru_cache(maxsize=4)
+def parameters(decoder: Decoder) -> tuple[Parameter, ...]:
     """Returns all parameters of a decoder, in order of use."""
     found = [_table("embedding", EMBED_TOKENS, decoder.vocab_size, decoder.hidden_size)]
     if decoder.layer_inputs is not None:
@@ -110,7 +115,7 @@ def parameters(decoder: Decoder) -> list[Parameter]:
     if not decoder.head.is_tied:
         head = Projection("head", (Member(LM_HEAD, decoder.vocab_size),), decoder.hidden_size)
         found.append(_projection_parameter(head, lambda module: module))
-    return found
+    return tuple(found)
 
 
 def weights_bytes(decoder: Decoder, dtype: torch.dtype) -> int:
@@ -185,7 +190,7 @@ def _block_parameters(block: Block, layer: int) -> Iterator[Parameter]:
     yield from norms(block.layer_input_post_norm)
     if block.scalar:
         form = {path(block.scalar): Piece((1,))}
-        yield Parameter(f"layers.{layer}.scalar", Role.SCALAR, 1, (form,), layer=layer)
+        yield Parameter(f"layers.{layer}.scalar", Role.SCALAR, 1, lambda: [form], layer=layer)
 
 
 def _experts_parameters(experts: Experts, layer: int) -> Iterator[Parameter]:
@@ -204,11 +209,11 @@ def _experts_parameters(experts: Experts, layer: int) -> Iterator[Parameter]:
 
 def _table(key: str, module: str, num_rows: int, size: int) -> Parameter:
     form = {f"{module}.weight": Piece((num_rows, size))}
-    return Parameter(key, Role.TABLE, num_rows, (form,), {module: num_rows}, size)
+    return Parameter(key, Role.TABLE, num_rows, lambda: [form], {module: num_rows}, size)
 
 
 def _numbers(name: str, size: int, layer: int) -> Parameter:
-    return Parameter(name, Role.NUMBERS, size, ({name: Piece((size,))},), layer=layer)
+    return Parameter(name, Role.NUMBERS, size, lambda: [{name: Piece((size,))}], layer=layer)
 
 
 def _norm_parameter(key: str, norm: Norm, layer: int | None = None) -> Parameter:
@@ -216,25 +221,28 @@ def _norm_parameter(key: str, norm: Norm, layer: int | None = None) -> Parameter
     tensor = norm.tensor if layer is None or not norm.tensor else layer_path(layer, norm.tensor)
     form = {tensor or f"{path}.weight": Piece((norm.size,))}
     members = {} if tensor else {path: norm.size}
-    return Parameter(key, Role.NORM, norm.size, (form,), members, layer=layer, norm=norm)
+    return Parameter(key, Role.NORM, norm.size, lambda: [form], members, layer=layer, norm=norm)
 
 
 def _projection_parameter(
     projection: Projection, path_of: Callable[[str], str], layer: int | None = None
 ) -> Parameter:
-    names = [(member.module, *member.others) for member in projection.stored]
-    sizes = [member.out_features for member in projection.stored]
-    # All have the names of one release of transformers; published files those of earlier ones.
-    forms = [
-        _rows_form([path_of(each[min(index, len(each) - 1)]) for each in names], sizes, projection)
-        for index in reversed(range(max(map(len, names))))
-    ]
     members = {path_of(member.module): member.out_features for member in projection.members}
     key = projection.name if layer is None else f"layers.{layer}.{projection.name}"
     return Parameter(
-        *(key, Role.PROJECTION, projection.num_rows, tuple(forms)),
+        *(key, Role.PROJECTION, projection.num_rows, partial(_linear_forms, projection, path_of)),
         *(members, projection.in_features, projection.has_bias, layer),
     )
+
+
+def _linear_forms(projection: Projection, path_of: Callable[[str], str]) -> Iterator[Form]:
+    """Yields the tensors by the names of one release of transformers after the other; published
+    files have those of earlier ones."""
+    names = [(member.module, *member.others) for member in projection.stored]
+    sizes = [member.out_features for member in projection.stored]
+    for index in reversed(range(max(map(len, names)))):
+        paths = [path_of(each[min(index, len(each) - 1)]) for each in names]
+        yield _rows_form(paths, sizes, projection)
 
 
 def _rows_form(paths: Sequence[str], sizes: Sequence[int], projection: Projection) -> Form:
@@ -266,20 +274,22 @@ def _put_bias(start: int, sink: Sink, values: Tensor, expert: int) -> None:
 def _stacked_parameter(projection: ExpertsProjection, layer: int) -> Parameter:
     """Returns the parameter of a projection of all experts, which lie below each other in it, each
     on as many rows as products want."""
-    step = padded_rows(projection.out_features)
-    stacked = _stacked_form(projection, step, partial(layer_path, layer))
-    apart = [
-        _apart_form(projection, step, index, partial(layer_path, layer))
-        for index in reversed(range(1 + min(len(each.others) for each in projection.members)))
-    ]
-    forms = (stacked,) if projection.is_interleaved else (*apart, stacked)
     return Parameter(
         *(f"layers.{layer}.{projection.name}", Role.PROJECTION, projection.num_rows),
-        forms,
+        partial(_experts_forms, projection, layer),
         in_size=projection.in_features,
         has_bias=projection.has_bias,
         layer=layer,
     )
+
+
+def _experts_forms(projection: ExpertsProjection, layer: int) -> Iterator[Form]:
+    """Yields the tensors of experts one by one, by each of their names, and of all in one."""
+    step, path_of = padded_rows(projection.out_features), partial(layer_path, layer)
+    num_names = 1 + min(len(each.others) for each in projection.members)
+    for index in reversed(range(0 if projection.is_interleaved else num_names)):
+        yield _apart_form(projection, step, index, path_of)
+    yield _stacked_form(projection, step, path_of)
 
 
 def _apart_form(

@@ -318,8 +318,8 @@ class _Assembly(Generic[P]):
     ) -> None:
         self._decoder, self._dtype, self._device = decoder, dtype, device
         self._projections = projections
-        self._parameter_of = {
-            name: parameter
+        self._forms = {
+            name: (parameter, form)
             for parameter in parameters(decoder)
             for form in parameter.forms
             for name in form
@@ -329,19 +329,19 @@ class _Assembly(Generic[P]):
         self._num_bytes = 0
 
     def __contains__(self, tensor_name: str) -> bool:
-        return tensor_name in self._parameter_of
+        return tensor_name in self._forms
 
     def reads_parts(self, tensor_name: str) -> bool:
         """Returns whether a tensor is read part by part: all of it may be gigabytes."""
-        form = self._parameter_of[tensor_name].form((tensor_name,))
+        _, form = self._forms[tensor_name]
         return form[tensor_name].num_experts > 0
 
     def add(self, tensor_name: str, tensor: Stored) -> None:
-        parameter = self._parameter_of[tensor_name]
+        parameter, form = self._forms[tensor_name]
         reading = self._reading.get(parameter.key)
         if reading is None:
-            pieces = dict(parameter.form((tensor_name,)))
-            reading = self._reading[parameter.key] = _Reading(self._empty(parameter), pieces)
+            reading = _Reading(self._empty(parameter), dict(form))
+            self._reading[parameter.key] = reading
         piece = reading.left.pop(tensor_name)
         if piece.put is None:
             reading.made.copy_(tensor[:])
@@ -461,7 +461,7 @@ def _tensors(model_dir: Path, wrapper: Wrapper) -> list[TextTensor]:
     return list(found.values())
 
 
-def _check(tensors: list[TextTensor], parameters: list[Parameter], unused: tuple[str, ...]) -> None:
+def _check(tensors: list[TextTensor], parameters: tuple[Parameter, ...], unused: tuple[str, ...]) -> None:
     names = {tensor.name for tensor in tensors}
     forms = (each.form(names) for each in parameters)
     shapes = {name: piece.shape for form in forms for name, piece in form.items()}

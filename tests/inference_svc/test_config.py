@@ -185,3 +185,20 @@ def test_dtype_that_is_not_computed(model: Path) -> None:
 def test_impossible_settings(model: Path, args: list[str], machine: Machine, message: str) -> None:
     with pytest.raises(InvalidSetting, match=message):
         resolve(parse(model, *args), machine, MODEL, fit)
+
+
+def test_adapters_of_experts_have_space_for_one_of_all_experts(model: Path) -> None:
+    """Up to a quarter of what the machine has left, or may use."""
+    facts = dataclasses.replace(MODEL, expert_elements_per_rank=MIB)
+    largest = 8 * MIB * 2  # of rank 8, in bf16
+
+    for machine, args, expected in (
+        (CPU, (), largest),
+        (Machine(False, host_free_bytes=32 * MIB), (), 8 * MIB),
+        (CPU, ("--memory-limit", "40MiB"), 10 * MIB),
+    ):
+        settings = parse(model, "--device", "cpu", "--max-rank", "8", *args)
+        found = resolve(settings, machine, facts).adapter_memory
+        assert found == 256 * MIB + expected
+    given = parse(model, "--device", "cpu", "--adapter-memory", "1MiB")
+    assert resolve(given, CPU, facts).adapter_memory == MIB
