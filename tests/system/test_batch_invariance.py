@@ -35,8 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-OTHERS = ("gemma3", "gemma4", "phi3", "cohere2")
-"""Models beside Llama, with windows, two rotations, parts of heads, halves side by side."""
+OTHERS = ("gemma3", "gemma4", "phi3", "cohere2", "qwen2-moe", "gpt-oss")
+"""Models beside Llama: windows, two rotations, parts of heads, halves side by side, experts."""
 RUNS = [("llama", case) for case in CASES] + [
     (kind, case) for kind in OTHERS for case in list(CASES)[1:6]
 ]
