@@ -21,6 +21,7 @@ from adapter_store.images.compile import Image, compile_image
 from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.layout import EXPERTS, ModelLayout
 from inference_svc.adapters.targets import build_layout
+from inference_svc.core import Part, combination_digest
 from inference_svc.errors import CorruptImage
 from inference_svc.model.architectures import load_description
 from inference_svc.store.convert import to_pull_message
@@ -41,7 +42,7 @@ Parts = dict[str, tuple[torch.Tensor, torch.Tensor]]
 def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     """A model with one adapter, as PEFT saves parameters, and what others would save of it."""
     kind, folder = request.param, tmp_path_factory.mktemp("experts")
-    spec = AdapterSpec("fused", RANK, [], {"target_parameters": PARAMETERS[kind]})
+    spec = AdapterSpec("fused", RANK, [], {"target_parameters": list(PARAMETERS[kind][:2])})
     zoo = make_zoo(kind, folder, [spec])
     whole = zoo.adapter_dirs["fused"]
     num_experts = load_description(zoo.model_dir).mixtures[0].num_experts
@@ -149,6 +150,20 @@ def test_each_form_gives_the_oracles_tokens(zoo: Zoo, start: Callable, native: b
         expected = zoo.greedy("fused", prompt, 64)
         for name in zoo.adapter_dirs:
             assert running.result(f"{name} {index}")[0] == expected, name
+    running.check_idle()
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
+def test_a_sum_of_halves_is_the_whole(zoo: Zoo, start: Callable, native: bool) -> None:
+    """One adapter in two forms, each half of it, beside the whole and the base model."""
+    running = start(zoo, max_model_len=512, native_kernels=native)
+    halves = tuple(Part(running.digests[name], 0.5) for name in ("fused", "stacks"))
+    prompt = prompts(2, seed=3)[1]
+    for name, adapter in (("sum", combination_digest(halves)), ("one", "apart"), ("base", "")):
+        running.submit(name, prompt, adapter)
+    assert running.result("sum")[0] == zoo.greedy("fused", prompt, 64)
+    assert running.result("one")[0] == zoo.greedy("fused", prompt, 64)
+    assert running.result("base")[0] == zoo.greedy("", prompt, 64)
     running.check_idle()
 
 

@@ -283,20 +283,21 @@ SPECS = (
     AdapterSpec("embed", 4, ["embed_tokens", "lm_head", "o_proj"]),
 )
 
-_EXPERTS_OF_MLP = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-PARAMETERS: dict[str, list[str]] = {
-    **dict.fromkeys(("qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "glm4-moe"), _EXPERTS_OF_MLP),
-    "gpt-oss": _EXPERTS_OF_MLP,
-    "gemma4-moe": ["experts.gate_up_proj", "experts.down_proj"],
+_EXPERTS_OF_MLP = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+_WITH_GATE = (*_EXPERTS_OF_MLP, "mlp.gate.weight")
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "glm4-moe"), _WITH_GATE),
+    "gpt-oss": (*_EXPERTS_OF_MLP, "mlp.router.weight"),
+    "gemma4-moe": ("experts.gate_up_proj", "experts.down_proj"),
 }
-"""The parameters of experts of a model; PEFT wants all adapters to change the same ones."""
+"""The parameters of experts and routers of a model; PEFT wants all adapters to change the same."""
 
 
 def specs_of(kind: str) -> Sequence[AdapterSpec]:
     """Returns adapters of a model: of its experts, too, if it has any."""
     if kind not in PARAMETERS:
         return SPECS
-    experts = {"target_parameters": PARAMETERS[kind]}
+    experts = {"target_parameters": list(PARAMETERS[kind])}
     attention, ranks = ["q_proj", "k_proj", "v_proj", "o_proj"], {"experts.down_proj": 5}
     return (
         AdapterSpec("r1", 1, ["q_proj", "v_proj"]),
