@@ -461,7 +461,9 @@ def _tensors(model_dir: Path, wrapper: Wrapper) -> list[TextTensor]:
     return list(found.values())
 
 
-def _check(tensors: list[TextTensor], parameters: tuple[Parameter, ...], unused: tuple[str, ...]) -> None:
+def _check(
+    tensors: list[TextTensor], parameters: tuple[Parameter, ...], unused: tuple[str, ...]
+) -> None:
     names = {tensor.name for tensor in tensors}
     forms = (each.form(names) for each in parameters)
     shapes = {name: piece.shape for form in forms for name, piece in form.items()}
