@@ -178,7 +178,7 @@ class InferenceSettings(ServiceSettings):
     """Size of the arena, which holds the resident adapters. Unset: 256 MiB on CPU, and for a
     mixture of experts as much more as one adapter of --max-rank on all of them takes, up to a
     quarter of the memory that is left; on CUDA a tenth of what the weights leave, at least two
-    adapters of --max-rank and at most --max-loras of them."""
+    adapters of --max-rank (of a mixture up to a quarter of it) and at most --max-loras of them."""
 
     host_memory: Annotated[OptionalBytes | None, MEMORY] = None
     """Size of the host tier, which holds adapters one copy away from the arena. Unset: on CUDA four

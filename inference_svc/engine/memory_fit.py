@@ -28,6 +28,8 @@ HALVINGS = 5
 """How often these two may be halved, together."""
 STEP_SHARE, ARENA_SHARE = 8, 10
 """A step takes at most one part in so many of what the weights leave, the arena one."""
+LARGEST_SHARE = 4
+"""Space for adapters of all experts takes at most one part in so many of it."""
 SPARE_SHARE = 100
 """One part in so many of the device is left free: what others take of it varies."""
 HOST_ARENAS, HOST_SHARE = 4, 4
@@ -91,16 +93,21 @@ class _Fit:
 
     def _arena_bytes(self, sizes: Sizes) -> int:
         """A tenth of what the weights leave, no more than all adapters can take, and at least so
-        much that the largest one can be pinned beside another."""
+        much that the largest one can be pinned beside another; adapters of all experts, which take
+        gigabytes, within a part of it."""
         if not self.settings.store:
             return NO_ADAPTERS_BYTES
         largest = self._largest_image
         # An image that fits into no hole is cut at its targets: part of a hole may be left over.
         ends = (*largest.cuts[1:], largest.num_bytes)
         widest_bytes = max(end - cut for cut, end in zip(largest.cuts, ends, strict=True))
-        share_bytes = self._left_bytes(sizes) // ARENA_SHARE
+        left_bytes = self._left_bytes(sizes)
+        share_bytes = left_bytes // ARENA_SHARE
         wanted_bytes = min(share_bytes, self.settings.max_loras * largest.num_bytes)
-        return max(wanted_bytes, 2 * (largest.num_bytes + widest_bytes))
+        two_bytes = 2 * (largest.num_bytes + widest_bytes)
+        if self.decoder.mixtures:
+            two_bytes = min(two_bytes, max(left_bytes, 0) // LARGEST_SHARE)
+        return max(wanted_bytes, two_bytes)
 
     def _host_bytes(self, arena_bytes: int) -> int:
         """Several arenas, a part of the host's memory, and at least one adapter: all of them pass
