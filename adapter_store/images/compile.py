@@ -12,11 +12,11 @@ import hashlib
 import math
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -168,25 +168,33 @@ def _segments_by_part(plan: ImagePlan) -> Iterator[list[_Sourced]]:
         yield inside
 
 
+class _Output(NamedTuple):
+    """Which columns of a saved matrix become which values of an image, transposed or not: `values`
+    is [rows, columns] of integers as wide as the segment's dtype. `places` is of the matrix's rows,
+    which are not transposed."""
+
+    columns: Selection
+    is_transposed: bool
+    places: NDArray[np.int64] | None
+    values: NDArray[Any]
+
+
 class _Source(NamedTuple):
-    """A saved matrix and how it becomes values of a segment: which of its rows and columns, as they
-    are saved, transposed or not, scaled; `places` is of its rows, which are not transposed."""
+    """Rows of a saved matrix, which are read once, scaled, and become values of several pieces of a
+    segment, as matrices of experts do that are saved as columns of one; of none if the rows are
+    only hashed."""
 
     matrix: Matrix
     rows: Selection
-    columns: Selection
-    is_transposed: bool
     scale: float
-    places: NDArray[np.int64] | None
+    outputs: tuple[_Output, ...]
 
 
 class _Rows(NamedTuple):
-    """Some rows of a saved matrix: where they lie, and which of them, `kept`, become rows (or,
-    transposed, columns) of their piece of a segment from `start` on. `output` is that piece,
-    [rows, columns] of integers as wide as its dtype; None if the rows are only hashed."""
+    """Some rows of a source: where they lie, and which of them, `kept`, become rows (or,
+    transposed, columns) of its outputs from `start` on."""
 
     source: _Source
-    output: NDArray[Any] | None
     num_values: int
     kept: slice | NDArray[np.int64]
     start: int
@@ -218,15 +226,13 @@ class _PartCompiler:
         if not is_final or self.hashes is not None:
             for dtype in dict.fromkeys(segment.dtype for segment, _ in segments):
                 pieces = [each for each in segments if each[0].dtype is dtype]
-                self._fill(list(_pieces(data, start, pieces, is_final=is_final)), dtype)
+                self._fill(_sources(data, start, pieces, is_final=is_final), dtype)
         return ImagePart(index, start, end, b"" if is_final else hashlib.sha256(data.data).digest())
 
-    def _fill(self, pieces: Sequence[tuple[_Source, NDArray[Any] | None]], dtype: DataType) -> None:
+    def _fill(self, sources: Iterable[_Source], dtype: DataType) -> None:
         """Fills pieces of segments, which are of this type."""
         all_rows = self.hashes is not None
-        read = chain.from_iterable(
-            _split(source, output, all_rows=all_rows) for source, output in pieces
-        )
+        read = chain.from_iterable(_split(source, all_rows=all_rows) for source in sources)
         hashers: defaultdict[str, Any] = defaultdict(hashlib.sha256)
         for run in group_adjacent(read, CHUNK_BYTES):
             data = _read_bytes.take(sum(rows.length_bytes for rows in run))
@@ -237,7 +243,7 @@ class _PartCompiler:
                     piece = data[position : position + rows.length_bytes]
                     hashers[rows.source.matrix.record.key].update(piece.data)
                     position += rows.length_bytes
-            if run[0].output is not None:
+            if run[0].source.outputs:
                 _compile_run(data, run, TORCH_DTYPES[dtype])
         if self.hashes is not None:
             self.hashes.update((key, sha256.digest()) for key, sha256 in hashers.items())
@@ -257,36 +263,46 @@ def _fill_gaps(data: NDArray[np.uint8], start: int, segments: Sequence[_Sourced]
     data[position:] = 0
 
 
-def _pieces(
+def _sources(
     data: NDArray[np.uint8], start: int, segments: Iterable[_Sourced], *, is_final: bool
-) -> Iterator[tuple[_Source, NDArray[Any] | None]]:
-    """Yields each piece of these segments with its values in `data`, a part's bytes, which begin at
-    `start` of the image; None if these are final."""
+) -> Iterator[_Source]:
+    """Yields what these segments are made of, with its values in `data`, a part's bytes, which
+    begin at `start` of the image; without outputs if these are final."""
     for segment, source in segments:
-        for piece in source.pieces:
-            output = None
-            if not is_final:
+        saved = ((_saved_rows(piece), piece) for piece in source.pieces)
+        for _, group in groupby(saved, key=_read_identity):
+            members = list(group)
+            outputs = []
+            for _, piece in members if not is_final else ():
                 begin = segment.offset - start + piece.offset
                 length = math.prod(piece.shape) * segment.dtype.itemsize
                 values = data[begin : begin + length].view(_INTEGERS[segment.dtype.itemsize])
-                output = values.reshape(piece.shape)
-            yield _source(piece), output
+                outputs.append(_output(piece, values.reshape(piece.shape)))
+            rows, piece = members[0]
+            yield _Source(piece.matrix, rows, piece.scale, tuple(outputs))
 
 
-def _source(piece: Piece) -> _Source:
-    """Returns a piece in terms of the matrix as it is saved."""
+def _saved_rows(piece: Piece) -> Selection:
+    """Returns which rows of the matrix, as it is saved, have values of the piece."""
     matrix = piece.matrix
-    rows: Selection = piece.rows
-    columns: Selection = piece.columns
-    if matrix.is_transposed:
-        rows, columns = columns, rows
-    return _Source(
-        matrix,
-        _compose(matrix.rows, rows),
-        _compose(matrix.columns, columns),
+    return _compose(matrix.rows, piece.columns if matrix.is_transposed else piece.rows)
+
+
+def _read_identity(saved: tuple[Selection, Piece]) -> Hashable:
+    """Is equal for pieces of which the same rows are read and scaled."""
+    rows, piece = saved
+    matrix = piece.matrix
+    chosen = rows if isinstance(rows, range) else rows.tobytes()
+    return matrix.record.key, matrix.offset, chosen, piece.scale
+
+
+def _output(piece: Piece, values: NDArray[Any]) -> _Output:
+    matrix = piece.matrix
+    return _Output(
+        _compose(matrix.columns, piece.rows if matrix.is_transposed else piece.columns),
         piece.is_transposed is not matrix.is_transposed,
-        piece.scale,
         piece.places,
+        values,
     )
 
 
@@ -296,7 +312,7 @@ def _compose(outer: range, inner: Selection) -> Selection:
     return outer.start + inner * outer.step
 
 
-def _split(source: _Source, output: NDArray[Any] | None, *, all_rows: bool) -> Iterator[_Rows]:
+def _split(source: _Source, *, all_rows: bool) -> Iterator[_Rows]:
     """Yields the rows to be read, a chunk at a time."""
     matrix, record = source.matrix, source.matrix.record
     num_columns = matrix.num_columns
@@ -312,7 +328,7 @@ def _split(source: _Source, output: NDArray[Any] | None, *, all_rows: bool) -> I
         last = min(first + step, last_read)
         kept, start = _kept_between(wanted, first, last)
         yield _Rows(
-            *(source, output, (last - first) * num_columns, kept, start),
+            *(source, (last - first) * num_columns, kept, start),
             *(record.file, record.dtype),
             *(matrix.offset + first * row_bytes, (last - first) * row_bytes),
         )
@@ -359,17 +375,18 @@ def _compile_run(data: NDArray[np.uint8], run: Sequence[_Rows], dtype: torch.dty
         position += rows.num_values
 
 
-def _kept(rows: _Rows, values: Any) -> Any:
-    """Returns what the segment has of these rows' values, as a matrix."""
+def _kept(rows: _Rows, values: Any, columns: Selection) -> Any:
+    """Returns what an output has of these rows' values, as a matrix."""
     matrix = values.reshape(-1, rows.source.matrix.num_columns)
-    columns = rows.source.columns
     if isinstance(columns, range):
         return matrix[rows.kept, columns.start : columns.stop : columns.step]
     return matrix[rows.kept][:, columns]
 
 
 def _check_finite(rows: _Rows, values: torch.Tensor) -> None:
-    if torch.isfinite(_kept(rows, values)).all():
+    if all(
+        torch.isfinite(_kept(rows, values, output.columns)).all() for output in rows.source.outputs
+    ):
         return
     key = rows.source.matrix.record.key
     raise IncompatibleAdapter(
@@ -381,16 +398,16 @@ def _check_finite(rows: _Rows, values: torch.Tensor) -> None:
 
 
 def _place(rows: _Rows, values: NDArray[Any]) -> None:
-    """Copies values to their place in the segment."""
-    assert rows.output is not None
-    kept = _kept(rows, values)
-    end = rows.start + len(kept)
-    if rows.source.places is not None:
-        rows.output[rows.source.places[rows.start : end]] = kept
-    elif rows.source.is_transposed:
-        _copy_transposed(kept, rows.output[:, rows.start : end])
-    else:
-        rows.output[rows.start : end] = kept
+    """Copies values to their places in the segment."""
+    for output in rows.source.outputs:
+        kept = _kept(rows, values, output.columns)
+        end = rows.start + len(kept)
+        if output.places is not None:
+            output.values[output.places[rows.start : end]] = kept
+        elif output.is_transposed:
+            _copy_transposed(kept, output.values[:, rows.start : end])
+        else:
+            output.values[rows.start : end] = kept
 
 
 def _copy_transposed(values: NDArray[Any], output: NDArray[Any]) -> None:

@@ -17,6 +17,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from adapter_store.checkpoint.files import RegularFile
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.core import DataType, Layout, OtherName, SegmentKind, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
@@ -426,6 +427,24 @@ def test_parameters_of_experts_are_pefts(tmp_path, kind, width, parameters):
     with pytest.raises(IncompatibleAdapter, match="experts") as caught:
         compile_image(checkpoint, dataclasses.replace(layout(1), targets=(Q_OF_FORMAT_1,)))
     assert caught.value.reason == "FORMAT_TOO_OLD"
+
+
+def test_a_parameter_is_read_once_to_be_compiled(tmp_path, monkeypatch):
+    """Not once for each expert."""
+    names = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    adapt(tmp_path, moe("qwen3", WIDTH), target_parameters=names)
+    checkpoint = open_checkpoint(tmp_path)
+    num_read = 0
+    read_into = RegularFile.read_into
+
+    def counted(file: RegularFile, offset: int, buffer: memoryview) -> None:
+        nonlocal num_read
+        num_read += buffer.nbytes
+        read_into(file, offset, buffer)
+
+    monkeypatch.setattr(RegularFile, "read_into", counted)
+    compile_image(checkpoint, moe_layout("qwen3", WIDTH))
+    assert num_read == sum(record.length_bytes for record in checkpoint.records)
 
 
 Q_OF_FORMAT_1 = Target(Q, 0, "qkv", TargetKind.LINEAR, HIDDEN, HIDDEN)
