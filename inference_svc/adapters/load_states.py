@@ -16,6 +16,10 @@ from inference_svc.adapters.pull import PullJob
 from inference_svc.errors import TRY_LATER, TRY_LATER_SEE_LOG
 from servicekit.telemetry.spans import SpanContext
 
+SLOW_PULL_BYTES_PER_S = 64 << 20
+"""How slowly an image may arrive without using up the time that requests wait for the store: half a
+gigabit per second, or a machine whose processors all compute."""
+
 
 class LoadState(enum.Enum):
     """QUEUED -> PULLING <-> NEEDS_PULL_ROOM -> ended, or with a host tier NEEDS_DEVICE_ROOM.
@@ -37,9 +41,10 @@ class Load:
     """One adapter on its way. Times are seconds on the monotonic clock.
 
     `store_wait_since_s` is when it began to wait for the store, moved forward by the time that it
-    waited for memory instead. `room_wait_since_s` is set while it waits for memory. `header` is
-    known once the pull has opened; `granted_s` is when that got memory to write to, None before.
-    `waited_s` is how long it has waited for a pull thread and for memory so far.
+    waited for memory instead, and by what an image of its size may take to arrive.
+    `room_wait_since_s` is set while it waits for memory. `header` is known once the pull has
+    opened; `granted_s` is when that got memory to write to, None before. `waited_s` is how long it
+    has waited for a pull thread and for memory so far.
     """
 
     started_s: float
@@ -85,7 +90,9 @@ class Load:
         assert self.state is LoadState.NEEDS_PULL_ROOM
         assert self.room_wait_since_s is not None
         room_wait_s = now_s - self.room_wait_since_s
-        self.store_wait_since_s += room_wait_s
+        assert self.header is not None
+        arrival_s = self.header.total_bytes / SLOW_PULL_BYTES_PER_S
+        self.store_wait_since_s += room_wait_s + arrival_s
         self.waited_s += room_wait_s
         self.state, self.room_wait_since_s, self.granted_s = LoadState.PULLING, None, now_s
 

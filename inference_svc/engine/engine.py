@@ -234,7 +234,8 @@ class Engine:
                     continue
             expiry_s = self._adapter_expiry_s(sequence)
             if expiry_s is not None and now_s >= expiry_s:
-                self._end(sequence, now_s, error=self._unavailable(sequence, now_s), expired=True)
+                error = self._unavailable(sequence, expiry_s, now_s)
+                self._end(sequence, now_s, error=error, expired=True)
             else:  # it may wait for the store again later
                 again_s = now_s + self.adapter_wait_s / 4
                 self._adapter_waits.add(sequence, again_s if expiry_s is None else expiry_s)
@@ -250,13 +251,15 @@ class Engine:
         since_s = min(waits.values())
         return max(since_s, sequence.adapter_wanted_s) + self.adapter_wait_s
 
-    def _unavailable(self, sequence: Sequence, now_s: float) -> ServiceError:
+    def _unavailable(self, sequence: Sequence, expiry_s: float, now_s: float) -> ServiceError:
         request = sequence.request
+        assert sequence.adapter_wanted_s is not None
         waits = self.combinations.store_waits_since_s(request.digest)
         digest = min(waits, key=waits.__getitem__)
         return AdapterUnavailable(
             f"adapter {_label(request, digest) or digest} was not loaded within "
-            f"{self.adapter_wait_s:g} s: {self.residency.wait_reason(digest, now_s)}",
+            f"{expiry_s - sequence.adapter_wanted_s:.3g} s: "
+            f"{self.residency.wait_reason(digest, now_s)}",
             subject="adapter",
         )
 
