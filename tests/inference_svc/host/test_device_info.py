@@ -22,7 +22,8 @@ def test_device_is_queried_only_if_it_may_be_used(
     monkeypatch.setattr(device_info, "available_bytes", lambda: 5000)
     monkeypatch.setattr(device_info, "resident_bytes", lambda: 400)
     (tmp_path / "config.json").write_text("{}")
-    assert find_machine(InferenceSettings(model=tmp_path, device="cpu")) == Machine(has_cuda=False)
+    on_cpu = find_machine(InferenceSettings(model=tmp_path, device="cpu"))
+    assert on_cpu == Machine(has_cuda=False, host_free_bytes=5000)
     assert not asked
     assert find_machine(InferenceSettings(model=tmp_path)) == Machine(True, 1000, 2000, 5000)
     limited = InferenceSettings(model=tmp_path, host_memory_limit=9000)
