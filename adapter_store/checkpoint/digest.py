@@ -7,8 +7,8 @@ no spaces, ASCII):
     ["<target>","<role>","<dtype>",[<shape>],"<sha256 of the raw bytes>"]
         ... one per tensor, sorted as lists
     {"alpha":{"<target>":<alpha>, ...},"experts":{"<target>":<number>, ...},
-     "invocation_tokens":[<token>, ...],"modules":{...},"rows":{"<target>":[<token>, ...], ...},
-     "scale":{"<target>":<scale>, ...},"use_rslora":true}
+     "invocation_tokens":[<token>, ...],"modules":{...},"order":{"<target>":"<order>", ...},
+     "rows":{"<target>":[<token>, ...], ...},"scale":{"<target>":<scale>, ...},"use_rslora":true}
 
 Roles are A [rank, in] and B [out, rank], embedding_A and embedding_B, and, of MLX-LM,
 A_transposed [in, rank] and B_transposed [rank, out]: with the same bytes and shapes they are
@@ -16,7 +16,9 @@ another adapter; B_bias [out] and, of DoRA, magnitude [out]; of what takes the p
 weights full, as the base has it, copy, the same where it was only saved along, on which verdicts
 depend, and rows [rows, features]. A target is the module's path in the language model, as its
 trainer called it; that of a bias of the base ends with ".bias". A and B of a parameter of several
-experts are parameter_A and parameter_B, those in stacks experts_A and experts_B.
+experts are parameter_A and parameter_B, those in stacks experts_A and experts_B; where only the
+release of PEFT that saved it says what its A has, "order" does, unless that are the inputs: "first"
+(the first dimension) before 0.19, "outputs" in 0.19.0.
 
 Roles and fields may be added; none ever changes what an adapter without them has.
 
@@ -41,7 +43,12 @@ from typing import Any
 from adapter_store.checkpoint.peft_config import AdapterConfig
 from adapter_store.checkpoint.tensor_keys import recorded_name
 from adapter_store.checkpoint.tensors import TargetWeights
-from adapter_store.checkpoint.weights import Changes, ExpertWeights, Replacement
+from adapter_store.checkpoint.weights import (
+    Changes,
+    ExpertWeights,
+    ParameterOrder,
+    Replacement,
+)
 
 DEFAULT_ALPHA = 8
 _CANONICAL = json.JSONEncoder(
@@ -99,6 +106,13 @@ def _maths(config: AdapterConfig, changes: Iterable[Changes]) -> dict[str, Any]:
     }
     if experts:
         maths["experts"] = experts
+    orders = {
+        recorded_name(each.module): each.order.value
+        for each in targets
+        if isinstance(each, ExpertWeights) and each.order is not ParameterOrder.INPUTS
+    }
+    if orders:
+        maths["order"] = orders
     rows = {
         recorded_name(each.module): list(each.row_ids)
         for each in replacements

@@ -12,7 +12,7 @@ Tinker calls gate, down and up w1, w2 and w3, and has both of w1 and w3.
 
 PEFT saves experts that are modules one by one, <experts>.<index>.<projection>; whether a model has
 these as one target only its layout says, see adapter_store.images.fit. Parameters of all experts:
-see adapter_store.checkpoint.parameters.
+see adapter_store.checkpoint.parameters. An adapter may have each projection in another form.
 
 Sources: tinker_cookbook/weights/{_adapter,_merge,_merge_utils}.py of tinker-cookbook 0.6.1;
 `LoRASwitchLinear` of mlx_lm/tuner/lora.py of MLX-LM 0.21 to 0.32; github.com/NVIDIA-NeMo/
@@ -31,6 +31,8 @@ from adapter_store.checkpoint.safetensors import TensorRecord
 from adapter_store.checkpoint.tensor_keys import TensorKey
 from adapter_store.checkpoint.weights import ExpertWeights, Matrix
 
+MAX_EXPERTS = 1 << 17
+"""Experts in all tensors of one adapter, and of one mixture."""
 PROJECTIONS: Mapping[str, str] = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """What some call the projections of an expert, and what most do."""
 
@@ -38,6 +40,7 @@ _STACK = re.compile(r"(?P<experts>(?:.+\.)?experts)\.(?P<projection>[^.]+)")
 _ONE = re.compile(
     r"(?P<experts>(?:.+\.)?experts)\.(?P<index>0|[1-9]\d{0,8})\.(?P<projection>[^.]+)"
 )
+_NUMBERED = re.compile(r"(?:.+\.)?experts\.(?P<index>-?\d+)\.[^.]+", re.ASCII)
 _TOGETHER = ("w1", "w3")
 
 
@@ -147,37 +150,68 @@ def _name(target: str) -> str:
     return f"{experts}.{PROJECTIONS.get(projection, projection)}"
 
 
-def check_stacks(stacks: Iterable[ExpertWeights], targets: Iterable[str]) -> None:
-    """Checks that no projection is there twice, nor in stacks and one by one, and none without the
-    one that belongs to it. `targets` are the names of what is no stack.
+def check_single(targets: Iterable[tuple[str, TensorRecord]]) -> Mapping[str, str]:
+    """Checks names of experts that are saved one by one, each with a tensor, and returns one of the
+    names for each projection.
+
+    Raises InvalidAdapter TENSOR_UNKNOWN or TENSOR_DUPLICATE, with the subject a tensor.
+    """
+    found: dict[str, str] = {}
+    projections: dict[str, str] = {}
+    for name, record in targets:
+        match = _NUMBERED.fullmatch(name) if "experts." in name else None
+        if match is None:
+            continue
+        expert = expert_module(name)
+        if expert is None or expert.expert >= MAX_EXPERTS:
+            raise refused(
+                *(record, "TENSOR_UNKNOWN"),
+                f"no mixture has an expert {match['index']}: they are numbered from 0 on, to "
+                f"{MAX_EXPERTS - 1} at most, without zeros before",
+            )
+        projection = _name(expert.stack)
+        first = found.setdefault(f"{expert.expert} {projection}", name)
+        if first != name:
+            detail = f"{first} has another tensor for this: save each expert once"
+            raise refused(record, "TENSOR_DUPLICATE", detail)
+        projections.setdefault(projection, name)
+    return projections
+
+
+def check_forms(
+    stacks: Iterable[ExpertWeights],
+    parameters: Iterable[ExpertWeights],
+    single: Mapping[str, str],
+) -> None:
+    """Checks that no projection is there twice, in one form or two, and none in a stack without the
+    one that belongs to it. `single` are those that are there one by one, as `check_single` says.
 
     Raises InvalidAdapter TENSOR_DUPLICATE, EXPERTS_MIXED or PAIR_INCOMPLETE, with the subject a
     tensor.
     """
     found: dict[str, ExpertWeights] = {}
-    modules: dict[str, ExpertWeights] = {}
     for stack in stacks:
         first = found.setdefault(stack.name, stack)
         if first is not stack:
             detail = f"{stack.name} has another tensor for this"
             raise refused(_record(stack), "TENSOR_DUPLICATE", detail)
-        modules.setdefault(stack.name.rpartition(".")[0], stack)
+    names = {name: f"{module}, which is of one" for name, module in single.items()}
+    for each in (*found.values(), *parameters):
+        if each.name in names:
+            raise refused(
+                *(_record(each), "EXPERTS_MIXED"),
+                f"all experts in one tensor, beside {names[each.name]}: save each projection in "
+                "one form",
+            )
+        names[each.name] = f"{_record(each).key}, which is, too"
     for stack in found.values():
         experts, _, projection = stack.module.rpartition(".")
         if projection not in _TOGETHER:
             continue
         other = next(name for name in _TOGETHER if name != projection)
-        if f"{stack.name.rpartition('.')[0]}.{PROJECTIONS[other]}" not in found:
+        if f"{stack.name.rpartition('.')[0]}.{PROJECTIONS[other]}" not in names:
             detail = f"there is no {experts}.{other} beside it, and Tinker trains both"
             raise refused(_record(stack), "PAIR_INCOMPLETE", detail)
-    for target in targets if modules else ():
-        expert = expert_module(target)
-        if expert is not None and expert.stack.rpartition(".")[0] in modules:
-            stack = modules[expert.stack.rpartition(".")[0]]
-            raise refused(
-                *(_record(stack), "EXPERTS_MIXED"),
-                f"all experts in one tensor, beside {target}, which is of one",
-            )
 
 
 def _record(stack: ExpertWeights) -> TensorRecord:

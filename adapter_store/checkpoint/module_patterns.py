@@ -163,7 +163,7 @@ class ModuleMatcher:
         }
         self._budget = budget
         self._entries = _entries(target_modules)
-        self._is_all_linear = (
+        self.is_all_linear = (
             isinstance(target_modules, str) and target_modules.lower() == ALL_LINEAR
         )
         self._target = _full_path_pattern("target_modules", target_modules, budget)
@@ -180,7 +180,7 @@ class ModuleMatcher:
         """Returns whether PEFT would adapt module `name`."""
         if self._is_excluded(name):
             return False
-        if self._is_all_linear:
+        if self.is_all_linear:
             return not is_embedding and name.rpartition(".")[2] != OUTPUT_LAYER
         if self._target is not None:
             return bool(self._budget.match(self._target, name, full=True))

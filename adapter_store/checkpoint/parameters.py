@@ -4,39 +4,46 @@
     <module>.lora_B.weight               [b, rank * experts], rank by rank
     <module>.base_layer.lora_A.weight    of another parameter of the module
 
-`<module>` holds the parameter, [experts, first, second]; which of the two are inputs, and which of
-them A has, depends on the model and on PEFT: before 0.18 A had the first, since 0.19.1 it has those
-that the model says are inputs, and others in between. Where both are of one size, the file does not
-tell, and what PEFT before 0.19.1 saved is refused.
+`<module>` holds the parameter, [experts, first, second]. A model's module says which are inputs:
+the second, or, where it `is_transposed`, the first. A has
+
+    PEFT to 0.18     the first, whichever these are
+    PEFT 0.19.0      the first, but of transposed parameters the second: always the outputs
+    PEFT from 0.19.1 the second, but of transposed parameters the first: always the inputs
+
+Models of Transformers before 5 do not say it, and PEFT takes theirs as not transposed. So sizes
+decide where they can: a parameter's own, and where these are equal those of gate_up_proj and
+down_proj of one module, which PEFT takes alike. Else `peft_version` decides, which PEFT writes from
+0.18 on, and is part of the digest; without it the parameter is refused.
 
 Of several parameters of one module PEFT wraps the first around the module, then the next around
-that; the order is that of the model's definition, so only that of known names is known. A parameter
-`weight` of two dimensions is a linear layer's, and what there is for it a linear layer's A and B.
+that; the order is that of the model's definition, not the config's, so only that of known names is
+known. A parameter `weight` of two dimensions is a linear layer's, and what there is for it a linear
+layer's A and B.
 
 Sources: `ParamWrapper` of peft/tuners/lora/layer.py and `_inject_parameters` of
-peft/tuners/tuners_utils.py of PEFT 0.21; github.com/huggingface/peft pull 3165.
+peft/tuners/tuners_utils.py of PEFT 0.17.0, 0.17.1, 0.18.0, 0.18.1, 0.19.0, 0.19.1 and 0.21.2;
+`use_experts_implementation` of transformers/integrations/moe.py of Transformers 5.0 and 5.23.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from adapter_store.checkpoint.peft_config import AdapterConfig
 from adapter_store.checkpoint.peft_extras import refused
 from adapter_store.checkpoint.safetensors import TensorRecord
 from adapter_store.checkpoint.tensor_keys import target_of
-from adapter_store.checkpoint.weights import ExpertWeights, Matrix
+from adapter_store.checkpoint.weights import ExpertWeights, Matrix, ParameterOrder
+from adapter_store.errors import InvalidAdapter
 
 WRAPPER = ".base_layer"
-_ORDER = ("gate_up_proj", "down_proj")
-"""How Hugging Face's models define the parameters of experts."""
+_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
+_ORDER = (_GATE_UP, "gate_proj", "up_proj", _DOWN)
+"""How Hugging Face's models define the parameters of experts; those without a gate have two."""
 _WEIGHT = "weight"
-_FIRST_VERSION = (0, 19, 1)
-
-
-MAX_EXPERTS = 1 << 17
-"""Experts of all parameters of one adapter."""
 
 
 class Parameter(NamedTuple):
@@ -68,7 +75,9 @@ def find_parameters(
     used: set[str] = set()
     for module, paths in levels.items():
         names = config.extras.parameters_of(module)
-        if not names or (paths == [module] and config.selects(module, is_embedding=False)):
+        # All linear layers are none that hold a parameter of experts.
+        is_module = not config.modules.is_all_linear and config.selects(module, is_embedding=False)
+        if not names or (paths == [module] and is_module):
             continue
         record = wrapped[paths[0]]
         expected = [module + WRAPPER * depth for depth in reversed(range(len(names)))]
@@ -83,7 +92,7 @@ def find_parameters(
             raise refused(
                 *(record, "CONFIG_UNSUPPORTED"),
                 f"target_parameters names several parameters of {module}, and which tensor is "
-                f"whose is only known of {' and '.join(_ORDER)}: adapt one of them",
+                f"whose is only known of {', '.join(_ORDER)}: adapt one of them",
             )
         for path, name in zip(paths, known if len(names) > 1 else names, strict=True):
             found[path] = Parameter(module, name)
@@ -118,13 +127,6 @@ def read_experts(
             f"target_parameters names {parameter.path}, which has two dimensions or one expert: "
             "which of the two is not said; name the module in target_modules",
         )
-    if a.shape[1] == b.shape[0] and config.extras.peft_version < _FIRST_VERSION:
-        raise refused(
-            *(a, "CONFIG_UNSUPPORTED"),
-            f"{parameter.path} has as many inputs as outputs, and which of them A is of is only "
-            "known of adapters that PEFT has saved from 0.19.1 on (peft_version): train it with "
-            "that",
-        )
     all_a, all_b = Matrix.of(a), Matrix.of(b)
     pairs = {
         expert: (
@@ -139,5 +141,64 @@ def read_experts(
         *(target_of(module), module, alpha, scale, num_experts, pairs),
         tensors=(("parameter_A", a), ("parameter_B", b)),
         is_parameter=True,
-        has_first_in_a=False,
+    )
+
+
+def in_order(
+    found: Sequence[ExpertWeights], by_version: ParameterOrder | None
+) -> Iterator[ExpertWeights]:
+    """Yields these parameters with what A of each has, where its own sizes do not tell: as others
+    of its module say, else as PEFT of its version has it.
+
+    Raises InvalidAdapter SHAPE_INVALID or CONFIG_UNSUPPORTED.
+    """
+    by_path = {each.module: each for each in found}
+    for each in found:
+        module = each.module.rpartition(".")[0]
+        gate_up, down = (by_path.get(f"{module}.{name}") for name in (_GATE_UP, _DOWN))
+        by_sizes = _order_of(gate_up, down) if gate_up and down else None
+        sizes = _sizes(each)
+        if sizes[0] != sizes[1]:
+            yield each
+        elif by_sizes is ParameterOrder.OUTPUTS:
+            # Sizes are part of the digest, unlike what a version decides.
+            yield replace(each, pairs=each.turned())
+        elif by_sizes is not None:
+            yield each
+        elif by_version is None:
+            raise _unknown_order(each)
+        else:
+            yield replace(each, order=by_version)
+
+
+def _order_of(gate_up: ExpertWeights, down: ExpertWeights) -> ParameterOrder:
+    """Returns what A of a module's parameters has: [hidden, 2 * inner] are the inputs and outputs
+    of gate and up, [inner, hidden] those of down. Raises InvalidAdapter SHAPE_INVALID."""
+    for order, step in ((ParameterOrder.INPUTS, 1), (ParameterOrder.OUTPUTS, -1)):
+        (hidden, both), (inner, outputs) = _sizes(gate_up)[::step], _sizes(down)[::step]
+        fits = both == 2 * inner and outputs == hidden
+        if fits and gate_up.num_experts == down.num_experts:
+            return order
+    record = down.tensors[0][1]
+    shapes = [list(each.shape) for _, each in (*gate_up.tensors, *down.tensors)]
+    raise refused(
+        *(record, "SHAPE_INVALID"),
+        f"A and B of {_GATE_UP}, {shapes[0]} and {shapes[1]}, and of {_DOWN}, {shapes[2]} and "
+        f"{shapes[3]}, are not those of one mixture of experts: PEFT has {_DOWN} outside and "
+        f"{_GATE_UP} in {WRAPPER[1:]}; save the adapter again with PEFT",
+    )
+
+
+def _sizes(parameter: ExpertWeights) -> tuple[int, int]:
+    """Returns how many features A and B of each expert have."""
+    (_, a), (_, b) = parameter.tensors
+    return a.shape[1], b.shape[0]
+
+
+def _unknown_order(parameter: ExpertWeights) -> InvalidAdapter:
+    return refused(
+        *(parameter.tensors[0][1], "CONFIG_UNSUPPORTED"),
+        f"{parameter.module} has as many inputs as outputs, and which of them A has depends on the "
+        "PEFT that saved it: the config's peft_version is missing, or none of a release; write the "
+        'one that it was trained with, such as "peft_version": "0.17.1"',
     )

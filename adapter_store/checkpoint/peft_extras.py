@@ -26,6 +26,7 @@ from typing import Any
 from adapter_store.checkpoint.config_values import invalid_value, read_flag, read_names
 from adapter_store.checkpoint.module_patterns import path_tails
 from adapter_store.checkpoint.safetensors import TensorRecord
+from adapter_store.checkpoint.weights import ParameterOrder
 from adapter_store.core import TargetKind
 from adapter_store.errors import InvalidAdapter
 
@@ -33,6 +34,11 @@ CLASSIFIERS = frozenset({"classifier", "score"})
 """Modules that PEFT adds to modules_to_save of classifiers by itself, whichever the model has."""
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_INVOCATION_TOKENS = 1024
+_VERSION = re.compile(
+    r"([0-9]{1,4})\.([0-9]{1,4})(?:\.([0-9]{1,4}))?(?P<more>[A-Za-z.+@-][\w.+@-]{0,100})?", re.ASCII
+)
+_LAST_FIRST, _FIRST_OUTPUTS, _FIRST_INPUTS = (0, 18, 0), (0, 19, 0), (0, 19, 1)
+"""Releases of PEFT: see adapter_store.checkpoint.parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,8 @@ class Extras:
 
     parameters: tuple[str, ...] = ()
     """Ends of the paths of parameters, with their own names."""
-    peft_version: tuple[int, ...] = ()
+    parameter_order: ParameterOrder | None = None
+    """What A of a parameter has in files of the PEFT that saved this one; None: not known."""
     invocation_tokens: tuple[int, ...] = ()
     fan_in_fan_out: bool = False
     """Linear layers of the base have their weights as [in, out]."""
@@ -101,7 +108,7 @@ def read_extras(fields: Mapping[str, Any]) -> Extras:
         modules_to_save=_read_modules_to_save(fields),
         token_ids=_read_token_ids(fields),
         parameters=_read_parameters(fields),
-        peft_version=_read_version(fields),
+        parameter_order=_read_order(fields),
         invocation_tokens=_read_invocation_tokens(fields),
         fan_in_fan_out=read_flag(fields, "fan_in_fan_out"),
     )
@@ -155,10 +162,19 @@ def _read_invocation_tokens(fields: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _read_version(fields: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the numbers that the version of PEFT begins with; none if it does not say."""
-    found = re.match(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})", str(fields.get("peft_version") or ""))
-    return tuple(map(int, found.groups())) if found else ()
+def _read_order(fields: Mapping[str, Any]) -> ParameterOrder | None:
+    """Returns what A of a parameter has, by the version of PEFT that the config says."""
+    version = fields.get("peft_version")
+    found = _VERSION.fullmatch(version) if isinstance(version, str) else None
+    if found is None:
+        return None
+    numbers = tuple(int(number or 0) for number in found.groups()[:3])
+    # Commits between these releases say the next one's number, whichever way they have it.
+    if found["more"] and _LAST_FIRST < numbers <= _FIRST_INPUTS:
+        return None
+    if numbers >= _FIRST_INPUTS:
+        return ParameterOrder.INPUTS
+    return ParameterOrder.OUTPUTS if numbers >= _FIRST_OUTPUTS else ParameterOrder.FIRST
 
 
 def _read_token_ids(fields: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:

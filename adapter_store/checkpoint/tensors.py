@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from adapter_store.checkpoint.experts import check_stacks, may_be_stacked, read_stack
+from adapter_store.checkpoint.experts import (
+    MAX_EXPERTS,
+    check_forms,
+    check_single,
+    may_be_stacked,
+    read_stack,
+)
 from adapter_store.checkpoint.files import (
     WEIGHTS_FILE,
     CheckpointLimits,
@@ -20,9 +26,9 @@ from adapter_store.checkpoint.files import (
 )
 from adapter_store.checkpoint.formats.select import find_weight_files
 from adapter_store.checkpoint.parameters import (
-    MAX_EXPERTS,
     Parameter,
     find_parameters,
+    in_order,
     is_linear,
     read_experts,
 )
@@ -161,8 +167,8 @@ def read_contents(
 
     Raises InvalidAdapter: TENSOR_UNKNOWN, TENSOR_DUPLICATE, ADAPTERS_MIXED, SHAPE_INVALID,
     PAIR_INCOMPLETE, TARGET_NOT_SELECTED, RANK_MISMATCH or NO_TARGETS, and as `read_stack`,
-    `check_stacks` and `read_replacements`; the subject is a tensor, a key of the config or the
-    weights file.
+    `check_single`, `check_forms`, `in_order` and `read_replacements`; the subject is a tensor, a
+    key of the config or the weights file.
     """
     pairs: dict[str, dict[SegmentKind, tuple[TensorKey, TensorRecord]]] = {}
     others: list[tuple[TensorKey, TensorRecord]] = []
@@ -237,8 +243,10 @@ def _pair(
         else:
             experts.append(_experts(name, sides, config, parameter, left))
             left -= experts[-1].num_experts
-    check_stacks(stacks, targets)
-    return targets, tuple(sorted((*experts, *stacks), key=lambda each: each.name))
+    single = check_single((name, each.a) for name, each in targets.items())
+    check_forms(stacks, experts, single)
+    found = (*in_order(experts, config.extras.parameter_order), *stacks)
+    return targets, tuple(sorted(found, key=lambda each: each.name))
 
 
 def _is_stack(sides: _Sides) -> bool:

@@ -6,6 +6,7 @@ A module may be a target of a layout, or compute several of them; which, is for 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -86,13 +87,21 @@ class Matrix(NamedTuple):
         )
 
 
+class ParameterOrder(enum.Enum):
+    """What A of a parameter, [experts, first, second], has: what the model says are inputs or
+    outputs, or the first dimension, whichever that is."""
+
+    INPUTS = "inputs"
+    OUTPUTS = "outputs"
+    FIRST = "first"
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """A and B of each expert, [rank, in] and [out, rank], by the expert's index; an expert that the
     adapter lacks is absent. Parameters of PEFT leave open which of the two is which: see `turned`;
-    if not their sizes, `has_first_in_a` tells, that A is of a parameter's first dimension.
-    `num_experts` is how many the adapter was trained for. `scales` are of experts whose scale is
-    another."""
+    where their sizes do not tell, `order` does. `num_experts` is how many the adapter was trained
+    for. `scales` are of experts whose scale is another."""
 
     name: str
     module: str
@@ -102,7 +111,7 @@ class ExpertWeights:
     pairs: dict[int, tuple[Matrix, Matrix]]
     tensors: tuple[tuple[str, TensorRecord], ...]
     is_parameter: bool = False
-    has_first_in_a: bool = True
+    order: ParameterOrder = ParameterOrder.INPUTS
     scales: Mapping[int, float] = field(default_factory=dict)
 
     kind = TargetKind.EXPERTS
@@ -113,8 +122,7 @@ class ExpertWeights:
         return max(a.shape[0] for a, _ in self.pairs.values())
 
     def turned(self) -> dict[int, tuple[Matrix, Matrix]]:
-        """Returns the pairs of a parameter that is saved as [out, in]: its first dimension is what
-        A was given as inputs."""
+        """Returns the pairs of a parameter of which A has the outputs."""
         return {index: (b.transposed, a.transposed) for index, (a, b) in self.pairs.items()}
 
     def records(self) -> Iterator[tuple[str, TensorRecord]]:

@@ -12,7 +12,13 @@ from adapter_store.checkpoint.module_patterns import OUTPUT_LAYER, path_tails
 from adapter_store.checkpoint.open import Checkpoint
 from adapter_store.checkpoint.tensors import TargetWeights
 from adapter_store.checkpoint.towers import advice, tower_of
-from adapter_store.checkpoint.weights import Changes, ExpertWeights, Matrix, Replacement
+from adapter_store.checkpoint.weights import (
+    Changes,
+    ExpertWeights,
+    Matrix,
+    ParameterOrder,
+    Replacement,
+)
 from adapter_store.core import Layout, OtherName, SegmentKind, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter
 
@@ -36,13 +42,15 @@ _Named: TypeAlias = tuple[int, OtherName | None]
 
 class Use(NamedTuple):
     """What an adapter has for the target at `column` of a layout. `other` is the name that it has
-    it under, if not the target's own; `module_outputs` are those of the module of this name."""
+    it under, if not the target's own; `module_outputs` are those of the module of this name.
+    `is_transposed`: the model has its parameter as [experts, in, out]."""
 
     column: int
     target: Target
     changes: Changes
     other: OtherName | None = None
     module_outputs: int = 0
+    is_transposed: bool = False
 
 
 def fit(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
@@ -71,7 +79,10 @@ def fit(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
             unknown.append(changes)
         outputs = _module_outputs(layout, found)
         for index, other in found:
-            uses.append(Use(index, layout.targets[index], changes, other, outputs))
+            target = layout.targets[index]
+            name = other.name if other is not None else target.name
+            is_transposed = isinstance(changes, ExpertWeights) and names.is_transposed(name)
+            uses.append(Use(index, target, changes, other, outputs, is_transposed))
     if unknown:
         raise _unknown(unknown, uses, layout.base_model)
     uses = _with_ties(uses, layout)
@@ -183,11 +194,22 @@ class _Names:
         self._targets = layout.targets
         self._own = {target.name: index for index, target in enumerate(layout.targets)}
         self._others: defaultdict[str, list[_Named]] | None = None
+        self._transposed: frozenset[str] | None = None
 
     def find(self, name: str) -> list[_Named]:
         """Returns the targets that a module of this name is, or computes; of a projection of all
         experts also those that are called as other trainers do."""
         return self._find(name) or self._find(other_name(name))
+
+    def is_transposed(self, name: str) -> bool:
+        """Returns whether the model has the parameter of this name as [experts, in, out]. A layout
+        says it of other names, a model of all parameters of a module, in PEFT's eyes, too."""
+        if self._transposed is None:
+            others = (other for target in self._targets for other in target.other_names)
+            self._transposed = frozenset(
+                _module_of(other.name) for other in others if other.transposed
+            )
+        return _module_of(name) in self._transposed
 
     def expert(self, changes: Changes) -> tuple[Target, ExpertModule] | None:
         """Returns the target of which a module is one expert's; None if it is no such module, or a
@@ -211,6 +233,10 @@ class _Names:
                 for other in target.other_names:
                     self._others[other.name].append((index, other))
         return self._others.get(name, [])
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _gathered(changes: Iterable[Changes], names: _Names) -> Iterator[Changes]:
@@ -337,8 +363,8 @@ def pairs_of(use: Use, experts: ExpertWeights) -> dict[int, tuple[Matrix, Matrix
         return experts.pairs
     a, b = next(iter(experts.pairs.values()))
     found, wanted = (a.shape[1], b.shape[0]), (use.target.in_features, use.module_outputs)
-    is_transposed = use.other is not None and use.other.transposed
-    is_turned = experts.has_first_in_a and not is_transposed
+    has_first = experts.order is ParameterOrder.FIRST
+    is_turned = experts.order is ParameterOrder.OUTPUTS or (has_first and not use.is_transposed)
     if found[0] != found[1]:
         is_turned = found == wanted[::-1]
     return experts.turned() if is_turned else experts.pairs
@@ -367,7 +393,7 @@ def _check_once(uses: list[Use]) -> None:
     """Requires that no target is changed twice in one way, under different names."""
     for before, use in pairwise(uses):
         if before.column == use.column and type(before.changes) is type(use.changes):
-            detail = f"{before.changes.name} changes {use.target.name}, too"
+            detail = f"{before.changes.name} changes {use.target.name}, too: save it once"
             raise incompatible(_key(use.changes), "TARGET_TWICE", detail)
 
 

@@ -82,6 +82,7 @@ def test_vectors(tmp_path, dtype, config, expected):
 
 
 EXPERTS = "base_model.model.model.layers.0.mlp.experts"
+SQUARE = {"target_parameters": ["mlp.experts.w1"], "rank_pattern": {"experts.w1": 3}}
 EXTRAS = [  # config, tensors besides A and B, digest; made from the format's text, too
     (
         {"lora_bias": True},
@@ -97,6 +98,21 @@ EXTRAS = [  # config, tensors besides A and B, digest; made from the format's te
         {"target_parameters": ["mlp.experts.w1"], "rank_pattern": {"experts.w1": 3}},
         {f"{EXPERTS}.lora_A.weight": [6, 5], f"{EXPERTS}.lora_B.weight": [4, 6]},
         "ff14c7afc69f1e7ecd0f2869433147d7d8e33cbf2c69f7ea7e8dc86d34d24375",
+    ),
+    (
+        {**SQUARE, "peft_version": "0.18.0"},
+        {f"{EXPERTS}.lora_A.weight": [6, 5], f"{EXPERTS}.lora_B.weight": [5, 6]},
+        "2e5e74c56927d594ed49e987b887f9afade1d4442e8a22be5b947221b3538c59",
+    ),
+    (
+        {**SQUARE, "peft_version": "0.19.0"},
+        {f"{EXPERTS}.lora_A.weight": [6, 5], f"{EXPERTS}.lora_B.weight": [5, 6]},
+        "dd3de689493ec078f76197bcf8fe83a76eff851dcb2095723214c3523bbd6466",
+    ),
+    (
+        {**SQUARE, "peft_version": "0.21.2"},
+        {f"{EXPERTS}.lora_A.weight": [6, 5], f"{EXPERTS}.lora_B.weight": [5, 6]},
+        "aacf55c9b7df6ef4fdf3209e7464c561b2a80eb183916b71cff84241a5f4f55b",
     ),
     (
         {"alora_invocation_tokens": [7, 1]},

@@ -304,9 +304,14 @@ HOSTILE: dict[str, tuple[dict[str, torch.Tensor | None], dict[str, Any], str, st
         stacks(4, RANK, INNER, b=(4, HIDDEN, RANK), key=f"{PREFIX}.down_proj.lora_"),
         *({}, "TENSOR_DUPLICATE", f"{W2}A.weight"),
     ),
-    "stacks beside single experts": (
+    "a stack beside single experts": (
         stacks(RANK, INNER, b=(HIDDEN, RANK), key=f"{PREFIX}.3.down_proj.lora_"),
-        *({}, "EXPERTS_MIXED", f"{W1}A.weight"),
+        *({}, "EXPERTS_MIXED", f"{W2}A.weight"),
+    ),
+    "a stack beside a parameter": (
+        stacks(EXPERTS * RANK, INNER, b=(HIDDEN, EXPERTS * RANK), key=f"{PREFIX}.lora_"),
+        {"target_parameters": ["experts.down_proj"]},
+        *("EXPERTS_MIXED", f"{PREFIX}.lora_A.weight"),
     ),
     "a bias of stacks": (
         {f"{W2}B.bias": torch.ones(HIDDEN)},
@@ -338,6 +343,28 @@ HOSTILE: dict[str, tuple[dict[str, torch.Tensor | None], dict[str, Any], str, st
         *({}, "TOO_MANY_EXPERTS", f"{PREFIX}.b.lora_A.weight"),
     ),
 }
+
+
+INDICES = ("-1", "01", "00", "131072", "4294967296", "99999999999999999999")
+
+
+@pytest.mark.parametrize("index", INDICES)
+def test_an_index_that_no_expert_has_is_refused_by_name(
+    copy: Callable[..., Path], index: str
+) -> None:
+    key = f"{PREFIX}.{index}.down_proj.lora_"
+    error = refusal(copy("experts_apart", stacks(RANK, INNER, b=(HIDDEN, RANK), key=key)))
+    assert (error.reason, error.subject) == ("TENSOR_UNKNOWN", f"{key}A.weight")
+    assert f"no mixture has an expert {index}: they are numbered from 0 on" in error.message
+
+
+def test_one_expert_by_two_names_is_refused_by_name(copy: Callable[..., Path]) -> None:
+    modules = ["gate_proj", "up_proj", "down_proj", "w2"]
+    key = f"{PREFIX}.0.w2.lora_"
+    twice = stacks(RANK, INNER, b=(HIDDEN, RANK), key=key)
+    error = refusal(copy("experts_apart", twice, target_modules=modules))
+    assert (error.reason, error.subject) == ("TENSOR_DUPLICATE", f"{key}A.weight")
+    assert f"{MODULE}.0.down_proj has another tensor for this" in error.message
 
 
 @pytest.mark.parametrize("case", HOSTILE)
@@ -396,18 +423,16 @@ def _only(name: str) -> dict[str, Any]:
 def test_what_does_not_fit_the_model_is_refused_by_name(copy: Callable[..., Path]) -> None:
     key = f"{PREFIX}.4.down_proj.lora_"
     fifth = {f"{key}A.weight": torch.ones(RANK, INNER), f"{key}B.weight": torch.ones(HIDDEN, RANK)}
-    twice = {
-        f"{PREFIX}.0.w2.lora_A.weight": torch.ones(RANK, INNER),
-        f"{PREFIX}.0.w2.lora_B.weight": torch.ones(HIDDEN, RANK),
-    }
-    modules = ["gate_proj", "up_proj", "down_proj", "w2"]
-    unknown = {key.replace("w2", "w9"): value for key, value in twice.items()}
+    gate_up = f"{PREFIX}.gate_up_proj.lora_"
+    twice = stacks(EXPERTS, RANK, HIDDEN, b=(EXPERTS, 2 * INNER, RANK), key=gate_up)
+    modules = ["gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"]
+    unknown = stacks(RANK, INNER, b=(HIDDEN, RANK), key=f"{PREFIX}.0.w9.lora_")
     cases: list[tuple[Path, Layout, str, str]] = [
         (copy("experts_apart", fifth), layout(), "SHAPE_MISMATCH", f"{key}A.weight"),
         (FOLDERS / "experts_tinker", layout(num_experts=5), "SHAPE_MISMATCH", f"{W2}A.weight"),
         (
-            *(copy("experts_apart", twice, target_modules=modules), layout()),
-            *("TARGET_TWICE", f"{PREFIX}.0.w2.lora_A.weight"),
+            *(copy("experts_tinker", twice, target_modules=modules), layout()),
+            *("TARGET_TWICE", f"{gate_up}A.weight"),
         ),
         (
             *(copy("experts_apart", unknown, target_modules=[*modules, "w9"]), layout()),

@@ -294,9 +294,9 @@ REFUSED |= {
         {"target_parameters": ["experts.w1", "other.w2"]},
         *("TENSOR_MISSING", "target_parameters"),
     ),
-    "as many inputs as outputs, of an older PEFT": (
+    "as many inputs as outputs, of PEFT in between": (
         {**EXPERTS, EB: torch.ones(16, 8)},
-        {**ONE, "peft_version": "0.19.0"},
+        {**ONE, "peft_version": "0.19.0.dev0@0123abc"},
         *("CONFIG_UNSUPPORTED", EA),
     ),
     "as many inputs as outputs, of some PEFT": (

@@ -19,7 +19,7 @@ from adapter_store.checkpoint.open import TORCH_DTYPES, Checkpoint
 from adapter_store.checkpoint.peft_config import parse_config
 from adapter_store.checkpoint.safetensors import TensorRecord, read_header
 from adapter_store.checkpoint.tensors import TargetWeights
-from adapter_store.checkpoint.weights import ExpertWeights, Matrix, Replacement
+from adapter_store.checkpoint.weights import ExpertWeights, Matrix, ParameterOrder, Replacement
 from adapter_store.core import DataType, Held, Layout, OtherName, SegmentKind, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.images.announcement import content_of
@@ -68,7 +68,7 @@ def layout_of(**changes: Any) -> Layout:
         linear(UP, HIDDEN, INNER, group="gate_up", other_names=(turns[1],)),
         Target(
             *(W1, 0, "w1", TargetKind.EXPERTS, HIDDEN, INNER, EXPERTS),
-            other_names=(OtherName(f"{W1}_turned", transposed=True),),
+            other_names=(TURNED,),
         ),
         linear("vision.proj", 8, 8, layer=1, held=Held.UNUSED, space="vision"),
         linear(HEAD, HIDDEN, VOCAB, layer=None),
@@ -250,30 +250,35 @@ def test_the_store_hashes_what_it_compiles_from_a_blob(everything):
         compile_image(checkpoint, layout_of())
 
 
-PARAMETERS = {"saved as [in, out]": (f"{W1}_turned", True), "saved as [out, in]": (W1, False)}
+TURNED = OtherName(f"{W1}_turned", transposed=True)
 
 
-def test_a_parameter_is_turned_where_the_layout_says_so(tmp_path):
-    """Both dimensions equal: shapes cannot tell."""
+@pytest.mark.parametrize(
+    ("name", "others", "is_in_out"),
+    [(TURNED.name, (TURNED,), True), (W1, (TURNED,), True), (W1, (), False)],
+    ids=["saved as [in, out]", "by its own name", "saved as [out, in]"],
+)
+def test_a_parameter_is_turned_where_the_layout_says_so(tmp_path, name, others, is_in_out):
+    """Both dimensions equal: shapes cannot tell. The layout says it of a module by one name."""
     torch.manual_seed(1)
     tensors = {
         "experts.A": torch.randn(EXPERTS * 2, HIDDEN),
         "experts.B": torch.randn(HIDDEN, 2 * EXPERTS),
     }
     saved = Saved(tmp_path / "square", tensors)
-    layout = change(layout_of(), W1, out_features=HIDDEN)
+    layout = change(layout_of(), W1, out_features=HIDDEN, other_names=others)
     delta = torch.einsum(
         "ore,eri->eio",
         tensors["experts.B"].reshape(HIDDEN, 2, EXPERTS),
         tensors["experts.A"].reshape(EXPERTS, 2, HIDDEN),
     )  # of the parameter [experts, first, second], as PEFT computes it
-    for name, is_in_out in PARAMETERS.values():
-        values = values_of(compile_image(saved.checkpoint(parameter(saved, name)), layout), layout)
-        a, b = (experts_of(values[W1, kind], HIDDEN) for kind in (SegmentKind.A, SegmentKind.B))
-        for expert in range(EXPERTS):
-            found = b[expert].T @ a[expert]  # [out, in]
-            wanted = delta[expert].T if is_in_out else delta[expert]
-            torch.testing.assert_close(found, SCALE * wanted)
+    saved_first = dataclasses.replace(parameter(saved, name), order=ParameterOrder.FIRST)
+    values = values_of(compile_image(saved.checkpoint(saved_first), layout), layout)
+    a, b = (experts_of(values[W1, kind], HIDDEN) for kind in (SegmentKind.A, SegmentKind.B))
+    for expert in range(EXPERTS):
+        found = b[expert].T @ a[expert]  # [out, in]
+        wanted = delta[expert].T if is_in_out else delta[expert]
+        torch.testing.assert_close(found, SCALE * wanted)
 
 
 def test_experts_may_share_an_a_and_differ_in_rank(tmp_path):
