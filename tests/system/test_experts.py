@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from adapter_store.api.convert import to_pull_response
 from adapter_store.checkpoint.open import open_checkpoint
@@ -25,89 +22,60 @@ from inference_svc.core import Part, combination_digest
 from inference_svc.errors import CorruptImage
 from inference_svc.model.architectures import load_description
 from inference_svc.store.convert import to_pull_message
+from tests.system.expert_forms import (
+    DOWN,
+    FORMS,
+    OF_MIXTRAL,
+    Form,
+    share_outer,
+    shared_stacks,
+    turned_file,
+    write_form,
+)
 from tests.system.test_announced_layout import as_stored
 from tests.system.test_parity import prompts
-from tests.system.trained import CONFIG, WEIGHTS
-from tests.system.zoo import PARAMETERS, AdapterSpec, Zoo, make_zoo
+from tests.system.trained import edited
+from tests.system.zoo import PARAMETERS, AdapterSpec, Zoo, adapted, make_model
 
-RANK = 4
-KINDS = ("qwen3-moe", "mixtral")
-TINKERS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-Tensors = dict[str, torch.Tensor]
-Parts = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""A [experts, rank, in] and B [experts, out, rank] by the projection."""
+KINDS = ("qwen3-moe", "mixtral", "gpt-oss")
+PLAIN, PATTERNS, SHARED = "plain", "patterned", "shared"
+"""Adapters as PEFT saves parameters."""
+OF_PATTERNS = {
+    "use_rslora": True,
+    "rank_pattern": {"experts.down_proj": 6},
+    "alpha_pattern": {"experts.gate_up_proj": 5, "experts.down_proj": 12},
+}
+SQUARE = {"qwen3-moe": {"moe_intermediate_size": 64}}
+"""What makes a model's down projections square; GPT-OSS's are."""
+OTHERS = {
+    **dict.fromkeys(FORMS, PLAIN),
+    **{f"{name}, with patterns": PATTERNS for name in FORMS if not FORMS[name].is_mlx},
+    "shared stacks": SHARED,
+}
+"""The same adapters as others would save them."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    """A model with one adapter, as PEFT saves parameters, and what others would save of it."""
+    """A model with adapters of its experts, as PEFT saves parameters, and as others would."""
     kind, folder = request.param, tmp_path_factory.mktemp("experts")
-    spec = AdapterSpec("fused", RANK, [], {"target_parameters": list(PARAMETERS[kind][:2])})
-    zoo = make_zoo(kind, folder, [spec])
-    whole = zoo.adapter_dirs["fused"]
-    num_experts = load_description(zoo.model_dir).mixtures[0].num_experts
-    for name, write in (("apart", apart), ("stacks", stacks)):
-        zoo.adapter_dirs[name] = write(whole, folder / name, kind, num_experts)
-    return zoo
-
-
-def parts_of(tensors: Tensors, experts: str, num_experts: int) -> Parts:
-    """Takes what PEFT saves of a layer's parameters apart."""
-
-    def sides(path: str) -> tuple[torch.Tensor, torch.Tensor]:
-        a, b = (tensors[f"{path}.lora_{side}.weight"] for side in "AB")
-        of_a = a.view(num_experts, -1, a.shape[1])
-        return of_a, b.view(len(b), -1, num_experts).permute(2, 0, 1)
-
-    both, down = sides(f"{experts}.base_layer"), sides(experts)
-    gate, up = both[1].chunk(2, dim=1)
-    return {"gate_proj": (both[0], gate), "up_proj": (both[0], up), "down_proj": down}
-
-
-def rewritten(
-    whole: Path, folder: Path, num_experts: int, write: Callable[[Tensors, str, Parts], None]
-) -> Path:
-    """Writes the same adapter, each layer by `write`."""
-    folder.mkdir()
-    tensors, made = load_file(whole / WEIGHTS), Tensors()
-    for experts in sorted({name.partition(".experts.")[0] + ".experts" for name in tensors}):
-        write(made, experts, parts_of(tensors, experts, num_experts))
-    save_file({name: each.clone().contiguous() for name, each in made.items()}, folder / WEIGHTS)
-    shutil.copy(whole / CONFIG, folder)
-    return folder
-
-
-def configured(folder: Path, **fields: Any) -> Path:
-    config = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps(config | {"target_parameters": None} | fields))
-    return folder
-
-
-def apart(whole: Path, folder: Path, kind: str, num_experts: int) -> Path:
-    """As PEFT saved experts that were modules, by transformers' names of before its release 5."""
-    names = TINKERS if kind == "mixtral" else {name: name for name in TINKERS}
-
-    def write(made: Tensors, experts: str, parts: Parts) -> None:
-        module = experts.replace(".mlp.", ".block_sparse_moe.") if kind == "mixtral" else experts
-        for name, (a, b) in parts.items():
-            for expert in range(num_experts):
-                path = f"{module}.{expert}.{names[name]}"
-                made[f"{path}.lora_A.weight"], made[f"{path}.lora_B.weight"] = a[expert], b[expert]
-
-    return configured(
-        rewritten(whole, folder, num_experts, write), target_modules=sorted(names.values())
+    options = {"target_parameters": list(PARAMETERS[kind][:2])}
+    specs = [
+        AdapterSpec(name, 4, [], options | more)
+        for name, more in ((PLAIN, {}), (PATTERNS, OF_PATTERNS), (SHARED, {}))
+    ]
+    model = make_model(kind, folder / "model")
+    reference = adapted(
+        *(model, kind, folder / "adapters", specs), lambda made: share_outer(made, SHARED)
     )
-
-
-def stacks(whole: Path, folder: Path, kind: str, num_experts: int) -> Path:
-    """As Tinker exports them."""
-
-    def write(made: Tensors, experts: str, parts: Parts) -> None:
-        for name, (a, b) in parts.items():
-            path = f"{experts}.{TINKERS[name]}"
-            made[f"{path}.lora_A.weight"], made[f"{path}.lora_B.weight"] = a, b
-
-    return configured(rewritten(whole, folder, num_experts, write), target_modules="all-linear")
+    dirs = {spec.name: folder / "adapters" / spec.name for spec in specs}
+    for name, whole in OTHERS.items():
+        if kind != "mixtral" and name.startswith(OF_MIXTRAL):
+            continue
+        form = Form(shared_stacks, FORMS["Tinker"].fields)
+        form = FORMS.get(name.partition(", with patterns")[0], form)
+        dirs[name] = write_form(form, dirs[whole], folder / name, folder / "model")
+    return Zoo(kind, folder / "model", reference, dirs)
 
 
 @pytest.fixture
@@ -128,28 +96,40 @@ def contents(image: Image) -> dict[str, bytes]:
 
 
 def test_each_form_gives_the_same_image(zoo: Zoo, layout: ModelLayout) -> None:
-    """But for an A of gate and up, which parameters share."""
+    """But for an A of gate and up, which parameters share, and what all experts share."""
     images = {name: compiled(zoo, name, layout) for name in zoo.adapter_dirs}
-    assert images.keys() == {"fused", "apart", "stacks"}
-    first = contents(images["fused"])
-    for name in ("apart", "stacks"):
-        assert contents(images[name]) == first
-        assert images[name].plan.total_bytes > images["fused"].plan.total_bytes
-    digests = {open_checkpoint(folder).digest for folder in zoo.adapter_dirs.values()}
-    assert len(digests) == 3
+    count = range(next(each.num_experts for each in layout.targets if each.kind == EXPERTS))
+    for name in images.keys() & OTHERS:
+        whole = OTHERS[name]
+        assert matrices(images[name], count) == matrices(images[whole], count), name
+        if whole != SHARED:
+            assert contents(images[name]) == contents(images[whole]), name
+    bytes_of = {name: image.plan.total_bytes for name, image in images.items()}
+    assert bytes_of["one by one"] == bytes_of["Tinker"] == bytes_of["MLX"] > bytes_of[PLAIN]
+    assert bytes_of["Megatron-Bridge"] == bytes_of["PEFT to 0.18"] == bytes_of[PLAIN]
+    assert bytes_of["shared stacks"] < bytes_of[SHARED]
+
+
+def test_forms_are_adapters_of_their_own(zoo: Zoo) -> None:
+    """Their bytes differ, and so do their digests."""
+    digests = {name: open_checkpoint(folder).digest for name, folder in zoo.adapter_dirs.items()}
+    same = {"PEFT to 0.18", "PEFT to 0.18, with patterns"}  # of transposed parameters
+    others = {name: digest for name, digest in digests.items() if name not in same}
+    assert len(set(others.values())) == len(others)
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 def test_each_form_gives_the_oracles_tokens(zoo: Zoo, start: Callable, native: bool) -> None:
     running = start(zoo, max_model_len=512, native_kernels=native)
-    asked = prompts(4, seed=2)
+    asked = prompts(2, seed=2)
     for name in zoo.adapter_dirs:
         for index, prompt in enumerate(asked):
             running.submit(f"{name} {index}", prompt, name)
     for index, prompt in enumerate(asked):
-        expected = zoo.greedy("fused", prompt, 64)
+        expected = {name: zoo.greedy(name, prompt, 64) for name in (PLAIN, PATTERNS, SHARED)}
         for name in zoo.adapter_dirs:
-            assert running.result(f"{name} {index}")[0] == expected, name
+            whole = OTHERS.get(name, name)
+            assert running.result(f"{name} {index}")[0] == expected[whole], name
     running.check_idle()
 
 
@@ -157,13 +137,46 @@ def test_each_form_gives_the_oracles_tokens(zoo: Zoo, start: Callable, native: b
 def test_a_sum_of_halves_is_the_whole(zoo: Zoo, start: Callable, native: bool) -> None:
     """One adapter in two forms, each half of it, beside the whole and the base model."""
     running = start(zoo, max_model_len=512, native_kernels=native)
-    halves = tuple(Part(running.digests[name], 0.5) for name in ("fused", "stacks"))
+    halves = tuple(Part(running.digests[name], 0.5) for name in (PLAIN, "Tinker"))
     prompt = prompts(2, seed=3)[1]
-    for name, adapter in (("sum", combination_digest(halves)), ("one", "apart"), ("base", "")):
+    for name, adapter in (("sum", combination_digest(halves)), ("one", "MLX"), ("base", "")):
         running.submit(name, prompt, adapter)
-    assert running.result("sum")[0] == zoo.greedy("fused", prompt, 64)
-    assert running.result("one")[0] == zoo.greedy("fused", prompt, 64)
+    assert running.result("sum")[0] == zoo.greedy(PLAIN, prompt, 64)
+    assert running.result("one")[0] == zoo.greedy(PLAIN, prompt, 64)
     assert running.result("base")[0] == zoo.greedy("", prompt, 64)
+    running.check_idle()
+
+
+@pytest.mark.parametrize(("kind", "is_transposed"), [("qwen3-moe", False), ("gpt-oss", True)])
+def test_a_square_parameter_is_that_of_its_pefts_version(
+    tmp_path: Path, start: Callable, kind: str, is_transposed: bool
+) -> None:
+    """As GPT-OSS has it: neither its shapes nor another parameter tell what A has. The layout that
+    a server announces says how the model has it."""
+    options = {"target_parameters": [DOWN]}
+    made = make_model(kind, tmp_path / "model", **SQUARE.get(kind, {}))
+    specs = [AdapterSpec("now", 4, [], options)]
+    reference = adapted(made, kind, tmp_path / "adapters", specs)
+    zoo = Zoo(kind, tmp_path / "model", reference, {"now": tmp_path / "adapters" / "now"})
+    num_experts = load_description(zoo.model_dir).mixtures[0].num_experts
+    for version, is_turned in {"0.18.1": not is_transposed, "0.19.0": True}.items():
+        whole, folder = zoo.adapter_dirs["now"], tmp_path / version
+        if is_turned:
+            turned_file(whole, folder, num_experts)
+        else:
+            shutil.copytree(whole, folder)
+        zoo.adapter_dirs[version] = edited(folder, peft_version=version)
+    layout = build_layout(load_description(zoo.model_dir), "base", torch.float32)
+    images = {name: compiled(zoo, name, layout) for name in zoo.adapter_dirs}
+    assert images["0.18.1"].buffer.equal(images["now"].buffer)
+    assert images["0.19.0"].buffer.equal(images["now"].buffer)
+    assert len({image.plan.digest for image in images.values()}) == 3
+
+    running, prompt = start(zoo), prompts(2, seed=2)[1]
+    for name in zoo.adapter_dirs:
+        running.submit(name, prompt, name)
+    expected = zoo.greedy("now", prompt, 64)
+    assert [running.result(name)[0] for name in zoo.adapter_dirs] == [expected] * 3
     running.check_idle()
 
 
@@ -196,7 +209,7 @@ def test_an_index_that_leads_elsewhere_is_refused(
     zoo: Zoo, layout: ModelLayout, fault: str
 ) -> None:
     """Kernels follow it: it is checked when the image has arrived, before anything is computed."""
-    image = compiled(zoo, "fused", layout)
+    image = compiled(zoo, PLAIN, layout)
     header, data = layout.read_header(header_of(image)), bytearray(image.buffer.numpy().tobytes())
 
     def read(offset: int, num_bytes: int) -> bytes:
@@ -213,7 +226,7 @@ def test_an_index_that_leads_elsewhere_is_refused(
 
 
 def test_a_segment_too_short_for_its_index_is_refused(zoo: Zoo, layout: ModelLayout) -> None:
-    header = header_of(compiled(zoo, "fused", layout))
+    header = header_of(compiled(zoo, PLAIN, layout))
     first = dataclasses.replace(header.segments[0], length_bytes=16)
     with pytest.raises(CorruptImage):
         layout.read_header(dataclasses.replace(header, segments=(first, *header.segments[1:])))
@@ -221,7 +234,7 @@ def test_a_segment_too_short_for_its_index_is_refused(zoo: Zoo, layout: ModelLay
 
 def test_an_expert_slice_has_its_part_of_the_whole(zoo: Zoo, layout: ModelLayout) -> None:
     """Two servers that hold half of the experts each have all matrices once."""
-    stored, checkpoint = as_stored(layout), open_checkpoint(zoo.adapter_dirs["apart"])
+    stored, checkpoint = as_stored(layout), open_checkpoint(zoo.adapter_dirs["one by one"])
     num_experts = next(each.num_experts for each in layout.targets if each.kind == EXPERTS)
     whole = matrices(compile_image(checkpoint, stored), range(num_experts))
     half = num_experts // 2

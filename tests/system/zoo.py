@@ -355,12 +355,12 @@ def make_zoo(kind: str, folder: Path, specs: Sequence[AdapterSpec] = ()) -> Zoo:
     return Zoo(kind, folder / "model", reference, dirs)
 
 
-def make_model(kind: str, folder: Path) -> Any:
-    """Returns a random model, which is saved with a tokenizer."""
+def make_model(kind: str, folder: Path, **changes: Any) -> Any:
+    """Returns a random model, which is saved with a tokenizer. `changes` are of its config."""
     prefix, options = MODELS[kind]
     torch.manual_seed(7)
     name = f"{prefix}TextConfig" if prefix in _TEXT_PARTS else f"{prefix}Config"
-    config = getattr(transformers, name)(**(_SHAPE | options))
+    config = getattr(transformers, name)(**(_SHAPE | options | changes))
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     shake_norms_and_biases(model)
     model.generation_config.eos_token_id = 2
