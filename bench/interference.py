@@ -96,7 +96,7 @@ async def run(
     prompt = prompts(1, NUM_IN, prepared.vocab, seed=2)[0]
     for index, adapter in enumerate(short):
         await asyncio.sleep(max(0.0, began_s + index / rate - time.perf_counter()))
-        tasks.append(asyncio.create_task(_first_token(client, prompt, adapter)))
+        tasks.append(asyncio.create_task(first_token(client, prompt, adapter)))
     first_s = await asyncio.gather(*tasks)
     decoding.is_measured = False
     await decoding.stop()
@@ -104,7 +104,7 @@ async def run(
     return decoding.gaps_s, list(first_s)
 
 
-async def _first_token(client: AsyncClient, prompt: list[int], adapter: str) -> float:
+async def first_token(client: AsyncClient, prompt: list[int], adapter: str) -> float:
     began_s = time.perf_counter()
     stream = client.generate(
         prompt, adapter=adapter, max_tokens=NUM_SHORT_OUT, temperature=0.0, ignore_eos=True

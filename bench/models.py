@@ -110,6 +110,23 @@ SHAPES = {
             "pad_token_id": 0,
         },
     ),
+    # Small experts, of which an adapter is large beside the model.
+    "bench-moe-large": Shape(
+        "OlmoeForCausalLM",
+        {
+            "vocab_size": 8192,
+            "hidden_size": 1024,
+            "intermediate_size": 128,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        },
+    ),
     "bench-tiny": Shape(
         "LlamaForCausalLM",
         {

@@ -42,6 +42,8 @@ class Wanted:
     prefetch: bool = False
     """Off, or it would bring back what `set_resident` has unloaded."""
     store_bytes: int = 1 << 30
+    adapter_bytes: int = 0
+    """The inference service's memory for adapters; 0: as much as `max_resident` take."""
     source_root: Path | None = None
 
     def inference_flags(self) -> list[str]:
@@ -51,7 +53,8 @@ class Wanted:
             "--max-model-len": self.max_len,
             "--max-loras": self.max_resident,
             "--max-rank": self.max_rank,
-            "--adapter-memory": arena_bytes(self.base_model, self.max_resident),
+            "--adapter-memory": self.adapter_bytes
+            or arena_bytes(self.base_model, self.max_resident),
             "--kv-memory": 2 << 30,
             "--dtype": "bfloat16",
             "--device": "cpu",
