@@ -247,6 +247,7 @@ def _facts(config: InferenceSettings, decoder: Decoder) -> ServerFacts:
         max_queue=config.max_queue,
         versions={name: found for name in PACKAGES if (found := _version(name))},
         sampling=sampling_defaults(config, decoder.vocab_size),
+        experts=decoder.expert_layers,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -133,7 +133,8 @@ class Request:
     `digest` is "" for the base model, and `combination_digest` of several adapters; `adapter` is
     what errors call it, of several `parts_label` of what each is called. `activation` is the index
     of the first token that the adapter changes: what is before it is the base model's. `cache_seed`
-    separates prefix caches (tenants and salt).
+    separates prefix caches (tenants and salt); so does `return_routed_experts`, which has no effect
+    on a model without experts.
     `tenant` is the caller's: tenants share the machine in equal parts. `trace` is the SpanContext
     that loads for it belong to, None if it is not traced.
     Times are `time.monotonic()` seconds, which processes of one machine share.
@@ -151,12 +152,71 @@ class Request:
     trace: Any = None
     adapter: str = ""
     activation: int = 0
+    return_routed_experts: bool = False
 
     @property
     def has_inactive_adapter(self) -> bool:
         """Whether the base model answers, though an adapter was requested: the prompt lacks its
         invocation tokens."""
         return bool(self.adapter) and not self.digest
+
+
+class ExpertLayers(NamedTuple):
+    """The layers that are mixtures of experts, how many experts each has, and how many of these a
+    token chooses."""
+
+    layers: tuple[int, ...]
+    num_experts: int
+    num_chosen: int
+
+    @property
+    def bytes_per_id(self) -> int:
+        return 1 if self.num_experts <= 256 else 2
+
+    @property
+    def token_bytes(self) -> int:
+        """What a token's choices take."""
+        return len(self.layers) * self.num_chosen * self.bytes_per_id
+
+
+class RoutedExperts(NamedTuple):
+    """The experts that neighbouring tokens of a sequence have chosen, from a position on: ids of
+    `bytes_per_id` bytes, little endian, [tokens, layers, chosen], the best first."""
+
+    first_position: int
+    num_layers: int
+    num_chosen: int
+    bytes_per_id: int
+    experts: bytes
+
+    @property
+    def token_bytes(self) -> int:
+        return self.num_layers * self.num_chosen * self.bytes_per_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.experts) // self.token_bytes
+
+
+def joined_experts(pieces: Iterable[RoutedExperts], max_bytes: int) -> Iterator[RoutedExperts]:
+    """Joins pieces that follow one another, and yields them in parts of as many whole tokens as
+    `max_bytes` hold, at least one."""
+    part: RoutedExperts | None = None
+    held = bytearray()
+    for piece in pieces:
+        if part is None:
+            part = piece
+        size = max(1, max_bytes // part.token_bytes) * part.token_bytes
+        position = part.first_position + len(held) // part.token_bytes
+        assert piece.first_position == position, "a gap between positions"
+        for start in range(0, len(piece.experts), size):
+            held += piece.experts[start : start + size]
+            if len(held) >= size:
+                yield part._replace(experts=bytes(held[:size]))
+                part = part._replace(first_position=part.first_position + size // part.token_bytes)
+                del held[:size]
+    if part is not None and held:
+        yield part._replace(experts=bytes(held))
 
 
 class SequenceState(enum.Enum):
@@ -173,6 +233,7 @@ class Sequence:
     in `page_ids`, a list that only grows while it runs and is replaced when it is preempted or
     ends. Its adapter's slot is held while it runs. `is_aged` if it was aged when it
     started; `is_charged` once its tenant was charged for it. `load_trace`: see Timings.load.
+    `num_routed` counts the positions whose experts were returned, also across preemptions.
     `token_counts` belong to the sampler.
     """
 
@@ -191,6 +252,7 @@ class Sequence:
     first_token_s: float | None = None
     last_token_s: float | None = None
     num_preemptions: int = 0
+    num_routed: int = 0
     is_aged: bool = False
     is_charged: bool = False
     load_trace: Any = None

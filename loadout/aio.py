@@ -342,6 +342,7 @@ class AsyncClient:
         request_id: str = "",
         priority: int = 0,
         cache_salt: str = "",
+        return_routed_experts: bool = False,
         timeout_s: float | None = None,
         **sampling: Unpack[types.SamplingParams],
     ) -> AsyncStream[types.Chunk]:
@@ -349,12 +350,14 @@ class AsyncClient:
 
         `adapter` is a reference, "" or None the base model; `adapters` are up to 8 references, or
         pairs of one and a scale, whose sum takes its place; `min_revision` is a registration's
-        revision that must be taken into account. A lost request is sent again only while nothing
-        was received.
+        revision that must be taken into account; `return_routed_experts` returns the experts that
+        tokens of the prompt and the output have chosen. A lost request is sent again only while
+        nothing was received.
         """
         call = calls.generate(
             *(prompt, adapter, min_revision, request_id, priority, cache_salt, sampling),
             adapters=adapters,
+            return_routed_experts=return_routed_experts,
         )
         return AsyncStream(self._channels.route(call), call, self._attempts(timeout_s))
 
@@ -368,6 +371,7 @@ class AsyncClient:
         request_id: str = "",
         priority: int = 0,
         cache_salt: str = "",
+        return_routed_experts: bool = False,
         timeout_s: float | None = None,
         **sampling: Unpack[types.SamplingParams],
     ) -> types.Completion:
@@ -380,6 +384,7 @@ class AsyncClient:
             request_id=request_id,
             priority=priority,
             cache_salt=cache_salt,
+            return_routed_experts=return_routed_experts,
             timeout_s=timeout_s,
             **sampling,
         )

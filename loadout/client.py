@@ -341,6 +341,7 @@ class Client:
         request_id: str = "",
         priority: int = 0,
         cache_salt: str = "",
+        return_routed_experts: bool = False,
         timeout_s: float | None = None,
         **sampling: Unpack[types.SamplingParams],
     ) -> Stream[types.Chunk]:
@@ -348,12 +349,14 @@ class Client:
 
         `adapter` is a reference, "" or None the base model; `adapters` are up to 8 references, or
         pairs of one and a scale, whose sum takes its place; `min_revision` is a registration's
-        revision that must be taken into account. A lost request is sent again only while nothing
-        was received.
+        revision that must be taken into account; `return_routed_experts` returns the experts that
+        tokens of the prompt and the output have chosen. A lost request is sent again only while
+        nothing was received.
         """
         call = calls.generate(
             *(prompt, adapter, min_revision, request_id, priority, cache_salt, sampling),
             adapters=adapters,
+            return_routed_experts=return_routed_experts,
         )
         return Stream(self._channels.route(call), call, self._attempts(timeout_s))
 
@@ -367,6 +370,7 @@ class Client:
         request_id: str = "",
         priority: int = 0,
         cache_salt: str = "",
+        return_routed_experts: bool = False,
         timeout_s: float | None = None,
         **sampling: Unpack[types.SamplingParams],
     ) -> types.Completion:
@@ -379,6 +383,7 @@ class Client:
             request_id=request_id,
             priority=priority,
             cache_salt=cache_salt,
+            return_routed_experts=return_routed_experts,
             timeout_s=timeout_s,
             **sampling,
         )

@@ -353,6 +353,27 @@ class AdapterIdentity:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """The experts that neighbouring tokens have chosen, from `first_position` on, which counts from
+    the first token of the prompt: `num_chosen` in each of `num_layers` (see ExpertLayers), the
+    router's first choice first. A generation has them of all positions but its last token's."""
+
+    first_position: int
+    num_tokens: int
+    num_layers: int
+    num_chosen: int
+    bytes_per_id: int
+    experts: bytes
+    """Their numbers, unsigned and little endian, of [tokens, layers, chosen]."""
+
+    def ids(self) -> memoryview:
+        """Returns the experts as [num_tokens, num_layers, num_chosen], without a copy:
+        `numpy.asarray` takes it."""
+        shape = self.num_tokens, self.num_layers, self.num_chosen
+        return memoryview(self.experts).cast("B" if self.bytes_per_id == 1 else "H", shape)
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """One piece of a generation. `finish_reason`, `usage` and `timings` come with the last one.
 
@@ -368,6 +389,9 @@ class Chunk:
     adapter: AdapterIdentity | None
     timings: Timings | None
     adapters: tuple[AdapterIdentity, ...] = ()
+    routed_experts: RoutedExperts | None = None
+    """If requested. Those of a long prompt come in several chunks, of which only the last has
+    tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +407,8 @@ class Completion:
     adapter: AdapterIdentity | None
     timings: Timings | None
     adapters: tuple[AdapterIdentity, ...] = ()
+    routed_experts: RoutedExperts | None = None
+    """What all its tokens but the last have chosen, if requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -512,6 +538,16 @@ class SamplingDefaults:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertLayers:
+    """The layers that are mixtures of experts, how many experts each has, and how many of these a
+    token chooses."""
+
+    layers: tuple[int, ...]
+    num_experts: int
+    num_chosen: int
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     """`layout_id` is empty until the store has accepted the layout; `kernels` says what computes,
     such as "native avx512_bf16"."""
@@ -531,6 +567,8 @@ class ServerInfo:
     """None: the server is too old to report them."""
     metrics_port: int = 0
     """The port of its Prometheus metrics; 0: the server is too old to report it."""
+    experts: ExpertLayers | None = None
+    """None: the model has no experts, or the server is too old to report them."""
 
 
 # --- for operators of both ----------------------------------------------------------------------

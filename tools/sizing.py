@@ -22,7 +22,7 @@ from inference_svc.backends.base import BackendFactory, DeviceMemory
 from inference_svc.backends.cuda import CudaFactory
 from inference_svc.backends.native import NativeFactory
 from inference_svc.config import InferenceSettings, Machine, to_engine_config
-from inference_svc.engine.memory_budget import Budget, human, plan_budgets
+from inference_svc.engine.memory_budget import Budget, human, plan_budgets, routed_bytes
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.architectures import load_description
 from inference_svc.model.description import Decoder
@@ -33,7 +33,7 @@ from servicekit.settings.types import Size
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ON_DEVICE = ("weights", "kv_pages", "arena", "workspace", "graphs", "libraries", "in use")
-ON_HOST = ("host_tier",)
+ON_HOST = ("host_tier", "routed_experts")
 CONTEXT_BYTES = 600 << 20
 """What a CUDA context takes before anything is allocated: half a gigabyte, and more on some."""
 
@@ -101,7 +101,8 @@ def plan(
         backend = CudaFactory()
     resolved = resolve_settings(config, machine, decoder)
     engine_config = to_engine_config(resolved)
-    budgets = plan_budgets(engine_config, backend.memory_needs(engine_config, decoder), memory)
+    needs = backend.memory_needs(engine_config, decoder)
+    budgets = plan_budgets(engine_config, needs, memory, routed_bytes(engine_config, decoder))
     return Plan(resolved, decoder, layout_of(engine_config, decoder), budgets)
 
 

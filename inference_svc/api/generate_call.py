@@ -62,6 +62,7 @@ class GenerateCall:
     max_logprobs: int | None = None
     is_id_unique: bool = True
     parts: tuple[tuple[str, float], ...] = ()
+    return_routed_experts: bool = False
 
     def without_prompts(self) -> GenerateCall:
         """Returns what is still needed of the call once its requests are made."""
@@ -107,6 +108,7 @@ class GenerateCall:
             priority=self.priority,
             arrival_s=time.monotonic(),
             deadline_s=self.deadline_s,
+            return_routed_experts=self.return_routed_experts,
         )
         if len(self.prompts) * self.num_choices == 1:
             return [request]

@@ -15,7 +15,14 @@ from inference_svc.adapters.layout import ModelLayout
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.request_record import RequestLog
-from inference_svc.core import NO_DEFAULTS, Action, Principal, Request, SamplingDefaults
+from inference_svc.core import (
+    NO_DEFAULTS,
+    Action,
+    ExpertLayers,
+    Principal,
+    Request,
+    SamplingDefaults,
+)
 from inference_svc.engine.status_types import AdapterDetails, EngineStatus, ResidentAdapter
 from inference_svc.errors import AdapterNotFound
 from inference_svc.frontend.async_engine import AsyncEngine
@@ -57,6 +64,7 @@ class ServerFacts:
     sampling: SamplingDefaults = NO_DEFAULTS
     metrics_port: int = 0
     has_tokenizer: bool = True
+    experts: ExpertLayers | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +220,7 @@ class Service:
                 finally:
                     record.adapter = incoming.adapter
                     self._work.charge(principal.account, incoming.num_read / READ_BYTES_PER_SECOND)
-                if call.sampling.stop and not self.facts.has_tokenizer:
-                    detail = f"{call.stop_field}: {NO_TOKENIZER}: use stop_token_ids"
-                    raise InvalidArgument(detail, subject=call.stop_field)
+                _check_served(call, self.facts)
                 prompts = tuple(map(self._request_log.note_of, call.prompts))
                 record.request_id, record.prompt = call.request_id, prompts[0]
                 binding = await self._resolve_call(principal, call)
@@ -436,3 +442,15 @@ class Service:
             principal.require(Action.OPERATE)
             self._audit.begin(entry)
             yield principal, entry
+
+
+def _check_served(call: GenerateCall, facts: ServerFacts) -> None:
+    """Raises InvalidArgument, naming it, for a field that this server cannot honour."""
+    if call.sampling.stop and not facts.has_tokenizer:
+        detail = f"{call.stop_field}: {NO_TOKENIZER}: use stop_token_ids"
+        raise InvalidArgument(detail, subject=call.stop_field)
+    if call.return_routed_experts and facts.experts is None:
+        raise InvalidArgument(
+            f"return_routed_experts: {facts.base_model} has no experts",
+            subject="return_routed_experts",
+        )

@@ -73,8 +73,8 @@ class Backend(Protocol[Inputs]):
         has rows."""
 
     def forward(self, inputs: Inputs) -> Logits:
-        """Returns the logits of the rows that sample, in their order. The caller may change them,
-        and the next step may overwrite them.
+        """Returns the logits of the rows that sample, in their order, and the experts that tokens
+        have chosen. The caller may change them, and the next step may overwrite them.
 
         `prepare` and `forward` may raise torch.OutOfMemoryError, whatever of the step has been
         computed: then some of its rows are prepared anew.
@@ -86,10 +86,13 @@ class Backend(Protocol[Inputs]):
 
 class Logits(NamedTuple):
     """What a step computes. `values`: fp32 [N, vocab_size]. `argmax`: int64 [N], the first largest
-    of each row, where the step computes it along; None: it does not."""
+    of each row, where the step computes it along; None: it does not. `experts`: int32 [layers that
+    have experts, T, num_chosen], which each of the step's tokens has chosen, if a row returns
+    them."""
 
     values: Tensor
     argmax: Tensor | None = None
+    experts: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +184,12 @@ def allocate_arena(
     )
 
 
+def num_kv_pages(config: EngineConfig, decoder: Decoder) -> int:
+    """Returns how many pages `kv_bytes` hold."""
+    dtype = getattr(torch, config.dtype)
+    return config.kv_bytes // kv_page_bytes(decoder, config.page_size, dtype)
+
+
 def allocate_kv_caches(
     config: EngineConfig, decoder: Decoder, *, prefers_tiles: bool = False
 ) -> KVCaches:
@@ -188,7 +197,7 @@ def allocate_kv_caches(
     do not hold one of `max_model_len`."""
     dtype = getattr(torch, config.dtype)
     num_bytes = kv_page_bytes(decoder, config.page_size, dtype)
-    num_pages = config.kv_bytes // num_bytes
+    num_pages = num_kv_pages(config, decoder)
     num_padding = padding_pages(config.device)
     num_tokens = max(0, num_pages - num_padding) * config.page_size
     if num_tokens < config.max_model_len:
@@ -205,6 +214,29 @@ def allocate_kv_caches(
         device=torch.device(config.device),
         prefers_tiles=prefers_tiles,
     )
+
+
+def returns_experts(batch: Batch, decoder: Decoder) -> bool:
+    """Whether a row of the batch returns the experts that its tokens choose."""
+    return decoder.expert_layers is not None and any(
+        row.sequence.request.return_routed_experts for row in batch.rows
+    )
+
+
+def empty_choices(decoder: Decoder, max_tokens: int, device: torch.device) -> Tensor | None:
+    """Allocates the place of the experts that so many tokens choose: int32 [layers that have
+    experts, T, num_chosen]; None for a model without experts."""
+    shape = decoder.expert_layers
+    if shape is None:
+        return None
+    sizes = len(shape.layers), max_tokens, shape.num_chosen
+    return torch.zeros(sizes, dtype=torch.int32, device=device)
+
+
+def choices_bytes(decoder: Decoder, max_tokens: int) -> int:
+    """Returns what `empty_choices` takes."""
+    shape = decoder.expert_layers
+    return 0 if shape is None else 4 * len(shape.layers) * max_tokens * shape.num_chosen
 
 
 def max_pages(config: EngineConfig) -> int:

@@ -20,7 +20,9 @@ from inference_svc.backends.base import (
     MemoryNeeds,
     allocate_arena,
     allocate_kv_caches,
+    empty_choices,
     max_pages,
+    returns_experts,
 )
 from inference_svc.backends.cuda_graphs import CapturedSteps, CudaRecorder, Record, captured_sizes
 from inference_svc.backends.cuda_inputs import CudaInputs
@@ -76,12 +78,14 @@ class FixedStep(NamedTuple):
 
 class PreparedStep(NamedTuple):
     """A step that was filled and sent: `num_logits` rows sample. `size` is that of the recorded
-    step that is replayed for it; None: it is computed operation by operation."""
+    step that is replayed for it; None: it is computed operation by operation. `num_routed` tokens
+    have chosen experts that a row returns; 0: no row does."""
 
     step: FixedStep
     num_logits: int
     kind: StepKind
     size: int | None
+    num_routed: int = 0
 
 
 class CudaBackend:
@@ -104,6 +108,7 @@ class CudaBackend:
         self.num_pages, self.kv_bytes = kv_caches.num_pages - 1, kv_caches.num_bytes
         self.num_lora_steps = 0
         self.num_replays = 0
+        self._decoder = transformer.description
         self._transformer = transformer
         self._kv_caches = kv_caches
         self._targets = targets
@@ -116,10 +121,11 @@ class CudaBackend:
         self._decodes = self._make_step(max_rows)
         self._sizes = captured_sizes(max_rows)
         # One place for every step's result, or each recording would keep its own.
-        vocab_size = transformer.description.vocab_size
+        vocab_size = self._decoder.vocab_size
         num_logits = vocab_size + targets.max_added_tokens
         self._logits = torch.zeros(max_rows, num_logits, device=arena.device)
         self._argmax = torch.zeros(max_rows, dtype=torch.int64, device=arena.device)
+        self._choices = empty_choices(self._decoder, max_tokens, arena.device)
         self._captured: CapturedSteps | None = None
         if arena.device.type == "cuda":
             # What reading the weights has left goes back when steps are recorded.
@@ -162,6 +168,7 @@ class CudaBackend:
         """The inputs, the logits, and what torch has reserved on the device since the backend was
         made: it reuses what a step has freed, and recorded steps hold what they compute in."""
         fixed_bytes = self._table.num_bytes + self._logits.nbytes + self._argmax.nbytes
+        fixed_bytes += 0 if self._choices is None else self._choices.nbytes
         fixed_bytes += sum(s.inputs.block.num_bytes for s in (self._prompts, self._decodes))
         return fixed_bytes + _reserved_bytes(self.arena.device) - self._reserved_bytes
 
@@ -175,7 +182,7 @@ class CudaBackend:
         """
         max_tokens, item_bytes = self._limits.max_tokens, self.arena.flat.itemsize
         sizes = {min(SHORT_TOKENS, max_tokens), max_tokens}
-        mixtures = self._transformer.description.mixtures
+        mixtures = self._decoder.mixtures
         for shape in {(each.num_experts, each.num_chosen) for each in mixtures}:
             sizes.update(sizes_to_warm_up(max_tokens, *shape, item_bytes))
         for num_tokens in sorted(sizes):
@@ -214,7 +221,7 @@ class CudaBackend:
             self._compute(step, inputs, lora)
 
     def magnitudes(self) -> Magnitudes:
-        return Magnitudes(self._transformer.description, self._transformer.weights, self.arena)
+        return Magnitudes(self._decoder, self._transformer.weights, self.arena)
 
     def place_threads(self, processors: abc.Sequence[abc.Sequence[int]]) -> None:
         """Leaves the threads to the system: the device computes."""
@@ -223,11 +230,15 @@ class CudaBackend:
         """Sends the step's inputs. Waits for nothing but an earlier step's copy."""
         columns = batch.columns()
         if not columns.is_decode:
-            return self._send(self._prompts, columns)
-        size = None
-        if self._captured is not None:
-            size = self._captured.size_for(len(batch.rows))
-        return self._send(self._decodes, columns, size)
+            prepared = self._send(self._prompts, columns)
+        else:
+            size = None
+            if self._captured is not None:
+                size = self._captured.size_for(len(batch.rows))
+            prepared = self._send(self._decodes, columns, size)
+        if returns_experts(batch, self._decoder):
+            return prepared._replace(num_routed=sum(row.num_tokens for row in batch.rows))
+        return prepared
 
     def _send(self, step: FixedStep, batch: BatchColumns, size: int | None = None) -> PreparedStep:
         step.inputs.block.wait()
@@ -241,7 +252,7 @@ class CudaBackend:
 
     @torch.inference_mode()
     def forward(self, inputs: PreparedStep) -> Logits:
-        step, num_logits, kind, size = inputs
+        step, num_logits, kind, size, num_routed = inputs
         if size is not None:
             assert self._captured is not None
             self.num_replays += 1
@@ -251,7 +262,8 @@ class CudaBackend:
             lora = step.lora.step() if kind is not StepKind.BASE else None
             self._compute(step, step.inputs.inputs(), lora)
         self._table.close()
-        return Logits(self._logits_of(num_logits, lora), self._argmax[:num_logits])
+        experts = self._choices_of(num_routed) if num_routed else None
+        return Logits(self._logits_of(num_logits, lora), self._argmax[:num_logits], experts)
 
     def free_unused(self) -> None:
         """Lets go of torch's cache: its pieces may be too small for what did not fit."""
@@ -263,16 +275,22 @@ class CudaBackend:
         self._compute(step, step.inputs.decode_inputs(size), step.lora.decode_step(size, kind))
 
     def _compute(self, step: FixedStep, inputs: StepInputs, lora: LoraStep | None) -> None:
-        """Writes the step's logits, and the largest of each row, to their places."""
+        """Writes the step's logits, the largest of each row, and the experts of each token to their
+        places."""
         step.inputs.write_pages()
         logits = self._logits_of(len(inputs.logit_rows), lora)
-        logits.copy_(self._transformer.forward(inputs, self._kv_caches, lora))
+        choices = self._choices_of(len(inputs.token_ids))
+        logits.copy_(self._transformer.forward(inputs, self._kv_caches, lora, choices))
         torch.argmax(logits, dim=-1, out=self._argmax[: len(logits)])
 
     def _logits_of(self, num_rows: int, lora: LoraStep | None) -> Tensor:
         """Returns the place of a step's logits, of tokens that adapters add if there may be any."""
         num_added = 0 if lora is None else lora.num_added_tokens
         return self._logits[:num_rows, : self._targets.vocab_size + num_added]
+
+    def _choices_of(self, num_tokens: int) -> Tensor | None:
+        """Returns the place of the experts that a step's tokens choose."""
+        return None if self._choices is None else self._choices[:, :num_tokens]
 
     @property
     def _padding_page(self) -> int:

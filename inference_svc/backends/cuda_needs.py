@@ -14,7 +14,7 @@ import torch
 
 from inference_svc.adapters.layout import HEAD
 from inference_svc.adapters.targets import computed_groups, layout_of
-from inference_svc.backends.base import MemoryNeeds, max_pages
+from inference_svc.backends.base import MemoryNeeds, choices_bytes, max_pages
 from inference_svc.backends.cuda_graphs import captured_sizes
 from inference_svc.backends.cuda_inputs import CudaInputs
 from inference_svc.backends.cuda_lora import CudaLora, StepKind
@@ -201,8 +201,8 @@ def _role_of(group: str) -> str:
 
 
 def _fixed_bytes(config: EngineConfig, decoder: Decoder) -> int:
-    """Returns what is held between steps: where logits go, inputs, and the tables of pages and of
-    adapters."""
+    """Returns what is held between steps: where logits and chosen experts go, inputs, and the
+    tables of pages and of adapters."""
     max_tokens, max_rows = config.max_batch_tokens, config.max_sequences
     logits_bytes = max_rows * (4 * (decoder.vocab_size + config.max_added_tokens) + 8)
     inputs_bytes = sum(
@@ -213,7 +213,8 @@ def _fixed_bytes(config: EngineConfig, decoder: Decoder) -> int:
     pages_bytes = 4 * ((max_rows + 1) * max_pages(config) + 1)
     row_size = NUM_FIELDS * len(layout.targets) + NUM_WEIGHT_FIELDS * len(layout.weights)
     table_bytes = 4 * (config.max_loras + MAX_PARTS * max_rows) * row_size
-    return logits_bytes + inputs_bytes + pages_bytes + table_bytes
+    results_bytes = logits_bytes + choices_bytes(decoder, max_tokens)
+    return results_bytes + inputs_bytes + pages_bytes + table_bytes
 
 
 def recorded_nodes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from inference_svc.backends.base import (
     allocate_arena,
     allocate_kv_caches,
     max_pages,
+    returns_experts,
 )
 from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.backends.native_buffers import BatchPages, StepArrays, Workspace
@@ -70,12 +72,20 @@ class PackedProjections:
         return PackedLinear.pack(weight, allocate=self.allocate)
 
 
+class NativeInputs(NamedTuple):
+    """What selects the program of a prepared step: the groups that its adapters change, and whether
+    a row returns the experts of its tokens."""
+
+    groups: frozenset[str]
+    returns_experts: bool
+
+
 class NativeBackend:
-    """A `Backend` whose inputs lie in `step`; a prepared step is the groups that its adapters
-    change, which select the program."""
+    """A `Backend` whose inputs lie in `step`."""
 
     def __init__(
         self,
+        decoder: Decoder,
         transformer: NativeTransformer,
         kv_caches: KVCaches,
         arena: Arena,
@@ -87,6 +97,7 @@ class NativeBackend:
         self.num_pages, self.kv_bytes = kv_caches.num_pages, kv_caches.num_bytes
         self.kernels = f"native {library.variant}"
         self.num_lora_steps = 0
+        self._decoder = decoder
         self._transformer = transformer
         self._step = step
         self._lora = lora
@@ -110,14 +121,18 @@ class NativeBackend:
     def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
         self._library.place_threads(processors)
 
-    def prepare(self, batch: Batch) -> frozenset[str]:
+    def prepare(self, batch: Batch) -> NativeInputs:
         self._step.fill(batch.columns())
         groups = self._lora.plan(batch.rows)
         self.num_lora_steps += bool(groups)
-        return groups
+        return NativeInputs(groups, returns_experts(batch, self._decoder))
 
-    def forward(self, inputs: frozenset[str]) -> Logits:
-        return Logits(self._transformer.forward(inputs))
+    def forward(self, inputs: NativeInputs) -> Logits:
+        groups, has_choices = inputs
+        if not has_choices:
+            return Logits(self._transformer.forward(groups))
+        logits = self._transformer.forward(groups, returns_experts=True)
+        return Logits(logits, experts=self._transformer.choices)
 
     def free_unused(self) -> None:
         """Holds only what every step needs."""
@@ -159,7 +174,7 @@ class NativeFactory:
         decoder: Decoder,
         layout: ModelLayout,
         host_slab: Tensor | None,
-    ) -> Backend[frozenset[str]]:
+    ) -> Backend[NativeInputs]:
         library, dtype = load(), getattr(torch, config.dtype)
         assert library is not None, "the backend is supported"
         max_tokens, max_rows = config.max_batch_tokens, config.max_sequences
@@ -180,7 +195,7 @@ class NativeFactory:
             decoder, max_tokens, max_rows, dtype, config.max_added_tokens
         )
         transformer = NativeTransformer(decoder, packed, kv_caches, step, workspace, lora, library)
-        return NativeBackend(transformer, kv_caches, arena, step, lora, library)
+        return NativeBackend(decoder, transformer, kv_caches, arena, step, lora, library)
 
 
 def _native_bytes(config: EngineConfig, decoder: Decoder) -> int:

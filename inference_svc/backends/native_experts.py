@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
+from inference_svc.backends.base import choices_bytes, empty_choices
 from inference_svc.backends.native_ops import GATED, GroupedOp, LayerOps, Stream, of_group
 from inference_svc.model.description import ClampedSwiglu, Decoder, Experts
 from inference_svc.model.weights import ExpertsWeights, RouterWeights
@@ -21,11 +23,13 @@ from kernels.linear import PackedLinear
 
 
 class NativeExperts:
-    """Makes the operations of the layers that have experts. `routings` has the routing of each, as
-    the last step had it."""
+    """Makes the operations of the layers that have experts. `choices` are the experts that the last
+    step's tokens have chosen, int32 [layers that have experts, max_tokens, num_chosen]; `routings`
+    has the routing of each layer."""
 
     def __init__(self, decoder: Decoder, max_tokens: int, ops: LayerOps) -> None:
-        self.routings = _allocate_routings(decoder, max_tokens)
+        self.choices = empty_choices(decoder, max_tokens, torch.device("cpu"))
+        self.routings = _allocate_routings(decoder, self.choices)
         self._ops = ops
 
     def layer_ops(
@@ -121,23 +125,22 @@ class NativeExperts:
         yield from project(f"{name}.{experts.down.name}", gated, weights.down, rows)
 
 
-def _allocate_routings(decoder: Decoder, max_tokens: int) -> dict[int, PairsBuffer]:
+def _allocate_routings(decoder: Decoder, choices: Tensor | None) -> dict[int, PairsBuffer]:
     """Returns the routing of each layer that has experts. Layers share all of it but which
     experts were chosen."""
-    found: dict[int, PairsBuffer] = {}
-    shared: dict[tuple[int, int], PairsBuffer] = {}
-    for index, block in enumerate(decoder.blocks):
-        if block.experts is None:
-            continue
-        shape = block.experts.num_experts, block.experts.num_chosen
-        if shape not in shared:
-            shared[shape] = PairsBuffer.allocate(max_tokens, *shape)
-        found[index] = shared[shape].with_own_experts()
-    return found
+    shape = decoder.expert_layers
+    if shape is None or choices is None:
+        return {}
+    shared = PairsBuffer.allocate(choices.shape[1], shape.num_experts, shape.num_chosen)
+    return {
+        layer: shared.with_experts(own) for layer, own in zip(shape.layers, choices, strict=True)
+    }
 
 
 def routings_bytes(decoder: Decoder, max_tokens: int) -> int:
     """Returns the memory of the routing of steps of up to so many tokens."""
-    shapes = [(each.num_experts, each.num_chosen) for each in decoder.mixtures]
-    shared = sum(PairsBuffer.bytes_of(max_tokens, *shape) for shape in dict.fromkeys(shapes))
-    return shared + sum(4 * max_tokens * chosen for _, chosen in shapes)
+    shape = decoder.expert_layers
+    if shape is None:
+        return 0
+    shared_bytes = PairsBuffer.bytes_of(max_tokens, shape.num_experts, shape.num_chosen)
+    return choices_bytes(decoder, max_tokens) + shared_bytes

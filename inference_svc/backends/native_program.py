@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +70,13 @@ MAX_PROGRAMS = 16
 """Tenants choose what their adapters change, so that the number must be limited."""
 
 
+class _ProgramKey(NamedTuple):
+    """Which adapters' operations a program has, and whether its last layer routes all tokens."""
+
+    groups: frozenset[str]
+    routes_all: bool = False
+
+
 class NativeTransformer:
     """`step` holds the inputs and `workspace` the activations of any step."""
 
@@ -101,36 +109,56 @@ class NativeTransformer:
         for index, attention in enumerate(description.attentions):
             self._add_attention(index, attention)
         self._program_ops = tuple(self._all_ops())
+        self._routing_ops: tuple[GroupedOp, ...] = ()  # made when first needed
         tagged = (
             group for group, _ in self._program_ops if group and not group.startswith(WITHOUT)
         )
         self._every_group = frozenset((*tagged, ADDED_TOKENS))
-        always_there = (frozenset[str](), self._every_group)
-        self._programs = {groups: self._build(groups) for groups in always_there}
+        always_there = (_ProgramKey(frozenset()), _ProgramKey(self._every_group))
+        self._programs = {key: self._build(key) for key in always_there}
 
-    def forward(self, groups: frozenset[str] = frozenset()) -> Tensor:
+    def forward(
+        self, groups: frozenset[str] = frozenset(), *, returns_experts: bool = False
+    ) -> Tensor:
         """Runs the step that `step` describes, with adapters in `groups` only. Returns fp32 logits
         [num_logits, vocab_size], or more by the tokens that adapters may add, overwritten by the
-        next run."""
+        next run. With `returns_experts`, `choices` are of all tokens afterwards; else those of the
+        last layer are of the rows that sample."""
         logits = self._workspace.logits[: int(self._step.num_logits)]
-        groups, vocab_size = self._computed(groups), self._description.vocab_size
+        routes_all = returns_experts and self._routes_fewer
+        groups, vocab_size = self._computed(groups, routes_all), self._description.vocab_size
         if ADDED_TOKENS in groups:
             logits[:, vocab_size:] = float("-inf")
         else:
             logits = logits[:, :vocab_size]
-        self._program(groups).run()
+        self._program(groups, routes_all).run()
         return logits
 
-    def _program(self, groups: frozenset[str]) -> Program:
+    @property
+    def choices(self) -> Tensor | None:
+        """The experts that each token of the last step has chosen, int32 [layers that have experts,
+        T, num_chosen]."""
+        choices = self._experts.choices
+        return None if choices is None else choices[:, : self._step.size.tokens]
+
+    @property
+    def _routes_fewer(self) -> bool:
+        """Whether a program that ends with the tokens that sample routes fewer than all of the
+        step's in a layer."""
+        size = self._step.size
+        return self._description.blocks[-1].experts is not None and size.logits < size.tokens
+
+    def _program(self, groups: frozenset[str], routes_all: bool = False) -> Program:
         """Returns the program of `groups`, or that of all groups if there are too many programs:
         then groups that no adapter changes cost the step a check of their ranks."""
-        groups = self._computed(groups)
-        if groups not in self._programs:
-            self._programs[groups] = self._build(groups)
-        return self._programs[groups]
+        key = _ProgramKey(self._computed(groups, routes_all), routes_all)
+        if key not in self._programs:
+            self._programs[key] = self._build(key)
+        return self._programs[key]
 
-    def _computed(self, groups: frozenset[str]) -> frozenset[str]:
-        is_full = groups not in self._programs and len(self._programs) >= MAX_PROGRAMS
+    def _computed(self, groups: frozenset[str], routes_all: bool = False) -> frozenset[str]:
+        is_known = _ProgramKey(groups, routes_all) in self._programs
+        is_full = not is_known and len(self._programs) >= MAX_PROGRAMS
         return self._every_group if is_full else groups
 
     def num_ops(self, groups: frozenset[str]) -> Counter[str]:
@@ -145,9 +173,12 @@ class NativeTransformer:
         )
         return counts
 
-    def _build(self, groups: frozenset[str]) -> Program:
+    def _build(self, key: _ProgramKey) -> Program:
+        ops = self._program_ops
+        if key.routes_all:
+            ops = self._routing_ops = self._routing_ops or tuple(self._all_ops(routes_all=True))
         return self._library.program(
-            [op for group, op in self._program_ops if not group or is_in(group, groups)]
+            [op for group, op in ops if not group or is_in(group, key.groups)]
         )
 
     @property
@@ -179,8 +210,12 @@ class NativeTransformer:
                 cache, self._step.rows, scratch, window
             )
 
-    def _all_ops(self) -> Iterator[GroupedOp]:
-        """Yields each operation with the group of adapters that it is part of ("": always runs)."""
+    def _all_ops(self, *, routes_all: bool = False) -> Iterator[GroupedOp]:
+        """Yields each operation with the group of adapters that it is part of ("": always runs).
+
+        The last layer goes on with the rows that sample behind its attention, or, if it
+        `routes_all`, behind its experts.
+        """
         step, work, weights = self._step, self._workspace, self._weights
         description = self._description
         yield "", gather_op(weights.embedding, work.hidden, step.token_ids, step.num_tokens)
@@ -197,7 +232,7 @@ class NativeTransformer:
         for index, block in enumerate(description.blocks):
             is_last = index == description.num_layers - 1
             yield from self._attention_ops(index, block, stream)
-            if is_last:
+            if is_last and not routes_all:
                 samples = Stream(work.last_hidden, step.num_logits, samples_only=True)
                 for source, out in self._sampled(block):
                     yield "", gather_op(source, out, step.logit_rows, step.num_logits)
@@ -206,6 +241,25 @@ class NativeTransformer:
             if block.layer_input is not None:
                 yield from self._layer_input_ops(index, block, stream)
             stream.sum_scale = weights.blocks[index].scalar
+        if routes_all:
+            yield from self._sampled_ops(stream)
+        yield from self._head_ops(stream)
+
+    def _sampled_ops(self, stream: Stream) -> Iterator[GroupedOp]:
+        """Goes on with the rows of the stream that sample, of a decoder that has experts."""
+        step, work = self._step, self._workspace
+        rows = step.logit_rows, step.num_logits
+        yield "", gather_op(stream.hidden, work.last_hidden, *rows)
+        if stream.delta is not None:
+            # What experts make of pairs is summed by now.
+            delta = work.rows_of(work.of_pairs, stream.delta.shape[1])
+            yield "", gather_op(stream.delta, delta, *rows)
+            stream.delta = delta
+        stream.hidden, stream.count, stream.samples_only = work.last_hidden, step.num_logits, True
+
+    def _head_ops(self, stream: Stream) -> Iterator[GroupedOp]:
+        """The last norm and the logits, of the rows that sample."""
+        work, weights, description = self._workspace, self._weights, self._description
         yield from self._ops.add_and_norm(description.final_norm, weights.norm, stream)
         logits = work.logits[:, : description.vocab_size]
         yield "", linear_op(work.normed, weights.head, logits, stream.count)

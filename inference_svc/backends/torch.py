@@ -19,6 +19,8 @@ from inference_svc.backends.base import (
     MemoryNeeds,
     allocate_arena,
     allocate_kv_caches,
+    empty_choices,
+    returns_experts,
 )
 from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.core import BASE_SLOT, Batch, BatchRow, EngineConfig, slot_runs
@@ -135,6 +137,7 @@ class TorchInputs(NamedTuple):
 
     step: StepInputs
     lora: LoraStep | None
+    returns_experts: bool
 
 
 class TorchBackend:
@@ -153,6 +156,7 @@ class TorchBackend:
         self.arena = arena
         self.num_pages, self.kv_bytes = kv_caches.num_pages, kv_caches.num_bytes
         self.num_lora_steps = 0
+        self._decoder = transformer.description
         self._transformer = transformer
         self._kv_caches = kv_caches
         self._targets = targets
@@ -179,11 +183,15 @@ class TorchBackend:
         step = StepInputs.build(batch, self._kv_caches.page_size, self.arena.device)
         lora = plan_lora(batch.rows, self.arena, self._targets)
         self.num_lora_steps += lora is not None
-        return TorchInputs(step, lora)
+        return TorchInputs(step, lora, returns_experts(batch, self._decoder))
 
     def forward(self, inputs: TorchInputs) -> Logits:
-        logits = self._transformer.forward(inputs.step, self._kv_caches, inputs.lora)
-        return Logits(logits.float())
+        step, lora, has_choices = inputs
+        choices = None
+        if has_choices:
+            choices = empty_choices(self._decoder, len(step.token_ids), self.arena.device)
+        logits = self._transformer.forward(step, self._kv_caches, lora, choices)
+        return Logits(logits.float(), experts=choices)
 
     def free_unused(self) -> None:
         """Reserves nothing: each step's memory goes back to the system."""

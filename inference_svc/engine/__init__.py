@@ -11,6 +11,7 @@ throughput     recent rates, which admission predicts waits from
 expiries       timeouts of sequences
 pages          pages of keys and values, and the prefix cache
 step_limit     how many tokens are computed at once: fewer where memory ran out
+routed_pages   the experts that tokens have chosen, beside the pages
 runner         turns a batch into tokens
 sampler        chooses tokens from logits
 penalties      penalties and bans on logits

@@ -29,6 +29,7 @@ from inference_svc.engine.inspect import Inspect, InspectImage
 from inference_svc.engine.memory_budget import check_budgets, human
 from inference_svc.engine.pages import PagePool
 from inference_svc.engine.profiler import StepProfiler
+from inference_svc.engine.routed_pages import RoutedPages
 from inference_svc.engine.runner import Runner
 from inference_svc.engine.sampler import Sampler
 from inference_svc.engine.scheduler import Limits, Scheduler
@@ -88,6 +89,8 @@ def build_engine(
     layout = layout.with_towers(tower_modules(config.model_dir, decoder.wrapper))
     puller, residency = _make_residency(config, store, post, layout, backend.arena, host)
     pages = PagePool(backend.num_pages, config.page_size, config.prefix_cache)
+    shape = decoder.expert_layers
+    routed = None if shape is None else RoutedPages(shape, backend.num_pages, config.page_size)
     num_mixes = backend.arena.table.num_mixes
     combinations = Combinations(
         *(residency, layout, config.max_loras, num_mixes, config.max_added_tokens)
@@ -95,8 +98,9 @@ def build_engine(
     scheduler = Scheduler(_limits(config), pages, combinations)
     profiler = StepProfiler(factory.profiler_device)
     sampler = Sampler(decoder.eos_token_ids, has_device_memory=factory.has_device_memory)
-    runner = Runner(backend, sampler, profiler.marks, scheduler.step_limit)
-    settler = Settler(scheduler, frozenset(decoder.eos_token_ids), config.max_model_len)
+    runner = Runner(backend, sampler, profiler.marks, scheduler.step_limit, routed)
+    eos_token_ids = frozenset(decoder.eos_token_ids)
+    settler = Settler(scheduler, eos_token_ids, config.max_model_len, routed=routed)
     times, machine = StepTimes(), machine_name(config.device)
     describe = Describe(scheduler, residency, runner, settler, budget, times, machine)
     wait_s, inspect = config.adapter_wait_s, Inspect(scheduler, residency, config.device)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from inference_svc.backends.base import BackendFactory, DeviceMemory, MemoryNeeds
+from inference_svc.backends.base import BackendFactory, DeviceMemory, MemoryNeeds, num_kv_pages
 from inference_svc.core import EngineConfig
+from inference_svc.engine.routed_pages import routed_pages_bytes
 from inference_svc.host.memory import available_bytes, resident_bytes
 from inference_svc.model.description import Decoder
 
@@ -59,7 +60,7 @@ class Budget:
         limit = Line("limit", self.limit_bytes or 0, self.limit_change)
         rows = (*self.lines, total, limit)
         return "\n".join(
-            f"  {row.name:<10} {row.num_bytes:>16,} bytes {human(row.num_bytes):>11}"
+            f"  {row.name:<14} {row.num_bytes:>16,} bytes {human(row.num_bytes):>11}"
             f"  {row.change}".rstrip()
             for row in rows
         )
@@ -77,18 +78,24 @@ def check_budgets(config: EngineConfig, decoder: Decoder, backend: BackendFactor
     """Returns the device's budget. Raises ValueError with the arithmetic of one that does not
     fit."""
     needs, memory = backend.memory_needs(config, decoder), backend.device_memory(config)
-    budgets = plan_budgets(config, needs, memory)
+    budgets = plan_budgets(config, needs, memory, routed_bytes(config, decoder))
     for budget in budgets:
         budget.check()
         logger.info("memory of the %s:\n%s", budget.place, budget)
     return budgets[0]
 
 
+def routed_bytes(config: EngineConfig, decoder: Decoder) -> int:
+    """Returns what it takes to keep the experts that the tokens of all pages have chosen."""
+    num_pages = num_kv_pages(config, decoder)
+    return routed_pages_bytes(decoder.expert_layers, num_pages, config.page_size)
+
+
 def plan_budgets(
-    config: EngineConfig, needs: MemoryNeeds, memory: DeviceMemory | None
+    config: EngineConfig, needs: MemoryNeeds, memory: DeviceMemory | None, num_routed_bytes: int = 0
 ) -> tuple[Budget, ...]:
     """Returns the device's budget first; where the device has `memory` of its own, the host's
-    follows. Nothing is allocated."""
+    follows. `num_routed_bytes`: see `routed_bytes`. Nothing is allocated."""
     on_device: tuple[Line, ...] = (
         Line("weights", needs.weights_bytes, "a smaller model or --dtype"),
         Line("kv_pages", config.kv_bytes, "--kv-memory"),
@@ -104,6 +111,7 @@ def plan_budgets(
     on_host = (
         Line("host_tier", config.host_bytes, "--host-memory"),
         Line("tokenizer", config.tokenizer_bytes),
+        *_used(Line("routed_experts", num_routed_bytes, "--kv-memory")),
         # The last one, and all of it is there already.
         Line("process", resident_bytes() + config.frontend_bytes),
     )

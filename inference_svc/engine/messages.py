@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from inference_svc.core import FinishReason, Request, TokenLogprobs
+from inference_svc.core import FinishReason, Request, RoutedExperts, TokenLogprobs
 from inference_svc.errors import EngineFailed
 
 
@@ -150,6 +150,7 @@ class Output(NamedTuple):
     error: Exception | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+    routed: RoutedExperts | None = None
 
     @property
     def is_last(self) -> bool:

@@ -10,12 +10,14 @@ import time
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from inference_svc.adapters.tiers import DivideMagnitudes
 from inference_svc.backends.base import Backend
 from inference_svc.backends.magnitudes import Divided, Magnitudes
 from inference_svc.core import Batch, SampledToken, Sequence
 from inference_svc.engine.profiler import Marks
+from inference_svc.engine.routed_pages import RoutedPages
 from inference_svc.engine.sampler import Sampler
 from inference_svc.engine.step_limit import Rows, StepLimit
 
@@ -46,16 +48,23 @@ class StepResult(NamedTuple):
 
 
 class Runner:
-    """Owns nothing but references. `marks` name in a trace what it does."""
+    """Owns nothing but references. `marks` name in a trace what it does; `routed` is there if the
+    model has experts."""
 
     def __init__(
-        self, backend: Backend[Any], sampler: Sampler, marks: Marks, limit: StepLimit
+        self,
+        backend: Backend[Any],
+        sampler: Sampler,
+        marks: Marks,
+        limit: StepLimit,
+        routed: RoutedPages | None = None,
     ) -> None:
         self.backend = backend
         self._arena = backend.arena
         self._sampler = sampler
         self._marks = marks
         self._limit = limit
+        self._routed = routed
         self._magnitudes: Magnitudes | None = None
 
     def pop_completed_copies(self) -> list[str]:
@@ -100,6 +109,14 @@ class Runner:
             self._limit.succeeded()
         return result
 
+    def _keep_experts(self, rows: Rows, experts: Tensor) -> None:
+        """Writes what tokens have chosen beside their keys and values. The step has been waited
+        for."""
+        assert self._routed is not None, "the model has experts"
+        # Torch copies what has a sign; no model has so many experts that it matters.
+        dtype = torch.uint8 if self._routed.shape.bytes_per_id == 1 else torch.int16
+        self._routed.write(rows, experts.to(dtype).cpu().numpy())
+
     def _reduce(self, part: Rows) -> None:
         num_tokens = sum(row.num_tokens for row in part)
         self.backend.free_unused()
@@ -124,10 +141,12 @@ class Runner:
         sampling = [row.sequence for row in rows if row.samples]
         prepared_s = time.perf_counter()
         with self._marks("forward"):
-            logits, argmax = self.backend.forward(inputs)
+            logits, argmax, experts = self.backend.forward(inputs)
         computed_s = time.perf_counter()
         with self._marks("sample"):
             sampled = self._sampler.sample(logits, sampling, argmax)
+            if experts is not None:
+                self._keep_experts(rows, experts)
         timings = RunTimings(
             0.0,
             prepared_s - began_s,

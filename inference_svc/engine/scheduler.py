@@ -10,7 +10,7 @@ import bisect
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from inference_svc.core import BASE_SLOT, Batch, BatchRow, Sequence, SequenceState
+from inference_svc.core import BASE_SLOT, Batch, BatchRow, Request, Sequence, SequenceState
 from inference_svc.engine.fair_queue import FairQueue
 from inference_svc.engine.pages import PagePool, activation_key, page_key, root_key
 from inference_svc.engine.step_limit import StepLimit
@@ -304,6 +304,17 @@ def _note_ready(sequence: Sequence, now_s: float) -> None:
         sequence.adapter_ready_s = now_s
 
 
+ROUTED_SEED = "routed\0"
+"""Before the seeds of requests that return routed experts. No tenant, with which seeds begin, has
+such a character."""
+
+
+def _cache_seed(request: Request) -> str:
+    """Returns the seed of a request's page keys. Of pages that others have computed it is not known
+    which experts were chosen."""
+    return ROUTED_SEED + request.cache_seed if request.return_routed_experts else request.cache_seed
+
+
 def extend_page_keys(sequence: Sequence, num_pages: int, page_size: int) -> None:
     """Extends `sequence.page_hashes` to cover its first `num_pages` full pages."""
     keys, request = sequence.page_hashes, sequence.request
@@ -313,7 +324,7 @@ def extend_page_keys(sequence: Sequence, num_pages: int, page_size: int) -> None
         if keys:
             parent = keys[-1]
         else:
-            parent = root_key("" if request.activation else request.digest, request.cache_seed)
+            parent = root_key("" if request.activation else request.digest, _cache_seed(request))
         if request.activation and len(keys) == num_base:
             parent = activation_key(parent, request.digest, request.activation)
         start = len(keys) * page_size

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from inference_svc.core import Batch, FinishReason, SampledToken, Sequence
 from inference_svc.engine.messages import Output, Timings, Usage
+from inference_svc.engine.routed_pages import RoutedPages
 from inference_svc.engine.scheduler import Scheduler, extend_page_keys
 from servicekit.telemetry.histogram import Histogram
 
@@ -17,6 +18,7 @@ class Settler:
     """`eos_token_ids` of the model; no sequence grows beyond `max_model_len` tokens.
 
     `token_gaps` are the times between a sequence's tokens; `num_sampled` counts all tokens.
+    `routed` has the experts that tokens have chosen; None: the model has no experts.
     """
 
     scheduler: Scheduler
@@ -24,6 +26,7 @@ class Settler:
     max_model_len: int
     token_gaps: Histogram = field(default_factory=Histogram)
     num_sampled: int = 0
+    routed: RoutedPages | None = None
     _settled_s: float = -math.inf
 
     def settle(self, batch: Batch, sampled: list[SampledToken], now_s: float) -> list[Output]:
@@ -81,8 +84,12 @@ class Settler:
             sequence.first_token_s = now_s
         reason = self._finish_reason(sequence, token.token_id)
         logprobs = () if token.logprobs is None else (token.logprobs,)
+        routed = None
+        if sequence.request.return_routed_experts and self.routed is not None:
+            routed = self.routed.read(sequence, sequence.num_routed, sequence.num_computed)
+            sequence.num_routed = sequence.num_computed
         if reason is None:
-            return Output(sequence.request.request_id, (token.token_id,), logprobs)
+            return Output(sequence.request.request_id, (token.token_id,), logprobs, routed=routed)
         self.scheduler.remove(sequence)
         return Output(
             sequence.request.request_id,
@@ -91,6 +98,7 @@ class Settler:
             finish_reason=reason,
             usage=_usage(sequence),
             timings=_timings(sequence, now_s),
+            routed=routed,
         )
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:

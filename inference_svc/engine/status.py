@@ -71,8 +71,13 @@ class Describe:
         is_on_host = self.budget.place == "host"
         host_tier = (0, 0) if host is None else (host.slots.used_bytes, host.slots.capacity)
         in_process = [host_tier, *(on_device.values() if is_on_host else ())]
-        rest = max(0, resident_bytes() - sum(capacity for _, capacity in in_process))
-        return {**on_device, "host_tier": host_tier, "process": (rest, rest)}
+        rest = resident_bytes() - sum(capacity for _, capacity in in_process)
+        routed, on_host = self.settler.routed, {"host_tier": host_tier}
+        if routed is not None:
+            rest -= routed.used_bytes  # the system gives it no more than that
+            on_host["routed_experts"] = (routed.used_bytes, routed.capacity_bytes)
+        rest = max(0, rest)
+        return {**on_device, **on_host, "process": (rest, rest)}
 
     def _counters(self) -> dict[str, float]:
         counters = self.residency.counters

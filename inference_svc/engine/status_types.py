@@ -68,7 +68,7 @@ class TierStatus:
 class EngineStatus:
     """A snapshot of the engine for GetServerInfo, `loadout top` and metrics.
 
-    `memory` maps what ("weights", "kv_pages", "arena", "workspace", "host_tier", "process") to
+    `memory` maps what ("weights", "kv_pages", "arena", "workspace", "host_tier", "process", of
     (used, capacity) bytes; `memory_limit_bytes` holds for the device, 0 if unknown. `process_id`
     is the engine's. `kernels` names what computes, such as "native avx512_bf16" or "torch", and
     `machine` on what.

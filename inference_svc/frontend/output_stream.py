@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field, replace
 
-from inference_svc.core import FinishReason, Request, TokenLogprobs
+from inference_svc.core import FinishReason, Request, RoutedExperts, TokenLogprobs
 from inference_svc.engine.messages import Output, Timings, Usage
 from inference_svc.text.detokenizer import Detokenizer, TokenDecoder
 from inference_svc.text.stop import StopMatcher
@@ -14,13 +14,14 @@ from servicekit.shares import Reservation
 
 UNREAD_BYTES = 16 << 10
 """What an answer takes at least of its account's share, and by which it grows."""
-TOKEN_BYTES, LOGPROB_BYTES = 64, 128
-"""About what one takes in memory, as objects."""
+TOKEN_BYTES, LOGPROB_BYTES, ROUTED_BYTES = 64, 128, 192
+"""About what one takes in memory, as objects; of experts in addition to their numbers."""
 
 
 @dataclass(slots=True)
 class Delta:
-    """The output since the previous delta; finish reason, usage and timings are in the last one."""
+    """The output since the previous delta; finish reason, usage and timings are in the last one.
+    `routed` are the experts of tokens that follow one another."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -28,6 +29,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+    routed: list[RoutedExperts] = field(default_factory=list)
 
 
 class Generation:
@@ -96,6 +98,8 @@ class Generation:
         if output.logprobs:
             num_logprobs = sum(1 + len(each.top) for each in output.logprobs)
             self._unread_bytes += LOGPROB_BYTES * num_logprobs
+        if output.routed is not None:
+            self._unread_bytes += ROUTED_BYTES + len(output.routed.experts)
         missing = self._unread_bytes + self._sending_bytes - self._place.amount
         if missing > 0:
             self._place.grow(max(missing, UNREAD_BYTES))
@@ -103,6 +107,8 @@ class Generation:
     def _add_tokens(self, output: Output) -> None:
         """Adds tokens, up to the one that completes a stop string."""
         delta = self._delta
+        if output.routed is not None:
+            delta.routed.append(output.routed)
         # The token that the engine stopped at is not part of the text.
         is_end = output.finish_reason is FinishReason.STOP
         num_shown = len(output.token_ids) - is_end

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from inference_svc.core import ExpertLayers
 from inference_svc.model.rope import Rope
 from kernels.experts import Choice, padded_rows
 
@@ -491,6 +492,15 @@ class Decoder:
     def mixtures(self) -> tuple[Experts, ...]:
         """The mixtures of experts, of the layers that have one."""
         return tuple(each.experts for each in self.blocks if each.experts is not None)
+
+    @cached_property
+    def expert_layers(self) -> ExpertLayers | None:
+        """The layers that are mixtures, which are all alike; None if there are none."""
+        layers = tuple(i for i, each in enumerate(self.blocks) if each.experts is not None)
+        if not layers:
+            return None
+        [(num_experts, num_chosen)] = {(e.num_experts, e.num_chosen) for e in self.mixtures}
+        return ExpertLayers(layers, num_experts, num_chosen)
 
     @cached_property
     def kv_shapes(self) -> tuple[KVShape, ...]:

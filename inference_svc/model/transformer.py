@@ -91,6 +91,8 @@ class _Step:
     """What each token's queries are multiplied by, [T]."""
     token_order: TokenOrder | None
     """The order of pairs where adapters change experts."""
+    choices: Mapping[int, Tensor]
+    """Where experts are to be that tokens choose, by the layer: int32 [T, num_chosen]."""
 
 
 @dataclass(slots=True)
@@ -128,13 +130,20 @@ class Transformer:
         }
 
     @torch.inference_mode()
-    def forward(self, inputs: StepInputs, kv_caches: KVCaches, lora: Lora | None = None) -> Tensor:
+    def forward(
+        self,
+        inputs: StepInputs,
+        kv_caches: KVCaches,
+        lora: Lora | None = None,
+        choices: Tensor | None = None,
+    ) -> Tensor:
         """Computes one step; returns logits [len(inputs.logit_rows), vocab_size] in the model's
         dtype, an inference tensor.
 
         Writes the step's keys and values to the cells of `inputs.attention`; what each token
         attends to must be in the cache already, or be computed in this step. Without `lora` no
-        adapter code runs.
+        adapter code runs. `choices`, int32 [layers that have experts, T, num_chosen], are
+        overwritten with the experts of each token.
         """
         hidden = _embedded(inputs.token_ids, self.weights.embedding, lora)
         if lora is not None:
@@ -151,11 +160,18 @@ class Transformer:
         }
         has_experts = bool(self.description.mixtures)
         order = lora.order_tokens() if lora is not None and has_experts else None
-        step = _Step(inputs, rotations, kv_caches, lora, layer_inputs, q_scales, order)
+        found = self._choices_by_layer(choices)
+        step = _Step(inputs, rotations, kv_caches, lora, layer_inputs, q_scales, order, found)
         stream = _Stream(hidden)
         for index, block in enumerate(self.description.blocks):
             self._block(index, block, stream, step)
         return self._logits(stream, step)
+
+    def _choices_by_layer(self, choices: Tensor | None) -> Mapping[int, Tensor]:
+        experts = self.description.expert_layers
+        if choices is None or experts is None:
+            return {}
+        return dict(zip(experts.layers, choices, strict=True))
 
     def _block(self, index: int, block: Block, stream: _Stream, step: _Step) -> None:
         weights, scale = self.weights.blocks[index], block.residual_scale
@@ -297,7 +313,10 @@ class Transformer:
         router = experts.router
         router_x = _post_normed(x if router.norm is None else hidden, weights.router.norm)
         found = logits(weights.router.projection, router_x, router.projection.name)
-        routing = route(found, router.choice, weights.router.bias, weights.router.expert_scales)
+        routing = route(
+            *(found, router.choice, weights.router.bias, weights.router.expert_scales),
+            out=step.choices.get(index),
+        )
         x = _post_normed(x if experts.norm is None else hidden, own(experts.norm, weights.norm))
         made, pairs = self._of_experts(index, experts, weights, x, routing, step)
         norm = own(experts.post_norm, weights.post_norm)

@@ -44,13 +44,14 @@ def route(
     choice: Choice,
     bias: Tensor | None = None,
     expert_scales: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Routing:
     """See `reference.route`."""
     if uses_triton(logits):
         from kernels.experts import triton_ops  # Triton is an extra that the CPU does without
 
-        return triton_ops.route(logits, choice, bias, expert_scales)
-    return reference.route(logits, choice, bias, expert_scales)
+        return triton_ops.route(logits, choice, bias, expert_scales, out)
+    return reference.route(logits, choice, bias, expert_scales, out)
 
 
 def sort_pairs(experts: Tensor, num_experts: int, order: Tensor | None = None) -> Pairs:

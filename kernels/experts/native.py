@@ -101,10 +101,13 @@ class PairsBuffer:
         """Returns what `allocate` takes but for `experts`."""
         return 16 * max_tokens * num_chosen + 4 * (num_experts + 2)
 
-    def with_own_experts(self) -> PairsBuffer:
+    def with_experts(self, experts: Tensor) -> PairsBuffer:
         """Returns one that shares all of this but which experts were chosen, and may be filled when
         this is not needed any more."""
-        return replace(self, experts=torch.zeros_like(self.experts))
+        assert experts.is_contiguous()
+        assert experts.shape == self.experts.shape
+        assert experts.dtype == self.experts.dtype
+        return replace(self, experts=experts)
 
     @property
     def num_experts(self) -> int:

@@ -79,11 +79,13 @@ def route(
     choice: Choice,
     bias: Tensor | None = None,
     expert_scales: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Routing:
     """Chooses experts by logits, fp32 [T, experts]; of equal ones the first.
 
     `bias` [experts] is added to scores to choose by, and does not enter weights; `expert_scales`
-    [experts] multiply the weights. Both are fp32.
+    [experts] multiply the weights. Both are fp32. With `out`, int32 [T, num_chosen], the experts
+    are there.
     """
     scores = {
         Scoring.SOFTMAX: lambda: logits.softmax(dim=-1),
@@ -103,7 +105,7 @@ def route(
     weights = weights * choice.scale
     if expert_scales is not None:
         weights = weights * expert_scales[experts]
-    return Routing(experts.int(), weights)
+    return Routing(experts.int() if out is None else out.copy_(experts), weights)
 
 
 def _of_best_groups(ranked: Tensor, choice: Choice) -> Tensor:

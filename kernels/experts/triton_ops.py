@@ -21,6 +21,7 @@ def route(
     choice: Choice,
     bias: Tensor | None = None,
     expert_scales: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Routing:
     """See `reference.route`. One launch."""
     num_tokens, num_experts = logits.shape
@@ -35,7 +36,10 @@ def route(
     assert per_group * num_groups == num_experts
     assert per_group > 1 or not has_groups, "a group is as good as its two best"
     shape = (num_tokens, choice.num_chosen)
-    experts = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    experts = torch.empty(shape, dtype=torch.int32, device=logits.device) if out is None else out
+    assert experts.shape == shape
+    assert experts.dtype == torch.int32
+    assert experts.is_contiguous()
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     block_g, block_e = power_of_2(num_groups), power_of_2(per_group)
     kernels.route_kernel[(num_tokens,)](

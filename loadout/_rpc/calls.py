@@ -224,6 +224,7 @@ def generate(
     cache_salt: str,
     sampling: Mapping[str, Any],
     adapters: Adapters = (),
+    return_routed_experts: bool = False,
 ) -> StreamCall[types.Chunk]:
     parts = [part if isinstance(part, tuple) else (part, 1.0) for part in adapters]
     request = build(
@@ -235,6 +236,7 @@ def generate(
         priority=priority,
         cache_salt=cache_salt,
         sampling=_sampling(sampling),
+        return_routed_experts=return_routed_experts,
         **_prompt(prompt),
     )
     # A generation cannot be continued elsewhere: only an unanswered request is sent again.

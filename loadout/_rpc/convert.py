@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -241,6 +242,20 @@ def chunk(message: inference_pb.GenerateResponse) -> types.Chunk:
         adapter=_identity(message.adapter) if message.HasField("adapter") else None,
         timings=_timings(message.timings) if message.HasField("timings") else None,
         adapters=tuple(_identity(each) for each in message.adapters),
+        routed_experts=(
+            _routed_experts(message.routed_experts) if message.HasField("routed_experts") else None
+        ),
+    )
+
+
+def _routed_experts(message: inference_pb.RoutedExperts) -> types.RoutedExperts:
+    return types.RoutedExperts(
+        first_position=message.first_position,
+        num_tokens=message.num_tokens,
+        num_layers=message.num_layers,
+        num_chosen=message.num_chosen,
+        bytes_per_id=message.bytes_per_id,
+        experts=message.experts,
     )
 
 
@@ -283,7 +298,17 @@ def completion(chunks: Iterable[types.Chunk]) -> types.Completion | None:
         adapter=next((piece.adapter for piece in pieces if piece.adapter), None),
         timings=last.timings,
         adapters=last.adapters,
+        routed_experts=_joined([each.routed_experts for each in pieces if each.routed_experts]),
     )
+
+
+def _joined(parts: Sequence[types.RoutedExperts]) -> types.RoutedExperts | None:
+    """Joins the experts of neighbouring tokens, in order."""
+    if not parts:
+        return None
+    num_tokens = sum(part.num_tokens for part in parts)
+    experts = b"".join(part.experts for part in parts)
+    return replace(parts[0], num_tokens=num_tokens, experts=experts)
 
 
 def resident(message: inference_pb.ResidentAdapter) -> types.ResidentAdapter:
@@ -378,7 +403,12 @@ def server_info(message: inference_pb.GetServerInfoResponse) -> types.ServerInfo
         machine=message.machine,
         sampling_defaults=_sampling_defaults(message),
         metrics_port=message.metrics_port,
+        experts=_expert_layers(message.experts) if message.HasField("experts") else None,
     )
+
+
+def _expert_layers(message: inference_pb.ExpertLayers) -> types.ExpertLayers:
+    return types.ExpertLayers(tuple(message.layers), message.num_experts, message.num_chosen)
 
 
 def _sampling_defaults(

@@ -80,6 +80,9 @@ def _server_rows(server: ServerInfo | LoadoutError) -> list[tuple[str, str]]:
         top_k = defaults.top_k or "off"
         text = f"temperature {defaults.temperature:g}, top_p {defaults.top_p:g}, top_k {top_k}"
         rows.append(("sampling by default", text))
+    if (experts := server.experts) is not None:
+        text = f"{experts.num_chosen} of {experts.num_experts} in {len(experts.layers)} layers"
+        rows.append(("experts", text))
     for use in server.memory:
         text = f"{decimal(use.used_bytes)} of {decimal(use.capacity_bytes)}"
         rows.append((f"memory {use.name}", text))

@@ -44,7 +44,7 @@ WIDE = 120
 """Columns from which on panels stand side by side."""
 ALL_COLUMNS = 90
 """Columns from which on the table of adapters has all of its own."""
-HOST_MEMORY = ("host_tier", "process", "frontend")
+HOST_MEMORY = ("host_tier", "routed_experts", "process", "frontend")
 """Memory that lies on the host also when a GPU computes."""
 FIXED_MEMORY = ("weights", "workspace", "arena", "host_tier", "process", "frontend")
 """Memory that is meant to be full."""

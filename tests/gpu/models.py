@@ -42,6 +42,8 @@ SUM = NUM_SLOTS
 """The slot of a sum: of all three, or of the first two, if they have more than A and B."""
 FIRST_OF_EXPERTS = 2048
 """The granule from which on adapters of experts lie."""
+FULL_PRECISION = 1e-3
+"""The tolerance up to which values are of fp32."""
 OWN_ROWS, ROWS_SLOT = (0, 7, 21, 63), 1
 """Tokens of which this adapter has rows of its own, if they have more than A and B."""
 
@@ -395,7 +397,10 @@ def _sequence(length: int, first_page: int, slot: int, first_token: int) -> core
     tokens = tuple((7 * index + 3 * first_page) % 64 for index in range(length))
     if slot == ROWS_SLOT and first_token:
         tokens = (first_token, *tokens[1:])
-    made = core.Sequence(core.Request(f"{first_page}", tokens, core.SamplingParams()))
+    request = core.Request(
+        *(f"{first_page}", tokens, core.SamplingParams()), return_routed_experts=True
+    )
+    made = core.Sequence(request)
     made.page_ids = [first_page + page for page in range(-(-length // PAGE_SIZE))]
     made.slot = slot
     return made
@@ -429,15 +434,21 @@ def run(backend: CudaBackend | TorchBackend, batches: list[core.Batch]) -> list[
     """What each batch gives, where it lies; waits for nothing."""
     found = []
     for batch in batches:
-        values, argmax = backend.forward(backend.prepare(batch))
-        found.append(Logits(values.clone(), None if argmax is None else argmax.clone()))
+        made = backend.forward(backend.prepare(batch))
+        found.append(Logits(*(None if each is None else each.clone() for each in made)))
     return found
 
 
 def assert_close(wanted: list[Logits], got: list[Logits], tolerance: float) -> None:
+    """Experts are the same where what is chosen by is not rounded."""
     for one, other in zip(wanted, got, strict=True):
         torch.testing.assert_close(
             other.values.cpu(), one.values.cpu(), rtol=tolerance, atol=tolerance
         )
         if other.argmax is not None:
             assert torch.equal(other.argmax, other.values.argmax(dim=-1))
+        assert (one.experts is None) == (other.experts is None)
+        if one.experts is not None and other.experts is not None:
+            assert one.experts.shape == other.experts.shape
+            if tolerance <= FULL_PRECISION:
+                assert torch.equal(one.experts.cpu(), other.experts.cpu())

@@ -144,7 +144,7 @@ class Running:
         self, request_id: str, prompt: Sequence[int], adapter: str = "", **options: Any
     ) -> None:
         sampling = {"max_tokens": 64, "temperature": 0.0, "ignore_eos": True}
-        fields = {"cache_seed", "priority", "deadline_s", "activation"}
+        fields = {"cache_seed", "priority", "deadline_s", "activation", "return_routed_experts"}
         request = Request(
             request_id,
             tuple(prompt),

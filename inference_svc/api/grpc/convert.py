@@ -4,7 +4,7 @@ messages whose counts are within `bounds`."""
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from google.protobuf import timestamp_pb2
 
@@ -18,11 +18,14 @@ from inference_svc.api.generate_call import (
 )
 from inference_svc.core import (
     NO_DEFAULTS,
+    ExpertLayers,
     FinishReason,
     Request,
+    RoutedExperts,
     SamplingDefaults,
     SamplingParams,
     TokenLogprobs,
+    joined_experts,
 )
 from inference_svc.engine.messages import Timings, Usage
 from inference_svc.engine.status_types import AdapterDetails, ResidentAdapter
@@ -37,6 +40,8 @@ _FINISH_REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.ABORTED: pb.FINISH_REASON_ABORTED,
 }
+MAX_ROUTED_BYTES = 1 << 20
+"""How much of experts a response has at most, unless a token has more."""
 MAX_PROFILED_STEPS = 200
 PROFILE_SECONDS, MAX_PROFILE_SECONDS = 30.0, 300.0
 """How long to wait for the steps."""
@@ -83,6 +88,7 @@ def from_generate_request(
         priority=request.priority,
         cache_salt=request.cache_salt,
         deadline_s=deadline_s,
+        return_routed_experts=request.return_routed_experts,
     )
 
 
@@ -156,11 +162,28 @@ def to_identity(binding: Binding | None, request: Request) -> pb.AdapterIdentity
     )
 
 
-def to_generate_response(
+def to_generate_responses(
     request_id: str,
     delta: Delta,
     identity: pb.AdapterIdentity | None,
     identities: Sequence[pb.AdapterIdentity] = (),
+) -> Iterator[pb.GenerateResponse]:
+    """Yields a delta as one response or, if it has experts of many tokens, as several, of which the
+    last has all else."""
+    previous: RoutedExperts | None = None
+    for part in joined_experts(delta.routed, MAX_ROUTED_BYTES):
+        if previous is not None:
+            yield _to_generate_response(request_id, Delta(), identity, identities, previous)
+        previous = part
+    yield _to_generate_response(request_id, delta, identity, identities, previous)
+
+
+def _to_generate_response(
+    request_id: str,
+    delta: Delta,
+    identity: pb.AdapterIdentity | None,
+    identities: Sequence[pb.AdapterIdentity],
+    routed: RoutedExperts | None,
 ) -> pb.GenerateResponse:
     response = pb.GenerateResponse(
         request_id=request_id,
@@ -177,7 +200,20 @@ def to_generate_response(
         response.usage.CopyFrom(_to_usage(delta.usage))
     if delta.timings is not None:
         response.timings.CopyFrom(_to_timings(delta.timings))
+    if routed is not None:
+        response.routed_experts.CopyFrom(_to_routed_experts(routed))
     return response
+
+
+def _to_routed_experts(routed: RoutedExperts) -> pb.RoutedExperts:
+    return pb.RoutedExperts(
+        first_position=routed.first_position,
+        num_tokens=routed.num_tokens,
+        num_layers=routed.num_layers,
+        num_chosen=routed.num_chosen,
+        bytes_per_id=routed.bytes_per_id,
+        experts=routed.experts,
+    )
 
 
 def _to_logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
@@ -251,6 +287,10 @@ def to_inspected(
     for name, launches in details.launches.items():
         response.groups.add(name=name, targets=members.get(name, ()), launches=launches)
     return response
+
+
+def to_expert_layers(experts: ExpertLayers | None) -> pb.ExpertLayers | None:
+    return None if experts is None else pb.ExpertLayers(**experts._asdict())
 
 
 def to_memory(memory: dict[str, tuple[int, int]]) -> list[pb.MemoryUse]:

@@ -65,9 +65,10 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         identities = convert.to_identities(stream.binding)
         async with stream.deltas() as deltas:
             async for _, delta in deltas:
-                await context.write(
-                    convert.to_generate_response(request_id, delta, identity, identities)
-                )
+                for response in convert.to_generate_responses(
+                    request_id, delta, identity, identities
+                ):
+                    await context.write(response)
 
     async def InspectAdapter(  # noqa: N802
         self, request: pb.InspectAdapterRequest, context: Context
@@ -144,6 +145,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 top_p=facts.sampling.top_p,
             ),
             metrics_port=facts.metrics_port,
+            experts=convert.to_expert_layers(facts.experts),
         )
 
     async def GetDebugInfo(  # noqa: N802

@@ -150,7 +150,7 @@ class ChatFormatter:
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
         reason = delta.finish_reason
-        is_new = delta.text or delta.logprobs or reason or self._includes_ids
+        is_new = delta.text or delta.logprobs or delta.routed or reason or self._includes_ids
         if self._has_begun and not is_new:
             return None
         content: dict[str, Any] = {} if self._has_begun else {"role": "assistant", "content": ""}

@@ -98,7 +98,7 @@ class CompletionFormatter:
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
         reason = delta.finish_reason
-        if not (delta.text or delta.logprobs or reason or self._includes_ids):
+        if not (delta.text or delta.logprobs or delta.routed or reason or self._includes_ids):
             return None
         logprobs = self.logprobs(delta.logprobs) if delta.logprobs else None
         return self._format(delta.text, reason, delta.token_ids) | {"logprobs": logprobs}

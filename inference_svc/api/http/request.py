@@ -363,6 +363,7 @@ class GenerationBody(Body):
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
     return_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
     min_revision: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
     adapters: (
         Annotated[list[AdapterPartBody], Field(fail_fast=True), Field(max_length=MAX_PARTS)] | None
@@ -430,6 +431,7 @@ class GenerationBody(Body):
             max_tokens_field=self.max_tokens_field,
             max_logprobs=MAX_RESPONSE_LOGPROBS,
             is_id_unique=False,
+            return_routed_experts=bool(self.return_routed_experts),
         )
 
     @property

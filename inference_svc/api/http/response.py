@@ -7,6 +7,7 @@ other request of this event loop.
 from __future__ import annotations
 
 import asyncio
+from base64 import b64encode
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -17,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from inference_svc.api.generate_stream import Deltas, GenerateStream
 from inference_svc.api.http.sse import DONE, to_event, to_json
-from inference_svc.core import FinishReason, TokenLogprobs
+from inference_svc.core import FinishReason, RoutedExperts, TokenLogprobs, joined_experts
 from inference_svc.engine.messages import Usage
 from inference_svc.frontend.output_stream import Delta
 from servicekit.shares import Reservation, Shares
@@ -34,8 +35,8 @@ FINISH_REASONS = {
 RESERVED_BYTES, ID_BYTES = 16 << 10, 8
 """Reserved for an answer at once; and what a token's id takes."""
 
-SLICE_TOKENS = 32
-"""Tokens with logprobs that are formatted before other requests may run."""
+SLICE_TOKENS, SLICE_ROUTED_BYTES = 32, 256 << 10
+"""Tokens with logprobs, and bytes of experts, that are formatted before other requests may run."""
 
 NO_USAGE = Usage(0, 0, 0)
 
@@ -95,6 +96,7 @@ class Choice:
         self._formatter = formatter
         self._texts: list[str] = []
         self._logprobs: dict[str, list[bytes]] = {}
+        self._routed: _RoutedText | None = None
 
     @property
     def text(self) -> str:
@@ -112,6 +114,10 @@ class Choice:
                 encoded = to_json(entries)[1:-1].encode()
                 self._logprobs.setdefault(name, []).append(encoded)
                 num_bytes += len(encoded)
+        for part in delta.routed:
+            if self._routed is None:
+                self._routed = _RoutedText(part)
+            num_bytes += self._routed.add(part)
         return num_bytes
 
     def to_json(self) -> bytes:
@@ -121,7 +127,46 @@ class Choice:
         ]
         lists += [b'"%s":null' % name.encode() for name in self._formatter.logprob_constants]
         logprobs = b"{%s}" % b",".join(lists) if self._logprobs else b"null"
-        return b'%s,"logprobs":%s}' % (to_json(self._formatter.full(self)).encode()[:-1], logprobs)
+        routed = b"" if self._routed is None else b',"routed_experts":' + self._routed.to_json()
+        choice = to_json(self._formatter.full(self)).encode()[:-1]
+        return b'%s,"logprobs":%s%s}' % (choice, logprobs, routed)
+
+
+class _RoutedText:
+    """The experts of neighbouring tokens as base64, encoded while they come: what does not fill
+    three bytes waits for more."""
+
+    def __init__(self, first: RoutedExperts) -> None:
+        self._first = first
+        self._num_tokens = 0
+        self._encoded: list[bytes] = []
+        self._rest = b""
+
+    def add(self, part: RoutedExperts) -> int:
+        """Returns how many bytes that adds."""
+        data = self._rest + part.experts
+        whole = len(data) - len(data) % 3
+        encoded, self._rest = b64encode(data[:whole]), data[whole:]
+        self._encoded.append(encoded)
+        self._num_tokens += part.num_tokens
+        return len(encoded)
+
+    def to_json(self) -> bytes:
+        head = to_json(_routed_head(self._first, self._num_tokens)).encode()[:-1]
+        return b'%s,"data":"%s"}' % (head, b"".join((*self._encoded, b64encode(self._rest))))
+
+
+def _routed_head(first: RoutedExperts, num_tokens: int) -> dict[str, Any]:
+    """Returns what says how to read the experts of so many tokens."""
+    return {
+        "first_position": first.first_position,
+        "shape": [num_tokens, first.num_layers, first.num_chosen],
+        "dtype": f"uint{8 * first.bytes_per_id}",
+    }
+
+
+def _to_routed(part: RoutedExperts) -> dict[str, Any]:
+    return {**_routed_head(part, part.num_tokens), "data": b64encode(part.experts).decode()}
 
 
 async def encode_full(
@@ -162,6 +207,9 @@ async def encode_events(
             usages[index] = delta.usage or usages[index]
             chunk = formatters[index].chunk(delta)
             if chunk is not None:
+                if delta.routed:
+                    [routed] = delta.routed
+                    chunk["routed_experts"] = _to_routed(routed)
                 yield f"{before}{to_json(chunk)}{after}".encode()
     if includes_usage:
         usage = to_usage(usages, stream.call.num_choices)
@@ -185,20 +233,28 @@ def to_usage(usages: Sequence[Usage], per_prompt: int) -> dict[str, Any]:
 
 async def in_slices(deltas: Deltas) -> Deltas:
     """Yields deltas in slices, and lets the event loop run others between SLICE_TOKENS tokens with
-    logprobs."""
-    num_tokens = 0
+    logprobs, or SLICE_ROUTED_BYTES of experts."""
+    filled = 0.0
     async for index, delta in deltas:
         for each in _slices(delta):
-            num_tokens += len(each.logprobs)
-            if num_tokens > SLICE_TOKENS:
-                num_tokens = len(each.logprobs)
+            share = len(each.logprobs) / SLICE_TOKENS
+            share += sum(len(part.experts) for part in each.routed) / SLICE_ROUTED_BYTES
+            filled += share
+            if filled > 1:
+                filled = share
                 await asyncio.sleep(0)
             yield index, each
 
 
 def _slices(delta: Delta) -> Iterator[Delta]:
-    """Splits a delta by its logprobs, which take long to format: what a slow reader has not read
-    grows without a bound. The text is in the last slice."""
+    """Splits a delta by its experts and its logprobs, which take long to format: what a slow reader
+    has not read grows without a bound. The text is in the last slice. A slice has experts of
+    neighbouring tokens in one piece."""
+    pieces = list(joined_experts(delta.routed, SLICE_ROUTED_BYTES))
+    for piece in pieces[:-1]:
+        yield Delta(routed=[piece])
+    if delta.routed:
+        delta = replace(delta, routed=pieces[-1:])
     num_tokens = len(delta.logprobs)
     last = max(num_tokens - 1, 0) // SLICE_TOKENS * SLICE_TOKENS
     for start in range(0, last, SLICE_TOKENS):

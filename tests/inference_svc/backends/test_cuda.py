@@ -3,6 +3,8 @@ and without. Here torch computes, and a recording computes anew; `tests/gpu` has
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -45,14 +47,18 @@ class Spy:
         """Many tokens, rows of several, and of one; of adapters many tokens, with tiles or not."""
 
     def forward(
-        self, inputs: StepInputs, kv_caches: KVCaches, lora: LoraStep | None
+        self,
+        inputs: StepInputs,
+        kv_caches: KVCaches,
+        lora: LoraStep | None,
+        choices: torch.Tensor | None,
     ) -> torch.Tensor:
         num_tokens, attention = len(inputs.token_ids), inputs.attention
         self.rows.append((num_tokens, len(attention.context_lengths)))
         of_lora = lora and (lora.plan.num_tokens > SPLIT_TOKENS, lora.plan.has_tiles)
         is_prompt = len(attention.tiles) > 0
         self.variants.add((num_tokens >= MANY_TOKENS, is_prompt, attention.has_decodes, of_lora))
-        return self._transformer.forward(inputs, kv_caches, lora)
+        return self._transformer.forward(inputs, kv_caches, lora, choices)
 
 
 class Runs(Eager):
@@ -91,6 +97,26 @@ def test_a_step_without_memory_is_computed_in_parts(model, slots):
         with little_memory(fixed):
             assert tokens(fixed, slots, limit) == wanted
         assert limit.num_out_of_memory > 0
+
+
+@pytest.mark.parametrize("record", [Eager, None], ids=["recorded", "computed"])
+def test_chosen_experts_are_returned_if_a_row_asks(tmp_path, record):
+    """Of all tokens of the step, without its padding, also of those that do not sample."""
+    decoder = make_decoder("glm4 experts, groups, a bias", tmp_path)
+    model = Model.make(decoder, torch.float32, torch.device("cpu"))
+    wanted, got = (
+        run(each, steps([0, 0, 1, 2, 2])) for each in (model.plain(), model.fixed(record))
+    )
+    shape = decoder.expert_layers
+    for one, other, batch in zip(wanted, got, steps([0, 0, 1, 2, 2]), strict=True):
+        num_tokens = sum(row.num_tokens for row in batch.rows)
+        assert other.experts.shape == (len(shape.layers), num_tokens, shape.num_chosen)
+        assert torch.equal(other.experts, one.experts)
+    fixed, quiet = model.fixed(record), steps([-1] * 5)
+    for batch in quiet:
+        for row in batch.rows:
+            row.sequence.request = replace(row.sequence.request, return_routed_experts=False)
+    assert all(each.experts is None for each in run(fixed, quiet))
 
 
 def test_unrecorded_step_is_computed(model):

@@ -88,6 +88,8 @@ def places_of(backend: CudaBackend, model: Model, caches: KVCaches) -> dict[int,
         "logits": backend._logits,
         "largest logits": backend._argmax,
     }
+    if backend._choices is not None:
+        named["chosen experts"] = backend._choices
     return places | {storage_id(tensor): name for name, tensor in named.items()}
 
 
@@ -129,9 +131,9 @@ class Planted:
         return self.num_calls % 2
 
     @torch.inference_mode()
-    def forward(self, inputs: Any, kv_cache: Any, lora: Any) -> Tensor:
+    def forward(self, inputs: Any, kv_cache: Any, lora: Any, choices: Any) -> Tensor:
         self.num_calls += 1
-        logits = self.model.transformer.forward(inputs, kv_cache, lora)
+        logits = self.model.transformer.forward(inputs, kv_cache, lora, choices)
         self._plant(self, logits)
         return logits
 

@@ -75,7 +75,7 @@ class Reader:
         self._segments = headers[0].segments
         self._bytes = arena.flat.view(torch.uint8).numpy()
 
-    def forward(self, inputs: Any, kv_caches: KVCaches, lora: Any) -> Tensor:
+    def forward(self, inputs: Any, kv_caches: KVCaches, lora: Any, choices: Any) -> Tensor:
         attention, rows = inputs.attention, self.rows
         starts = attention.query_starts.tolist()
         table_rows, contexts = attention.table_rows.tolist(), attention.context_lengths.tolist()

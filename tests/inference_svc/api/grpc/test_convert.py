@@ -10,7 +10,13 @@ from inference_svc.adapters.layout import LayoutTarget, ModelLayout
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.grpc import convert
 from inference_svc.api.grpc.bounds import ADAPTER_BYTES
-from inference_svc.core import FinishReason, Request, SamplingParams, TokenLogprobs
+from inference_svc.core import (
+    FinishReason,
+    Request,
+    RoutedExperts,
+    SamplingParams,
+    TokenLogprobs,
+)
 from inference_svc.engine.messages import Timings, Usage
 from inference_svc.engine.status_types import AdapterDetails, ResidentAdapter
 from inference_svc.frontend.output_stream import Delta
@@ -165,7 +171,7 @@ def test_responses_carry_every_field() -> None:
     identity = convert.to_identity(binding, request)
     assert convert.to_identity(None, request) is None
     assert convert.to_identity(binding, replace(request, digest="")).is_inactive
-    response = convert.to_generate_response("r", delta, identity)
+    [response] = convert.to_generate_responses("r", delta, identity)
     assert (response.request_id, response.text, list(response.token_ids)) == ("r", "ab", [4, 5])
     assert [t.token_id for t in response.logprobs[0].top] == [4, 9]
     assert response.logprobs[1].chosen.logprob == -1.0
@@ -179,15 +185,28 @@ def test_responses_carry_every_field() -> None:
 
 
 def test_optional_fields_stay_unset() -> None:
-    response = convert.to_generate_response("r", Delta(token_ids=[4]), None)
+    [response] = convert.to_generate_responses("r", Delta(token_ids=[4]), None)
     assert response.finish_reason == pb.FINISH_REASON_UNSPECIFIED
     for field in ("usage", "timings", "adapter"):
         assert not response.HasField(field)
 
 
+def test_experts_of_many_tokens_come_in_several_responses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "MAX_ROUTED_BYTES", 13)
+    pieces = [RoutedExperts(0, 3, 2, 1, bytes(range(24))), RoutedExperts(4, 3, 2, 1, bytes(6))]
+    delta = Delta([7], "a", finish_reason=FinishReason.LENGTH, routed=pieces)
+    responses = list(convert.to_generate_responses("r", delta, None))
+    parts = [each.routed_experts for each in responses]
+    assert [(part.first_position, part.num_tokens) for part in parts] == [(0, 2), (2, 2), (4, 1)]
+    assert b"".join(part.experts for part in parts) == bytes(range(24)) + bytes(6)
+    assert {(part.num_layers, part.num_chosen, part.bytes_per_id) for part in parts} == {(3, 2, 1)}
+    assert [list(each.token_ids) for each in responses] == [[], [], [7]]
+    assert [bool(each.finish_reason) for each in responses] == [False, False, True]
+
+
 def test_every_finish_reason_is_converted() -> None:
     for reason in FinishReason:
-        response = convert.to_generate_response("r", Delta(finish_reason=reason), None)
+        [response] = convert.to_generate_responses("r", Delta(finish_reason=reason), None)
         assert pb.FinishReason.Name(response.finish_reason) == f"FINISH_REASON_{reason.name}"
 
 

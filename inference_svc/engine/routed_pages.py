@@ -1,0 +1,76 @@
+"""The experts that tokens have chosen, beside the pages of their keys and values, on the host.
+
+A page's choices are written by the step that computes its keys and values, for requests that return
+them. These share cached pages only with each other, so that they find choices wherever they find
+keys and values; a page that is allocated anew is written anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_svc.core import BatchRow, ExpertLayers, RoutedExperts, Sequence
+
+
+class RoutedPages:
+    """`num_pages` pages of `page_size` tokens. The system gives memory to a page when it is first
+    written."""
+
+    def __init__(self, shape: ExpertLayers, num_pages: int, page_size: int) -> None:
+        self.shape = shape
+        self._page_size = page_size
+        width = len(shape.layers) * shape.num_chosen
+        dtype = np.dtype(f"<u{shape.bytes_per_id}")
+        self._ids = np.zeros((num_pages * page_size, width), dtype)
+        self._is_written = np.zeros(num_pages, np.bool_)
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._ids.nbytes
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of the pages that were ever written."""
+        return int(self._is_written.sum()) * self._page_size * self.shape.token_bytes
+
+    def write(self, rows: Iterable[BatchRow], chosen: NDArray[np.generic]) -> None:
+        """Writes what tokens of a step have chosen, [layers, tokens, chosen], of rows that return
+        it."""
+        cells: list[int] = []
+        tokens: list[int] = []
+        first = 0
+        for sequence, start, num_tokens, _ in rows:
+            if sequence.request.return_routed_experts:
+                cells += self._cells_of(sequence, start, start + num_tokens)
+                tokens += range(first, first + num_tokens)
+            first += num_tokens
+        self._ids[cells] = chosen[:, tokens].swapaxes(0, 1).reshape(len(tokens), -1)
+        self._is_written[np.array(cells) // self._page_size] = True
+
+    def read(self, sequence: Sequence, start: int, end: int) -> RoutedExperts:
+        """Returns what the tokens at positions [start, end), which are computed, have chosen."""
+        cells = self._cells_of(sequence, start, end)
+        shape = self.shape
+        return RoutedExperts(
+            *(start, len(shape.layers), shape.num_chosen, shape.bytes_per_id),
+            experts=self._ids[cells].tobytes(),
+        )
+
+    def _cells_of(self, sequence: Sequence, start: int, end: int) -> list[int]:
+        size, pages = self._page_size, sequence.page_ids
+        cells: list[int] = []
+        while start < end:
+            index, offset = divmod(start, size)
+            count = min(size - offset, end - start)
+            first = pages[index] * size + offset
+            cells += range(first, first + count)
+            start += count
+        return cells
+
+
+def routed_pages_bytes(shape: ExpertLayers | None, num_pages: int, page_size: int) -> int:
+    """Returns the capacity of so many pages; 0 for a model without experts."""
+    return 0 if shape is None else num_pages * page_size * shape.token_bytes
