@@ -59,6 +59,7 @@ TYPES = (
     types.ServerInfo,
     types.ServerLimits,
     types.SamplingDefaults,
+    types.ExpertLayers,
     types.MemoryUse,
     types.StoreStatus,
     types.TierStatus,
