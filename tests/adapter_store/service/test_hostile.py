@@ -10,12 +10,13 @@ from adapter_store.config import StoreSettings
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.adapter_store import hostile
 from tests.adapter_store.hostile import CONFIG, UPLOAD_NAMES, WEIGHTS
+from tests.adapter_store.hostile_experts import EXPERT_CASES
 from tests.adapter_store.hostile_texts import TEXT_CASES
 from tests.adapter_store.service.conftest import Served
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
-CASES = {**hostile.CASES, **TEXT_CASES}
+CASES = {**hostile.CASES, **TEXT_CASES, **EXPERT_CASES}
 CODES = {"LIMIT_EXCEEDED": "RESOURCE_EXHAUSTED"}
 
 
