@@ -1,5 +1,5 @@
-"""Writes the tables of docs/adapters.md from the store's: trainers, what becomes of their contents,
-and files beside an adapter.
+"""Writes the tables of docs/adapters.md from the store's: trainers, forms of experts, what becomes
+of contents, and files beside an adapter.
 
 python -m tools.adapter_docs
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from adapter_store.checkpoint.features import WORDS, Feature
 from adapter_store.checkpoint.formats import side_files
-from adapter_store.checkpoint.formats.readers import TRAINERS
+from adapter_store.checkpoint.formats.readers import EXPERT_FORMS, TRAINERS
 from loadout.cli.engines import ENGINES, NOTES
 from tools.conformance import WRITERS, verdicts
 
@@ -43,7 +43,9 @@ def render() -> dict[str, str]:
         [WORDS[Feature(note.feature)], ENGINES[note.engine], note.does, note.what, note.where]
         for note in NOTES
     ]
+    forms = [[each.name, each.trainers, each.tensors, each.note] for each in EXPERT_FORMS]
     return {
+        "experts": _table(("form", "written by", "below `<experts>`", ""), forms),
         "engines": _table(("content", "engine", "does", "", "source"), others),
         "trainers": _table(head, trainers),
         "contents": _table(("content", *(writer.name for writer in WRITERS)), contents),

@@ -1,8 +1,8 @@
 """What becomes of each kind of content that a trainer may write: a table, made by making each.
 
 Every cell is an adapter of a tiny model, saved by PEFT, written as the trainer writes it, and then
-registered and planned with the store's code for a server of that model. Nothing is ever ignored:
-what is not applied is refused by name.
+registered and planned with the store's code for a server of that model, or, where it has experts,
+of a mixture of these. Nothing is ever ignored: what is not applied is refused by name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.system.trained import (
     renamed,
     sharded,
 )
-from tests.system.zoo import AdapterSpec, make_zoo
+from tests.system.zoo import AdapterSpec, make_model, make_zoo
 
 Make = Callable[[Trainer], Path]
 LAYER = f"{PREFIX}model.layers.0."
@@ -44,7 +44,17 @@ _NAMED = re.compile(
     r"((?:\.weight|\.bias)?)$"
 )
 """What a state dict has an adapter's name behind, and what comes after it."""
-RANK, HIDDEN, INNER, NUM_EXPERTS = 4, 64, 96, 2
+RANK, HIDDEN = 4, 64
+OUTSIDE, INSIDE, NUM_EXPERTS = 16, 12, 4
+MIXTURE = {
+    "hidden_size": OUTSIDE,
+    "moe_intermediate_size": INSIDE,
+    "num_experts": NUM_EXPERTS,
+    "num_hidden_layers": 1,
+}
+"""The mixture of experts that the trainers' own adapters in FIXTURES are of."""
+OF_MIXTURE = frozenset({Feature.EXPERTS, Feature.EXPERT_PARAMETERS})
+"""Contents that only a mixture has a place for."""
 
 
 def saved(*, save_embedding_layers: bool | str = False, **options: Any) -> Make:
@@ -83,10 +93,10 @@ def of_parameters(trainer: Trainer) -> Path:
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
     )
     shapes = {
-        f"{inside}_A.weight": (all_ranks, HIDDEN),
-        f"{inside}_B.weight": (2 * INNER, all_ranks),
-        f"{outside}_A.weight": (all_ranks, INNER),
-        f"{outside}_B.weight": (HIDDEN, all_ranks),
+        f"{inside}_A.weight": (all_ranks, OUTSIDE),
+        f"{inside}_B.weight": (2 * INSIDE, all_ranks),
+        f"{outside}_A.weight": (all_ranks, INSIDE),
+        f"{outside}_B.weight": (OUTSIDE, all_ranks),
     }
     values = {name: torch.randn(shape) for name, shape in shapes.items()}
     save_file(values, folder / WEIGHTS)
@@ -125,7 +135,7 @@ CONTENTS: Mapping[Feature, Make] = {
         **{
             f"mlp.experts.{expert}.gate_proj.lora_{side}": shape
             for expert in range(NUM_EXPERTS)
-            for side, shape in {"A": (RANK, HIDDEN), "B": (INNER, RANK)}.items()
+            for side, shape in {"A": (RANK, OUTSIDE), "B": (INSIDE, RANK)}.items()
         },
     ),
     Feature.EXPERT_PARAMETERS: of_parameters,
@@ -220,7 +230,7 @@ WRITERS = (
     Writer(
         "Megatron-Bridge",
         ("Megatron-Bridge",),
-        _each(lambda make: make, Feature.LINEAR, Feature.EXPERTS),
+        _each(lambda make: make, Feature.LINEAR, Feature.EXPERTS, Feature.EXPERT_PARAMETERS),
     ),
     Writer(
         "MLX-LM",
@@ -245,9 +255,11 @@ def verdicts() -> dict[Feature, dict[str, str]]:
     torch.manual_seed(11)
     with tempfile.TemporaryDirectory() as name:
         zoo = make_zoo("qwen2", Path(name), [AdapterSpec("unused", 1, ["q_proj"])])
-        trainer, server = Trainer.load(zoo.model_dir), server_of(zoo.model_dir)
+        trainer, dense = Trainer.load(zoo.model_dir), server_of(zoo.model_dir)
+        mixture = mixture_server(Path(name) / "mixture")
         found: dict[Feature, dict[str, str]] = {}
         for feature in CONTENTS:
+            server = mixture if feature in OF_MIXTURE else dense
             for writer in WRITERS:
                 own = replace(trainer, folder=Path(name, feature.value, writer.name))
                 cells = found.setdefault(feature, {})
@@ -269,6 +281,12 @@ def _verdict(make: Make | None, trainer: Trainer, server: Server) -> str:
         words = first.message.partition(", which this server does not apply")[0]
         return f"refused by the server: {words.removeprefix('it has ').removeprefix('it is ')}"
     return f"refused by the server: `{first.reason}`"
+
+
+def mixture_server(folder: Path) -> Server:
+    """Returns what a server of a mixture of experts, which is made in `folder`, says of itself."""
+    make_model("qwen3-moe", folder, **MIXTURE)
+    return server_of(folder)
 
 
 def server_of(model_dir: Path, *flags: str) -> Server:

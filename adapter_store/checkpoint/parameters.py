@@ -11,10 +11,11 @@ the second, or, where it `is_transposed`, the first. A has
     PEFT 0.19.0      the first, but of transposed parameters the second: always the outputs
     PEFT from 0.19.1 the second, but of transposed parameters the first: always the inputs
 
-Models of Transformers before 5 do not say it, and PEFT takes theirs as not transposed. So sizes
-decide where they can: a parameter's own, and where these are equal those of gate_up_proj and
-down_proj of one module, which PEFT takes alike. Else `peft_version` decides, which PEFT writes from
-0.18 on, and is part of the digest; without it the parameter is refused.
+Models of Transformers before 5 do not say it, and PEFT takes theirs as not transposed, which the
+file does not tell. So sizes decide where they can: a parameter's own, and where these are equal
+those of gate_up_proj and down_proj of one module, which PEFT takes alike. Else `peft_version`
+decides, which PEFT writes from 0.18 on, and is part of the digest; without it the parameter is
+refused.
 
 Of several parameters of one module PEFT wraps the first around the module, then the next around
 that; the order is that of the model's definition, not the config's, so only that of known names is

@@ -12,7 +12,16 @@ from adapter_store.checkpoint.formats.readers import TRAINERS
 from adapter_store.images.check import Server, check_folder
 from tests.system.trained import Trainer
 from tests.system.zoo import AdapterSpec, make_zoo
-from tools.conformance import APPLIED, CONTENTS, NOT_WRITTEN, WRITERS, server_of, verdicts
+from tools.conformance import (
+    APPLIED,
+    CONTENTS,
+    NOT_WRITTEN,
+    OF_MIXTURE,
+    WRITERS,
+    mixture_server,
+    server_of,
+    verdicts,
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +33,11 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
 @pytest.fixture(scope="module")
 def server(trainer: Trainer) -> Server:
     return server_of(trainer.model_dir)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Server:
+    return mixture_server(tmp_path_factory.mktemp("mixture"))
 
 
 def test_every_trainer_that_is_read_has_a_column() -> None:
@@ -38,8 +52,11 @@ def test_every_content_has_a_row() -> None:
 
 
 def test_every_cell_is_applied_or_refused_by_name() -> None:
-    cells = [cell for row in verdicts().values() for cell in row.values()]
+    found = verdicts()
+    cells = [cell for row in found.values() for cell in row.values()]
     assert APPLIED in cells
+    for feature in OF_MIXTURE:
+        assert set(found[feature].values()) == {APPLIED, NOT_WRITTEN}
     for cell in set(cells) - {APPLIED, NOT_WRITTEN}:
         who, _, name = cell.partition(": ")
         assert who in ("refused", "refused by the server"), cell
@@ -48,9 +65,10 @@ def test_every_cell_is_applied_or_refused_by_name() -> None:
 
 @pytest.mark.parametrize("feature", CONTENTS, ids=lambda feature: feature.value)
 def test_a_content_is_recognised(
-    feature: Feature, trainer: Trainer, server: Server, tmp_path: Path
+    feature: Feature, trainer: Trainer, server: Server, mixture: Server, tmp_path: Path
 ) -> None:
-    report = check_folder(CONTENTS[feature](replace(trainer, folder=tmp_path)), server=server)
+    of = mixture if feature in OF_MIXTURE else server
+    report = check_folder(CONTENTS[feature](replace(trainer, folder=tmp_path)), server=of)
     assert feature.value in report.features
     others = {
         Feature.SAVED_ALONG: {"linear", "embedding"},
@@ -64,7 +82,7 @@ def test_a_content_is_recognised(
     assert set(report.features) - {feature.value} == others.get(feature, {"linear"})
     modules = {module.name for module in report.modules}
     assert report.server is not None
-    if not report.server.refusals and feature is not Feature.FUSED:
+    if not report.server.refusals and feature not in {Feature.FUSED, *OF_MIXTURE}:
         assert {target.name for target in report.server.targets} == modules
 
 

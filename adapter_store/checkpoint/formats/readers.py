@@ -70,6 +70,51 @@ class Trainer:
     source: str
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertForm:
+    """A row of the table of forms of experts: who writes it, its tensors below the module
+    <experts>, and what is to be known of it."""
+
+    name: str
+    trainers: str
+    tensors: str
+    note: str
+
+
+EXPERT_FORMS = (
+    ExpertForm(
+        *("one by one", "PEFT where experts are modules, Megatron-Bridge, tinker-cookbook"),
+        "`.3.gate_proj.lora_A.weight` [rank, in], `lora_B` [out, rank]; or w1, w3, w2 for gate, "
+        "up, down",
+        "experts may have ranks and scales of their own, by patterns; those that are not there "
+        "stay the base's",
+    ),
+    ExpertForm(
+        *("parameters", "PEFT with `target_parameters`, Megatron-Bridge"),
+        "`.lora_A.weight` [experts x rank, in] of `down_proj`, `.base_layer.lora_A.weight` of "
+        "`gate_up_proj` (or `up_proj`); `lora_B` [out, rank x experts]",
+        "gate and up are cut apart, also where they take turns (GPT-OSS). The order of names in "
+        "the config is of no meaning. Square ones: see below",
+    ),
+    ExpertForm(
+        *("stacks", "Tinker"),
+        "`.w1.lora_A.weight` [experts or 1, rank, in], `lora_B` [experts or 1, out, rank]; w1 with "
+        "w3, and w2",
+        "what all experts share is in the image once",
+    ),
+    ExpertForm(
+        *("stacks of gate and up", "Megatron-Bridge where all experts share A or B"),
+        "`.gate_up_proj.lora_A.weight` [experts or 1, rank, in], `.down_proj`",
+        "gate and up in the order of the model's parameter",
+    ),
+    ExpertForm(
+        *("MLX-LM's stacks", "MLX-LM"),
+        "`switch_mlp.gate_proj.lora_a` [experts, rank, in], before 0.29 [experts x rank, in]; "
+        "`lora_b` [experts, out, rank]",
+        "not transposed, unlike its linear layers'; `switch_glu`, too",
+    ),
+)
+
 _PEFT = ("`adapter_model.safetensors`, or shards", "`base_model.model.<module>.lora_A.weight`")
 _ALPHA = "`lora_alpha / r`, `/ sqrt(r)` with `use_rslora`"
 _STATE = "optimizer, scheduler, random numbers, `training_args.bin`, tokenizer"
