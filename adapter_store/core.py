@@ -124,8 +124,8 @@ class EventKind(enum.Enum):
 class OtherName:
     """How else adapters may call a target. A module that computes several targets is another name
     of each: `outputs` are this target's, or, of blocks of these sizes that follow one another, the
-    part `block_part` of each; neither: all. `transposed`: it is saved as [in, out], where shapes
-    cannot tell."""
+    part `block_part` of each; neither: all. `transposed`: the model has it as [in, out], and all
+    parameters of experts in the same module, where shapes cannot tell."""
 
     name: str
     outputs: tuple[int, int] | None = None

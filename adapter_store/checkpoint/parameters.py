@@ -42,8 +42,8 @@ from adapter_store.errors import InvalidAdapter
 
 WRAPPER = ".base_layer"
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
-_ORDER = (_GATE_UP, "gate_proj", "up_proj", _DOWN)
-"""How Hugging Face's models define the parameters of experts; those without a gate have two."""
+_ORDERS = ((_GATE_UP, _DOWN), ("up_proj", _DOWN))
+"""How Hugging Face's models define the parameters of experts, with a gate and without."""
 _WEIGHT = "weight"
 
 
@@ -76,9 +76,7 @@ def find_parameters(
     used: set[str] = set()
     for module, paths in levels.items():
         names = config.extras.parameters_of(module)
-        # All linear layers are none that hold a parameter of experts.
-        is_module = not config.modules.is_all_linear and config.selects(module, is_embedding=False)
-        if not names or (paths == [module] and is_module):
+        if not names or (paths == [module] and _is_linear_layer(module, config)):
             continue
         record = wrapped[paths[0]]
         expected = [module + WRAPPER * depth for depth in reversed(range(len(names)))]
@@ -88,18 +86,25 @@ def find_parameters(
                 f"target_parameters names {len(names)} parameters of {module}, and the file has "
                 f"A and B for {len(paths)}",
             )
-        known = [name for name in _ORDER if name in names]
-        if len(names) > 1 and len(known) < len(names):
+        order = next((each for each in _ORDERS if sorted(each) == names), tuple(names))
+        if len(names) > 1 and order not in _ORDERS:
+            known = ", or of ".join(" and ".join(each) for each in _ORDERS)
             raise refused(
                 *(record, "CONFIG_UNSUPPORTED"),
                 f"target_parameters names several parameters of {module}, and which tensor is "
-                f"whose is only known of {', '.join(_ORDER)}: adapt one of them",
+                f"whose is only known of {known}: adapt one of them",
             )
-        for path, name in zip(paths, known if len(names) > 1 else names, strict=True):
+        for path, name in zip(paths, order, strict=True):
             found[path] = Parameter(module, name)
         used |= config.extras.entries_of_parameters(module)
     config.extras.check_parameters(used)
     return found
+
+
+def _is_linear_layer(module: str, config: AdapterConfig) -> bool:
+    """Returns whether it is one that target_modules names; "all-linear" means none of those that
+    hold a parameter of experts."""
+    return not config.modules.is_all_linear and config.selects(module, is_embedding=False)
 
 
 def is_linear(parameter: Parameter, a: TensorRecord, config: AdapterConfig) -> bool:

@@ -116,6 +116,14 @@ case("an index in other digits", "TENSOR_UNKNOWN", modules(
 case("parameters whose order nobody knows", "CONFIG_UNSUPPORTED", parameters(
     "experts.first", "experts.second", **{"": DOWN, "base_layer": GATE_UP}
 ))  # fmt: skip
+case("gate and up apart, as parameters", "CONFIG_UNSUPPORTED", parameters(
+    *(f"experts.{name}_proj" for name in ("gate", "up", "down")),
+    **{
+        "": DOWN,
+        "base_layer": ((ROWS, HIDDEN), (INNER, ROWS)),
+        "base_layer.base_layer": ((ROWS, HIDDEN), (INNER, ROWS)),
+    },
+))  # fmt: skip
 case("parameters in the other order", "SHAPE_INVALID", parameters(
     *PARAMETERS, **{"": GATE_UP, "base_layer": DOWN}
 ))  # fmt: skip
