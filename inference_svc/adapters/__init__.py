@@ -15,6 +15,7 @@ extents       The allocator of a flat memory.
 arena         The tensor that holds every resident adapter, and the table that finds them.
 layout        What adapters may change of this model, and what their images may consist of.
 targets       Makes a layout of a decoder, and groups what is computed together.
+pull_pace     How fast large images come beside steps on the same processors.
 pull_threads  The threads that pull images and verify them.
 pull          One pull: its progress, its memory, and its events for the engine.
 image_source  The adapter store as a Protocol, and the messages of a pull.

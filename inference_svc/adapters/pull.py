@@ -230,8 +230,10 @@ class PullJob:
             span.set_attributes(bytes=self.progress.offset - verified, digest=self.digest)
             span.end()
 
-    def wait_before_retry(self, delay_s: float) -> None:
-        self._cancelled.wait(delay_s)
+    def pause(self, seconds: float) -> None:
+        """Waits so long, or until the job is cancelled."""
+        if seconds > 0:
+            self._cancelled.wait(seconds)
 
 
 @dataclass(frozen=True, slots=True)

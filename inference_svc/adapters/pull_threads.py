@@ -3,7 +3,8 @@
 A pull posts `PullOpened` when it knows the image's size, waits for the engine's grant of memory,
 then writes straight into it, verifying every part before it counts. A lost stream is resumed at the
 last verified part, from another replica of the store if there is one. A pull that gets no grant
-soon is parked: it frees its thread, and restarts its stream when there is memory.
+soon is parked: it frees its thread, and restarts its stream when there is memory. Of a large image
+the rest comes at a `PullPace`, if the model computes on the same processors.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from inference_svc.adapters.pull import (
     PullJob,
     PullOpened,
 )
+from inference_svc.adapters.pull_pace import PullPace
 from inference_svc.errors import CorruptImage, StoreUnavailable
 from servicekit.errors import ServiceError
 
@@ -76,12 +78,14 @@ class Puller:
         post: Callable[[PullEvent], None],
         read_header: Callable[[ImageHeader], ImageHeader],
         check_contents: CheckContents,
+        pace: PullPace | None = None,
     ) -> None:
         self.num_workers = num_workers
         self._store = store
         self._post = post
         self._read_header = read_header
         self._check_contents = check_contents
+        self._pace = pace
         self._jobs: queue.SimpleQueue[PullJob | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, name=f"loadout-pull-{i}", daemon=True)
@@ -148,7 +152,7 @@ class Puller:
                 num_failed = 0 if job.progress.offset > verified else num_failed
                 delay_s = RETRY_DELAYS_S[min(num_failed, len(RETRY_DELAYS_S) - 1)]
                 num_failed += 1
-                job.wait_before_retry(delay_s)
+                job.pause(delay_s)
             except CorruptImage as error:
                 facts = {"digest": job.digest, "why": error.message}
                 logger.warning("pull: bytes that fail their hash", extra=facts)
@@ -184,6 +188,8 @@ class Puller:
                 if isinstance(message, ImageChunk):
                     position = _write(progress, message, position)
                     hasher.update(message.data)
+                    if self._pace is not None:
+                        job.pause(self._pace.delay_s(position, len(message.data)))
                 elif isinstance(message, LayerEnd):
                     _end_part(progress, message, position, hasher.digest())
                     hasher = hashlib.sha256()

@@ -15,6 +15,7 @@ from inference_svc.adapters.image_source import AdapterStore
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.prefetch import PrefetchPolicy
 from inference_svc.adapters.pull import PullEvent
+from inference_svc.adapters.pull_pace import PullPace
 from inference_svc.adapters.pull_threads import Puller
 from inference_svc.adapters.residency import Residency, build_residency
 from inference_svc.adapters.slots import Slots
@@ -87,7 +88,10 @@ def build_engine(
         backend = factory.build(config, decoder, layout, None if host is None else host.slab)
         layout = layout.with_base(base())
     layout = layout.with_towers(tower_modules(config.model_dir, decoder.wrapper))
-    puller, residency = _make_residency(config, store, post, layout, backend.arena, host)
+    pace = None
+    if not factory.has_device_memory:
+        pace = PullPace.where_shared(usable_cpus(), num_threads)
+    puller, residency = _make_residency(config, store, post, layout, backend.arena, host, pace)
     pages = PagePool(backend.num_pages, config.page_size, config.prefix_cache)
     shape = decoder.expert_layers
     routed = None if shape is None else RoutedPages(shape, backend.num_pages, config.page_size)
@@ -96,6 +100,8 @@ def build_engine(
         *(residency, layout, config.max_loras, num_mixes, config.max_added_tokens)
     )
     scheduler = Scheduler(_limits(config), pages, combinations)
+    if pace is not None:
+        pace.is_computing = lambda: bool(scheduler.running)
     profiler = StepProfiler(factory.profiler_device)
     sampler = Sampler(decoder.eos_token_ids, has_device_memory=factory.has_device_memory)
     runner = Runner(backend, sampler, profiler.marks, scheduler.step_limit, routed)
@@ -121,6 +127,7 @@ def _make_residency(
     layout: ModelLayout,
     arena: Arena,
     host: HostTier | None,
+    pace: PullPace | None,
 ) -> tuple[Puller, Residency]:
     largest = layout.largest_image(config.max_lora_rank, config.lora_targets)
     logger.info(
@@ -132,7 +139,7 @@ def _make_residency(
     # One more, so that prefetching takes no thread from what requests wait for.
     check = partial(layout.check_contents, max_added_tokens=config.max_added_tokens)
     num_threads = config.pull_workers + config.prefetch
-    puller = Puller(store, num_threads, post, layout.read_header, check)
+    puller = Puller(store, num_threads, post, layout.read_header, check, pace)
     residency = build_residency(
         slots,
         host,

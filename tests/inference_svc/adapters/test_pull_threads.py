@@ -44,6 +44,7 @@ from inference_svc.adapters.pull import (
     PullOpened,
     SilentSources,
 )
+from inference_svc.adapters.pull_pace import PullPace
 from inference_svc.adapters.pull_threads import PULL_NICENESS, Puller
 from inference_svc.adapters.resident import target_cuts
 from inference_svc.adapters.slots import Slots
@@ -80,9 +81,9 @@ def outcome(messages: list[PullMessage], layout: ModelLayout) -> PullEvent:
     return outcome_of(Scripted(messages), layout)
 
 
-def outcome_of(store: Scripted, layout: ModelLayout) -> PullEvent:
+def outcome_of(store: Scripted, layout: ModelLayout, pace: PullPace | None = None) -> PullEvent:
     events: queue.SimpleQueue[PullEvent] = queue.SimpleQueue()
-    puller = Puller(store, 1, events.put, layout.read_header, layout.check_rows)
+    puller = Puller(store, 1, events.put, layout.read_header, layout.check_rows, pace)
     job = PullJob("aaaa", LAYOUT_ID)
     puller.start(job)
     memory = memoryview(bytearray(1 << 16))

@@ -1,0 +1,45 @@
+"""How fast large images come where the model computes on the processors that pull them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+UNPACED_BYTES = 64 << 20
+"""What of each image comes as fast as it can: pulling so much takes no longer than a few steps."""
+PROCESSOR_BYTES_PER_S = 80 << 20
+"""What comes of the rest, for each processor: an eighth of its time, in the store's process and in
+ours together, and of the memory's throughput."""
+PULLING_PROCESSORS = 2
+"""Where so many are left idle by steps, pulls take no time from these."""
+
+
+class PullPace:
+    """The pace of all pulls together. `is_computing` says whether anyone would notice. Thread-safe.
+
+    Without it a pull of a gigabyte takes a third of all processors' time for seconds, and as
+    threads of a step wait for each other, all of these for as long as the slowest.
+    """
+
+    def __init__(self, num_processors: int) -> None:
+        self.is_computing: Callable[[], bool] = lambda: False
+        self._bytes_per_s = num_processors * PROCESSOR_BYTES_PER_S
+        self._lock = threading.Lock()
+        self._next_s = 0.0
+
+    @classmethod
+    def where_shared(cls, num_processors: int, num_threads: int) -> PullPace | None:
+        """Returns the pace beside steps of so many threads; None: there is space beside them."""
+        is_shared = num_processors - num_threads < PULLING_PROCESSORS
+        return cls(num_processors) if is_shared else None
+
+    def delay_s(self, received_bytes: int, num_bytes: int) -> float:
+        """Returns how long to wait after `num_bytes` more of an image of which so much has come."""
+        if received_bytes <= UNPACED_BYTES or not self.is_computing():
+            return 0.0
+        with self._lock:
+            now_s, due_s = time.monotonic(), num_bytes / self._bytes_per_s
+            # What took longer than it had to is not made up for.
+            self._next_s = max(now_s, self._next_s + due_s)
+            return self._next_s - now_s
