@@ -362,7 +362,8 @@ class InferenceServer:
             engine.layout.fused_modules,
         )
         directory = Directory(catalog, servable, config.name_ttl_seconds)
-        self._async_engine = AsyncEngine(engine, text, self._places.answer_bytes)
+        routed_bytes = 0 if facts.experts is None else facts.experts.token_bytes
+        self._async_engine = AsyncEngine(engine, text, self._places.answer_bytes, routed_bytes)
         if self._tracing is not None:
             self._async_engine.on_spans = self._tracing.record_all
         directory.on_repointed = self._repointed

@@ -166,7 +166,7 @@ class InferenceSettings(ServiceSettings):
 
     adapter_wait_seconds: Annotated[PositiveSeconds, ADAPTERS] = 10.0
     """Longest time that a request waits for its adapter; then it ends with UNAVAILABLE. A large one
-    gets more time once its size is known: a second for each 64 MiB."""
+    gets more time once its size is known: a second for each 16 MiB."""
 
     pull_workers: Annotated[Count, ADAPTERS] = 4
     """Number of adapters pulled at once."""

@@ -16,9 +16,9 @@ from inference_svc.adapters.pull import PullJob
 from inference_svc.errors import TRY_LATER, TRY_LATER_SEE_LOG
 from servicekit.telemetry.spans import SpanContext
 
-SLOW_PULL_BYTES_PER_S = 64 << 20
-"""How slowly an image may arrive without using up the time that requests wait for the store: half a
-gigabit per second, or a machine whose processors all compute."""
+SLOW_PULL_BYTES_PER_S = 16 << 20
+"""How slowly an image may arrive without using up the time that requests wait for the store: as one
+of several large ones over a gigabit per second, or beside steps on all processors of a machine."""
 
 
 class LoadState(enum.Enum):

@@ -16,14 +16,15 @@ PULLING_PROCESSORS = 2
 
 
 class PullPace:
-    """The pace of all pulls together. `is_computing` says whether anyone would notice. Thread-safe.
+    """The pace of all pulls together. `is_needed` says whether steps are computed, and no other
+    adapter waits for a pull to end. Thread-safe.
 
     Without it a pull of a gigabyte takes a third of all processors' time for seconds, and as
     threads of a step wait for each other, all of these for as long as the slowest.
     """
 
     def __init__(self, num_processors: int) -> None:
-        self.is_computing: Callable[[], bool] = lambda: False
+        self.is_needed: Callable[[], bool] = lambda: False
         self._bytes_per_s = num_processors * PROCESSOR_BYTES_PER_S
         self._lock = threading.Lock()
         self._next_s = 0.0
@@ -36,7 +37,7 @@ class PullPace:
 
     def delay_s(self, received_bytes: int, num_bytes: int) -> float:
         """Returns how long to wait after `num_bytes` more of an image of which so much has come."""
-        if received_bytes <= UNPACED_BYTES or not self.is_computing():
+        if received_bytes <= UNPACED_BYTES or not self.is_needed():
             return 0.0
         with self._lock:
             now_s, due_s = time.monotonic(), num_bytes / self._bytes_per_s

@@ -101,7 +101,7 @@ def build_engine(
     )
     scheduler = Scheduler(_limits(config), pages, combinations)
     if pace is not None:
-        pace.is_computing = lambda: bool(scheduler.running)
+        pace.is_needed = lambda: bool(scheduler.running) and not residency.loads.queued
     profiler = StepProfiler(factory.profiler_device)
     sampler = Sampler(decoder.eos_token_ids, has_device_memory=factory.has_device_memory)
     runner = Runner(backend, sampler, profiler.marks, scheduler.step_limit, routed)

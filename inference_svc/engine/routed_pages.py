@@ -47,6 +47,8 @@ class RoutedPages:
                 cells += self._cells_of(sequence, start, start + num_tokens)
                 tokens += range(first, first + num_tokens)
             first += num_tokens
+        if not cells:
+            return
         self._ids[cells] = chosen[:, tokens].swapaxes(0, 1).reshape(len(tokens), -1)
         self._is_written[np.array(cells) // self._page_size] = True
 

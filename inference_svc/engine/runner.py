@@ -113,7 +113,7 @@ class Runner:
         """Writes what tokens have chosen beside their keys and values. The step has been waited
         for."""
         assert self._routed is not None, "the model has experts"
-        # Torch copies what has a sign; no model has so many experts that it matters.
+        # Of unsigned types torch computes with uint8 alone; numbers of experts are below 32,768.
         dtype = torch.uint8 if self._routed.shape.bytes_per_id == 1 else torch.int16
         self._routed.write(rows, experts.to(dtype).cpu().numpy())
 

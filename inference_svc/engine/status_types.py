@@ -68,10 +68,10 @@ class TierStatus:
 class EngineStatus:
     """A snapshot of the engine for GetServerInfo, `loadout top` and metrics.
 
-    `memory` maps what ("weights", "kv_pages", "arena", "workspace", "host_tier", "process", of
-    (used, capacity) bytes; `memory_limit_bytes` holds for the device, 0 if unknown. `process_id`
-    is the engine's. `kernels` names what computes, such as "native avx512_bf16" or "torch", and
-    `machine` on what.
+    `memory` maps what ("weights", "kv_pages", "arena", "workspace", "host_tier", "process", and
+    of a model with experts "routed_experts") to (used, capacity) bytes; `memory_limit_bytes` holds
+    for the device, 0 if unknown. `process_id` is the engine's. `kernels` names what computes, such
+    as "native avx512_bf16" or "torch", and `machine` on what.
     `counters`, `histograms` and `phases` are monotonic; `phases` are histograms by name and then by
     their label. `tiers` are "device" and perhaps "host"; `loads` counts adapters by state.
     """

@@ -71,14 +71,22 @@ class RequestObserver(Protocol):
 class AsyncEngine:
     """`failed` is set when the engine has died, of `failure`: nothing works then. `on_spans` is
     called with the spans that the engine has recorded. `unread_bytes` bounds what accounts do not
-    read."""
+    read; `routed_token_bytes` is what the experts of a token take, which come at once for a whole
+    prompt."""
 
-    def __init__(self, engine: EngineHandle, decoder: TokenDecoder, unread_bytes: Shares) -> None:
+    def __init__(
+        self,
+        engine: EngineHandle,
+        decoder: TokenDecoder,
+        unread_bytes: Shares,
+        routed_token_bytes: int = 0,
+    ) -> None:
         self.failed = asyncio.Event()
         self.failure: EngineFailed | None = None
         self._engine = engine
         self._decoder = decoder
         self._unread_bytes = unread_bytes
+        self._routed_token_bytes = routed_token_bytes
         self._loop = asyncio.get_running_loop()
         self._generations: dict[str, Generation] = {}
         self._observers: dict[str, RequestObserver] = {}
@@ -119,7 +127,10 @@ class AsyncEngine:
         """
         own_id = tenant, request.request_id
         self._admit(own_id)
-        place = self._unread_bytes.reserve(account, UNREAD_BYTES)
+        least_bytes = UNREAD_BYTES
+        if request.return_routed_experts:  # reserved before anything is computed
+            least_bytes += self._routed_token_bytes * len(request.prompt_token_ids)
+        place = self._unread_bytes.reserve(account, least_bytes)
         # An id of our own: the caller's is free again as soon as it has left, while the engine may
         # still have outputs for it.
         engine_id = f"{request.request_id}#{next(self._numbers)}"

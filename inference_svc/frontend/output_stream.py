@@ -34,8 +34,8 @@ class Delta:
 
 class Generation:
     """Detokenises, ends at stop strings, and keeps what has not been read yet as one delta. That
-    and the delta before, which is being sent, take what they need of `place`: if there is no more
-    of it, the request ends with ShareExceeded.
+    and the delta before, which is being sent, take what they need of `place`, which keeps what was
+    reserved at first: if there is no more of it, the request ends with ShareExceeded.
 
     A stop string ends the request here, but the last delta waits for the engine's usage and
     timings, which follow the Cancel within a step.
@@ -43,6 +43,7 @@ class Generation:
 
     def __init__(self, request: Request, decoder: TokenDecoder, place: Reservation) -> None:
         self._place = place
+        self._least_bytes = place.amount
         self._unread_bytes = self._sending_bytes = 0
         self._min_tokens = request.sampling.min_tokens
         self._detokenizer = Detokenizer(decoder)
@@ -61,7 +62,7 @@ class Generation:
             raise self._error
         delta, self._delta = self._delta, Delta()
         self._sending_bytes, self._unread_bytes = self._unread_bytes, 0
-        self._place.shrink(max(UNREAD_BYTES, self._sending_bytes))
+        self._place.shrink(max(self._least_bytes, self._sending_bytes))
         return delta
 
     def push(self, output: Output) -> bool:

@@ -15,8 +15,18 @@ import numpy as np
 import pytest
 import torch
 
-from inference_svc.core import RoutedExperts, joined_experts
+from inference_svc.core import (
+    BatchRow,
+    ExpertLayers,
+    Request,
+    RoutedExperts,
+    SamplingParams,
+    Sequence,
+    joined_experts,
+)
+from inference_svc.engine.routed_pages import RoutedPages
 from inference_svc.model.architectures import load_description
+from loadout import types
 from loadout.errors import InvalidArgument
 from tests.system.engines import Running
 from tests.system.services import Services
@@ -177,6 +187,41 @@ def test_memory_is_counted_once_it_is_used(start: Callable, zoos: Callable[[str]
     ask(running, "asks", [5] * 40)
     running.result("asks")
     assert 0 < pages.used_bytes < pages.capacity_bytes
+
+
+@pytest.mark.parametrize("num_experts", [200, 300])
+def test_pages_keep_what_was_written(num_experts: int) -> None:
+    """Of rows that ask only; experts beyond 256 have two bytes."""
+    shape = ExpertLayers((1, 3), num_experts, 2)
+    pages = RoutedPages(shape, num_pages=4, page_size=4)
+    asks, other = (
+        Sequence(Request(name, (5,) * 7, SamplingParams(), return_routed_experts=name == "asks"))
+        for name in ("asks", "other")
+    )
+    asks.page_ids, other.page_ids = [2, 0], [1, 3]
+    rows = [BatchRow(other, 0, 3, samples=False), BatchRow(asks, 1, 5, samples=True)]
+    chosen = np.random.default_rng(1).integers(0, num_experts, (2, 8, 2))
+    pages.write(rows, chosen)
+    found = pages.read(asks, 2, 6)
+    assert found.bytes_per_id == shape.bytes_per_id == (1 if num_experts <= 256 else 2)
+    client = types.RoutedExperts(2, 4, 2, 2, found.bytes_per_id, found.experts)
+    assert np.array_equal(np.asarray(client.ids()), chosen[:, 4:8].swapaxes(0, 1))
+    assert pages.used_bytes == 2 * 4 * shape.token_bytes
+    pages.write(rows[:1], chosen[:, :3])
+    assert pages.used_bytes == 2 * 4 * shape.token_bytes, "nothing of those that do not ask"
+
+
+def test_a_stop_string_ends_them_with_its_token(start: Callable) -> None:
+    """Positions are those of the prompt and all tokens of the answer but the last."""
+    running, prompt = start("qwen3-moe", max_model_len=512), prompts(2, seed=13)[1]
+    ask(running, "whole", prompt)
+    tokens = running.result("whole")[0]
+    ask(running, "stopped", prompt, stop_token_ids=(tokens[5],), ignore_eos=False)
+    answer, last = running.result("stopped")
+    assert last.usage.completion_tokens == len(answer) <= 6
+    found = routed(running, "stopped")
+    assert len(found) == len(prompt) + len(answer) - 1
+    assert np.array_equal(found, routed(running, "whole")[: len(found)])
 
 
 def test_a_model_without_experts_returns_none(start: Callable) -> None:

@@ -250,11 +250,13 @@ def _slices(delta: Delta) -> Iterator[Delta]:
     """Splits a delta by its experts and its logprobs, which take long to format: what a slow reader
     has not read grows without a bound. The text is in the last slice. A slice has experts of
     neighbouring tokens in one piece."""
-    pieces = list(joined_experts(delta.routed, SLICE_ROUTED_BYTES))
-    for piece in pieces[:-1]:
-        yield Delta(routed=[piece])
-    if delta.routed:
-        delta = replace(delta, routed=pieces[-1:])
+    last_piece: RoutedExperts | None = None
+    for piece in joined_experts(delta.routed, SLICE_ROUTED_BYTES):
+        if last_piece is not None:
+            yield Delta(routed=[last_piece])
+        last_piece = piece
+    if last_piece is not None:
+        delta = replace(delta, routed=[last_piece])
     num_tokens = len(delta.logprobs)
     last = max(num_tokens - 1, 0) // SLICE_TOKENS * SLICE_TOKENS
     for start in range(0, last, SLICE_TOKENS):

@@ -27,7 +27,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def busy(num_processors: int = 2) -> PullPace:
     pace = PullPace(num_processors)
-    pace.is_computing = lambda: True
+    pace.is_needed = lambda: True
     return pace
 
 
@@ -60,7 +60,7 @@ def test_late_bytes_are_not_made_up_for(now: list[float]) -> None:
 def test_nothing_waits_for_nobody(now: list[float]) -> None:
     pace = busy()
     assert pace.delay_s(UNPACED_BYTES, 1 << 20) == 0, "small images, and the beginning of others"
-    pace.is_computing = lambda: False
+    pace.is_needed = lambda: False
     assert pace.delay_s(LARGE, 1 << 30) == 0
     assert PullPace.where_shared(num_processors=64, num_threads=32) is None
     assert PullPace.where_shared(num_processors=2, num_threads=2) is not None

@@ -88,6 +88,27 @@ def test_stop_token_is_not_part_of_the_text(engine, tokenizers) -> None:
     assert delta.token_ids == [*tokenizer.encode("a"), *tokenizer.encode("b")]
 
 
+def test_experts_of_a_prompt_are_reserved_before_it_runs(engine, tokenizers) -> None:
+    """They come at once: what the account's share does not hold is refused, not computed."""
+    tokenizer = tokenizers["byte_level"]
+    request = replace(make_request(tokenizer, "abc"), return_routed_experts=True)
+    num_tokens = len(request.prompt_token_ids)
+
+    async def body() -> None:
+        shares = Shares("unread_bytes", UNREAD_BYTES + 100 * num_tokens)
+        async_engine = AsyncEngine(engine, tokenizer, shares, routed_token_bytes=100)
+        async_engine.start()
+        with shares.reserve("other", 1), pytest.raises(ShareExceeded):
+            await anext(async_engine.generate(request))
+        assert not engine.submitted
+        async with aclosing(async_engine.generate(request)) as generating:
+            await anext(generating)
+            assert shares.used == shares.capacity, "also while it is being sent"
+        assert shares.used == 0
+
+    run(body)
+
+
 def test_what_is_not_read_takes_its_accounts_share(tokenizers) -> None:
     """And ends at it: of 8 answers' least size an account may have half."""
     from inference_svc.core import TokenLogprobs

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import time
+from base64 import b64decode
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -13,13 +14,17 @@ from typing import Any
 import openai
 import pytest
 
+from inference_svc.api.http import response
 from inference_svc.api.http.chat import ChatFormatter
+from inference_svc.api.http.completions import CompletionFormatter
 from inference_svc.api.http.response import PART_BYTES, SLICE_TOKENS, FullResponse
-from inference_svc.core import TokenLogprobs
+from inference_svc.core import FinishReason, RoutedExperts, TokenLogprobs
+from inference_svc.frontend.output_stream import Delta
 from tests.inference_svc.api.http.conftest import Front
 from tests.support.wait import until_async
 
 NUM_TOKENS, TOP = 40, 20
+NO_PIECES: Any = None
 
 
 def read(front: Front, fields: dict[str, Any]) -> tuple[str, bytes]:
@@ -148,3 +153,35 @@ def test_logprobs_of_a_response_are_bounded(serve_http, monkeypatch: Any) -> Non
         assert {choice.finish_reason for choice in answer.choices} == {"length"}
 
     serve_http(body)
+
+
+@pytest.mark.parametrize("bytes_per_id", [1, 2])
+def test_experts_are_one_text_and_many_events(monkeypatch: Any, bytes_per_id: int) -> None:
+    """However their bytes fall into thirds, and whatever pieces they come in."""
+    monkeypatch.setattr(response, "SLICE_ROUTED_BYTES", 100)
+    token_bytes = 5 * 1 * bytes_per_id
+
+    def piece(first: int, num_tokens: int) -> RoutedExperts:
+        whole = bytes(index * 7 % 256 for index in range(token_bytes * 60))
+        data = whole[first * token_bytes : (first + num_tokens) * token_bytes]
+        return RoutedExperts(first, 5, 1, bytes_per_id, data)
+
+    deltas = [
+        Delta([1], "a", routed=[piece(0, 41)]),
+        Delta([2], "b", routed=[piece(41, 1), piece(42, 7)]),
+        Delta([3], "c", finish_reason=FinishReason.STOP, routed=[piece(49, 11)]),
+    ]
+    choice = response.Choice(CompletionFormatter(0, NO_PIECES, includes_ids=True))
+    slices = [each for delta in deltas for each in response._slices(delta)]
+    for each in slices:
+        choice.add(each)
+        assert sum(len(part.experts) for part in each.routed) <= 100
+    found = json.loads(choice.to_json())
+    assert found["text"] == "abc"
+    routed = found["routed_experts"]
+    assert b64decode(routed["data"]) == piece(0, 60).experts
+    assert (routed["first_position"], routed["shape"]) == (0, [60, 5, 1])
+    assert routed["dtype"] == f"uint{8 * bytes_per_id}"
+    events = [response._to_routed(part) for each in slices for part in each.routed]
+    assert b"".join(b64decode(each["data"]) for each in events) == piece(0, 60).experts
+    assert [len(each.routed) for each in slices].count(1) == len(events) > 3
