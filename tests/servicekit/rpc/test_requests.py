@@ -283,19 +283,21 @@ def test_what_large_messages_take_is_a_debt() -> None:
     """Whether they are refused or not, for reading them and for parsing them."""
 
     async def main() -> None:
-        places = places_that_never_forgive()
         CALLER.set("a")
         for bounds, raw in (
             (STORE["GetAdapter"], b"\xf8\x07\x01" * (1 << 20)),
             (LAYOUT, layout_of(131_072)),
             (LAYOUT, layout_of(131_073)),
         ):
-            before_s = places.request_work.debt_s("a")
+            # On a busy machine one alone is more than a burst, and the next would have to wait.
+            places = places_that_never_forgive()
             arriving = Arriving(raw)
             arriving.release.set()
             with suppress(ServiceError):
                 await read(reader_of(places), arriving, bounds)
-            assert places.request_work.debt_s("a") > before_s + 0.005
+            assert places.request_work.debt_s("a") > 0.005
+            places.close()
+        places = places_that_never_forgive()
         places.request_work.charge("a", 100.0)
         waiting = asyncio.create_task(reader_of(places).place())
         await settle()
