@@ -36,13 +36,11 @@ from bench.roofline import THREADS
 from bench.services import Services, Wanted
 from inference_svc.adapters.targets import build_layout
 from loadout.aio import AsyncClient
-from loadout.types import ImageState
 
 NAME = "bench-moe-large"
 RANK = 96
 ALONE_S = 8.0
 SAMPLE_S = 0.05
-POLL_S = 0.02
 MB = 1e6
 SERVICES = {"adapter_store": "store", "inference_svc": "inference"}
 
@@ -93,6 +91,7 @@ class Round:
         self._client = AsyncClient(
             inference=services.inference, store=services.store, timeout_s=None
         )
+        self._services = services
         self._prepared = prepared
         self._steady = steady
 
@@ -112,7 +111,7 @@ class Round:
             began_s = time.perf_counter()
             await self._client.register(adapter, f"file://{folder.resolve()}")
             found["register_s"] = time.perf_counter() - began_s
-            await self._wait_compiled(adapter)
+            await asyncio.to_thread(self._services.wait_compiled, adapter)
             found["compiled_s"] = time.perf_counter() - began_s
             await self._first_token(adapter)
             found["first_token_s"] = time.perf_counter() - began_s
@@ -143,13 +142,6 @@ class Round:
         return await first_token(
             self._client, prompts(1, NUM_IN, self._prepared.vocab, seed=2)[0], adapter
         )
-
-    async def _wait_compiled(self, adapter: str) -> None:
-        while True:
-            states = (await self._client.get(adapter)).layout_states
-            if states and all(each.state is ImageState.READY for each in states):
-                return
-            await asyncio.sleep(POLL_S)
 
 
 def variants(prepared: Prepared, root: Path) -> Iterator[Path]:

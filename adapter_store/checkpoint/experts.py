@@ -38,7 +38,7 @@ PROJECTIONS: Mapping[str, str] = {"w1": "gate_proj", "w2": "down_proj", "w3": "u
 
 _STACK = re.compile(r"(?P<experts>(?:.+\.)?experts)\.(?P<projection>[^.]+)")
 _ONE = re.compile(
-    r"(?P<experts>(?:.+\.)?experts)\.(?P<index>0|[1-9]\d{0,8})\.(?P<projection>[^.]+)"
+    r"(?P<experts>(?:.+\.)?experts)\.(?P<index>0|[1-9]\d{0,8})\.(?P<projection>[^.]+)", re.ASCII
 )
 _NUMBERED = re.compile(r"(?:.+\.)?experts\.(?P<index>-?\d+)\.[^.]+", re.ASCII)
 _TOGETHER = ("w1", "w3")

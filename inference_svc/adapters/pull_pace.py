@@ -9,8 +9,7 @@ from collections.abc import Callable
 UNPACED_BYTES = 64 << 20
 """What of each image comes as fast as it can: pulling so much takes no longer than a few steps."""
 PROCESSOR_BYTES_PER_S = 80 << 20
-"""What comes of the rest, for each processor: an eighth of its time, in the store's process and in
-ours together, and of the memory's throughput."""
+"""What comes of the rest, for each processor."""
 PULLING_PROCESSORS = 2
 """Where so many are left idle by steps, pulls take no time from these."""
 
@@ -19,8 +18,7 @@ class PullPace:
     """The pace of all pulls together. `is_needed` says whether steps are computed, and no other
     adapter waits for a pull to end. Thread-safe.
 
-    Without it a pull of a gigabyte takes a third of all processors' time for seconds, and as
-    threads of a step wait for each other, all of these for as long as the slowest.
+    Threads of a step wait for each other: what a pull takes of one processor, all of them lose.
     """
 
     def __init__(self, num_processors: int) -> None:

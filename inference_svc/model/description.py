@@ -499,8 +499,9 @@ class Decoder:
         layers = tuple(i for i, each in enumerate(self.blocks) if each.experts is not None)
         if not layers:
             return None
-        [(num_experts, num_chosen)] = {(e.num_experts, e.num_chosen) for e in self.mixtures}
-        return ExpertLayers(layers, num_experts, num_chosen)
+        shapes = {(each.num_experts, each.num_chosen) for each in self.mixtures}
+        assert len(shapes) == 1, f"a model whose mixtures differ: {sorted(shapes)}"
+        return ExpertLayers(layers, *shapes.pop())
 
     @cached_property
     def kv_shapes(self) -> tuple[KVShape, ...]:

@@ -155,6 +155,7 @@ def compiled_families(shape: Shape, rows: list[tuple[int, int]]) -> dict[str, di
     plan = AttentionPlan.build(*zip(*rows, strict=True), pages, PAGE_SIZE)
     num_tokens, width = len(plan.cells), num_heads * dim
     qkv = torch.zeros(num_tokens, width + 2 * num_kv_heads * dim, dtype=DTYPE)
+    queries = qkv[:, :width].view(num_tokens, num_heads, dim)
     hidden = torch.zeros(num_tokens, shape.hidden, dtype=DTYPE)
     of_head, of_all = torch.zeros(dim), (torch.zeros(width), torch.zeros(num_kv_heads * dim))
     angles = torch.zeros(num_tokens, 1, dim, dtype=DTYPE)
@@ -173,12 +174,10 @@ def compiled_families(shape: Shape, rows: list[tuple[int, int]]) -> dict[str, di
 
     variants: dict[str, Callable[[], Any]] = {
         "soft-capped": lambda: attention_ops.attend(
-            qkv[:, :width].view(num_tokens, num_heads, dim), cache, 0, plan, scale=0.1, softcap=50.0
+            queries, cache, 0, plan, scale=0.1, softcap=50.0
         ),
         "with sinks": lambda: attention_ops.attend(
-            *(qkv[:, :width].view(num_tokens, num_heads, dim), cache, 0, plan),
-            scale=0.1,
-            sinks=torch.zeros(num_heads),
+            queries, cache, 0, plan, scale=0.1, sinks=torch.zeros(num_heads)
         ),
         "a part turned, neighbours": lambda: store(part, is_interleaved=True),
         "norms rotated": lambda: store(angles, q=of_head, k=of_head, are_rotated=True),

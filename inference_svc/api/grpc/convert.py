@@ -201,19 +201,10 @@ def _to_generate_response(
     if delta.timings is not None:
         response.timings.CopyFrom(_to_timings(delta.timings))
     if routed is not None:
-        response.routed_experts.CopyFrom(_to_routed_experts(routed))
+        response.routed_experts.CopyFrom(
+            pb.RoutedExperts(num_tokens=routed.num_tokens, **routed._asdict())
+        )
     return response
-
-
-def _to_routed_experts(routed: RoutedExperts) -> pb.RoutedExperts:
-    return pb.RoutedExperts(
-        first_position=routed.first_position,
-        num_tokens=routed.num_tokens,
-        num_layers=routed.num_layers,
-        num_chosen=routed.num_chosen,
-        bytes_per_id=routed.bytes_per_id,
-        experts=routed.experts,
-    )
 
 
 def _to_logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:

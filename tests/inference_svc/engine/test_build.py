@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from inference_svc.core import EngineConfig
+from inference_svc.core import EngineConfig, Request, SamplingParams, Sequence
 from inference_svc.engine import build
 from inference_svc.engine.build import BuiltEngine, build_engine
 from inference_svc.store.client import NoStore
@@ -53,6 +53,23 @@ def test_threads_do_not_exceed_usable_processors(
     monkeypatch.setattr(build, "usable_cpus", lambda: usable)
     built(folder, num_threads=wanted, native_kernels=False)
     assert torch.get_num_threads() == got
+
+
+def test_large_pulls_have_a_pace_beside_steps_on_all_processors(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While sequences run, and nothing waits for a thread that pulls."""
+    monkeypatch.setattr(build, "usable_cpus", lambda: 8)
+    assert built(folder, num_threads=6, native_kernels=False).puller._pace is None
+    made = built(folder, num_threads=7, native_kernels=False)
+    pace = made.puller._pace
+    assert pace is not None
+    assert not pace.is_needed()
+    running = Sequence(Request("r", (1,), SamplingParams()))
+    made.engine.scheduler.running.append(running)
+    assert pace.is_needed()
+    made.residency.loads.queued["sha256:a"] = None
+    assert not pace.is_needed()
 
 
 def test_dtype_without_native_kernels_is_logged_once(
