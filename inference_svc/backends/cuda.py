@@ -18,9 +18,10 @@ from inference_svc.backends.base import (
     DeviceMemory,
     Logits,
     MemoryNeeds,
+    Reload,
     allocate_arena,
-    allocate_kv_caches,
     empty_choices,
+    make_reload,
     max_pages,
     returns_experts,
 )
@@ -45,7 +46,6 @@ from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
 from inference_svc.model.transformer import COMPUTED, Transformer
-from inference_svc.model.weights import load_weights
 from kernels import tuning
 from kernels.experts import sizes_to_warm_up
 from kernels.lora.plan import LoraContents
@@ -103,14 +103,16 @@ class CudaBackend:
         targets: AppliedTargets,
         limits: StepLimits,
         record: Record | None,
+        reload: Reload | None = None,
     ) -> None:
         self.arena = arena
-        self.num_pages, self.kv_bytes = kv_caches.num_pages - 1, kv_caches.num_bytes
+        self.num_pages, self._page_size = kv_caches.num_pages - 1, kv_caches.page_size
         self.num_lora_steps = 0
         self.num_replays = 0
         self._decoder = transformer.description
-        self._transformer = transformer
-        self._kv_caches = kv_caches
+        self._transformer: Transformer | None = transformer
+        self._kv_caches: KVCaches | None = kv_caches
+        self._reload = reload
         self._targets = targets
         self._limits = limits
         max_tokens, max_rows, max_pages = limits
@@ -126,16 +128,22 @@ class CudaBackend:
         self._logits = torch.zeros(max_rows, num_logits, device=arena.device)
         self._argmax = torch.zeros(max_rows, dtype=torch.int64, device=arena.device)
         self._choices = empty_choices(self._decoder, max_tokens, arena.device)
-        self._captured: CapturedSteps | None = None
-        if arena.device.type == "cuda":
-            # What reading the weights has left goes back when steps are recorded.
-            torch.cuda.empty_cache()
-        self._reserved_bytes = _reserved_bytes(arena.device)
-        if record is not None:
-            self._captured = CapturedSteps(self._sizes, self._decode, record)
+        self._record = record
+        self._captured = self._unrecorded()
+        # What reading the weights has left goes back when steps are recorded.
+        self._reserved_bytes = self._trimmed_bytes()
+
+    def _unrecorded(self) -> CapturedSteps | None:
+        record = self._record
+        return None if record is None else CapturedSteps(self._sizes, self._decode, record)
+
+    def _trimmed_bytes(self) -> int:
+        """Gives back what torch has reserved and does not use; returns what it uses."""
+        self.free_unused()
+        return _reserved_bytes(self.arena.device)
 
     def _make_step(self, max_tokens: int) -> FixedStep:
-        max_rows, page_size = self._limits.max_rows, self._kv_caches.page_size
+        max_rows, page_size = self._limits.max_rows, self._page_size
         reserved_bytes = CudaLora.num_bytes(max_tokens, max_rows)
         inputs = CudaInputs(max_tokens, max_rows, self._table, page_size, reserved_bytes)
         lora = CudaLora(self.arena, self._targets, inputs.block, max_tokens, max_rows)
@@ -147,7 +155,11 @@ class CudaBackend:
 
     @property
     def weights_bytes(self) -> int:
-        return self._transformer.weights.num_bytes
+        return 0 if self._transformer is None else self._transformer.weights.num_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        return 0 if self._kv_caches is None else self._kv_caches.num_bytes
 
     def lora_launches(self, contents: LoraContents) -> Mapping[str, int]:
         """A recorded step of a kind launches every group, whatever adapters its rows use; and of
@@ -187,6 +199,9 @@ class CudaBackend:
             sizes.update(sizes_to_warm_up(max_tokens, *shape, item_bytes))
         for num_tokens in sorted(sizes):
             self._warm_up_prompts(num_tokens)
+        self._warm_up_decodes()
+
+    def _warm_up_decodes(self) -> None:
         decodes = self._decodes.inputs
         decodes.block.wait()
         decodes.fill_padding()
@@ -201,12 +216,12 @@ class CudaBackend:
     def _warm_up_prompts(self, num_tokens: int) -> None:
         """Runs a step of so many tokens, or as many as fit its rows."""
         _, max_rows, max_pages = self._limits
-        rows, longest = [], max_pages * self._kv_caches.page_size
+        rows, longest = [], max_pages * self._page_size
         num_rows = min(max_rows, -(-num_tokens // longest))
         for start in range(0, num_rows * longest, longest):
             length = min(longest, num_tokens - start)
             sequence = Sequence(Request("warm-up", (0,) * length, SamplingParams()))
-            sequence.page_ids = [self._padding_page] * -(-length // self._kv_caches.page_size)
+            sequence.page_ids = [self._padding_page] * -(-length // self._page_size)
             rows.append(BatchRow(sequence, 0, length, samples=start == 0))
         step = self._send(self._prompts, Batch(tuple(rows)).columns())[0]
         inputs = step.inputs.inputs()
@@ -221,6 +236,7 @@ class CudaBackend:
             self._compute(step, inputs, lora)
 
     def magnitudes(self) -> Magnitudes:
+        assert self._transformer is not None, "the weights are freed"
         return Magnitudes(self._decoder, self._transformer.weights, self.arena)
 
     def place_threads(self, processors: abc.Sequence[abc.Sequence[int]]) -> None:
@@ -270,6 +286,27 @@ class CudaBackend:
         if self.arena.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def free_memory(self, *, weights: bool) -> int:
+        """Lets go of recorded steps, too: they have the addresses of what is freed."""
+        held_bytes = self.kv_bytes + self.weights_bytes
+        self._kv_caches, self._captured = None, None
+        if weights:
+            self._transformer = None
+        self._reserved_bytes = self._trimmed_bytes()
+        return held_bytes - self.kv_bytes - self.weights_bytes
+
+    @torch.inference_mode()
+    def restore(self) -> None:
+        """Records decode steps anew: kernels are compiled already."""
+        assert self._reload is not None
+        if self._transformer is None:
+            self._transformer = Transformer(self._decoder, self._reload.weights())
+        self._kv_caches = self._kv_caches or self._reload.pages()
+        self._reserved_bytes = self._trimmed_bytes()
+        if self._captured is None:
+            self._captured = self._unrecorded()
+            self._warm_up_decodes()
+
     def _decode(self, size: int, kind: StepKind) -> None:
         step = self._decodes
         self._compute(step, step.inputs.decode_inputs(size), step.lora.decode_step(size, kind))
@@ -277,6 +314,8 @@ class CudaBackend:
     def _compute(self, step: FixedStep, inputs: StepInputs, lora: LoraStep | None) -> None:
         """Writes the step's logits, the largest of each row, and the experts of each token to their
         places."""
+        assert self._transformer is not None, "the weights are freed"
+        assert self._kv_caches is not None, "the pages are freed"
         step.inputs.write_pages()
         logits = self._logits_of(len(inputs.logit_rows), lora)
         choices = self._choices_of(len(inputs.token_ids))
@@ -340,15 +379,15 @@ class CudaFactory:
         layout: ModelLayout,
         host_slab: Tensor | None,
     ) -> CudaBackend:
-        kv_caches = allocate_kv_caches(config, decoder)
+        reload = make_reload(config, decoder, lambda: Linear)
+        kv_caches = reload.pages()
         arena = allocate_arena(config, layout, host_slab, num_mixes=config.max_sequences)
-        dtype = getattr(torch, config.dtype)
-        weights = load_weights(config.model_dir, decoder, dtype, config.device, Linear)
+        weights = reload.weights()
         limits = StepLimits(config.max_batch_tokens, config.max_sequences, max_pages(config))
         record = CudaRecorder() if config.record_steps else None
         transformer = Transformer(decoder, weights)
         targets = applied_targets(layout, config.lora_targets, config.max_added_tokens)
-        backend = CudaBackend(transformer, kv_caches, arena, targets, limits, record)
+        backend = CudaBackend(transformer, kv_caches, arena, targets, limits, record, reload)
         backend.warm_up()
         return backend
 

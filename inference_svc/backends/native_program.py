@@ -14,9 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import EMBEDDING, HEAD
-from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.backends.native_buffers import StepArrays, Workspace
 from inference_svc.backends.native_experts import NativeExperts, routings_bytes
 from inference_svc.backends.native_ops import (
@@ -180,13 +178,6 @@ class NativeTransformer:
         return self._library.program(
             [op for group, op in ops if not group or is_in(group, key.groups)]
         )
-
-    @property
-    def weights_bytes(self) -> int:
-        return self._weights.num_bytes
-
-    def magnitudes(self, arena: Arena) -> Magnitudes:
-        return Magnitudes(self._description, self._weights, arena)
 
     @property
     def num_bytes(self) -> int:

@@ -17,9 +17,10 @@ from inference_svc.backends.base import (
     DeviceMemory,
     Logits,
     MemoryNeeds,
+    Reload,
     allocate_arena,
-    allocate_kv_caches,
     empty_choices,
+    make_reload,
     returns_experts,
 )
 from inference_svc.backends.magnitudes import Magnitudes
@@ -30,7 +31,6 @@ from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
 from inference_svc.model.parameters import weights_bytes
 from inference_svc.model.transformer import COMPUTED, Transformer
-from inference_svc.model.weights import load_weights
 from kernels.elementwise import NormWeight
 from kernels.experts import Pairs
 from kernels.lora import (
@@ -152,14 +152,20 @@ class TorchBackend:
         kv_caches: KVCaches,
         arena: Arena,
         targets: AppliedTargets,
+        reload: Reload | None = None,
     ) -> None:
         self.arena = arena
-        self.num_pages, self.kv_bytes = kv_caches.num_pages, kv_caches.num_bytes
+        self.num_pages, self._page_size = kv_caches.num_pages, kv_caches.page_size
         self.num_lora_steps = 0
         self._decoder = transformer.description
-        self._transformer = transformer
-        self._kv_caches = kv_caches
+        self._transformer: Transformer | None = transformer
+        self._kv_caches: KVCaches | None = kv_caches
         self._targets = targets
+        self._reload = reload
+
+    @property
+    def kv_bytes(self) -> int:
+        return 0 if self._kv_caches is None else self._kv_caches.num_bytes
 
     def lora_launches(self, contents: LoraContents) -> Mapping[str, int]:
         """Two products for each target: of the inputs, or of the rows of an embedding's A, and of
@@ -171,22 +177,25 @@ class TorchBackend:
 
     @property
     def weights_bytes(self) -> int:
-        return self._transformer.weights.num_bytes
+        return 0 if self._transformer is None else self._transformer.weights.num_bytes
 
     def magnitudes(self) -> Magnitudes:
-        return Magnitudes(self._transformer.description, self._transformer.weights, self.arena)
+        assert self._transformer is not None, "the weights are freed"
+        return Magnitudes(self._decoder, self._transformer.weights, self.arena)
 
     def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
         """Leaves torch's threads to the system."""
 
     def prepare(self, batch: Batch) -> TorchInputs:
-        step = StepInputs.build(batch, self._kv_caches.page_size, self.arena.device)
+        step = StepInputs.build(batch, self._page_size, self.arena.device)
         lora = plan_lora(batch.rows, self.arena, self._targets)
         self.num_lora_steps += lora is not None
         return TorchInputs(step, lora, returns_experts(batch, self._decoder))
 
     def forward(self, inputs: TorchInputs) -> Logits:
         step, lora, has_choices = inputs
+        assert self._transformer is not None, "the weights are freed"
+        assert self._kv_caches is not None, "the pages are freed"
         choices = None
         if has_choices:
             choices = empty_choices(self._decoder, len(step.token_ids), self.arena.device)
@@ -195,6 +204,19 @@ class TorchBackend:
 
     def free_unused(self) -> None:
         """Reserves nothing: each step's memory goes back to the system."""
+
+    def free_memory(self, *, weights: bool) -> int:
+        held_bytes = self.kv_bytes + self.weights_bytes
+        self._kv_caches = None
+        if weights:
+            self._transformer = None
+        return held_bytes - self.kv_bytes - self.weights_bytes
+
+    def restore(self) -> None:
+        assert self._reload is not None
+        if self._transformer is None:
+            self._transformer = Transformer(self._decoder, self._reload.weights())
+        self._kv_caches = self._kv_caches or self._reload.pages()
 
 
 class TorchFactory:
@@ -223,12 +245,12 @@ class TorchFactory:
         layout: ModelLayout,
         host_slab: Tensor | None,
     ) -> Backend[TorchInputs]:
-        kv_caches = allocate_kv_caches(config, decoder)
+        reload = make_reload(config, decoder, lambda: Linear)
+        kv_caches = reload.pages()
         arena = allocate_arena(config, layout, host_slab, num_mixes=config.max_sequences)
-        dtype = getattr(torch, config.dtype)
-        weights = load_weights(config.model_dir, decoder, dtype, config.device, Linear)
         targets = applied_targets(layout, config.lora_targets, config.max_added_tokens)
-        return TorchBackend(Transformer(decoder, weights), kv_caches, arena, targets)
+        transformer = Transformer(decoder, reload.weights())
+        return TorchBackend(transformer, kv_caches, arena, targets, reload)
 
 
 def step_bytes(config: EngineConfig, decoder: Decoder) -> int:
