@@ -84,6 +84,16 @@ def label_of_part(digest: str, label: str, part: str) -> str:
     return names[part]
 
 
+class VersionPolicy(enum.Enum):
+    """What a request does when its adapter's name moves to a newer version: end on its own, or move
+    at a step's border. The keys and values of its tokens are then kept, once it has generated one,
+    or computed again."""
+
+    PIN = "pin"
+    FOLLOW_KEEP = "follow_keep"
+    FOLLOW_RECOMPUTE = "follow_recompute"
+
+
 class FinishReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
@@ -153,6 +163,7 @@ class Request:
     adapter: str = ""
     activation: int = 0
     return_routed_experts: bool = False
+    version_policy: VersionPolicy = VersionPolicy.PIN
 
     @property
     def has_inactive_adapter(self) -> bool:
@@ -219,6 +230,14 @@ def joined_experts(pieces: Iterable[RoutedExperts], max_bytes: int) -> Iterator[
         yield part._replace(experts=bytes(held))
 
 
+class AdapterVersion(NamedTuple):
+    """A version of its adapter that a request has moved to. `num_kept`: see Sequence."""
+
+    label: str
+    digest: str
+    num_kept: int = 0
+
+
 class SequenceState(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
@@ -228,6 +247,9 @@ class SequenceState(enum.Enum):
 @dataclass(eq=False, slots=True)
 class Sequence:
     """A request in progress. Only the scheduler and settle change it.
+
+    `request` is replaced when it moves to a newer version of its adapter: `version` then says
+    which, None before. `num_kept`: keys and values of so many tokens are of earlier versions.
 
     `token_ids` is prompt then output; the keys and values of its first `num_computed` tokens lie
     in `page_ids`, a list that only grows while it runs and is replaced when it is preempted or
@@ -240,6 +262,8 @@ class Sequence:
     request: Request
     token_ids: list[int] = field(init=False)
     num_prompt: int = field(init=False)
+    version: AdapterVersion | None = None
+    num_kept: int = 0
     num_computed: int = 0
     num_cached: int = 0
     page_ids: list[int] = field(default_factory=list)

@@ -121,6 +121,11 @@ class PagePool:
                 if self._keys[page] is None:
                     self._free.move_to_end(page, last=False)
 
+    def forget_prefixes(self) -> None:
+        """Lets no later prefix reuse a page that is full now."""
+        self._keys = [None] * self.num_pages
+        self._by_key.clear()
+
     def _drop_key(self, page: int) -> None:
         key = self._keys[page]
         if key is not None:

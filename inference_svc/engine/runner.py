@@ -76,6 +76,13 @@ class Runner:
         returns those that are done."""
         return [] if self._magnitudes is None else self._magnitudes.advance()
 
+    def free_memory(self, *, weights: bool) -> int:
+        """Frees the pages and, if asked, the weights; returns the bytes. No image is being
+        divided."""
+        if weights:
+            self._magnitudes = None  # which reads them
+        return self.backend.free_memory(weights=weights)
+
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepResult:
         """Applies the residency changes, computes every row, and samples for the rows that

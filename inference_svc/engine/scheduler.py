@@ -7,10 +7,20 @@ delays another.
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass, field
+import enum
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from inference_svc.core import BASE_SLOT, Batch, BatchRow, Request, Sequence, SequenceState
+from inference_svc.core import (
+    BASE_SLOT,
+    AdapterVersion,
+    Batch,
+    BatchRow,
+    Request,
+    Sequence,
+    SequenceState,
+    VersionPolicy,
+)
 from inference_svc.engine.fair_queue import FairQueue
 from inference_svc.engine.pages import PagePool, activation_key, page_key, root_key
 from inference_svc.engine.step_limit import StepLimit
@@ -36,6 +46,14 @@ class Limits:
         assert self.fair_quantum > 0
 
 
+class Hold(enum.Enum):
+    """What does not run: nothing is held, no sequence starts, or none is computed."""
+
+    NOTHING = "nothing"
+    STARTS = "starts"
+    EVERYTHING = "everything"
+
+
 class AdapterView(Protocol):
     """The part of residency that the scheduler uses."""
 
@@ -59,8 +77,9 @@ def _rank(sequence: Sequence) -> tuple[int, int, float]:
 @dataclass
 class Scheduler:
     """`running` is in order of rank; all others are in `queue`, parked if their adapter is not
-    resident. `is_short`: in the last step pages were missing to start another sequence. The runner
-    lowers `step_limit` where the device's memory does not suffice for what is planned."""
+    resident. `is_short`: in the last step pages were missing to start another sequence. `num_moves`
+    counts moves to newer versions. The runner lowers `step_limit` where the device's memory does
+    not suffice for what is planned."""
 
     limits: Limits
     pages: PagePool
@@ -69,7 +88,9 @@ class Scheduler:
     step_limit: StepLimit = field(init=False)
     running: list[Sequence] = field(default_factory=list)
     num_preemptions: int = 0
+    num_moves: int = 0
     is_short: bool = False
+    hold: Hold = Hold.NOTHING
     prefix_miss_ratio: PrefixMissRatio = field(default_factory=PrefixMissRatio)
 
     def __post_init__(self) -> None:
@@ -147,10 +168,18 @@ class Scheduler:
         """Returns the next step's work, or None when there is none.
 
         Decodes always run; prefills share what is left of the token budget. When pages run out,
-        the last in rank is preempted.
+        the last in rank is preempted. Residency changes, whatever is held.
         """
         for digest in self.adapters.pop_ready():
             self._refresh(digest, now_s)
+        rows = [] if self.hold is Hold.EVERYTHING else self._rows(now_s)
+        changes = self.adapters.pop_changes()
+        if not rows and not changes:
+            return None
+        rows.sort(key=_place)
+        return Batch(tuple(rows), changes)
+
+    def _rows(self, now_s: float) -> list[BatchRow]:
         num_preemptions = self.num_preemptions
         grants = self._grants()
         rows: list[BatchRow] = []
@@ -163,13 +192,9 @@ class Scheduler:
             has_pages = end <= len(sequence.page_ids) * page_size
             if has_pages or self._add_pages(sequence, end, now_s):
                 rows.append(_row(sequence, num_tokens))
-        if num_preemptions == self.num_preemptions:
+        if num_preemptions == self.num_preemptions and self.hold is Hold.NOTHING:
             self._admit(rows, self._max_tokens - sum(grants.values()), now_s)
-        changes = self.adapters.pop_changes()
-        if not rows and not changes:
-            return None
-        rows.sort(key=_place)
-        return Batch(tuple(rows), changes)
+        return rows
 
     @property
     def _max_tokens(self) -> int:
@@ -222,15 +247,52 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, now_s: float) -> None:
         """Requeues a sequence, to be recomputed; the prefix cache may keep its pages."""
-        self.running.remove(sequence)
-        self._release(sequence)
-        sequence.num_computed = 0
-        sequence.state = SequenceState.WAITING
+        self._stop(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         if sequence.request.digest:
             self.adapters.add_waiter(sequence.request.digest, now_s, count=False)
         self._enqueue(sequence, now_s)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Takes a sequence from the running ones, so that it must be computed anew."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.num_computed = 0
+        sequence.state = SequenceState.WAITING
+        if sequence.version is not None and sequence.num_kept:
+            sequence.num_kept = 0
+            sequence.version = sequence.version._replace(num_kept=0)
+
+    def preempt_all(self, now_s: float) -> None:
+        """Requeues what runs, and forgets all prefixes: the contents of pages will be lost."""
+        while self.running:
+            self._preempt(self.running[-1], now_s)
+        self.pages.forget_prefixes()
+
+    def move(self, sequence: Sequence, label: str, digest: str, now_s: float) -> None:
+        """Moves a sequence to another version of its adapter, for which it has been a waiter. One
+        that runs must find it resident; unless it keeps its keys and values, it waits to be
+        computed anew. Those of a prompt are kept only with a token that they have led to."""
+        policy = sequence.request.version_policy
+        is_running = sequence.state is SequenceState.RUNNING
+        keeps = policy is VersionPolicy.FOLLOW_KEEP and is_running and sequence.num_output > 0
+        old_digest = sequence.request.digest
+        request = replace(sequence.request, digest=digest, adapter=label)
+        if keeps:
+            slot = self.adapters.acquire(digest)
+            self.adapters.release(old_digest)
+            sequence.slot, sequence.num_kept = slot, sequence.num_computed
+        elif is_running:
+            self._stop(sequence)
+        else:
+            self.queue.remove(sequence)
+            self.adapters.remove_waiter(old_digest)
+        sequence.request, sequence.page_hashes = request, []
+        sequence.version = AdapterVersion(label, digest, sequence.num_kept)
+        self.num_moves += 1
+        if not keeps:
+            self._enqueue(sequence, now_s)
 
     def _admit(self, rows: list[BatchRow], budget: int, now_s: float) -> None:
         """Starts waiting sequences in order of service."""

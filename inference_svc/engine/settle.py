@@ -38,7 +38,8 @@ class Settler:
         before_s, self._settled_s, num_steady = self._settled_s, now_s, 0
         for sequence, start, num_tokens, samples in batch.rows:
             end = sequence.num_computed = sequence.num_computed + num_tokens
-            if pages.caching and start // page_size < end // page_size:
+            is_filled = start // page_size < end // page_size
+            if is_filled and pages.caching and not sequence.num_kept:
                 self._publish_pages(sequence, start // page_size, end // page_size)
             if samples:
                 if sequence.last_token_s == before_s:
@@ -68,6 +69,7 @@ class Settler:
             error=error,
             usage=_usage(sequence),
             timings=_timings(sequence, now_s),
+            version=sequence.version,
         )
 
     def _publish_pages(self, sequence: Sequence, first: int, end: int) -> None:
@@ -89,7 +91,13 @@ class Settler:
             routed = self.routed.read(sequence, sequence.num_routed, sequence.num_computed)
             sequence.num_routed = sequence.num_computed
         if reason is None:
-            return Output(sequence.request.request_id, (token.token_id,), logprobs, routed=routed)
+            return Output(
+                sequence.request.request_id,
+                (token.token_id,),
+                logprobs,
+                routed=routed,
+                version=sequence.version,
+            )
         self.scheduler.remove(sequence)
         return Output(
             sequence.request.request_id,
@@ -99,6 +107,7 @@ class Settler:
             usage=_usage(sequence),
             timings=_timings(sequence, now_s),
             routed=routed,
+            version=sequence.version,
         )
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
