@@ -17,7 +17,7 @@ class Action(enum.Enum):
     """What a call does; every RPC is one of these."""
 
     GENERATE = "generate"
-    OPERATE = "load, unload, pin or list adapters"
+    OPERATE = "load, unload, pin or list adapters, pause or sleep"
     INSPECT = "debug or profile the server"
     INFO = "read the server's facts"
 

@@ -11,12 +11,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from inference_svc.core import MAX_PARTS, Request, SamplingParams
+from inference_svc.core import MAX_PARTS, Request, SamplingParams, VersionPolicy
 from inference_svc.store.directory import Binding
 from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument
 
 MAX_ID_CHARS = 256
+MAX_PAUSE_SECONDS = 86_400.0
 MAX_DEADLINE_SECONDS = 1e6
 """Callers without a deadline may send centuries, longer than a clock can wait."""
 
@@ -63,6 +64,7 @@ class GenerateCall:
     is_id_unique: bool = True
     parts: tuple[tuple[str, float], ...] = ()
     return_routed_experts: bool = False
+    version_policy: VersionPolicy = VersionPolicy.PIN
 
     def without_prompts(self) -> GenerateCall:
         """Returns what is still needed of the call once its requests are made."""
@@ -109,6 +111,7 @@ class GenerateCall:
             arrival_s=time.monotonic(),
             deadline_s=self.deadline_s,
             return_routed_experts=self.return_routed_experts,
+            version_policy=self.version_policy,
         )
         if len(self.prompts) * self.num_choices == 1:
             return [request]
@@ -174,6 +177,15 @@ def deadline_after(remaining_s: float | None) -> float | None:
     if remaining_s is None or remaining_s > MAX_DEADLINE_SECONDS:
         return None
     return time.monotonic() + remaining_s
+
+
+def checked_resume(seconds: float, field: str = "resume_after_seconds") -> float:
+    """Returns how long generation may be paused. Raises InvalidArgument naming the field."""
+    if not 0 < seconds <= MAX_PAUSE_SECONDS:  # NaN, too
+        raise InvalidArgument(
+            f"{field} must be above 0 and at most {MAX_PAUSE_SECONDS:g}", subject=field
+        )
+    return seconds
 
 
 # --- sampling -----------------------------------------------------------------------------------

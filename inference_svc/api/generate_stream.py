@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
+from inference_svc.api.followers import Followers
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.request_record import PromptNote, RequestLog, RequestRecord
 from inference_svc.core import Principal, Request
@@ -30,6 +31,7 @@ class GenerateStream:
     binding: Binding | None
     requests: Sequence[Request]
     engine: AsyncEngine
+    followers: Followers
     request_log: RequestLog
     record: RequestRecord
     base_model: str
@@ -98,10 +100,12 @@ class GenerateStream:
             running = self.engine.generate(
                 *(request, request.tenant, self.principal.account, trace), decoder=self.text
             )
+            following = self.followers.follow(self.principal, self.call, self.binding, request)
             async with aclosing(running) as deltas:
-                async for delta in deltas:
-                    record.add(delta)
-                    yield index, delta
+                with following:
+                    async for delta in deltas:
+                        record.add(delta)
+                        yield index, delta
 
 
 class _Failure:

@@ -111,10 +111,12 @@ def build_engine(
     eos_token_ids = frozenset(decoder.eos_token_ids)
     settler = Settler(scheduler, eos_token_ids, config.max_model_len, routed=routed)
     times, machine = StepTimes(), machine_name(config.device)
-    describe = Describe(scheduler, residency, runner, settler, budget, times, machine)
+    life_cycle = LifeCycle(scheduler, runner, residency, post)
+    describe = Describe(
+        *(scheduler, residency, runner, settler, budget, times, machine), life_cycle
+    )
     wait_s, inspect = config.adapter_wait_s, Inspect(scheduler, residency, config.device)
     inspect_image = InspectImage(backend, layout)
-    life_cycle = LifeCycle(scheduler, runner, residency, post)
     commands = Commands(residency, describe, inspect, inspect_image, profiler, life_cycle, wait_s)
     admission = Admission(scheduler, config.max_queue, config.max_tenant_queue)
     engine = Engine(

@@ -13,6 +13,7 @@ from inference_svc.api.generate_call import (
     MAX_ID_CHARS,
     GenerateCall,
     checked_parts,
+    checked_resume,
     checked_sampling,
     random_seed,
 )
@@ -25,9 +26,10 @@ from inference_svc.core import (
     SamplingDefaults,
     SamplingParams,
     TokenLogprobs,
+    VersionPolicy,
     joined_experts,
 )
-from inference_svc.engine.messages import Timings, Usage
+from inference_svc.engine.messages import PauseMode, Timings, Usage
 from inference_svc.engine.status_types import AdapterDetails, ResidentAdapter
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.store.directory import Binding
@@ -45,6 +47,24 @@ MAX_ROUTED_BYTES = 1 << 20
 MAX_PROFILED_STEPS = 200
 PROFILE_SECONDS, MAX_PROFILE_SECONDS = 30.0, 300.0
 """How long to wait for the steps."""
+
+_VERSION_POLICIES = {
+    pb.VERSION_POLICY_UNSPECIFIED: VersionPolicy.PIN,
+    pb.VERSION_POLICY_PIN: VersionPolicy.PIN,
+    pb.VERSION_POLICY_FOLLOW_KEEP: VersionPolicy.FOLLOW_KEEP,
+    pb.VERSION_POLICY_FOLLOW_RECOMPUTE: VersionPolicy.FOLLOW_RECOMPUTE,
+}
+_PAUSE_MODES = {
+    pb.PAUSE_MODE_UNSPECIFIED: PauseMode.KEEP,
+    pb.PAUSE_MODE_KEEP: PauseMode.KEEP,
+    pb.PAUSE_MODE_WAIT: PauseMode.WAIT,
+    pb.PAUSE_MODE_ABORT: PauseMode.ABORT,
+}
+_GENERATION_STATES = {
+    "running": pb.GENERATION_STATE_RUNNING,
+    "paused": pb.GENERATION_STATE_PAUSED,
+    "asleep": pb.GENERATION_STATE_ASLEEP,
+}
 
 _TIERS = {"device": pb.ADAPTER_TIER_DEVICE, "host": pb.ADAPTER_TIER_HOST}
 _TARGET_KINDS = {
@@ -89,7 +109,25 @@ def from_generate_request(
         cache_salt=request.cache_salt,
         deadline_s=deadline_s,
         return_routed_experts=request.return_routed_experts,
+        version_policy=_from_policy(request.version_policy),
     )
+
+
+def _from_policy(value: pb.VersionPolicy) -> VersionPolicy:
+    policy = _VERSION_POLICIES.get(value)
+    if policy is None:
+        raise InvalidArgument(f"version_policy: {value} is none", subject="version_policy")
+    return policy
+
+
+def from_pause_request(request: pb.PauseGenerationRequest) -> tuple[PauseMode, float]:
+    """Returns the mode, and after which seconds to resume; 0: never. Raises InvalidArgument."""
+    mode = _PAUSE_MODES.get(request.mode)
+    if mode is None:
+        raise InvalidArgument(f"mode: {request.mode} is none", subject="mode")
+    if not request.HasField("resume_after_seconds"):
+        return mode, 0.0
+    return mode, checked_resume(request.resume_after_seconds)
 
 
 def _from_prompt(request: pb.GenerateRequest, vocab_size: int) -> Prompt:
@@ -162,6 +200,18 @@ def to_identity(binding: Binding | None, request: Request) -> pb.AdapterIdentity
     )
 
 
+def _identity_of(delta: Delta, identity: pb.AdapterIdentity | None) -> pb.AdapterIdentity | None:
+    """Returns the version that has made the delta's tokens; `identity` is the request's first."""
+    version = delta.version
+    if version is None:
+        return identity
+    return pb.AdapterIdentity(name=version.label, digest=version.digest)
+
+
+def to_generation_state(state: str) -> pb.GenerationState:
+    return _GENERATION_STATES[state]
+
+
 def to_generate_responses(
     request_id: str,
     delta: Delta,
@@ -173,7 +223,8 @@ def to_generate_responses(
     previous: RoutedExperts | None = None
     for part in joined_experts(delta.routed, MAX_ROUTED_BYTES):
         if previous is not None:
-            yield _to_generate_response(request_id, Delta(), identity, identities, previous)
+            piece = Delta(version=delta.version)
+            yield _to_generate_response(request_id, piece, identity, identities, previous)
         previous = part
     yield _to_generate_response(request_id, delta, identity, identities, previous)
 
@@ -189,8 +240,9 @@ def _to_generate_response(
         request_id=request_id,
         token_ids=delta.token_ids,
         text=delta.text,
-        adapter=identity,
+        adapter=_identity_of(delta, identity),
         adapters=identities,
+        kept_tokens=0 if delta.version is None else delta.version.num_kept,
     )
     if delta.logprobs:
         response.logprobs.extend(map(_to_logprobs, delta.logprobs))

@@ -16,7 +16,7 @@ from inference_svc.api.request_record import MAX_NAME_CHARS
 from inference_svc.api.service import Caller, ServerFacts, Service
 from inference_svc.core import MAX_PARTS, Action, Principal, parts_label
 from inference_svc.debug import DebugInfo
-from inference_svc.errors import PROMPT_SUBJECTS, QueueFull
+from inference_svc.errors import PROMPT_SUBJECTS, Asleep, QueueFull
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 from servicekit.errors import Draining
@@ -26,7 +26,7 @@ from servicekit.rpc.requests import INLINE_ENTRIES
 
 Context: TypeAlias = Call
 
-ELSEWHERE = (Draining, QueueFull)
+ELSEWHERE = (Draining, QueueFull, Asleep)
 """What another replica may take: nothing was done here."""
 
 
@@ -104,6 +104,32 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         unpinned = await self._service.unpin(_caller(context), request.ref)
         return pb.UnpinAdapterResponse(adapter=convert.to_resident_adapter(*unpinned))
 
+    async def PauseGeneration(  # noqa: N802
+        self, request: pb.PauseGenerationRequest, context: Context
+    ) -> pb.PauseGenerationResponse:
+        mode, resume_after_s = convert.from_pause_request(request)
+        num_held = await self._service.pause(_caller(context), mode, resume_after_s)
+        return pb.PauseGenerationResponse(held_requests=num_held)
+
+    async def ResumeGeneration(  # noqa: N802
+        self, request: pb.ResumeGenerationRequest, context: Context
+    ) -> pb.ResumeGenerationResponse:
+        await self._service.resume(_caller(context))
+        return pb.ResumeGenerationResponse()
+
+    async def Sleep(  # noqa: N802
+        self, request: pb.SleepRequest, context: Context
+    ) -> pb.SleepResponse:
+        freed_bytes = await self._service.sleep(
+            _caller(context), frees_weights=request.free_weights
+        )
+        return pb.SleepResponse(freed_bytes=freed_bytes)
+
+    async def Wake(  # noqa: N802
+        self, request: pb.WakeRequest, context: Context
+    ) -> pb.WakeResponse:
+        return pb.WakeResponse(seconds=await self._service.wake(_caller(context)))
+
     async def ListResidentAdapters(  # noqa: N802
         self, request: pb.ListResidentAdaptersRequest, context: Context
     ) -> pb.ListResidentAdaptersResponse:
@@ -146,6 +172,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             ),
             metrics_port=facts.metrics_port,
             experts=convert.to_expert_layers(facts.experts),
+            generation=convert.to_generation_state(status.generation),
         )
 
     async def GetDebugInfo(  # noqa: N802

@@ -32,7 +32,13 @@ from inference_svc.api.generate_call import (
 from inference_svc.api.http.connections import Connection
 from inference_svc.api.http.errors import set_authenticated, set_read
 from inference_svc.api.service import Caller
-from inference_svc.core import MAX_PARTS, Principal, SamplingDefaults, SamplingParams
+from inference_svc.core import (
+    MAX_PARTS,
+    Principal,
+    SamplingDefaults,
+    SamplingParams,
+    VersionPolicy,
+)
 from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument, Unauthenticated
 
@@ -365,6 +371,7 @@ class GenerationBody(Body):
     return_token_ids: bool | None = None
     return_routed_experts: bool | None = None
     min_revision: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
+    version_policy: Literal["pin", "follow_keep", "follow_recompute"] | None = None
     adapters: (
         Annotated[list[AdapterPartBody], Field(fail_fast=True), Field(max_length=MAX_PARTS)] | None
     ) = None
@@ -432,6 +439,7 @@ class GenerationBody(Body):
             max_logprobs=MAX_RESPONSE_LOGPROBS,
             is_id_unique=False,
             return_routed_experts=bool(self.return_routed_experts),
+            version_policy=VersionPolicy(self.version_policy or "pin"),
         )
 
     @property

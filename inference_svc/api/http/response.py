@@ -18,7 +18,13 @@ from starlette.types import Receive, Scope, Send
 
 from inference_svc.api.generate_stream import Deltas, GenerateStream
 from inference_svc.api.http.sse import DONE, to_event, to_json
-from inference_svc.core import FinishReason, RoutedExperts, TokenLogprobs, joined_experts
+from inference_svc.core import (
+    AdapterVersion,
+    FinishReason,
+    RoutedExperts,
+    TokenLogprobs,
+    joined_experts,
+)
 from inference_svc.engine.messages import Usage
 from inference_svc.frontend.output_stream import Delta
 from servicekit.shares import Reservation, Shares
@@ -32,7 +38,7 @@ FINISH_REASONS = {
     FinishReason.ABORTED: "abort",
 }
 
-RESERVED_BYTES, ID_BYTES = 16 << 10, 8
+RESERVED_BYTES, ID_BYTES, VERSION_BYTES = 16 << 10, 8, 512
 """Reserved for an answer at once; and what a token's id takes."""
 
 SLICE_TOKENS, SLICE_ROUTED_BYTES = 32, 256 << 10
@@ -97,6 +103,7 @@ class Choice:
         self._texts: list[str] = []
         self._logprobs: dict[str, list[bytes]] = {}
         self._routed: _RoutedText | None = None
+        self._versions: list[dict[str, Any]] = []
 
     @property
     def text(self) -> str:
@@ -107,6 +114,7 @@ class Choice:
         num_bytes = len(delta.text) + ID_BYTES * len(delta.token_ids)
         self._texts.append(delta.text)
         self.token_ids += delta.token_ids
+        num_bytes += self._add_version(delta)
         self.finish_reason = delta.finish_reason
         self.usage = delta.usage or self.usage
         if delta.logprobs:
@@ -120,6 +128,22 @@ class Choice:
             num_bytes += self._routed.add(part)
         return num_bytes
 
+    def _add_version(self, delta: Delta) -> int:
+        """Counts the delta's tokens as its version's; returns how many bytes that adds."""
+        version = None if delta.version is None else to_version(delta.version)
+        if self._versions and self._versions[-1]["version"] == version:
+            self._versions[-1]["num_tokens"] += len(delta.token_ids)
+            return 0
+        self._versions.append({"version": version, "num_tokens": len(delta.token_ids)})
+        return 0 if version is None else VERSION_BYTES
+
+    def _versions_json(self) -> bytes:
+        """Returns which versions have made how many tokens, if it began to follow: the first are of
+        the version that the answer names."""
+        if all(each["version"] is None for each in self._versions):
+            return b""
+        return b',"adapter_versions":' + to_json(self._versions).encode()
+
     def to_json(self) -> bytes:
         lists = [
             b'"%s":[%s]' % (name.encode(), b",".join(entries))
@@ -129,7 +153,15 @@ class Choice:
         logprobs = b"{%s}" % b",".join(lists) if self._logprobs else b"null"
         routed = b"" if self._routed is None else b',"routed_experts":' + self._routed.to_json()
         choice = to_json(self._formatter.full(self)).encode()[:-1]
-        return b'%s,"logprobs":%s%s}' % (choice, logprobs, routed)
+        return b'%s,"logprobs":%s%s%s}' % (choice, logprobs, routed, self._versions_json())
+
+
+def to_version(version: AdapterVersion) -> dict[str, Any]:
+    return {
+        "name": version.label,
+        "digest": version.digest,
+        "kept_tokens": version.num_kept,
+    }
 
 
 class _RoutedText:
@@ -210,6 +242,8 @@ async def encode_events(
                 if delta.routed:
                     [routed] = delta.routed
                     chunk["routed_experts"] = _to_routed(routed)
+                if delta.version is not None:
+                    chunk["adapter_version"] = to_version(delta.version)
                 yield f"{before}{to_json(chunk)}{after}".encode()
     if includes_usage:
         usage = to_usage(usages, stream.call.num_choices)
@@ -253,7 +287,7 @@ def _slices(delta: Delta) -> Iterator[Delta]:
     last_piece: RoutedExperts | None = None
     for piece in joined_experts(delta.routed, SLICE_ROUTED_BYTES):
         if last_piece is not None:
-            yield Delta(routed=[last_piece])
+            yield Delta(routed=[last_piece], version=delta.version)
         last_piece = piece
     if last_piece is not None:
         delta = replace(delta, routed=[last_piece])
@@ -261,7 +295,7 @@ def _slices(delta: Delta) -> Iterator[Delta]:
     last = max(num_tokens - 1, 0) // SLICE_TOKENS * SLICE_TOKENS
     for start in range(0, last, SLICE_TOKENS):
         part = slice(start, start + SLICE_TOKENS)
-        yield Delta(delta.token_ids[part], logprobs=delta.logprobs[part])
+        yield Delta(delta.token_ids[part], logprobs=delta.logprobs[part], version=delta.version)
     if last:
         delta = replace(delta, token_ids=delta.token_ids[last:], logprobs=delta.logprobs[last:])
     yield delta
