@@ -259,6 +259,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
         sequence.num_computed = 0
+        sequence.has_led = False
         sequence.state = SequenceState.WAITING
         if sequence.version is not None and sequence.num_kept:
             sequence.num_kept = 0
@@ -273,10 +274,10 @@ class Scheduler:
     def move(self, sequence: Sequence, label: str, digest: str, now_s: float) -> None:
         """Moves a sequence to another version of its adapter, for which it has been a waiter. One
         that runs must find it resident; unless it keeps its keys and values, it waits to be
-        computed anew. Those of a prompt are kept only with a token that they have led to."""
+        computed anew. Those are kept that have led to a token, which says whose they are."""
         policy = sequence.request.version_policy
         is_running = sequence.state is SequenceState.RUNNING
-        keeps = policy is VersionPolicy.FOLLOW_KEEP and is_running and sequence.num_output > 0
+        keeps = policy is VersionPolicy.FOLLOW_KEEP and is_running and sequence.has_led
         old_digest = sequence.request.digest
         request = replace(sequence.request, digest=digest, adapter=label)
         if keeps:

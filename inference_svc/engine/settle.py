@@ -81,6 +81,7 @@ class Settler:
 
     def _append(self, sequence: Sequence, token: SampledToken, now_s: float) -> Output:
         sequence.token_ids.append(token.token_id)
+        sequence.has_led = True
         sequence.last_token_s = now_s
         if sequence.first_token_s is None:
             sequence.first_token_s = now_s
