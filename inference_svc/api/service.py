@@ -143,12 +143,9 @@ READ_BYTES_PER_SECOND = 200 << 20
 PLACE_SECONDS = 10.0
 """How long a call waits to be read while too many bytes of others are."""
 
-AUDITED = frozenset(
-    {
-        *("LoadAdapter", "UnloadAdapter", "PinAdapter", "UnpinAdapter"),
-        *("PauseGeneration", "ResumeGeneration", "Sleep", "Wake"),
-    }
-)
+LIFE_CYCLE = frozenset({"PauseGeneration", "ResumeGeneration", "Sleep", "Wake"})
+"""The RPCs that every tenant's requests feel: for operators of all tenants."""
+AUDITED = LIFE_CYCLE | {"LoadAdapter", "UnloadAdapter", "PinAdapter", "UnpinAdapter"}
 """The RPCs that are audited."""
 
 
@@ -469,6 +466,8 @@ class Service:
             principal = self._authenticator.authenticate(caller.metadata)
             entry.set_caller(principal)
             principal.require(Action.OPERATE)
+            if method in LIFE_CYCLE:
+                principal.require_all_tenants()
             self._audit.begin(entry)
             yield principal, entry
 
