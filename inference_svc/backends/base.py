@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.backends.magnitudes import Magnitudes
-from inference_svc.core import Batch, EngineConfig, padding_pages
+from inference_svc.core import Batch, EngineConfig, ScoredRun, padding_pages
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches, kv_page_bytes
 from kernels.lora.plan import LoraContents
@@ -80,8 +80,21 @@ class Backend(Protocol[Inputs]):
         computed: then some of its rows are prepared anew.
         """
 
+    def score(self, inputs: Inputs) -> Iterator[Scored]:
+        """Yields what scores prompts in the step that `forward` has just computed, in the order of
+        the batch: as many tokens at once as a step may have rows, so that their logits take no more
+        than a step's own, which they overwrite. Raises as `forward` does."""
+
     def free_unused(self) -> None:
         """Gives memory back to the device that is reserved and not in use, after it has run out."""
+
+
+class Scored(NamedTuple):
+    """Runs of tokens that are scored together, and the logits that score them: fp32 [N,
+    vocab_size]. The caller may change these, and the next ones may overwrite them."""
+
+    runs: list[ScoredRun]
+    logits: Tensor
 
 
 class Logits(NamedTuple):

@@ -14,6 +14,7 @@ step_limit     how many tokens are computed at once: fewer where memory ran out
 routed_pages   the experts that tokens have chosen, beside the pages
 runner         turns a batch into tokens
 sampler        chooses tokens from logits
+scorer         the log probabilities of a prompt's tokens
 penalties      penalties and bans on logits
 settle         accounts for a step: appends tokens, publishes pages, ends sequences
 commands       commands of operators

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from inference_svc.core import FinishReason, Request, RoutedExperts, TokenLogprobs
+from inference_svc.core import (
+    FinishReason,
+    PackedLogprobs,
+    Request,
+    RoutedExperts,
+    TokenLogprobs,
+)
 from inference_svc.errors import EngineFailed
 
 
@@ -138,7 +144,8 @@ class StoreMessage:
 
 
 class Output(NamedTuple):
-    """One step's result for one request. The last one has `finish_reason` or `error`.
+    """One step's result for one request. The last one has `finish_reason` or `error`. `scores` are
+    the log probabilities of tokens of the prompt, in order.
 
     A tuple, since there is one for every token: quick to make and to pickle.
     """
@@ -151,6 +158,7 @@ class Output(NamedTuple):
     usage: Usage | None = None
     timings: Timings | None = None
     routed: RoutedExperts | None = None
+    scores: tuple[PackedLogprobs, ...] = ()
 
     @property
     def is_last(self) -> bool:

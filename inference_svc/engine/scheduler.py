@@ -279,9 +279,12 @@ class Scheduler:
 
     def _prefix_keys(self, sequence: Sequence) -> list[bytes]:
         """Returns the keys of the full pages of the known tokens but the last one, which must be
-        computed for its logits."""
+        computed for its logits; of a prompt that is still to be scored, of those behind which
+        nothing is."""
         size = self.pages.page_size
         full = (len(sequence.token_ids) - 1) // size
+        if sequence.num_scored < sequence.num_prompt:
+            full = min(full, (sequence.num_scored - 1) // size)
         extend_page_keys(sequence, full, size)
         return sequence.page_hashes[:full]
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field, replace
 
-from inference_svc.core import FinishReason, Request, RoutedExperts, TokenLogprobs
+from inference_svc.core import (
+    FinishReason,
+    PackedLogprobs,
+    Request,
+    RoutedExperts,
+    TokenLogprobs,
+    packed_token_bytes,
+)
 from inference_svc.engine.messages import Output, Timings, Usage
 from inference_svc.text.detokenizer import Detokenizer, TokenDecoder
 from inference_svc.text.stop import StopMatcher
@@ -14,14 +21,24 @@ from servicekit.shares import Reservation
 
 UNREAD_BYTES = 16 << 10
 """What an answer takes at least of its account's share, and by which it grows."""
-TOKEN_BYTES, LOGPROB_BYTES, ROUTED_BYTES = 64, 128, 192
-"""About what one takes in memory, as objects; of experts in addition to their numbers."""
+TOKEN_BYTES, LOGPROB_BYTES, ROUTED_BYTES, PACKED_BYTES = 64, 128, 192, 1024
+"""About what one takes in memory, as objects; of experts, and of packed log probabilities, in
+addition to their numbers."""
+
+
+def scores_bytes(request: Request) -> int:
+    """Returns what the log probabilities of a request's prompt take."""
+    top_k = request.sampling.prompt_logprobs
+    if top_k is None:
+        return 0
+    return PACKED_BYTES + packed_token_bytes(top_k) * len(request.prompt_token_ids)
 
 
 @dataclass(slots=True)
 class Delta:
     """The output since the previous delta; finish reason, usage and timings are in the last one.
-    `routed` are the experts of tokens that follow one another."""
+    `routed` are the experts of tokens that follow one another, `scores` the log probabilities of
+    tokens of the prompt."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -30,6 +47,7 @@ class Delta:
     usage: Usage | None = None
     timings: Timings | None = None
     routed: list[RoutedExperts] = field(default_factory=list)
+    scores: list[PackedLogprobs] = field(default_factory=list)
 
 
 class Generation:
@@ -74,7 +92,7 @@ class Generation:
             self.fail(output.error)
             return False
         was_stopped = self._stopped
-        if output.token_ids and not was_stopped:
+        if (output.token_ids or output.scores) and not was_stopped:
             try:
                 self._count(output)
             except ShareExceeded as error:
@@ -99,6 +117,8 @@ class Generation:
         if output.logprobs:
             num_logprobs = sum(1 + len(each.top) for each in output.logprobs)
             self._unread_bytes += LOGPROB_BYTES * num_logprobs
+        for scores in output.scores:
+            self._unread_bytes += PACKED_BYTES + scores.num_tokens * scores.token_bytes
         if output.routed is not None:
             self._unread_bytes += ROUTED_BYTES + len(output.routed.experts)
         missing = self._unread_bytes + self._sending_bytes - self._place.amount
@@ -110,6 +130,7 @@ class Generation:
         delta = self._delta
         if output.routed is not None:
             delta.routed.append(output.routed)
+        delta.scores += output.scores
         # The token that the engine stopped at is not part of the text.
         is_end = output.finish_reason is FinishReason.STOP
         num_shown = len(output.token_ids) - is_end
