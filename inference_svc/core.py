@@ -93,6 +93,14 @@ class FinishReason(enum.Enum):
     ABORTED = "aborted"
 
 
+class LogprobsMode(enum.Enum):
+    """What the log probabilities of generated tokens are of: the model's own distribution, or the
+    one that they were drawn from, after penalties, temperature and cuts."""
+
+    RAW = "raw_logprobs"
+    PROCESSED = "processed_logprobs"
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
     """What requests get that do not say otherwise. `top_k` 0 and `top_p` 1 are off."""
@@ -100,14 +108,7 @@ class SamplingDefaults:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
-
-
-class LogprobsMode(enum.Enum):
-    """What the log probabilities of generated tokens are of: the model's own distribution, or the
-    one that they were drawn from, after penalties, temperature and cuts."""
-
-    RAW = "raw"
-    PROCESSED = "processed"
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW
 
 
 NO_DEFAULTS = SamplingDefaults()
@@ -149,7 +150,8 @@ class Request:
     what errors call it, of several `parts_label` of what each is called. `activation` is the index
     of the first token that the adapter changes: what is before it is the base model's. `cache_seed`
     separates prefix caches (tenants and salt); so does `return_routed_experts`, which has no effect
-    on a model without experts.
+    on a model without experts. Of requests of one `group`, which have one prompt, the first one
+    computes it, and the others wait for that; "" is none.
     `tenant` is the caller's: tenants share the machine in equal parts. `trace` is the SpanContext
     that loads for it belong to, None if it is not traced.
     Times are `time.monotonic()` seconds, which processes of one machine share.
@@ -168,6 +170,7 @@ class Request:
     adapter: str = ""
     activation: int = 0
     return_routed_experts: bool = False
+    group: str = ""
 
     @property
     def has_inactive_adapter(self) -> bool:
@@ -467,11 +470,13 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The log probability of the chosen token, and the most likely (token id, log probability)s."""
+    """The log probability of the chosen token, the most likely (token id, log probability)s, and
+    the token's rank; see PackedLogprobs."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 class SampledToken(NamedTuple):

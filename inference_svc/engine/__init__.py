@@ -4,6 +4,7 @@ engine         one step: take messages, schedule, run, settle
 messages       the picklable messages between front end and engine
 scheduler      which sequences run in the next step
 fair_queue     all waiting sequences, fair among tenants
+siblings       sequences that wait for another one to compute their prompt
 tenant_queue   one tenant's waiting sequences: priorities, adapters, aged requests
 round_robin    deficit round robin
 admission      which requests are refused before they wait, and when to retry

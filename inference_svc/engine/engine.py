@@ -313,7 +313,7 @@ class Engine:
         self.residency.check_integrity(waiters + Counter(self.commands.loading))
         running = Counter(s.request.digest for s in self.scheduler.running)
         self.combinations.check_integrity(digests, running)
-        queued = self.scheduler.running + all_waiting
+        queued = self.scheduler.running + all_waiting + self.scheduler.siblings.held
         assert {id(s) for s in queued} == {id(s) for s in self.sequences.values()}
         users = [part.digest for d in running.elements() for part in parts_of(d)]
         for resident in self.residency.device.residents():

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from inference_svc.core import BASE_SLOT, Batch, BatchRow, Request, Sequence, SequenceState
 from inference_svc.engine.fair_queue import FairQueue
 from inference_svc.engine.pages import PagePool, activation_key, page_key, root_key
+from inference_svc.engine.siblings import Siblings
 from inference_svc.engine.step_limit import StepLimit
 from inference_svc.engine.throughput import PrefixMissRatio
 
@@ -59,7 +60,7 @@ def _rank(sequence: Sequence) -> tuple[int, int, float]:
 @dataclass
 class Scheduler:
     """`running` is in order of rank; all others are in `queue`, parked if their adapter is not
-    resident. `is_short`: in the last step pages were missing to start another sequence. The runner
+    resident, or among `siblings`. `is_short`: in the last step pages were missing to start another sequence. The runner
     lowers `step_limit` where the device's memory does not suffice for what is planned."""
 
     limits: Limits
@@ -67,6 +68,7 @@ class Scheduler:
     adapters: AdapterView
     queue: FairQueue = field(init=False)
     step_limit: StepLimit = field(init=False)
+    siblings: Siblings = field(default_factory=Siblings)
     running: list[Sequence] = field(default_factory=list)
     num_preemptions: int = 0
     is_short: bool = False
@@ -89,6 +91,10 @@ class Scheduler:
         return not digest or self.adapters.is_schedulable(digest)
 
     def add(self, sequence: Sequence, now_s: float) -> None:
+        if not self.siblings.holds(sequence):
+            self._add(sequence, now_s)
+
+    def _add(self, sequence: Sequence, now_s: float) -> None:
         digest = sequence.request.digest
         if digest:
             sequence.adapter_wanted_s = now_s
@@ -123,6 +129,9 @@ class Scheduler:
 
     def remove(self, sequence: Sequence, *, expired: bool = False) -> None:
         """Removes a sequence from the queue or the running ones and releases all that it holds."""
+        if self.siblings.remove(sequence):
+            sequence.state = SequenceState.FINISHED
+            return
         digest = sequence.request.digest
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
@@ -151,6 +160,8 @@ class Scheduler:
         """
         for digest in self.adapters.pop_ready():
             self._refresh(digest, now_s)
+        for sequence in self.siblings.pop_free():
+            self._add(sequence, now_s)
         num_preemptions = self.num_preemptions
         grants = self._grants()
         rows: list[BatchRow] = []
@@ -292,6 +303,7 @@ class Scheduler:
         """Asserts that queues, pages and states agree."""
         self.pages.check_integrity([s.page_ids for s in self.running])
         self.queue.check_integrity()
+        self.siblings.check_integrity()
         assert self.running == sorted(self.running, key=_rank)
         for sequence in self.queue:
             assert sequence.state is SequenceState.WAITING

@@ -96,6 +96,8 @@ class Settler:
             pages.publish(sequence.page_ids[index], sequence.page_hashes[index])
 
     def _append(self, sequence: Sequence, token: SampledToken, now_s: float) -> Output:
+        if not sequence.num_output:
+            self.scheduler.siblings.computed(sequence)
         if not sequence.request.sampling.max_tokens:  # its prompt is all that it was to compute
             return self.end(sequence, now_s, reason=FinishReason.LENGTH)
         sequence.token_ids.append(token.token_id)

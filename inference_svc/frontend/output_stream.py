@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from inference_svc.core import (
@@ -38,7 +39,7 @@ def scores_bytes(request: Request) -> int:
 class Delta:
     """The output since the previous delta; finish reason, usage and timings are in the last one.
     `routed` are the experts of tokens that follow one another, `scores` the log probabilities of
-    tokens of the prompt."""
+    tokens of the prompt. `echoed_ids` are the prompt's tokens, whose text comes first."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -48,6 +49,7 @@ class Delta:
     timings: Timings | None = None
     routed: list[RoutedExperts] = field(default_factory=list)
     scores: list[PackedLogprobs] = field(default_factory=list)
+    echoed_ids: Sequence[int] = ()
 
 
 class Generation:
