@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal, TypedDict
 
-from loadout.arrays import PackedLogprobs as PackedLogprobs
-from loadout.arrays import RoutedExperts as RoutedExperts
+from loadout._rpc.arrays import PackedLogprobs as PackedLogprobs
+from loadout._rpc.arrays import RoutedExperts as RoutedExperts
 
 
 class FinishReason(enum.Enum):
@@ -407,8 +407,8 @@ class Completion:
     packed_logprobs: PackedLogprobs | None = None
     """In place of `logprobs`, if requested."""
     prompt_logprobs: PackedLogprobs | None = None
-    """Of all tokens of the prompt but the first, if requested; of several answers the first one has
-    them."""
+    """That of all tokens of the prompt but the first, if requested; of several answers the first
+    one has it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,9 +227,11 @@ class TorchBackend:
         choices = None
         if has_choices:
             choices = empty_choices(self._decoder, len(step.token_ids), self.arena.device)
-        last = self._transformer.layers(step, self._kv_caches, lora, choices)
-        self._last = last if runs else None
-        logits = self._transformer.logits(last, step.logit_rows, lora)
+        if runs:
+            self._last = self._transformer.layers(step, self._kv_caches, lora, choices)
+            logits = self._transformer.logits(self._last, step.logit_rows, lora)
+        else:
+            logits = self._transformer.forward(step, self._kv_caches, lora, choices)
         return Logits(logits.float(), experts=choices)
 
     def score(self, inputs: TorchInputs) -> Iterator[Scored]:

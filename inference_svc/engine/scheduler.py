@@ -60,8 +60,9 @@ def _rank(sequence: Sequence) -> tuple[int, int, float]:
 @dataclass
 class Scheduler:
     """`running` is in order of rank; all others are in `queue`, parked if their adapter is not
-    resident, or among `siblings`. `is_short`: in the last step pages were missing to start another sequence. The runner
-    lowers `step_limit` where the device's memory does not suffice for what is planned."""
+    resident, or held among `siblings`. `is_short`: in the last step pages were missing to start
+    another sequence. The runner lowers `step_limit` where the device's memory does not suffice for
+    what is planned."""
 
     limits: Limits
     pages: PagePool

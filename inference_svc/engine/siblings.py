@@ -19,7 +19,7 @@ class Siblings:
 
     @property
     def held(self) -> list[Sequence]:
-        """Those that are neither queued nor run."""
+        """The sequences that are neither queued nor run."""
         return list(self._held)
 
     @property

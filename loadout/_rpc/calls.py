@@ -242,7 +242,7 @@ def generate(
         return_routed_experts=return_routed_experts,
         echo=echo,
         packed_logprobs=packed_logprobs,
-        n=n,
+        n=0 if n == 1 else n,
         **_prompt(prompt),
     )
     # A generation cannot be continued elsewhere: only an unanswered request is sent again.

@@ -278,14 +278,17 @@ def _packed_of(
     top_logprobs: bytes,
 ) -> types.PackedLogprobs:
     # A view without elements has one dimension: memoryviews know no others.
-    shape = (num_tokens, top_k) if top_token_ids else (0,)
+    ids, values = memoryview(top_token_ids).cast("i"), memoryview(top_logprobs).cast("f")
+    if top_token_ids:
+        shape = num_tokens, top_k
+        ids, values = ids.cast("B").cast("i", shape), values.cast("B").cast("f", shape)
     return types.PackedLogprobs(
         *(first_position, num_tokens, top_k),
         token_ids=memoryview(token_ids).cast("i"),
         logprobs=memoryview(logprobs).cast("f"),
         ranks=memoryview(ranks).cast("i"),
-        top_token_ids=memoryview(top_token_ids).cast("i", shape),
-        top_logprobs=memoryview(top_logprobs).cast("f", shape),
+        top_token_ids=ids,
+        top_logprobs=values,
     )
 
 

@@ -136,6 +136,11 @@ class ChatCompletions:
             )
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidArgument("top_logprobs: only with logprobs set", subject="top_logprobs")
+        if body.max_completion_tokens == 0 and body.prompt_logprobs is None:
+            raise InvalidArgument(
+                "max_completion_tokens: must be at least 1, or 0 with prompt_logprobs",
+                subject="max_completion_tokens",
+            )
         limits = (body.max_completion_tokens, body.max_tokens, facts.max_model_len)
         max_tokens = next(limit for limit in limits if limit is not None)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None

@@ -48,7 +48,7 @@ SLICE_TOKENS, SLICE_SCORES_BYTES, SLICE_ROUTED_BYTES = 32, 4 << 10, 256 << 10
 """Tokens with logprobs, bytes of packed ones, and bytes of experts, that are formatted before other
 requests may run."""
 FEW_LOGPROBS = 21
-"""Of a token; of those that have more a slice has fewer."""
+"""Logprobs of a token that a slice has SLICE_TOKENS of; fewer of those that have more."""
 
 NO_USAGE = Usage(0, 0, 0)
 
