@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -13,7 +13,7 @@ from torch import Tensor
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.backends.magnitudes import Magnitudes
-from inference_svc.core import Batch, EngineConfig, padding_pages
+from inference_svc.core import Batch, EngineConfig, ScoredRun, padding_pages
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.description import Decoder
 from inference_svc.model.files import weight_stamps
@@ -84,6 +84,11 @@ class Backend(Protocol[Inputs]):
         computed: then some of its rows are prepared anew.
         """
 
+    def score(self, inputs: Inputs) -> Iterator[Scored]:
+        """Yields what scores prompts in the step that `forward` has just computed, in the order of
+        the batch: as many tokens at once as a step may have rows, so that their logits take no more
+        than a step's own, which they overwrite. Raises as `forward` does."""
+
     def free_unused(self) -> None:
         """Gives memory back to the device that is reserved and not in use, after it has run out."""
 
@@ -128,6 +133,14 @@ def make_reload(
 
     pages = partial(allocate_kv_caches, config, decoder, prefers_tiles=prefers_tiles)
     return Reload(pages, read_weights)
+
+
+class Scored(NamedTuple):
+    """Runs of tokens that are scored together, and the logits that score them: fp32 [N,
+    vocab_size]. The caller may change these, and the next ones may overwrite them."""
+
+    runs: list[ScoredRun]
+    logits: Tensor
 
 
 class Logits(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import abc
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from inference_svc.backends.base import (
     Logits,
     MemoryNeeds,
     Reload,
+    Scored,
     allocate_arena,
     empty_choices,
     make_reload,
@@ -31,7 +32,7 @@ from inference_svc.backends.cuda_lora import CudaLora, StepKind
 from inference_svc.backends.cuda_needs import memory_needs
 from inference_svc.backends.cuda_pages import PageTable
 from inference_svc.backends.magnitudes import Magnitudes
-from inference_svc.backends.torch import LoraStep
+from inference_svc.backends.torch import LoraStep, score_slices
 from inference_svc.core import (
     Batch,
     BatchColumns,
@@ -39,13 +40,15 @@ from inference_svc.core import (
     EngineConfig,
     Request,
     SamplingParams,
+    ScoredRun,
     Sequence,
+    scored_runs,
 )
 from inference_svc.model.description import Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
-from inference_svc.model.transformer import COMPUTED, Transformer
+from inference_svc.model.transformer import COMPUTED, Stream, Transformer
 from kernels import tuning
 from kernels.experts import sizes_to_warm_up
 from kernels.lora.plan import LoraContents
@@ -79,13 +82,15 @@ class FixedStep(NamedTuple):
 class PreparedStep(NamedTuple):
     """A step that was filled and sent: `num_logits` rows sample. `size` is that of the recorded
     step that is replayed for it; None: it is computed operation by operation. `num_routed` tokens
-    have chosen experts that a row returns; 0: no row does."""
+    have chosen experts that a row returns; 0: no row does. `runs` are scored, never of decode
+    steps."""
 
     step: FixedStep
     num_logits: int
     kind: StepKind
     size: int | None
     num_routed: int = 0
+    runs: tuple[ScoredRun, ...] = ()
 
 
 class CudaBackend:
@@ -128,6 +133,7 @@ class CudaBackend:
         self._logits = torch.zeros(max_rows, num_logits, device=arena.device)
         self._argmax = torch.zeros(max_rows, dtype=torch.int64, device=arena.device)
         self._choices = empty_choices(self._decoder, max_tokens, arena.device)
+        self._last: Stream | None = None
         self._record = record
         self._captured = self._unrecorded()
         # What reading the weights has left goes back when steps are recorded.
@@ -252,6 +258,8 @@ class CudaBackend:
             if self._captured is not None:
                 size = self._captured.size_for(len(batch.rows))
             prepared = self._send(self._decodes, columns, size)
+        if not columns.is_decode:
+            prepared = prepared._replace(runs=tuple(scored_runs(batch.rows)))
         if returns_experts(batch, self._decoder):
             return prepared._replace(num_routed=sum(row.num_tokens for row in batch.rows))
         return prepared
@@ -268,7 +276,7 @@ class CudaBackend:
 
     @torch.inference_mode()
     def forward(self, inputs: PreparedStep) -> Logits:
-        step, num_logits, kind, size, num_routed = inputs
+        step, num_logits, kind, size, num_routed, runs = inputs
         if size is not None:
             assert self._captured is not None
             self.num_replays += 1
@@ -276,10 +284,20 @@ class CudaBackend:
             lora = step.lora.decode_step(size, kind)
         else:
             lora = step.lora.step() if kind is not StepKind.BASE else None
-            self._compute(step, step.inputs.inputs(), lora)
+            self._compute(step, step.inputs.inputs(), lora, is_scored=bool(runs))
         self._table.close()
         experts = self._choices_of(num_routed) if num_routed else None
         return Logits(self._logits_of(num_logits, lora), self._argmax[:num_logits], experts)
+
+    @torch.inference_mode()
+    def score(self, inputs: PreparedStep) -> Iterator[Scored]:
+        last, self._last = self._last, None
+        if not inputs.runs:
+            return
+        assert last is not None, "the step is computed"
+        assert self._transformer is not None
+        lora = inputs.step.lora.step() if inputs.kind is not StepKind.BASE else None
+        yield from score_slices(self._transformer, last, lora, inputs.runs, self._limits.max_rows)
 
     def free_unused(self) -> None:
         """Lets go of torch's cache: its pieces may be too small for what did not fit."""
@@ -311,7 +329,14 @@ class CudaBackend:
         step = self._decodes
         self._compute(step, step.inputs.decode_inputs(size), step.lora.decode_step(size, kind))
 
-    def _compute(self, step: FixedStep, inputs: StepInputs, lora: LoraStep | None) -> None:
+    def _compute(
+        self,
+        step: FixedStep,
+        inputs: StepInputs,
+        lora: LoraStep | None,
+        *,
+        is_scored: bool = False,
+    ) -> None:
         """Writes the step's logits, the largest of each row, and the experts of each token to their
         places."""
         assert self._transformer is not None, "the weights are freed"
@@ -319,7 +344,11 @@ class CudaBackend:
         step.inputs.write_pages()
         logits = self._logits_of(len(inputs.logit_rows), lora)
         choices = self._choices_of(len(inputs.token_ids))
-        logits.copy_(self._transformer.forward(inputs, self._kv_caches, lora, choices))
+        if is_scored:
+            self._last = self._transformer.layers(inputs, self._kv_caches, lora, choices)
+            logits.copy_(self._transformer.logits(self._last, inputs.logit_rows, lora))
+        else:
+            logits.copy_(self._transformer.forward(inputs, self._kv_caches, lora, choices))
         torch.argmax(logits, dim=-1, out=self._argmax[: len(logits)])
 
     def _logits_of(self, num_rows: int, lora: LoraStep | None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -19,6 +19,7 @@ from inference_svc.backends.base import (
     Logits,
     MemoryNeeds,
     Reload,
+    Scored,
     allocate_arena,
     make_reload,
     max_pages,
@@ -30,7 +31,15 @@ from inference_svc.backends.native_experts import routings_bytes
 from inference_svc.backends.native_lora import MAX_EXPERTS_TARGETS, NativeLoraOps, norm_role
 from inference_svc.backends.native_program import NativeTransformer
 from inference_svc.backends.torch import most_targets, step_bytes
-from inference_svc.core import Batch, EngineConfig
+from inference_svc.core import (
+    Batch,
+    EngineConfig,
+    ScoredRun,
+    scored_indices,
+    scored_runs,
+    scored_slices,
+    scored_slot_runs,
+)
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.parameters import parameters, weights_bytes
@@ -77,11 +86,12 @@ MakeTransformer: TypeAlias = Callable[[ModelWeights[PackedLinear], KVCaches], Na
 
 
 class NativeInputs(NamedTuple):
-    """What selects the program of a prepared step: the groups that its adapters change, and whether
-    a row returns the experts of its tokens."""
+    """What selects the program of a prepared step: the groups that its adapters change, whether a
+    row returns the experts of its tokens, and what is scored."""
 
     groups: frozenset[str]
     returns_experts: bool
+    runs: tuple[ScoredRun, ...] = ()
 
 
 class NativeBackend:
@@ -145,17 +155,25 @@ class NativeBackend:
         self._library.place_threads(processors)
 
     def prepare(self, batch: Batch) -> NativeInputs:
-        self._step.fill(batch.columns())
+        columns = batch.columns()
+        self._step.fill(columns)
         groups = self._lora.plan(batch.rows)
         self.num_lora_steps += bool(groups)
-        return NativeInputs(groups, returns_experts(batch, self._decoder))
+        # Of what decodes nothing is scored.
+        runs = () if columns.is_decode else tuple(scored_runs(batch.rows))
+        return NativeInputs(groups, returns_experts(batch, self._decoder), runs)
 
     def forward(self, inputs: NativeInputs) -> Logits:
-        groups, has_choices = inputs
-        if not has_choices:
-            return Logits(self._loaded.forward(groups))
-        logits = self._loaded.forward(groups, returns_experts=True)
-        return Logits(logits, experts=self._loaded.choices)
+        groups, has_choices, runs = inputs
+        logits = self._loaded.forward(groups, returns_experts=has_choices, is_scored=bool(runs))
+        return Logits(logits, experts=self._loaded.choices if has_choices else None)
+
+    def score(self, inputs: NativeInputs) -> Iterator[Scored]:
+        for part in scored_slices(inputs.runs, len(self._step.logit_rows)):
+            self._step.choose(scored_indices(part))
+            if inputs.groups:
+                self._lora.plan_head(scored_slot_runs(part))
+            yield Scored(part, self._loaded.logits(inputs.groups))
 
     def free_unused(self) -> None:
         """Holds only what every step needs."""
@@ -246,7 +264,7 @@ def _native_bytes(config: EngineConfig, decoder: Decoder) -> int:
     item_bytes = getattr(torch, config.dtype).itemsize
     shrunk = most_targets(config, decoder) * config.max_lora_rank
     last = decoder.blocks[-1]
-    stream = decoder.hidden_size * (2 if last.is_parallel else 1)
+    stream = decoder.hidden_size * (3 if last.is_parallel else 2)
     per_sample = (stream + last.attention.q_size + shrunk) * item_bytes
     num_threads = config.num_threads or torch.get_num_threads()
     windows: dict[AttentionShape, set[int | None]] = {}

@@ -120,14 +120,15 @@ class Engine:
         if batch is None:
             return False
         scheduled_s = time.monotonic()
-        sampled, timings, failed = self.runner.run(batch)
+        sampled, timings, failed, scores = self.runner.run(batch)
         if failed:
             rows = tuple(row for row in batch.rows if row.sequence not in failed)
             batch = replace(batch, rows=rows)
+            scores = [each for each in scores if each.sequence not in failed]
         self.times.add_load(timings.change_residency)
         settled_s = time.monotonic()
         with profiler.marks("settle"):
-            outputs = self.settler.settle(batch, sampled, settled_s)
+            outputs = self.settler.settle(batch, sampled, settled_s, scores)
         is_busy = bool(self.scheduler.running)
         self.admission.throughput.observe(batch, outputs, settled_s, is_busy=is_busy)
         for output in outputs:
@@ -350,7 +351,7 @@ class Engine:
         self.life_cycle.check_integrity()
         running = Counter(s.request.digest for s in self.scheduler.running)
         self.combinations.check_integrity(digests, running)
-        queued = self.scheduler.running + all_waiting
+        queued = self.scheduler.running + all_waiting + self.scheduler.siblings.held
         assert {id(s) for s in queued} == {id(s) for s in self.sequences.values()}
         users = [part.digest for d in running.elements() for part in parts_of(d)]
         for resident in self.residency.device.residents():

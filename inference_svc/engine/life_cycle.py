@@ -165,7 +165,7 @@ class LifeCycle:
         if self._pauses and not (self._waits_for_running and self.scheduler.running):
             self._waits_for_running = False
             self._set_hold()
-            num_held = len(self.scheduler.running) + len(self.scheduler.queue)
+            num_held = self.scheduler.num_open
             replies += [Reply(call.call_id, num_held) for call in self._pauses]
             self._pauses = []
         if self._sleeps and self._is_quiet():

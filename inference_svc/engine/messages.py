@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from inference_svc.core import (
     AdapterVersion,
     FinishReason,
+    PackedLogprobs,
     Request,
     RoutedExperts,
     TokenLogprobs,
@@ -190,7 +191,8 @@ class StoreMessage:
 
 class Output(NamedTuple):
     """One step's result for one request. The last one has `finish_reason` or `error`. `version` has
-    made its tokens; None: that which the request was submitted with.
+    made its tokens; None: that which the request was submitted with. `scores` are the log
+    probabilities of tokens of the prompt, in order.
 
     A tuple, since there is one for every token: quick to make and to pickle.
     """
@@ -204,6 +206,7 @@ class Output(NamedTuple):
     timings: Timings | None = None
     routed: RoutedExperts | None = None
     version: AdapterVersion | None = None
+    scores: tuple[PackedLogprobs, ...] = ()
 
     @property
     def is_last(self) -> bool:

@@ -37,6 +37,8 @@ class Moves:
     def apply(self, now_s: float) -> None:
         """Moves what can move; called between two steps."""
         for sequence, move in list(self._pending.values()):
+            if _is_being_scored(sequence):
+                continue  # of one version, in one piece
             is_ready = self.scheduler.is_schedulable(move.digest)
             # One that waits for its version may as well wait for the newer one.
             is_idle = sequence.state is SequenceState.WAITING and not self.scheduler.is_schedulable(
@@ -51,7 +53,11 @@ class Moves:
         for sequence, move in list(self._pending.values()):
             if move.digest == digest:
                 self.discard(sequence)
-            elif sequence.request.digest == digest and sequence.state is SequenceState.WAITING:
+            elif (
+                sequence.request.digest == digest
+                and sequence.state is SequenceState.WAITING
+                and not _is_being_scored(sequence)
+            ):
                 self._move(sequence, move, now_s)
 
     def _move(self, sequence: Sequence, move: Move, now_s: float) -> None:
@@ -69,3 +75,8 @@ class Moves:
             assert sequence.request.request_id == request_id == move.request_id
             assert sequence.state is not SequenceState.FINISHED
             assert move.digest != sequence.request.digest
+
+
+def _is_being_scored(sequence: Sequence) -> bool:
+    """Whether the log probabilities of a part of the prompt have been returned."""
+    return 1 < sequence.num_scored < sequence.num_prompt

@@ -23,6 +23,7 @@ from inference_svc.core import (
 )
 from inference_svc.engine.fair_queue import FairQueue
 from inference_svc.engine.pages import PagePool, activation_key, page_key, root_key
+from inference_svc.engine.siblings import Siblings
 from inference_svc.engine.step_limit import StepLimit
 from inference_svc.engine.throughput import PrefixMissRatio
 
@@ -77,15 +78,16 @@ def _rank(sequence: Sequence) -> tuple[int, int, float]:
 @dataclass
 class Scheduler:
     """`running` is in order of rank; all others are in `queue`, parked if their adapter is not
-    resident. `is_short`: in the last step pages were missing to start another sequence. `num_moves`
-    counts moves to newer versions. The runner lowers `step_limit` where the device's memory does
-    not suffice for what is planned."""
+    resident, or held among `siblings`. `is_short`: in the last step pages were missing to start
+    another sequence. `num_moves` counts moves to newer versions. The runner lowers `step_limit`
+    where the device's memory does not suffice for what is planned."""
 
     limits: Limits
     pages: PagePool
     adapters: AdapterView
     queue: FairQueue = field(init=False)
     step_limit: StepLimit = field(init=False)
+    siblings: Siblings = field(default_factory=Siblings)
     running: list[Sequence] = field(default_factory=list)
     num_preemptions: int = 0
     num_moves: int = 0
@@ -105,11 +107,20 @@ class Scheduler:
         """The number of sequences that `max_sequences` still allows to run."""
         return self.limits.max_sequences - len(self.running)
 
+    @property
+    def num_open(self) -> int:
+        """The number of sequences that run or wait."""
+        return len(self.running) + len(self.queue) + self.siblings.num_held
+
     def is_schedulable(self, digest: str) -> bool:
         """Whether a sequence of this adapter, "" for none, may start."""
         return not digest or self.adapters.is_schedulable(digest)
 
     def add(self, sequence: Sequence, now_s: float) -> None:
+        if not self.siblings.holds(sequence):
+            self._add(sequence, now_s)
+
+    def _add(self, sequence: Sequence, now_s: float) -> None:
         digest = sequence.request.digest
         if digest:
             sequence.adapter_wanted_s = now_s
@@ -144,6 +155,9 @@ class Scheduler:
 
     def remove(self, sequence: Sequence, *, expired: bool = False) -> None:
         """Removes a sequence from the queue or the running ones and releases all that it holds."""
+        if self.siblings.remove(sequence):
+            sequence.state = SequenceState.FINISHED
+            return
         digest = sequence.request.digest
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
@@ -172,6 +186,8 @@ class Scheduler:
         """
         for digest in self.adapters.pop_ready():
             self._refresh(digest, now_s)
+        for sequence in self.siblings.pop_free():
+            self._add(sequence, now_s)
         rows = [] if self.hold is Hold.EVERYTHING else self._rows(now_s)
         changes = self.adapters.pop_changes()
         if not rows and not changes:
@@ -278,7 +294,7 @@ class Scheduler:
         policy = sequence.request.version_policy
         is_running = sequence.state is SequenceState.RUNNING
         keeps = policy is VersionPolicy.FOLLOW_KEEP and is_running and sequence.has_led
-        old_digest = sequence.request.digest
+        old_digest, is_held = sequence.request.digest, self.siblings.is_held(sequence)
         request = replace(sequence.request, digest=digest, adapter=label)
         if keeps:
             slot = self.adapters.acquire(digest)
@@ -286,13 +302,15 @@ class Scheduler:
             sequence.slot, sequence.num_kept = slot, sequence.num_computed
         elif is_running:
             self._stop(sequence)
+        elif is_held:
+            self.adapters.remove_waiter(digest)  # it waits for no adapter before it is queued
         else:
             self.queue.remove(sequence)
             self.adapters.remove_waiter(old_digest)
         sequence.request, sequence.page_hashes = request, []
         sequence.version = AdapterVersion(label, digest, sequence.num_kept)
         self.num_moves += 1
-        if not keeps:
+        if not (keeps or is_held):
             self._enqueue(sequence, now_s)
 
     def _admit(self, rows: list[BatchRow], budget: int, now_s: float) -> None:
@@ -342,9 +360,12 @@ class Scheduler:
 
     def _prefix_keys(self, sequence: Sequence) -> list[bytes]:
         """Returns the keys of the full pages of the known tokens but the last one, which must be
-        computed for its logits."""
+        computed for its logits; of a prompt that is still to be scored, of those behind which
+        nothing is."""
         size = self.pages.page_size
         full = (len(sequence.token_ids) - 1) // size
+        if sequence.num_scored < sequence.num_prompt:
+            full = min(full, (sequence.num_scored - 1) // size)
         extend_page_keys(sequence, full, size)
         return sequence.page_hashes[:full]
 
@@ -352,6 +373,7 @@ class Scheduler:
         """Asserts that queues, pages and states agree."""
         self.pages.check_integrity([s.page_ids for s in self.running])
         self.queue.check_integrity()
+        self.siblings.check_integrity()
         assert self.running == sorted(self.running, key=_rank)
         for sequence in self.queue:
             assert sequence.state is SequenceState.WAITING

@@ -38,7 +38,7 @@ class Describe:
         scheduler = self.scheduler
         return EngineStatus(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.queue),
+            num_waiting=len(scheduler.queue) + scheduler.siblings.num_held,
             waiting_digests=_parts(scheduler.queue.digests()),
             running_digests=_parts({s.request.digest for s in scheduler.running}),
             memory=self._memory(),

@@ -38,7 +38,7 @@ from inference_svc.engine.status_types import (
     ResidentAdapter,
 )
 from inference_svc.errors import DuplicateRequest, EngineFailed
-from inference_svc.frontend.output_stream import UNREAD_BYTES, Delta, Generation
+from inference_svc.frontend.output_stream import UNREAD_BYTES, Delta, Generation, scores_bytes
 from inference_svc.host.memory import resident_bytes
 from inference_svc.text.detokenizer import TokenDecoder
 from servicekit.errors import Draining, ServiceError
@@ -129,9 +129,11 @@ class AsyncEngine:
         """
         own_id = tenant, request.request_id
         self._admit(own_id)
+        # What comes of a whole prompt is reserved before anything is computed.
         least_bytes = UNREAD_BYTES
-        if request.return_routed_experts:  # reserved before anything is computed
+        if request.return_routed_experts:
             least_bytes += self._routed_token_bytes * len(request.prompt_token_ids)
+        least_bytes += scores_bytes(request)
         place = self._unread_bytes.reserve(account, least_bytes)
         # An id of our own: the caller's is free again as soon as it has left, while the engine may
         # still have outputs for it.

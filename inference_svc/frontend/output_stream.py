@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from inference_svc.core import (
     AdapterVersion,
     FinishReason,
+    PackedLogprobs,
     Request,
     RoutedExperts,
     TokenLogprobs,
+    packed_token_bytes,
 )
 from inference_svc.engine.messages import Output, Timings, Usage
 from inference_svc.text.detokenizer import Detokenizer, TokenDecoder
@@ -21,15 +24,26 @@ from servicekit.shares import Reservation
 
 UNREAD_BYTES = 16 << 10
 """What an answer takes at least of its account's share, and by which it grows."""
-TOKEN_BYTES, LOGPROB_BYTES, ROUTED_BYTES, DELTA_BYTES = 64, 128, 192, 512
-"""About what one takes in memory, as objects; of experts in addition to their numbers."""
+TOKEN_BYTES, LOGPROB_BYTES, ROUTED_BYTES, PACKED_BYTES = 64, 128, 192, 1024
+DELTA_BYTES = 512
+"""About what one takes in memory, as objects; of experts, and of packed log probabilities, in
+addition to their numbers."""
+
+
+def scores_bytes(request: Request) -> int:
+    """Returns what the log probabilities of a request's prompt take."""
+    top_k = request.sampling.prompt_logprobs
+    if top_k is None:
+        return 0
+    return PACKED_BYTES + packed_token_bytes(top_k) * len(request.prompt_token_ids)
 
 
 @dataclass(slots=True)
 class Delta:
     """The output since the previous delta; finish reason, usage and timings are in the last one.
-    `routed` are the experts of tokens that follow one another. `version` has made all of its
-    tokens; None: that which the request began with."""
+    `routed` are the experts of tokens that follow one another, `scores` the log probabilities of
+    tokens of the prompt. `echoed_ids` are the prompt's tokens, whose text comes first. `version`
+    has made all of its tokens; None: that which the request began with."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -39,6 +53,8 @@ class Delta:
     timings: Timings | None = None
     routed: list[RoutedExperts] = field(default_factory=list)
     version: AdapterVersion | None = None
+    scores: list[PackedLogprobs] = field(default_factory=list)
+    echoed_ids: Sequence[int] = ()
 
 
 class Generation:
@@ -88,7 +104,7 @@ class Generation:
             self.fail(output.error)
             return False
         was_stopped = self._stopped
-        if output.token_ids and not was_stopped:
+        if (output.token_ids or output.scores) and not was_stopped:
             try:
                 self._count(output)
             except ShareExceeded as error:
@@ -112,7 +128,7 @@ class Generation:
     def _set_version(self, output: Output) -> None:
         """Begins another delta where the next tokens are of another version."""
         if output.version != self._delta.version:
-            if self._delta.token_ids:
+            if self._delta.token_ids or self._delta.scores:
                 self._earlier.append(self._delta)
                 self._delta = Delta()
             self._delta.version = output.version
@@ -125,6 +141,8 @@ class Generation:
         if output.logprobs:
             num_logprobs = sum(1 + len(each.top) for each in output.logprobs)
             self._unread_bytes += LOGPROB_BYTES * num_logprobs
+        for scores in output.scores:
+            self._unread_bytes += PACKED_BYTES + scores.num_tokens * scores.token_bytes
         if output.routed is not None:
             self._unread_bytes += ROUTED_BYTES + len(output.routed.experts)
         missing = self._unread_bytes + self._sending_bytes - self._place.amount
@@ -136,6 +154,7 @@ class Generation:
         delta = self._delta
         if output.routed is not None:
             delta.routed.append(output.routed)
+        delta.scores += output.scores
         # The token that the engine stopped at is not part of the text.
         is_end = output.finish_reason is FinishReason.STOP
         num_shown = len(output.token_ids) - is_end

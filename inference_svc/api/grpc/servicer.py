@@ -60,14 +60,17 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         del request  # the call lets go of it once it is converted
         stream = await self._service.generate(_caller(context), incoming)
         context.release_request()  # its prompts are tokens now
-        request_id = stream.call.request_id
+        call, identities = stream.call, convert.to_identities(stream.binding)
         identity = convert.to_identity(stream.binding, stream.requests[0])
-        identities = convert.to_identities(stream.binding)
+        answers = [
+            convert.Answer(
+                *(call.request_id, identity, identities, index), packs_logprobs=call.packs_logprobs
+            )
+            for index in range(len(stream.requests))
+        ]
         async with stream.deltas() as deltas:
-            async for _, delta in deltas:
-                for response in convert.to_generate_responses(
-                    request_id, delta, identity, identities
-                ):
+            async for index, delta in deltas:
+                for response in answers[index].responses(delta):
                     await context.write(response)
 
     async def InspectAdapter(  # noqa: N802
@@ -169,6 +172,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 temperature=facts.sampling.temperature,
                 top_k=facts.sampling.top_k,
                 top_p=facts.sampling.top_p,
+                logprobs_mode=convert.to_logprobs_mode(facts.sampling.logprobs_mode),
             ),
             metrics_port=facts.metrics_port,
             experts=convert.to_expert_layers(facts.experts),

@@ -69,6 +69,7 @@ class AnswerOptions(NamedTuple):
     stream: bool
     includes_usage: bool
     includes_ids: bool
+    has_scores: bool
 
 
 class IncomingRequest(Generic[B]):
@@ -106,10 +107,13 @@ class IncomingRequest(Generic[B]):
         includes_ids = body.return_token_ids
         if includes_ids is None:  # without a tokenizer they are all there is of an answer
             includes_ids = not self._facts.has_tokenizer
-        self.options = AnswerOptions(bool(body.stream), body.includes_usage, includes_ids)
+        self.options = AnswerOptions(
+            *(bool(body.stream), body.includes_usage, includes_ids),
+            has_scores=body.prompt_logprobs is not None,
+        )
         prompts = self._endpoint.prompts(body)
         sampling = self._endpoint.sampling(body, self._facts)
-        sampling = checked_sampling(sampling, self._facts.vocab_size)
+        sampling = checked_sampling(sampling, self._facts.vocab_size, echo=body.is_echoed)
         adapter = adapter_of(body.model, self._facts)
         return body.to_call(self.request_id, adapter, prompts, sampling)
 
@@ -152,7 +156,7 @@ class GenerateRoute(Generic[B]):
         head = self._head(stream, self._endpoint.object)
         memory = AnswerMemory(self._answers, stream.principal.account)
         try:
-            encoding = encode_full(stream, formatters, head, memory)
+            encoding = encode_full(stream, formatters, head, memory, has_scores=options.has_scores)
             parts = await cancel_on_disconnect(request.receive, encoding)
         except BaseException:
             memory.release()

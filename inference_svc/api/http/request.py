@@ -19,7 +19,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from inference_svc.api.generate_call import (
+    MAX_CHOICES,
     MAX_ID_CHARS,
+    MAX_LOGPROBS,
     MAX_MESSAGES,
     MAX_STOP_CHARS,
     MAX_STOP_TOKEN_IDS,
@@ -34,6 +36,7 @@ from inference_svc.api.http.errors import set_authenticated, set_read
 from inference_svc.api.service import Caller
 from inference_svc.core import (
     MAX_PARTS,
+    LogprobsMode,
     Principal,
     SamplingDefaults,
     SamplingParams,
@@ -301,8 +304,6 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 # --- fields of the generating routes --------------------------------------------------------------
 
-MAX_CHOICES = 128
-"""Choices of one request, for all its prompts together."""
 MAX_RESPONSE_LOGPROBS = 1 << 18
 """Logprobs of one response: of each token its own, and those of its alternatives. They are about
 20 MB of JSON, and a second and a half of a processor."""
@@ -341,7 +342,7 @@ class GenerationBody(Body):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
@@ -366,6 +367,8 @@ class GenerationBody(Body):
         Annotated[list[int], Field(fail_fast=True), Field(max_length=MAX_STOP_TOKEN_IDS)] | None
     ) = None
     ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
     return_token_ids: bool | None = None
@@ -406,7 +409,10 @@ class GenerationBody(Body):
             "min_tokens": self.min_tokens,
             "ignore_eos": self.ignore_eos,
             "seed": self.seed,
+            "prompt_logprobs": self.prompt_logprobs,
         }
+        if self.logprobs_mode is not None:
+            fields["logprobs_mode"] = LogprobsMode(self.logprobs_mode)
         if self.top_k is not None:
             fields["top_k"] = max(self.top_k, 0)
         present = {name: value for name, value in fields.items() if value is not None}
@@ -440,7 +446,13 @@ class GenerationBody(Body):
             is_id_unique=False,
             return_routed_experts=bool(self.return_routed_experts),
             version_policy=VersionPolicy(self.version_policy or "pin"),
+            echo=self.is_echoed,
         )
+
+    @property
+    def is_echoed(self) -> bool:
+        """Whether answers begin with their prompt."""
+        return False
 
     @property
     def max_tokens_field(self) -> str:
@@ -451,6 +463,8 @@ class GenerationBody(Body):
         """Raises InvalidArgument."""
         if self.stream_options is not None and not self.stream:
             raise InvalidArgument("stream_options: only with stream set", subject="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidArgument("prompt_logprobs: not with stream set", subject="prompt_logprobs")
 
     @property
     def includes_usage(self) -> bool:
