@@ -71,8 +71,8 @@ T = TypeVar("T")
 class Places:
     """What callers share, each tenant up to `share`: threads of short calls, of registrations and
     of ending what the database still reads, places for uploads and watches, memory that pulls hold,
-    disk for what is being received, and what lists and layouts take of the processors. An upload
-    may not be slower than `pace`."""
+    disk for what is being received, memory for what is ephemeral, and what lists and layouts take
+    of the processors. An upload may not be slower than `pace`."""
 
     share: float
     calls: FairExecutor
@@ -82,6 +82,7 @@ class Places:
     watches: Shares
     pulled_bytes: Shares
     staged_bytes: Shares
+    ephemeral_bytes: Shares
     list_work: WorkBudget
     pace: Pace
 
@@ -386,6 +387,7 @@ class StoreService:
         for threads in (places.calls, places.fetches, places.interrupts):
             yield threads.shares
         yield from (places.uploads, places.watches, places.pulled_bytes, places.staged_bytes)
+        yield places.ephemeral_bytes
         yield self._registrar.running_fetches
         yield from self._images.places
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TypedDict
 
@@ -156,7 +156,9 @@ class Adapter:
     what it changes beside A and B, `added_tokens` how many it adds to the vocabulary, 0 until an
     image of it is planned; of aLoRA, it is active from the first of its `invocation_tokens` on,
     where all of them follow one another in the prompt for the last time. `tokenizer_digest` and
-    `chat_template_digest` are of what it brings along about text, "" where that is its model's.
+    `chat_template_digest` are of what it brings along about text, "" where that is its model's. The
+    content of an `ephemeral` one is in the store's memory alone; at `expire_time` it is deleted by
+    itself (None: never).
     """
 
     name: str
@@ -184,6 +186,8 @@ class Adapter:
     invocation_tokens: tuple[int, ...] = ()
     tokenizer_digest: str = ""
     chat_template_digest: str = ""
+    ephemeral: bool = False
+    expire_time: datetime | None = None
 
     @property
     def ref(self) -> str:
@@ -215,6 +219,41 @@ class Registration:
     base_model_source: BaseModelSource = BaseModelSource.UNKNOWN
     base_model_reason: str = ""
     ignored_config_keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedReplica:
+    """A replica that can sample from what was pushed, and after how many seconds from the push's
+    begin it could."""
+
+    address: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """A pushed adapter, and the replicas that were waited for; `skipped` says why others were not,
+    by their addresses: they are down, or serve another base model."""
+
+    registration: Registration
+    replicas: tuple[LoadedReplica, ...] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.registration.adapter.name
+
+    @property
+    def version(self) -> int:
+        return self.registration.adapter.version
+
+    @property
+    def digest(self) -> str:
+        return self.registration.adapter.digest
+
+    @property
+    def revision(self) -> int:
+        return self.registration.revision
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class Upload:
                     file.close()
                 else:
                     file.suspend()
-                    (self.staging.folder / name).unlink()
+                    self.staging.remove_file(name)
             self._is_open = False
 
     def abandon(self) -> None:
