@@ -211,7 +211,7 @@ def put_blob(conn: Connection, new: NewVersion, time: datetime) -> None:
     known = find_blob(conn, new.digest)
     where = {"place": blob.place, "files": dump_files(blob.files)}
     if known is None:
-        if blob.place and not blob.lease:
+        if blob.place not in ("", MEMORY) and not blob.lease:
             raise BlobLost(f"{new.digest} has been collected meanwhile")
         conn.execute(
             insert(blobs).values(
