@@ -435,8 +435,15 @@ class StoreService:
         opening = self._call(caller, self._registrar.open_upload, request)
         try:
             upload = await asyncio.shield(opening)
+            writing: asyncio.Future[None] | None = None
             async for chunk in _with_minimum_rate(chunks, self._places.pace):
-                await self._fetch(caller, self._registrar.write_upload, upload, chunk)
+                # The next chunk arrives while this one is written and hashed.
+                if writing is not None:
+                    await writing
+                writing = self._fetch(caller, self._registrar.write_upload, upload, chunk)
+                writing.add_done_callback(_retrieve_failure)
+            if writing is not None:
+                await writing
         except BaseException:
             # The caller may leave while its folder is being created: remove it once it is there.
             opening.add_done_callback(self._abandon_opened)
@@ -590,6 +597,12 @@ async def _with_minimum_rate(
         if rate.is_too_slow:
             raise _upload_stalled(pace)
         yield chunk
+
+
+def _retrieve_failure(future: asyncio.Future[None]) -> None:
+    """Marks a failure as retrieved: the caller may have left before it was waited for."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _upload_stalled(pace: Pace) -> UploadStalled:

@@ -151,15 +151,21 @@ class Fleet:
         data = self._folder / "system-0" / "store"
         disk_bytes = sum(path.stat().st_size for path in data.rglob("*") if path.is_file())
         with sqlite3.connect(f"file:{data / 'catalog.sqlite3'}?mode=ro", uri=True) as catalog:
-            tables = ("versions", "blobs", "images", "events")
-            rows = [
-                catalog.execute(f"SELECT count(*) FROM {each}").fetchone()[0] for each in tables
-            ]
+            rows = {
+                table: catalog.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
+                for table in ("versions", "blobs", "images", "events")
+            }
         catalog.close()
         pids = [system.pids() for system in self._systems]
         store = tree_rss_bytes(pids[0]["store"])
         replicas = [tree_rss_bytes(each["inference"]) for each in pids]
-        return Footprint(num_pushes, disk_bytes, *rows, store, max(replicas))
+        return Footprint(
+            num_pushes,
+            disk_bytes,
+            **rows,
+            store_rss_bytes=store,
+            replica_rss_bytes=max(replicas),
+        )
 
 
 def tree_rss_bytes(pid: int) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
+from adapter_store.checkpoint.safetensors import TensorRecord
 from adapter_store.errors import CorruptData
 
 
@@ -61,6 +62,14 @@ class MemoryFile:
         self.close()
 
 
+class Arrived(Protocol):
+    """What was found out about a file while it arrived."""
+
+    def hashes(self, records: Sequence[TensorRecord]) -> dict[str, bytes] | None:
+        """Returns the sha256 of these tensors by their keys, all of whose values are finite; None
+        if they have to be read."""
+
+
 class MemoryFolder:
     """The files of one adapter in memory. Two are equal only if they are the same.
 
@@ -73,6 +82,7 @@ class MemoryFolder:
     ) -> None:
         self._files = {file.name: file for file in files}
         self._on_release = on_release
+        self._arrived: Arrived | None = None
         self.is_kept = False
 
     @property
@@ -81,14 +91,17 @@ class MemoryFolder:
 
     def release(self) -> None:
         """Lets go of the files; who has one of them open may read on. Idempotent."""
-        self._files = {}
+        self._files, self._arrived = {}, None
         self._on_release()
 
     def get(self, name: str) -> MemoryFile | None:
         return self._files.get(name)
 
-    def add(self, file: MemoryFile) -> None:
+    def add(self, file: MemoryFile, arrived: Arrived | None = None) -> None:
+        """Adds a complete file, and what is known of its tensors."""
         self._files[file.name] = file
+        self._arrived = arrived or self._arrived
 
-    def remove(self, name: str) -> None:
-        del self._files[name]
+    def hashes(self, records: Sequence[TensorRecord]) -> dict[str, bytes] | None:
+        """See Arrived.hashes."""
+        return None if self._arrived is None else self._arrived.hashes(records)

@@ -19,6 +19,7 @@ from adapter_store.checkpoint.digest import compute_digest
 from adapter_store.checkpoint.files import CheckpointLimits, Folder, OpenFile, open_file
 from adapter_store.checkpoint.formats.readers import READERS
 from adapter_store.checkpoint.formats.select import find_format
+from adapter_store.checkpoint.memory_files import MemoryFolder
 from adapter_store.checkpoint.peft_config import AdapterConfig
 from adapter_store.checkpoint.safetensors import TensorRecord
 from adapter_store.checkpoint.scan import scan_tensors
@@ -169,7 +170,10 @@ def open_checkpoint(
     contents = reader.read_contents(records, config)
     is_verified = digest is None
     if digest is None:
-        digest = compute_digest(config, contents.changes, scan_tensors(folder, records))
+        hashes = folder.hashes(records) if isinstance(folder, MemoryFolder) else None
+        if hashes is None:
+            hashes = scan_tensors(folder, records)
+        digest = compute_digest(config, contents.changes, hashes)
     return Checkpoint(
         *(folder, config, contents.targets, digest, source_bytes, is_verified),
         experts=contents.experts,

@@ -310,9 +310,10 @@ class ImageBuilder:
     def _compile(self, build: Build, image: PartialImage, yield_point: YieldPoint) -> None:
         start = time.monotonic()
         build.is_compiled = True
-        build.compiling = self._threads.submit(
-            self._set_verdict, build.key, ImageState.COMPILING, content=build.content
-        )
+        if not build.is_ephemeral:  # that is built in the time that a record takes
+            build.compiling = self._threads.submit(
+                self._set_verdict, build.key, ImageState.COMPILING, content=build.content
+            )
         parts = compile_parts(
             build.checkpoint,
             build.plan,

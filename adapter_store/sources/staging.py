@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from adapter_store.checkpoint.arriving import ArrivingTensors
 from adapter_store.checkpoint.files import (
     CONFIG_FILE,
     PICKLE_FILE,
@@ -123,6 +124,7 @@ class StagedFile:
         self._staging = staging
         self._sha256 = hashlib.sha256()
         self._memory = MemoryFile(name)
+        self._arriving = ArrivingTensors(self._memory) if name == WEIGHTS_FILE else None
         self.name = name
         self.size_bytes = 0
 
@@ -131,7 +133,10 @@ class StagedFile:
         self._staging.count(self.name, self.size_bytes, len(data), is_kept=True)
         with self._staging.local_work():
             self._sha256.update(data)
-            self._memory.append(bytes(data))
+            piece = bytes(data)
+            self._memory.append(piece)
+            if self._arriving is not None:
+                self._arriving.advance(piece)
         self.size_bytes += len(data)
 
     def suspend(self) -> None:
@@ -141,7 +146,7 @@ class StagedFile:
         """Ends the file."""
         memory = self._staging.memory
         assert memory is not None
-        memory.add(self._memory)
+        memory.add(self._memory, self._arriving)
         self._add()
 
     def _add(self) -> None:
