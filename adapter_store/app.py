@@ -171,12 +171,8 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
         )
         stack.push_async_callback(precompiler.close)
         watch = Watch(catalog, calls, settings.bookmark_seconds, places.watches)
-        sources, limits = _sources(settings), _limits(settings)
-        registrar = Registrar(
-            *(catalog, storage.blobs, verified, sources, metrics, *limits, policies, stopping),
-            FetchRunner(places.pace, places.share, FETCHES_PER_WORKER * settings.fetch_workers),
-            places.staged_bytes,
-            places.ephemeral_bytes,
+        registrar = _registrar(
+            settings, catalog, storage, verified, metrics, policies, stopping, places
         )
         service = StoreService(
             catalog, registrar, images, precompiler, watch, metrics, policies, places
@@ -193,6 +189,25 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
             stack.callback(PinRefresher(catalog, service.refresh_pinned).close)
         stack.callback(stopping.set)  # callers no longer wait for fetches
         yield Store(catalog, images, precompiler, watch, service, metrics, policies)
+
+
+def _registrar(
+    settings: StoreSettings,
+    catalog: Catalog,
+    storage: Storage,
+    verified: VerifiedCheckpoints,
+    metrics: Metrics,
+    policies: StorePolicyFile,
+    stopping: threading.Event,
+    places: Places,
+) -> Registrar:
+    sources, limits = _sources(settings), _limits(settings)
+    return Registrar(
+        *(catalog, storage.blobs, verified, sources, metrics, *limits, policies, stopping),
+        FetchRunner(places.pace, places.share, FETCHES_PER_WORKER * settings.fetch_workers),
+        places.staged_bytes,
+        places.ephemeral_bytes,
+    )
 
 
 def open_catalog(settings: StoreSettings, folder: Path, grace: timedelta) -> Catalog:

@@ -173,7 +173,7 @@ class SharedCollector(Collector):
         return sorted({*gone, *self.drop_collected()})
 
     def collect_due(self) -> list[str]:
-        """As Collector.collect_due, if no other replica collects."""
+        """Collects as Collector.collect_due does, if no other replica collects."""
         if not self._catalog.is_due(self._ephemeral_grace) or not self._leases.acquire(LEASE):
             return []
         try:

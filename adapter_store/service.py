@@ -39,7 +39,7 @@ from adapter_store.core import (
     Pruned,
     Recorded,
 )
-from adapter_store.errors import LimitExceeded, UploadStalled
+from adapter_store.errors import LimitExceeded
 from adapter_store.images import layout as layouts
 from adapter_store.images import layout_checks
 from adapter_store.images.announcement import announcement_id, validate_announcement
@@ -53,11 +53,16 @@ from adapter_store.registration.rate_limit import RateLimiter
 from adapter_store.registration.registrar import Registrar, Registration
 from adapter_store.registration.signatures import Signature, require_signed
 from adapter_store.registration.tenant_policy import StorePolicyFile
-from adapter_store.sources.upload import FileChunk, Upload
+from adapter_store.sources.upload import (
+    FileChunk,
+    Upload,
+    upload_stalled,
+    with_minimum_rate,
+)
 from adapter_store.store_status import StoreStatus, Work, WorkDetails
 from servicekit.errors import FailedPrecondition, ServiceError
 from servicekit.refs import AdapterName, AdapterRef
-from servicekit.shares import INTERNAL, FairExecutor, MinimumRate, Pace, Shares
+from servicekit.shares import INTERNAL, FairExecutor, Pace, Shares
 from servicekit.telemetry import spans
 from servicekit.work_budget import WorkBudget
 
@@ -183,7 +188,7 @@ class StoreService:
             async with asyncio.timeout(self._places.pace.stall_seconds):
                 return await first
         except TimeoutError:
-            raise _upload_stalled(self._places.pace) from None
+            raise upload_stalled(self._places.pace) from None
 
     async def upload(
         self, caller: Principal, request: Registration, chunks: AsyncIterator[FileChunk]
@@ -436,7 +441,7 @@ class StoreService:
         try:
             upload = await asyncio.shield(opening)
             writing: asyncio.Future[None] | None = None
-            async for chunk in _with_minimum_rate(chunks, self._places.pace):
+            async for chunk in with_minimum_rate(chunks, self._places.pace):
                 # The next chunk arrives while this one is written and hashed.
                 if writing is not None:
                     await writing
@@ -579,35 +584,7 @@ class StoreService:
         return asyncio.get_running_loop().run_in_executor(fetches, work)
 
 
-async def _with_minimum_rate(
-    chunks: AsyncIterator[FileChunk], pace: Pace
-) -> AsyncGenerator[FileChunk]:
-    """Yields the chunks. Raises UploadStalled if their bytes do not come in time."""
-    rate = MinimumRate(pace)
-    while True:
-        try:
-            async with asyncio.timeout(rate.remaining_s):
-                with rate.waiting():
-                    chunk = await anext(chunks, None)
-        except TimeoutError:
-            raise _upload_stalled(pace) from None
-        if chunk is None:
-            return
-        rate.received(len(chunk.data))
-        if rate.is_too_slow:
-            raise _upload_stalled(pace)
-        yield chunk
-
-
 def _retrieve_failure(future: asyncio.Future[None]) -> None:
     """Marks a failure as retrieved: the caller may have left before it was waited for."""
     if not future.cancelled():
         future.exception()
-
-
-def _upload_stalled(pace: Pace) -> UploadStalled:
-    return UploadStalled(
-        f"the upload has sent nothing for {pace.stall_seconds:g} seconds, or less than "
-        f"{pace.bytes_per_second} bytes per second for too long (--transfer-stall-seconds, "
-        "--min-transfer-rate)"
-    )

@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 
 from bench.results import FOLDER, median, percentile, show, write
 from loadout import Client
+from loadout._push.result import Pushed
 from loadout.demo.adapters import MODEL
 from loadout.demo.jobs import BASE_MODEL
 from loadout.demo.system import System, SystemSettings
-from loadout.types import Pushed
 
 NAME, KEEP, PROMPT = "live", 5, "loadout="
 RANK = 384

@@ -17,6 +17,7 @@ import grpc
 
 from loadout import types
 from loadout._push.async_push import Push, Wait, check_wait
+from loadout._push.result import Pushed
 from loadout._push.upload import push_meta
 from loadout._routing.fleet import RESOLVE_TIMEOUT_S
 from loadout._routing.metadata import DEFAULT_TENANT
@@ -168,17 +169,8 @@ class AsyncClient:
         labels = labels or {}
         if is_uri(source):
             call = calls.register(
-                name,
-                str(source),
-                base_model,
-                expected_digest,
-                if_current_digest,
-                pinned,
-                labels,
-                description,
-                signature,
-                keep,
-                ttl,
+                *(name, str(source), base_model, expected_digest, if_current_digest, pinned),
+                *(labels, description, signature, keep, ttl),
             )
             return await self._call(call, timeout_s)
         upload = Upload(
@@ -214,7 +206,7 @@ class AsyncClient:
         description: str = "",
         group: Any = None,
         timeout_s: float | None = None,
-    ) -> types.Pushed:
+    ) -> Pushed:
         """Records an adapter from memory, and has replicas load it.
 
         `tensors` are of torch or numpy, by PEFT's names or those of the model's state dict; they

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from loadout import types
 from loadout._push.adapter import any_sharded, check_pairs, read_config, read_tensors
+from loadout._push.result import LoadedReplica, Pushed
 from loadout._push.sharded import Ranks
 from loadout._push.tensors import Tensor
 from loadout._push.upload import PushUpload
@@ -38,7 +39,7 @@ class Push:
     load: Callable[[str, str, int, float | None], Any]
     replicas: Callable[[], Sequence[types.Replica]]
 
-    def run(self, tensors: Mapping[str, Any], config: Any, group: Any = None) -> types.Pushed:
+    def run(self, tensors: Mapping[str, Any], config: Any, group: Any = None) -> Pushed:
         """Sends the tensors, and waits for replicas. Of tensors that are sharded all ranks call
         this; one sends, and all get its result or raise its error."""
         found: list[Tensor] = []
@@ -57,11 +58,11 @@ class Push:
         ranks = Ranks(group)
         threads.run(ranks.agree, found, error)
         if not ranks.is_first:
-            pushed: types.Pushed = threads.run(ranks.follow, found)
+            pushed: Pushed = threads.run(ranks.follow, found)
             return pushed
         return self._lead(ranks, PushUpload(self.meta, found, settings, ranks.reader(found)))
 
-    def _lead(self, ranks: Ranks, upload: PushUpload) -> types.Pushed:
+    def _lead(self, ranks: Ranks, upload: PushUpload) -> Pushed:
         try:
             pushed = self._send(upload)
         except BaseException as error:
@@ -70,14 +71,14 @@ class Push:
         threads.run(ranks.end, pushed, None)
         return pushed
 
-    def _send(self, upload: PushUpload) -> types.Pushed:
+    def _send(self, upload: PushUpload) -> Pushed:
         start_s = time.monotonic()
         registration: types.Registration = self.upload(upload, self.timeout_s)
         if self.wait is None:
-            return types.Pushed(registration)
+            return Pushed(registration)
         return self._wait(registration, start_s)
 
-    def _wait(self, registration: types.Registration, start_s: float) -> types.Pushed:
+    def _wait(self, registration: types.Registration, start_s: float) -> Pushed:
         """Raises NotLoaded."""
         replicas = self.replicas()
         skipped = {each.address: "it is down" for each in replicas if not each.is_healthy}
@@ -87,7 +88,7 @@ class Push:
             outcomes = threads.gather(loads)
         else:
             outcomes = threads.first(loads, lambda loaded: True)
-        loaded = [each for each in outcomes if isinstance(each, types.LoadedReplica)]
+        loaded = [each for each in outcomes if isinstance(each, LoadedReplica)]
         failed = [each for each in outcomes if isinstance(each, NotLoaded)]
         for failure in failed:
             if _is_skipped(failure):
@@ -102,11 +103,11 @@ class Push:
                 code="UNAVAILABLE",
                 reason="NO_REPLICA",
             )
-        return types.Pushed(registration, tuple(loaded), skipped)
+        return Pushed(registration, tuple(loaded), skipped)
 
     def _load(
         self, address: str, registration: types.Registration, start_s: float
-    ) -> types.LoadedReplica:
+    ) -> LoadedReplica:
         """Raises NotLoaded."""
         left_s = None
         if self.timeout_s is not None:
@@ -121,7 +122,7 @@ class Push:
                 reason=error.reason,
                 subject=address,
             ) from error
-        return types.LoadedReplica(address, time.monotonic() - start_s)
+        return LoadedReplica(address, time.monotonic() - start_s)
 
 
 def check_wait(wait: object) -> None:

@@ -7,6 +7,7 @@ together when an upload is tried again, or ends in the middle, and all raise the
 
 from __future__ import annotations
 
+import sys
 import threading
 import traceback
 from collections.abc import Sequence
@@ -25,8 +26,7 @@ class Ranks:
 
     def __init__(self, group: Any = None) -> None:
         """Raises InvalidArgument if torch.distributed is not initialised."""
-        import torch.distributed
-
+        torch = sys.modules["torch"]  # whose tensors they are
         self._distributed = torch.distributed
         if not torch.distributed.is_available() or not torch.distributed.is_initialized():
             raise InvalidArgument(

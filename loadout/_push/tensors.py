@@ -80,12 +80,10 @@ def is_sharded(values: Any) -> bool:
 def read(values: Any) -> memoryview:
     """Returns the raw bytes of a tensor: a copy of one that is on a device, or not contiguous."""
     if is_torch(values):
-        import torch
-
+        torch = sys.modules["torch"]
         host = values.detach().to("cpu").contiguous()
         return memoryview(host.reshape(-1).view(torch.uint8).numpy())
-    import numpy
-
+    numpy = sys.modules["numpy"]
     flat: Any = numpy.ascontiguousarray(values).reshape(-1)
     return memoryview(flat.view(numpy.uint8))
 
