@@ -116,6 +116,9 @@ def pieces(
     """Yields the file in pieces of `num_bytes`; the last may be smaller. One tensor is read at a
     time, when its first byte is due."""
     pending = bytearray(header(tensors, metadata))
+    while len(pending) >= num_bytes:
+        yield bytes(pending[:num_bytes])
+        del pending[:num_bytes]
     for tensor in tensors:
         data = read(tensor.values)
         start = 0
