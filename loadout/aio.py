@@ -168,6 +168,7 @@ class AsyncClient:
         """
         labels = labels or {}
         if is_uri(source):
+            calls.check_upload(ephemeral)
             call = calls.register(
                 *(name, str(source), base_model, expected_digest, if_current_digest, pinned),
                 *(labels, description, signature, keep, ttl),

@@ -94,6 +94,16 @@ def signature_message(signature: types.Signature | None) -> Message | None:
     )
 
 
+def check_upload(ephemeral: bool) -> None:
+    """Raises InvalidArgument for an ephemeral registration of what the store fetches."""
+    if ephemeral:
+        raise InvalidArgument(
+            "ephemeral: only what is uploaded can be: give a local folder, or push",
+            code="INVALID_ARGUMENT",
+            subject="ephemeral",
+        )
+
+
 def ttl_seconds(ttl_s: float | None) -> int:
     """Returns a time to live as the store takes it, 0 for none. Raises InvalidArgument."""
     if ttl_s is None:
