@@ -9,6 +9,7 @@ security       token and TLS of a client
 signing        signatures of adapters
 upload         an adapter's local files, in chunks
 prometheus     reads the metrics of a service
+_push          what a push sends: an adapter from a trainer's memory
 _rpc           how the clients call the services
 _routing       which replica of the inference service a call goes to
 cli            the `loadout` command

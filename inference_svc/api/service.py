@@ -332,13 +332,17 @@ class Service:
         ref: str,
         *,
         pin: bool,
+        min_revision: int = 0,
         source: Source | None = None,
         subject: str = "ref",
     ) -> Loaded:
-        """Returns once the adapter is resident. A source is first registered in the store under
-        this name, on behalf of the caller. `subject` is the caller's name of the field `ref`."""
-        with self._audited(caller, "LoadAdapter", ref) as (principal, entry):
-            registered, revision = None, 0
+        """Returns once the adapter, as it is at `min_revision` or later, is resident. A source is
+        first registered in the store under this name, on behalf of the caller. Who publishes may
+        load ahead; a pin, and a source, are an operator's. `subject` is the caller's name of the
+        field `ref`."""
+        action = Action.OPERATE if pin or source is not None else Action.LOAD
+        with self._audited(caller, "LoadAdapter", ref, action) as (principal, entry):
+            registered, revision = None, min_revision
             if source is not None:
                 registered = await self._register(caller, principal, ref, source, subject)
                 revision = registered.revision
@@ -458,14 +462,14 @@ class Service:
 
     @contextmanager
     def _audited(
-        self, caller: Caller, method: str, name: str
+        self, caller: Caller, method: str, name: str, action: Action = Action.OPERATE
     ) -> Iterator[tuple[Principal, AuditEntry]]:
-        """Authorises an operator, and audits how the call ended."""
+        """Authorises the caller, and audits how the call ended."""
         assert method in AUDITED
         with self._audit.record(self._audit.entry(method, name, caller.peer)) as entry:
             principal = self._authenticator.authenticate(caller.metadata)
             entry.set_caller(principal)
-            principal.require(Action.OPERATE)
+            principal.require(action)
             if method in LIFE_CYCLE:
                 principal.require_all_tenants()
             self._audit.begin(entry)
