@@ -9,36 +9,29 @@ async with AsyncClient(inference="127.0.0.1:7080", store="127.0.0.1:7070") as cl
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
-
-import grpc
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from loadout import types
 from loadout._push.async_push import Push, Wait, check_wait
 from loadout._push.result import Pushed
 from loadout._push.upload import push_meta
 from loadout._routing.fleet import RESOLVE_TIMEOUT_S
-from loadout._routing.metadata import DEFAULT_TENANT
 from loadout._rpc import calls, convert, tasks
+from loadout._rpc.async_caller import AsyncCaller
 from loadout._rpc.async_stream import AsyncStream
-from loadout._rpc.calls import Adapters, Call, Prompt
-from loadout._rpc.channel import DEFAULT_TIMEOUT_S, Address, Channels
-from loadout._rpc.route import Route, delay_after
-from loadout._rpc.tracing import Tracing
+from loadout._rpc.calls import Adapters, Prompt
 from loadout.errors import StreamLost
-from loadout.retry import Attempts, RetryPolicy
-from loadout.security import ChannelFactory, Security, TlsConfig
+from loadout.retry import Attempts
 from loadout.upload import Progress, Sent, Upload, is_uri, open_folder
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import TracerProvider
+    pass
 
 T = TypeVar("T")
 
 
-class AsyncClient:
+class AsyncClient(AsyncCaller):
     """Client of one or both services for one event loop.
 
     `inference` may be several addresses, with commas or as a sequence, or a name that resolves to
@@ -56,81 +49,6 @@ class AsyncClient:
     one. `channel_factory` opens the gRPC channels, for interceptors or options of one's own.
     All methods, and the constructor, raise LoadoutError.
     """
-
-    def __init__(
-        self,
-        inference: Address | None = None,
-        store: Address | None = None,
-        *,
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        retry: RetryPolicy | None = None,
-        token: str | None = None,
-        tls: TlsConfig | bool | None = None,
-        allow_insecure_token: bool = False,
-        tenant: str = DEFAULT_TENANT,
-        tracing: TracerProvider | bool = False,
-        channel_factory: ChannelFactory | None = None,
-    ) -> None:
-        security = Security(token, tls, allow_insecure_token)
-        traced = Tracing(tracing) if tracing else None
-        self._transport = tasks.Transport(channel_factory)
-        self._channels = Channels(self._transport, inference, store, security, tenant, traced)
-        self._timeout_s = timeout_s
-        self._retry = retry or RetryPolicy()
-
-    async def close(self) -> None:
-        """Ends the connections; calls still running end Cancelled."""
-        await self._transport.end()
-        for channel in self._channels.opened():
-            await channel.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    async def _call(self, call: Call[T], timeout_s: float | None = None) -> T:
-        return await self._finish(call, self._channels.route(call), timeout_s)
-
-    async def _finish(self, call: Call[T], route: Route, timeout_s: float | None) -> T:
-        response = await self._attempt(
-            route,
-            lambda timeout: route.send(call.request, timeout),
-            repeatable=call.repeatable,
-            timeout_s=timeout_s,
-        )
-        return call.convert(response)
-
-    async def _attempt(
-        self,
-        route: Route,
-        send: Callable[[float | None], Any],
-        *,
-        repeatable: bool,
-        timeout_s: float | None,
-    ) -> Any:
-        attempts = self._attempts(timeout_s)
-        try:
-            await tasks.wait(route.resolving, RESOLVE_TIMEOUT_S)
-            while True:
-                try:
-                    response = await send(attempts.remaining_s)
-                    route.done(())
-                    return response
-                except grpc.RpcError as error:
-                    delay_s = delay_after(error, route, attempts, repeatable=repeatable)
-                await tasks.sleep(delay_s)
-        finally:
-            route.done()
-
-    def _attempts(self, timeout_s: float | None) -> Attempts:
-        return Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)
 
     # --- the adapter store ----------------------------------------------------------------------
 
@@ -226,6 +144,7 @@ class AsyncClient:
         """
         check_wait(wait)
         if wait is not None:
+            await tasks.wait(self._channels.fleet.resolving, RESOLVE_TIMEOUT_S)
             self._channels.fleet.refresh()  # probed while the tensors are sent
         meta = push_meta(
             name,
@@ -403,6 +322,7 @@ class AsyncClient:
         priority: int = 0,
         cache_salt: str = "",
         return_routed_experts: bool = False,
+        version_policy: types.VersionPolicy = "pin",
         echo: bool = False,
         packed_logprobs: bool = False,
         n: int = 1,
@@ -422,6 +342,7 @@ class AsyncClient:
             *(prompt, adapter, min_revision, request_id, priority, cache_salt, sampling),
             adapters=adapters,
             return_routed_experts=return_routed_experts,
+            version_policy=version_policy,
             echo=echo,
             packed_logprobs=packed_logprobs,
             n=n,
@@ -439,6 +360,7 @@ class AsyncClient:
         priority: int = 0,
         cache_salt: str = "",
         return_routed_experts: bool = False,
+        version_policy: types.VersionPolicy = "pin",
         echo: bool = False,
         packed_logprobs: bool = False,
         timeout_s: float | None = None,
@@ -455,6 +377,7 @@ class AsyncClient:
             priority=priority,
             cache_salt=cache_salt,
             return_routed_experts=return_routed_experts,
+            version_policy=version_policy,
             echo=echo,
             packed_logprobs=packed_logprobs,
             timeout_s=timeout_s,
@@ -474,6 +397,7 @@ class AsyncClient:
         priority: int = 0,
         cache_salt: str = "",
         return_routed_experts: bool = False,
+        version_policy: types.VersionPolicy = "pin",
         echo: bool = False,
         packed_logprobs: bool = False,
         timeout_s: float | None = None,
@@ -490,6 +414,7 @@ class AsyncClient:
             priority=priority,
             cache_salt=cache_salt,
             return_routed_experts=return_routed_experts,
+            version_policy=version_policy,
             echo=echo,
             packed_logprobs=packed_logprobs,
             n=n,
@@ -510,6 +435,37 @@ class AsyncClient:
         """Loads an adapter ahead of its first request; returns when it is resident. `min_revision`
         is as in `generate`."""
         return await self._call(calls.load(ref, pin, min_revision), timeout_s)
+
+    async def pause(
+        self,
+        mode: str = "keep",
+        *,
+        resume_after_s: float | None = None,
+        replica: str = "",
+        timeout_s: float | None = None,
+    ) -> int:
+        """Pauses generation at every replica, or at the one of this address; returns how many
+        requests are held, once nothing is computed. `mode` "keep" holds what runs where it is,
+        "wait" lets it end first, "abort" ends everything. Generation resumes by itself after
+        `resume_after_s`, if that is given: whatever becomes of this process."""
+        call = calls.pause(mode, resume_after_s)
+        return sum(await self._at_each(call, replica, timeout_s))
+
+    async def resume(self, *, replica: str = "", timeout_s: float | None = None) -> None:
+        """Goes on with what was paused, at every replica or at one."""
+        await self._at_each(calls.resume(), replica, timeout_s)
+
+    async def sleep(
+        self, *, weights: bool = False, replica: str = "", timeout_s: float | None = None
+    ) -> int:
+        """Frees the memory of keys and values, and with `weights` of the weights, until `wake`, at
+        every replica or at one; returns the freed bytes. Nothing that runs is lost."""
+        return sum(await self._at_each(calls.sleep(weights), replica, timeout_s))
+
+    async def wake(self, *, replica: str = "", timeout_s: float | None = None) -> float:
+        """Takes back what `sleep` has freed, at every replica or at one; returns the seconds that
+        the slowest took."""
+        return max(await self._at_each(calls.wake(), replica, timeout_s), default=0.0)
 
     async def unload(self, ref: str, *, timeout_s: float | None = None) -> int:
         """Drains an adapter and frees it; returns the freed bytes."""

@@ -10,36 +10,29 @@ with Client(inference="127.0.0.1:7080", store="127.0.0.1:7070") as client:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
-
-import grpc
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from loadout import types
 from loadout._push.push import Push, Wait, check_wait
 from loadout._push.result import Pushed
 from loadout._push.upload import push_meta
 from loadout._routing.fleet import RESOLVE_TIMEOUT_S
-from loadout._routing.metadata import DEFAULT_TENANT
 from loadout._rpc import calls, convert, threads
-from loadout._rpc.calls import Adapters, Call, Prompt
-from loadout._rpc.channel import DEFAULT_TIMEOUT_S, Address, Channels
-from loadout._rpc.route import Route, delay_after
+from loadout._rpc.caller import Caller
+from loadout._rpc.calls import Adapters, Prompt
 from loadout._rpc.stream import Stream
-from loadout._rpc.tracing import Tracing
 from loadout.errors import StreamLost
-from loadout.retry import Attempts, RetryPolicy
-from loadout.security import ChannelFactory, Security, TlsConfig
+from loadout.retry import Attempts
 from loadout.upload import Progress, Sent, Upload, is_uri, open_folder
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import TracerProvider
+    pass
 
 T = TypeVar("T")
 
 
-class Client:
+class Client(Caller):
     """Blocking client of one or both services; safe to share between threads.
 
     `inference` may be several addresses, with commas or as a sequence, or a name that resolves to
@@ -57,81 +50,6 @@ class Client:
     one. `channel_factory` opens the gRPC channels, for interceptors or options of one's own.
     All methods, and the constructor, raise LoadoutError.
     """
-
-    def __init__(
-        self,
-        inference: Address | None = None,
-        store: Address | None = None,
-        *,
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        retry: RetryPolicy | None = None,
-        token: str | None = None,
-        tls: TlsConfig | bool | None = None,
-        allow_insecure_token: bool = False,
-        tenant: str = DEFAULT_TENANT,
-        tracing: TracerProvider | bool = False,
-        channel_factory: ChannelFactory | None = None,
-    ) -> None:
-        security = Security(token, tls, allow_insecure_token)
-        traced = Tracing(tracing) if tracing else None
-        self._transport = threads.Transport(channel_factory)
-        self._channels = Channels(self._transport, inference, store, security, tenant, traced)
-        self._timeout_s = timeout_s
-        self._retry = retry or RetryPolicy()
-
-    def close(self) -> None:
-        """Ends the connections; calls still running end Cancelled."""
-        self._transport.end()
-        for channel in self._channels.opened():
-            channel.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _call(self, call: Call[T], timeout_s: float | None = None) -> T:
-        return self._finish(call, self._channels.route(call), timeout_s)
-
-    def _finish(self, call: Call[T], route: Route, timeout_s: float | None) -> T:
-        response = self._attempt(
-            route,
-            lambda timeout: route.send(call.request, timeout),
-            repeatable=call.repeatable,
-            timeout_s=timeout_s,
-        )
-        return call.convert(response)
-
-    def _attempt(
-        self,
-        route: Route,
-        send: Callable[[float | None], Any],
-        *,
-        repeatable: bool,
-        timeout_s: float | None,
-    ) -> Any:
-        attempts = self._attempts(timeout_s)
-        try:
-            threads.wait(route.resolving, RESOLVE_TIMEOUT_S)
-            while True:
-                try:
-                    response = send(attempts.remaining_s)
-                    route.done(())
-                    return response
-                except grpc.RpcError as error:
-                    delay_s = delay_after(error, route, attempts, repeatable=repeatable)
-                threads.sleep(delay_s)
-        finally:
-            route.done()
-
-    def _attempts(self, timeout_s: float | None) -> Attempts:
-        return Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)
 
     # --- the adapter store ----------------------------------------------------------------------
 
@@ -227,6 +145,7 @@ class Client:
         """
         check_wait(wait)
         if wait is not None:
+            threads.wait(self._channels.fleet.resolving, RESOLVE_TIMEOUT_S)
             self._channels.fleet.refresh()  # probed while the tensors are sent
         meta = push_meta(
             name,
@@ -402,6 +321,7 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
         return_routed_experts: bool = False,
+        version_policy: types.VersionPolicy = "pin",
         echo: bool = False,
         packed_logprobs: bool = False,
         n: int = 1,
@@ -421,6 +341,7 @@ class Client:
             *(prompt, adapter, min_revision, request_id, priority, cache_salt, sampling),
             adapters=adapters,
             return_routed_experts=return_routed_experts,
+            version_policy=version_policy,
             echo=echo,
             packed_logprobs=packed_logprobs,
             n=n,
@@ -438,6 +359,7 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
         return_routed_experts: bool = False,
+        version_policy: types.VersionPolicy = "pin",
         echo: bool = False,
         packed_logprobs: bool = False,
         timeout_s: float | None = None,
@@ -454,6 +376,7 @@ class Client:
             priority=priority,
             cache_salt=cache_salt,
             return_routed_experts=return_routed_experts,
+            version_policy=version_policy,
             echo=echo,
             packed_logprobs=packed_logprobs,
             timeout_s=timeout_s,
@@ -473,6 +396,7 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
         return_routed_experts: bool = False,
+        version_policy: types.VersionPolicy = "pin",
         echo: bool = False,
         packed_logprobs: bool = False,
         timeout_s: float | None = None,
@@ -489,6 +413,7 @@ class Client:
             priority=priority,
             cache_salt=cache_salt,
             return_routed_experts=return_routed_experts,
+            version_policy=version_policy,
             echo=echo,
             packed_logprobs=packed_logprobs,
             n=n,
@@ -509,6 +434,37 @@ class Client:
         """Loads an adapter ahead of its first request; returns when it is resident. `min_revision`
         is as in `generate`."""
         return self._call(calls.load(ref, pin, min_revision), timeout_s)
+
+    def pause(
+        self,
+        mode: str = "keep",
+        *,
+        resume_after_s: float | None = None,
+        replica: str = "",
+        timeout_s: float | None = None,
+    ) -> int:
+        """Pauses generation at every replica, or at the one of this address; returns how many
+        requests are held, once nothing is computed. `mode` "keep" holds what runs where it is,
+        "wait" lets it end first, "abort" ends everything. Generation resumes by itself after
+        `resume_after_s`, if that is given: whatever becomes of this process."""
+        call = calls.pause(mode, resume_after_s)
+        return sum(self._at_each(call, replica, timeout_s))
+
+    def resume(self, *, replica: str = "", timeout_s: float | None = None) -> None:
+        """Goes on with what was paused, at every replica or at one."""
+        self._at_each(calls.resume(), replica, timeout_s)
+
+    def sleep(
+        self, *, weights: bool = False, replica: str = "", timeout_s: float | None = None
+    ) -> int:
+        """Frees the memory of keys and values, and with `weights` of the weights, until `wake`, at
+        every replica or at one; returns the freed bytes. Nothing that runs is lost."""
+        return sum(self._at_each(calls.sleep(weights), replica, timeout_s))
+
+    def wake(self, *, replica: str = "", timeout_s: float | None = None) -> float:
+        """Takes back what `sleep` has freed, at every replica or at one; returns the seconds that
+        the slowest took."""
+        return max(self._at_each(calls.wake(), replica, timeout_s), default=0.0)
 
     def unload(self, ref: str, *, timeout_s: float | None = None) -> int:
         """Drains an adapter and frees it; returns the freed bytes."""

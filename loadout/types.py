@@ -13,6 +13,16 @@ from typing import Literal, TypedDict
 
 from loadout._rpc.arrays import PackedLogprobs as PackedLogprobs
 from loadout._rpc.arrays import RoutedExperts as RoutedExperts
+from loadout._rpc.server_info import ExpertLayers as ExpertLayers
+from loadout._rpc.server_info import GenerationState as GenerationState
+from loadout._rpc.server_info import MemoryUse as MemoryUse
+from loadout._rpc.server_info import SamplingDefaults as SamplingDefaults
+from loadout._rpc.server_info import ServerInfo as ServerInfo
+from loadout._rpc.server_info import ServerLimits as ServerLimits
+
+VersionPolicy = Literal["pin", "follow_keep", "follow_recompute"]
+"""What a request does when its adapter's name moves to a newer version: end on its own, or go on
+with the newer one, keys and values kept or computed again."""
 
 
 class FinishReason(enum.Enum):
@@ -391,6 +401,8 @@ class Chunk:
     """In place of `logprobs`, if requested."""
     prompt_logprobs: PackedLogprobs | None = None
     """If requested; of several answers the first one has them, before its tokens."""
+    kept_tokens: int = 0
+    """Of how many tokens keys and values are of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,6 +425,8 @@ class Completion:
     prompt_logprobs: PackedLogprobs | None = None
     """That of all tokens of the prompt but the first, if requested; of several answers the first
     one has it."""
+    versions: tuple[tuple[AdapterIdentity, int], ...] = ()
+    """The versions of its adapter that have made its tokens, one after the other, and how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,71 +523,6 @@ class Replica:
     is_healthy: bool
     num_requests: int
     max_sequences: int
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
-    name: str
-    used_bytes: int
-    capacity_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class ServerLimits:
-    max_model_len: int
-    max_loras: int
-    max_lora_rank: int
-    max_sequences: int
-    max_batch_tokens: int
-    max_queue: int
-    memory_bytes: int = 0
-    """Limit of all memory together on the computing device; 0: unknown."""
-    lora_targets: tuple[str, ...] = ()
-    """What adapters may change, by last components of modules' names; none: every target."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """What requests get that do not say otherwise; `top_k` 0 and `top_p` 1 are off."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    logprobs_mode: Literal["raw", "processed"] = "raw"
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertLayers:
-    """The layers that are mixtures of experts, how many experts each has, and how many of these a
-    token chooses."""
-
-    layers: tuple[int, ...]
-    num_experts: int
-    num_chosen: int
-
-
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    """`layout_id` is empty until the store has accepted the layout; `kernels` says what computes,
-    such as "native avx512_bf16"."""
-
-    base_model: str
-    architecture: str
-    dtype: str
-    device: str
-    layout_id: str
-    limits: ServerLimits
-    memory: tuple[MemoryUse, ...]
-    versions: Mapping[str, str]
-    kernels: str
-    machine: str = ""
-    """The computing device, such as "NVIDIA H200"; "": the server is too old to report it."""
-    sampling_defaults: SamplingDefaults | None = None
-    """None: the server is too old to report them."""
-    metrics_port: int = 0
-    """The port of its Prometheus metrics; 0: the server is too old to report it."""
-    experts: ExpertLayers | None = None
-    """None: the model has no experts, or the server is too old to report them."""
 
 
 # --- for operators of both ----------------------------------------------------------------------

@@ -17,12 +17,15 @@ ROOT = Path(__file__).parent.parent
 
 FILES = {
     "loadout/aio.py": "loadout/client.py",
+    "loadout/_rpc/async_caller.py": "loadout/_rpc/caller.py",
     "loadout/_rpc/async_stream.py": "loadout/_rpc/stream.py",
     "loadout/_push/async_push.py": "loadout/_push/push.py",
 }
 
 NAMES = {
     "AsyncClient": "Client",
+    "AsyncCaller": "Caller",
+    "async_caller": "caller",
     "AsyncStream": "Stream",
     "AsyncIterator": "Iterator",
     "StopAsyncIteration": "StopIteration",
@@ -41,6 +44,8 @@ SENTENCES = {
         "Blocking client of one or both services; safe to share between threads."
     ),
     "An async iterator;": "An iterator;",
+    "How the client for asyncio makes calls:": "How the client makes calls:",
+    "Everything is for one event loop.": "Safe to share between threads.",
 }
 """Text that says something else about the blocking client."""
 

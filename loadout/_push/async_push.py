@@ -17,7 +17,7 @@ from loadout._push.upload import PushUpload
 from loadout._rpc import tasks
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.errors import InvalidArgument, LoadoutError, NotLoaded, StreamLost
-from loadout.retry import DRAINING
+from loadout.retry import ASLEEP, DRAINING
 
 Wait: TypeAlias = Literal["any", "all"] | None
 """Which replicas a push waits for: one, all that are up and serve the base model, or none."""
@@ -133,11 +133,11 @@ def check_wait(wait: object) -> None:
 
 
 def _is_skipped(failure: NotLoaded) -> bool:
-    """Returns whether a replica that failed need not be waited for: it is down, or going down, or
-    serves another base model."""
+    """Returns whether a replica that failed need not be waited for: it is down or going down, it
+    sleeps, or it serves another base model."""
     cause = failure.__cause__
     assert isinstance(cause, LoadoutError)
-    is_down = isinstance(cause, StreamLost) or cause.reason == DRAINING
+    is_down = isinstance(cause, StreamLost) or cause.reason in (DRAINING, ASLEEP)
     return is_down or cause.subject == OTHER_BASE
 
 

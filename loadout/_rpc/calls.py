@@ -254,6 +254,7 @@ def generate(
     echo: bool = False,
     packed_logprobs: bool = False,
     n: int = 1,
+    version_policy: types.VersionPolicy = "pin",
 ) -> StreamCall[types.Chunk]:
     parts = [part if isinstance(part, tuple) else (part, 1.0) for part in adapters]
     request = build(
@@ -269,6 +270,7 @@ def generate(
         echo=echo,
         packed_logprobs=packed_logprobs,
         n=0 if n == 1 else n,
+        version_policy=_named(convert.VERSION_POLICIES, version_policy, "version_policy"),
         **_prompt(prompt),
     )
     # A generation cannot be continued elsewhere: only an unanswered request is sent again.
@@ -317,20 +319,24 @@ def _sampling(values: Mapping[str, Any]) -> inference_pb.SamplingParams:
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     if "logprobs_mode" in given:
-        given["logprobs_mode"] = _logprobs_mode(given["logprobs_mode"])
+        given["logprobs_mode"] = _named(
+            convert.LOGPROBS_MODES, given["logprobs_mode"], "sampling.logprobs_mode"
+        )
     return cast(
         inference_pb.SamplingParams, build(inference_pb.SamplingParams, "sampling", **given)
     )
 
 
-def _logprobs_mode(name: str) -> int:
-    """Raises InvalidArgument."""
-    found = next((number for number, each in convert.LOGPROBS_MODES.items() if each == name), None)
+def _named(names: Mapping[int, str], name: str, field: str) -> int:
+    """Returns the number that the contract has for this name. Raises InvalidArgument."""
+    found = next((number for number, each in names.items() if each == name), None)
     if found is None:
+        *others, last = names.values()
+        allowed = f"{', '.join(others)} or {last}"
         raise InvalidArgument(
-            f"sampling.logprobs_mode must be raw or processed, not {str(name)[:32]}",
+            f"{field} must be {allowed}, not {str(name)[:32]}",
             code="INVALID_ARGUMENT",
-            subject="sampling.logprobs_mode",
+            subject=field,
         )
     return found
 
@@ -338,6 +344,29 @@ def _logprobs_mode(name: str) -> int:
 def load(ref: str, pin: bool, min_revision: int = 0) -> Call[types.ResidentAdapter]:
     request = build(inference_pb.LoadAdapterRequest, ref=ref, pin=pin, min_revision=min_revision)
     return Call(Service.INFERENCE, "LoadAdapter", request, convert.only_resident, adapter=ref)
+
+
+def pause(mode: str, resume_after_s: float | None) -> Call[int]:
+    request = build(
+        inference_pb.PauseGenerationRequest,
+        mode=_named(convert.PAUSE_MODES, mode, "mode"),
+        resume_after_seconds=resume_after_s,
+    )
+    return Call(Service.INFERENCE, "PauseGeneration", request, convert.held_requests)
+
+
+def resume() -> Call[None]:
+    request = inference_pb.ResumeGenerationRequest()
+    return Call(Service.INFERENCE, "ResumeGeneration", request, lambda response: None)
+
+
+def sleep(weights: bool) -> Call[int]:
+    request = build(inference_pb.SleepRequest, free_weights=weights)
+    return Call(Service.INFERENCE, "Sleep", request, convert.freed_bytes)
+
+
+def wake() -> Call[float]:
+    return Call(Service.INFERENCE, "Wake", inference_pb.WakeRequest(), convert.wake_seconds)
 
 
 def unload(ref: str) -> Call[int]:

@@ -68,6 +68,21 @@ LOGPROBS_MODES: dict[int, Literal["raw", "processed"]] = {
     inference_pb.LOGPROBS_MODE_RAW: "raw",
     inference_pb.LOGPROBS_MODE_PROCESSED: "processed",
 }
+VERSION_POLICIES: dict[int, types.VersionPolicy] = {
+    inference_pb.VERSION_POLICY_PIN: "pin",
+    inference_pb.VERSION_POLICY_FOLLOW_KEEP: "follow_keep",
+    inference_pb.VERSION_POLICY_FOLLOW_RECOMPUTE: "follow_recompute",
+}
+PAUSE_MODES: dict[int, str] = {
+    inference_pb.PAUSE_MODE_KEEP: "keep",
+    inference_pb.PAUSE_MODE_WAIT: "wait",
+    inference_pb.PAUSE_MODE_ABORT: "abort",
+}
+GENERATION_STATES: dict[int, types.GenerationState] = {
+    inference_pb.GENERATION_STATE_RUNNING: "running",
+    inference_pb.GENERATION_STATE_PAUSED: "paused",
+    inference_pb.GENERATION_STATE_ASLEEP: "asleep",
+}
 TIERS = {
     inference_pb.ADAPTER_TIER_DEVICE: types.AdapterTier.DEVICE,
     inference_pb.ADAPTER_TIER_HOST: types.AdapterTier.HOST,
@@ -249,6 +264,7 @@ def chunk(message: inference_pb.GenerateResponse) -> types.Chunk:
         adapter=_identity(message.adapter) if message.HasField("adapter") else None,
         timings=_timings(message.timings) if message.HasField("timings") else None,
         adapters=tuple(_identity(each) for each in message.adapters),
+        kept_tokens=message.kept_tokens,
         routed_experts=(
             _routed_experts(message.routed_experts) if message.HasField("routed_experts") else None
         ),
@@ -353,12 +369,25 @@ def completion(chunks: Iterable[types.Chunk]) -> types.Completion | None:
         finish_reason=last.finish_reason,
         usage=last.usage,
         adapter=next((piece.adapter for piece in pieces if piece.adapter), None),
+        versions=_versions(pieces),
         timings=last.timings,
         adapters=last.adapters,
         routed_experts=_joined([each.routed_experts for each in pieces if each.routed_experts]),
         packed_logprobs=_joined_packed(each.packed_logprobs for each in pieces),
         prompt_logprobs=_joined_packed(each.prompt_logprobs for each in pieces),
     )
+
+
+def _versions(pieces: Iterable[types.Chunk]) -> tuple[tuple[types.AdapterIdentity, int], ...]:
+    found: list[tuple[types.AdapterIdentity, int]] = []
+    for piece in pieces:
+        adapter, num_tokens = piece.adapter, len(piece.token_ids)
+        if adapter is None or not num_tokens:
+            continue
+        if found and found[-1][0] == adapter:
+            num_tokens += found.pop()[1]
+        found.append((adapter, num_tokens))
+    return tuple(found)
 
 
 def completions(chunks: Iterable[types.Chunk], count: int) -> tuple[types.Completion, ...] | None:
@@ -441,8 +470,16 @@ def _resident_target(message: inference_pb.ResidentTarget) -> types.ResidentTarg
     )
 
 
-def freed_bytes(message: inference_pb.UnloadAdapterResponse) -> int:
+def freed_bytes(message: inference_pb.UnloadAdapterResponse | inference_pb.SleepResponse) -> int:
     return message.freed_bytes
+
+
+def held_requests(message: inference_pb.PauseGenerationResponse) -> int:
+    return message.held_requests
+
+
+def wake_seconds(message: inference_pb.WakeResponse) -> float:
+    return message.seconds
 
 
 def server_info(message: inference_pb.GetServerInfoResponse) -> types.ServerInfo:
@@ -472,6 +509,7 @@ def server_info(message: inference_pb.GetServerInfoResponse) -> types.ServerInfo
         sampling_defaults=_sampling_defaults(message),
         metrics_port=message.metrics_port,
         experts=_expert_layers(message.experts) if message.HasField("experts") else None,
+        generation=GENERATION_STATES.get(message.generation),
     )
 
 

@@ -13,6 +13,7 @@ layouts         layouts
 versions        versions, rollback, prune, delete
 generate        generate
 residents       load, unload, pin, unpin, residents
+life_cycle      pause, resume, sleep, wake
 inspect         inspect
 info            info
 top             top: reads both services, again and again

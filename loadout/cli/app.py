@@ -19,6 +19,7 @@ from loadout.cli import (
     info,
     inspect,
     layouts,
+    life_cycle,
     profile,
     residents,
     services,
@@ -95,6 +96,10 @@ app.command("pin", epilog=residents.PIN_EXAMPLES)(residents.pin)
 app.command("unpin", epilog=residents.UNPIN_EXAMPLES)(residents.unpin)
 app.command("residents", epilog=residents.RESIDENTS_EXAMPLES)(residents.residents)
 app.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
+app.command("pause", epilog=life_cycle.PAUSE_EXAMPLES)(life_cycle.pause)
+app.command("resume", epilog=life_cycle.RESUME_EXAMPLES)(life_cycle.resume)
+app.command("sleep", epilog=life_cycle.SLEEP_EXAMPLES)(life_cycle.sleep)
+app.command("wake", epilog=life_cycle.WAKE_EXAMPLES)(life_cycle.wake)
 app.command("info", epilog=info.EXAMPLES)(info.info)
 app.command("top", epilog=top.EXAMPLES)(top.top)
 app.command("bench", epilog=bench.EXAMPLES)(bench.bench)

@@ -1,0 +1,126 @@
+"""How the client for asyncio makes calls: channels, attempts, and each of several replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import grpc
+
+from loadout._routing.fleet import RESOLVE_TIMEOUT_S
+from loadout._routing.metadata import DEFAULT_TENANT
+from loadout._rpc import tasks
+from loadout._rpc.calls import Call
+from loadout._rpc.channel import DEFAULT_TIMEOUT_S, Address, Channels
+from loadout._rpc.route import Route, delay_after
+from loadout._rpc.tracing import Tracing
+from loadout.errors import LoadoutError
+from loadout.retry import Attempts, RetryPolicy
+from loadout.security import ChannelFactory, Security, TlsConfig
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
+T = TypeVar("T")
+
+
+class AsyncCaller:
+    """What AsyncClient is made of. Everything is for one event loop."""
+
+    def __init__(
+        self,
+        inference: Address | None = None,
+        store: Address | None = None,
+        *,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        retry: RetryPolicy | None = None,
+        token: str | None = None,
+        tls: TlsConfig | bool | None = None,
+        allow_insecure_token: bool = False,
+        tenant: str = DEFAULT_TENANT,
+        tracing: TracerProvider | bool = False,
+        channel_factory: ChannelFactory | None = None,
+    ) -> None:
+        security = Security(token, tls, allow_insecure_token)
+        traced = Tracing(tracing) if tracing else None
+        self._transport = tasks.Transport(channel_factory)
+        self._channels = Channels(self._transport, inference, store, security, tenant, traced)
+        self._timeout_s = timeout_s
+        self._retry = retry or RetryPolicy()
+
+    async def close(self) -> None:
+        """Ends the connections; calls still running end Cancelled."""
+        await self._transport.end()
+        for channel in self._channels.opened():
+            await channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _call(self, call: Call[T], timeout_s: float | None = None) -> T:
+        return await self._finish(call, self._channels.route(call), timeout_s)
+
+    async def _finish(self, call: Call[T], route: Route, timeout_s: float | None) -> T:
+        response = await self._attempt(
+            route,
+            lambda timeout: route.send(call.request, timeout),
+            repeatable=call.repeatable,
+            timeout_s=timeout_s,
+        )
+        return call.convert(response)
+
+    async def _attempt(
+        self,
+        route: Route,
+        send: Callable[[float | None], Any],
+        *,
+        repeatable: bool,
+        timeout_s: float | None,
+    ) -> Any:
+        attempts = self._attempts(timeout_s)
+        try:
+            await tasks.wait(route.resolving, RESOLVE_TIMEOUT_S)
+            while True:
+                try:
+                    response = await send(attempts.remaining_s)
+                    route.done(())
+                    return response
+                except grpc.RpcError as error:
+                    delay_s = delay_after(error, route, attempts, repeatable=repeatable)
+                await tasks.sleep(delay_s)
+        finally:
+            route.done()
+
+    def _attempts(self, timeout_s: float | None) -> Attempts:
+        return Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)
+
+    async def _at_each(self, call: Call[T], replica: str, timeout_s: float | None) -> list[T]:
+        """Makes a call at this replica, or at every one: at all of them, whichever fails. Raises
+        the first error, which names its replica."""
+        await tasks.wait(self._channels.fleet.resolving, RESOLVE_TIMEOUT_S)
+        if replica:
+            return [await self._at(call, replica, timeout_s)]
+        addresses = [each.address for each in self._channels.fleet.replicas.statuses()]
+        outcomes = await tasks.gather(
+            [partial(self._at, call, each, timeout_s) for each in addresses]
+        )
+        results = []
+        for address, outcome in zip(addresses, outcomes, strict=True):
+            if isinstance(outcome, LoadoutError):
+                outcome.add_note(f"at replica {address}")
+                raise outcome
+            results.append(outcome)
+        return results
+
+    async def _at(self, call: Call[T], replica: str, timeout_s: float | None) -> T:
+        return await self._finish(call, self._channels.replica_route(call, replica), timeout_s)
