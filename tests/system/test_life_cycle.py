@@ -1,0 +1,256 @@
+"""A name that moves under running requests, and a server that pauses and sleeps: real services."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from loadout import Client
+from loadout.errors import InvalidArgument, Unavailable
+from loadout.retry import RetryPolicy
+from loadout.types import Chunk, Registration
+from tests.support.wait import TIMEOUT_S, until
+from tests.system.services import Services
+from tests.system.zoo import Zoo
+
+PROMPT = [ord(char) for char in "some prompt"]
+NUM_TOKENS = 200
+FOLLOW = ["follow_keep", "follow_recompute"]
+
+
+@pytest.fixture(scope="module")
+def system(
+    zoos: Callable[[str], Zoo], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Services]:
+    flags = ("--adapter-wait-seconds", "3", "--http", "127.0.0.1:0")
+    folder = tmp_path_factory.mktemp("life")
+    with Services(zoos("llama"), folder, inference_flags=flags) as made:
+        yield made
+        made.check_exit_codes()
+
+
+def register(system: Services, name: str, variant: str) -> Registration:
+    return system.client.register(name, system.zoo.adapter_dirs[variant], base_model="llama")
+
+
+def http(system: Services, method: str, path: str, body: Any = None) -> Any:
+    """Returns the status, and the JSON of an answer."""
+    found = json.loads((system.folder / "inference.json").read_text())["http"]
+    request = urllib.request.Request(f"http://{found}{path}", method=method)
+    data = None
+    if body is not None:
+        data = json.dumps(body).encode()
+        request.add_header("content-type", "application/json")
+    try:
+        with urllib.request.urlopen(request, data, timeout=TIMEOUT_S) as response:
+            return response.status, json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+class Generation:
+    """A request of its own thread, that goes on while the test does something."""
+
+    def __init__(self, client: Client, **fields: Any) -> None:
+        self.chunks: list[Chunk] = []
+        self.error: Exception | None = None
+        self._stream = client.generate(
+            PROMPT, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, **fields
+        )
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            for chunk in self._stream:
+                self.chunks.append(chunk)
+        except Exception as error:
+            self.error = error
+
+    def join(self) -> list[Chunk]:
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive()
+        if self.error is not None:
+            raise self.error
+        return self.chunks
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk.token_ids]
+
+
+@pytest.mark.parametrize("policy", FOLLOW)
+def test_every_part_names_what_made_it(system: Services, policy: str) -> None:
+    """A request moves while it runs; each of its tokens is what its version makes of those
+    before."""
+    name = f"live-{policy.replace('_', '-')}"
+    first = register(system, name, "r1").adapter
+    system.client.pause()
+    running = Generation(system.client, adapter=name, version_policy=policy)
+    pinned = Generation(system.client, adapter=name)
+    until(lambda: system.client.server_info().generation == "paused")
+    system.client.resume()
+    until(lambda: len(running.tokens) > 3)
+    second = register(system, name, "r33").adapter
+    chunks = running.join()
+    digests = [chunk.adapter.digest for chunk in chunks for _ in chunk.token_ids if chunk.adapter]
+    assert len(digests) == NUM_TOKENS
+    moved = digests.index(second.digest)
+    assert digests == [first.digest] * moved + [second.digest] * (NUM_TOKENS - moved)
+    kept = {chunk.kept_tokens for chunk in chunks if chunk.adapter.digest == second.digest}  # type: ignore[union-attr]
+    assert kept == ({len(PROMPT) + moved - 1} if policy == "follow_keep" else {0})
+    assert {chunk.adapter.digest for chunk in pinned.join() if chunk.adapter} == {first.digest}
+    if policy == "follow_recompute":
+        known = PROMPT + running.tokens[:moved]
+        again = system.client.complete(
+            known, adapter=name, max_tokens=8, temperature=0.0, ignore_eos=True
+        )
+        assert list(again.token_ids) == running.tokens[moved : moved + 8]
+
+
+def test_a_name_that_moved_before_the_request_ran_is_followed(system: Services) -> None:
+    register(system, "early", "r1")
+    system.client.pause()
+    running = Generation(system.client, adapter="early", version_policy="follow_keep")
+    second = register(system, "early", "r33").adapter
+    system.client.load("early")
+    system.client.resume()
+    chunks = running.join()
+    assert {chunk.adapter.digest for chunk in chunks if chunk.adapter} == {second.digest}
+    assert {chunk.kept_tokens for chunk in chunks} == {0}
+
+
+def test_a_deleted_name_leaves_its_requests_alone(system: Services) -> None:
+    first = register(system, "deleted", "r1").adapter
+    running = Generation(system.client, adapter="deleted", version_policy="follow_recompute")
+    until(lambda: running.tokens)
+    system.client.delete("deleted")
+    chunks = running.join()
+    assert {chunk.adapter.digest for chunk in chunks if chunk.adapter} == {first.digest}
+    assert len(running.tokens) == NUM_TOKENS
+
+
+@pytest.mark.parametrize("ref", ["fixed@1", "digest"])
+def test_what_cannot_move_is_not_followed(system: Services, ref: str) -> None:
+    adapter = register(system, "fixed", "r1").adapter
+    ref = adapter.digest if ref == "digest" else ref
+    with pytest.raises(InvalidArgument, match="version_policy: cannot follow"):
+        system.client.complete(PROMPT, adapter=ref, version_policy="follow_keep", max_tokens=1)
+    with pytest.raises(InvalidArgument, match="version_policy: cannot follow"):
+        system.client.complete(
+            PROMPT, adapters=["fixed"], version_policy="follow_keep", max_tokens=1
+        )
+
+
+def test_over_http_a_choice_says_its_versions(system: Services) -> None:
+    register(system, "over-http", "r1")
+    system.client.pause()
+    answers: list[Any] = []
+    body = {
+        "model": "over-http",
+        "prompt": PROMPT,
+        "max_tokens": 20,
+        "temperature": 0,
+        "ignore_eos": True,
+        "version_policy": "follow_recompute",
+    }
+    asking = threading.Thread(
+        target=lambda: answers.append(http(system, "POST", "/v1/completions", body))
+    )
+    asking.start()
+    second = register(system, "over-http", "r33").adapter
+    system.client.load("over-http")
+    until(lambda: system.client.pause() == 1)
+    assert http(system, "GET", "/is_paused") == (200, {"is_paused": True})
+    assert http(system, "POST", "/resume") == (200, {"status": "resumed"})
+    asking.join(TIMEOUT_S)
+    ((status, answer),) = answers
+    assert status == 200
+    spans = answer["choices"][0].get("adapter_versions", [])
+    assert sum(span["num_tokens"] for span in spans) in (0, 20)
+    last = spans[-1]["version"]["digest"] if spans else answer["system_fingerprint"]
+    assert last == second.digest
+
+
+def goes_on(running: list[Generation], before: list[list[int]]) -> bool:
+    return all(each.is_done for each in running) or [each.tokens for each in running] != before
+
+
+def test_a_pause_under_load_loses_nothing(system: Services) -> None:
+    register(system, "loaded", "r16")
+    expected = system.client.complete(
+        PROMPT, adapter="loaded", max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
+    )
+    running = [Generation(system.client, adapter="loaded") for _ in range(6)]
+    for _ in range(5):
+        assert http(system, "POST", "/pause?mode=keep")[0] == 200
+        before = [each.tokens for each in running]
+        assert http(system, "GET", "/is_paused") == (200, {"is_paused": True})
+        assert http(system, "POST", "/resume")[0] == 200
+        until(partial(goes_on, running, before))
+    for each in running:
+        each.join()
+        assert each.tokens == list(expected.token_ids)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_what_slept_answers_the_same(system: Services, level: int) -> None:
+    register(system, "slept", "r16")
+    expected = system.client.complete(
+        PROMPT, adapter="slept", max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
+    )
+    running = Generation(system.client, adapter="slept")
+    until(lambda: running.tokens)
+    status, answer = http(system, "POST", f"/sleep?level={level}")
+    assert (status, answer["status"]) == (200, "asleep")
+    assert answer["freed_bytes"] > 0
+    memory = {use.name: use for use in system.client.server_info().memory}
+    assert memory["kv_pages"].capacity_bytes == 0
+    assert (memory["weights"].capacity_bytes == 0) == (level > 0)
+    assert system.client.server_info().generation == "asleep"
+    assert http(system, "GET", "/is_sleeping") == (200, {"is_sleeping": True})
+    status, answer = http(system, "POST", "/v1/completions", {"model": "llama", "prompt": "a"})
+    assert (status, answer["error"]["code"]) == (503, "asleep")
+    impatient = Client(
+        inference=system.inference_address,
+        store=system.store_address,
+        retry=RetryPolicy(max_attempts=1),
+    )
+    with impatient, pytest.raises(Unavailable, match="sleeps until it is woken"):
+        impatient.load("slept")
+    assert http(system, "POST", "/wake_up?tags=weights")[1]["seconds"] > 0
+    assert http(system, "POST", "/wake_up?tags=kv_cache")[1]["seconds"] == 0
+    running.join()
+    assert running.tokens == list(expected.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/pause?mode=later", "mode"),
+        ("/pause?resume_after_seconds=soon", "resume_after_seconds"),
+        ("/pause?resume_after_seconds=-1", "resume_after_seconds"),
+        ("/pause?resume_after_seconds=nan", "resume_after_seconds"),
+        ("/pause?clear_cache=maybe", "clear_cache"),
+        ("/pause?until=noon", "until"),
+        ("/sleep?level=3", "level"),
+        ("/sleep?mode=abort", "mode"),
+        ("/wake_up?tags=everything", "tags"),
+        ("/resume?now=1", "now"),
+    ],
+)
+def test_a_wrong_parameter_is_named(system: Services, path: str, field: str) -> None:
+    status, answer = http(system, "POST", path)
+    assert (status, answer["error"]["param"]) == (400, field)
+    assert system.client.server_info().generation == "running"
