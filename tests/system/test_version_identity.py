@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import pytest
@@ -59,6 +59,8 @@ class Followed:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     made_by: list[tuple[str, int]] = field(default_factory=list)
+    scored: list[tuple[int, float, str]] = field(default_factory=list)
+    """Position, log probability and digest of what was scored of the prompt."""
     last: Output | None = None
 
     def add(self, output: Output) -> None:
@@ -68,6 +70,9 @@ class Followed:
         if version is not None:
             assert self.policy is not VersionPolicy.PIN
             assert not version.num_kept or self.policy is VersionPolicy.FOLLOW_KEEP
+        for part in output.scores:
+            for place, logprob in enumerate(part.logprobs, part.first_position):
+                self.scored.append((place, float(logprob), made_by[0]))
         self.tokens += output.token_ids
         self.logprobs += [each.logprob for each in output.logprobs]
         self.made_by += [made_by] * len(output.token_ids)
@@ -111,10 +116,18 @@ class Engine:
         assert reply.error is None, reply.error
         return reply.result
 
-    def submit(self, version: str, policy: VersionPolicy, prompt: list[int], count: int) -> str:
+    def submit(
+        self,
+        version: str,
+        policy: VersionPolicy,
+        prompt: list[int],
+        count: int,
+        *,
+        is_scored: bool = False,
+    ) -> str:
         self.num_made += 1
         name, digest = f"{self.num_made}", self.digests[version]
-        sampling = _greedy(count)
+        sampling = replace(_greedy(count), prompt_logprobs=0 if is_scored else None)
         self.requests[name] = Followed(prompt, digest, policy)
         request = Request(
             *(name, tuple(prompt), sampling, digest),
@@ -151,6 +164,8 @@ class Engine:
             assert request.last is not None
             if request.tokens:
                 check_tokens(self.zoo, self.names, request)
+            if request.scored:
+                check_scores(self.zoo, self.names, request)
         self.requests.clear()
 
     def close(self) -> None:
@@ -177,6 +192,16 @@ def check_tokens(zoo: Zoo, names: dict[str, str], request: Followed) -> None:
         expected = _next_logprobs(zoo, known, tuple(made))[token]
         assert abs(logprob - expected) < TOLERANCE, (len(known), made)
         known.append(token)
+
+
+def check_scores(zoo: Zoo, names: dict[str, str], request: Followed) -> None:
+    """Asserts that one version has scored the prompt, each position once, as the oracle does."""
+    (digest,) = {digest for _, _, digest in request.scored}
+    places = [place for place, _, _ in request.scored]
+    assert places == list(range(1, len(places) + 1))
+    logits = zoo.logits(names[digest], request.prompt, torch.float32).log_softmax(-1)
+    for place, logprob, _ in request.scored:
+        assert abs(logprob - logits[place - 1, request.prompt[place]]) < TOLERANCE, place
 
 
 def _next_logprobs(zoo: Zoo, tokens: list[int], made: tuple[str, ...]) -> torch.Tensor:
@@ -323,7 +348,7 @@ def test_pages_of_two_versions_are_no_prefix(engine: Engine) -> None:
     engine.check_tokens()
 
 
-Drawn: TypeAlias = tuple[str, VersionPolicy, int, int, int]
+Drawn: TypeAlias = tuple[str, VersionPolicy, int, int, int, bool]
 
 REQUESTS = st.tuples(
     st.sampled_from(VERSIONS),
@@ -331,6 +356,7 @@ REQUESTS = st.tuples(
     st.integers(1, 20),  # the prompt's length, and which of two
     st.integers(0, 1),
     st.integers(4, 40),
+    st.booleans(),
 )
 
 
@@ -352,9 +378,9 @@ class Versions(RuleBasedStateMachine):
         self.steps(3)
 
     def submit_one(self, drawn: Drawn) -> None:
-        version, policy, length, salt, count = drawn
+        version, policy, length, salt, count, is_scored = drawn
         prompt = [3 + (place * (7 + salt)) % 80 for place in range(length)]
-        self.run.submit(version, policy, prompt, count)
+        self.run.submit(version, policy, prompt, count, is_scored=is_scored)
 
     @rule(drawn=st.lists(REQUESTS, min_size=1, max_size=3))
     def submit(self, drawn: list[Drawn]) -> None:
