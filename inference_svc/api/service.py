@@ -24,7 +24,7 @@ from inference_svc.core import (
     SamplingDefaults,
 )
 from inference_svc.engine.status_types import AdapterDetails, EngineStatus, ResidentAdapter
-from inference_svc.errors import AdapterNotFound
+from inference_svc.errors import AdapterNotFound, AdapterUnusable
 from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.store.directory import Binding, Directory
 from inference_svc.store.texts import AdapterTexts
@@ -326,14 +326,28 @@ class Service:
         *,
         pin: bool,
         source: Source | None = None,
+        inplace_field: str = "",
         subject: str = "ref",
     ) -> Loaded:
         """Returns once the adapter is resident. A source is first registered in the store under
-        this name, on behalf of the caller. `subject` is the caller's name of the field `ref`."""
+        this name, on behalf of the caller. `subject` is the caller's name of the field `ref`,
+        and `inplace_field` of that without which a name that points to other content stays as it
+        is: AdapterUnusable."""
         with self._audited(caller, "LoadAdapter", ref) as (principal, entry):
             registered, revision = None, 0
             if source is not None:
-                registered = await self._register(caller, principal, ref, source, subject)
+                if inplace_field:
+                    digest = await self._current_digest(principal, ref, subject)
+                    source = replace(source, expected_digest=digest)
+                try:
+                    registered = await self._register(caller, principal, ref, source, subject)
+                except AdapterUnusable as error:
+                    if error.subject != "expected_digest":
+                        raise
+                    detail = (
+                        f"{ref} has other content; with {inplace_field} this is its next version"
+                    )
+                    raise AdapterUnusable(f"{subject}: {detail}", subject=subject) from error
                 revision = registered.revision
             binding = await self._directory.resolve(principal, ref, revision, subject)
             entry.digest = binding.digest
@@ -356,6 +370,10 @@ class Service:
             entry.digest = await self._digest(principal, ref)
             return self._named(principal, await self._engine.unpin(entry.digest))
 
+    async def reset_prefix_cache(self) -> int:
+        """Returns how many pages a later prompt could have shared."""
+        return await self._engine.reset_prefix_cache()
+
     async def list_resident(self, principal: Principal, limit: int = 0) -> list[Resident]:
         """Returns those of the caller's tenants, at most `limit` if that is not 0."""
         # The first `limit` of all may include none of some tenants'.
@@ -372,6 +390,10 @@ class Service:
         return Inspected(self._named(principal, details.adapter), details)
 
     # --- describing -----------------------------------------------------------------------------
+
+    @property
+    def has_store(self) -> bool:
+        return self._registry is not None
 
     @property
     def layout_id(self) -> str:
@@ -416,6 +438,13 @@ class Service:
             raise AdapterNotFound("this server has no adapter store", subject=subject)
         source = replace(source, default_base_model=self.facts.base_model)
         return await self._registry.register(str(ref.name), source, bearer_token(caller.metadata))
+
+    async def _current_digest(self, principal: Principal, ref: str, subject: str) -> str:
+        """Returns what a name points to, "" if to nothing."""
+        try:
+            return (await self._directory.resolve(principal, ref, subject=subject)).digest
+        except AdapterNotFound:
+            return ""
 
     async def _digest(self, principal: Principal, ref: str, subject: str = "ref") -> str:
         """Returns the digest of a reference; an owner's without a lookup: what is resident may be

@@ -111,7 +111,7 @@ def build_engine(
     describe = Describe(scheduler, residency, runner, settler, budget, times, machine)
     wait_s, inspect = config.adapter_wait_s, Inspect(scheduler, residency, config.device)
     inspect_image = InspectImage(backend, layout)
-    commands = Commands(residency, describe, inspect, inspect_image, profiler, wait_s)
+    commands = Commands(residency, describe, inspect, inspect_image, pages.forget, profiler, wait_s)
     admission = Admission(scheduler, config.max_queue, config.max_tenant_queue)
     engine = Engine(
         *(scheduler, runner, settler, residency, combinations),

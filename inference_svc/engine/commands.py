@@ -1,5 +1,5 @@
 """Commands of operators: load, unload, pin, list, describe, inspect (the engine or an adapter),
-profile."""
+profile, reset the prefix cache."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ class Commands:
     describe: Callable[[], EngineStatus]
     inspect: Callable[[int], EngineDetails]
     inspect_image: Callable[[Resident, ResidentAdapter], AdapterDetails]
+    forget_prefixes: Callable[[], int]
     profiler: StepProfiler
     adapter_wait_s: float
     _loads: list[_PendingLoad] = field(default_factory=list)
@@ -71,6 +72,8 @@ class Commands:
             return self.inspect(call.limit)
         if call.command is Command.INSPECT_ADAPTER:
             return self._inspect_adapter(call)
+        if call.command is Command.RESET_PREFIX_CACHE:
+            return self.forget_prefixes()
         if not self.residency.is_resident(call.digest):
             hint = "; `loadout load --pin` loads and pins it" if call.command is Command.PIN else ""
             raise AdapterNotFound(

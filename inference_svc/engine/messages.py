@@ -55,6 +55,7 @@ class Command(enum.Enum):
     INSPECT = "inspect"
     INSPECT_ADAPTER = "inspect_adapter"
     PROFILE = "profile"
+    RESET_PREFIX_CACHE = "reset_prefix_cache"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,11 @@ class Call:
 
     LOAD and PIN answer ResidentAdapter (LOAD once it is resident), UNLOAD the freed bytes,
     LIST_RESIDENT a tuple of ResidentAdapter, DESCRIBE an EngineStatus, INSPECT EngineDetails,
-    INSPECT_ADAPTER AdapterDetails, PROFILE a StepTrace. `limit` is the maximum of what
-    LIST_RESIDENT returns, 0 for all: those on the device before the others, the last used of each
-    tier first; of the rows of each list that INSPECT returns; and of the steps that PROFILE traces,
-    within `timeout_s`. `trace` and `adapter` are as in a Request.
+    INSPECT_ADAPTER AdapterDetails, PROFILE a StepTrace, RESET_PREFIX_CACHE how many pages it has
+    forgotten. `limit` is the maximum of what LIST_RESIDENT returns, 0 for all: those on the device
+    before the others, the last used of each tier first; of the rows of each list that INSPECT
+    returns; and of the steps that PROFILE traces, within `timeout_s`. `trace` and `adapter` are as
+    in a Request.
     """
 
     call_id: int

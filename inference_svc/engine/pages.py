@@ -111,6 +111,13 @@ class PagePool:
             self._by_key[key] = page
             self._keys[page] = key
 
+    def forget(self) -> int:
+        """Drops all keys, also of pages in use, whose holders keep them. Returns how many."""
+        num_known = len(self._by_key)
+        self._by_key.clear()
+        self._keys = [None] * self.num_pages
+        return num_known
+
     def release(self, pages: Sequence[int]) -> None:
         """Drops a reference to each page; the ends of prefixes are the first to be reused."""
         for page in reversed(pages):

@@ -189,6 +189,11 @@ class AsyncEngine:
     async def unpin(self, digest: str) -> ResidentAdapter:
         return await self._call(Command.UNPIN, digest)
 
+    async def reset_prefix_cache(self) -> int:
+        """Returns how many pages a later prompt could have shared."""
+        num_pages: int = await self._call(Command.RESET_PREFIX_CACHE)
+        return num_pages
+
     async def list_resident(self, limit: int = 0) -> tuple[ResidentAdapter, ...]:
         """Returns all, or at most `limit`; see `messages.Call`."""
         return await self._call(Command.LIST_RESIDENT, limit=limit)

@@ -14,7 +14,7 @@ from inference_svc.api.http.response import FINISH_REASONS, Choice
 from inference_svc.api.service import ServerFacts
 from inference_svc.core import SamplingParams, TokenLogprobs
 from inference_svc.frontend.output_stream import Delta
-from inference_svc.text.pieces import Pieces
+from inference_svc.text.pieces import AnyPieces
 from inference_svc.text.prompt import ChatMessage, Prompt
 from servicekit.errors import InvalidArgument
 
@@ -106,6 +106,7 @@ class ChatCompletions:
     object: ClassVar = "chat.completion"
     chunk_object: ClassVar = "chat.completion.chunk"
     names: ClassVar[Names] = {"adapter": "model", "prompt": "messages", "chat": "messages"}
+    has_prompt_ids_in_choices: ClassVar = False
 
     def prompts(self, body: ChatBody) -> tuple[Prompt, ...]:
         return (tuple(ChatMessage(m.role, m.content) for m in body.messages),)
@@ -124,7 +125,7 @@ class ChatCompletions:
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         return body.to_sampling(max_tokens, logprobs, facts.sampling)
 
-    def formatter(self, index: int, pieces: Pieces, includes_ids: bool) -> ChatFormatter:
+    def formatter(self, index: int, pieces: AnyPieces, includes_ids: bool) -> ChatFormatter:
         return ChatFormatter(index, pieces, includes_ids)
 
 
@@ -133,7 +134,7 @@ class ChatFormatter:
 
     logprob_constants: Mapping[str, None] = {"refusal": None}
 
-    def __init__(self, index: int, pieces: Pieces, includes_ids: bool) -> None:
+    def __init__(self, index: int, pieces: AnyPieces, includes_ids: bool) -> None:
         self._index = index
         self._pieces = pieces
         self._includes_ids = includes_ids

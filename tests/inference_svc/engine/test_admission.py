@@ -262,7 +262,7 @@ def test_engine_updates_rates_every_step() -> None:
     world = World(0)
     admission = Admission(world.scheduler, 8, 8)
     runner = Mock(pop_completed_copies=list, divide_magnitudes=list)
-    commands = Commands(world.residency, Mock(), Mock(), Mock(), StepProfiler(None), 10.0)
+    commands = Commands(world.residency, *(Mock() for _ in range(4)), StepProfiler(None), 10.0)
     engine = Engine(
         world.scheduler,
         runner,
