@@ -164,7 +164,7 @@ def _step(
     batch = scheduler.schedule(step_s)
     scheduled_s = now_s()
     assert batch is not None
-    sampled, timings, failed = runner.run(batch)
+    sampled, timings, failed, _ = runner.run(batch)
     ran_s = now_s()
     assert not failed, "the device has no memory for the step"
     outputs = settler.settle(batch, sampled, step_s)

@@ -31,7 +31,15 @@ from inference_svc.config import (
     resolve_model,
     to_engine_config,
 )
-from inference_svc.core import ANYONE, NO_DEFAULTS, ROLES, Action, SamplingDefaults, SamplingParams
+from inference_svc.core import (
+    ANYONE,
+    NO_DEFAULTS,
+    ROLES,
+    Action,
+    LogprobsMode,
+    SamplingDefaults,
+    SamplingParams,
+)
 from inference_svc.debug import DebugInfo
 from inference_svc.engine.memory_fit import fit_device
 from inference_svc.engine.messages import LayoutAccepted, Repointed, StoreMessage, Superseded
@@ -252,10 +260,11 @@ def _facts(config: InferenceSettings, decoder: Decoder) -> ServerFacts:
 
 
 def sampling_defaults(config: InferenceSettings, vocab_size: int) -> SamplingDefaults:
-    """Returns what the model's folder says, if it is to count. Raises UnsupportedModel naming the
-    file and the key that cannot be honoured."""
+    """Returns what the model's folder says, if it is to count, and the settings. Raises
+    UnsupportedModel naming the file and the key that cannot be honoured."""
+    mode = LogprobsMode(config.logprobs_mode)
     if config.generation_defaults == "none":
-        return NO_DEFAULTS
+        return replace(NO_DEFAULTS, logprobs_mode=mode)
     try:
         found = read_sampling_defaults(config.model)
         checked_sampling(SamplingParams(**asdict(found)), vocab_size)
@@ -264,7 +273,7 @@ def sampling_defaults(config: InferenceSettings, vocab_size: int) -> SamplingDef
         if isinstance(error, InvalidArgument):
             text = f"{config.model / FILE_NAME}: {text}"
         raise UnsupportedModel(f"{text}; --generation-defaults none does without") from None
-    return found
+    return replace(found, logprobs_mode=mode)
 
 
 def _version(package: str) -> str:

@@ -115,6 +115,11 @@ class InferenceSettings(ServiceSettings):
     generation_config.json in the model's folder, as far as it has them. none: 1, 1 and off. What a
     request says counts more."""
 
+    logprobs_mode: Annotated[Literal["raw_logprobs", "processed_logprobs"], MODEL] = "raw_logprobs"
+    """What log probabilities of generated tokens are of, for requests that do not say.
+    raw_logprobs: the model's own distribution. processed_logprobs: the one that tokens are drawn
+    from, after penalties, temperature, top_k, top_p and min_p."""
+
     listen: Annotated[Address, BASICS] = "127.0.0.1:7080"
     """Address of the gRPC server. Port 0 takes a free port: see --ready-file."""
 

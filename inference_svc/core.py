@@ -9,6 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from servicekit.auth import principal
 from servicekit.auth.principal import Roles
 
@@ -17,7 +20,7 @@ class Action(enum.Enum):
     """What a call does; every RPC is one of these."""
 
     GENERATE = "generate"
-    OPERATE = "load, unload, pin or list adapters"
+    OPERATE = "load, unload, pin or list adapters, pause or sleep"
     INSPECT = "debug or profile the server"
     INFO = "read the server's facts"
 
@@ -84,10 +87,28 @@ def label_of_part(digest: str, label: str, part: str) -> str:
     return names[part]
 
 
+class VersionPolicy(enum.Enum):
+    """What a request does when its adapter's name moves to a newer version: end on its own, or move
+    at a step's border. The keys and values of its tokens are then kept, once it has generated one,
+    or computed again."""
+
+    PIN = "pin"
+    FOLLOW_KEEP = "follow_keep"
+    FOLLOW_RECOMPUTE = "follow_recompute"
+
+
 class FinishReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORTED = "aborted"
+
+
+class LogprobsMode(enum.Enum):
+    """What the log probabilities of generated tokens are of: the model's own distribution, or the
+    one that they were drawn from, after penalties, temperature and cuts."""
+
+    RAW = "raw_logprobs"
+    PROCESSED = "processed_logprobs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +118,7 @@ class SamplingDefaults:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW
 
 
 NO_DEFAULTS = SamplingDefaults()
@@ -107,7 +129,9 @@ NO_DEFAULTS = SamplingDefaults()
 class SamplingParams:
     """The choice of tokens, as `api.generate_call.checked_sampling` validates it.
 
-    `stop` strings are matched on text by the frontend; the engine never handles text.
+    `max_tokens` 0: nothing is generated. `logprobs` and `prompt_logprobs`: how many most likely
+    tokens, besides each token's own; None: none. Those of the prompt are always of the model's own
+    distribution. `stop` strings are matched on text by the frontend; the engine never handles text.
     """
 
     max_tokens: int = 256
@@ -124,6 +148,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logprobs: int | None = None
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +160,8 @@ class Request:
     what errors call it, of several `parts_label` of what each is called. `activation` is the index
     of the first token that the adapter changes: what is before it is the base model's. `cache_seed`
     separates prefix caches (tenants and salt); so does `return_routed_experts`, which has no effect
-    on a model without experts.
+    on a model without experts. Of requests of one `group`, which have one prompt, the first one
+    computes it, and the others wait for that; "" is none.
     `tenant` is the caller's: tenants share the machine in equal parts. `trace` is the SpanContext
     that loads for it belong to, None if it is not traced.
     Times are `time.monotonic()` seconds, which processes of one machine share.
@@ -153,6 +180,8 @@ class Request:
     adapter: str = ""
     activation: int = 0
     return_routed_experts: bool = False
+    version_policy: VersionPolicy = VersionPolicy.PIN
+    group: str = ""
 
     @property
     def has_inactive_adapter(self) -> bool:
@@ -219,6 +248,68 @@ def joined_experts(pieces: Iterable[RoutedExperts], max_bytes: int) -> Iterator[
         yield part._replace(experts=bytes(held))
 
 
+class AdapterVersion(NamedTuple):
+    """A version of its adapter that a request has moved to. `num_kept`: see Sequence."""
+
+    label: str
+    digest: str
+    num_kept: int = 0
+
+
+class PackedLogprobs(NamedTuple):
+    """Log probabilities of N neighbouring tokens: of each token itself, and of the `top_k` most
+    likely ones at its position, most likely first. Positions of a prompt count from its first
+    token, those of an output from its first.
+
+    A token's rank is the number of tokens that are at least as likely: 1 is the most likely one.
+    """
+
+    first_position: int
+    token_ids: NDArray[np.int32]
+    """[N]"""
+    logprobs: NDArray[np.float32]
+    """[N]"""
+    ranks: NDArray[np.int32]
+    """[N]"""
+    top_ids: NDArray[np.int32]
+    """[N, top_k]"""
+    top_logprobs: NDArray[np.float32]
+    """[N, top_k]"""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def top_k(self) -> int:
+        return self.top_ids.shape[1]
+
+    @property
+    def token_bytes(self) -> int:
+        """What a token takes."""
+        return packed_token_bytes(self.top_k)
+
+    def slice(self, start: int, end: int) -> PackedLogprobs:
+        return PackedLogprobs(
+            self.first_position + start,
+            *(self.token_ids[start:end], self.logprobs[start:end], self.ranks[start:end]),
+            *(self.top_ids[start:end], self.top_logprobs[start:end]),
+        )
+
+
+def packed_token_bytes(top_k: int) -> int:
+    """Returns what a token of PackedLogprobs takes."""
+    return 12 + 8 * top_k
+
+
+def split_logprobs(pieces: Iterable[PackedLogprobs], max_bytes: int) -> Iterator[PackedLogprobs]:
+    """Yields pieces in parts of as many whole tokens as `max_bytes` hold, at least one."""
+    for piece in pieces:
+        size = max(1, max_bytes // piece.token_bytes)
+        for start in range(0, piece.num_tokens, size):
+            yield piece.slice(start, start + size)
+
+
 class SequenceState(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
@@ -229,17 +320,25 @@ class SequenceState(enum.Enum):
 class Sequence:
     """A request in progress. Only the scheduler and settle change it.
 
+    `request` is replaced when it moves to a newer version of its adapter: `version` then says
+    which, None before. `num_kept`: keys and values of so many tokens are of earlier versions.
+    `has_led`: what is computed has led to a token, so that its version is known.
+
     `token_ids` is prompt then output; the keys and values of its first `num_computed` tokens lie
     in `page_ids`, a list that only grows while it runs and is replaced when it is preempted or
     ends. Its adapter's slot is held while it runs. `is_aged` if it was aged when it
     started; `is_charged` once its tenant was charged for it. `load_trace`: see Timings.load.
-    `num_routed` counts the positions whose experts were returned, also across preemptions.
+    `num_routed` counts the positions whose experts were returned, also across preemptions, and
+    `num_scored` the tokens of the prompt whose log probabilities need not be computed any more.
     `token_counts` belong to the sampler.
     """
 
     request: Request
     token_ids: list[int] = field(init=False)
     num_prompt: int = field(init=False)
+    version: AdapterVersion | None = None
+    num_kept: int = 0
+    has_led: bool = False
     num_computed: int = 0
     num_cached: int = 0
     page_ids: list[int] = field(default_factory=list)
@@ -253,6 +352,7 @@ class Sequence:
     last_token_s: float | None = None
     num_preemptions: int = 0
     num_routed: int = 0
+    num_scored: int = field(init=False)
     is_aged: bool = False
     is_charged: bool = False
     load_trace: Any = None
@@ -262,6 +362,8 @@ class Sequence:
         assert self.request.prompt_token_ids, "a sequence has at least one token"
         self.token_ids = list(self.request.prompt_token_ids)
         self.num_prompt = len(self.token_ids)
+        is_scored = self.request.sampling.prompt_logprobs is not None
+        self.num_scored = 1 if is_scored else self.num_prompt
 
     @property
     def num_output(self) -> int:
@@ -288,6 +390,46 @@ class BatchRow(NamedTuple):
         return self.sequence.slot
 
 
+class ScoredRun(NamedTuple):
+    """Neighbouring tokens of a prompt that a step computes the log probabilities of: `num_tokens`
+    from `position` on, whose logits follow from the tokens before each, of which the first is the
+    step's token number `first_index`."""
+
+    sequence: Sequence
+    position: int
+    first_index: int
+    num_tokens: int
+
+
+def scored_runs(rows: Iterable[BatchRow]) -> list[ScoredRun]:
+    """Returns what a step scores, in batch order: of each prompt that is scored, what follows the
+    tokens that the step computes and was not scored before."""
+    runs, index = [], 0
+    for sequence, start, num_tokens, _ in rows:
+        first = max(start + 1, sequence.num_scored)
+        count = min(start + num_tokens + 1, sequence.num_prompt) - first
+        if count > 0:
+            runs.append(ScoredRun(sequence, first, index + first - 1 - start, count))
+        index += num_tokens
+    return runs
+
+
+def scored_slices(runs: Iterable[ScoredRun], max_tokens: int) -> Iterator[list[ScoredRun]]:
+    """Yields runs in slices of at most so many tokens, in order."""
+    part: list[ScoredRun] = []
+    left = max_tokens
+    for sequence, position, index, count in runs:
+        while count:
+            size = min(count, left)
+            part.append(ScoredRun(sequence, position, index, size))
+            position, index, count, left = position + size, index + size, count - size, left - size
+            if not left:
+                yield part
+                part, left = [], max_tokens
+    if part:
+        yield part
+
+
 class SlotRuns(NamedTuple):
     """The slots and the numbers of tokens of a batch's runs of tokens that one slot computes."""
 
@@ -312,6 +454,19 @@ def slot_runs(
             runs.slots.append(sequence.slot)
             runs.lengths.append(count)
     return runs
+
+
+def scored_slot_runs(runs: Iterable[ScoredRun]) -> SlotRuns:
+    """Returns the slots that compute the tokens before those that are scored."""
+    sequences, positions, _, counts = zip(*runs, strict=True)
+    return slot_runs(sequences, [position - 1 for position in positions], counts)
+
+
+def scored_indices(runs: Iterable[ScoredRun]) -> list[int]:
+    """Returns the numbers in the step of the tokens whose logits are needed."""
+    return [
+        index for run in runs for index in range(run.first_index, run.first_index + run.num_tokens)
+    ]
 
 
 class BatchColumns(NamedTuple):
@@ -341,11 +496,13 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The log probability of the chosen token, and the most likely (token id, log probability)s."""
+    """The log probability of the chosen token, the most likely (token id, log probability)s, and
+    the token's rank; see PackedLogprobs."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 class SampledToken(NamedTuple):

@@ -11,7 +11,9 @@ FailedPrecondition
  │   ├─ TokenizerChanged     its tokenizer changes more of the model's than it may
  │   └─ ChatTemplateInvalid  its chat template is none
  ├─ NoRoom               what is requested would pin or occupy more than there is
- └─ ProfileRunning       steps are being traced for another caller
+ ├─ ProfileRunning       steps are being traced for another caller
+ ├─ NotPaused            generation was resumed, or the server woken, before it paused or slept
+ └─ CannotWake           what the server has freed cannot be had again
 ResourceExhausted
  ├─ QueueFull            too many requests wait; `retry_after_s` is when to retry
  └─ OutOfDeviceMemory    the device's memory does not suffice for one token of the request
@@ -20,6 +22,7 @@ DeadlineExceeded
 Unavailable
  ├─ AdapterUnavailable   it did not become resident in time
  ├─ StoreUnavailable     the adapter store does not answer
+ ├─ Asleep               the server's memory is freed until it is woken: try another server
  └─ EngineFailed         the engine has ended, and the server with it: try another server
 DataLoss
  └─ CorruptImage         pulled bytes fail their hash
@@ -97,6 +100,18 @@ class NoRoom(FailedPrecondition):
 
 class ProfileRunning(FailedPrecondition):
     reason = "PROFILE_RUNNING"
+
+
+class NotPaused(FailedPrecondition):
+    reason = "NOT_PAUSED"
+
+
+class CannotWake(FailedPrecondition):
+    reason = "CANNOT_WAKE"
+
+
+class Asleep(Unavailable):
+    reason = "ASLEEP"
 
 
 class QueueFull(ResourceExhausted):

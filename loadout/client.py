@@ -342,6 +342,9 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
         return_routed_experts: bool = False,
+        echo: bool = False,
+        packed_logprobs: bool = False,
+        n: int = 1,
         timeout_s: float | None = None,
         **sampling: Unpack[types.SamplingParams],
     ) -> Stream[types.Chunk]:
@@ -350,13 +353,17 @@ class Client:
         `adapter` is a reference, "" or None the base model; `adapters` are up to 8 references, or
         pairs of one and a scale, whose sum takes its place; `min_revision` is a registration's
         revision that must be taken into account; `return_routed_experts` returns the experts that
-        tokens of the prompt and the output have chosen. A lost request is sent again only while
-        nothing was received.
+        tokens of the prompt and the output have chosen; `echo` begins the answer with the prompt;
+        `packed_logprobs` returns log probabilities as arrays; `n` answers come mixed, each chunk
+        with its answer's index. A lost request is sent again only while nothing was received.
         """
         call = calls.generate(
             *(prompt, adapter, min_revision, request_id, priority, cache_salt, sampling),
             adapters=adapters,
             return_routed_experts=return_routed_experts,
+            echo=echo,
+            packed_logprobs=packed_logprobs,
+            n=n,
         )
         return Stream(self._channels.route(call), call, self._attempts(timeout_s))
 
@@ -371,10 +378,48 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
         return_routed_experts: bool = False,
+        echo: bool = False,
+        packed_logprobs: bool = False,
         timeout_s: float | None = None,
         **sampling: Unpack[types.SamplingParams],
     ) -> types.Completion:
         """Generates as `generate`, and returns the joined chunks."""
+        [completion] = self.sample(
+            prompt,
+            1,
+            adapter=adapter,
+            adapters=adapters,
+            min_revision=min_revision,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            return_routed_experts=return_routed_experts,
+            echo=echo,
+            packed_logprobs=packed_logprobs,
+            timeout_s=timeout_s,
+            **sampling,
+        )
+        return completion
+
+    def sample(
+        self,
+        prompt: Prompt,
+        n: int,
+        *,
+        adapter: str | None = "",
+        adapters: Adapters = (),
+        min_revision: int = 0,
+        request_id: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
+        return_routed_experts: bool = False,
+        echo: bool = False,
+        packed_logprobs: bool = False,
+        timeout_s: float | None = None,
+        **sampling: Unpack[types.SamplingParams],
+    ) -> tuple[types.Completion, ...]:
+        """Generates `n` answers to a prompt that is computed once, and returns the joined chunks of
+        each."""
         stream = self.generate(
             prompt,
             adapter=adapter,
@@ -384,16 +429,19 @@ class Client:
             priority=priority,
             cache_salt=cache_salt,
             return_routed_experts=return_routed_experts,
+            echo=echo,
+            packed_logprobs=packed_logprobs,
+            n=n,
             timeout_s=timeout_s,
             **sampling,
         )
         chunks: list[types.Chunk] = []
         for chunk in stream:
             chunks.append(chunk)
-        completion = convert.completion(chunks)
-        if completion is None:
+        completions = convert.completions(chunks, n)
+        if completions is None:
             raise StreamLost("the generation ended without its last response")
-        return completion
+        return completions
 
     def load(
         self, ref: str, *, pin: bool = False, timeout_s: float | None = None

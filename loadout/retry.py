@@ -18,6 +18,10 @@ DRAINING = "DRAINING"
 """Reason of a service that refused because it stops: its successor or a peer will answer."""
 ENGINE_FAILED = "ENGINE_FAILED"
 """Reason of a server whose engine ended while it had the request."""
+ASLEEP = "ASLEEP"
+"""Reason of a server that refused because its memory is freed until it is woken."""
+GONE = (DRAINING, ENGINE_FAILED, ASLEEP)
+"""Reasons of a server that cannot take anything now: another may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ class Attempts:
             self._num_engines += 1
             if self._num_engines > 1:
                 return None
-        if isinstance(error, StreamLost) or error.reason in (DRAINING, ENGINE_FAILED):
+        if isinstance(error, StreamLost) or error.reason in GONE:
             return 0.0 if elsewhere else self._backoff_s()
         return None
 

@@ -9,7 +9,10 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TypedDict
+from typing import Literal, TypedDict
+
+from loadout._rpc.arrays import PackedLogprobs as PackedLogprobs
+from loadout._rpc.arrays import RoutedExperts as RoutedExperts
 
 
 class FinishReason(enum.Enum):
@@ -302,7 +305,14 @@ class SamplingParams(TypedDict, total=False):
     frequency_penalty: float
     repetition_penalty: float
     logprobs: int
-    """Log probability of each token, and of this many most likely ones."""
+    """Log probability of each token, and of this many most likely ones: at most 20, and 1,024 with
+    `packed_logprobs`."""
+    logprobs_mode: Literal["raw", "processed"]
+    """What these are of: the model's own distribution, or what the token was drawn from. The
+    server's default: see ServerInfo.sampling_defaults."""
+    prompt_logprobs: int
+    """Log probability of each token of the prompt, and of this many most likely ones, at most
+    1,024, of the model's own distribution."""
 
 
 class ChatMessage(TypedDict):
@@ -353,27 +363,6 @@ class AdapterIdentity:
 
 
 @dataclass(frozen=True, slots=True)
-class RoutedExperts:
-    """The experts that neighbouring tokens have chosen, from `first_position` on, which counts from
-    the first token of the prompt: `num_chosen` in each of `num_layers` (see ExpertLayers), the
-    router's first choice first. A generation has them of all positions but its last token's."""
-
-    first_position: int
-    num_tokens: int
-    num_layers: int
-    num_chosen: int
-    bytes_per_id: int
-    experts: bytes
-    """Their numbers, unsigned and little endian, of [tokens, layers, chosen]."""
-
-    def ids(self) -> memoryview:
-        """Returns the experts as [num_tokens, num_layers, num_chosen], without a copy:
-        `numpy.asarray` takes it."""
-        shape = self.num_tokens, self.num_layers, self.num_chosen
-        return memoryview(self.experts).cast("B" if self.bytes_per_id == 1 else "H", shape)
-
-
-@dataclass(frozen=True, slots=True)
 class Chunk:
     """One piece of a generation. `finish_reason`, `usage` and `timings` come with the last one.
 
@@ -392,6 +381,12 @@ class Chunk:
     routed_experts: RoutedExperts | None = None
     """If requested. Those of a long prompt come in several chunks, of which only the last has
     tokens."""
+    index: int = 0
+    """Which of `n` answers this is of."""
+    packed_logprobs: PackedLogprobs | None = None
+    """In place of `logprobs`, if requested."""
+    prompt_logprobs: PackedLogprobs | None = None
+    """If requested; of several answers the first one has them, before its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,6 +404,11 @@ class Completion:
     adapters: tuple[AdapterIdentity, ...] = ()
     routed_experts: RoutedExperts | None = None
     """What all its tokens but the last have chosen, if requested."""
+    packed_logprobs: PackedLogprobs | None = None
+    """In place of `logprobs`, if requested."""
+    prompt_logprobs: PackedLogprobs | None = None
+    """That of all tokens of the prompt but the first, if requested; of several answers the first
+    one has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -535,6 +535,7 @@ class SamplingDefaults:
     temperature: float
     top_k: int
     top_p: float
+    logprobs_mode: Literal["raw", "processed"] = "raw"
 
 
 @dataclass(frozen=True, slots=True)

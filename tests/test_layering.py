@@ -87,6 +87,7 @@ CONFINED = (
             "inference_svc.engine.profiler",
             "inference_svc.engine.runner",
             "inference_svc.engine.sampler",
+            "inference_svc.engine.scorer",
             "inference_svc.app",
             "inference_svc.__main__",
         ),

@@ -165,6 +165,8 @@ def _type_name(hint: Any) -> str:
         return " or ".join(map(_type_name, arguments))
     if hint is type(None):
         return "null"
+    if isinstance(hint, str):  # of a Literal
+        return f'"{hint}"'
     if isinstance(hint, type) and hasattr(hint, "__members__"):
         return " or ".join(f'"{each.value}"' for each in hint)  # type: ignore[attr-defined]
     return {"datetime": "str", "LoadoutError": "Error"}.get(hint.__name__, hint.__name__)

@@ -81,7 +81,9 @@ def with_advantages(groups: list[list[Sample]]) -> list[Sample]:
     for group in groups:
         rewards = torch.tensor([each.reward for each in group])
         scaled = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-        samples += [each._replace(advantage=float(a)) for each, a in zip(group, scaled, strict=True)]
+        samples += [
+            each._replace(advantage=float(a)) for each, a in zip(group, scaled, strict=True)
+        ]
     return samples
 
 
@@ -143,7 +145,12 @@ async def train(name: str, model_dir: str, base_model: str, out: Path, num_steps
     async with AsyncClient(inference=INFERENCE, store=STORE, token=TOKEN) as client:
         for step in range(1, num_steps + 1):
             pushed = await client.push(
-                name, get_peft_model_state_dict(model), LORA, wait="all", keep=2, base_model=base_model
+                name,
+                get_peft_model_state_dict(model),
+                LORA,
+                wait="all",
+                keep=2,
+                base_model=base_model,
             )
             words = [draw_word(rng) for _ in range(PROMPTS)]
             groups = await sample(client, pushed.adapter.ref, words, tokenizer)
@@ -154,7 +161,9 @@ async def train(name: str, model_dir: str, base_model: str, out: Path, num_steps
             optimizer.zero_grad()
             rewards.append(sum(each.reward for each in samples) / len(samples))
             seconds = time.monotonic() - start_s
-            print(f"step {step:3} {pushed.adapter.ref} reward {rewards[-1]:.2f} after {seconds:.0f} s")
+            print(
+                f"step {step:3} {pushed.adapter.ref} reward {rewards[-1]:.2f} after {seconds:.0f} s"
+            )
     out.mkdir(parents=True, exist_ok=True)
     lines = [f"{step},{reward:.4f}\n" for step, reward in enumerate(rewards, 1)]
     (out / "rewards.csv").write_text("step,reward\n" + "".join(lines))

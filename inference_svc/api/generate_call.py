@@ -11,12 +11,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from inference_svc.core import MAX_PARTS, Request, SamplingParams
+from inference_svc.core import MAX_PARTS, Request, SamplingParams, VersionPolicy
 from inference_svc.store.directory import Binding
 from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument
 
 MAX_ID_CHARS = 256
+MAX_PAUSE_SECONDS = 86_400.0
 MAX_DEADLINE_SECONDS = 1e6
 """Callers without a deadline may send centuries, longer than a clock can wait."""
 
@@ -26,7 +27,10 @@ MAX_MESSAGES = 1 << 14
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
-MAX_LOGPROBS = 20
+MAX_LOGPROBS, MAX_OBJECT_LOGPROBS = 1024, 20
+"""Most likely tokens at a position; and as messages of their own."""
+MAX_CHOICES = 128
+"""Choices of one call, for all its prompts together."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 MAX_PENALTY = 2.0
@@ -39,7 +43,8 @@ _SINGLE = struct.Struct("f")
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
     """`adapter` "" is the base model, unless there are `parts`: references and scales of adapters
-    whose sum it is. Each of the `prompts` is answered by `num_choices` requests.
+    whose sum it is. Each of the `prompts` is answered by `num_choices` requests, of which the first
+    one scores it. With `echo` each answer begins with its prompt.
 
     `adapter_field`, `stop_field` and `max_tokens_field` are the caller's names of these fields, the
     last "" where it gave no limit. `max_logprobs` bounds the logprobs of all requests together. An
@@ -63,6 +68,9 @@ class GenerateCall:
     is_id_unique: bool = True
     parts: tuple[tuple[str, float], ...] = ()
     return_routed_experts: bool = False
+    version_policy: VersionPolicy = VersionPolicy.PIN
+    echo: bool = False
+    packs_logprobs: bool = False
 
     def without_prompts(self) -> GenerateCall:
         """Returns what is still needed of the call once its requests are made."""
@@ -109,15 +117,22 @@ class GenerateCall:
             arrival_s=time.monotonic(),
             deadline_s=self.deadline_s,
             return_routed_experts=self.return_routed_experts,
+            version_policy=self.version_policy,
         )
         if len(self.prompts) * self.num_choices == 1:
             return [request]
         first, seed = prompt_index * self.num_choices, self.sampling.seed
+        group = secrets.token_hex(8) if self.num_choices > 1 else ""
         return [
             replace(
                 request,
                 request_id=f"{self.request_id}-{first + index}",
-                sampling=replace(request.sampling, seed=(seed + index) % NUM_SEEDS),
+                group=group,
+                sampling=replace(
+                    request.sampling,
+                    seed=(seed + index) % NUM_SEEDS,
+                    prompt_logprobs=None if index else request.sampling.prompt_logprobs,
+                ),
             )
             for index in range(self.num_choices)
         ]
@@ -125,24 +140,43 @@ class GenerateCall:
     def bounded(self, requests: list[Request]) -> list[Request]:
         """Returns all requests of the call within `max_logprobs`. Raises InvalidArgument naming the
         caller's limit; where it gave none, each request ends at its part of the bound."""
-        logprobs, bound = self.sampling.logprobs, self.max_logprobs
-        if logprobs is None or bound is None:
+        bound = self.max_logprobs
+        if bound is None:
             return requests
-        per_token = 1 + logprobs
+        bound -= self._check_prompt_logprobs(requests, bound)
+        if self.sampling.logprobs is None:
+            return requests
+        per_token = 1 + self.sampling.logprobs
         num_tokens = sum(request.sampling.max_tokens for request in requests)
         if num_tokens * per_token <= bound:
             return requests
-        if self.max_tokens_field:
+        if self.max_tokens_field or bound < per_token * len(requests):
+            field = self.max_tokens_field or "logprobs"
             raise InvalidArgument(
-                f"{self.max_tokens_field}: up to {num_tokens} tokens of all choices, with "
-                f"{per_token} logprobs each, are more than the {bound} of an answer",
-                subject=self.max_tokens_field,
+                f"{field}: up to {num_tokens} tokens of all choices, with {per_token} logprobs "
+                f"each, are more than the {bound} that are left of an answer",
+                subject=field,
             )
         max_tokens = bound // (per_token * len(requests))
         return [
             replace(request, sampling=_shortened(request.sampling, max_tokens))
             for request in requests
         ]
+
+    def _check_prompt_logprobs(self, requests: list[Request], bound: int) -> int:
+        """Returns how many there are of all prompts. Raises InvalidArgument."""
+        count = sum(
+            (1 + request.sampling.prompt_logprobs) * (len(request.prompt_token_ids) - 1)
+            for request in requests
+            if request.sampling.prompt_logprobs is not None
+        )
+        if count > bound:
+            raise InvalidArgument(
+                f"prompt_logprobs: {count} of all prompts are more than the {bound} of an answer: "
+                "ask for fewer, or over gRPC",
+                subject="prompt_logprobs",
+            )
+        return count
 
 
 def activation_of(prompt: Sequence[int], invocation: Sequence[int]) -> int | None:
@@ -176,6 +210,15 @@ def deadline_after(remaining_s: float | None) -> float | None:
     return time.monotonic() + remaining_s
 
 
+def checked_resume(seconds: float, field: str = "resume_after_seconds") -> float:
+    """Returns how long generation may be paused. Raises InvalidArgument naming the field."""
+    if not 0 < seconds <= MAX_PAUSE_SECONDS:  # NaN, too
+        raise InvalidArgument(
+            f"{field} must be above 0 and at most {MAX_PAUSE_SECONDS:g}", subject=field
+        )
+    return seconds
+
+
 # --- sampling -----------------------------------------------------------------------------------
 
 
@@ -183,11 +226,19 @@ def random_seed() -> int:
     return secrets.randbelow(NUM_SEEDS)
 
 
-def checked_sampling(params: SamplingParams, vocab_size: int, path: str = "") -> SamplingParams:
+def checked_sampling(
+    params: SamplingParams, vocab_size: int, path: str = "", *, echo: bool = False
+) -> SamplingParams:
     """Returns `params` in single precision, so that the same numbers give the same tokens whether
-    they came as text or as floats. Raises InvalidArgument naming the field, prefixed by `path`."""
+    they came as text or as floats. With `echo` a prompt whose answer has logprobs has as many.
+    Raises InvalidArgument naming the field, prefixed by `path`."""
     check = _FieldChecks(path)
-    check.require(params.max_tokens >= 1, "max_tokens", "at least 1")
+    of_prompt = params.prompt_logprobs
+    if of_prompt is None and echo:
+        of_prompt = params.logprobs
+    least = 0 if echo or of_prompt is not None else 1
+    required = "at least 1, or 0 with prompt_logprobs or echo"
+    check.require(params.max_tokens >= least, "max_tokens", required)
     within = 0 <= params.min_tokens <= params.max_tokens
     check.require(within, "min_tokens", f"from 0 to max_tokens ({params.max_tokens})")
     check.require(params.top_k >= 0, "top_k", "at least 0")
@@ -212,7 +263,8 @@ def checked_sampling(params: SamplingParams, vocab_size: int, path: str = "") ->
         repetition_penalty=check.number(
             "repetition_penalty", params.repetition_penalty, MIN_REPETITION, MAX_REPETITION
         ),
-        logprobs=check.logprobs(params.logprobs),
+        logprobs=check.logprobs("logprobs", params.logprobs),
+        prompt_logprobs=check.logprobs("prompt_logprobs", of_prompt),
     )
 
 
@@ -273,9 +325,9 @@ class _FieldChecks:
         self.require(unknown is None, name, f"below {vocab_size}; {unknown} is no token")
         return tuple(dict.fromkeys(ids))
 
-    def logprobs(self, count: int | None) -> int | None:
+    def logprobs(self, name: str, count: int | None) -> int | None:
         holds = count is None or 0 <= count <= MAX_LOGPROBS
-        self.require(holds, "logprobs", f"at most {MAX_LOGPROBS}")
+        self.require(holds, name, f"at most {MAX_LOGPROBS}")
         return count
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
+from inference_svc.api.followers import Followers
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.request_record import PromptNote, RequestLog, RequestRecord
 from inference_svc.core import Principal, Request
@@ -17,6 +18,9 @@ from inference_svc.store.directory import Binding
 from inference_svc.text.text_model import TextModel
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
+
+INLINE_TOKENS = 1024
+"""The text of shorter prompts is made on the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class GenerateStream:
     binding: Binding | None
     requests: Sequence[Request]
     engine: AsyncEngine
+    followers: Followers
     request_log: RequestLog
     record: RequestRecord
     base_model: str
@@ -98,10 +103,24 @@ class GenerateStream:
             running = self.engine.generate(
                 *(request, request.tenant, self.principal.account, trace), decoder=self.text
             )
+            following = self.followers.follow(self.principal, self.call, self.binding, request)
+            is_echoed = not self.call.echo
             async with aclosing(running) as deltas:
-                async for delta in deltas:
-                    record.add(delta)
-                    yield index, delta
+                with following:
+                    async for delta in deltas:
+                        record.add(delta)
+                        if not is_echoed:
+                            yield index, await self._echoed(request)
+                            is_echoed = True
+                        yield index, delta
+
+    async def _echoed(self, request: Request) -> Delta:
+        """Returns the prompt; of a long one the text is made in a thread."""
+        token_ids = request.prompt_token_ids
+        if len(token_ids) <= INLINE_TOKENS:
+            return Delta(text=self.text.decode(token_ids), echoed_ids=token_ids)
+        text = await asyncio.to_thread(self.text.decode, token_ids)
+        return Delta(text=text, echoed_ids=token_ids)
 
 
 class _Failure:

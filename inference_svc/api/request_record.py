@@ -43,7 +43,8 @@ NO_PROMPT = PromptNote()
 
 @dataclass(slots=True)
 class RequestRecord:
-    """The facts of one request so far. `adapter` is the caller's reference until `bind`."""
+    """The facts of one request so far. `adapter` is the caller's reference until `bind`; with
+    `digest` it is the version of the last tokens, after `num_moves` to newer ones."""
 
     request_id: str = ""
     adapter: str = ""
@@ -58,6 +59,7 @@ class RequestRecord:
     timings: Timings | None = None
     trace: GenerationTrace | None = None
     is_adapter_inactive: bool = False
+    num_moves: int = 0
     _binding: Binding | None = None
     _is_running: bool = False
 
@@ -79,6 +81,9 @@ class RequestRecord:
 
     def add(self, delta: Delta) -> None:
         self.num_sent += len(delta.token_ids)
+        if delta.version is not None and delta.version.digest != self.digest:
+            self.adapter, self.digest = delta.version.label, delta.version.digest
+            self.num_moves += 1
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             self.usage, self.timings = delta.usage, delta.timings
@@ -131,6 +136,8 @@ class RequestRecord:
         }
         if self.is_adapter_inactive:
             facts["adapter_inactive"] = True
+        if self.num_moves:
+            facts["adapter_moves"] = self.num_moves
         if self.finish_reason is not None:
             facts["finish_reason"] = self.finish_reason.value
         if self.usage is not None:

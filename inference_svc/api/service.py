@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
 from inference_svc.adapters.layout import ModelLayout
+from inference_svc.api.followers import Followers, check_followed
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.request_record import RequestLog
@@ -23,6 +24,7 @@ from inference_svc.core import (
     Request,
     SamplingDefaults,
 )
+from inference_svc.engine.messages import PauseMode
 from inference_svc.engine.status_types import AdapterDetails, EngineStatus, ResidentAdapter
 from inference_svc.errors import AdapterNotFound, AdapterUnusable
 from inference_svc.frontend.async_engine import AsyncEngine
@@ -141,7 +143,9 @@ READ_BYTES_PER_SECOND = 200 << 20
 PLACE_SECONDS = 10.0
 """How long a call waits to be read while too many bytes of others are."""
 
-AUDITED = frozenset({"LoadAdapter", "UnloadAdapter", "PinAdapter", "UnpinAdapter"})
+LIFE_CYCLE = frozenset({"PauseGeneration", "ResumeGeneration", "Sleep", "Wake"})
+"""The RPCs that every tenant's requests feel: for operators of all tenants."""
+AUDITED = LIFE_CYCLE | {"LoadAdapter", "UnloadAdapter", "PinAdapter", "UnpinAdapter"}
 """The RPCs that are audited."""
 
 
@@ -179,6 +183,7 @@ class Service:
         self._request_log = request_log
         self._authenticator = authenticator
         self._audit = audit
+        self._followers = Followers(directory, engine)
 
     def authorize(self, caller: Caller, action: Action) -> Principal:
         """Raises Unauthenticated or PermissionDenied; the first thing that a call does."""
@@ -225,6 +230,7 @@ class Service:
                 record.request_id, record.prompt = call.request_id, prompts[0]
                 binding = await self._resolve_call(principal, call)
                 record.bind(binding)
+                check_followed(call, binding, principal.home_tenant)
                 text = await self._text_of(binding, principal)
                 made = await self._to_requests(call, binding, principal, text)
                 requests = call.bounded(made)
@@ -235,6 +241,7 @@ class Service:
             binding,
             requests,
             self._engine,
+            self._followers,
             self._request_log,
             record,
             self.facts.base_model,
@@ -370,9 +377,27 @@ class Service:
             entry.digest = await self._digest(principal, ref)
             return self._named(principal, await self._engine.unpin(entry.digest))
 
-    async def reset_prefix_cache(self) -> int:
-        """Returns how many pages a later prompt could have shared."""
-        return await self._engine.reset_prefix_cache()
+    async def reset_prefix_cache(self) -> None:
+        await self._engine.reset_prefix_cache()
+
+    async def pause(self, caller: Caller, mode: PauseMode, resume_after_s: float = 0.0) -> int:
+        """Returns how many requests are held; see AsyncEngine.pause."""
+        with self._audited(caller, "PauseGeneration", ""):
+            return await self._engine.pause(mode, resume_after_s)
+
+    async def resume(self, caller: Caller) -> None:
+        with self._audited(caller, "ResumeGeneration", ""):
+            await self._engine.resume()
+
+    async def sleep(self, caller: Caller, *, frees_weights: bool) -> int:
+        """Returns the bytes that were freed; see AsyncEngine.sleep."""
+        with self._audited(caller, "Sleep", ""):
+            return await self._engine.sleep(frees_weights=frees_weights)
+
+    async def wake(self, caller: Caller) -> float:
+        """Returns the seconds that it took; see AsyncEngine.wake."""
+        with self._audited(caller, "Wake", ""):
+            return await self._engine.wake()
 
     async def list_resident(self, principal: Principal, limit: int = 0) -> list[Resident]:
         """Returns those of the caller's tenants, at most `limit` if that is not 0."""
@@ -469,6 +494,8 @@ class Service:
             principal = self._authenticator.authenticate(caller.metadata)
             entry.set_caller(principal)
             principal.require(Action.OPERATE)
+            if method in LIFE_CYCLE:
+                principal.require_all_tenants()
             self._audit.begin(entry)
             yield principal, entry
 

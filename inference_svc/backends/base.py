@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -12,9 +13,12 @@ from torch import Tensor
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.backends.magnitudes import Magnitudes
-from inference_svc.core import Batch, EngineConfig, padding_pages
+from inference_svc.core import Batch, EngineConfig, ScoredRun, padding_pages
+from inference_svc.errors import UnsupportedModel
 from inference_svc.model.description import Decoder
+from inference_svc.model.files import weight_stamps
 from inference_svc.model.kv_caches import KVCaches, kv_page_bytes
+from inference_svc.model.weights import ModelWeights, Projections, load_weights
 from kernels.lora.plan import LoraContents
 
 Inputs = TypeVar("Inputs")
@@ -80,8 +84,63 @@ class Backend(Protocol[Inputs]):
         computed: then some of its rows are prepared anew.
         """
 
+    def score(self, inputs: Inputs) -> Iterator[Scored]:
+        """Yields what scores prompts in the step that `forward` has just computed, in the order of
+        the batch: as many tokens at once as a step may have rows, so that their logits take no more
+        than a step's own, which they overwrite. Raises as `forward` does."""
+
     def free_unused(self) -> None:
         """Gives memory back to the device that is reserved and not in use, after it has run out."""
+
+    def free_memory(self, *, weights: bool) -> int:
+        """Frees the pages, whose contents are lost, and, if asked, the weights; returns the bytes.
+        What is free already counts for nothing. Nothing is computed until `restore` returns."""
+
+    def restore(self) -> None:
+        """Allocates what `free_memory` has freed, and reads the weights again; called in any
+        thread. Pages are empty. Raises UnsupportedModel, OSError, and MemoryError or
+        torch.OutOfMemoryError where others have taken the memory: what it had allocated by then
+        stays, and it may be called again."""
+
+
+class Reload(NamedTuple):
+    """Makes the pages, and the weights, that a backend has freed, as they were made at first."""
+
+    pages: Callable[[], KVCaches]
+    weights: Callable[[], ModelWeights[Any]]
+
+
+def make_reload(
+    config: EngineConfig,
+    decoder: Decoder,
+    projections: Callable[[], Projections[Any]],
+    *,
+    prefers_tiles: bool = False,
+) -> Reload:
+    """Returns what reads the model as it is now, and refuses one whose files have changed since:
+    a server must not answer with two models. `projections` returns what the weights are read
+    into."""
+    stamps = weight_stamps(config.model_dir)
+
+    def read_weights() -> ModelWeights[Any]:
+        for path, stamp in weight_stamps(config.model_dir).items():
+            if stamps.get(path) != stamp:
+                raise UnsupportedModel(
+                    f"{path} has changed since the server started: start it anew"
+                )
+        dtype = getattr(torch, config.dtype)
+        return load_weights(config.model_dir, decoder, dtype, config.device, projections())
+
+    pages = partial(allocate_kv_caches, config, decoder, prefers_tiles=prefers_tiles)
+    return Reload(pages, read_weights)
+
+
+class Scored(NamedTuple):
+    """Runs of tokens that are scored together, and the logits that score them: fp32 [N,
+    vocab_size]. The caller may change these, and the next ones may overwrite them."""
+
+    runs: list[ScoredRun]
+    logits: Tensor
 
 
 class Logits(NamedTuple):

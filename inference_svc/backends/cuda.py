@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import abc
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -18,9 +18,11 @@ from inference_svc.backends.base import (
     DeviceMemory,
     Logits,
     MemoryNeeds,
+    Reload,
+    Scored,
     allocate_arena,
-    allocate_kv_caches,
     empty_choices,
+    make_reload,
     max_pages,
     returns_experts,
 )
@@ -30,7 +32,7 @@ from inference_svc.backends.cuda_lora import CudaLora, StepKind
 from inference_svc.backends.cuda_needs import memory_needs
 from inference_svc.backends.cuda_pages import PageTable
 from inference_svc.backends.magnitudes import Magnitudes
-from inference_svc.backends.torch import LoraStep
+from inference_svc.backends.torch import LoraStep, score_slices
 from inference_svc.core import (
     Batch,
     BatchColumns,
@@ -38,14 +40,15 @@ from inference_svc.core import (
     EngineConfig,
     Request,
     SamplingParams,
+    ScoredRun,
     Sequence,
+    scored_runs,
 )
 from inference_svc.model.description import Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
-from inference_svc.model.transformer import COMPUTED, Transformer
-from inference_svc.model.weights import load_weights
+from inference_svc.model.transformer import COMPUTED, Stream, Transformer
 from kernels import tuning
 from kernels.experts import sizes_to_warm_up
 from kernels.lora.plan import LoraContents
@@ -79,13 +82,15 @@ class FixedStep(NamedTuple):
 class PreparedStep(NamedTuple):
     """A step that was filled and sent: `num_logits` rows sample. `size` is that of the recorded
     step that is replayed for it; None: it is computed operation by operation. `num_routed` tokens
-    have chosen experts that a row returns; 0: no row does."""
+    have chosen experts that a row returns; 0: no row does. `runs` are scored, never of decode
+    steps."""
 
     step: FixedStep
     num_logits: int
     kind: StepKind
     size: int | None
     num_routed: int = 0
+    runs: tuple[ScoredRun, ...] = ()
 
 
 class CudaBackend:
@@ -103,14 +108,16 @@ class CudaBackend:
         targets: AppliedTargets,
         limits: StepLimits,
         record: Record | None,
+        reload: Reload | None = None,
     ) -> None:
         self.arena = arena
-        self.num_pages, self.kv_bytes = kv_caches.num_pages - 1, kv_caches.num_bytes
+        self.num_pages, self._page_size = kv_caches.num_pages - 1, kv_caches.page_size
         self.num_lora_steps = 0
         self.num_replays = 0
         self._decoder = transformer.description
-        self._transformer = transformer
-        self._kv_caches = kv_caches
+        self._transformer: Transformer | None = transformer
+        self._kv_caches: KVCaches | None = kv_caches
+        self._reload = reload
         self._targets = targets
         self._limits = limits
         max_tokens, max_rows, max_pages = limits
@@ -126,16 +133,23 @@ class CudaBackend:
         self._logits = torch.zeros(max_rows, num_logits, device=arena.device)
         self._argmax = torch.zeros(max_rows, dtype=torch.int64, device=arena.device)
         self._choices = empty_choices(self._decoder, max_tokens, arena.device)
-        self._captured: CapturedSteps | None = None
-        if arena.device.type == "cuda":
-            # What reading the weights has left goes back when steps are recorded.
-            torch.cuda.empty_cache()
-        self._reserved_bytes = _reserved_bytes(arena.device)
-        if record is not None:
-            self._captured = CapturedSteps(self._sizes, self._decode, record)
+        self._last: Stream | None = None
+        self._record = record
+        self._captured = self._unrecorded()
+        # What reading the weights has left goes back when steps are recorded.
+        self._reserved_bytes = self._trimmed_bytes()
+
+    def _unrecorded(self) -> CapturedSteps | None:
+        record = self._record
+        return None if record is None else CapturedSteps(self._sizes, self._decode, record)
+
+    def _trimmed_bytes(self) -> int:
+        """Gives back what torch has reserved and does not use; returns what it uses."""
+        self.free_unused()
+        return _reserved_bytes(self.arena.device)
 
     def _make_step(self, max_tokens: int) -> FixedStep:
-        max_rows, page_size = self._limits.max_rows, self._kv_caches.page_size
+        max_rows, page_size = self._limits.max_rows, self._page_size
         reserved_bytes = CudaLora.num_bytes(max_tokens, max_rows)
         inputs = CudaInputs(max_tokens, max_rows, self._table, page_size, reserved_bytes)
         lora = CudaLora(self.arena, self._targets, inputs.block, max_tokens, max_rows)
@@ -147,7 +161,11 @@ class CudaBackend:
 
     @property
     def weights_bytes(self) -> int:
-        return self._transformer.weights.num_bytes
+        return 0 if self._transformer is None else self._transformer.weights.num_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        return 0 if self._kv_caches is None else self._kv_caches.num_bytes
 
     def lora_launches(self, contents: LoraContents) -> Mapping[str, int]:
         """A recorded step of a kind launches every group, whatever adapters its rows use; and of
@@ -187,6 +205,9 @@ class CudaBackend:
             sizes.update(sizes_to_warm_up(max_tokens, *shape, item_bytes))
         for num_tokens in sorted(sizes):
             self._warm_up_prompts(num_tokens)
+        self._warm_up_decodes()
+
+    def _warm_up_decodes(self) -> None:
         decodes = self._decodes.inputs
         decodes.block.wait()
         decodes.fill_padding()
@@ -201,12 +222,12 @@ class CudaBackend:
     def _warm_up_prompts(self, num_tokens: int) -> None:
         """Runs a step of so many tokens, or as many as fit its rows."""
         _, max_rows, max_pages = self._limits
-        rows, longest = [], max_pages * self._kv_caches.page_size
+        rows, longest = [], max_pages * self._page_size
         num_rows = min(max_rows, -(-num_tokens // longest))
         for start in range(0, num_rows * longest, longest):
             length = min(longest, num_tokens - start)
             sequence = Sequence(Request("warm-up", (0,) * length, SamplingParams()))
-            sequence.page_ids = [self._padding_page] * -(-length // self._kv_caches.page_size)
+            sequence.page_ids = [self._padding_page] * -(-length // self._page_size)
             rows.append(BatchRow(sequence, 0, length, samples=start == 0))
         step = self._send(self._prompts, Batch(tuple(rows)).columns())[0]
         inputs = step.inputs.inputs()
@@ -221,6 +242,7 @@ class CudaBackend:
             self._compute(step, inputs, lora)
 
     def magnitudes(self) -> Magnitudes:
+        assert self._transformer is not None, "the weights are freed"
         return Magnitudes(self._decoder, self._transformer.weights, self.arena)
 
     def place_threads(self, processors: abc.Sequence[abc.Sequence[int]]) -> None:
@@ -236,6 +258,8 @@ class CudaBackend:
             if self._captured is not None:
                 size = self._captured.size_for(len(batch.rows))
             prepared = self._send(self._decodes, columns, size)
+        if not columns.is_decode:
+            prepared = prepared._replace(runs=tuple(scored_runs(batch.rows)))
         if returns_experts(batch, self._decoder):
             return prepared._replace(num_routed=sum(row.num_tokens for row in batch.rows))
         return prepared
@@ -252,7 +276,7 @@ class CudaBackend:
 
     @torch.inference_mode()
     def forward(self, inputs: PreparedStep) -> Logits:
-        step, num_logits, kind, size, num_routed = inputs
+        step, num_logits, kind, size, num_routed, runs = inputs
         if size is not None:
             assert self._captured is not None
             self.num_replays += 1
@@ -260,27 +284,71 @@ class CudaBackend:
             lora = step.lora.decode_step(size, kind)
         else:
             lora = step.lora.step() if kind is not StepKind.BASE else None
-            self._compute(step, step.inputs.inputs(), lora)
+            self._compute(step, step.inputs.inputs(), lora, is_scored=bool(runs))
         self._table.close()
         experts = self._choices_of(num_routed) if num_routed else None
         return Logits(self._logits_of(num_logits, lora), self._argmax[:num_logits], experts)
+
+    @torch.inference_mode()
+    def score(self, inputs: PreparedStep) -> Iterator[Scored]:
+        last, self._last = self._last, None
+        if not inputs.runs:
+            return
+        assert last is not None, "the step is computed"
+        assert self._transformer is not None
+        lora = inputs.step.lora.step() if inputs.kind is not StepKind.BASE else None
+        yield from score_slices(self._transformer, last, lora, inputs.runs, self._limits.max_rows)
 
     def free_unused(self) -> None:
         """Lets go of torch's cache: its pieces may be too small for what did not fit."""
         if self.arena.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def free_memory(self, *, weights: bool) -> int:
+        """Lets go of recorded steps, too: they have the addresses of what is freed."""
+        held_bytes = self.kv_bytes + self.weights_bytes
+        self._kv_caches, self._captured = None, None
+        if weights:
+            self._transformer = None
+        self._reserved_bytes = self._trimmed_bytes()
+        return held_bytes - self.kv_bytes - self.weights_bytes
+
+    @torch.inference_mode()
+    def restore(self) -> None:
+        """Records decode steps anew: kernels are compiled already."""
+        assert self._reload is not None
+        if self._transformer is None:
+            self._transformer = Transformer(self._decoder, self._reload.weights())
+        self._kv_caches = self._kv_caches or self._reload.pages()
+        self._reserved_bytes = self._trimmed_bytes()
+        if self._captured is None:
+            self._captured = self._unrecorded()
+            self._warm_up_decodes()
+
     def _decode(self, size: int, kind: StepKind) -> None:
         step = self._decodes
         self._compute(step, step.inputs.decode_inputs(size), step.lora.decode_step(size, kind))
 
-    def _compute(self, step: FixedStep, inputs: StepInputs, lora: LoraStep | None) -> None:
+    def _compute(
+        self,
+        step: FixedStep,
+        inputs: StepInputs,
+        lora: LoraStep | None,
+        *,
+        is_scored: bool = False,
+    ) -> None:
         """Writes the step's logits, the largest of each row, and the experts of each token to their
         places."""
+        assert self._transformer is not None, "the weights are freed"
+        assert self._kv_caches is not None, "the pages are freed"
         step.inputs.write_pages()
         logits = self._logits_of(len(inputs.logit_rows), lora)
         choices = self._choices_of(len(inputs.token_ids))
-        logits.copy_(self._transformer.forward(inputs, self._kv_caches, lora, choices))
+        if is_scored:
+            self._last = self._transformer.layers(inputs, self._kv_caches, lora, choices)
+            logits.copy_(self._transformer.logits(self._last, inputs.logit_rows, lora))
+        else:
+            logits.copy_(self._transformer.forward(inputs, self._kv_caches, lora, choices))
         torch.argmax(logits, dim=-1, out=self._argmax[: len(logits)])
 
     def _logits_of(self, num_rows: int, lora: LoraStep | None) -> Tensor:
@@ -340,15 +408,15 @@ class CudaFactory:
         layout: ModelLayout,
         host_slab: Tensor | None,
     ) -> CudaBackend:
-        kv_caches = allocate_kv_caches(config, decoder)
+        reload = make_reload(config, decoder, lambda: Linear)
+        kv_caches = reload.pages()
         arena = allocate_arena(config, layout, host_slab, num_mixes=config.max_sequences)
-        dtype = getattr(torch, config.dtype)
-        weights = load_weights(config.model_dir, decoder, dtype, config.device, Linear)
+        weights = reload.weights()
         limits = StepLimits(config.max_batch_tokens, config.max_sequences, max_pages(config))
         record = CudaRecorder() if config.record_steps else None
         transformer = Transformer(decoder, weights)
         targets = applied_targets(layout, config.lora_targets, config.max_added_tokens)
-        backend = CudaBackend(transformer, kv_caches, arena, targets, limits, record)
+        backend = CudaBackend(transformer, kv_caches, arena, targets, limits, record, reload)
         backend.warm_up()
         return backend
 

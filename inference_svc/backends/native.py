@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,8 +18,10 @@ from inference_svc.backends.base import (
     DeviceMemory,
     Logits,
     MemoryNeeds,
+    Reload,
+    Scored,
     allocate_arena,
-    allocate_kv_caches,
+    make_reload,
     max_pages,
     returns_experts,
 )
@@ -29,12 +31,20 @@ from inference_svc.backends.native_experts import routings_bytes
 from inference_svc.backends.native_lora import MAX_EXPERTS_TARGETS, NativeLoraOps, norm_role
 from inference_svc.backends.native_program import NativeTransformer
 from inference_svc.backends.torch import most_targets, step_bytes
-from inference_svc.core import Batch, EngineConfig
+from inference_svc.core import (
+    Batch,
+    EngineConfig,
+    ScoredRun,
+    scored_indices,
+    scored_runs,
+    scored_slices,
+    scored_slot_runs,
+)
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.parameters import parameters, weights_bytes
 from inference_svc.model.transformer import COMPUTED
-from inference_svc.model.weights import load_weights
+from inference_svc.model.weights import ModelWeights
 from kernels.attention.native_memory import AttentionShape
 from kernels.host_memory import Slab, allocate_host
 from kernels.linear import PackedLinear
@@ -72,12 +82,16 @@ class PackedProjections:
         return PackedLinear.pack(weight, allocate=self.allocate)
 
 
+MakeTransformer: TypeAlias = Callable[[ModelWeights[PackedLinear], KVCaches], NativeTransformer]
+
+
 class NativeInputs(NamedTuple):
-    """What selects the program of a prepared step: the groups that its adapters change, and whether
-    a row returns the experts of its tokens."""
+    """What selects the program of a prepared step: the groups that its adapters change, whether a
+    row returns the experts of its tokens, and what is scored."""
 
     groups: frozenset[str]
     returns_experts: bool
+    runs: tuple[ScoredRun, ...] = ()
 
 
 class NativeBackend:
@@ -86,56 +100,97 @@ class NativeBackend:
     def __init__(
         self,
         decoder: Decoder,
-        transformer: NativeTransformer,
+        make_transformer: MakeTransformer,
+        weights: ModelWeights[PackedLinear],
         kv_caches: KVCaches,
+        reload: Reload,
         arena: Arena,
         step: StepArrays,
         lora: NativeLoraOps,
         library: Library,
     ) -> None:
         self.arena = arena
-        self.num_pages, self.kv_bytes = kv_caches.num_pages, kv_caches.num_bytes
+        self.num_pages = kv_caches.num_pages
         self.kernels = f"native {library.variant}"
         self.num_lora_steps = 0
         self._decoder = decoder
-        self._transformer = transformer
+        self._make_transformer = make_transformer
+        self._reload = reload
+        self._weights: ModelWeights[PackedLinear] | None = weights
+        self._kv_caches: KVCaches | None = kv_caches
+        self._transformer: NativeTransformer | None = make_transformer(weights, kv_caches)
         self._step = step
         self._lora = lora
         self._library = library
 
     @property
+    def kv_bytes(self) -> int:
+        return 0 if self._kv_caches is None else self._kv_caches.num_bytes
+
+    @property
     def weights_bytes(self) -> int:
-        return self._transformer.weights_bytes
+        return 0 if self._weights is None else self._weights.num_bytes
 
     @property
     def workspace_bytes(self) -> int:
-        return self._transformer.num_bytes + self._lora.workspace_bytes
+        held_bytes = 0 if self._transformer is None else self._transformer.num_bytes
+        return held_bytes + self._lora.workspace_bytes
+
+    @property
+    def _loaded(self) -> NativeTransformer:
+        assert self._transformer is not None, "the memory is freed"
+        return self._transformer
 
     def lora_launches(self, contents: LoraContents) -> Mapping[str, int]:
+        if self._transformer is None:  # nothing is launched while the server sleeps
+            return {}
         counts = self._transformer.num_ops(self._lora.groups_of(contents))
         return self._lora.by_weight(counts, contents)
 
     def magnitudes(self) -> Magnitudes:
-        return self._transformer.magnitudes(self.arena)
+        assert self._weights is not None, "the weights are freed"
+        return Magnitudes(self._decoder, self._weights, self.arena)
 
     def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
         self._library.place_threads(processors)
 
     def prepare(self, batch: Batch) -> NativeInputs:
-        self._step.fill(batch.columns())
+        columns = batch.columns()
+        self._step.fill(columns)
         groups = self._lora.plan(batch.rows)
         self.num_lora_steps += bool(groups)
-        return NativeInputs(groups, returns_experts(batch, self._decoder))
+        # Of what decodes nothing is scored.
+        runs = () if columns.is_decode else tuple(scored_runs(batch.rows))
+        return NativeInputs(groups, returns_experts(batch, self._decoder), runs)
 
     def forward(self, inputs: NativeInputs) -> Logits:
-        groups, has_choices = inputs
-        if not has_choices:
-            return Logits(self._transformer.forward(groups))
-        logits = self._transformer.forward(groups, returns_experts=True)
-        return Logits(logits, experts=self._transformer.choices)
+        groups, has_choices, runs = inputs
+        logits = self._loaded.forward(groups, returns_experts=has_choices, is_scored=bool(runs))
+        return Logits(logits, experts=self._loaded.choices if has_choices else None)
+
+    def score(self, inputs: NativeInputs) -> Iterator[Scored]:
+        for part in scored_slices(inputs.runs, len(self._step.logit_rows)):
+            self._step.choose(scored_indices(part))
+            if inputs.groups:
+                self._lora.plan_head(scored_slot_runs(part))
+            yield Scored(part, self._loaded.logits(inputs.groups))
 
     def free_unused(self) -> None:
         """Holds only what every step needs."""
+
+    def free_memory(self, *, weights: bool) -> int:
+        held_bytes = self.kv_bytes + self.weights_bytes
+        # The program has their addresses.
+        self._transformer = self._kv_caches = None
+        if weights:
+            self._weights = None
+        return held_bytes - self.kv_bytes - self.weights_bytes
+
+    def restore(self) -> None:
+        self._weights = self._weights or self._reload.weights()
+        self._kv_caches = self._kv_caches or self._reload.pages()
+        if self._transformer is None:
+            self._transformer = self._make_transformer(self._weights, self._kv_caches)
 
 
 class NativeFactory:
@@ -178,10 +233,12 @@ class NativeFactory:
         library, dtype = load(), getattr(torch, config.dtype)
         assert library is not None, "the backend is supported"
         max_tokens, max_rows = config.max_batch_tokens, config.max_sequences
-        kv_caches = allocate_kv_caches(config, decoder, prefers_tiles=True)
+        reload = make_reload(
+            config, decoder, lambda: PackedProjections(Slab().take), prefers_tiles=True
+        )
+        kv_caches = reload.pages()
         arena = allocate_arena(config, layout, host_slab, num_mixes=config.max_sequences)
-        projections = PackedProjections(Slab().take)
-        packed = load_weights(config.model_dir, decoder, dtype, config.device, projections)
+        weights = reload.weights()
         pages = BatchPages(max_rows, max_pages(config))
         step = StepArrays(max_tokens, max_rows, config.page_size, pages)
         lora = NativeLoraOps(
@@ -194,8 +251,11 @@ class NativeFactory:
         workspace = Workspace.allocate(
             decoder, max_tokens, max_rows, dtype, config.max_added_tokens
         )
-        transformer = NativeTransformer(decoder, packed, kv_caches, step, workspace, lora, library)
-        return NativeBackend(decoder, transformer, kv_caches, arena, step, lora, library)
+
+        def make(weights: ModelWeights[PackedLinear], kv_caches: KVCaches) -> NativeTransformer:
+            return NativeTransformer(decoder, weights, kv_caches, step, workspace, lora, library)
+
+        return NativeBackend(decoder, make, weights, kv_caches, reload, arena, step, lora, library)
 
 
 def _native_bytes(config: EngineConfig, decoder: Decoder) -> int:
@@ -204,7 +264,7 @@ def _native_bytes(config: EngineConfig, decoder: Decoder) -> int:
     item_bytes = getattr(torch, config.dtype).itemsize
     shrunk = most_targets(config, decoder) * config.max_lora_rank
     last = decoder.blocks[-1]
-    stream = decoder.hidden_size * (2 if last.is_parallel else 1)
+    stream = decoder.hidden_size * (3 if last.is_parallel else 2)
     per_sample = (stream + last.attention.q_size + shrunk) * item_bytes
     num_threads = config.num_threads or torch.get_num_threads()
     windows: dict[AttentionShape, set[int | None]] = {}

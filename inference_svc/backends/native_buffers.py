@@ -141,6 +141,12 @@ class StepArrays:
         self._set_counts(total, num_rows, len(last_tokens))
         return len(last_tokens)
 
+    def choose(self, tokens: list[int]) -> None:
+        """Has logits computed of these tokens of the step, at most `max_rows`, instead of the last
+        ones of the rows that sample."""
+        self._logit_rows[: len(tokens)] = tokens
+        self._set_counts(self.size.tokens, self.size.rows, len(tokens))
+
     def clear(self) -> None:
         """Describes a step of no rows."""
         self._set_counts(0, 0, 0)
@@ -201,6 +207,9 @@ class Workspace:
     last_hidden: Tensor
     """[N, hidden_size]: the residual stream of the rows that sample, from the last layer's
     attention on."""
+    last_delta: Tensor
+    """[N, hidden_size]: what the last half of all layers adds to it, where they compute all
+    tokens."""
     last_mixed: Tensor
     """[N, q_size]: the last layer's attention of these rows."""
     last_normed: Tensor
@@ -244,6 +253,7 @@ class Workspace:
             layer_inputs=buffer(max_tokens, total),
             last_layer_input=buffer(max_logits, size),
             last_hidden=buffer(max_logits, hidden),
+            last_delta=buffer(max_logits, hidden),
             last_mixed=buffer(max_logits, last.attention.q_size),
             last_normed=buffer(max_logits if last.is_parallel else 0, hidden),
             logits=buffer(max_logits, decoder.vocab_size + max_added_tokens, torch.float32),

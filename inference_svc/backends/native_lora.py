@@ -90,6 +90,11 @@ class NativeLoraOps:
             self._planned = current
         return self._groups_of(used)
 
+    def plan_head(self, runs: SlotRuns) -> None:
+        """Plans other tokens than those that sample, to compute logits of."""
+        self._sampling_plan.fill(*runs)
+        self._planned = None
+
     def _groups_of(self, used: set[int]) -> frozenset[str]:
         parts = [part for slot in used for part in self._table.part_slots(slot)]
         targets, weights = self._rows[parts], self._weight_rows[parts]

@@ -7,16 +7,15 @@ hold.
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import EMBEDDING, HEAD
-from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.backends.native_buffers import StepArrays, Workspace
 from inference_svc.backends.native_experts import NativeExperts, routings_bytes
 from inference_svc.backends.native_ops import (
@@ -70,11 +69,20 @@ MAX_PROGRAMS = 16
 """Tenants choose what their adapters change, so that the number must be limited."""
 
 
+class _Part(enum.Enum):
+    """What of a step a program computes: all, of which the last layer goes on with the rows that
+    sample behind its attention; all layers of all tokens; or the logits of some of these."""
+
+    STEP = enum.auto()
+    LAYERS = enum.auto()
+    HEAD = enum.auto()
+
+
 class _ProgramKey(NamedTuple):
-    """Which adapters' operations a program has, and whether its last layer routes all tokens."""
+    """Which adapters' operations a program has, and what it computes."""
 
     groups: frozenset[str]
-    routes_all: bool = False
+    part: _Part = _Part.STEP
 
 
 class NativeTransformer:
@@ -109,7 +117,7 @@ class NativeTransformer:
         for index, attention in enumerate(description.attentions):
             self._add_attention(index, attention)
         self._program_ops = tuple(self._all_ops())
-        self._routing_ops: tuple[GroupedOp, ...] = ()  # made when first needed
+        self._apart: Mapping[_Part, tuple[GroupedOp, ...]] = {}  # made when first needed
         tagged = (
             group for group, _ in self._program_ops if group and not group.startswith(WITHOUT)
         )
@@ -118,20 +126,34 @@ class NativeTransformer:
         self._programs = {key: self._build(key) for key in always_there}
 
     def forward(
-        self, groups: frozenset[str] = frozenset(), *, returns_experts: bool = False
+        self,
+        groups: frozenset[str] = frozenset(),
+        *,
+        returns_experts: bool = False,
+        is_scored: bool = False,
     ) -> Tensor:
         """Runs the step that `step` describes, with adapters in `groups` only. Returns fp32 logits
         [num_logits, vocab_size], or more by the tokens that adapters may add, overwritten by the
         next run. With `returns_experts`, `choices` are of all tokens afterwards; else those of the
-        last layer are of the rows that sample."""
+        last layer are of the rows that sample. If it `is_scored`, `logits` may follow."""
+        if is_scored or (returns_experts and self._routes_fewer):
+            self._program(groups, _Part.LAYERS).run()
+            return self.logits(groups)
+        return self._run_head(groups, _Part.STEP)
+
+    def logits(self, groups: frozenset[str]) -> Tensor:
+        """Returns logits as `forward`, of the tokens that `step.logit_rows` says now, after all
+        layers have computed all tokens of the step."""
+        return self._run_head(groups, _Part.HEAD)
+
+    def _run_head(self, groups: frozenset[str], part: _Part) -> Tensor:
         logits = self._workspace.logits[: int(self._step.num_logits)]
-        routes_all = returns_experts and self._routes_fewer
-        groups, vocab_size = self._computed(groups, routes_all), self._description.vocab_size
+        groups, vocab_size = self._computed(groups, part), self._description.vocab_size
         if ADDED_TOKENS in groups:
             logits[:, vocab_size:] = float("-inf")
         else:
             logits = logits[:, :vocab_size]
-        self._program(groups, routes_all).run()
+        self._program(groups, part).run()
         return logits
 
     @property
@@ -148,16 +170,16 @@ class NativeTransformer:
         size = self._step.size
         return self._description.blocks[-1].experts is not None and size.logits < size.tokens
 
-    def _program(self, groups: frozenset[str], routes_all: bool = False) -> Program:
+    def _program(self, groups: frozenset[str], part: _Part = _Part.STEP) -> Program:
         """Returns the program of `groups`, or that of all groups if there are too many programs:
         then groups that no adapter changes cost the step a check of their ranks."""
-        key = _ProgramKey(self._computed(groups, routes_all), routes_all)
+        key = _ProgramKey(self._computed(groups, part), part)
         if key not in self._programs:
             self._programs[key] = self._build(key)
         return self._programs[key]
 
-    def _computed(self, groups: frozenset[str], routes_all: bool = False) -> frozenset[str]:
-        is_known = _ProgramKey(groups, routes_all) in self._programs
+    def _computed(self, groups: frozenset[str], part: _Part = _Part.STEP) -> frozenset[str]:
+        is_known = _ProgramKey(groups, part) in self._programs
         is_full = not is_known and len(self._programs) >= MAX_PROGRAMS
         return self._every_group if is_full else groups
 
@@ -175,18 +197,19 @@ class NativeTransformer:
 
     def _build(self, key: _ProgramKey) -> Program:
         ops = self._program_ops
-        if key.routes_all:
-            ops = self._routing_ops = self._routing_ops or tuple(self._all_ops(routes_all=True))
+        if key.part is not _Part.STEP:
+            self._apart = self._apart or self._ops_apart()
+            ops = self._apart[key.part]
         return self._library.program(
             [op for group, op in ops if not group or is_in(group, key.groups)]
         )
 
-    @property
-    def weights_bytes(self) -> int:
-        return self._weights.num_bytes
-
-    def magnitudes(self, arena: Arena) -> Magnitudes:
-        return Magnitudes(self._description, self._weights, arena)
+    def _ops_apart(self) -> Mapping[_Part, tuple[GroupedOp, ...]]:
+        """Returns the operations of all layers, of all tokens, and those of the head."""
+        stream = Stream(self._workspace.hidden, self._step.num_tokens)
+        layers = tuple(self._layers_ops(stream, samples_only=False))
+        head = (*self._chosen_ops(stream), *self._head_ops(stream))
+        return {_Part.LAYERS: layers, _Part.HEAD: head}
 
     @property
     def num_bytes(self) -> int:
@@ -210,12 +233,16 @@ class NativeTransformer:
                 cache, self._step.rows, scratch, window
             )
 
-    def _all_ops(self, *, routes_all: bool = False) -> Iterator[GroupedOp]:
+    def _all_ops(self) -> Iterator[GroupedOp]:
         """Yields each operation with the group of adapters that it is part of ("": always runs).
+        The last layer goes on with the rows that sample behind its attention."""
+        stream = Stream(self._workspace.hidden, self._step.num_tokens)
+        yield from self._layers_ops(stream, samples_only=True)
+        yield from self._head_ops(stream)
 
-        The last layer goes on with the rows that sample behind its attention, or, if it
-        `routes_all`, behind its experts.
-        """
+    def _layers_ops(self, stream: Stream, *, samples_only: bool) -> Iterator[GroupedOp]:
+        """Yields the operations of all layers, behind which `stream` is what they have made: with
+        `samples_only` of the rows that sample."""
         step, work, weights = self._step, self._workspace, self._weights
         description = self._description
         yield "", gather_op(weights.embedding, work.hidden, step.token_ids, step.num_tokens)
@@ -228,34 +255,32 @@ class NativeTransformer:
         if description.layer_inputs is not None and weights.layer_inputs is not None:
             yield from self._layer_inputs_ops(description.layer_inputs, weights.layer_inputs)
         yield from self._position_ops()
-        stream = Stream(work.hidden, step.num_tokens)
         for index, block in enumerate(description.blocks):
             is_last = index == description.num_layers - 1
             yield from self._attention_ops(index, block, stream)
-            if is_last and not routes_all:
-                samples = Stream(work.last_hidden, step.num_logits, samples_only=True)
+            if is_last and samples_only:
                 for source, out in self._sampled(block):
                     yield "", gather_op(source, out, step.logit_rows, step.num_logits)
-                stream = samples
+                self._go_on_with_samples(stream)
             yield from self._feed_forward_ops(index, block, stream)
             if block.layer_input is not None:
                 yield from self._layer_input_ops(index, block, stream)
             stream.sum_scale = weights.blocks[index].scalar
-        if routes_all:
-            yield from self._sampled_ops(stream)
-        yield from self._head_ops(stream)
 
-    def _sampled_ops(self, stream: Stream) -> Iterator[GroupedOp]:
-        """Goes on with the rows of the stream that sample, of a decoder that has experts."""
+    def _go_on_with_samples(self, stream: Stream) -> None:
+        stream.hidden, stream.count = self._workspace.last_hidden, self._step.num_logits
+        stream.samples_only = True
+
+    def _chosen_ops(self, stream: Stream) -> Iterator[GroupedOp]:
+        """Goes on with the tokens of `logit_rows`, of a stream of all tokens, which stays as it
+        is."""
         step, work = self._step, self._workspace
         rows = step.logit_rows, step.num_logits
         yield "", gather_op(stream.hidden, work.last_hidden, *rows)
         if stream.delta is not None:
-            # What experts make of pairs is summed by now.
-            delta = work.rows_of(work.of_pairs, stream.delta.shape[1])
-            yield "", gather_op(stream.delta, delta, *rows)
-            stream.delta = delta
-        stream.hidden, stream.count, stream.samples_only = work.last_hidden, step.num_logits, True
+            yield "", gather_op(stream.delta, work.last_delta, *rows)
+            stream.delta = work.last_delta
+        self._go_on_with_samples(stream)
 
     def _head_ops(self, stream: Stream) -> Iterator[GroupedOp]:
         """The last norm and the logits, of the rows that sample."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -17,20 +17,32 @@ from inference_svc.backends.base import (
     DeviceMemory,
     Logits,
     MemoryNeeds,
+    Reload,
+    Scored,
     allocate_arena,
-    allocate_kv_caches,
     empty_choices,
+    make_reload,
     returns_experts,
 )
 from inference_svc.backends.magnitudes import Magnitudes
-from inference_svc.core import BASE_SLOT, Batch, BatchRow, EngineConfig, slot_runs
+from inference_svc.core import (
+    BASE_SLOT,
+    Batch,
+    BatchRow,
+    EngineConfig,
+    ScoredRun,
+    scored_indices,
+    scored_runs,
+    scored_slices,
+    scored_slot_runs,
+    slot_runs,
+)
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder, Experts
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
 from inference_svc.model.parameters import weights_bytes
-from inference_svc.model.transformer import COMPUTED, Transformer
-from inference_svc.model.weights import load_weights
+from inference_svc.model.transformer import COMPUTED, Stream, Transformer
 from kernels.elementwise import NormWeight
 from kernels.experts import Pairs
 from kernels.lora import (
@@ -64,6 +76,11 @@ class LoraStep:
     def num_added_tokens(self) -> int:
         """See `model.lora.Lora`. Of adapters that have rows it is not known which these are."""
         return self.targets.max_added_tokens if self.plan.has_rows else 0
+
+    def with_head(self, runs: Sequence[ScoredRun]) -> LoraStep:
+        """Returns this, to compute the logits that score these runs."""
+        table, device = self.arena.table, self.arena.device
+        return replace(self, head_plan=LoraPlan.build(*scored_slot_runs(runs), table, device))
 
     def add(self, group: str, x: Tensor, out: Tensor, bias: Tensor | None) -> None:
         if group in self.targets.groups:
@@ -132,12 +149,28 @@ def plan_lora(rows: Sequence[BatchRow], arena: Arena, targets: AppliedTargets) -
     return LoraStep(arena, targets, plan, head_plan)
 
 
+def score_slices(
+    transformer: Transformer,
+    last: Stream,
+    lora: LoraStep | None,
+    runs: Sequence[ScoredRun],
+    max_scored: int,
+) -> Iterator[Scored]:
+    """See `Backend.score`. `last` is what the step's layers have made."""
+    device = last.hidden.device
+    for part in scored_slices(runs, max_scored):
+        rows = torch.tensor(scored_indices(part), dtype=torch.int64).to(device)
+        of_part = None if lora is None else lora.with_head(part)
+        yield Scored(part, transformer.logits(last, rows, of_part).float())
+
+
 class TorchInputs(NamedTuple):
-    """One step's inputs. `lora` is None when no row has an adapter."""
+    """One step's inputs. `lora` is None when no row has an adapter; `runs` are scored."""
 
     step: StepInputs
     lora: LoraStep | None
     returns_experts: bool
+    runs: tuple[ScoredRun, ...] = ()
 
 
 class TorchBackend:
@@ -152,14 +185,23 @@ class TorchBackend:
         kv_caches: KVCaches,
         arena: Arena,
         targets: AppliedTargets,
+        max_scored: int,
+        reload: Reload | None = None,
     ) -> None:
         self.arena = arena
-        self.num_pages, self.kv_bytes = kv_caches.num_pages, kv_caches.num_bytes
+        self._max_scored = max_scored
+        self.num_pages, self._page_size = kv_caches.num_pages, kv_caches.page_size
         self.num_lora_steps = 0
         self._decoder = transformer.description
-        self._transformer = transformer
-        self._kv_caches = kv_caches
+        self._transformer: Transformer | None = transformer
+        self._kv_caches: KVCaches | None = kv_caches
         self._targets = targets
+        self._last: Stream | None = None
+        self._reload = reload
+
+    @property
+    def kv_bytes(self) -> int:
+        return 0 if self._kv_caches is None else self._kv_caches.num_bytes
 
     def lora_launches(self, contents: LoraContents) -> Mapping[str, int]:
         """Two products for each target: of the inputs, or of the rows of an embedding's A, and of
@@ -171,30 +213,60 @@ class TorchBackend:
 
     @property
     def weights_bytes(self) -> int:
-        return self._transformer.weights.num_bytes
+        return 0 if self._transformer is None else self._transformer.weights.num_bytes
 
     def magnitudes(self) -> Magnitudes:
-        return Magnitudes(self._transformer.description, self._transformer.weights, self.arena)
+        assert self._transformer is not None, "the weights are freed"
+        return Magnitudes(self._decoder, self._transformer.weights, self.arena)
 
     def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
         """Leaves torch's threads to the system."""
 
     def prepare(self, batch: Batch) -> TorchInputs:
-        step = StepInputs.build(batch, self._kv_caches.page_size, self.arena.device)
+        step = StepInputs.build(batch, self._page_size, self.arena.device)
         lora = plan_lora(batch.rows, self.arena, self._targets)
         self.num_lora_steps += lora is not None
-        return TorchInputs(step, lora, returns_experts(batch, self._decoder))
+        runs = tuple(scored_runs(batch.rows))
+        return TorchInputs(step, lora, returns_experts(batch, self._decoder), runs)
 
     def forward(self, inputs: TorchInputs) -> Logits:
-        step, lora, has_choices = inputs
+        step, lora, has_choices, runs = inputs
+        assert self._transformer is not None, "the weights are freed"
+        assert self._kv_caches is not None, "the pages are freed"
         choices = None
         if has_choices:
             choices = empty_choices(self._decoder, len(step.token_ids), self.arena.device)
-        logits = self._transformer.forward(step, self._kv_caches, lora, choices)
+        if runs:
+            self._last = self._transformer.layers(step, self._kv_caches, lora, choices)
+            logits = self._transformer.logits(self._last, step.logit_rows, lora)
+        else:
+            logits = self._transformer.forward(step, self._kv_caches, lora, choices)
         return Logits(logits.float(), experts=choices)
+
+    def score(self, inputs: TorchInputs) -> Iterator[Scored]:
+        last, self._last = self._last, None
+        if inputs.runs:
+            assert last is not None, "the step is computed"
+            assert self._transformer is not None
+            yield from score_slices(
+                self._transformer, last, inputs.lora, inputs.runs, self._max_scored
+            )
 
     def free_unused(self) -> None:
         """Reserves nothing: each step's memory goes back to the system."""
+
+    def free_memory(self, *, weights: bool) -> int:
+        held_bytes = self.kv_bytes + self.weights_bytes
+        self._kv_caches = None
+        if weights:
+            self._transformer = None
+        return held_bytes - self.kv_bytes - self.weights_bytes
+
+    def restore(self) -> None:
+        assert self._reload is not None
+        if self._transformer is None:
+            self._transformer = Transformer(self._decoder, self._reload.weights())
+        self._kv_caches = self._kv_caches or self._reload.pages()
 
 
 class TorchFactory:
@@ -223,12 +295,12 @@ class TorchFactory:
         layout: ModelLayout,
         host_slab: Tensor | None,
     ) -> Backend[TorchInputs]:
-        kv_caches = allocate_kv_caches(config, decoder)
+        reload = make_reload(config, decoder, lambda: Linear)
+        kv_caches = reload.pages()
         arena = allocate_arena(config, layout, host_slab, num_mixes=config.max_sequences)
-        dtype = getattr(torch, config.dtype)
-        weights = load_weights(config.model_dir, decoder, dtype, config.device, Linear)
         targets = applied_targets(layout, config.lora_targets, config.max_added_tokens)
-        return TorchBackend(Transformer(decoder, weights), kv_caches, arena, targets)
+        transformer = Transformer(decoder, reload.weights())
+        return TorchBackend(transformer, kv_caches, arena, targets, config.max_sequences, reload)
 
 
 def step_bytes(config: EngineConfig, decoder: Decoder) -> int:

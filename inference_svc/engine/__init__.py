@@ -4,6 +4,7 @@ engine         one step: take messages, schedule, run, settle
 messages       the picklable messages between front end and engine
 scheduler      which sequences run in the next step
 fair_queue     all waiting sequences, fair among tenants
+siblings       sequences that wait for another one to compute their prompt
 tenant_queue   one tenant's waiting sequences: priorities, adapters, aged requests
 round_robin    deficit round robin
 admission      which requests are refused before they wait, and when to retry
@@ -14,6 +15,7 @@ step_limit     how many tokens are computed at once: fewer where memory ran out
 routed_pages   the experts that tokens have chosen, beside the pages
 runner         turns a batch into tokens
 sampler        chooses tokens from logits
+scorer         the log probabilities of a prompt's tokens
 penalties      penalties and bans on logits
 settle         accounts for a step: appends tokens, publishes pages, ends sequences
 commands       commands of operators

@@ -77,6 +77,9 @@ class Admission:
             num_waiting, num_own = queue.num_parked, tenant.num_parked if tenant else 0
         else:
             num_waiting, num_own = queue.num_ready, tenant.num_ready if tenant else 0
+        # What waits for its prompt to be computed by another will be in the queue, too.
+        num_waiting += self.scheduler.siblings.num_held
+        num_own += self.scheduler.siblings.num_of(request.tenant)
         message = ""
         if num_waiting >= self.max_queue + places:
             message = f"{num_waiting} requests are waiting"

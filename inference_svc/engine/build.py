@@ -27,7 +27,9 @@ from inference_svc.engine.admission import Admission
 from inference_svc.engine.commands import Commands
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.inspect import Inspect, InspectImage
+from inference_svc.engine.life_cycle import LifeCycle
 from inference_svc.engine.memory_budget import check_budgets, human
+from inference_svc.engine.messages import Restored
 from inference_svc.engine.pages import PagePool
 from inference_svc.engine.profiler import StepProfiler
 from inference_svc.engine.routed_pages import RoutedPages
@@ -67,9 +69,10 @@ class BuiltEngine:
 
 
 def build_engine(
-    config: EngineConfig, store: AdapterStore, post: Callable[[PullEvent], None]
+    config: EngineConfig, store: AdapterStore, post: Callable[[PullEvent | Restored], None]
 ) -> BuiltEngine:
-    """Loads the model and allocates all memory. `post` receives pull events, from any thread.
+    """Loads the model and allocates all memory. `post` receives pull events, and that what was
+    freed is there again, from any thread.
 
     Raises UnsupportedModel; ValueError when the memory given does not suffice.
     """
@@ -108,10 +111,16 @@ def build_engine(
     eos_token_ids = frozenset(decoder.eos_token_ids)
     settler = Settler(scheduler, eos_token_ids, config.max_model_len, routed=routed)
     times, machine = StepTimes(), machine_name(config.device)
-    describe = Describe(scheduler, residency, runner, settler, budget, times, machine)
+    life_cycle = LifeCycle(scheduler, runner, residency, post)
+    describe = Describe(
+        *(scheduler, residency, runner, settler, budget, times, machine), life_cycle
+    )
     wait_s, inspect = config.adapter_wait_s, Inspect(scheduler, residency, config.device)
     inspect_image = InspectImage(backend, layout)
-    commands = Commands(residency, describe, inspect, inspect_image, pages.forget, profiler, wait_s)
+    commands = Commands(
+        *(residency, describe, inspect, inspect_image, pages.forget_prefixes),
+        *(profiler, life_cycle, wait_s),
+    )
     admission = Admission(scheduler, config.max_queue, config.max_tenant_queue)
     engine = Engine(
         *(scheduler, runner, settler, residency, combinations),

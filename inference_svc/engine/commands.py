@@ -1,5 +1,5 @@
 """Commands of operators: load, unload, pin, list, describe, inspect (the engine or an adapter),
-profile, reset the prefix cache."""
+profile, reset the prefix cache, and those of the life cycle."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from itertools import islice
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import Slots
+from inference_svc.engine.life_cycle import COMMANDS as LIFE_CYCLE
+from inference_svc.engine.life_cycle import LifeCycle
 from inference_svc.engine.messages import Call, Command, Reply
 from inference_svc.engine.profiler import StepProfiler
 from inference_svc.engine.status_types import (
@@ -37,16 +39,26 @@ class Commands:
     describe: Callable[[], EngineStatus]
     inspect: Callable[[int], EngineDetails]
     inspect_image: Callable[[Resident, ResidentAdapter], AdapterDetails]
-    forget_prefixes: Callable[[], int]
+    forget_prefixes: Callable[[], None]
     profiler: StepProfiler
+    life_cycle: LifeCycle
     adapter_wait_s: float
     _loads: list[_PendingLoad] = field(default_factory=list)
     _unloads: list[tuple[Call, int]] = field(default_factory=list)
 
-    def handle(self, call: Call, now_s: float) -> Reply | None:
-        """Returns the reply, or None when `poll` will return it."""
+    def handle(self, call: Call, now_s: float) -> list[Reply]:
+        """Returns the replies that are possible at once; `poll` returns the others."""
+        if call.command in LIFE_CYCLE:
+            return self.life_cycle.handle(call, now_s)
+        reply = self._handle(call, now_s)
+        return [] if reply is None else [reply]
+
+    def _handle(self, call: Call, now_s: float) -> Reply | None:
         try:
             if call.command is Command.LOAD:
+                refusal = self.life_cycle.refusal()
+                if refusal is not None:  # what is loaded takes effect with the next step
+                    raise refusal
                 self.residency.add_waiter(call.digest, now_s, count=False)
                 if call.trace is not None:
                     self.residency.trace_load(call.digest, call.trace, now_s)
@@ -73,7 +85,8 @@ class Commands:
         if call.command is Command.INSPECT_ADAPTER:
             return self._inspect_adapter(call)
         if call.command is Command.RESET_PREFIX_CACHE:
-            return self.forget_prefixes()
+            self.forget_prefixes()
+            return None
         if not self.residency.is_resident(call.digest):
             hint = "; `loadout load --pin` loads and pins it" if call.command is Command.PIN else ""
             raise AdapterNotFound(
@@ -116,7 +129,7 @@ class Commands:
 
     def poll(self, now_s: float) -> list[Reply]:
         """Returns the replies that have become possible."""
-        replies = self.profiler.poll(now_s)
+        replies = self.profiler.poll(now_s) + self.life_cycle.poll(now_s)
         for pending in list(self._loads):
             reply = self._poll_load(pending, now_s)
             if reply is not None:
@@ -166,7 +179,8 @@ class Commands:
 
     def fail_all(self, error: Exception) -> list[Reply]:
         """Returns replies to all open calls, when the engine ends."""
-        replies = [Reply(call_id, error=error) for call_id in self.open_call_ids]
+        replies = [Reply(call_id, error=error) for call_id in self._own_call_ids]
+        replies += self.life_cycle.fail_all(error)
         for pending in self._loads:
             self.residency.remove_waiter(pending.call.digest)
         self._loads, self._unloads = [], []
@@ -175,6 +189,10 @@ class Commands:
 
     @property
     def open_call_ids(self) -> list[int]:
+        return self._own_call_ids + self.life_cycle.open_call_ids
+
+    @property
+    def _own_call_ids(self) -> list[int]:
         waiting = [p.call.call_id for p in self._loads] + [c.call_id for c, _ in self._unloads]
         return waiting + self.profiler.open_call_ids
 
@@ -185,6 +203,7 @@ class Commands:
 
     def next_expiry_s(self) -> float | None:
         moments = [*map(self._expiry_s, self._loads), self.profiler.next_expiry_s()]
+        moments.append(self.life_cycle.next_expiry_s())
         return min((moment for moment in moments if moment is not None), default=None)
 
 

@@ -23,20 +23,26 @@ from inference_svc.core import (
 from inference_svc.engine.admission import Admission
 from inference_svc.engine.commands import Commands
 from inference_svc.engine.expiries import Expiries
+from inference_svc.engine.life_cycle import LifeCycle
 from inference_svc.engine.messages import (
     Abandon,
     Call,
     Cancel,
+    Command,
     LayoutAccepted,
     Message,
+    Move,
     Output,
+    PauseMode,
     Reply,
     Repointed,
+    Restored,
     StepOutputs,
     Stop,
     Submit,
     Superseded,
 )
+from inference_svc.engine.moves import Moves
 from inference_svc.engine.runner import Runner
 from inference_svc.engine.scheduler import Scheduler
 from inference_svc.engine.settle import Settler
@@ -70,10 +76,18 @@ class Engine:
     adapter_wait_s: float
     sequences: dict[str, Sequence] = field(default_factory=dict)
     is_stopping: bool = False
+    moves: Moves = field(init=False)
     _deadlines: Expiries = field(default_factory=Expiries)
     _adapter_waits: Expiries = field(default_factory=Expiries)
     _outputs: list[Output] = field(default_factory=list)
     _replies: list[Reply] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.moves = Moves(self.scheduler)
+
+    @property
+    def life_cycle(self) -> LifeCycle:
+        return self.commands.life_cycle
 
     def step(self, messages: list[Message | PullEvent]) -> tuple[StepOutputs, bool]:
         """Takes all messages, then computes one batch, if there is anything to compute.
@@ -84,9 +98,11 @@ class Engine:
         for message in messages:
             self._take(message, time.monotonic())
         self._before_batch(time.monotonic())
-        has_run = not self.is_stopping and self._run_batch()
+        is_held = self.is_stopping or self.life_cycle.is_asleep
+        has_run = not is_held and self._run_batch()
         self._replies += self.commands.poll(time.monotonic())
-        return self._flush_outputs(), has_run or self.residency.is_copying
+        go_on = has_run or (self.residency.is_copying and not self.life_cycle.is_asleep)
+        return self._flush_outputs(), go_on
 
     def _run_batch(self) -> bool:
         """Returns whether there was a batch: tokens to compute, or residency changes."""
@@ -104,19 +120,20 @@ class Engine:
         if batch is None:
             return False
         scheduled_s = time.monotonic()
-        sampled, timings, failed = self.runner.run(batch)
+        sampled, timings, failed, scores = self.runner.run(batch)
         if failed:
             rows = tuple(row for row in batch.rows if row.sequence not in failed)
             batch = replace(batch, rows=rows)
+            scores = [each for each in scores if each.sequence not in failed]
         self.times.add_load(timings.change_residency)
         settled_s = time.monotonic()
         with profiler.marks("settle"):
-            outputs = self.settler.settle(batch, sampled, settled_s)
+            outputs = self.settler.settle(batch, sampled, settled_s, scores)
         is_busy = bool(self.scheduler.running)
         self.admission.throughput.observe(batch, outputs, settled_s, is_busy=is_busy)
         for output in outputs:
             if output.is_last:
-                del self.sequences[output.request_id]
+                self.moves.discard(self.sequences.pop(output.request_id))
         self._outputs += outputs
         for sequence in failed:
             self._end(sequence, settled_s, error=_out_of_memory())
@@ -148,8 +165,11 @@ class Engine:
         elif isinstance(message, Cancel):
             self._cancel(message.request_id, now_s)
         elif isinstance(message, Call):
-            reply = self.commands.handle(message, now_s)
-            self._replies += [] if reply is None else [reply]
+            self._call(message, now_s)
+        elif isinstance(message, Move):
+            self._move(message, now_s)
+        elif isinstance(message, Restored):
+            self._replies += self.life_cycle.on_restored(message, now_s)
         elif isinstance(message, Abandon):
             self.commands.profiler.abandon(message.call_id)
         elif isinstance(message, LayoutAccepted):
@@ -166,6 +186,17 @@ class Engine:
         else:
             assert isinstance(message, Stop)
             self.is_stopping = True
+
+    def _call(self, call: Call, now_s: float) -> None:
+        if call.command is Command.PAUSE and call.pause_mode is PauseMode.ABORT:
+            for sequence in list(self.sequences.values()):
+                self._end(sequence, now_s, reason=FinishReason.ABORTED)
+        self._replies += self.commands.handle(call, now_s)
+
+    def _move(self, move: Move, now_s: float) -> None:
+        sequence = self.sequences.get(move.request_id)
+        if sequence is not None:
+            self.moves.add(sequence, move, now_s)
 
     def _submit(self, message: Submit, now_s: float) -> None:
         request = message.request
@@ -185,6 +216,8 @@ class Engine:
         request_id = request.request_id
         if self.is_stopping:
             return Draining("the server is shutting down")
+        if (asleep := self.life_cycle.refusal()) is not None:
+            return asleep
         if request_id in self.sequences:
             return DuplicateRequest(f"request {request_id} is running", subject="request_id")
         refusal = self._combination_refusal(request)
@@ -218,6 +251,7 @@ class Engine:
         for digest, error in self.residency.pop_failures():
             self._fail_adapter(digest, error, now_s)
         self._end_expired(now_s)
+        self.moves.apply(now_s)
         self.admission.update_rates(now_s)
         with self.times.loading():
             in_order = self.scheduler.queue.in_order(now_s)
@@ -265,6 +299,7 @@ class Engine:
 
     def _fail_adapter(self, digest: str, error: ServiceError, now_s: float) -> None:
         self._replies += self.commands.fail(digest, error)
+        self.moves.rescue(digest, now_s)
         for each in self.combinations.waiting_with(digest):
             for sequence in self.scheduler.queue.of_digest(each):
                 named = with_name(error, digest, _label(sequence.request, digest))
@@ -279,6 +314,7 @@ class Engine:
         error: Exception | None = None,
         expired: bool = False,
     ) -> None:
+        self.moves.discard(sequence)
         output = self.settler.end(sequence, now_s, reason=reason, error=error, expired=expired)
         self._outputs.append(output)
         del self.sequences[sequence.request.request_id]
@@ -309,10 +345,13 @@ class Engine:
         all_waiting = list(self.scheduler.queue)
         digests = Counter(s.request.digest for s in all_waiting)
         waiters = Counter(part.digest for d in digests.elements() for part in parts_of(d))
-        self.residency.check_integrity(waiters + Counter(self.commands.loading))
+        waiters += Counter(self.commands.loading) + self.moves.waiters
+        self.residency.check_integrity(waiters)
+        self.moves.check_integrity()
+        self.life_cycle.check_integrity()
         running = Counter(s.request.digest for s in self.scheduler.running)
         self.combinations.check_integrity(digests, running)
-        queued = self.scheduler.running + all_waiting
+        queued = self.scheduler.running + all_waiting + self.scheduler.siblings.held
         assert {id(s) for s in queued} == {id(s) for s in self.sequences.values()}
         users = [part.digest for d in running.elements() for part in parts_of(d)]
         for resident in self.residency.device.residents():

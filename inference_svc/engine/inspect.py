@@ -52,7 +52,7 @@ class Inspect:
         return EngineDetails(
             memories=memories,
             running=tuple(_sequence(each, now_s) for each in _first(scheduler.running, limit)),
-            num_waiting=len(scheduler.queue),
+            num_waiting=len(scheduler.queue) + scheduler.siblings.num_held,
             waiting=tuple(_sequence(each, now_s) for each in _first(scheduler.queue, limit)),
             num_loads=len(loads),
             loads=tuple(

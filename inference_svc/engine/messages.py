@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from inference_svc.core import FinishReason, Request, RoutedExperts, TokenLogprobs
+from inference_svc.core import (
+    AdapterVersion,
+    FinishReason,
+    PackedLogprobs,
+    Request,
+    RoutedExperts,
+    TokenLogprobs,
+)
 from inference_svc.errors import EngineFailed
 
 
@@ -45,6 +52,25 @@ class Cancel:
     request_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The name of a request's adapter has moved to this digest, which errors call `adapter`; ids of
+    ended requests are ignored."""
+
+    request_id: str
+    digest: str
+    adapter: str
+
+
+class PauseMode(enum.Enum):
+    """What becomes of the requests that run when generation pauses: they are held where they are,
+    finished, or ended, with those that wait."""
+
+    KEEP = "keep"
+    WAIT = "wait"
+    ABORT = "abort"
+
+
 class Command(enum.Enum):
     LOAD = "load"
     UNLOAD = "unload"
@@ -56,6 +82,10 @@ class Command(enum.Enum):
     INSPECT_ADAPTER = "inspect_adapter"
     PROFILE = "profile"
     RESET_PREFIX_CACHE = "reset_prefix_cache"
+    PAUSE = "pause"
+    RESUME = "resume"
+    SLEEP = "sleep"
+    WAKE = "wake"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +94,12 @@ class Call:
 
     LOAD and PIN answer ResidentAdapter (LOAD once it is resident), UNLOAD the freed bytes,
     LIST_RESIDENT a tuple of ResidentAdapter, DESCRIBE an EngineStatus, INSPECT EngineDetails,
-    INSPECT_ADAPTER AdapterDetails, PROFILE a StepTrace, RESET_PREFIX_CACHE how many pages it has
-    forgotten. `limit` is the maximum of what LIST_RESIDENT returns, 0 for all: those on the device
-    before the others, the last used of each tier first; of the rows of each list that INSPECT
-    returns; and of the steps that PROFILE traces, within `timeout_s`. `trace` and `adapter` are as
-    in a Request.
+    INSPECT_ADAPTER AdapterDetails, PROFILE a StepTrace, PAUSE the number of requests that are held,
+    SLEEP the freed bytes, WAKE the seconds that it took. `timeout_s` of PAUSE is when generation
+    resumes by itself, 0 for never; `frees_weights` is for SLEEP. `limit` is the maximum of what
+    LIST_RESIDENT returns, 0 for all: those on the device before the others, the last used of each
+    tier first; of the rows of each list that INSPECT returns; and of the steps that PROFILE traces,
+    within `timeout_s`. `trace` and `adapter` are as in a Request.
     """
 
     call_id: int
@@ -79,6 +110,15 @@ class Call:
     timeout_s: float = 0.0
     trace: Any = None
     adapter: str = ""
+    pause_mode: PauseMode = PauseMode.KEEP
+    frees_weights: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What was freed is there again, or could not be had: from the engine's own thread for that."""
+
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +168,18 @@ class Stop:
     """Ends the loop; open requests and calls end with Draining."""
 
 
-Message = Submit | Cancel | Call | Abandon | LayoutAccepted | Repointed | Superseded | Stop
+Message = (
+    Submit
+    | Cancel
+    | Move
+    | Call
+    | Abandon
+    | LayoutAccepted
+    | Repointed
+    | Superseded
+    | Restored
+    | Stop
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +191,9 @@ class StoreMessage:
 
 
 class Output(NamedTuple):
-    """One step's result for one request. The last one has `finish_reason` or `error`.
+    """One step's result for one request. The last one has `finish_reason` or `error`. `version` has
+    made its tokens; None: that which the request was submitted with. `scores` are the log
+    probabilities of tokens of the prompt, in order.
 
     A tuple, since there is one for every token: quick to make and to pickle.
     """
@@ -153,6 +206,8 @@ class Output(NamedTuple):
     usage: Usage | None = None
     timings: Timings | None = None
     routed: RoutedExperts | None = None
+    version: AdapterVersion | None = None
+    scores: tuple[PackedLogprobs, ...] = ()
 
     @property
     def is_last(self) -> bool:

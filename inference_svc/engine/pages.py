@@ -111,13 +111,6 @@ class PagePool:
             self._by_key[key] = page
             self._keys[page] = key
 
-    def forget(self) -> int:
-        """Drops all keys, also of pages in use, whose holders keep them. Returns how many."""
-        num_known = len(self._by_key)
-        self._by_key.clear()
-        self._keys = [None] * self.num_pages
-        return num_known
-
     def release(self, pages: Sequence[int]) -> None:
         """Drops a reference to each page; the ends of prefixes are the first to be reused."""
         for page in reversed(pages):
@@ -127,6 +120,11 @@ class PagePool:
                 self._free[page] = None
                 if self._keys[page] is None:
                     self._free.move_to_end(page, last=False)
+
+    def forget_prefixes(self) -> None:
+        """Lets no later prefix reuse a page that is full now."""
+        self._keys = [None] * self.num_pages
+        self._by_key.clear()
 
     def _drop_key(self, page: int) -> None:
         key = self._keys[page]

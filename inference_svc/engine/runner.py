@@ -19,6 +19,7 @@ from inference_svc.core import Batch, SampledToken, Sequence
 from inference_svc.engine.profiler import Marks
 from inference_svc.engine.routed_pages import RoutedPages
 from inference_svc.engine.sampler import Sampler
+from inference_svc.engine.scorer import SequenceScores, score
 from inference_svc.engine.step_limit import Rows, StepLimit
 
 logger = logging.getLogger(__name__)
@@ -36,15 +37,18 @@ class RunTimings(NamedTuple):
 
 class StepResult(NamedTuple):
     """`sampled` has a token for each row that samples, in their order, but those of `failed`: the
-    device's memory did not suffice for one of their tokens."""
+    device's memory did not suffice for one of their tokens. `scores` are in the order of the rows
+    and, of one, of its tokens."""
 
     sampled: list[SampledToken]
     timings: RunTimings
     failed: list[Sequence]
+    scores: list[SequenceScores]
 
     def plus(self, part: StepResult) -> StepResult:
         timings = RunTimings(*map(sum, zip(self.timings, part.timings, strict=True)))
-        return StepResult(self.sampled + part.sampled, timings, self.failed)
+        scores = self.scores + part.scores
+        return StepResult(self.sampled + part.sampled, timings, self.failed, scores)
 
 
 class Runner:
@@ -76,6 +80,13 @@ class Runner:
         returns those that are done."""
         return [] if self._magnitudes is None else self._magnitudes.advance()
 
+    def free_memory(self, *, weights: bool) -> int:
+        """Frees the pages and, if asked, the weights; returns the bytes. No image is being
+        divided."""
+        if weights:
+            self._magnitudes = None  # which reads them
+        return self.backend.free_memory(weights=weights)
+
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepResult:
         """Applies the residency changes, computes every row, and samples for the rows that
@@ -91,7 +102,7 @@ class Runner:
                 if isinstance(change, DivideMagnitudes):
                     self._magnitudes = self._magnitudes or self.backend.magnitudes()
                     self._magnitudes.start(change.resident)
-        result = StepResult([], RunTimings(time.perf_counter() - began_s), [])
+        result = StepResult([], RunTimings(time.perf_counter() - began_s), [], [])
         left, ran_out = batch.rows, False
         while left:
             part, rest = self._limit.cut(left)
@@ -147,10 +158,11 @@ class Runner:
             sampled = self._sampler.sample(logits, sampling, argmax)
             if experts is not None:
                 self._keep_experts(rows, experts)
+            scores = list(score(self.backend.score(inputs)))
         timings = RunTimings(
             0.0,
             prepared_s - began_s,
             computed_s - prepared_s,
             time.perf_counter() - computed_s,
         )
-        return StepResult(sampled, timings, [])
+        return StepResult(sampled, timings, [], scores)

@@ -9,13 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inference_svc.core import SampledToken, SamplingParams, Sequence, TokenLogprobs
+from inference_svc.core import (
+    LogprobsMode,
+    SampledToken,
+    SamplingParams,
+    Sequence,
+    TokenLogprobs,
+)
 from inference_svc.engine.penalties import ban_ends, has_penalties, penalise
 from inference_svc.host.copies import to_device
 
@@ -98,6 +105,15 @@ class _Draws:
         return to_device(uniforms(self._seeds, positions)[:, None], self._device)
 
 
+class _Processed(NamedTuple):
+    """A row whose log probabilities are of what it was drawn from, and its place among those that
+    have any."""
+
+    place: int
+    row: int
+    sampling: SamplingParams
+
+
 class _Rows:
     """The sampling parameters of a batch, as tensors. Steps of the same sequences share them."""
 
@@ -110,6 +126,11 @@ class _Rows:
         self.limited = [(row, s) for row, s, p in rows if p.min_tokens > 0]
         self.penalised = [(row, s) for row, s, p in rows if has_penalties(p)]
         self.logprobs = [(row, p.logprobs) for row, _, p in rows if p.logprobs is not None]
+        self.processed = [
+            _Processed(place, row, sequences[row].request.sampling)
+            for place, (row, _) in enumerate(self.logprobs)
+            if sequences[row].request.sampling.logprobs_mode is LogprobsMode.PROCESSED
+        ]
         numbers = [row for row, _ in self.logprobs]
         self.logprob_rows = to_device(numbers, device) if numbers else None
         drawn = [(row, s, _is_cut(p)) for row, s, p in rows if p.temperature > 0]
@@ -130,8 +151,8 @@ class Sampler:
         self, logits: Tensor, sequences: list[Sequence], argmax: Tensor | None = None
     ) -> list[SampledToken]:
         """Returns one token per row of `logits` [N, vocab] fp32, for the N `sequences`; `argmax`
-        int64 [N] are the rows' largest, if known. May change both in place; logprobs are of the
-        model's own distribution, before any change."""
+        int64 [N] are the rows' largest, if known. May change both in place; raw logprobs are of
+        the model's own distribution, before any change."""
         if self._rows is None or self._rows.sequences != sequences:
             self._rows = _Rows(sequences, logits.device)
         rows, logprobs = self._rows, None
@@ -141,6 +162,8 @@ class Sampler:
             ban_ends(logits, rows.limited, self._eos_token_ids)
         if rows.penalised:
             penalise(logits, rows.penalised)
+        if logprobs is not None:
+            _process(logits, logprobs, rows.processed)
         if argmax is None or rows.limited or rows.penalised:
             argmax = self._argmax(logits)
         token_ids = self._choose(logits, argmax, rows)
@@ -217,6 +240,28 @@ def _draw_sorted(logits: Tensor, draws: _Draws, token_ids: Tensor) -> Tensor:
     return torch.cat(found)
 
 
+def _process(logits: Tensor, logprobs: Tensor, rows: list[_Processed]) -> None:
+    """Overwrites the log probabilities of rows by those of what they are drawn from: `logits` are
+    banned and penalised. Rows that are greedy are neither scaled nor cut."""
+    for start in range(0, len(rows), _SORTED_ROWS):
+        some = rows[start : start + _SORTED_ROWS]
+        places = to_device([each.place for each in some], logits.device)
+        temperatures = [[each.sampling.temperature or 1.0] for each in some]
+        scaled = logits[to_device([each.row for each in some], logits.device)]
+        scaled = scaled / to_device(temperatures, logits.device)
+        found = scaled.log_softmax(dim=-1)
+        params = [each.sampling if each.sampling.temperature else _UNCUT for each in some]
+        if any(map(_is_cut, params)):
+            values, order = found.sort(dim=-1, descending=True, stable=True)
+            kept = _truncate(values.exp(), _Limits.of(params, logits.device))
+            kept = (kept / kept.sum(dim=-1, keepdim=True)).log()
+            found = found.scatter(1, order, kept)
+        logprobs[places] = found
+
+
+_UNCUT = SamplingParams()
+
+
 def _truncate(probs: Tensor, limits: _Limits) -> Tensor:
     """`probs` [N, width], the first of each row in descending order, with 0 for what top_k, then
     top_p, then min_p cut. top_p counts from what top_k leaves."""
@@ -267,8 +312,9 @@ def _read(token_ids: Tensor, logprobs: Tensor | None, rows: _Rows) -> list[Sampl
     # A token that is OPEN is asked for again.
     own_ids = token_ids[rows.logprob_rows].clamp(min=0)
     own = logprobs.gather(1, own_ids.unsqueeze(1))
-    tokens, own_values, *found = _lists(
-        [token_ids, own, *(part for top in tops for part in (top.indices, top.values))]
+    ranks = (logprobs >= own).sum(dim=-1)
+    tokens, own_values, own_ranks, *found = _lists(
+        [token_ids, own, ranks, *(part for top in tops for part in (top.indices, top.values))]
     )
     sampled = [SampledToken(int(token)) for token in tokens]
     for place, (row, count) in enumerate(rows.logprobs):
@@ -276,7 +322,8 @@ def _read(token_ids: Tensor, logprobs: Tensor | None, rows: _Rows) -> list[Sampl
         ids, values = (part[place * width :][:width] for part in found[2 * index :][:2])
         top = tuple((int(i), value) for i, value in zip(ids, values, strict=True))
         token_id = sampled[row].token_id
-        sampled[row] = SampledToken(token_id, TokenLogprobs(token_id, own_values[place], top))
+        rank = int(own_ranks[place])
+        sampled[row] = SampledToken(token_id, TokenLogprobs(token_id, own_values[place], top, rank))
     return sampled
 
 

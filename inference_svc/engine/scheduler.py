@@ -7,12 +7,23 @@ delays another.
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass, field
+import enum
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from inference_svc.core import BASE_SLOT, Batch, BatchRow, Request, Sequence, SequenceState
+from inference_svc.core import (
+    BASE_SLOT,
+    AdapterVersion,
+    Batch,
+    BatchRow,
+    Request,
+    Sequence,
+    SequenceState,
+    VersionPolicy,
+)
 from inference_svc.engine.fair_queue import FairQueue
 from inference_svc.engine.pages import PagePool, activation_key, page_key, root_key
+from inference_svc.engine.siblings import Siblings
 from inference_svc.engine.step_limit import StepLimit
 from inference_svc.engine.throughput import PrefixMissRatio
 
@@ -34,6 +45,14 @@ class Limits:
         assert 0 < self.max_sequences <= self.max_batch_tokens
         assert self.max_prefill_chunk > 0
         assert self.fair_quantum > 0
+
+
+class Hold(enum.Enum):
+    """What does not run: nothing is held, no sequence starts, or none is computed."""
+
+    NOTHING = "nothing"
+    STARTS = "starts"
+    EVERYTHING = "everything"
 
 
 class AdapterView(Protocol):
@@ -59,17 +78,21 @@ def _rank(sequence: Sequence) -> tuple[int, int, float]:
 @dataclass
 class Scheduler:
     """`running` is in order of rank; all others are in `queue`, parked if their adapter is not
-    resident. `is_short`: in the last step pages were missing to start another sequence. The runner
-    lowers `step_limit` where the device's memory does not suffice for what is planned."""
+    resident, or held among `siblings`. `is_short`: in the last step pages were missing to start
+    another sequence. `num_moves` counts moves to newer versions. The runner lowers `step_limit`
+    where the device's memory does not suffice for what is planned."""
 
     limits: Limits
     pages: PagePool
     adapters: AdapterView
     queue: FairQueue = field(init=False)
     step_limit: StepLimit = field(init=False)
+    siblings: Siblings = field(default_factory=Siblings)
     running: list[Sequence] = field(default_factory=list)
     num_preemptions: int = 0
+    num_moves: int = 0
     is_short: bool = False
+    hold: Hold = Hold.NOTHING
     prefix_miss_ratio: PrefixMissRatio = field(default_factory=PrefixMissRatio)
 
     def __post_init__(self) -> None:
@@ -84,11 +107,20 @@ class Scheduler:
         """The number of sequences that `max_sequences` still allows to run."""
         return self.limits.max_sequences - len(self.running)
 
+    @property
+    def num_open(self) -> int:
+        """The number of sequences that run or wait."""
+        return len(self.running) + len(self.queue) + self.siblings.num_held
+
     def is_schedulable(self, digest: str) -> bool:
         """Whether a sequence of this adapter, "" for none, may start."""
         return not digest or self.adapters.is_schedulable(digest)
 
     def add(self, sequence: Sequence, now_s: float) -> None:
+        if not self.siblings.holds(sequence):
+            self._add(sequence, now_s)
+
+    def _add(self, sequence: Sequence, now_s: float) -> None:
         digest = sequence.request.digest
         if digest:
             sequence.adapter_wanted_s = now_s
@@ -123,6 +155,9 @@ class Scheduler:
 
     def remove(self, sequence: Sequence, *, expired: bool = False) -> None:
         """Removes a sequence from the queue or the running ones and releases all that it holds."""
+        if self.siblings.remove(sequence):
+            sequence.state = SequenceState.FINISHED
+            return
         digest = sequence.request.digest
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
@@ -147,10 +182,20 @@ class Scheduler:
         """Returns the next step's work, or None when there is none.
 
         Decodes always run; prefills share what is left of the token budget. When pages run out,
-        the last in rank is preempted.
+        the last in rank is preempted. Residency changes, whatever is held.
         """
         for digest in self.adapters.pop_ready():
             self._refresh(digest, now_s)
+        for sequence in self.siblings.pop_free():
+            self._add(sequence, now_s)
+        rows = [] if self.hold is Hold.EVERYTHING else self._rows(now_s)
+        changes = self.adapters.pop_changes()
+        if not rows and not changes:
+            return None
+        rows.sort(key=_place)
+        return Batch(tuple(rows), changes)
+
+    def _rows(self, now_s: float) -> list[BatchRow]:
         num_preemptions = self.num_preemptions
         grants = self._grants()
         rows: list[BatchRow] = []
@@ -163,13 +208,9 @@ class Scheduler:
             has_pages = end <= len(sequence.page_ids) * page_size
             if has_pages or self._add_pages(sequence, end, now_s):
                 rows.append(_row(sequence, num_tokens))
-        if num_preemptions == self.num_preemptions:
+        if num_preemptions == self.num_preemptions and self.hold is Hold.NOTHING:
             self._admit(rows, self._max_tokens - sum(grants.values()), now_s)
-        changes = self.adapters.pop_changes()
-        if not rows and not changes:
-            return None
-        rows.sort(key=_place)
-        return Batch(tuple(rows), changes)
+        return rows
 
     @property
     def _max_tokens(self) -> int:
@@ -222,15 +263,55 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, now_s: float) -> None:
         """Requeues a sequence, to be recomputed; the prefix cache may keep its pages."""
-        self.running.remove(sequence)
-        self._release(sequence)
-        sequence.num_computed = 0
-        sequence.state = SequenceState.WAITING
+        self._stop(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         if sequence.request.digest:
             self.adapters.add_waiter(sequence.request.digest, now_s, count=False)
         self._enqueue(sequence, now_s)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Takes a sequence from the running ones, so that it must be computed anew."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.num_computed = 0
+        sequence.has_led = False
+        sequence.state = SequenceState.WAITING
+        if sequence.version is not None and sequence.num_kept:
+            sequence.num_kept = 0
+            sequence.version = sequence.version._replace(num_kept=0)
+
+    def preempt_all(self, now_s: float) -> None:
+        """Requeues what runs, and forgets all prefixes: the contents of pages will be lost."""
+        while self.running:
+            self._preempt(self.running[-1], now_s)
+        self.pages.forget_prefixes()
+
+    def move(self, sequence: Sequence, label: str, digest: str, now_s: float) -> None:
+        """Moves a sequence to another version of its adapter, for which it has been a waiter. One
+        that runs must find it resident; unless it keeps its keys and values, it waits to be
+        computed anew. Those are kept that have led to a token, which says whose they are."""
+        policy = sequence.request.version_policy
+        is_running = sequence.state is SequenceState.RUNNING
+        keeps = policy is VersionPolicy.FOLLOW_KEEP and is_running and sequence.has_led
+        old_digest, is_held = sequence.request.digest, self.siblings.is_held(sequence)
+        request = replace(sequence.request, digest=digest, adapter=label)
+        if keeps:
+            slot = self.adapters.acquire(digest)
+            self.adapters.release(old_digest)
+            sequence.slot, sequence.num_kept = slot, sequence.num_computed
+        elif is_running:
+            self._stop(sequence)
+        elif is_held:
+            self.adapters.remove_waiter(digest)  # it waits for no adapter before it is queued
+        else:
+            self.queue.remove(sequence)
+            self.adapters.remove_waiter(old_digest)
+        sequence.request, sequence.page_hashes = request, []
+        sequence.version = AdapterVersion(label, digest, sequence.num_kept)
+        self.num_moves += 1
+        if not (keeps or is_held):
+            self._enqueue(sequence, now_s)
 
     def _admit(self, rows: list[BatchRow], budget: int, now_s: float) -> None:
         """Starts waiting sequences in order of service."""
@@ -279,9 +360,12 @@ class Scheduler:
 
     def _prefix_keys(self, sequence: Sequence) -> list[bytes]:
         """Returns the keys of the full pages of the known tokens but the last one, which must be
-        computed for its logits."""
+        computed for its logits; of a prompt that is still to be scored, of those behind which
+        nothing is."""
         size = self.pages.page_size
         full = (len(sequence.token_ids) - 1) // size
+        if sequence.num_scored < sequence.num_prompt:
+            full = min(full, (sequence.num_scored - 1) // size)
         extend_page_keys(sequence, full, size)
         return sequence.page_hashes[:full]
 
@@ -289,6 +373,7 @@ class Scheduler:
         """Asserts that queues, pages and states agree."""
         self.pages.check_integrity([s.page_ids for s in self.running])
         self.queue.check_integrity()
+        self.siblings.check_integrity()
         assert self.running == sorted(self.running, key=_rank)
         for sequence in self.queue:
             assert sequence.state is SequenceState.WAITING

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from inference_svc.core import Batch, FinishReason, SampledToken, Sequence
+from inference_svc.core import Batch, FinishReason, PackedLogprobs, SampledToken, Sequence
 from inference_svc.engine.messages import Output, Timings, Usage
 from inference_svc.engine.routed_pages import RoutedPages
 from inference_svc.engine.scheduler import Scheduler, extend_page_keys
+from inference_svc.engine.scorer import SequenceScores
 from servicekit.telemetry.histogram import Histogram
 
 
@@ -29,16 +30,28 @@ class Settler:
     routed: RoutedPages | None = None
     _settled_s: float = -math.inf
 
-    def settle(self, batch: Batch, sampled: list[SampledToken], now_s: float) -> list[Output]:
-        """Returns one output per row that sampled. `sampled` is in the order of those rows."""
+    def settle(
+        self,
+        batch: Batch,
+        sampled: list[SampledToken],
+        now_s: float,
+        scores: Iterable[SequenceScores] = (),
+    ) -> list[Output]:
+        """Returns one output per row that sampled or was scored. `sampled` is in the order of those
+        rows."""
         tokens = iter(sampled)
+        scored: dict[Sequence, list[PackedLogprobs]] = {}
+        for sequence, logprobs in scores:
+            scored.setdefault(sequence, []).append(logprobs)
+            sequence.num_scored = logprobs.first_position + logprobs.num_tokens
         outputs = []
         pages = self.scheduler.pages
         page_size = pages.page_size
-        before_s, self._settled_s, num_steady = self._settled_s, now_s, 0
+        before_s, self._settled_s, num_steady, num_sampled = self._settled_s, now_s, 0, 0
         for sequence, start, num_tokens, samples in batch.rows:
             end = sequence.num_computed = sequence.num_computed + num_tokens
-            if pages.caching and start // page_size < end // page_size:
+            is_filled = start // page_size < end // page_size
+            if is_filled and pages.caching and not sequence.num_kept:
                 self._publish_pages(sequence, start // page_size, end // page_size)
             if samples:
                 if sequence.last_token_s == before_s:
@@ -46,9 +59,21 @@ class Settler:
                 elif sequence.last_token_s is not None:
                     self.token_gaps.observe(now_s - sequence.last_token_s)
                 outputs.append(self._append(sequence, next(tokens), now_s))
+                num_sampled += bool(outputs[-1].token_ids)
+            found = scored.get(sequence) if scored else None
+            if found and samples:
+                outputs[-1] = outputs[-1]._replace(scores=tuple(found))
+            elif found:
+                outputs.append(
+                    Output(
+                        sequence.request.request_id,
+                        scores=tuple(found),
+                        version=sequence.version,
+                    )
+                )
         if num_steady:  # most of them: their last token came with the step before
             self.token_gaps.observe(now_s - before_s, num_steady)
-        self.num_sampled += len(outputs)
+        self.num_sampled += num_sampled
         return outputs
 
     def end(
@@ -68,6 +93,7 @@ class Settler:
             error=error,
             usage=_usage(sequence),
             timings=_timings(sequence, now_s),
+            version=sequence.version,
         )
 
     def _publish_pages(self, sequence: Sequence, first: int, end: int) -> None:
@@ -78,7 +104,12 @@ class Settler:
             pages.publish(sequence.page_ids[index], sequence.page_hashes[index])
 
     def _append(self, sequence: Sequence, token: SampledToken, now_s: float) -> Output:
+        if not sequence.num_output:
+            self.scheduler.siblings.computed(sequence)
+        if not sequence.request.sampling.max_tokens:  # its prompt is all that it was to compute
+            return self.end(sequence, now_s, reason=FinishReason.LENGTH)
         sequence.token_ids.append(token.token_id)
+        sequence.has_led = True
         sequence.last_token_s = now_s
         if sequence.first_token_s is None:
             sequence.first_token_s = now_s
@@ -89,7 +120,13 @@ class Settler:
             routed = self.routed.read(sequence, sequence.num_routed, sequence.num_computed)
             sequence.num_routed = sequence.num_computed
         if reason is None:
-            return Output(sequence.request.request_id, (token.token_id,), logprobs, routed=routed)
+            return Output(
+                sequence.request.request_id,
+                (token.token_id,),
+                logprobs,
+                routed=routed,
+                version=sequence.version,
+            )
         self.scheduler.remove(sequence)
         return Output(
             sequence.request.request_id,
@@ -99,6 +136,7 @@ class Settler:
             usage=_usage(sequence),
             timings=_timings(sequence, now_s),
             routed=routed,
+            version=sequence.version,
         )
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:

@@ -10,6 +10,7 @@ from inference_svc.adapters.eviction import EvictionReason
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.slots import Slots
 from inference_svc.core import parts_of
+from inference_svc.engine.life_cycle import LifeCycle, Sleep
 from inference_svc.engine.memory_budget import Budget
 from inference_svc.engine.runner import Runner
 from inference_svc.engine.scheduler import Scheduler
@@ -31,12 +32,13 @@ class Describe:
     budget: Budget
     times: StepTimes
     machine: str
+    life_cycle: LifeCycle
 
     def __call__(self) -> EngineStatus:
         scheduler = self.scheduler
         return EngineStatus(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.queue),
+            num_waiting=len(scheduler.queue) + scheduler.siblings.num_held,
             waiting_digests=_parts(scheduler.queue.digests()),
             running_digests=_parts({s.request.digest for s in scheduler.running}),
             memory=self._memory(),
@@ -52,6 +54,7 @@ class Describe:
             loads={
                 state.value: count for state, count in self.residency.loads.num_by_state.items()
             },
+            generation=self.life_cycle.state,
         )
 
     def _memory(self) -> dict[str, tuple[int, int]]:
@@ -95,6 +98,7 @@ class Describe:
             "preemptions": self.scheduler.num_preemptions,
             "step_out_of_memory": self.scheduler.step_limit.num_out_of_memory,
             "lora_steps": self.runner.backend.num_lora_steps,
+            "version_moves": self.scheduler.num_moves,
             "kv_page_evictions": self.scheduler.pages.num_evictions,
         }
 
@@ -103,6 +107,8 @@ class Describe:
         return {
             "requests_waiting_for_adapter": self.scheduler.queue.num_parked,
             "step_token_limit": self.scheduler.step_limit.tokens,
+            "generation_paused": self.life_cycle.is_paused,
+            "asleep": self.life_cycle.sleep is not Sleep.AWAKE,
             "kv_pages_used": pages.num_used,
             "kv_pages_known": pages.num_known,
             "kv_pages_capacity": pages.num_pages,

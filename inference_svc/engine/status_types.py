@@ -74,6 +74,7 @@ class EngineStatus:
     as "native avx512_bf16" or "torch", and `machine` on what.
     `counters`, `histograms` and `phases` are monotonic; `phases` are histograms by name and then by
     their label. `tiers` are "device" and perhaps "host"; `loads` counts adapters by state.
+    `generation` is "running", "paused" or "asleep".
     """
 
     num_running: int
@@ -91,6 +92,7 @@ class EngineStatus:
     gauges: dict[str, float] = field(default_factory=dict)
     tiers: dict[str, TierStatus] = field(default_factory=dict)
     loads: dict[str, int] = field(default_factory=dict)
+    generation: str = "running"
 
 
 @dataclass(frozen=True, slots=True)

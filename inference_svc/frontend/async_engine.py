@@ -23,7 +23,9 @@ from inference_svc.engine.messages import (
     Cancel,
     Command,
     Message,
+    Move,
     Output,
+    PauseMode,
     Reply,
     StepOutputs,
     StepTrace,
@@ -36,7 +38,7 @@ from inference_svc.engine.status_types import (
     ResidentAdapter,
 )
 from inference_svc.errors import DuplicateRequest, EngineFailed
-from inference_svc.frontend.output_stream import UNREAD_BYTES, Delta, Generation
+from inference_svc.frontend.output_stream import UNREAD_BYTES, Delta, Generation, scores_bytes
 from inference_svc.host.memory import resident_bytes
 from inference_svc.text.detokenizer import TokenDecoder
 from servicekit.errors import Draining, ServiceError
@@ -92,7 +94,7 @@ class AsyncEngine:
         self._observers: dict[str, RequestObserver] = {}
         self.on_spans: Callable[[tuple[Any, ...]], None] = lambda spans: None
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._running_ids: set[tuple[str, str]] = set()
+        self._engine_ids: dict[tuple[str, str], str] = {}
         self._numbers = itertools.count(1)
         self._draining = False
         self._idle = asyncio.Event()
@@ -107,7 +109,7 @@ class AsyncEngine:
     @property
     def num_requests(self) -> int:
         """The number of requests that run or wait."""
-        return len(self._running_ids)
+        return len(self._engine_ids)
 
     async def generate(
         self,
@@ -127,16 +129,18 @@ class AsyncEngine:
         """
         own_id = tenant, request.request_id
         self._admit(own_id)
+        # What comes of a whole prompt is reserved before anything is computed.
         least_bytes = UNREAD_BYTES
-        if request.return_routed_experts:  # reserved before anything is computed
+        if request.return_routed_experts:
             least_bytes += self._routed_token_bytes * len(request.prompt_token_ids)
+        least_bytes += scores_bytes(request)
         place = self._unread_bytes.reserve(account, least_bytes)
         # An id of our own: the caller's is free again as soon as it has left, while the engine may
         # still have outputs for it.
         engine_id = f"{request.request_id}#{next(self._numbers)}"
         generation = Generation(request, decoder or self._decoder, place)
         self._generations[engine_id] = generation
-        self._running_ids.add(own_id)
+        self._engine_ids[own_id] = engine_id
         self._idle.clear()
         if observer is not None:
             self._observers[engine_id] = observer
@@ -150,16 +154,23 @@ class AsyncEngine:
                     return
         finally:
             place.release()
-            self._running_ids.discard(own_id)
-            if not self._running_ids:
+            del self._engine_ids[own_id]
+            if not self._engine_ids:
                 self._idle.set()
             if self._generations.pop(engine_id, None) is not None:
                 self._engine.send(Cancel(engine_id))
 
+    def move(self, tenant: str, request_id: str, digest: str, adapter: str) -> None:
+        """Lets a request go on with this version of its adapter, which errors call `adapter`, as
+        soon as it is resident; does nothing for one that does not run."""
+        engine_id = self._engine_ids.get((tenant, request_id))
+        if engine_id is not None:
+            self._engine.send(Move(engine_id, digest, adapter))
+
     def _admit(self, own_id: tuple[str, str]) -> None:
         """Raises the error of a request that cannot start."""
         self._check_serving()
-        if own_id in self._running_ids:
+        if own_id in self._engine_ids:
             raise DuplicateRequest(
                 f"a request with id {own_id[1]!r} is running", subject="request_id"
             )
@@ -189,10 +200,9 @@ class AsyncEngine:
     async def unpin(self, digest: str) -> ResidentAdapter:
         return await self._call(Command.UNPIN, digest)
 
-    async def reset_prefix_cache(self) -> int:
-        """Returns how many pages a later prompt could have shared."""
-        num_pages: int = await self._call(Command.RESET_PREFIX_CACHE)
-        return num_pages
+    async def reset_prefix_cache(self) -> None:
+        """Later prompts share nothing with earlier ones."""
+        await self._call(Command.RESET_PREFIX_CACHE)
 
     async def list_resident(self, limit: int = 0) -> tuple[ResidentAdapter, ...]:
         """Returns all, or at most `limit`; see `messages.Call`."""
@@ -217,6 +227,28 @@ class AsyncEngine:
         details = await self._call(Command.INSPECT_ADAPTER, digest, adapter=adapter)
         return details
 
+    async def pause(self, mode: PauseMode, resume_after_s: float = 0.0) -> int:
+        """Returns how many requests are held, once nothing is computed; 0 s: until `resume`. Raises
+        NotPaused if generation is resumed before."""
+        held: int
+        held = await self._call(Command.PAUSE, pause_mode=mode, timeout_s=resume_after_s)
+        return held
+
+    async def resume(self) -> None:
+        """Does nothing if generation is not paused. Raises Asleep."""
+        await self._call(Command.RESUME)
+
+    async def sleep(self, *, frees_weights: bool) -> int:
+        """Returns the bytes that were freed. Raises Asleep while the engine wakes up, and NotPaused
+        if it is woken before it sleeps."""
+        freed_bytes: int = await self._call(Command.SLEEP, frees_weights=frees_weights)
+        return freed_bytes
+
+    async def wake(self) -> float:
+        """Returns the seconds that it took; 0 if the engine did not sleep. Raises CannotWake."""
+        seconds: float = await self._call(Command.WAKE)
+        return seconds
+
     async def profile(self, num_steps: int, timeout_s: float) -> StepTrace:
         """Returns a trace whose file the caller removes. Cancelling it ends the trace. Raises
         ProfileRunning, NoSteps."""
@@ -224,18 +256,13 @@ class AsyncEngine:
         return trace
 
     async def _call(
-        self,
-        command: Command,
-        digest: str = "",
-        pin: bool = False,
-        limit: int = 0,
-        timeout_s: float = 0.0,
-        adapter: str = "",
+        self, command: Command, digest: str = "", pin: bool = False, **fields: Any
     ) -> Any:
+        """`fields` are further ones of the Call."""
         self._check_engine()
         span = spans.current_sampled() if command is Command.LOAD else None
         trace = None if span is None else span.context
-        call = Call(next(self._numbers), command, digest, pin, limit, timeout_s, trace, adapter)
+        call = Call(next(self._numbers), command, digest, pin, trace=trace, **fields)
         future: asyncio.Future[Any] = self._loop.create_future()
         self._calls[call.call_id] = future
         self._engine.send(call)

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from inference_svc.core import FinishReason, Request, RoutedExperts, TokenLogprobs
+from inference_svc.core import (
+    AdapterVersion,
+    FinishReason,
+    PackedLogprobs,
+    Request,
+    RoutedExperts,
+    TokenLogprobs,
+    packed_token_bytes,
+)
 from inference_svc.engine.messages import Output, Timings, Usage
 from inference_svc.text.detokenizer import Detokenizer, TokenDecoder
 from inference_svc.text.stop import StopMatcher
@@ -14,14 +24,26 @@ from servicekit.shares import Reservation
 
 UNREAD_BYTES = 16 << 10
 """What an answer takes at least of its account's share, and by which it grows."""
-TOKEN_BYTES, LOGPROB_BYTES, ROUTED_BYTES = 64, 128, 192
-"""About what one takes in memory, as objects; of experts in addition to their numbers."""
+TOKEN_BYTES, LOGPROB_BYTES, ROUTED_BYTES, PACKED_BYTES = 64, 128, 192, 1024
+DELTA_BYTES = 512
+"""About what one takes in memory, as objects; of experts, and of packed log probabilities, in
+addition to their numbers."""
+
+
+def scores_bytes(request: Request) -> int:
+    """Returns what the log probabilities of a request's prompt take."""
+    top_k = request.sampling.prompt_logprobs
+    if top_k is None:
+        return 0
+    return PACKED_BYTES + packed_token_bytes(top_k) * len(request.prompt_token_ids)
 
 
 @dataclass(slots=True)
 class Delta:
     """The output since the previous delta; finish reason, usage and timings are in the last one.
-    `routed` are the experts of tokens that follow one another."""
+    `routed` are the experts of tokens that follow one another, `scores` the log probabilities of
+    tokens of the prompt. `echoed_ids` are the prompt's tokens, whose text comes first. `version`
+    has made all of its tokens; None: that which the request began with."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -30,12 +52,16 @@ class Delta:
     usage: Usage | None = None
     timings: Timings | None = None
     routed: list[RoutedExperts] = field(default_factory=list)
+    version: AdapterVersion | None = None
+    scores: list[PackedLogprobs] = field(default_factory=list)
+    echoed_ids: Sequence[int] = ()
 
 
 class Generation:
-    """Detokenises, ends at stop strings, and keeps what has not been read yet as one delta. That
-    and the delta before, which is being sent, take what they need of `place`, which keeps what was
-    reserved at first: if there is no more of it, the request ends with ShareExceeded.
+    """Detokenises, ends at stop strings, and keeps what has not been read yet as one delta for each
+    version of the adapter. These and the delta before, which is being sent, take what they need of
+    `place`, which keeps what was reserved at first: if there is no more of it, the request ends
+    with ShareExceeded.
 
     A stop string ends the request here, but the last delta waits for the engine's usage and
     timings, which follow the Cancel within a step.
@@ -45,6 +71,7 @@ class Generation:
         self._place = place
         self._least_bytes = place.amount
         self._unread_bytes = self._sending_bytes = 0
+        self._earlier: deque[Delta] = deque()
         self._min_tokens = request.sampling.min_tokens
         self._detokenizer = Detokenizer(decoder)
         self._stop = StopMatcher(request.sampling.stop)
@@ -55,12 +82,15 @@ class Generation:
         self._has_delta = asyncio.Event()
 
     async def next_delta(self) -> Delta:
-        """Returns everything since the last call; waits until there is something."""
+        """Returns everything since the last call that one version has made; waits until there is
+        something."""
         await self._has_delta.wait()
-        self._has_delta.clear()
         if self._error is not None:
             raise self._error
-        delta, self._delta = self._delta, Delta()
+        if self._earlier:
+            return self._earlier.popleft()
+        self._has_delta.clear()
+        delta, self._delta = self._delta, Delta(version=self._delta.version)
         self._sending_bytes, self._unread_bytes = self._unread_bytes, 0
         self._place.shrink(max(self._least_bytes, self._sending_bytes))
         return delta
@@ -74,12 +104,13 @@ class Generation:
             self.fail(output.error)
             return False
         was_stopped = self._stopped
-        if output.token_ids and not was_stopped:
+        if (output.token_ids or output.scores) and not was_stopped:
             try:
                 self._count(output)
             except ShareExceeded as error:
                 self.fail(error)
                 return True
+            self._set_version(output)
             self._add_tokens(output)
             self._has_delta.set()
         if output.finish_reason is not None:
@@ -90,15 +121,28 @@ class Generation:
     def fail(self, error: Exception) -> None:
         """Ends the request: the next read raises."""
         self._error = error
+        self._earlier.clear()
         self._delta = Delta()
         self._has_delta.set()
+
+    def _set_version(self, output: Output) -> None:
+        """Begins another delta where the next tokens are of another version."""
+        if output.version != self._delta.version:
+            if self._delta.token_ids or self._delta.scores:
+                self._earlier.append(self._delta)
+                self._delta = Delta()
+            self._delta.version = output.version
 
     def _count(self, output: Output) -> None:
         """Takes the memory of an output. Raises ShareExceeded."""
         self._unread_bytes += TOKEN_BYTES * len(output.token_ids)
+        if output.version != self._delta.version:
+            self._unread_bytes += DELTA_BYTES
         if output.logprobs:
             num_logprobs = sum(1 + len(each.top) for each in output.logprobs)
             self._unread_bytes += LOGPROB_BYTES * num_logprobs
+        for scores in output.scores:
+            self._unread_bytes += PACKED_BYTES + scores.num_tokens * scores.token_bytes
         if output.routed is not None:
             self._unread_bytes += ROUTED_BYTES + len(output.routed.experts)
         missing = self._unread_bytes + self._sending_bytes - self._place.amount
@@ -110,6 +154,7 @@ class Generation:
         delta = self._delta
         if output.routed is not None:
             delta.routed.append(output.routed)
+        delta.scores += output.scores
         # The token that the engine stopped at is not part of the text.
         is_end = output.finish_reason is FinishReason.STOP
         num_shown = len(output.token_ids) - is_end

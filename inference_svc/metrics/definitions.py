@@ -72,8 +72,13 @@ REQUESTS = (
         "requests_waiting_for_adapter", "Requests in the queue whose adapter is not resident."
     ),
     _OWN.counter(
-        "preemptions", "Requests returned to the queue because the KV cache ran out of pages."
+        "preemptions",
+        "Requests returned to the queue because the KV cache ran out of pages, or the server went "
+        "to sleep.",
     ),
+    _OWN.counter("version_moves", "Moves of requests to a newer version of their adapter."),
+    _OWN.gauge("generation_paused", "1 while generation is paused."),
+    _OWN.gauge("asleep", "1 while the server's memory is freed, and until it is awake again."),
 )
 
 _BY_ADAPTER = (

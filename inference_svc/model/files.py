@@ -46,6 +46,13 @@ def weight_files(model_dir: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
+def weight_stamps(model_dir: Path) -> dict[Path, tuple[int, int, int]]:
+    """Returns the inode, size and time of change in nanoseconds of each of `weight_files`, which
+    differ once it is written or replaced. Raises OSError for one that is not there."""
+    stats = {path: path.stat() for path in weight_files(model_dir)}
+    return {path: (each.st_ino, each.st_size, each.st_mtime_ns) for path, each in stats.items()}
+
+
 def missing_files(model_dir: Path, *, has_tokenizer: bool = True) -> list[str]:
     """Returns the names of the files without which nothing can be served and that are not there;
     a server may do without a tokenizer. Raises UnsupportedModel like `weight_files`."""

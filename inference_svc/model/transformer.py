@@ -8,7 +8,7 @@ device, and its definition in torch on a CPU.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +96,7 @@ class _Step:
 
 
 @dataclass(slots=True)
-class _Stream:
+class Stream:
     """The residual stream [T, hidden_size]. `delta` is what is still to be added to it, times
     `delta_scale`, and `sum_scale` what their sum is multiplied by: the next norm does it along."""
 
@@ -138,7 +138,19 @@ class Transformer:
         choices: Tensor | None = None,
     ) -> Tensor:
         """Computes one step; returns logits [len(inputs.logit_rows), vocab_size] in the model's
-        dtype, an inference tensor.
+        dtype, an inference tensor. See `layers`."""
+        last = self.layers(inputs, kv_caches, lora, choices)
+        return self.logits(last, inputs.logit_rows, lora)
+
+    @torch.inference_mode()
+    def layers(
+        self,
+        inputs: StepInputs,
+        kv_caches: KVCaches,
+        lora: Lora | None = None,
+        choices: Tensor | None = None,
+    ) -> Stream:
+        """Computes one step up to the last norm, of all tokens.
 
         Writes the step's keys and values to the cells of `inputs.attention`; what each token
         attends to must be in the cache already, or be computed in this step. Without `lora` no
@@ -162,10 +174,10 @@ class Transformer:
         order = lora.order_tokens() if lora is not None and has_experts else None
         found = self._choices_by_layer(choices)
         step = _Step(inputs, rotations, kv_caches, lora, layer_inputs, q_scales, order, found)
-        stream = _Stream(hidden)
+        stream = Stream(hidden)
         for index, block in enumerate(self.description.blocks):
             self._block(index, block, stream, step)
-        return self._logits(stream, step)
+        return stream
 
     def _choices_by_layer(self, choices: Tensor | None) -> Mapping[int, Tensor]:
         experts = self.description.expert_layers
@@ -173,7 +185,7 @@ class Transformer:
             return {}
         return dict(zip(experts.layers, choices, strict=True))
 
-    def _block(self, index: int, block: Block, stream: _Stream, step: _Step) -> None:
+    def _block(self, index: int, block: Block, stream: Stream, step: _Step) -> None:
         weights, scale = self.weights.blocks[index], block.residual_scale
 
         def own(norm: Norm | None, weight: NormWeight | None) -> NormWeight | None:
@@ -363,13 +375,15 @@ class Transformer:
         del gate, up
         return project(weights.down, experts.down, gated), pairs
 
-    def _logits(self, stream: _Stream, step: _Step) -> Tensor:
-        """Logits of the rows that sample."""
-        head, lora = self.description.head, step.lora
+    @torch.inference_mode()
+    def logits(self, last: Stream, rows: Tensor, lora: Lora | None) -> Tensor:
+        """Returns logits, in the model's dtype, of these rows of a step's tokens, int64 [N]. The
+        `lora`'s head is of these rows."""
+        head = self.description.head
         norm = self.weights.norm
         if lora is not None:
             norm = lora.norm(self.description.final_norm.module, norm, samples_only=True)
-        normed = stream.normed(norm, step.inputs.logit_rows)
+        normed = replace(last).normed(norm, rows)
         logits = self.weights.head(normed)
         if lora is None:
             return bound_logits(logits, head.scale, head.softcap)

@@ -118,10 +118,11 @@ class Directory:
     Entries are valid while the watch is live, because the watch removes what changes. While the
     store is unreachable they keep resolving for `name_ttl_s` from when they were last valid.
     `layout_id` is set once the store has accepted the layout. `on_repointed` is called with the old
-    and the new digest when a name in use here moves, `on_superseded` with a digest that no name in
-    use here points to any more (True), or that is used again (False), `on_lookup` with the seconds
-    that a caller waited for the store's answer. `has_left` is set before this server ends its watch
-    on purpose.
+    and the new digest when a name in use here moves, `on_moved` with any name that points to
+    something else from a revision on, "" for perhaps all of them, `on_superseded` with a digest
+    that no name in use here points to any more (True), or that is used again (False), `on_lookup`
+    with the seconds that a caller waited for the store's answer. `has_left` is set before this
+    server ends its watch on purpose.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class Directory:
         self.revision = 0
         self.has_left = False
         self.on_repointed: Callable[[str, str], None] = lambda old_digest, new_digest: None
+        self.on_moved: Callable[[str, int], None] = lambda name, revision: None
         self.on_superseded: Callable[[str, bool], None] = lambda digest, is_superseded: None
         self.on_lookup: Callable[[float], None] = lambda seconds: None
         self._catalog = catalog
@@ -385,6 +387,8 @@ class Directory:
             self._move(event)
             self._owners.mark_stale(event.name, self._clock())
             self._changed_at[event.name] = event.revision
+            if event.digest:
+                self.on_moved(event.name, event.revision)
 
     def _move(self, event: NameEvent) -> None:
         """Forgets what a name points to, and what that was if it is in use here: then it looks up
@@ -418,3 +422,4 @@ class Directory:
         self._changed_at.clear()
         self._reset_at = revision
         self.revision = revision
+        self.on_moved("", revision)

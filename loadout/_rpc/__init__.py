@@ -2,6 +2,7 @@
 
 calls         one function per RPC: its request, its conversion, whether it may be repeated
 convert       the contract's messages to the client's types
+arrays        the client's types of arrays: bytes as the server has sent them
 status        gRPC's errors to the client's
 unreachable   why a service cannot be reached, and what to do
 channel       the channels to both services, and the route of each call

@@ -225,6 +225,9 @@ def generate(
     sampling: Mapping[str, Any],
     adapters: Adapters = (),
     return_routed_experts: bool = False,
+    echo: bool = False,
+    packed_logprobs: bool = False,
+    n: int = 1,
 ) -> StreamCall[types.Chunk]:
     parts = [part if isinstance(part, tuple) else (part, 1.0) for part in adapters]
     request = build(
@@ -237,6 +240,9 @@ def generate(
         cache_salt=cache_salt,
         sampling=_sampling(sampling),
         return_routed_experts=return_routed_experts,
+        echo=echo,
+        packed_logprobs=packed_logprobs,
+        n=0 if n == 1 else n,
         **_prompt(prompt),
     )
     # A generation cannot be continued elsewhere: only an unanswered request is sent again.
@@ -284,9 +290,23 @@ def _sampling(values: Mapping[str, Any]) -> inference_pb.SamplingParams:
     given = {name: value for name, value in values.items() if value is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
+    if "logprobs_mode" in given:
+        given["logprobs_mode"] = _logprobs_mode(given["logprobs_mode"])
     return cast(
         inference_pb.SamplingParams, build(inference_pb.SamplingParams, "sampling", **given)
     )
+
+
+def _logprobs_mode(name: str) -> int:
+    """Raises InvalidArgument."""
+    found = next((number for number, each in convert.LOGPROBS_MODES.items() if each == name), None)
+    if found is None:
+        raise InvalidArgument(
+            f"sampling.logprobs_mode must be raw or processed, not {str(name)[:32]}",
+            code="INVALID_ARGUMENT",
+            subject="sampling.logprobs_mode",
+        )
+    return found
 
 
 def load(ref: str, pin: bool) -> Call[types.ResidentAdapter]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Literal
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -62,6 +63,10 @@ FINISH_REASONS = {
     inference_pb.FINISH_REASON_STOP: types.FinishReason.STOP,
     inference_pb.FINISH_REASON_LENGTH: types.FinishReason.LENGTH,
     inference_pb.FINISH_REASON_ABORTED: types.FinishReason.ABORTED,
+}
+LOGPROBS_MODES: dict[int, Literal["raw", "processed"]] = {
+    inference_pb.LOGPROBS_MODE_RAW: "raw",
+    inference_pb.LOGPROBS_MODE_PROCESSED: "processed",
 }
 TIERS = {
     inference_pb.ADAPTER_TIER_DEVICE: types.AdapterTier.DEVICE,
@@ -245,7 +250,57 @@ def chunk(message: inference_pb.GenerateResponse) -> types.Chunk:
         routed_experts=(
             _routed_experts(message.routed_experts) if message.HasField("routed_experts") else None
         ),
+        index=message.index,
+        packed_logprobs=_packed(message, "packed_logprobs"),
+        prompt_logprobs=_packed(message, "prompt_logprobs"),
     )
+
+
+def _packed(response: inference_pb.GenerateResponse, field: str) -> types.PackedLogprobs | None:
+    if not response.HasField(field):
+        return None
+    message: inference_pb.PackedLogprobs = getattr(response, field)
+    return _packed_of(
+        *(message.first_position, message.num_tokens, message.top_k),
+        *(message.token_ids, message.logprobs, message.ranks),
+        *(message.top_token_ids, message.top_logprobs),
+    )
+
+
+def _packed_of(
+    first_position: int,
+    num_tokens: int,
+    top_k: int,
+    token_ids: bytes,
+    logprobs: bytes,
+    ranks: bytes,
+    top_token_ids: bytes,
+    top_logprobs: bytes,
+) -> types.PackedLogprobs:
+    # A view without elements has one dimension: memoryviews know no others.
+    ids, values = memoryview(top_token_ids).cast("i"), memoryview(top_logprobs).cast("f")
+    if top_token_ids:
+        shape = num_tokens, top_k
+        ids, values = ids.cast("B").cast("i", shape), values.cast("B").cast("f", shape)
+    return types.PackedLogprobs(
+        *(first_position, num_tokens, top_k),
+        token_ids=memoryview(token_ids).cast("i"),
+        logprobs=memoryview(logprobs).cast("f"),
+        ranks=memoryview(ranks).cast("i"),
+        top_token_ids=ids,
+        top_logprobs=values,
+    )
+
+
+def _joined_packed(parts: Iterable[types.PackedLogprobs | None]) -> types.PackedLogprobs | None:
+    """Joins those of neighbouring tokens, in order."""
+    found = [part for part in parts if part is not None]
+    if len(found) < 2:
+        return found[0] if found else None
+    names = ("token_ids", "logprobs", "ranks", "top_token_ids", "top_logprobs")
+    arrays = (b"".join(getattr(part, name).tobytes() for part in found) for name in names)
+    num_tokens = sum(part.num_tokens for part in found)
+    return _packed_of(found[0].first_position, num_tokens, found[0].top_k, *arrays)
 
 
 def _routed_experts(message: inference_pb.RoutedExperts) -> types.RoutedExperts:
@@ -299,7 +354,18 @@ def completion(chunks: Iterable[types.Chunk]) -> types.Completion | None:
         timings=last.timings,
         adapters=last.adapters,
         routed_experts=_joined([each.routed_experts for each in pieces if each.routed_experts]),
+        packed_logprobs=_joined_packed(each.packed_logprobs for each in pieces),
+        prompt_logprobs=_joined_packed(each.prompt_logprobs for each in pieces),
     )
+
+
+def completions(chunks: Iterable[types.Chunk], count: int) -> tuple[types.Completion, ...] | None:
+    """Joins the chunks of so many answers; None if a last one is missing."""
+    pieces = list(chunks)
+    found = [
+        completion(piece for piece in pieces if piece.index == index) for index in range(count)
+    ]
+    return None if None in found else tuple(each for each in found if each is not None)
 
 
 def _joined(parts: Sequence[types.RoutedExperts]) -> types.RoutedExperts | None:
@@ -418,7 +484,8 @@ def _sampling_defaults(
         return None
     defaults = message.sampling_defaults
     return types.SamplingDefaults(
-        float(f"{defaults.temperature:.6g}"), defaults.top_k, float(f"{defaults.top_p:.6g}")
+        *(float(f"{defaults.temperature:.6g}"), defaults.top_k, float(f"{defaults.top_p:.6g}")),
+        logprobs_mode=LOGPROBS_MODES.get(defaults.logprobs_mode, "raw"),
     )
 
 

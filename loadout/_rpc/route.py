@@ -10,7 +10,7 @@ from loadout._routing.fleet import Fleet, ReplicaChannel
 from loadout._routing.metadata import ADAPTER_HEADER
 from loadout._rpc import status
 from loadout.errors import LoadoutError, ResourceExhausted, StreamLost
-from loadout.retry import DRAINING, ENGINE_FAILED, Attempts
+from loadout.retry import GONE, Attempts
 from loadout.security import Security
 
 Headers = tuple[tuple[str, str], ...]
@@ -119,7 +119,7 @@ class Routed:
         self.done(trailers)
         if channel is None:
             return False
-        if isinstance(failure, StreamLost) or failure.reason in (DRAINING, ENGINE_FAILED):
+        if isinstance(failure, StreamLost) or failure.reason in GONE:
             self._fleet.replicas.mark_failed(channel.address)
         elif not isinstance(failure, ResourceExhausted):
             return False

@@ -27,7 +27,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 CONTROL_SECONDS = 30.0
 
 
-class PolicyClient(VLLMClient):  # type: ignore[misc]
+class PolicyClient(VLLMClient):
     """What AsyncGRPOTrainer publishes its policies by. A policy is ephemeral: it is gone `ttl_s`
     after its registration, at the latest with the store, and before that when TRL unloads it."""
 
@@ -91,12 +91,14 @@ class PolicyClient(VLLMClient):  # type: ignore[misc]
         """Does nothing, see `pause`."""
 
     def _get(self, path: str) -> Any:
-        response = requests.get(self._urls[0] + path, headers=self._headers, timeout=CONTROL_SECONDS)
+        response = requests.get(
+            self._urls[0] + path, headers=self._headers, timeout=CONTROL_SECONDS
+        )
         response.raise_for_status()
         return response.json()
 
 
-class RolloutLoop(trl_worker._AsyncRolloutLoop):  # type: ignore[misc]
+class RolloutLoop(trl_worker._AsyncRolloutLoop):
     """TRL's loop of rollouts, each request of which goes to the next replica."""
 
     def __init__(self, *, urls: Sequence[str], token: str | None, **fields: Any) -> None:
@@ -120,7 +122,7 @@ class RolloutLoop(trl_worker._AsyncRolloutLoop):  # type: ignore[misc]
         return await self._retry(post, label=f"POST {path}", max_attempts=max_retries)
 
 
-class RolloutWorker(trl_worker.AsyncRolloutWorker):  # type: ignore[misc]
+class RolloutWorker(trl_worker.AsyncRolloutWorker):
     """TRL's process of rollouts, with a RolloutLoop."""
 
     _loop_cls = RolloutLoop
@@ -138,7 +140,7 @@ class RolloutWorker(trl_worker.AsyncRolloutWorker):  # type: ignore[misc]
         self._loop_kwargs |= fields
 
 
-class AsyncGRPOTrainer(TrlTrainer):  # type: ignore[misc]
+class AsyncGRPOTrainer(TrlTrainer):
     """TRL's AsyncGRPOTrainer, whose policies the replicas at `urls` sample from.
 
     `client` knows the store and the same replicas, by their gRPC addresses. `policy` is what the

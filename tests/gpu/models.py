@@ -295,7 +295,7 @@ class Model:
 
     def plain(self, max_added_tokens: int = 0) -> TorchBackend:
         targets = applied_targets(self.arena.layout, (), max_added_tokens)
-        return TorchBackend(self.transformer, self.caches(), self.arena, targets)
+        return TorchBackend(self.transformer, self.caches(), self.arena, targets, MAX_ROWS)
 
     def fixed(
         self,
@@ -393,12 +393,15 @@ class Eager:
         self._compute()
 
 
-def _sequence(length: int, first_page: int, slot: int, first_token: int) -> core.Sequence:
+def _sequence(
+    length: int, first_page: int, slot: int, first_token: int, prompt_logprobs: int | None = None
+) -> core.Sequence:
     tokens = tuple((7 * index + 3 * first_page) % 64 for index in range(length))
     if slot == ROWS_SLOT and first_token:
         tokens = (first_token, *tokens[1:])
     request = core.Request(
-        *(f"{first_page}", tokens, core.SamplingParams()), return_routed_experts=True
+        *(f"{first_page}", tokens, core.SamplingParams(prompt_logprobs=prompt_logprobs)),
+        return_routed_experts=True,
     )
     made = core.Sequence(request)
     made.page_ids = [first_page + page for page in range(-(-length // PAGE_SIZE))]
@@ -406,12 +409,14 @@ def _sequence(length: int, first_page: int, slot: int, first_token: int) -> core
     return made
 
 
-def steps(slots: list[int], first_token: int = 0) -> list[core.Batch]:
+def steps(
+    slots: list[int], first_token: int = 0, prompt_logprobs: int | None = None
+) -> list[core.Batch]:
     """A prompt in two parts beside others, then decodes of all, of some, and of one. Prompts for
     the adapter that may add tokens begin with `first_token`, if there is one."""
     lengths = [50, 9, 1, 22, 5]
     sequences = [
-        _sequence(length, 15 * bool(index) + 8 * index, slot, first_token)
+        _sequence(length, 15 * bool(index) + 8 * index, slot, first_token, prompt_logprobs)
         for index, (length, slot) in enumerate(zip(lengths, slots, strict=True))
     ]
     long, *others = sequences
@@ -436,6 +441,19 @@ def run(backend: CudaBackend | TorchBackend, batches: list[core.Batch]) -> list[
     for batch in batches:
         made = backend.forward(backend.prepare(batch))
         found.append(Logits(*(None if each is None else each.clone() for each in made)))
+    return found
+
+
+@torch.inference_mode()
+def run_scored(backend: CudaBackend | TorchBackend, batches: list[core.Batch]) -> list[Logits]:
+    """What scores the prompts of each batch."""
+    found = []
+    for batch in batches:
+        inputs = backend.prepare(batch)
+        backend.forward(inputs)
+        slices = [made.logits.clone() for made in backend.score(inputs)]
+        assert all(len(made) <= MAX_ROWS for made in slices)
+        found.append(Logits(torch.cat(slices)))
     return found
 
 

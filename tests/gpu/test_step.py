@@ -19,6 +19,7 @@ from tests.gpu.models import (
     assert_close,
     make_decoder,
     run,
+    run_scored,
     steps,
 )
 
@@ -59,8 +60,11 @@ def check_equal(tmp_path, device, on_device):
             record = CudaRecorder() if is_cuda else Eager
             backend = there.fixed(record, is_warm=is_cuda, max_added_tokens=num_added)
             got = run(backend, steps(slots, first_token)[:num_steps])
+            scored = run_scored(backend, steps(slots, first_token, 1)[:NUM_PROMPTS])
         looser = LOOSER.get(feature.partition(",")[0], 1) if dtype != torch.float32 else 1
         assert_close(wanted, got, TOLERANCES[dtype] * looser)
+        prompts = run_scored(host.plain(num_added), steps(slots, first_token, 1)[:NUM_PROMPTS])
+        assert_close(prompts, scored, TOLERANCES[dtype] * looser)
         assert backend.num_replays == num_steps - NUM_PROMPTS
 
     return check

@@ -294,7 +294,7 @@ class FakeEngine:
             return Reply(call.call_id, status)
         if call.command is Command.RESET_PREFIX_CACHE:
             self.num_resets += 1
-            return Reply(call.call_id, 3)
+            return Reply(call.call_id)
         if call.command is Command.LIST_RESIDENT:
             return Reply(call.call_id, tuple(self.resident.values())[: call.limit or None])
         if call.command is Command.LOAD:

@@ -53,6 +53,11 @@ ALLOWED = {
     # What tells of all tenants is for who is for all.
     "GetDebugInfo": {"root"},
     "ProfileSteps": {"root"},
+    # And what every tenant's requests feel.
+    "PauseGeneration": {"root"},
+    "ResumeGeneration": {"root"},
+    "Sleep": {"root"},
+    "Wake": {"root"},
 }
 SUBJECTS = ["base", "own name", "own digest", "other name", "other digest"]
 
@@ -135,6 +140,24 @@ def profile_steps(stub: Any, ref: str) -> None:
             raise
 
 
+def pause(stub: Any, ref: str) -> None:
+    stub.PauseGeneration(pb.PauseGenerationRequest(), timeout=60)
+    resume(stub, ref)
+
+
+def resume(stub: Any, ref: str) -> None:
+    stub.ResumeGeneration(pb.ResumeGenerationRequest(), timeout=60)
+
+
+def sleep(stub: Any, ref: str) -> None:
+    stub.Sleep(pb.SleepRequest(), timeout=60)
+    wake(stub, ref)
+
+
+def wake(stub: Any, ref: str) -> None:
+    stub.Wake(pb.WakeRequest(), timeout=60)
+
+
 ABOUT: dict[str, Callable[[Any, str], Any]] = {
     "Generate": generate,
     "InspectAdapter": inspect,
@@ -148,6 +171,10 @@ ASK = ABOUT | {
     "GetServerInfo": get_server_info,
     "GetDebugInfo": get_debug_info,
     "ProfileSteps": profile_steps,
+    "PauseGeneration": pause,
+    "ResumeGeneration": resume,
+    "Sleep": sleep,
+    "Wake": wake,
 }
 
 

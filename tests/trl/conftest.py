@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -116,9 +116,8 @@ def cpu_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
         assert causal
         assert window_size == (-1, -1)
         parts = []
-        ends = zip(*(c.tolist() for c in (cu_seqlens_q, cu_seqlens_k)), strict=True)
-        spans = list(ends)
-        for (q0, k0), (q1, k1) in zip(spans, spans[1:], strict=False):
+        ends = zip(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), strict=True)
+        for (q0, k0), (q1, k1) in pairwise(ends):
             q, k, v = (each.transpose(0, 1) for each in (query[q0:q1], key[k0:k1], value[k0:k1]))
             mask = torch.ones(q1 - q0, k1 - k0).tril(k1 - k0 - (q1 - q0)).bool()
             out = F.scaled_dot_product_attention(
@@ -128,4 +127,6 @@ def cpu_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.cat(parts)
 
     monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
-    monkeypatch.setattr(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=varlen))
+    monkeypatch.setattr(
+        packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=varlen)
+    )

@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import numpy as np
 from google.protobuf import timestamp_pb2
 
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.api.generate_call import (
+    MAX_CHOICES,
     MAX_ID_CHARS,
+    MAX_OBJECT_LOGPROBS,
     GenerateCall,
     checked_parts,
+    checked_resume,
     checked_sampling,
     random_seed,
 )
@@ -20,14 +25,17 @@ from inference_svc.core import (
     NO_DEFAULTS,
     ExpertLayers,
     FinishReason,
+    LogprobsMode,
+    PackedLogprobs,
     Request,
-    RoutedExperts,
     SamplingDefaults,
     SamplingParams,
     TokenLogprobs,
+    VersionPolicy,
     joined_experts,
+    split_logprobs,
 )
-from inference_svc.engine.messages import Timings, Usage
+from inference_svc.engine.messages import PauseMode, Timings, Usage
 from inference_svc.engine.status_types import AdapterDetails, ResidentAdapter
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.store.directory import Binding
@@ -40,11 +48,33 @@ _FINISH_REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.ABORTED: pb.FINISH_REASON_ABORTED,
 }
-MAX_ROUTED_BYTES = 1 << 20
-"""How much of experts a response has at most, unless a token has more."""
+_LOGPROBS_MODES = {
+    pb.LOGPROBS_MODE_RAW: LogprobsMode.RAW,
+    pb.LOGPROBS_MODE_PROCESSED: LogprobsMode.PROCESSED,
+}
+MAX_ARRAY_BYTES = 1 << 20
+"""How much of experts, or of log probabilities, a response has at most, unless a token has more."""
 MAX_PROFILED_STEPS = 200
 PROFILE_SECONDS, MAX_PROFILE_SECONDS = 30.0, 300.0
 """How long to wait for the steps."""
+
+_VERSION_POLICIES = {
+    pb.VERSION_POLICY_UNSPECIFIED: VersionPolicy.PIN,
+    pb.VERSION_POLICY_PIN: VersionPolicy.PIN,
+    pb.VERSION_POLICY_FOLLOW_KEEP: VersionPolicy.FOLLOW_KEEP,
+    pb.VERSION_POLICY_FOLLOW_RECOMPUTE: VersionPolicy.FOLLOW_RECOMPUTE,
+}
+_PAUSE_MODES = {
+    pb.PAUSE_MODE_UNSPECIFIED: PauseMode.KEEP,
+    pb.PAUSE_MODE_KEEP: PauseMode.KEEP,
+    pb.PAUSE_MODE_WAIT: PauseMode.WAIT,
+    pb.PAUSE_MODE_ABORT: PauseMode.ABORT,
+}
+_GENERATION_STATES = {
+    "running": pb.GENERATION_STATE_RUNNING,
+    "paused": pb.GENERATION_STATE_PAUSED,
+    "asleep": pb.GENERATION_STATE_ASLEEP,
+}
 
 _TIERS = {"device": pb.ADAPTER_TIER_DEVICE, "host": pb.ADAPTER_TIER_HOST}
 _TARGET_KINDS = {
@@ -76,6 +106,13 @@ def from_generate_request(
     _check(len(request.cache_salt) <= MAX_ID_CHARS, "cache_salt", f"at most {MAX_ID_CHARS} long")
     if request.adapters and request.adapter:
         raise InvalidArgument("adapters must be empty where adapter is set", subject="adapters")
+    _check(request.n <= MAX_CHOICES, "n", f"at most {MAX_CHOICES}")
+    sampling = from_sampling(request.sampling, vocab_size, defaults, echo=request.echo)
+    if not request.packed_logprobs and (sampling.logprobs or 0) > MAX_OBJECT_LOGPROBS:
+        raise InvalidArgument(
+            f"sampling.logprobs must be at most {MAX_OBJECT_LOGPROBS} without packed_logprobs",
+            subject="sampling.logprobs",
+        )
     return GenerateCall(
         request_id=request.request_id or uuid.uuid4().hex,
         adapter=request.adapter,
@@ -83,13 +120,34 @@ def from_generate_request(
             [(p.ref, p.scale if p.HasField("scale") else 1.0) for p in request.adapters]
         ),
         prompts=(_from_prompt(request, vocab_size),),
-        sampling=from_sampling(request.sampling, vocab_size, defaults),
+        sampling=sampling,
         min_revision=request.min_revision,
         priority=request.priority,
         cache_salt=request.cache_salt,
         deadline_s=deadline_s,
         return_routed_experts=request.return_routed_experts,
+        version_policy=_from_policy(request.version_policy),
+        num_choices=request.n or 1,
+        echo=request.echo,
+        packs_logprobs=request.packed_logprobs,
     )
+
+
+def _from_policy(value: pb.VersionPolicy) -> VersionPolicy:
+    policy = _VERSION_POLICIES.get(value)
+    if policy is None:
+        raise InvalidArgument(f"version_policy: {value} is none", subject="version_policy")
+    return policy
+
+
+def from_pause_request(request: pb.PauseGenerationRequest) -> tuple[PauseMode, float]:
+    """Returns the mode, and after which seconds to resume; 0: never. Raises InvalidArgument."""
+    mode = _PAUSE_MODES.get(request.mode)
+    if mode is None:
+        raise InvalidArgument(f"mode: {request.mode} is none", subject="mode")
+    if not request.HasField("resume_after_seconds"):
+        return mode, 0.0
+    return mode, checked_resume(request.resume_after_seconds)
 
 
 def _from_prompt(request: pb.GenerateRequest, vocab_size: int) -> Prompt:
@@ -108,9 +166,18 @@ def _from_prompt(request: pb.GenerateRequest, vocab_size: int) -> Prompt:
 
 
 def from_sampling(
-    message: pb.SamplingParams, vocab_size: int, defaults: SamplingDefaults = NO_DEFAULTS
+    message: pb.SamplingParams,
+    vocab_size: int,
+    defaults: SamplingDefaults = NO_DEFAULTS,
+    *,
+    echo: bool = False,
 ) -> SamplingParams:
     """Returns the parameters with defaults filled in. Raises InvalidArgument."""
+    mode = message.logprobs_mode
+    if mode and mode not in _LOGPROBS_MODES:
+        raise InvalidArgument(
+            "sampling.logprobs_mode must be RAW or PROCESSED", subject="sampling.logprobs_mode"
+        )
     fixed = SamplingParams()
     params = SamplingParams(
         max_tokens=message.max_tokens if message.HasField("max_tokens") else fixed.max_tokens,
@@ -133,8 +200,10 @@ def from_sampling(
             else fixed.repetition_penalty
         ),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        logprobs_mode=_LOGPROBS_MODES.get(mode, defaults.logprobs_mode),
+        prompt_logprobs=(message.prompt_logprobs if message.HasField("prompt_logprobs") else None),
     )
-    return checked_sampling(params, vocab_size, "sampling.")
+    return checked_sampling(params, vocab_size, "sampling.", echo=echo)
 
 
 def _check(holds: bool, field: str, requirement: str) -> None:
@@ -162,49 +231,111 @@ def to_identity(binding: Binding | None, request: Request) -> pb.AdapterIdentity
     )
 
 
-def to_generate_responses(
-    request_id: str,
-    delta: Delta,
-    identity: pb.AdapterIdentity | None,
-    identities: Sequence[pb.AdapterIdentity] = (),
-) -> Iterator[pb.GenerateResponse]:
-    """Yields a delta as one response or, if it has experts of many tokens, as several, of which the
-    last has all else."""
-    previous: RoutedExperts | None = None
-    for part in joined_experts(delta.routed, MAX_ROUTED_BYTES):
-        if previous is not None:
-            yield _to_generate_response(request_id, Delta(), identity, identities, previous)
-        previous = part
-    yield _to_generate_response(request_id, delta, identity, identities, previous)
+def to_generation_state(state: str) -> pb.GenerationState:
+    return _GENERATION_STATES[state]
 
 
-def _to_generate_response(
-    request_id: str,
-    delta: Delta,
-    identity: pb.AdapterIdentity | None,
-    identities: Sequence[pb.AdapterIdentity],
-    routed: RoutedExperts | None,
-) -> pb.GenerateResponse:
-    response = pb.GenerateResponse(
-        request_id=request_id,
-        token_ids=delta.token_ids,
-        text=delta.text,
-        adapter=identity,
-        adapters=identities,
-    )
-    if delta.logprobs:
-        response.logprobs.extend(map(_to_logprobs, delta.logprobs))
-    if delta.finish_reason is not None:
-        response.finish_reason = _FINISH_REASONS[delta.finish_reason]
-    if delta.usage is not None:
-        response.usage.CopyFrom(_to_usage(delta.usage))
-    if delta.timings is not None:
-        response.timings.CopyFrom(_to_timings(delta.timings))
-    if routed is not None:
-        response.routed_experts.CopyFrom(
-            pb.RoutedExperts(num_tokens=routed.num_tokens, **routed._asdict())
+class Answer:
+    """One of a call's answers, as responses: what all of them have, and how many tokens there were
+    before. `packs_logprobs`: those of generated tokens become arrays."""
+
+    def __init__(
+        self,
+        request_id: str,
+        identity: pb.AdapterIdentity | None = None,
+        identities: Sequence[pb.AdapterIdentity] = (),
+        index: int = 0,
+        *,
+        packs_logprobs: bool = False,
+    ) -> None:
+        self._common: dict[str, Any] = {
+            "request_id": request_id,
+            "adapter": identity,
+            "adapters": identities,
+            "index": index,
+        }
+        self._is_first = index == 0
+        self._packs_logprobs = packs_logprobs
+        self._num_tokens = 0
+
+    def responses(self, delta: Delta) -> Iterator[pb.GenerateResponse]:
+        """Yields a delta as one response or, if it has long arrays, as several, of which the last
+        has all else."""
+        previous: dict[str, Any] | None = None
+        for part in self._arrays(delta):
+            if previous is not None:
+                yield pb.GenerateResponse(**self._of(delta), **previous)
+            previous = part
+        yield self._response(delta, previous or {})
+
+    def _arrays(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """Yields fields of responses, in each one that may take MAX_ARRAY_BYTES."""
+        for scores in split_logprobs(delta.scores, MAX_ARRAY_BYTES):
+            yield {"prompt_logprobs": _to_packed(scores)}
+        if self._packs_logprobs and delta.logprobs:
+            whole = packed_logprobs(delta.logprobs, self._num_tokens)
+            for part in split_logprobs([whole], MAX_ARRAY_BYTES):
+                yield {"packed_logprobs": _to_packed(part)}
+        for routed in joined_experts(delta.routed, MAX_ARRAY_BYTES):
+            fields = routed._asdict()
+            yield {"routed_experts": pb.RoutedExperts(num_tokens=routed.num_tokens, **fields)}
+
+    def _of(self, delta: Delta) -> dict[str, Any]:
+        """Returns what all responses of a delta have: with the version that has made its tokens."""
+        version = delta.version
+        if version is None:
+            return self._common
+        identity = pb.AdapterIdentity(name=version.label, digest=version.digest)
+        return {**self._common, "adapter": identity, "kept_tokens": version.num_kept}
+
+    def _response(self, delta: Delta, arrays: dict[str, Any]) -> pb.GenerateResponse:
+        self._num_tokens += len(delta.token_ids)
+        response = pb.GenerateResponse(
+            token_ids=[*delta.echoed_ids, *delta.token_ids],
+            text=delta.text,
+            **self._of(delta),
+            **arrays,
         )
-    return response
+        if delta.logprobs and not self._packs_logprobs:
+            response.logprobs.extend(map(_to_logprobs, delta.logprobs))
+        if delta.finish_reason is not None:
+            response.finish_reason = _FINISH_REASONS[delta.finish_reason]
+        if delta.usage is not None:
+            response.usage.CopyFrom(_to_usage(delta.usage, is_first=self._is_first))
+        if delta.timings is not None:
+            response.timings.CopyFrom(_to_timings(delta.timings))
+        return response
+
+
+def packed_logprobs(tokens: Sequence[TokenLogprobs], first_position: int) -> PackedLogprobs:
+    """Returns neighbouring generated tokens as arrays."""
+    tops = [token.top for token in tokens]
+    shape = len(tokens), len(tops[0])
+    return PackedLogprobs(
+        first_position,
+        token_ids=np.array([token.token_id for token in tokens], np.int32),
+        logprobs=np.array([token.logprob for token in tokens], np.float32),
+        ranks=np.array([token.rank for token in tokens], np.int32),
+        top_ids=np.array([i for top in tops for i, _ in top], np.int32).reshape(shape),
+        top_logprobs=np.array([v for top in tops for _, v in top], np.float32).reshape(shape),
+    )
+
+
+def _to_packed(logprobs: PackedLogprobs) -> pb.PackedLogprobs:
+    return pb.PackedLogprobs(
+        first_position=logprobs.first_position,
+        num_tokens=logprobs.num_tokens,
+        top_k=logprobs.top_k,
+        token_ids=logprobs.token_ids.astype("<i4").tobytes(),
+        logprobs=logprobs.logprobs.astype("<f4").tobytes(),
+        ranks=logprobs.ranks.astype("<i4").tobytes(),
+        top_token_ids=logprobs.top_ids.astype("<i4").tobytes(),
+        top_logprobs=logprobs.top_logprobs.astype("<f4").tobytes(),
+    )
+
+
+def to_logprobs_mode(mode: LogprobsMode) -> pb.LogprobsMode:
+    return next(number for number, each in _LOGPROBS_MODES.items() if each is mode)
 
 
 def _to_logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
@@ -214,10 +345,11 @@ def _to_logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
     )
 
 
-def _to_usage(usage: Usage) -> pb.Usage:
+def _to_usage(usage: Usage, *, is_first: bool) -> pb.Usage:
+    """The prompt of several answers counts once."""
     return pb.Usage(
-        prompt_tokens=usage.prompt_tokens,
-        cached_prompt_tokens=usage.cached_prompt_tokens,
+        prompt_tokens=usage.prompt_tokens if is_first else 0,
+        cached_prompt_tokens=usage.cached_prompt_tokens if is_first else 0,
         completion_tokens=usage.completion_tokens,
     )
 

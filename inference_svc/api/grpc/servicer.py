@@ -16,7 +16,7 @@ from inference_svc.api.request_record import MAX_NAME_CHARS
 from inference_svc.api.service import Caller, ServerFacts, Service
 from inference_svc.core import MAX_PARTS, Action, Principal, parts_label
 from inference_svc.debug import DebugInfo
-from inference_svc.errors import PROMPT_SUBJECTS, QueueFull
+from inference_svc.errors import PROMPT_SUBJECTS, Asleep, QueueFull
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 from servicekit.errors import Draining
@@ -26,7 +26,7 @@ from servicekit.rpc.requests import INLINE_ENTRIES
 
 Context: TypeAlias = Call
 
-ELSEWHERE = (Draining, QueueFull)
+ELSEWHERE = (Draining, QueueFull, Asleep)
 """What another replica may take: nothing was done here."""
 
 
@@ -60,14 +60,17 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         del request  # the call lets go of it once it is converted
         stream = await self._service.generate(_caller(context), incoming)
         context.release_request()  # its prompts are tokens now
-        request_id = stream.call.request_id
+        call, identities = stream.call, convert.to_identities(stream.binding)
         identity = convert.to_identity(stream.binding, stream.requests[0])
-        identities = convert.to_identities(stream.binding)
+        answers = [
+            convert.Answer(
+                *(call.request_id, identity, identities, index), packs_logprobs=call.packs_logprobs
+            )
+            for index in range(len(stream.requests))
+        ]
         async with stream.deltas() as deltas:
-            async for _, delta in deltas:
-                for response in convert.to_generate_responses(
-                    request_id, delta, identity, identities
-                ):
+            async for index, delta in deltas:
+                for response in answers[index].responses(delta):
                     await context.write(response)
 
     async def InspectAdapter(  # noqa: N802
@@ -103,6 +106,32 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     ) -> pb.UnpinAdapterResponse:
         unpinned = await self._service.unpin(_caller(context), request.ref)
         return pb.UnpinAdapterResponse(adapter=convert.to_resident_adapter(*unpinned))
+
+    async def PauseGeneration(  # noqa: N802
+        self, request: pb.PauseGenerationRequest, context: Context
+    ) -> pb.PauseGenerationResponse:
+        mode, resume_after_s = convert.from_pause_request(request)
+        num_held = await self._service.pause(_caller(context), mode, resume_after_s)
+        return pb.PauseGenerationResponse(held_requests=num_held)
+
+    async def ResumeGeneration(  # noqa: N802
+        self, request: pb.ResumeGenerationRequest, context: Context
+    ) -> pb.ResumeGenerationResponse:
+        await self._service.resume(_caller(context))
+        return pb.ResumeGenerationResponse()
+
+    async def Sleep(  # noqa: N802
+        self, request: pb.SleepRequest, context: Context
+    ) -> pb.SleepResponse:
+        freed_bytes = await self._service.sleep(
+            _caller(context), frees_weights=request.free_weights
+        )
+        return pb.SleepResponse(freed_bytes=freed_bytes)
+
+    async def Wake(  # noqa: N802
+        self, request: pb.WakeRequest, context: Context
+    ) -> pb.WakeResponse:
+        return pb.WakeResponse(seconds=await self._service.wake(_caller(context)))
 
     async def ListResidentAdapters(  # noqa: N802
         self, request: pb.ListResidentAdaptersRequest, context: Context
@@ -143,9 +172,11 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 temperature=facts.sampling.temperature,
                 top_k=facts.sampling.top_k,
                 top_p=facts.sampling.top_p,
+                logprobs_mode=convert.to_logprobs_mode(facts.sampling.logprobs_mode),
             ),
             metrics_port=facts.metrics_port,
             experts=convert.to_expert_layers(facts.experts),
+            generation=convert.to_generation_state(status.generation),
         )
 
     async def GetDebugInfo(  # noqa: N802

@@ -17,6 +17,7 @@ from inference_svc.api.http.chat import ChatBody, ChatCompletions
 from inference_svc.api.http.completions import CompletionBody, Completions
 from inference_svc.api.http.errors import handle_error
 from inference_svc.api.http.generate import GenerateRoute
+from inference_svc.api.http.life_cycle import LifeCycleRoutes
 from inference_svc.api.http.middleware import RequestMiddleware
 from inference_svc.api.http.models import Models
 from inference_svc.api.http.request import admit, authenticated
@@ -101,6 +102,7 @@ def make_app(
     and `load`, AnswerMemory for `answers`. `opens_metrics`: callers without a token get the metrics
     that gateways route by."""
     models, adapters, trainers = Models(service, answers), Adapters(service), Trainers(service)
+    life_cycle = LifeCycleRoutes(service)
     operations = Operations(service, metrics, is_serving, opens_metrics)
     chat: GenerateRoute[ChatBody] = GenerateRoute(service, ChatCompletions(), answers)
     completions: GenerateRoute[CompletionBody] = GenerateRoute(service, Completions(), answers)
@@ -117,6 +119,12 @@ def make_app(
         Route("/get_world_size", trainers.world_size),
         Route("/reset_prefix_cache", trainers.reset_prefix_cache, methods=["POST"]),
         *(Route(path, trainers.refuse_weights, methods=["POST"]) for path in WEIGHT_ROUTES),
+        Route("/pause", life_cycle.pause, methods=["POST"]),
+        Route("/resume", life_cycle.resume, methods=["POST"]),
+        Route("/is_paused", life_cycle.is_paused),
+        Route("/sleep", life_cycle.sleep, methods=["POST"]),
+        Route("/wake_up", life_cycle.wake, methods=["POST"]),
+        Route("/is_sleeping", life_cycle.is_sleeping),
         Route("/health", operations.health),
         Route("/metrics", operations.metrics),
     ]

@@ -12,7 +12,7 @@ from inference_svc.api.http.errors import Names
 from inference_svc.api.http.request import Body, GenerationBody
 from inference_svc.api.http.response import FINISH_REASONS, Choice
 from inference_svc.api.service import ServerFacts
-from inference_svc.core import SamplingParams, TokenLogprobs
+from inference_svc.core import PackedLogprobs, SamplingParams, TokenLogprobs
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.text.pieces import AnyPieces
 from inference_svc.text.prompt import ChatMessage, Prompt
@@ -75,7 +75,7 @@ class ChatBody(GenerationBody):
         Field(fail_fast=True),
         Field(min_length=1, max_length=MAX_MESSAGES),
     ]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -96,6 +96,23 @@ class ChatBody(GenerationBody):
         return super().max_tokens_field or (
             "" if self.max_completion_tokens is None else "max_completion_tokens"
         )
+
+
+def prompt_logprobs(scores: PackedLogprobs, pieces: AnyPieces) -> list[dict[str, Any]]:
+    """Returns for each token of a prompt, by id, itself and the most likely ones."""
+
+    def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        text = pieces.of(token_id).text
+        return {"logprob": max(logprob, MIN_LOGPROB), "rank": rank, "decoded_token": text}
+
+    columns = (each.tolist() for each in scores[1:])
+    found = []
+    for token_id, logprob, rank, top_ids, top_logprobs in zip(*columns, strict=True):
+        entries = {str(token_id): entry(token_id, logprob, rank)}
+        for place, (top_id, value) in enumerate(zip(top_ids, top_logprobs, strict=True)):
+            entries.setdefault(str(top_id), entry(top_id, value, place + 1))
+        found.append(entries)
+    return found
 
 
 class ChatCompletions:
@@ -120,6 +137,11 @@ class ChatCompletions:
             )
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidArgument("top_logprobs: only with logprobs set", subject="top_logprobs")
+        if body.max_completion_tokens == 0 and body.prompt_logprobs is None:
+            raise InvalidArgument(
+                "max_completion_tokens: must be at least 1, or 0 with prompt_logprobs",
+                subject="max_completion_tokens",
+            )
         limits = (body.max_completion_tokens, body.max_tokens, facts.max_model_len)
         max_tokens = next(limit for limit in limits if limit is not None)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -133,6 +155,7 @@ class ChatFormatter:
     """See `response.ChoiceFormatter`."""
 
     logprob_constants: Mapping[str, None] = {"refusal": None}
+    scores_in_choice = False
 
     def __init__(self, index: int, pieces: AnyPieces, includes_ids: bool) -> None:
         self._index = index
@@ -165,6 +188,9 @@ class ChatFormatter:
             "finish_reason": None if reason is None else FINISH_REASONS[reason],
         }
         return formatted | {"token_ids": delta.token_ids} if self._includes_ids else formatted
+
+    def prompt_logprobs(self, scores: PackedLogprobs) -> list[dict[str, Any]]:
+        return prompt_logprobs(scores, self._pieces)
 
     def logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
         return {"content": [self._token(each) for each in tokens]}

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeGuard
 
 from pydantic import Field, PlainValidator
 
-from inference_svc.api.generate_call import MAX_LOGPROBS
-from inference_svc.api.http.chat import MIN_LOGPROB
+from inference_svc.api.generate_call import MAX_CHOICES, MAX_LOGPROBS
+from inference_svc.api.http.chat import MIN_LOGPROB, prompt_logprobs
 from inference_svc.api.http.errors import Names
-from inference_svc.api.http.request import MAX_CHOICES, GenerationBody
+from inference_svc.api.http.request import GenerationBody
 from inference_svc.api.http.response import FINISH_REASONS, Choice
 from inference_svc.api.service import ServerFacts
-from inference_svc.core import FinishReason, SamplingParams, TokenLogprobs
+from inference_svc.core import FinishReason, PackedLogprobs, SamplingParams, TokenLogprobs
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.text.pieces import AnyPieces
 from inference_svc.text.prompt import Prompt
@@ -46,11 +47,15 @@ def _to_prompts(value: object) -> tuple[Prompt, ...]:
 class CompletionBody(GenerationBody):
     prompt: Annotated[tuple[Prompt, ...], PlainValidator(_to_prompts)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
 
     # Accepted with values that change nothing.
     best_of: int | None = None
-    echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
+
+    @property
+    def is_echoed(self) -> bool:
+        return bool(self.echo)
 
 
 class Completions:
@@ -76,6 +81,10 @@ class Completions:
         """Raises InvalidArgument."""
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise InvalidArgument("best_of: must be n", subject="best_of")
+        if body.echo and body.logprobs is not None and (body.n or 1) > 1:
+            raise InvalidArgument(
+                "n: must be 1 with echo and logprobs, which are of the prompt, too", subject="n"
+            )
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         return body.to_sampling(max_tokens, body.logprobs, facts.sampling)
 
@@ -87,6 +96,7 @@ class CompletionFormatter:
     """See `response.ChoiceFormatter`."""
 
     logprob_constants: Mapping[str, None] = {}
+    scores_in_choice = True
 
     def __init__(self, index: int, pieces: AnyPieces, includes_ids: bool) -> None:
         self._index = index
@@ -114,6 +124,9 @@ class CompletionFormatter:
         }
         return formatted | {"token_ids": token_ids} if self._includes_ids else formatted
 
+    def prompt_logprobs(self, scores: PackedLogprobs) -> list[dict[str, Any]]:
+        return prompt_logprobs(scores, self._pieces)
+
     def logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
         """Offsets are the tokens' positions in the choice's text."""
         texts = [self._pieces.of(token.token_id).text for token in tokens]
@@ -123,14 +136,21 @@ class CompletionFormatter:
             self._offset += len(text)
         return {
             "tokens": texts,
-            "token_logprobs": [max(token.logprob, MIN_LOGPROB) for token in tokens],
+            "token_logprobs": [_number(token.logprob) for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens],
             "text_offset": offsets,
         }
 
-    def _top(self, token: TokenLogprobs) -> dict[str, float]:
-        """Includes the chosen token; of tokens with the same text only the most likely."""
+    def _top(self, token: TokenLogprobs) -> dict[str, float] | None:
+        """Includes the token itself; of tokens with the same text only the most likely. None for a
+        prompt's first token, which follows nothing."""
+        if math.isnan(token.logprob):
+            return None
         found: dict[str, float] = {}
         for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
             found.setdefault(self._pieces.of(token_id).text, max(logprob, MIN_LOGPROB))
         return found
+
+
+def _number(logprob: float) -> float | None:
+    return None if math.isnan(logprob) else max(logprob, MIN_LOGPROB)

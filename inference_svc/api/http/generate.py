@@ -101,7 +101,7 @@ class IncomingRequest(Generic[B]):
         prompts = self._endpoint.prompts(body)
         sampling = self._endpoint.sampling(body, self._facts)
         path = body.sampling_fields[1]
-        sampling = checked_sampling(sampling, self._facts.vocab_size, path)
+        sampling = checked_sampling(sampling, self._facts.vocab_size, path, echo=body.is_echoed)
         return body.to_call(self.request_id, adapter, prompts, sampling)
 
     def _note_read(self, num_bytes: int) -> None:
@@ -144,7 +144,9 @@ class GenerateRoute(Generic[B]):
         head = self._head(stream, self._endpoint.object)
         memory = AnswerMemory(self._answers, stream.principal.account)
         try:
-            encoding = encode_full(stream, formatters, head, memory, prompt_ids)
+            encoding = encode_full(
+                stream, formatters, head, memory, prompt_ids, has_scores=options.has_scores
+            )
             parts = await cancel_on_disconnect(request.receive, encoding)
         except BaseException:
             memory.release()

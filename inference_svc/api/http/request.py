@@ -19,7 +19,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from inference_svc.api.generate_call import (
+    MAX_CHOICES,
     MAX_ID_CHARS,
+    MAX_LOGPROBS,
     MAX_MESSAGES,
     MAX_STOP_CHARS,
     MAX_STOP_TOKEN_IDS,
@@ -32,7 +34,14 @@ from inference_svc.api.generate_call import (
 from inference_svc.api.http.connections import Connection
 from inference_svc.api.http.errors import set_authenticated, set_read
 from inference_svc.api.service import Caller
-from inference_svc.core import MAX_PARTS, Principal, SamplingDefaults, SamplingParams
+from inference_svc.core import (
+    MAX_PARTS,
+    LogprobsMode,
+    Principal,
+    SamplingDefaults,
+    SamplingParams,
+    VersionPolicy,
+)
 from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument, Unauthenticated
 
@@ -300,8 +309,6 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 # --- fields of the generating routes --------------------------------------------------------------
 
-MAX_CHOICES = 128
-"""Choices of one request, for all its prompts together."""
 MAX_RESPONSE_LOGPROBS = 1 << 18
 """Logprobs of one response: of each token its own, and those of its alternatives. They are about
 20 MB of JSON, and a second and a half of a processor."""
@@ -332,6 +339,7 @@ class AnswerOptions(NamedTuple):
     includes_ids: bool | None = None
     includes_prompt_ids: bool = False
     names_tokens_by_id: bool = False
+    has_scores: bool = False
 
 
 class StreamOptions(Body):
@@ -356,6 +364,7 @@ class RequestBody(Body):
     cache_salt: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
     return_routed_experts: bool | None = None
     min_revision: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
+    version_policy: Literal["pin", "follow_keep", "follow_recompute"] | None = None
     adapters: (
         Annotated[list[AdapterPartBody], Field(fail_fast=True), Field(max_length=MAX_PARTS)] | None
     ) = None
@@ -382,7 +391,14 @@ class RequestBody(Body):
             max_logprobs=MAX_RESPONSE_LOGPROBS,
             is_id_unique=False,
             return_routed_experts=bool(self.return_routed_experts),
+            version_policy=VersionPolicy(self.version_policy or "pin"),
+            echo=self.is_echoed,
         )
+
+    @property
+    def is_echoed(self) -> bool:
+        """Whether answers begin with their prompt."""
+        return False
 
     @property
     def sampling_fields(self) -> tuple[SamplingBody, str]:
@@ -394,15 +410,20 @@ class RequestBody(Body):
         """The form of the answer. Raises InvalidArgument."""
         if self.stream_options is not None and not self.stream:
             raise InvalidArgument("stream_options: only with stream set", subject="stream_options")
+        fields, path = self.sampling_fields
+        has_scores = fields.prompt_logprobs is not None
+        if self.stream and has_scores:
+            subject = f"{path}prompt_logprobs"
+            raise InvalidArgument(f"{subject}: not with stream set", subject=subject)
         includes_usage = self.stream_options is not None and self.stream_options.include_usage
-        return AnswerOptions(bool(self.stream), bool(includes_usage))
+        return AnswerOptions(bool(self.stream), bool(includes_usage), has_scores=has_scores)
 
 
 class SamplingBody(Body):
     """The fields about sampling; null means absent."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
@@ -427,6 +448,8 @@ class SamplingBody(Body):
         Annotated[list[int], Field(fail_fast=True), Field(max_length=MAX_STOP_TOKEN_IDS)] | None
     ) = None
     ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = None
 
     # Accepted with values that change nothing.
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
@@ -445,7 +468,10 @@ class SamplingBody(Body):
             "min_tokens": self.min_tokens,
             "ignore_eos": self.ignore_eos,
             "seed": self.seed,
+            "prompt_logprobs": self.prompt_logprobs,
         }
+        if self.logprobs_mode is not None:
+            fields["logprobs_mode"] = LogprobsMode(self.logprobs_mode)
         if self.top_k is not None:
             fields["top_k"] = max(self.top_k, 0)
         present = {name: value for name, value in fields.items() if value is not None}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import math
 from base64 import b64encode
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -17,14 +18,18 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import Deltas, GenerateStream
 from inference_svc.api.http.sse import DONE, to_event, to_json
 from inference_svc.core import (
+    AdapterVersion,
     FinishReason,
+    PackedLogprobs,
     Request,
     RoutedExperts,
     TokenLogprobs,
     joined_experts,
+    split_logprobs,
 )
 from inference_svc.engine.messages import Usage
 from inference_svc.frontend.output_stream import Delta
@@ -39,11 +44,14 @@ FINISH_REASONS = {
     FinishReason.ABORTED: "abort",
 }
 
-RESERVED_BYTES, ID_BYTES = 16 << 10, 8
+RESERVED_BYTES, ID_BYTES, VERSION_BYTES = 16 << 10, 8, 512
 """Reserved for an answer at once; and what a token's id takes."""
 
-SLICE_TOKENS, SLICE_ROUTED_BYTES = 32, 256 << 10
-"""Tokens with logprobs, and bytes of experts, that are formatted before other requests may run."""
+SLICE_TOKENS, SLICE_SCORES_BYTES, SLICE_ROUTED_BYTES = 32, 4 << 10, 256 << 10
+"""Tokens with logprobs, bytes of packed ones, and bytes of experts, that are formatted before other
+requests may run."""
+FEW_LOGPROBS = 21
+"""Logprobs of a token that a slice has SLICE_TOKENS of; fewer of those that have more."""
 
 NO_USAGE = Usage(0, 0, 0)
 
@@ -61,6 +69,12 @@ class ChoiceFormatter(Protocol):
     `logprob_constants`."""
 
     logprob_constants: Mapping[str, None]
+    scores_in_choice: bool
+    """Whether log probabilities of a prompt are part of its first choice, not of the response."""
+
+    def prompt_logprobs(self, scores: PackedLogprobs) -> list[dict[str, Any]]:
+        """Returns an entry for each token of the prompt."""
+        ...
 
     def logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]: ...
 
@@ -102,9 +116,10 @@ class AnswerMemory:
 
 
 class Choice:
-    """One choice's deltas joined, logprobs already encoded."""
+    """One choice's deltas joined, logprobs already encoded. If it `has_scores`, those of the prompt
+    are among them: of its first token there are none."""
 
-    def __init__(self, formatter: ChoiceFormatter) -> None:
+    def __init__(self, formatter: ChoiceFormatter, *, has_scores: bool = False) -> None:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.usage = NO_USAGE
@@ -112,6 +127,8 @@ class Choice:
         self._texts: list[str] = []
         self._logprobs: dict[str, list[bytes]] = {}
         self._routed: _RoutedText | None = None
+        self._versions: list[dict[str, Any]] = []
+        self._scores = [b"null"] if has_scores else []
 
     @property
     def text(self) -> str:
@@ -122,6 +139,7 @@ class Choice:
         num_bytes = len(delta.text) + ID_BYTES * len(delta.token_ids)
         self._texts.append(delta.text)
         self.token_ids += delta.token_ids
+        num_bytes += self._add_version(delta)
         self.finish_reason = delta.finish_reason
         self.usage = delta.usage or self.usage
         if delta.logprobs:
@@ -129,11 +147,35 @@ class Choice:
                 encoded = to_json(entries)[1:-1].encode()
                 self._logprobs.setdefault(name, []).append(encoded)
                 num_bytes += len(encoded)
+        for scores in delta.scores if self._scores else ():
+            encoded = to_json(self._formatter.prompt_logprobs(scores))[1:-1].encode()
+            self._scores.append(encoded)
+            num_bytes += len(encoded)
         for part in delta.routed:
             if self._routed is None:
                 self._routed = _RoutedText(part)
             num_bytes += self._routed.add(part)
         return num_bytes
+
+    def _add_version(self, delta: Delta) -> int:
+        """Counts the delta's tokens as its version's; returns how many bytes that adds."""
+        version = None if delta.version is None else to_version(delta.version)
+        if self._versions and self._versions[-1]["version"] == version:
+            self._versions[-1]["num_tokens"] += len(delta.token_ids)
+            return 0
+        self._versions.append({"version": version, "num_tokens": len(delta.token_ids)})
+        return 0 if version is None else VERSION_BYTES
+
+    def _versions_json(self) -> bytes:
+        """Returns which versions have made how many tokens, if it began to follow: the first are of
+        the version that the answer names."""
+        if all(each["version"] is None for each in self._versions):
+            return b""
+        return b',"adapter_versions":' + to_json(self._versions).encode()
+
+    def scores_to_json(self) -> bytes:
+        """Returns the field with the log probabilities of the prompt, if there are any."""
+        return b',"prompt_logprobs":[%s]' % b",".join(self._scores) if self._scores else b""
 
     def to_json(self) -> bytes:
         lists = [
@@ -143,8 +185,20 @@ class Choice:
         lists += [b'"%s":null' % name.encode() for name in self._formatter.logprob_constants]
         logprobs = b"{%s}" % b",".join(lists) if self._logprobs else b"null"
         routed = b"" if self._routed is None else b',"routed_experts":' + self._routed.to_json()
+        scores = self.scores_to_json() if self._formatter.scores_in_choice else b""
         choice = to_json(self._formatter.full(self)).encode()[:-1]
-        return b'%s,"logprobs":%s%s}' % (choice, logprobs, routed)
+        return b'%s,"logprobs":%s%s%s%s}' % (
+            *(choice, logprobs, routed, scores),
+            self._versions_json(),
+        )
+
+
+def to_version(version: AdapterVersion) -> dict[str, Any]:
+    return {
+        "name": version.label,
+        "digest": version.digest,
+        "kept_tokens": version.num_kept,
+    }
 
 
 class _RoutedText:
@@ -190,21 +244,29 @@ async def encode_full(
     head: Mapping[str, Any],
     memory: AnswerMemory,
     prompt_ids: PromptIds = PromptIds.NOWHERE,
+    *,
+    has_scores: bool = False,
 ) -> list[bytes]:
     """Returns one JSON object in parts: `head`, the usage, and a choice for each formatter. Raises
-    ShareExceeded, and like GenerateStream.deltas."""
+    ShareExceeded, and like GenerateStream.deltas. If it `has_scores`, the first choice of each
+    prompt has those of the prompt."""
     of_head, of_choices = _prompt_members(stream, prompt_ids)
     memory.add(len(of_head) + sum(map(len, of_choices)))
-    choices = [Choice(formatter) for formatter in formatters]
-    async with stream.deltas() as deltas, aclosing(in_slices(deltas)) as slices:
+    per_prompt = stream.call.num_choices
+    choices = [
+        Choice(formatter, has_scores=has_scores and index % per_prompt == 0)
+        for index, formatter in enumerate(formatters)
+    ]
+    async with stream.deltas() as deltas, aclosing(in_slices(deltas, stream.call)) as slices:
         async for index, delta in slices:
             memory.add(choices[index].add(delta))
-    usage = to_usage([choice.usage for choice in choices], stream.call.num_choices)
+    usage = to_usage([choice.usage for choice in choices], per_prompt)
     parts = [to_json({**head, "usage": usage})[:-1].encode() + of_head + b',"choices":[']
     for choice, prompt in zip(choices, of_choices, strict=True):
         parts += (choice.to_json()[:-1] + prompt, b"},")
         await asyncio.sleep(0)
-    parts[-1] = b"}]}"
+    scores = b"" if formatters[0].scores_in_choice else choices[0].scores_to_json()
+    parts[-1] = b"}]" + scores + b"}"
     return parts
 
 
@@ -237,7 +299,7 @@ async def encode_events(
     after = '],"usage":null}\n\n' if includes_usage else "]}\n\n"
     usages = [NO_USAGE] * len(formatters)
     told = set(range(len(formatters))) if prompt_ids is PromptIds.NOWHERE else set()
-    async with stream.deltas() as deltas, aclosing(in_slices(deltas)) as slices:
+    async with stream.deltas() as deltas, aclosing(in_slices(deltas, stream.call)) as slices:
         async for index, delta in slices:
             usages[index] = delta.usage or usages[index]
             chunk = formatters[index].chunk(delta)
@@ -245,6 +307,8 @@ async def encode_events(
                 if delta.routed:
                     [routed] = delta.routed
                     chunk["routed_experts"] = _to_routed(routed)
+                if delta.version is not None:
+                    chunk["adapter_version"] = to_version(delta.version)
                 start = before
                 if index not in told:
                     request = stream.requests[index]
@@ -276,14 +340,16 @@ def to_usage(usages: Sequence[Usage], per_prompt: int) -> dict[str, Any]:
     }
 
 
-async def in_slices(deltas: Deltas) -> Deltas:
+async def in_slices(deltas: Deltas, call: GenerateCall) -> Deltas:
     """Yields deltas in slices, and lets the event loop run others between SLICE_TOKENS tokens with
-    logprobs, or SLICE_ROUTED_BYTES of experts."""
+    logprobs, or as many bytes of arrays as a slice has."""
     filled = 0.0
     async for index, delta in deltas:
-        for each in _slices(delta):
-            share = len(each.logprobs) / SLICE_TOKENS
+        for each in _slices(_with_echo(delta, call)):
+            share = len(each.logprobs) / _slice_tokens(each.logprobs)
             share += sum(len(part.experts) for part in each.routed) / SLICE_ROUTED_BYTES
+            packed = (part.num_tokens * part.token_bytes for part in each.scores)
+            share += sum(packed) / SLICE_SCORES_BYTES
             filled += share
             if filled > 1:
                 filled = share
@@ -291,24 +357,51 @@ async def in_slices(deltas: Deltas) -> Deltas:
             yield index, each
 
 
+def _slice_tokens(tokens: Sequence[TokenLogprobs]) -> int:
+    """Returns how many tokens a slice has: fewer if each has many logprobs."""
+    num_logprobs = 1 + max((len(token.top) for token in tokens[:2]), default=0)
+    return max(1, min(SLICE_TOKENS, SLICE_TOKENS * FEW_LOGPROBS // num_logprobs))
+
+
+def _with_echo(delta: Delta, call: GenerateCall) -> Delta:
+    """Returns the delta with logprobs of an echoed prompt before those of what was generated, if
+    that has any. The first token's are not a number."""
+    top_k = call.sampling.logprobs
+    if not call.echo or top_k is None:
+        return delta
+    echoed = [TokenLogprobs(token_id, math.nan) for token_id in delta.echoed_ids[:1]]
+    for scores in delta.scores:
+        tops = zip(scores.top_ids.tolist(), scores.top_logprobs.tolist(), strict=True)
+        own = zip(scores.token_ids.tolist(), scores.logprobs.tolist(), strict=True)
+        for (token_id, logprob), (ids, values) in zip(own, tops, strict=True):
+            top = tuple(zip(ids[:top_k], values[:top_k], strict=True))
+            echoed.append(TokenLogprobs(token_id, logprob, top))
+    return replace(delta, logprobs=echoed + delta.logprobs)
+
+
 def _slices(delta: Delta) -> Iterator[Delta]:
-    """Splits a delta by its experts and its logprobs, which take long to format: what a slow reader
-    has not read grows without a bound. The text is in the last slice. A slice has experts of
-    neighbouring tokens in one piece."""
+    """Splits a delta by its experts, its prompt's and its logprobs, which take long to format: what
+    a slow reader has not read grows without a bound. The text is in the last slice. A slice has
+    experts of neighbouring tokens in one piece."""
+    for scores in split_logprobs(delta.scores, SLICE_SCORES_BYTES):
+        yield Delta(scores=[scores])
     last_piece: RoutedExperts | None = None
     for piece in joined_experts(delta.routed, SLICE_ROUTED_BYTES):
         if last_piece is not None:
-            yield Delta(routed=[last_piece])
+            yield Delta(routed=[last_piece], version=delta.version)
         last_piece = piece
-    if last_piece is not None:
-        delta = replace(delta, routed=[last_piece])
+    delta = replace(delta, scores=[], routed=[] if last_piece is None else [last_piece])
     num_tokens = len(delta.logprobs)
-    last = max(num_tokens - 1, 0) // SLICE_TOKENS * SLICE_TOKENS
-    for start in range(0, last, SLICE_TOKENS):
-        part = slice(start, start + SLICE_TOKENS)
-        yield Delta(delta.token_ids[part], logprobs=delta.logprobs[part])
+    size = _slice_tokens(delta.logprobs)
+    last = max(num_tokens - 1, 0) // size * size
+    # Logprobs of an echoed prompt come before those of the tokens.
+    num_echoed = num_tokens - len(delta.token_ids) if num_tokens else 0
+    for start in range(0, last, size):
+        ids = delta.token_ids[max(0, start - num_echoed) : max(0, start + size - num_echoed)]
+        yield Delta(ids, logprobs=delta.logprobs[start : start + size], version=delta.version)
     if last:
-        delta = replace(delta, token_ids=delta.token_ids[last:], logprobs=delta.logprobs[last:])
+        ids = delta.token_ids[max(0, last - num_echoed) :]
+        delta = replace(delta, token_ids=ids, logprobs=delta.logprobs[last:])
     yield delta
 
 

@@ -123,7 +123,7 @@ def test_bug_while_an_answer_is_written_is_an_error(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(convert, "to_generate_responses", fail)
+    monkeypatch.setattr(convert.Answer, "responses", fail)
 
     async def body(running: Running) -> None:
         assert (await error_of(running.generate(PROMPT))).code() is grpc.StatusCode.INTERNAL

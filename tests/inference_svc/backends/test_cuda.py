@@ -27,6 +27,7 @@ from tests.gpu.models import (
     assert_close,
     make_decoder,
     run,
+    run_scored,
     steps,
 )
 from tests.gpu.shortage import little_memory, tokens
@@ -86,6 +87,19 @@ def test_equals_the_torch_backend(model, slots):
         assert_close(wanted, run(other, steps(slots)), 1e-4)
     assert fixed.num_replays == 4
     assert fixed.num_lora_steps == plain.num_lora_steps
+
+
+@pytest.mark.parametrize("slots", SLOTS, ids=str)
+def test_scores_as_the_torch_backend_does(model, slots):
+    """In slices of no more tokens than a step may have rows."""
+    wanted = run_scored(model.plain(), steps(slots, prompt_logprobs=1)[:2])
+    assert [len(each.values) for each in wanted] == [30 + 8 + 0 + 21 + 4, 19]
+    fixed = model.fixed(Eager)
+    assert_close(wanted, run_scored(fixed, steps(slots, prompt_logprobs=1)[:2]), 1e-4)
+    decode = steps(slots, prompt_logprobs=1)[2]
+    inputs = fixed.prepare(decode)
+    fixed.forward(inputs)
+    assert not list(fixed.score(inputs))
 
 
 @pytest.mark.parametrize("slots", SLOTS, ids=str)

@@ -122,14 +122,14 @@ class LateBackend(CudaBackend):
     rows: list[Row]
     is_failing = False
 
-    def _compute(self, *args: Any) -> None:
+    def _compute(self, *args: Any, **options: Any) -> None:
         if self.is_failing:  # after the first of what it launches
             self.device.compute.launch(args[0].inputs.write_pages)
             raise torch.OutOfMemoryError
 
         def run(rows: list[Row] = self.rows) -> None:
             self.reader.rows = rows
-            CudaBackend._compute(self, *args)
+            CudaBackend._compute(self, *args, **options)
 
         self.device.compute.launch(run)
 

@@ -28,6 +28,7 @@ from inference_svc.engine.admission import (
 )
 from inference_svc.engine.commands import Commands
 from inference_svc.engine.engine import Engine
+from inference_svc.engine.life_cycle import LifeCycle
 from inference_svc.engine.messages import Cancel, Output, Submit, Usage
 from inference_svc.engine.pages import PagePool
 from inference_svc.engine.profiler import StepProfiler
@@ -262,7 +263,10 @@ def test_engine_updates_rates_every_step() -> None:
     world = World(0)
     admission = Admission(world.scheduler, 8, 8)
     runner = Mock(pop_completed_copies=list, divide_magnitudes=list)
-    commands = Commands(world.residency, *(Mock() for _ in range(4)), StepProfiler(None), 10.0)
+    life_cycle = LifeCycle(world.scheduler, runner, world.residency, Mock())
+    profiler = StepProfiler(None)
+    mocks = [Mock() for _ in range(4)]
+    commands = Commands(world.residency, *mocks, profiler, life_cycle, 10.0)
     engine = Engine(
         world.scheduler,
         runner,

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.core import Request, SamplingParams, Sequence
+from inference_svc.core import LogprobsMode, Request, SamplingParams, Sequence
 from inference_svc.engine import sampler as sampler_module
 from inference_svc.engine.sampler import Sampler, uniform, uniforms
 
@@ -254,3 +254,44 @@ def test_logprobs_are_of_the_unchanged_logits() -> None:
         math.isclose(value, wanted, abs_tol=1e-6)
         for (_, value), wanted in zip(token.logprobs.top, top.values.tolist(), strict=True)
     )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([0, 3, 12]),
+    st.sampled_from([0.3, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.05]),
+    st.sampled_from([0.0, 0.5, 2.0]),
+    st.sampled_from([1.0, 1.7]),
+    st.integers(0, 20),
+)
+def test_processed_logprobs_follow_their_definition(
+    top_k: int, top_p: float, min_p: float, temperature: float, repetition: float, seed: int
+) -> None:
+    """Penalties, and then, unless it is greedy, temperature and cuts; others are raw."""
+    cuts = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    options = {**cuts, "temperature": temperature, "repetition_penalty": repetition}
+    made = sequence(logprobs=VOCAB, logprobs_mode=LogprobsMode.PROCESSED, seed=seed, **options)
+    raw = sequence(logprobs=VOCAB, seed=seed, **options)
+    values = logits(2, seed)
+    first, second = Sampler([EOS]).sample(values.clone(), [made, raw])
+    penalised = values[0].numpy().astype(np.float64)
+    for token in (1, 2):
+        value = penalised[token]
+        penalised[token] = value / repetition if value > 0 else value * repetition
+    scaled = penalised / (temperature or 1.0)
+    probs = np.exp(scaled - scaled.max())
+    if temperature:
+        kept = allowed(torch.from_numpy(penalised), made.request.sampling)
+        probs[[index for index in range(VOCAB) if index not in kept]] = 0
+    with np.errstate(divide="ignore"):
+        expected = np.log(probs / probs.sum())
+    assert first.logprobs is not None
+    found = dict(first.logprobs.top)
+    assert np.allclose([found[index] for index in range(VOCAB)], expected, atol=1e-4)
+    own = first.logprobs.logprob
+    assert own > -math.inf
+    assert first.logprobs.rank == sum(value >= own for value in found.values())
+    assert second.logprobs is not None
+    plain = values[1].log_softmax(-1)
+    assert math.isclose(second.logprobs.logprob, plain[second.token_id], abs_tol=1e-5)

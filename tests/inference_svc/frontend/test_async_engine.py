@@ -11,7 +11,7 @@ from inference_svc.core import FinishReason, Request, SamplingParams
 from inference_svc.engine.messages import Reply, StepOutputs, StepTrace
 from inference_svc.errors import AdapterUnavailable, DuplicateRequest, EngineFailed
 from inference_svc.frontend.async_engine import AsyncEngine
-from inference_svc.frontend.output_stream import UNREAD_BYTES, Delta, Generation
+from inference_svc.frontend.output_stream import PACKED_BYTES, UNREAD_BYTES, Delta, Generation
 from servicekit.errors import Draining, ShareExceeded
 from servicekit.shares import Shares
 from tests.support.wait import until_async
@@ -104,6 +104,32 @@ def test_experts_of_a_prompt_are_reserved_before_it_runs(engine, tokenizers) -> 
         async with aclosing(async_engine.generate(request)) as generating:
             await anext(generating)
             assert shares.used == shares.capacity, "also while it is being sent"
+        assert shares.used == 0
+
+    run(body)
+
+
+def test_scores_of_a_prompt_are_reserved_before_it_runs(engine, tokenizers) -> None:
+    """So many that the account's share does not hold them are refused, not computed."""
+    tokenizer = tokenizers["byte_level"]
+    made = make_request(tokenizer, "abc")
+    num_tokens = len(made.prompt_token_ids)
+
+    async def body() -> None:
+        shares = Shares("unread_bytes", UNREAD_BYTES + PACKED_BYTES + (12 + 8 * 9) * num_tokens)
+        async_engine = AsyncEngine(engine, tokenizer, shares)
+        async_engine.start()
+        for top_k, is_refused in ((10, True), (9, False)):
+            sampling = replace(made.sampling, prompt_logprobs=top_k)
+            request = replace(made, sampling=sampling)
+            async with aclosing(async_engine.generate(request)) as generating:
+                if is_refused:
+                    with pytest.raises(ShareExceeded):
+                        await anext(generating)
+                    assert not engine.submitted
+                else:
+                    await anext(generating)
+                    assert shares.used == shares.capacity
         assert shares.used == 0
 
     run(body)

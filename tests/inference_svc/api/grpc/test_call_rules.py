@@ -21,5 +21,5 @@ def test_an_answer_says_the_load() -> None:
 def test_a_refusal_may_send_callers_elsewhere(kind: type[ServiceError]) -> None:
     trailers = dict(RULES.trailers(kind("too busy")))
     assert trailers[LOAD_HEADER] == "TEXT load"
-    goes_elsewhere = kind in (Draining, errors.QueueFull)
+    goes_elsewhere = kind in (Draining, errors.QueueFull, errors.Asleep)
     assert trailers.get(REFUSED_HEADER) == (kind.reason if goes_elsewhere else None)

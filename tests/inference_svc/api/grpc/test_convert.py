@@ -171,7 +171,7 @@ def test_responses_carry_every_field() -> None:
     identity = convert.to_identity(binding, request)
     assert convert.to_identity(None, request) is None
     assert convert.to_identity(binding, replace(request, digest="")).is_inactive
-    [response] = convert.to_generate_responses("r", delta, identity)
+    [response] = convert.Answer("r", identity).responses(delta)
     assert (response.request_id, response.text, list(response.token_ids)) == ("r", "ab", [4, 5])
     assert [t.token_id for t in response.logprobs[0].top] == [4, 9]
     assert response.logprobs[1].chosen.logprob == -1.0
@@ -185,17 +185,17 @@ def test_responses_carry_every_field() -> None:
 
 
 def test_optional_fields_stay_unset() -> None:
-    [response] = convert.to_generate_responses("r", Delta(token_ids=[4]), None)
+    [response] = convert.Answer("r").responses(Delta(token_ids=[4]))
     assert response.finish_reason == pb.FINISH_REASON_UNSPECIFIED
     for field in ("usage", "timings", "adapter"):
         assert not response.HasField(field)
 
 
 def test_experts_of_many_tokens_come_in_several_responses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "MAX_ROUTED_BYTES", 13)
+    monkeypatch.setattr(convert, "MAX_ARRAY_BYTES", 13)
     pieces = [RoutedExperts(0, 3, 2, 1, bytes(range(24))), RoutedExperts(4, 3, 2, 1, bytes(6))]
     delta = Delta([7], "a", finish_reason=FinishReason.LENGTH, routed=pieces)
-    responses = list(convert.to_generate_responses("r", delta, None))
+    responses = list(convert.Answer("r").responses(delta))
     parts = [each.routed_experts for each in responses]
     assert [(part.first_position, part.num_tokens) for part in parts] == [(0, 2), (2, 2), (4, 1)]
     assert b"".join(part.experts for part in parts) == bytes(range(24)) + bytes(6)
@@ -206,7 +206,7 @@ def test_experts_of_many_tokens_come_in_several_responses(monkeypatch: pytest.Mo
 
 def test_every_finish_reason_is_converted() -> None:
     for reason in FinishReason:
-        [response] = convert.to_generate_responses("r", Delta(finish_reason=reason), None)
+        [response] = convert.Answer("r").responses(Delta(finish_reason=reason))
         assert pb.FinishReason.Name(response.finish_reason) == f"FINISH_REASON_{reason.name}"
 
 

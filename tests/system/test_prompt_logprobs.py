@@ -1,0 +1,287 @@
+"""Log probabilities of prompts: those of transformers and peft, however the prompt is computed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import httpx2
+import numpy as np
+import pytest
+import torch
+
+from inference_svc.core import PackedLogprobs
+from loadout import types
+from loadout.errors import InvalidArgument
+from loadout.prometheus import scrape
+from tests.system.engines import Running
+from tests.system.services import Services
+from tests.system.test_parity import prompts
+from tests.system.zoo import Zoo
+
+BACKENDS = pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
+ADAPTER = "r16"
+PAGE_SIZE = 16
+PROMPT = prompts(5, seed=3)[4]
+"""300 tokens."""
+
+
+def scores(running: Running, request_id: str) -> PackedLogprobs:
+    """Returns all of a request's, which come in order and once, from the second token on."""
+    running.result(request_id)
+    pieces = [each for output in running.outputs[request_id] for each in output.scores]
+    position = 1
+    for piece in pieces:
+        assert piece.first_position == position
+        position += piece.num_tokens
+    joined = (np.concatenate(arrays) for arrays in zip(*(p[1:] for p in pieces), strict=True))
+    return PackedLogprobs(1, *joined)
+
+
+def ask(running: Running, name: str, prompt: list[int], adapter: str = "", **options: int) -> None:
+    options = {"max_tokens": 0, "prompt_logprobs": 5} | options
+    running.submit(name, prompt, adapter, **options)
+
+
+def check(found: PackedLogprobs, prompt: list[int], logits: torch.Tensor, top_k: int = 5) -> None:
+    """`logits` [T, vocab] are the oracle's."""
+    expected = logits.log_softmax(-1)[:-1].numpy()
+    assert found.num_tokens == len(prompt) - 1
+    assert found.top_k == min(top_k, expected.shape[1])
+    assert found.token_ids.tolist() == prompt[1:]
+    own = np.take_along_axis(expected, found.token_ids[:, None], 1)
+    assert np.abs(found.logprobs - own[:, 0]).max(initial=0) < 1e-4
+    tops = -np.sort(-expected, axis=1)[:, : found.top_k]
+    assert np.abs(found.top_logprobs - tops).max(initial=0) < 1e-4
+    assert np.abs(np.take_along_axis(expected, found.top_ids, 1) - tops).max(initial=0) < 1e-4
+    # A rank may differ where others are equally likely up to rounding.
+    assert ((expected > own + 1e-4).sum(1) < found.ranks).all()
+    assert ((expected > own - 1e-4).sum(1) >= found.ranks).all()
+
+
+@BACKENDS
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "qwen3-moe"])
+def test_they_are_the_oracles(
+    zoos: Callable[[str], Zoo], start: Callable, kind: str, native: bool
+) -> None:
+    """Of base and adapters in one batch, beside requests that are not scored."""
+    zoo, running = zoos(kind), start(kind, max_model_len=512, native_kernels=native)
+    names = ["", *running.digests]
+    asked = [prompt for prompt in prompts(len(names) + 1, seed=3) if len(prompt) > 1]
+    for name, prompt in zip(names, asked, strict=False):
+        ask(running, f"scored {name}", prompt, name)
+        running.submit(f"other {name}", prompt, name, max_tokens=4)
+    for name, prompt in zip(names, asked, strict=False):
+        found = scores(running, f"scored {name}")
+        check(found, prompt, zoo.logits(name, prompt, torch.float32))
+        running.result(f"other {name}")
+    running.check_idle()
+
+
+@BACKENDS
+@pytest.mark.parametrize("chunk", [1, PAGE_SIZE, 100, len(PROMPT) - 1, len(PROMPT), 512])
+def test_chunks_and_prefixes_change_nothing(
+    zoos: Callable[[str], Zoo], start: Callable, chunk: int, native: bool
+) -> None:
+    zoo = zoos("llama")
+    running = start(
+        zoo, max_model_len=512, native_kernels=native, max_prefill_chunk=chunk, max_sequences=7
+    )
+    expected = zoo.logits(ADAPTER, PROMPT, torch.float32)
+    running.submit("before", PROMPT, ADAPTER, max_tokens=1)
+    running.result("before")
+    ask(running, "scored", PROMPT, ADAPTER, prompt_logprobs=3, max_tokens=2)
+    check(scores(running, "scored"), PROMPT, expected, 3)
+    tokens, last = running.result("scored")
+    assert last.usage.cached_prompt_tokens == 0
+    assert len(tokens) == 2
+    # Its pages are others' to share.
+    running.submit("after", PROMPT, ADAPTER, max_tokens=2)
+    assert running.result("after")[0] == tokens
+    assert running.result("after")[1].usage.cached_prompt_tokens == (len(PROMPT) - 1) // 16 * 16
+    running.check_idle()
+
+
+@BACKENDS
+def test_preempted_requests_score_each_token_once(
+    zoos: Callable[[str], Zoo], start: Callable, native: bool
+) -> None:
+    zoo, count = zoos("llama"), 60
+    page_bytes = 2 * 2 * 2 * 32 * 16 * 4
+    running = start(
+        zoo, max_model_len=128, native_kernels=native, max_prefill_chunk=8, kv_bytes=12 * page_bytes
+    )
+    asked = [prompt[:60] for prompt in prompts(6, seed=7) if len(prompt) > 1]
+    for index, prompt in enumerate(asked):
+        ask(running, str(index), prompt, max_tokens=count, prompt_logprobs=index)
+    for index, prompt in enumerate(asked):
+        check(scores(running, str(index)), prompt, zoo.logits("", prompt, torch.float32), index)
+    assert running.engine.built.engine.scheduler.num_preemptions > 0
+    running.check_idle()
+
+
+@pytest.fixture(scope="module")
+def serving(zoos: Callable[[str], Zoo], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Both services with an adapter, and a client of HTTP."""
+    flags = ("--http", "127.0.0.1:0", "--max-batch-tokens", "40", "--max-sequences", "8")
+    with Services(
+        zoos("llama"), tmp_path_factory.mktemp("scores"), inference_flags=flags
+    ) as services:
+        services.client.register(ADAPTER, str(services.zoo.adapter_dirs[ADAPTER]))
+        ready = json.loads((services.folder / "inference.json").read_text())
+        with httpx2.Client(base_url=f"http://{ready['http']}", timeout=60) as http:
+            yield Serving(services, http)
+        services.check_exit_codes()
+
+
+class Serving(NamedTuple):
+    services: Services
+    http: httpx2.Client
+
+    def post(self, **fields: Any) -> Any:
+        answer = self.http.post("/v1/completions", json={"model": ADAPTER, **fields})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+SHORT = PROMPT[:120]
+"""Three chunks."""
+
+
+def arrays(packed: types.PackedLogprobs | None) -> PackedLogprobs:
+    assert packed is not None
+    return PackedLogprobs(
+        packed.first_position,
+        *(np.asarray(each) for each in (packed.token_ids, packed.logprobs, packed.ranks)),
+        *(np.asarray(each) for each in (packed.top_token_ids, packed.top_logprobs)),
+    )
+
+
+@pytest.mark.parametrize("adapter", ["", ADAPTER])
+def test_over_grpc(serving: Serving, adapter: str) -> None:
+    """With all of the vocabulary, in parts; with a prefix that is cached, and with echo."""
+    client, zoo = serving.services.client, serving.services.zoo
+    expected = zoo.logits(adapter, SHORT, torch.float32)
+    for _ in range(2):
+        done = client.complete(SHORT, adapter=adapter, max_tokens=0, prompt_logprobs=1024)
+        check(arrays(done.prompt_logprobs), SHORT, expected, 1024)
+        assert (done.token_ids, done.text) == ((), "")
+        assert done.finish_reason is types.FinishReason.LENGTH
+        assert done.usage == types.Usage(len(SHORT), 0, 0)
+    options: Any = {"adapter": adapter, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+    plain = client.complete(SHORT, logprobs=4, **options)
+    echoed = client.complete(SHORT, echo=True, logprobs=4, packed_logprobs=True, **options)
+    assert echoed.token_ids == (*SHORT, *plain.token_ids)
+    assert echoed.text.endswith(plain.text)
+    assert len(echoed.text) > len(plain.text)
+    check(arrays(echoed.prompt_logprobs), SHORT, expected, 4)
+    packed = arrays(echoed.packed_logprobs)
+    assert packed.first_position == 0
+    assert packed.token_ids.tolist() == list(plain.token_ids)
+    assert packed.ranks.tolist() == [1, 1, 1]
+    for own, top_ids, top, wanted in zip(
+        *(packed.logprobs, packed.top_ids, packed.top_logprobs, plain.logprobs), strict=True
+    ):
+        assert abs(own - wanted.chosen.logprob) < 1e-5
+        assert top_ids.tolist() == [each.token_id for each in wanted.top]
+        assert np.abs(top - [each.logprob for each in wanted.top]).max() < 1e-5
+
+
+def test_over_http(serving: Serving) -> None:
+    expected = serving.services.zoo.logits(ADAPTER, SHORT, torch.float32).log_softmax(-1)[:-1]
+    own = expected.gather(1, torch.tensor(SHORT[1:])[:, None])[:, 0]
+    answer = serving.post(prompt=SHORT, max_tokens=0, prompt_logprobs=2)
+    [choice] = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", "length")
+    assert answer["usage"]["completion_tokens"] == 0
+    first, *scored = choice["prompt_logprobs"]
+    assert first is None
+    assert len(scored) == len(SHORT) - 1
+    for token, entries, row, value in zip(SHORT[1:], scored, expected, own, strict=True):
+        assert abs(entries[str(token)]["logprob"] - value) < 1e-4
+        best = next(entry for entry in entries.values() if entry["rank"] == 1)
+        assert abs(best["logprob"] - row.max()) < 1e-4
+        assert set(best) == {"logprob", "rank", "decoded_token"}
+    for count in (0, 1):
+        for stream in (False, True):
+            check_echo(serving, own.tolist(), count, stream=stream)
+
+
+def check_echo(serving: Serving, own: list[float], count: int, *, stream: bool) -> None:
+    fields = {"prompt": SHORT, "max_tokens": count, "echo": True, "logprobs": 1, "stream": stream}
+    if stream:
+        sent = serving.http.post("/v1/completions", json={"model": ADAPTER, **fields})
+        chunks = [json.loads(line[6:]) for line in sent.text.split("\n\n") if line[6:7] == "{"]
+        pieces = [chunk["choices"][0] for chunk in chunks]
+    else:
+        pieces = serving.post(**fields)["choices"]
+    found: dict[str, list[Any]] = {}
+    for piece in pieces:
+        for name, values in (piece["logprobs"] or {}).items():
+            found.setdefault(name, []).extend(values)
+    assert found["token_logprobs"][0] is None
+    assert found["top_logprobs"][0] is None
+    assert found["text_offset"][0] == 0
+    assert {len(values) for values in found.values()} == {len(SHORT) + count}
+    scored = found["token_logprobs"][1 : len(SHORT)]
+    assert np.abs(np.array(scored) - own).max() < 1e-4
+    for value, top in zip(scored, found["top_logprobs"][1:], strict=False):
+        assert max(top.values()) >= value
+
+
+def test_chats_are_scored(serving: Serving) -> None:
+    messages = [{"role": "user", "content": "a b"}]
+    fields = {"model": ADAPTER, "messages": messages, "max_completion_tokens": 0}
+    answer = serving.http.post("/v1/chat/completions", json={**fields, "prompt_logprobs": 0})
+    assert answer.status_code == 200, answer.text
+    scores = answer.json()["prompt_logprobs"]
+    assert scores[0] is None
+    assert len(scores) == answer.json()["usage"]["prompt_tokens"]
+
+
+def test_bad_requests_are_refused_by_name(serving: Serving) -> None:
+    client = serving.services.client
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"prompt_logprobs": 1025}, "sampling.prompt_logprobs"),
+        ({"logprobs": 21}, "sampling.logprobs"),
+        ({"logprobs": 1025, "packed_logprobs": True}, "sampling.logprobs"),
+        ({"max_tokens": 0}, "sampling.max_tokens"),
+        ({"max_tokens": 0, "logprobs": 1}, "sampling.max_tokens"),
+        ({"logprobs_mode": "cooked"}, "sampling.logprobs_mode"),
+        ({"n": 129}, "n"),
+    ]
+    for fields, subject in refused:
+        with pytest.raises(InvalidArgument) as caught:
+            list(client.generate(SHORT, **fields))
+        assert caught.value.subject == subject
+    too_many = {"prompt": [SHORT] * 3, "max_tokens": 1, "prompt_logprobs": 1024}
+    answer = serving.http.post("/v1/completions", json={"model": ADAPTER, **too_many})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt_logprobs"
+
+
+def test_several_answers_compute_the_prompt_once(serving: Serving) -> None:
+    """Each answer is that of a request of its own with its seed."""
+    client, services = serving.services.client, serving.services
+    options: Any = {"adapter": ADAPTER, "max_tokens": 8, "temperature": 1.0, "ignore_eos": True}
+    prompt = prompts(13, seed=11)[12][:100]
+    before = computed_tokens(services)
+    answers = client.sample(prompt, 5, seed=7, prompt_logprobs=0, logprobs=1, **options)
+    last_page = len(prompt) - (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE
+    assert computed_tokens(services) - before == len(prompt) + 4 * last_page
+    assert [answer.usage.prompt_tokens for answer in answers] == [len(prompt), 0, 0, 0, 0]
+    assert [answer.prompt_logprobs is None for answer in answers] == [False] + 4 * [True]
+    for index, answer in enumerate(answers):
+        alone = client.complete(prompt, seed=7 + index, logprobs=1, **options)
+        assert answer.token_ids == alone.token_ids
+        assert answer.text == alone.text
+    assert len({answer.token_ids for answer in answers}) > 1
+
+
+def computed_tokens(services: Services) -> float:
+    """Returns how many tokens of prompts were not in the prefix cache."""
+    metrics = scrape(services.inference_metrics)
+    names = ("prompt_tokens", "cached_prompt_tokens")
+    prompt, cached = (metrics.one(f"loadout_inference_{name}_total") for name in names)
+    return prompt - cached
