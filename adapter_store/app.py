@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import (
@@ -102,6 +103,8 @@ how long one waits for its turn, which inference services that list for others w
 FETCHES_PER_WORKER = 4
 """Fetches that a worker may have: those of sources it has left go on until they notice. Few enough
 for the pools of connections of the sources' clients."""
+DUE_SECONDS = 1.0
+"""How often versions are looked for whose time to live has ended, and ephemeral ones to remove."""
 HELPER_THREADS = 4
 """They fill and hash the parts of images that workers compile, and record that they began."""
 
@@ -168,11 +171,8 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
         )
         stack.push_async_callback(precompiler.close)
         watch = Watch(catalog, calls, settings.bookmark_seconds, places.watches)
-        sources, limits = _sources(settings), _limits(settings)
-        registrar = Registrar(
-            *(catalog, storage.blobs, verified, sources, metrics, *limits, policies, stopping),
-            FetchRunner(places.pace, places.share, FETCHES_PER_WORKER * settings.fetch_workers),
-            places.staged_bytes,
+        registrar = _registrar(
+            settings, catalog, storage, verified, metrics, policies, stopping, places
         )
         service = StoreService(
             catalog, registrar, images, precompiler, watch, metrics, policies, places
@@ -189,6 +189,25 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
             stack.callback(PinRefresher(catalog, service.refresh_pinned).close)
         stack.callback(stopping.set)  # callers no longer wait for fetches
         yield Store(catalog, images, precompiler, watch, service, metrics, policies)
+
+
+def _registrar(
+    settings: StoreSettings,
+    catalog: Catalog,
+    storage: Storage,
+    verified: VerifiedCheckpoints,
+    metrics: Metrics,
+    policies: StorePolicyFile,
+    stopping: threading.Event,
+    places: Places,
+) -> Registrar:
+    sources, limits = _sources(settings), _limits(settings)
+    return Registrar(
+        *(catalog, storage.blobs, verified, sources, metrics, *limits, policies, stopping),
+        FetchRunner(places.pace, places.share, FETCHES_PER_WORKER * settings.fetch_workers),
+        places.staged_bytes,
+        places.ephemeral_bytes,
+    )
 
 
 def open_catalog(settings: StoreSettings, folder: Path, grace: timedelta) -> Catalog:
@@ -227,15 +246,17 @@ def open_storage(
     """Opens local or shared storage. `stack` stops its background threads."""
     grace = timedelta(seconds=settings.delete_grace_seconds)
     local = LocalBlobs(folder)
+    ephemeral = timedelta(seconds=settings.ephemeral_grace_seconds)
     if not settings.shared_s3:
-        return Storage(local, Collector(catalog, local, disk, grace), None)
+        return Storage(local, Collector(catalog, local, disk, grace, ephemeral), None)
     endpoint = settings.shared_s3_endpoint_url or settings.s3_endpoint_url
     bucket = Bucket(settings.shared_s3, endpoint, settings.s3_region)
     leases = Leases(catalog, settings.lease_seconds)
     stack.callback(leases.close)
     blobs = SharedBlobs(local, bucket, catalog, leases, folder, settings.fetched_bytes)
     images = SharedTier(bucket, leases)
-    return Storage(blobs, SharedCollector(catalog, blobs, disk, grace, images, leases), images)
+    collector = SharedCollector(catalog, blobs, disk, grace, images, leases, ephemeral)
+    return Storage(blobs, collector, images)
 
 
 def _sources(settings: StoreSettings) -> Sources:
@@ -299,6 +320,7 @@ def _places(stack: AsyncExitStack, settings: StoreSettings) -> Places:
         Shares("watches", settings.max_watches, share, setting="--max-watches"),
         Shares("pulled_bytes", settings.image_memory, share, setting="--image-memory"),
         Shares("staged_bytes", settings.staging_bytes, share, setting="--staging-bytes"),
+        Shares("ephemeral_bytes", settings.ephemeral_memory, share, setting="--ephemeral-memory"),
         WorkBudget("list_work", share, LIST_PROCESSORS, LIST_WAIT_SECONDS),
         Pace(settings.min_transfer_rate, settings.transfer_stall_seconds),
     )
@@ -313,9 +335,14 @@ async def _collect_periodically(
 ) -> None:
     loop = asyncio.get_running_loop()
     known_unused: frozenset[str] = frozenset()
+    next_s = time.monotonic() + seconds
     while True:
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(min(seconds, DUE_SECONDS))
         try:
+            images.drop_digests(await loop.run_in_executor(executor, collector.collect_due))
+            if time.monotonic() < next_s:
+                continue
+            next_s = time.monotonic() + seconds
             images.drop_digests(await loop.run_in_executor(executor, collector.collect))
             unused = await loop.run_in_executor(executor, collector.drop_unused_layouts)
             if unused != known_unused:

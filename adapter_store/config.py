@@ -77,6 +77,10 @@ class StoreSettings(ServiceSettings):
     image_memory: Annotated[Bytes, MEMORY] = ByteSize(4 * GIB)
     """Capacity of the memory tier of compiled images."""
 
+    ephemeral_memory: Annotated[Bytes, MEMORY] = ByteSize(2 * GIB)
+    """Memory for the sources of ephemeral adapters, those being uploaded included; further ones are
+    refused until some are deleted. Their images take --image-memory besides, and no disk."""
+
     disk_cache_bytes: Annotated[Bytes, STORAGE] = ByteSize(64 * GIB)
     """Capacity of the disk tier of compiled images."""
 
@@ -187,6 +191,10 @@ class StoreSettings(ServiceSettings):
 
     delete_grace_seconds: Annotated[Seconds, CATALOG] = 600.0
     """Time that a deleted adapter can still be pulled by its digest, for requests that use it."""
+
+    ephemeral_grace_seconds: Annotated[Seconds, CATALOG] = 10.0
+    """The same for ephemeral adapters: time for servers whose requests have got the name's digest,
+    and that have not begun to pull it. A pull that has begun is not ended, nor is a request."""
 
     collect_seconds: Annotated[PositiveSeconds, CATALOG] = 60.0
     """Time between two garbage collections of files that no record refers to."""

@@ -450,10 +450,14 @@ class SourceFile:
     sha256: str
 
 
+MEMORY = "memory"
+
+
 @dataclass(frozen=True, slots=True)
 class BlobPlace:
     """Where shared blobs store a digest's files; empty if every store has its own blobs.
 
+    MEMORY is the memory of the store's process: the blob is gone with that.
     For a blob that was just stored also the lease that it was stored under, the lease's owner, and
     the place that it replaces.
     """
@@ -474,6 +478,7 @@ class AdapterRecord:
     `segment_kinds` are what it changes beside A and B; of aLoRA, it is active from the first of its
     `invocation_tokens` on, where all of them follow one another in the prompt for the last time.
     The digests of its tokenizer's extract and of its chat template are "" where it has none.
+    The content of an `ephemeral` one is gone with the store's process, unless replicas share it.
     """
 
     name: AdapterName
@@ -501,6 +506,8 @@ class AdapterRecord:
     invocation_tokens: tuple[int, ...] = ()
     tokenizer_digest: str = ""
     chat_template_digest: str = ""
+    ephemeral: bool = False
+    expire_time: datetime | None = None
 
     @property
     def added_tokens(self) -> int:

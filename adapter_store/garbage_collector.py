@@ -16,6 +16,8 @@ from adapter_store.replication.lease_renewal import Leases
 logger = logging.getLogger(__name__)
 
 BATCH_BLOBS = 1000
+EPHEMERAL_GRACE = timedelta(seconds=10)
+"""How long deleted ephemeral content can still be pulled, unless the settings say."""
 LEASE = "collector"
 SWEEP_EVERY = 10
 """The number of collections per sweep, which lists everything that is shared."""
@@ -25,16 +27,25 @@ class Collector:
     """Blocking. Removes records first, then files: a crash in between leaves files to be swept."""
 
     def __init__(
-        self, catalog: Catalog, blobs: Blobs, disk: DiskTier, delete_grace: timedelta
+        self,
+        catalog: Catalog,
+        blobs: Blobs,
+        disk: DiskTier,
+        delete_grace: timedelta,
+        ephemeral_grace: timedelta = EPHEMERAL_GRACE,
     ) -> None:
         self._catalog = catalog
         self._blobs = blobs
         self._disk = disk
         self._delete_grace = delete_grace
+        self._ephemeral_grace = min(delete_grace, ephemeral_grace)
 
     def sweep(self) -> None:
-        """Removes what crashes left behind. Call it at start."""
+        """Removes what crashes left behind, and the versions whose content was in the memory of an
+        earlier process. Call it at start."""
         self._mark_recorded()
+        if num_names := self._catalog.forget_memory():
+            logger.info("ephemeral versions are gone", extra={"names": num_names})
         self._blobs.sweep(self._catalog.blob_digests())
         self.drop_collected()
         self.drop_unused_layouts()
@@ -69,8 +80,23 @@ class Collector:
         while forgotten := self._catalog.forget_unused_layouts():
             logger.info("unused layouts are forgotten", extra={"layouts": len(forgotten)})
         self._catalog.expire_announcements()
+        self._catalog.expire()
         expired = self._catalog.expire_versions(self._delete_grace)
+        expired += self._catalog.expire_ephemeral(self._ephemeral_grace)
         self._catalog.forget_texts()
+        self._forget_unrecorded()
+        return self._drop_unreferenced(expired)
+
+    def collect_due(self) -> list[str]:
+        """Removes what may not wait for `collect`: versions whose time to live has ended, and
+        deleted ephemeral ones, which take memory. Returns the digests that are gone."""
+        if not self._catalog.is_due(self._ephemeral_grace):
+            return []
+        self._catalog.expire()
+        return self._drop_unreferenced(self._catalog.expire_ephemeral(self._ephemeral_grace))
+
+    def _drop_unreferenced(self, expired: int) -> list[str]:
+        """Drops the blobs that no version has; `expired` is how many versions have just gone."""
         gone = []
         while digests := self._catalog.unreferenced_blobs(BATCH_BLOBS):
             dropped = [digest for digest in digests if self._drop(digest)]
@@ -80,6 +106,13 @@ class Collector:
         if expired or gone:
             logger.info("collected", extra={"versions": expired, "blobs": len(gone)})
         return gone
+
+    def _forget_unrecorded(self) -> None:
+        """Lets go of blobs in memory that were not recorded after all."""
+        for digest in self._catalog.unknown_digests(self._blobs.in_memory):
+            with self._blobs.guard(digest):
+                if self._catalog.blob(digest) is None:
+                    self._blobs.remove(digest)
 
     def _mark_recorded(self) -> None:
         """Lets the next start notice that the catalog was lost."""
@@ -111,8 +144,9 @@ class SharedCollector(Collector):
         delete_grace: timedelta,
         images: SharedTier,
         leases: Leases,
+        ephemeral_grace: timedelta = EPHEMERAL_GRACE,
     ) -> None:
-        super().__init__(catalog, blobs, disk, delete_grace)
+        super().__init__(catalog, blobs, disk, delete_grace, ephemeral_grace)
         self._shared_blobs = blobs
         self._images = images
         self._leases = leases
@@ -137,6 +171,15 @@ class SharedCollector(Collector):
         else:
             gone = []
         return sorted({*gone, *self.drop_collected()})
+
+    def collect_due(self) -> list[str]:
+        """Collects as Collector.collect_due does, if no other replica collects."""
+        if not self._catalog.is_due(self._ephemeral_grace) or not self._leases.acquire(LEASE):
+            return []
+        try:
+            return super().collect_due()
+        finally:
+            self._leases.release(LEASE)
 
     def _remove_image(self, key: ImageKey) -> None:
         super()._remove_image(key)

@@ -39,7 +39,7 @@ from adapter_store.core import (
     Pruned,
     Recorded,
 )
-from adapter_store.errors import LimitExceeded, UploadStalled
+from adapter_store.errors import LimitExceeded
 from adapter_store.images import layout as layouts
 from adapter_store.images import layout_checks
 from adapter_store.images.announcement import announcement_id, validate_announcement
@@ -53,11 +53,16 @@ from adapter_store.registration.rate_limit import RateLimiter
 from adapter_store.registration.registrar import Registrar, Registration
 from adapter_store.registration.signatures import Signature, require_signed
 from adapter_store.registration.tenant_policy import StorePolicyFile
-from adapter_store.sources.upload import FileChunk, Upload
+from adapter_store.sources.upload import (
+    FileChunk,
+    Upload,
+    upload_stalled,
+    with_minimum_rate,
+)
 from adapter_store.store_status import StoreStatus, Work, WorkDetails
 from servicekit.errors import FailedPrecondition, ServiceError
 from servicekit.refs import AdapterName, AdapterRef
-from servicekit.shares import INTERNAL, FairExecutor, MinimumRate, Pace, Shares
+from servicekit.shares import INTERNAL, FairExecutor, Pace, Shares
 from servicekit.telemetry import spans
 from servicekit.work_budget import WorkBudget
 
@@ -71,8 +76,8 @@ T = TypeVar("T")
 class Places:
     """What callers share, each tenant up to `share`: threads of short calls, of registrations and
     of ending what the database still reads, places for uploads and watches, memory that pulls hold,
-    disk for what is being received, and what lists and layouts take of the processors. An upload
-    may not be slower than `pace`."""
+    disk for what is being received, memory for what is ephemeral, and what lists and layouts take
+    of the processors. An upload may not be slower than `pace`."""
 
     share: float
     calls: FairExecutor
@@ -82,6 +87,7 @@ class Places:
     watches: Shares
     pulled_bytes: Shares
     staged_bytes: Shares
+    ephemeral_bytes: Shares
     list_work: WorkBudget
     pace: Pace
 
@@ -182,7 +188,7 @@ class StoreService:
             async with asyncio.timeout(self._places.pace.stall_seconds):
                 return await first
         except TimeoutError:
-            raise _upload_stalled(self._places.pace) from None
+            raise upload_stalled(self._places.pace) from None
 
     async def upload(
         self, caller: Principal, request: Registration, chunks: AsyncIterator[FileChunk]
@@ -386,6 +392,7 @@ class StoreService:
         for threads in (places.calls, places.fetches, places.interrupts):
             yield threads.shares
         yield from (places.uploads, places.watches, places.pulled_bytes, places.staged_bytes)
+        yield places.ephemeral_bytes
         yield self._registrar.running_fetches
         yield from self._images.places
 
@@ -433,8 +440,15 @@ class StoreService:
         opening = self._call(caller, self._registrar.open_upload, request)
         try:
             upload = await asyncio.shield(opening)
-            async for chunk in _with_minimum_rate(chunks, self._places.pace):
-                await self._fetch(caller, self._registrar.write_upload, upload, chunk)
+            writing: asyncio.Future[None] | None = None
+            async for chunk in with_minimum_rate(chunks, self._places.pace):
+                # The next chunk arrives while this one is written and hashed.
+                if writing is not None:
+                    await writing
+                writing = self._fetch(caller, self._registrar.write_upload, upload, chunk)
+                writing.add_done_callback(_retrieve_failure)
+            if writing is not None:
+                await writing
         except BaseException:
             # The caller may leave while its folder is being created: remove it once it is there.
             opening.add_done_callback(self._abandon_opened)
@@ -570,29 +584,7 @@ class StoreService:
         return asyncio.get_running_loop().run_in_executor(fetches, work)
 
 
-async def _with_minimum_rate(
-    chunks: AsyncIterator[FileChunk], pace: Pace
-) -> AsyncGenerator[FileChunk]:
-    """Yields the chunks. Raises UploadStalled if their bytes do not come in time."""
-    rate = MinimumRate(pace)
-    while True:
-        try:
-            async with asyncio.timeout(rate.remaining_s):
-                with rate.waiting():
-                    chunk = await anext(chunks, None)
-        except TimeoutError:
-            raise _upload_stalled(pace) from None
-        if chunk is None:
-            return
-        rate.received(len(chunk.data))
-        if rate.is_too_slow:
-            raise _upload_stalled(pace)
-        yield chunk
-
-
-def _upload_stalled(pace: Pace) -> UploadStalled:
-    return UploadStalled(
-        f"the upload has sent nothing for {pace.stall_seconds:g} seconds, or less than "
-        f"{pace.bytes_per_second} bytes per second for too long (--transfer-stall-seconds, "
-        "--min-transfer-rate)"
-    )
+def _retrieve_failure(future: asyncio.Future[None]) -> None:
+    """Marks a failure as retrieved: the caller may have left before it was waited for."""
+    if not future.cancelled():
+        future.exception()

@@ -21,6 +21,7 @@ class Action(enum.Enum):
 
     GENERATE = "generate"
     OPERATE = "load, unload, pin or list adapters, pause or sleep"
+    LOAD = "load adapters ahead of their first request"
     INSPECT = "debug or profile the server"
     INFO = "read the server's facts"
 
@@ -28,9 +29,11 @@ class Action(enum.Enum):
 ROLES = Roles(
     {
         "caller": frozenset({Action.GENERATE, Action.INFO}),
-        "operator": frozenset({Action.OPERATE, Action.INSPECT, Action.INFO}),
+        "operator": frozenset({Action.OPERATE, Action.LOAD, Action.INSPECT, Action.INFO}),
+        # The store's: who may publish a version may have it loaded before it is used.
+        "publisher": frozenset({Action.LOAD, Action.INFO}),
     },
-    foreign=frozenset({"reader", "publisher", "server", "admin"}),  # the adapter store's
+    foreign=frozenset({"reader", "server", "admin"}),  # the adapter store's
 )
 
 Principal: TypeAlias = principal.Principal[Action]

@@ -9,10 +9,12 @@ security       token and TLS of a client
 signing        signatures of adapters
 upload         an adapter's local files, in chunks
 prometheus     reads the metrics of a service
+_push          what a push sends: an adapter from a trainer's memory
 _rpc           how the clients call the services
 _routing       which replica of the inference service a call goes to
 cli            the `loadout` command
 demo           the demo: a small trained model, and adapters that each do one visible job
+integrations   trainers of others on Loadout
 benchmark      measures a running server as its callers see it
 health         checks a service's health: `python -m loadout.health`
 adapter_store  the stubs of the store's contract

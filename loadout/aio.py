@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 import grpc
 
 from loadout import types
+from loadout._push.async_push import Push, Wait, check_wait
+from loadout._push.result import Pushed
+from loadout._push.upload import push_meta
 from loadout._routing.fleet import RESOLVE_TIMEOUT_S
 from loadout._routing.metadata import DEFAULT_TENANT
 from loadout._rpc import calls, convert, tasks
@@ -27,7 +30,7 @@ from loadout._rpc.tracing import Tracing
 from loadout.errors import StreamLost
 from loadout.retry import Attempts, RetryPolicy
 from loadout.security import ChannelFactory, Security, TlsConfig
-from loadout.upload import Progress, Upload, is_uri, open_folder
+from loadout.upload import Progress, Sent, Upload, is_uri, open_folder
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -93,7 +96,9 @@ class AsyncClient:
         await self.close()
 
     async def _call(self, call: Call[T], timeout_s: float | None = None) -> T:
-        route = self._channels.route(call)
+        return await self._finish(call, self._channels.route(call), timeout_s)
+
+    async def _finish(self, call: Call[T], route: Route, timeout_s: float | None) -> T:
         response = await self._attempt(
             route,
             lambda timeout: route.send(call.request, timeout),
@@ -142,6 +147,8 @@ class AsyncClient:
         description: str = "",
         signature: types.Signature | None = None,
         keep: int = 0,
+        ttl: float | None = None,
+        ephemeral: bool = False,
         progress: Progress | None = None,
         timeout_s: float | None = None,
     ) -> types.Registration:
@@ -156,21 +163,15 @@ class AsyncClient:
 
         With `keep` the name's versions beyond the newest so many are deleted once this one is
         recorded: never the current one, pinned ones, or what requests use that run by then. 0: the
-        store keeps as many as its policy says.
+        store keeps as many as its policy says. After `ttl` seconds this version is deleted by
+        itself. An `ephemeral` upload stays in the store's memory; see `push`.
         """
         labels = labels or {}
         if is_uri(source):
+            calls.check_upload(ephemeral)
             call = calls.register(
-                name,
-                str(source),
-                base_model,
-                expected_digest,
-                if_current_digest,
-                pinned,
-                labels,
-                description,
-                signature,
-                keep,
+                *(name, str(source), base_model, expected_digest, if_current_digest, pinned),
+                *(labels, description, signature, keep, ttl),
             )
             return await self._call(call, timeout_s)
         upload = Upload(
@@ -185,10 +186,69 @@ class AsyncClient:
             description=description,
             signature=signature,
             keep=keep,
+            ttl_s=ttl,
+            ephemeral=ephemeral,
         )
         return await self._upload(upload, timeout_s)
 
-    async def _upload(self, upload: Upload, timeout_s: float | None) -> types.Registration:
+    async def push(
+        self,
+        name: str,
+        tensors: Mapping[str, Any],
+        config: Any,
+        *,
+        wait: Wait = None,
+        keep: int | None = None,
+        ttl: float | None = None,
+        ephemeral: bool = True,
+        base_model: str = "",
+        if_current_digest: str = "",
+        labels: Mapping[str, str] | None = None,
+        description: str = "",
+        group: Any = None,
+        timeout_s: float | None = None,
+    ) -> Pushed:
+        """Records an adapter from memory, and has replicas load it.
+
+        `tensors` are of torch or numpy, by PEFT's names or those of the model's state dict; they
+        are sent one after the other, without a file and without a second copy of all. `config` is
+        PEFT's LoraConfig, a mapping, or JSON. Of DTensors, as FSDP2 shards them, all ranks of
+        `group` (None: all there are) call this: each tensor is gathered when it is sent, the first
+        rank sends, and all return the same or raise the same.
+
+        With `wait` "all" it returns once every replica that is up and serves the base model has
+        loaded it: a request for the name gets this version there, or a later one. "any": once one
+        has. Raises NotLoaded, naming the replica; the version is recorded nevertheless.
+
+        An `ephemeral` version is kept in the store's memory: it is gone when the store ends, and
+        soon after it is deleted, but no version or revision is given twice. `keep` is as in
+        `register`; after `ttl` seconds the version is deleted by itself, also the current one.
+        """
+        check_wait(wait)
+        if wait is not None:
+            self._channels.fleet.refresh()  # probed while the tensors are sent
+        meta = push_meta(
+            name,
+            keep=keep or 0,
+            ttl_s=ttl,
+            ephemeral=ephemeral,
+            base_model=base_model,
+            if_current_digest=if_current_digest,
+            labels=labels or {},
+            description=description,
+        )
+        seconds = self._timeout_s if timeout_s is None else timeout_s
+        push = Push(meta, wait, seconds, self._upload, self._load_at, self.replicas)
+        return await push.run(tensors, config, group)
+
+    async def _load_at(
+        self, address: str, name: str, revision: int, timeout_s: float | None
+    ) -> types.ResidentAdapter:
+        call = calls.load(name, False, revision)
+        route = self._channels.replica_route(call, address)
+        return await self._finish(call, route, timeout_s)
+
+    async def _upload(self, upload: Sent, timeout_s: float | None) -> types.Registration:
         route = self._channels.upload_route()
 
         async def send(timeout: float | None) -> Any:
@@ -445,10 +505,11 @@ class AsyncClient:
         return completions
 
     async def load(
-        self, ref: str, *, pin: bool = False, timeout_s: float | None = None
+        self, ref: str, *, pin: bool = False, min_revision: int = 0, timeout_s: float | None = None
     ) -> types.ResidentAdapter:
-        """Loads an adapter ahead of its first request; returns when it is resident."""
-        return await self._call(calls.load(ref, pin), timeout_s)
+        """Loads an adapter ahead of its first request; returns when it is resident. `min_revision`
+        is as in `generate`."""
+        return await self._call(calls.load(ref, pin, min_revision), timeout_s)
 
     async def unload(self, ref: str, *, timeout_s: float | None = None) -> int:
         """Drains an adapter and frees it; returns the freed bytes."""

@@ -11,6 +11,7 @@ LoadoutError                 catch this for all of them
  ├─ Unauthenticated          no token was sent, or one that the service does not know
  ├─ PermissionDenied         this token may not do that
  ├─ DataLoss                 stored or pulled bytes fail their hash
+ ├─ NotLoaded                a push is recorded, and a replica, named by `subject`, cannot load it
  ├─ Unavailable              the service answered that it, its store or the adapter is unavailable
  ├─ StreamLost               the connection ended before the response did
  ├─ DeadlineExceeded         `timeout_s` passed
@@ -96,6 +97,10 @@ class PermissionDenied(LoadoutError):
 
 
 class DataLoss(LoadoutError):
+    pass
+
+
+class NotLoaded(LoadoutError):
     pass
 
 

@@ -159,7 +159,9 @@ class Adapter:
     what it changes beside A and B, `added_tokens` how many it adds to the vocabulary, 0 until an
     image of it is planned; of aLoRA, it is active from the first of its `invocation_tokens` on,
     where all of them follow one another in the prompt for the last time. `tokenizer_digest` and
-    `chat_template_digest` are of what it brings along about text, "" where that is its model's.
+    `chat_template_digest` are of what it brings along about text, "" where that is its model's. The
+    content of an `ephemeral` one is in the store's memory alone; at `expire_time` it is deleted by
+    itself (None: never).
     """
 
     name: str
@@ -187,6 +189,8 @@ class Adapter:
     invocation_tokens: tuple[int, ...] = ()
     tokenizer_digest: str = ""
     chat_template_digest: str = ""
+    ephemeral: bool = False
+    expire_time: datetime | None = None
 
     @property
     def ref(self) -> str:

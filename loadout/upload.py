@@ -13,8 +13,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
-from loadout._rpc.calls import build, signature_message
+from loadout._rpc.calls import build, signature_message, ttl_seconds
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.errors import InvalidArgument
 from loadout.types import Signature
@@ -205,6 +206,17 @@ def _invalid(path: Path, why: str) -> InvalidArgument:
     return InvalidArgument(f"{path} {why}", code="INVALID_ARGUMENT", subject=str(path))
 
 
+class Sent(Protocol):
+    """What an upload sends. gRPC reports a request stream that raised as a lost one; `failure` has
+    the cause."""
+
+    repeatable: bool
+    failure: Exception | None
+
+    def messages(self) -> Iterator[store_pb.UploadAdapterRequest]:
+        """Returns the messages from the beginning."""
+
+
 class Upload:
     """One upload, which may be sent again: every `messages()` starts from the beginning.
 
@@ -225,6 +237,8 @@ class Upload:
         description: str = "",
         signature: Signature | None = None,
         keep: int = 0,
+        ttl_s: float | None = None,
+        ephemeral: bool = False,
     ) -> None:
         meta = build(
             store_pb.UploadMeta,
@@ -237,12 +251,14 @@ class Upload:
             description=description,
             signature=signature_message(signature),
             keep=keep,
+            ttl_seconds=ttl_seconds(ttl_s),
+            ephemeral=ephemeral,
         )
         self._folder = folder
         self._progress = progress
         self._meta = store_pb.UploadAdapterRequest(meta=meta)
         self.repeatable = not if_current_digest
-        self.failure: OSError | None = None
+        self.failure: Exception | None = None
 
     def messages(self) -> Iterator[store_pb.UploadAdapterRequest]:
         yield self._meta

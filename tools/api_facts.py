@@ -103,7 +103,7 @@ SERVICES = (
             "Generate": _INFERENCE.GENERATE,
             "ListResidentAdapters": _INFERENCE.OPERATE,
             "InspectAdapter": _INFERENCE.OPERATE,
-            "LoadAdapter": _INFERENCE.OPERATE,
+            "LoadAdapter": _INFERENCE.LOAD,
             "UnloadAdapter": _INFERENCE.OPERATE,
             "PinAdapter": _INFERENCE.OPERATE,
             "UnpinAdapter": _INFERENCE.OPERATE,

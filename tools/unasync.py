@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 FILES = {
     "loadout/aio.py": "loadout/client.py",
     "loadout/_rpc/async_stream.py": "loadout/_rpc/stream.py",
+    "loadout/_push/async_push.py": "loadout/_push/push.py",
 }
 
 NAMES = {
@@ -29,6 +30,7 @@ NAMES = {
     "__aexit__": "__exit__",
     "__aiter__": "__iter__",
     "__anext__": "__next__",
+    "async_push": "push",
     "async_stream": "stream",
     "tasks": "threads",
 }

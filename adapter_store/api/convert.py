@@ -130,6 +130,8 @@ def from_registration(
         description=message.description,
         signature=_from_signature(message.signature) if message.HasField("signature") else None,
         keep=message.keep,
+        ephemeral=message.ephemeral if isinstance(message, pb.UploadMeta) else False,
+        ttl_seconds=message.ttl_seconds,
     )
 
 
@@ -383,6 +385,8 @@ def to_adapter(record: AdapterRecord) -> pb.Adapter:
         invocation_tokens=record.invocation_tokens,
         tokenizer_digest=record.tokenizer_digest,
         chat_template_digest=record.chat_template_digest,
+        ephemeral=record.ephemeral,
+        expire_time=_to_timestamp(record.expire_time) if record.expire_time else None,
     )
 
 

@@ -19,11 +19,13 @@ import uuid
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 from adapter_store.blobs.fsync import make_folder, remove_folder
 from adapter_store.blobs.local import LocalBlobs
 from adapter_store.blobs.s3_prefix import Bucket
 from adapter_store.catalog.catalog import Catalog
+from adapter_store.checkpoint.files import Folder
 from adapter_store.core import BlobPlace, SourceFile
 from adapter_store.errors import CorruptData, SourceUnavailable
 from adapter_store.replication.lease_renewal import Leases
@@ -40,6 +42,9 @@ IN_USE_SECONDS = 600
 
 class SharedBlobs:
     """Blocking and thread-safe. Raises SourceUnavailable while the bucket does not answer."""
+
+    has_memory = False
+    in_memory: ClassVar[list[str]] = []
 
     def __init__(
         self,
@@ -93,7 +98,7 @@ class SharedBlobs:
         with self._local.guard(digest):
             yield
 
-    def path(self, digest: str) -> Path:
+    def path(self, digest: str) -> Folder:
         """Returns a folder with the blob's files, fetched if need be; one that does not exist if
         there is no such blob. Raises CorruptData if its objects are gone or altered."""
         stored = self._catalog.blob(digest)
@@ -111,13 +116,14 @@ class SharedBlobs:
 
     def put(
         self,
-        staged: Path,
+        staged: Folder,
         digest: str,
         files: tuple[SourceFile, ...] = (),
         is_intact: Callable[[Path], bool] | None = None,
     ) -> BlobPlace:
         """Uploads a staged folder, unless the blob is stored already. Point the catalog to the
         returned place, then call `finish_put`."""
+        assert isinstance(staged, Path)
         known = self._catalog.blob(digest)
         if known is not None and self._is_complete(digest, known):
             return known
@@ -136,7 +142,7 @@ class SharedBlobs:
             raise
         return stored
 
-    def finish_put(self, digest: str, stored: BlobPlace, staged: Path) -> None:
+    def finish_put(self, digest: str, stored: BlobPlace, staged: Folder) -> None:
         """Removes the objects that the catalog does not point to: those just stored, or those that
         they replace. Objects that cannot be removed now are swept once their lease has ended."""
         if not stored.lease:
@@ -156,6 +162,7 @@ class SharedBlobs:
         # A pull may have fetched a copy since the commit.
         copy = self._copy_path(digest, stored.place)
         with self._copy_lock(digest):
+            assert isinstance(staged, Path)
             is_new = staged.is_dir() and not copy.is_dir()
             if is_new:
                 os.rename(staged, copy)

@@ -465,6 +465,29 @@ class Catalog:
         with self._database.write() as conn:
             return leftovers.expire_versions(conn, self._clock() - grace)
 
+    def is_due(self, ephemeral_grace: timedelta) -> bool:
+        """See leftovers.is_due."""
+        now = self._clock()
+        with self._database.read() as conn:
+            return leftovers.is_due(conn, now, now - ephemeral_grace)
+
+    def expire(self) -> int:
+        """See changes.expire; returns how many names have lost versions."""
+        with self._change() as (conn, made):
+            made += changes.expire(conn, self._clock())
+            return len(made)
+
+    def expire_ephemeral(self, grace: timedelta) -> int:
+        """See leftovers.expire_ephemeral."""
+        with self._database.write() as conn:
+            return leftovers.expire_ephemeral(conn, self._clock() - grace)
+
+    def forget_memory(self) -> int:
+        """See changes.forget_memory; returns how many names have lost versions."""
+        with self._change() as (conn, made):
+            made += changes.forget_memory(conn, self._clock())
+            return len(made)
+
     def forget_texts(self) -> int:
         """See leftovers.forget_texts."""
         with self._database.write() as conn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -47,6 +48,7 @@ def register(
         adapter = rows.add_adapter(conn, new.name, time)
     if current is not None and _is_of(current, new):
         version = current.version
+        _prolong(conn, current, new, time)
         made = _register_again(conn, adapter, current, new, time)
     else:
         version = _put_version(conn, adapter, new, time)
@@ -116,16 +118,53 @@ def remove(
     if adapter is None or not live or (version and version not in live):
         what = str(AdapterRef(name, version or None))
         raise NotFound(f"no adapter {what}", subject=what)
-    deleted = [version] if version else list(live)
+    gone = live[version or adapter.current_version]
+    return gone, _delete(conn, adapter, live, [version] if version else list(live), time)
+
+
+def expire(conn: Connection, time: datetime) -> list[AdapterEvent]:
+    """Deletes, as `remove`, live versions whose time to live has ended and that are not pinned; at
+    most MAX_PRUNED."""
+    return _delete_all(conn, rows.expired_versions(conn, time, MAX_PRUNED), time)
+
+
+def forget_memory(conn: Connection, time: datetime) -> list[AdapterEvent]:
+    """Removes the versions whose content was in the memory of a process that has ended, and all
+    that is known of that."""
+    events = _delete_all(conn, rows.versions_in_memory(conn), time)
+    rows.forget_memory(conn)
+    return events
+
+
+def _delete_all(
+    conn: Connection, numbers: Mapping[int, Collection[int]], time: datetime
+) -> list[AdapterEvent]:
+    """Deletes live versions of names, whose ids are the keys."""
+    events = []
+    for adapter_id, deleted in numbers.items():
+        live = rows.live_versions(conn, adapter_id)
+        adapter = rows.get_adapter(conn, adapter_id)
+        events.append(_delete(conn, adapter, live, deleted, time))
+    return events
+
+
+def _delete(
+    conn: Connection,
+    adapter: Row[Any],
+    live: Mapping[int, str],
+    deleted: Collection[int],
+    time: datetime,
+) -> AdapterEvent:
+    """Deletes some of the name's live versions; it points to its newest remaining one if its
+    current one is among them."""
     for number in deleted:
         rows.change(conn, adapter.id, number, pinned=False, delete_time=to_micros(time))
     remaining = {number: digest for number, digest in live.items() if number not in deleted}
-    gone = live[version or adapter.current_version]
     if not remaining:
         last = live[adapter.current_version]
-        return gone, rows.point(conn, adapter, 0, last, EventKind.DELETED, time)
+        return rows.point(conn, adapter, 0, last, EventKind.DELETED, time)
     current = adapter.current_version if adapter.current_version in remaining else max(remaining)
-    return gone, rows.point(conn, adapter, current, remaining[current], EventKind.UPDATED, time)
+    return rows.point(conn, adapter, current, remaining[current], EventKind.UPDATED, time)
 
 
 def set_pinned(
@@ -148,6 +187,7 @@ def _put_version(conn: Connection, adapter: Row[Any], new: NewVersion, time: dat
     known = rows.same_content(conn, adapter.id, new)
     if known is not None:
         _update_description(conn, known, new)
+        _prolong(conn, known, new, time)
         return int(known.version)
     version = int(adapter.last_version) + 1
     rows.add_version(conn, adapter.id, version, new, time)
@@ -189,6 +229,20 @@ def _update_description(conn: Connection, known: Row[Any], new: NewVersion) -> b
     if changes:
         rows.change(conn, known.adapter_id, known.version, **changes)
     return bool(changes)
+
+
+def _prolong(conn: Connection, known: Row[Any], new: NewVersion, time: datetime) -> None:
+    """Lets a version live as long as the longer-lived of its registrations."""
+    expire_time = rows.expire_micros(new, time)
+    if known.expire_time is None or expire_time is None:
+        expire_time = None
+    else:
+        expire_time = max(expire_time, known.expire_time)
+    ephemeral = known.ephemeral and new.ephemeral
+    if (expire_time, ephemeral) != (known.expire_time, known.ephemeral):
+        rows.change(
+            *(conn, known.adapter_id, known.version), expire_time=expire_time, ephemeral=ephemeral
+        )
 
 
 def _repoint(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from sqlalchemy import Connection, delete, exists, select
+from sqlalchemy import Connection, and_, delete, exists, select
 
 from adapter_store.catalog import work_leases
 from adapter_store.catalog.lookup import to_micros
@@ -21,6 +21,24 @@ def expire_versions(conn: Connection, deleted_before: datetime) -> int:
     """Drops the deleted versions whose grace is over; returns their number."""
     where = versions.c.delete_time <= to_micros(deleted_before)
     return conn.execute(delete(versions).where(where)).rowcount
+
+
+def expire_ephemeral(conn: Connection, deleted_before: datetime) -> int:
+    """Drops deleted versions whose content is in memory; returns their number."""
+    where = (versions.c.ephemeral.is_(True), versions.c.delete_time <= to_micros(deleted_before))
+    return conn.execute(delete(versions).where(*where)).rowcount
+
+
+def is_due(conn: Connection, now: datetime, deleted_before: datetime) -> bool:
+    """Returns whether `changes.expire`, or `expire_ephemeral`, has something to do."""
+    is_deleted = versions.c.delete_time.is_not(None)
+    due = (
+        and_(versions.c.expire_time <= to_micros(now), ~is_deleted, versions.c.pinned.is_(False)),
+        and_(versions.c.ephemeral.is_(True), versions.c.delete_time <= to_micros(deleted_before)),
+    )
+    return any(
+        conn.execute(select(versions.c.version).where(each).limit(1)).first() for each in due
+    )
 
 
 def forget_texts(conn: Connection) -> int:

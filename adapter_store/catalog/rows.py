@@ -5,16 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, Row, and_, insert, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    Select,
+    and_,
+    delete,
+    insert,
+    select,
+    update,
+)
 
 from adapter_store.catalog import events, work_leases
 from adapter_store.catalog.filters import within
 from adapter_store.catalog.lookup import dump_files, dump_kinds, load_files, to_micros
-from adapter_store.catalog.schema import adapters, blobs, texts, versions
+from adapter_store.catalog.schema import adapters, blobs, images, texts, versions
 from adapter_store.core import (
+    MEMORY,
     AdapterEvent,
     BlobPlace,
     EventKind,
@@ -32,6 +43,7 @@ class NewVersion:
     `segment_kinds` what it changes beside A and B.
 
     `texts` are what the digests of tokenizer and chat template are of.
+    An `ephemeral` one is in memory alone; it is deleted after `ttl`, 0 for never.
     `signed_by` is the trusted key that verified `signature`, "" for none.
     """
 
@@ -56,6 +68,8 @@ class NewVersion:
     invocation_tokens: tuple[int, ...] = ()
     tokenizer_digest: str = ""
     chat_template_digest: str = ""
+    ephemeral: bool = False
+    ttl: timedelta = timedelta(0)
     texts: Mapping[str, bytes] = field(default_factory=dict)
 
 
@@ -64,6 +78,10 @@ def find_adapter(conn: Connection, name: AdapterName, tenants: Tenants = None) -
         adapters.c.tenant == name.tenant, adapters.c.name == name.name, within(tenants)
     )
     return conn.execute(query).first()
+
+
+def get_adapter(conn: Connection, adapter_id: int) -> Row[Any]:
+    return conn.execute(select(adapters).where(adapters.c.id == adapter_id)).one()
 
 
 def add_adapter(conn: Connection, name: AdapterName, time: datetime) -> Row[Any]:
@@ -133,6 +151,44 @@ def superseded_versions(
     return list(conn.scalars(query.order_by(versions.c.version).limit(limit)))
 
 
+def expired_versions(conn: Connection, time: datetime, limit: int) -> dict[int, list[int]]:
+    """Returns live versions whose time to live has ended by now, without pinned ones, by their
+    adapter's id."""
+    return _live_numbers(
+        conn,
+        versions.c.expire_time <= to_micros(time),
+        versions.c.pinned.is_(False),
+        limit=limit,
+    )
+
+
+def versions_in_memory(conn: Connection) -> dict[int, list[int]]:
+    """Returns live versions of blobs that are in memory, by their adapter's id."""
+    return _live_numbers(conn, versions.c.digest.in_(_in_memory()))
+
+
+def forget_memory(conn: Connection) -> None:
+    """Drops the blobs that are in memory, with all their versions, which are deleted."""
+    for table in (versions, images, blobs):
+        conn.execute(delete(table).where(table.c.digest.in_(_in_memory())))
+
+
+def _in_memory() -> Select[Any]:
+    return select(blobs.c.digest).where(blobs.c.place == MEMORY)
+
+
+def _live_numbers(
+    conn: Connection, *where: ColumnElement[bool], limit: int | None = None
+) -> dict[int, list[int]]:
+    query = select(versions.c.adapter_id, versions.c.version).where(
+        versions.c.delete_time.is_(None), *where
+    )
+    found: dict[int, list[int]] = {}
+    for row in conn.execute(query.limit(limit)):
+        found.setdefault(row.adapter_id, []).append(row.version)
+    return found
+
+
 def delete_versions(
     conn: Connection, adapter_id: int, numbers: Sequence[int], time: datetime
 ) -> None:
@@ -155,7 +211,7 @@ def put_blob(conn: Connection, new: NewVersion, time: datetime) -> None:
     known = find_blob(conn, new.digest)
     where = {"place": blob.place, "files": dump_files(blob.files)}
     if known is None:
-        if blob.place and not blob.lease:
+        if blob.place not in ("", MEMORY) and not blob.lease:
             raise BlobLost(f"{new.digest} has been collected meanwhile")
         conn.execute(
             insert(blobs).values(
@@ -169,7 +225,7 @@ def put_blob(conn: Connection, new: NewVersion, time: datetime) -> None:
                 **where,
             )
         )
-    elif blob.lease and known.place == blob.replaces:
+    elif (blob.lease and known.place == blob.replaces) or (known.place == MEMORY != blob.place):
         conn.execute(update(blobs).where(blobs.c.digest == new.digest).values(**where))
 
 
@@ -204,8 +260,15 @@ def add_version(
             signature=new.signature or None,
             tokenizer_digest=new.tokenizer_digest,
             chat_template_digest=new.chat_template_digest,
+            ephemeral=new.ephemeral,
+            expire_time=expire_micros(new, time),
         )
     )
+
+
+def expire_micros(new: NewVersion, time: datetime) -> int | None:
+    """Returns when a version that is registered now is deleted by itself; None for never."""
+    return to_micros(time + new.ttl) if new.ttl else None
 
 
 def change(conn: Connection, adapter_id: int, version: int, **values: object) -> None:

@@ -49,7 +49,8 @@ blobs = Table(
     Column("targets", Text, nullable=False),  # JSON list of module names
     Column("source_bytes", Big, nullable=False),
     Column("create_time", Big, nullable=False),
-    Column("place", Text, nullable=False, server_default=""),  # where it is stored, if it is shared
+    # Where it is stored, if it is shared; MEMORY: nowhere else.
+    Column("place", Text, nullable=False, server_default=""),
     Column("files", Text, nullable=False, server_default="[]"),  # JSON: the files stored there
     # JSON list of what it changes beside A and B.
     Column("segment_kinds", Text, nullable=False, server_default="[]"),
@@ -100,6 +101,9 @@ versions = Table(
     # Digests of `texts`; "": it has none.
     Column("tokenizer_digest", Plain, nullable=False, server_default=""),
     Column("chat_template_digest", Plain, nullable=False, server_default=""),
+    # Its content is in the store's memory alone, unless replicas share it.
+    Column("ephemeral", Boolean, nullable=False, server_default=false()),
+    Column("expire_time", Big),  # when it is deleted by itself; NULL: never
     PrimaryKeyConstraint("adapter_id", "version"),
     Index("versions_by_digest", "digest"),
     Index("versions_by_base_model", "base_model", "digest"),
@@ -110,6 +114,13 @@ Index(
     versions.c.delete_time,
     sqlite_where=_DELETED,
     postgresql_where=_DELETED,
+)
+_EXPIRES = versions.c.expire_time.is_not(None)
+Index(
+    "versions_expiring",
+    versions.c.expire_time,
+    sqlite_where=_EXPIRES,
+    postgresql_where=_EXPIRES,
 )
 for _column in (versions.c.tokenizer_digest, versions.c.chat_template_digest):
     _HAS_TEXT = _column != ""

@@ -5,6 +5,8 @@ recently_verified  checkpoints that were just checked, passed on from registrati
 features           what an adapter makes use of, by kind
 formats            which trainer's format a folder is in, and a reader for each
 files              which files make up an adapter, and how they are read safely
+memory_files       files of an adapter that lie in memory alone
+arriving           hashes and checks tensors while their file arrives
 safetensors        the header of a .safetensors file
 json               JSON objects with caps and without surprises
 tensors            the headers of the tensors, and their pairing into targets

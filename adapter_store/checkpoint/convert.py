@@ -296,6 +296,7 @@ def _check_copies(
                 "compare it with",
                 subject=copy.name,
             )
+        assert isinstance(checkpoint.folder, Path)
         with open_safetensors(checkpoint.folder / copy.record.file) as file:
             difference = base.difference(name, file.get_slice(copy.record.key))
         if difference:

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from adapter_store.checkpoint.json import parse_object, show
+from adapter_store.checkpoint.memory_files import MemoryFile, MemoryFolder
 from adapter_store.errors import CorruptData, InvalidAdapter, LimitExceeded
 from servicekit.errors import InvalidArgument
 
@@ -197,9 +198,36 @@ class RegularFile:
         self.close()
 
 
-def read_capped(folder: Path, name: str, max_bytes: int) -> bytes:
+Folder: TypeAlias = Path | MemoryFolder
+"""Where an adapter's files are."""
+OpenFile: TypeAlias = RegularFile | MemoryFile
+
+
+def open_file(folder: Folder, name: str) -> OpenFile:
+    """Opens a file of an adapter to be read. Raises as RegularFile."""
+    if isinstance(folder, Path):
+        return RegularFile(folder, name)
+    file = folder.get(name)
+    if file is None:
+        raise InvalidAdapter(f"{name} is missing", subject=name, reason="FILE_MISSING")
+    return file
+
+
+def list_names(folder: Folder) -> set[str]:
+    """Returns the names of all that is in a folder."""
+    return set(os.listdir(folder)) if isinstance(folder, Path) else folder.names
+
+
+def has_file(folder: Folder, name: str) -> bool:
+    """Returns whether a folder, which may be absent, has something of this name."""
+    if isinstance(folder, Path):
+        return os.path.lexists(folder / name)
+    return folder.get(name) is not None
+
+
+def read_capped(folder: Folder, name: str, max_bytes: int) -> bytes:
     """Reads a small file. Raises InvalidAdapter: FILE_TOO_LARGE, and as RegularFile."""
-    with RegularFile(folder, name) as file:
+    with open_file(folder, name) as file:
         if file.size_bytes > max_bytes:
             raise InvalidAdapter(
                 f"{name}: {file.size_bytes} bytes is over the limit of {max_bytes}",

@@ -11,18 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from adapter_store.checkpoint.digest import compute_digest
-from adapter_store.checkpoint.files import (
-    CheckpointLimits,
-    RegularFile,
-)
+from adapter_store.checkpoint.files import CheckpointLimits, Folder, OpenFile, open_file
 from adapter_store.checkpoint.formats.readers import READERS
 from adapter_store.checkpoint.formats.select import find_format
+from adapter_store.checkpoint.memory_files import MemoryFolder
 from adapter_store.checkpoint.peft_config import AdapterConfig
 from adapter_store.checkpoint.safetensors import TensorRecord
 from adapter_store.checkpoint.scan import scan_tensors
@@ -49,7 +46,7 @@ class Checkpoint:
     and checked when it was opened; otherwise the reader of all bytes has to compare with `digest`.
     """
 
-    folder: Path
+    folder: Folder
     config: AdapterConfig
     targets: Mapping[str, TargetWeights]
     digest: str
@@ -104,12 +101,12 @@ class Checkpoint:
         return tuple(kind for kind in SegmentKind if kind in kinds - {SegmentKind.A, SegmentKind.B})
 
     @contextmanager
-    def open_files(self) -> Iterator[Mapping[str, RegularFile]]:
+    def open_files(self) -> Iterator[Mapping[str, OpenFile]]:
         """The weight files by name, open while the context lasts."""
-        files: dict[str, RegularFile] = {}
+        files: dict[str, OpenFile] = {}
         try:
             for name in sorted({record.file for record in self.records}):
-                files[name] = RegularFile(self.folder, name)
+                files[name] = open_file(self.folder, name)
             yield files
         finally:
             for file in files.values():
@@ -121,7 +118,7 @@ class Checkpoint:
         Raises CorruptData if the file has become shorter.
         """
         data = np.empty(record.length_bytes, np.uint8)
-        with RegularFile(self.folder, record.file) as file:
+        with open_file(self.folder, record.file) as file:
             file.read_into(record.offset, data.data)
         return torch.from_numpy(data).view(TORCH_DTYPES[record.dtype]).view(record.shape)
 
@@ -149,7 +146,7 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    folder: Path,
+    folder: Folder,
     limits: CheckpointLimits | None = None,
     *,
     digest: str | None = None,
@@ -173,7 +170,10 @@ def open_checkpoint(
     contents = reader.read_contents(records, config)
     is_verified = digest is None
     if digest is None:
-        digest = compute_digest(config, contents.changes, scan_tensors(folder, records))
+        hashes = folder.hashes(records) if isinstance(folder, MemoryFolder) else None
+        if hashes is None:
+            hashes = scan_tensors(folder, records)
+        digest = compute_digest(config, contents.changes, hashes)
     return Checkpoint(
         *(folder, config, contents.targets, digest, source_bytes, is_verified),
         experts=contents.experts,

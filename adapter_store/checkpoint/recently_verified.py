@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from pathlib import Path
 
+from adapter_store.checkpoint.files import Folder
 from adapter_store.checkpoint.open import Checkpoint
 
 MAX_CHECKPOINTS = 64
@@ -41,7 +42,7 @@ class VerifiedCheckpoints:
             while len(self._found) > MAX_CHECKPOINTS:
                 self._found.popitem(last=False)
 
-    def find(self, digest: str, folder: Path) -> Checkpoint | None:
+    def find(self, digest: str, folder: Folder) -> Checkpoint | None:
         """Returns the checkpoint in `folder`, if its files have not changed since."""
         with self._lock:
             found = self._found.get(digest)
@@ -56,10 +57,14 @@ class VerifiedCheckpoints:
 
 
 def _fingerprint(checkpoint: Checkpoint) -> _Fingerprint | None:
-    """Returns (name, inode, size, time of change) of the weight files; None if one is missing."""
+    """Returns (name, inode, size, time of change) of the weight files; None if one is missing. What
+    lies in memory cannot change."""
+    folder = checkpoint.folder
+    if not isinstance(folder, Path):
+        return ()
     names = sorted({record.file for record in checkpoint.records})
     try:
-        states = [os.lstat(checkpoint.folder / name) for name in names]
+        states = [os.lstat(folder / name) for name in names]
     except OSError:
         return None
     return tuple(

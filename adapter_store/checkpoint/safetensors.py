@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -110,6 +110,16 @@ def read_header(
             f"header of {header_bytes} bytes in a file of {file_bytes}",
         )
     header = read_at(LENGTH_BYTES, header_bytes)
+    records = parse_header(header, data_start, file, max_tensors=max_tensors)
+    _check_coverage(records, data_start, file_bytes, file)
+    return records
+
+
+def parse_header(
+    header: bytes, data_start: int, file: str, *, max_tensors: int
+) -> tuple[TensorRecord, ...]:
+    """Returns the tensors of a header, which is complete, in order of offset; whether they cover
+    the data is not checked. Raises InvalidAdapter, as `read_header`."""
     # Before parsing: a parsed value takes many times the memory of its bracket or comma.
     if (
         header.count(b"{") > max_tensors + 2
@@ -123,12 +133,8 @@ def read_header(
     _check_metadata(fields.pop(_METADATA, {}), file)
     if len(fields) > max_tensors:
         raise _invalid(file, "TOO_MANY_TENSORS", f"more than {max_tensors} tensors")
-    records = sorted(
-        (_tensor_record(name, info, data_start, file) for name, info in fields.items()),
-        key=lambda record: (record.offset, record.length_bytes),
-    )
-    _check_coverage(records, data_start, file_bytes, file)
-    return tuple(records)
+    found = (_tensor_record(name, info, data_start, file) for name, info in fields.items())
+    return tuple(sorted(found, key=lambda record: (record.offset, record.length_bytes)))
 
 
 def encode_header(tensors: Iterable[tuple[str, DataType, tuple[int, ...]]]) -> bytes:
@@ -208,7 +214,7 @@ def _offsets(name: str, value: Any, file: str) -> tuple[int, int]:
 
 
 def _check_coverage(
-    records: list[TensorRecord], data_start: int, file_bytes: int, file: str
+    records: Sequence[TensorRecord], data_start: int, file_bytes: int, file: str
 ) -> None:
     """Tensors cover the data exactly: every byte belongs to one tensor."""
     position = data_start

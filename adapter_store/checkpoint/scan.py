@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adapter_store.checkpoint.files import RegularFile, Scratch
+from adapter_store.checkpoint.files import Folder, OpenFile, Scratch, open_file
 from adapter_store.checkpoint.safetensors import TensorRecord, group_adjacent
 from adapter_store.core import DataType
 from adapter_store.errors import InvalidAdapter
@@ -47,14 +46,17 @@ _NOT_FINITE: dict[DataType, tuple[type[np.unsignedinteger], int, int]] = {
 _scratch = Scratch(CHUNK_BYTES)
 
 
-def scan_tensors(folder: Path, records: Sequence[TensorRecord]) -> dict[str, bytes]:
+def scan_tensors(folder: Folder, records: Sequence[TensorRecord]) -> dict[str, bytes]:
     """Returns the sha256 of the raw bytes of each tensor, by its key.
 
     Raises InvalidAdapter NOT_FINITE (subject: the tensor), CorruptData if a file got shorter.
     """
     with ExitStack() as stack:
         names = sorted({record.file for record in records})
-        files = {name: stack.enter_context(RegularFile(folder, name)) for name in names}
+        files: dict[str, OpenFile] = {}
+        for name in names:
+            file = files[name] = open_file(folder, name)
+            stack.callback(file.close)
         runs = group_adjacent(records, CHUNK_BYTES)
         threads = min(MAX_THREADS, os.cpu_count() or 1, len(runs))
         with ThreadPoolExecutor(threads, "scan") as pool:
@@ -65,14 +67,25 @@ def scan_tensors(folder: Path, records: Sequence[TensorRecord]) -> dict[str, byt
 def all_finite(data: NDArray[np.uint8], dtype: DataType) -> bool:
     """Returns whether all values in raw bytes of `dtype` are finite."""
     # One pass in the common case: a sum is finite only if all values are.
+    if not data.flags.writeable:  # torch takes no others
+        if dtype is DataType.FLOAT32:
+            with np.errstate(over="ignore", invalid="ignore"):
+                if math.isfinite(data.view(np.float32).sum()):
+                    return True
+        return _none_infinite(data, dtype)
     summable = _TORCH_DTYPES.get(dtype)
     if summable is not None and math.isfinite(torch.from_numpy(data).view(summable).sum().item()):
         return True
+    return _none_infinite(data, dtype)
+
+
+def _none_infinite(data: NDArray[np.uint8], dtype: DataType) -> bool:
+    """Returns the same by looking at each value."""
     unsigned, mask, limit = _NOT_FINITE[dtype]
     return int((data.view(unsigned) & unsigned(mask)).max(initial=0)) < limit
 
 
-def _scan_run(files: Mapping[str, RegularFile], run: list[TensorRecord]) -> dict[str, bytes]:
+def _scan_run(files: Mapping[str, OpenFile], run: list[TensorRecord]) -> dict[str, bytes]:
     first = run[0]
     if len(run) == 1:
         return {first.key: _scan_one(files[first.file], first)}
@@ -89,7 +102,7 @@ def _scan_run(files: Mapping[str, RegularFile], run: list[TensorRecord]) -> dict
     return found
 
 
-def _scan_one(file: RegularFile, record: TensorRecord) -> bytes:
+def _scan_one(file: OpenFile, record: TensorRecord) -> bytes:
     buffer = _scratch.take(min(CHUNK_BYTES, record.length_bytes))
     sha256 = hashlib.sha256()
     for start in range(0, record.length_bytes, CHUNK_BYTES):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias
 
 from adapter_store.checkpoint.experts import (
@@ -21,8 +20,9 @@ from adapter_store.checkpoint.experts import (
 from adapter_store.checkpoint.files import (
     WEIGHTS_FILE,
     CheckpointLimits,
-    RegularFile,
+    Folder,
     check_source_bytes,
+    open_file,
 )
 from adapter_store.checkpoint.formats.select import find_weight_files
 from adapter_store.checkpoint.parameters import (
@@ -97,7 +97,7 @@ class TargetWeights:
         return self.b.shape[1 if self.is_transposed else 0]
 
 
-def read_tensors(folder: Path, limits: CheckpointLimits) -> tuple[list[TensorRecord], int]:
+def read_tensors(folder: Folder, limits: CheckpointLimits) -> tuple[list[TensorRecord], int]:
     """Reads the headers of the weight files; returns all tensors in order of file and offset, and
     the size of the files.
 
@@ -108,7 +108,7 @@ def read_tensors(folder: Path, limits: CheckpointLimits) -> tuple[list[TensorRec
     records: list[TensorRecord] = []
     source_bytes = 0
     for name in names:
-        with RegularFile(folder, name) as file:
+        with open_file(folder, name) as file:
             source_bytes += file.size_bytes
             check_source_bytes(source_bytes, limits)
             found = read_header(

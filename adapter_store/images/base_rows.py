@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from adapter_store.checkpoint.files import RegularFile
+from adapter_store.checkpoint.files import open_file
 from adapter_store.checkpoint.open import TORCH_DTYPES, Checkpoint
 from adapter_store.checkpoint.weights import Replacement
 from adapter_store.core import HASHED_ROWS, DataType, Target
@@ -82,7 +82,7 @@ def _compare(checkpoint: Checkpoint, replacement: Replacement, target: Target) -
     assert target.base_dtype is not None
     narrow = TORCH_DTYPES[target.base_dtype]
     row_bytes = record.length_bytes // (1, *record.shape)[-2]
-    with RegularFile(checkpoint.folder, record.file) as file:
+    with open_file(checkpoint.folder, record.file) as file:
         for block, expected in enumerate(target.base_hashes):
             first = block * HASHED_ROWS
             last = min(first + HASHED_ROWS, target.num_rows)

@@ -19,6 +19,7 @@ from pathlib import Path
 from adapter_store.blobs.local import Blobs
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.checkpoint.files import CheckpointLimits
+from adapter_store.checkpoint.memory_files import MemoryFolder
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
 from adapter_store.core import (
@@ -90,6 +91,11 @@ class Build:
     compiling: Future[bool] | None = None
 
     @property
+    def is_ephemeral(self) -> bool:
+        """Whether what it is built from is in memory alone: then it is not written to disk."""
+        return isinstance(self.checkpoint.folder, MemoryFolder)
+
+    @property
     def source(self) -> str:
         """Where its bytes came from: disk, blob or shared."""
         return "disk" if self.is_on_disk else "blob" if self.is_compiled else "shared"
@@ -158,7 +164,9 @@ class ImageBuilder:
 
         Raises IncompatibleAdapter and CorruptData; parts that were final stay so.
         """
-        if not build.is_precompile and self._read_disk(build, image):
+        if build.is_ephemeral:
+            self._compile(build, image, yield_point)
+        elif not build.is_precompile and self._read_disk(build, image):
             build.is_on_disk = True
         elif not self._read_shared(build, image):
             self._compile(build, image, yield_point)
@@ -170,7 +178,9 @@ class ImageBuilder:
         The tiers are caches: a full disk or an unavailable service is logged, not raised.
         """
         assert build.image is not None
-        path = self._disk.path(build.key) if build.is_on_disk else self._write(build)
+        path = None
+        if not build.is_ephemeral:
+            path = self._disk.path(build.key) if build.is_on_disk else self._write(build)
         if build.is_compiled:
             if self._shared is not None and path is not None:
                 with _log_os_errors("image not shared"):
@@ -231,6 +241,8 @@ class ImageBuilder:
 
     def _claim_precompile(self, build: Build) -> None:
         """Claims the image for this replica. Raises NotPrecompiled."""
+        if build.is_ephemeral:
+            return
         if not self._disk.has_space(build.plan.total_bytes):
             self._record_fits(build)
             raise NotPrecompiled
@@ -298,9 +310,10 @@ class ImageBuilder:
     def _compile(self, build: Build, image: PartialImage, yield_point: YieldPoint) -> None:
         start = time.monotonic()
         build.is_compiled = True
-        build.compiling = self._threads.submit(
-            self._set_verdict, build.key, ImageState.COMPILING, content=build.content
-        )
+        if not build.is_ephemeral:  # that is built in the time that a record takes
+            build.compiling = self._threads.submit(
+                self._set_verdict, build.key, ImageState.COMPILING, content=build.content
+            )
         parts = compile_parts(
             build.checkpoint,
             build.plan,

@@ -278,7 +278,7 @@ class ImageCache:
                     span.set_attributes(
                         source=build.source, bytes=build.plan.total_bytes, digest=key.digest
                     )
-            is_cached = is_cached or flight.priority is not Priority.PRECOMPILE
+            is_cached |= build.is_ephemeral or flight.priority is not Priority.PRECOMPILE
             if is_cached:
                 self._memory.put(entry)
             with child_span("keep"):

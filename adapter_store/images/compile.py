@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adapter_store.checkpoint.files import RegularFile, Scratch
+from adapter_store.checkpoint.files import OpenFile, Scratch
 from adapter_store.checkpoint.open import TORCH_DTYPES, Checkpoint
 from adapter_store.checkpoint.safetensors import group_adjacent
 from adapter_store.checkpoint.weights import Matrix
@@ -212,7 +212,7 @@ class _PartCompiler:
 
     plan: ImagePlan
     buffer: torch.Tensor
-    files: Mapping[str, RegularFile]
+    files: Mapping[str, OpenFile]
     hashes: dict[str, bytes] | None
     num_final: int
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 
 from adapter_store.blobs.local import Blobs
@@ -15,6 +16,7 @@ from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.filters import check_labels
 from adapter_store.catalog.rows import NewVersion
 from adapter_store.checkpoint.files import PICKLE_FILE, CheckpointLimits, is_text_file
+from adapter_store.checkpoint.memory_files import MemoryFolder
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
 from adapter_store.checkpoint.text_files import AdapterText, TextReader
@@ -54,7 +56,8 @@ _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 class Registration:
     """A caller's request, without the files. Empty strings are not given; `default_base_model` is
     for an adapter of which nothing else says its base model; `keep` is how many versions may stay,
-    0 as many as the tenant may have."""
+    0 as many as the tenant may have. An `ephemeral` one is kept in memory; with `ttl_seconds` it is
+    deleted so long after it."""
 
     name: AdapterName
     base_model: str = ""
@@ -67,11 +70,13 @@ class Registration:
     created_by: str = ""
     signature: Signature | None = None
     keep: int = 0
+    ephemeral: bool = False
+    ttl_seconds: int = 0
 
 
 class Registrar:
     """Thread-safe. Setting `stopping` ends fetches with Draining. What is being received takes its
-    tenant's share of `staged_bytes`."""
+    tenant's share of `staged_bytes`; what is ephemeral that of `ephemeral_bytes`, and keeps it."""
 
     def __init__(
         self,
@@ -86,6 +91,7 @@ class Registrar:
         stopping: threading.Event,
         fetches: FetchRunner,
         staged_bytes: Shares,
+        ephemeral_bytes: Shares,
     ) -> None:
         self._catalog = catalog
         self._blobs = blobs
@@ -98,6 +104,7 @@ class Registrar:
         self._stopping = stopping
         self._fetches = fetches
         self._staged_bytes = staged_bytes
+        self._ephemeral_bytes = ephemeral_bytes
         self._texts = TextReader(fetches.running.share)
 
     @property
@@ -112,6 +119,11 @@ class Registrar:
         what check_signature raises.
         """
         check_labels(request.labels)
+        if request.ephemeral and request.pinned:
+            raise InvalidArgument(
+                "ephemeral: an adapter that is pinned is to stay: register it without one of both",
+                subject="ephemeral",
+            )
         _check_description(request.description)
         _check_base_model(request.base_model, "base_model")
         _check_base_model(request.default_base_model, "default_base_model")
@@ -189,9 +201,12 @@ class Registrar:
     def _stage(self, request: Registration, caller_gone: threading.Event | None = None) -> Staging:
         stop = Stop(self._stopping, caller_gone or threading.Event())
         stop.check()
-        staged = StagedBytes(
-            self._staged_bytes, tenant_account(request.name.tenant), self._quota(request).max_bytes
-        )
+        account = tenant_account(request.name.tenant)
+        if request.ephemeral and self._blobs.has_memory:
+            # What it stores counts, too: the catalog compares that with the quota.
+            staged = StagedBytes(self._ephemeral_bytes, account)
+            return Staging(self._blobs.stage(), self._fetch_limits, stop, staged, in_memory=True)
+        staged = StagedBytes(self._staged_bytes, account, self._quota(request).max_bytes)
         return Staging(self._blobs.stage(), self._fetch_limits, stop, staged)
 
     def _unstage(self, staging: Staging) -> None:
@@ -239,6 +254,8 @@ class Registrar:
                 "chat_template_digest": record.chat_template_digest,
                 "deleted_versions": recorded.deleted_versions,
                 "ignored_config_keys": checkpoint.config.ignored_keys,
+                "ephemeral": request.ephemeral,
+                "ttl_seconds": request.ttl_seconds,
             },
         )
         return recorded._replace(
@@ -268,7 +285,7 @@ class Registrar:
                 )
             if converted is not None:
                 staging.replace_file(PICKLE_FILE, converted)
-        return open_checkpoint(staging.folder, self._checkpoint_limits)
+        return open_checkpoint(staging.contents, self._checkpoint_limits)
 
     def _commit(self, request: Registration, new: NewVersion, staged: Checkpoint) -> Recorded:
         """Stores the folder as the blob, and points the name to it. Needs the blob's guard."""
@@ -289,7 +306,9 @@ class Registrar:
             self._blobs.finish_put(new.digest, stored, staged.folder)
             self._mark_recorded()
             verified = existing.checkpoint
-            if not staged.folder.is_dir():  # it is the blob now
+            folder = staged.folder
+            is_blob = folder.is_kept if isinstance(folder, MemoryFolder) else not folder.is_dir()
+            if is_blob:
                 verified = replace(staged, folder=self._blobs.path(new.digest))
             if verified is not None:
                 self._verified.put(verified)
@@ -382,6 +401,8 @@ def _new_version(
         files=staging.files,
         segment_kinds=checkpoint.segment_kinds,
         invocation_tokens=checkpoint.invocation_tokens,
+        ephemeral=request.ephemeral,
+        ttl=timedelta(seconds=request.ttl_seconds),
     )
 
 

@@ -17,15 +17,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from adapter_store.checkpoint.arriving import ArrivingTensors
 from adapter_store.checkpoint.files import (
     CONFIG_FILE,
     PICKLE_FILE,
     WEIGHTS_FILE,
+    Folder,
     check_text_file,
     is_adapter_file,
     is_text_file,
 )
 from adapter_store.checkpoint.formats.select import check_file_names
+from adapter_store.checkpoint.memory_files import MemoryFile, MemoryFolder
 from adapter_store.core import SourceFile
 from adapter_store.errors import CallerGone, InvalidAdapter, LimitExceeded
 from servicekit.errors import Draining, InvalidArgument, QuotaExceeded
@@ -90,6 +93,10 @@ class StagedBytes:
                 subject="max_bytes",
             )
 
+    def keep(self, num_bytes: int) -> None:
+        """Gives back all but this much."""
+        self._held.shrink(num_bytes)
+
     def release(self) -> None:
         self._held.release()
 
@@ -110,20 +117,66 @@ class Stop:
 
 
 class StagedFile:
-    """A file being written. Leaving the context closes it, unless an exception is raised; then it
-    becomes durable: see `Staging.wait_durable`. While nothing is written it may be closed: see
-    `suspend`."""
+    """A file being written, here in memory. Leaving the context closes it, unless an exception is
+    raised. While nothing is written it may be closed: see `suspend`."""
 
-    def __init__(self, staging: Staging, path: Path) -> None:
+    def __init__(self, staging: Staging, name: str) -> None:
         self._staging = staging
-        self._path = path
-        self._file: FileIO | None = open(path, "xb", buffering=0)  # noqa: SIM115 (see suspend)
         self._sha256 = hashlib.sha256()
-        self.name = path.name
+        self._memory = MemoryFile(name)
+        self._arriving = ArrivingTensors(self._memory) if name == WEIGHTS_FILE else None
+        self.name = name
         self.size_bytes = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Raises LimitExceeded before the first byte over a limit is written."""
+        """Raises LimitExceeded before the first byte over a limit is written, and ShareExceeded."""
+        self._staging.count(self.name, self.size_bytes, len(data), is_kept=True)
+        with self._staging.local_work():
+            self._sha256.update(data)
+            piece = bytes(data)
+            self._memory.append(piece)
+            if self._arriving is not None:
+                self._arriving.advance(piece)
+        self.size_bytes += len(data)
+
+    def suspend(self) -> None:
+        """Closes the file for now; `write` and `close` open it again."""
+
+    def close(self) -> None:
+        """Ends the file."""
+        memory = self._staging.memory
+        assert memory is not None
+        memory.add(self._memory, self._arriving)
+        self._add()
+
+    def _add(self) -> None:
+        self._staging.add(SourceFile(self.name, self.size_bytes, self._sha256.hexdigest()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.suspend()
+
+
+class StagedDiskFile(StagedFile):
+    """One in the folder, which becomes durable once it is closed: see `Staging.wait_durable`."""
+
+    def __init__(self, staging: Staging, path: Path) -> None:
+        super().__init__(staging, path.name)
+        self._path = path
+        self._file: FileIO | None = open(path, "xb", buffering=0)  # noqa: SIM115 (see suspend)
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Raises as StagedFile.write."""
         self._staging.count(self.name, self.size_bytes, len(data), is_kept=True)
         with self._staging.local_work():
             if len(data) < CONCURRENT_HASH_BYTES:
@@ -147,7 +200,7 @@ class StagedFile:
         """Ends the file, and starts to make it durable."""
         self.suspend()
         self._staging.start_sync(self._path)
-        self._staging.add(SourceFile(self.name, self.size_bytes, self._sha256.hexdigest()))
+        self._add()
 
     def _opened(self) -> FileIO:
         if self._file is None:
@@ -160,26 +213,13 @@ class StagedFile:
         while view:
             view = view[file.write(view) :]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self.suspend()
-
 
 class Staging:
     """A folder for the files of one adapter, until `remove`.
 
     Thread-safe, each file within one thread at a time. After `stop`, writing and waiting raise why.
-    What is written is `staged`.
+    What is written is `staged`. With `in_memory` nothing but a tokenizer's files lies in the
+    folder.
     """
 
     def __init__(
@@ -188,8 +228,15 @@ class Staging:
         limits: FetchLimits,
         stop: Stop | None = None,
         staged: StagedBytes | None = None,
+        *,
+        in_memory: bool = False,
     ) -> None:
         self.folder = folder
+        self.memory: MemoryFolder | None = None
+        if in_memory:
+            self.memory = MemoryFolder(
+                on_release=lambda: None if staged is None else staged.release()
+            )
         self._stop = stop or Stop()
         self._staged = staged
         self.total_bytes = 0
@@ -204,6 +251,11 @@ class Staging:
         self._num_working = 0
         self._worked_s = 0.0
         self._work_start_s = 0.0
+
+    @property
+    def contents(self) -> Folder:
+        """Where the adapter's files are."""
+        return self.folder if self.memory is None else self.memory
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
@@ -238,13 +290,25 @@ class Staging:
             self._abandoned.set()
 
     def remove(self) -> None:
-        """Removes the folder, unless it has become a blob, and gives back the staged bytes.
+        """Removes the files, unless they have become a blob, and gives back the staged bytes.
         Idempotent."""
         self.abandon()
         self._threads.shutdown(wait=False)
         shutil.rmtree(self.folder, ignore_errors=True)
+        if self.memory is not None and self.memory.is_kept:
+            if self._staged is not None:
+                self._staged.keep(sum(file.size_bytes for file in self._files))
+            return
+        if self.memory is not None:
+            self.memory.release()
         if self._staged is not None:
             self._staged.release()
+
+    def remove_file(self, name: str) -> None:
+        """Removes a file that is no part of the adapter after all."""
+        if self._is_in_memory(name):
+            return  # it is added when it is closed
+        (self.folder / name).unlink()
 
     def start_hashing(self, update: Callable[[bytes], None], data: Any) -> Future[None]:
         """Calls a hash's `update` with data in a thread. Raises as `check_cancelled`, and
@@ -311,7 +375,8 @@ class Staging:
 
     @property
     def allows_pickle(self) -> bool:
-        return self._limits.allow_pickle_files
+        """Whether pickled weights are accepted; what lies in memory is not converted."""
+        return self._limits.allow_pickle_files and self.memory is None
 
     def accepts(self, name: str) -> bool:
         """Returns whether a file of this name may be part of an adapter."""
@@ -351,7 +416,12 @@ class Staging:
         with self._lock:  # a fetch that was left must create nothing while `remove` runs
             self.check_cancelled()
             self._check(name, expected_bytes, self.total_bytes + expected_bytes)
-            return StagedFile(self, path)
+            if self._is_in_memory(name):
+                return StagedFile(self, name)
+            return StagedDiskFile(self, path)
+
+    def _is_in_memory(self, name: str) -> bool:
+        return self.memory is not None and not is_text_file(name)
 
     def count(self, name: str, size_bytes: int, new_bytes: int, *, is_kept: bool = False) -> None:
         """Accounts for `new_bytes` more of a file of `size_bytes`, also of one that is not

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
-from adapter_store.errors import LimitExceeded
+from adapter_store.errors import LimitExceeded, UploadStalled
 from adapter_store.sources.staging import (
     MAX_FILES,
     StagedFile,
@@ -13,6 +15,7 @@ from adapter_store.sources.staging import (
     check_file_name,
 )
 from servicekit.errors import InvalidArgument
+from servicekit.shares import MinimumRate, Pace
 
 UPLOAD_URI = "upload://"
 """The recorded source of an upload."""
@@ -63,7 +66,7 @@ class Upload:
                     file.close()
                 else:
                     file.suspend()
-                    (self.staging.folder / name).unlink()
+                    self.staging.remove_file(name)
             self._is_open = False
 
     def abandon(self) -> None:
@@ -105,3 +108,31 @@ class Upload:
             self._suspend_last()
             self._last = self._files[name] = self.staging.create(name)
         self._sizes[name] = 0
+
+
+async def with_minimum_rate(
+    chunks: AsyncIterator[FileChunk], pace: Pace
+) -> AsyncGenerator[FileChunk]:
+    """Yields the chunks. Raises UploadStalled if their bytes do not come in time."""
+    rate = MinimumRate(pace)
+    while True:
+        try:
+            async with asyncio.timeout(rate.remaining_s):
+                with rate.waiting():
+                    chunk = await anext(chunks, None)
+        except TimeoutError:
+            raise upload_stalled(pace) from None
+        if chunk is None:
+            return
+        rate.received(len(chunk.data))
+        if rate.is_too_slow:
+            raise upload_stalled(pace)
+        yield chunk
+
+
+def upload_stalled(pace: Pace) -> UploadStalled:
+    return UploadStalled(
+        f"the upload has sent nothing for {pace.stall_seconds:g} seconds, or less than "
+        f"{pace.bytes_per_second} bytes per second for too long (--transfer-stall-seconds, "
+        "--min-transfer-rate)"
+    )

@@ -332,16 +332,19 @@ class Service:
         ref: str,
         *,
         pin: bool,
+        min_revision: int = 0,
         source: Source | None = None,
         inplace_field: str = "",
         subject: str = "ref",
     ) -> Loaded:
-        """Returns once the adapter is resident. A source is first registered in the store under
-        this name, on behalf of the caller. `subject` is the caller's name of the field `ref`,
-        and `inplace_field` of that without which a name that points to other content stays as it
-        is: AdapterUnusable."""
-        with self._audited(caller, "LoadAdapter", ref) as (principal, entry):
-            registered, revision = None, 0
+        """Returns once the adapter, as it is at `min_revision` or later, is resident. A source is
+        first registered in the store under this name, on behalf of the caller. Who publishes may
+        load ahead; a pin, and a source, are an operator's. `subject` is the caller's name of the
+        field `ref`, and `inplace_field` of that without which a name that points to other content
+        stays as it is: AdapterUnusable."""
+        action = Action.OPERATE if pin or source is not None else Action.LOAD
+        with self._audited(caller, "LoadAdapter", ref, action) as (principal, entry):
+            registered, revision = None, min_revision
             if source is not None:
                 if inplace_field:
                     digest = await self._current_digest(principal, ref, subject)
@@ -486,14 +489,14 @@ class Service:
 
     @contextmanager
     def _audited(
-        self, caller: Caller, method: str, name: str
+        self, caller: Caller, method: str, name: str, action: Action = Action.OPERATE
     ) -> Iterator[tuple[Principal, AuditEntry]]:
-        """Authorises an operator, and audits how the call ended."""
+        """Authorises the caller, and audits how the call ended."""
         assert method in AUDITED
         with self._audit.record(self._audit.entry(method, name, caller.peer)) as entry:
             principal = self._authenticator.authenticate(caller.metadata)
             entry.set_caller(principal)
-            principal.require(Action.OPERATE)
+            principal.require(action)
             if method in LIFE_CYCLE:
                 principal.require_all_tenants()
             self._audit.begin(entry)

@@ -94,6 +94,13 @@ class Fleet:
             channel.num_calls += 1
             return channel
 
+    def acquire_at(self, address: str) -> ReplicaChannel:
+        """Returns the channel for a call to this replica: see Replicas.acquire_at."""
+        with self._lock:
+            channel = self._channel(self.replicas.acquire_at(address))
+            channel.num_calls += 1
+            return channel
+
     def release(
         self, channel: ReplicaChannel, trailers: Iterable[tuple[str, str | bytes]] | None = None
     ) -> None:

@@ -127,6 +127,16 @@ class Replicas:
             replica.num_own += 1
             return replica.endpoint
 
+    def acquire_at(self, address: str) -> Endpoint:
+        """Returns this replica, also if it has left meanwhile; the call counts as in progress until
+        its `release`."""
+        with self.lock:
+            replica = self._replicas.get(address)
+            if replica is None:
+                return Endpoint(address)
+            replica.num_own += 1
+            return replica.endpoint
+
     def release(self, address: str) -> None:
         with self.lock:
             if replica := self._replicas.get(address):

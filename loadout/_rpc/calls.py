@@ -7,6 +7,7 @@ InvalidArgument here, before anything is sent.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar, cast, get_type_hints
@@ -93,6 +94,29 @@ def signature_message(signature: types.Signature | None) -> Message | None:
     )
 
 
+def check_upload(ephemeral: bool) -> None:
+    """Raises InvalidArgument for an ephemeral registration of what the store fetches."""
+    if ephemeral:
+        raise InvalidArgument(
+            "ephemeral: only what is uploaded can be: give a local folder, or push",
+            code="INVALID_ARGUMENT",
+            subject="ephemeral",
+        )
+
+
+def ttl_seconds(ttl_s: float | None) -> int:
+    """Returns a time to live as the store takes it, 0 for none. Raises InvalidArgument."""
+    if ttl_s is None:
+        return 0
+    if not 0 < ttl_s < 2**32 - 1:
+        raise InvalidArgument(
+            f"ttl: {ttl_s} is no number of seconds above 0; None: no end",
+            code="INVALID_ARGUMENT",
+            subject="ttl",
+        )
+    return math.ceil(ttl_s)
+
+
 # --- the adapter store --------------------------------------------------------------------------
 
 
@@ -107,6 +131,7 @@ def register(
     description: str = "",
     signature: types.Signature | None = None,
     keep: int = 0,
+    ttl_s: float | None = None,
 ) -> Call[types.Registration]:
     request = build(
         store_pb.RegisterAdapterRequest,
@@ -120,6 +145,7 @@ def register(
         description=description,
         signature=signature_message(signature),
         keep=keep,
+        ttl_seconds=ttl_seconds(ttl_s),
     )
     # A second attempt of a conditional registration would conflict with its own first one.
     return Call(
@@ -309,8 +335,8 @@ def _logprobs_mode(name: str) -> int:
     return found
 
 
-def load(ref: str, pin: bool) -> Call[types.ResidentAdapter]:
-    request = build(inference_pb.LoadAdapterRequest, ref=ref, pin=pin)
+def load(ref: str, pin: bool, min_revision: int = 0) -> Call[types.ResidentAdapter]:
+    request = build(inference_pb.LoadAdapterRequest, ref=ref, pin=pin, min_revision=min_revision)
     return Call(Service.INFERENCE, "LoadAdapter", request, convert.only_resident, adapter=ref)
 
 

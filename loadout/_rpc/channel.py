@@ -10,7 +10,7 @@ from loadout._routing.addresses import split
 from loadout._routing.fleet import Fleet, Transport
 from loadout._routing.metadata import adapter_key, check_tenant
 from loadout._rpc.calls import Call, Service, StreamCall
-from loadout._rpc.route import Direct, Route, Routed
+from loadout._rpc.route import Direct, Route, Routed, ToReplica
 from loadout._rpc.tracing import Tracing
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as store_grpc
 from loadout.errors import InvalidArgument
@@ -103,6 +103,11 @@ class Channels:
             route = Routed(
                 INFERENCE, self.fleet, self._security, call.rpc, key, may_spill=call.may_spill
             )
+        return route if self._tracing is None else self._tracing.trace(route, call)
+
+    def replica_route(self, call: Call[Any], address: str) -> Route:
+        """Returns the route to one replica of the inference service, for a call about all."""
+        route: Route = ToReplica(INFERENCE, self.fleet, self._security, call.rpc, address)
         return route if self._tracing is None else self._tracing.trace(route, call)
 
     def upload_route(self) -> Route:

@@ -112,6 +112,8 @@ def adapter(message: store_pb.Adapter) -> types.Adapter:
         invocation_tokens=tuple(message.invocation_tokens),
         tokenizer_digest=message.tokenizer_digest,
         chat_template_digest=message.chat_template_digest,
+        ephemeral=message.ephemeral,
+        expire_time=_time(message.expire_time),
     )
 
 

@@ -78,6 +78,39 @@ class Direct:
         pass
 
 
+class ToReplica:
+    """The route to one replica of `service`, whatever becomes of it."""
+
+    resolving = None
+
+    def __init__(
+        self, service: str, fleet: Fleet, security: Security, rpc: str, address: str
+    ) -> None:
+        self.headers: Headers = ()
+        self.service = service
+        self.address = address
+        self._fleet = fleet
+        self._security = security
+        self._rpc = rpc
+        self._channel: ReplicaChannel | None = None
+
+    def send(self, request: Any, timeout: float | None) -> Any:
+        self._channel = self._fleet.acquire_at(self.address)
+        method = self._security.sign(getattr(self._channel.stub, self._rpc), self.headers)
+        return method(request, timeout=timeout)
+
+    def failed(self, failure: LoadoutError, trailers: Trailers) -> bool:
+        if isinstance(failure, StreamLost) or failure.reason in GONE:
+            self._fleet.replicas.mark_failed(self.address)
+        self.done(trailers)
+        return False
+
+    def done(self, trailers: Trailers = None) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            self._fleet.release(channel, trailers)
+
+
 class Routed:
     """The route to the replica of `service` that `key` belongs to ("": to any), or, once that one
     has failed this call, to the next."""

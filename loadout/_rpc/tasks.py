@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 
+from loadout.errors import LoadoutError
 from loadout.security import ChannelFactory, ChannelOptions
 
 T = TypeVar("T")
@@ -53,6 +54,42 @@ async def iterate(items: Iterator[T]) -> AsyncIterator[T]:
     """Takes the items in a worker thread: they may come from a slow disk."""
     while (item := await asyncio.to_thread(next, items, None)) is not None:
         yield item
+
+
+async def gather(functions: Sequence[Callable[[], Awaitable[T]]]) -> list[T | LoadoutError]:
+    """Runs all at the same time; returns what each returned or raised."""
+    return await asyncio.gather(*(_outcome(function) for function in functions))
+
+
+async def first(
+    functions: Sequence[Callable[[], Awaitable[T]]], is_enough: Callable[[T], bool]
+) -> list[T | LoadoutError]:
+    """Runs all at the same time; returns the outcomes up to the first that is enough, while the
+    others go on."""
+    outcomes: list[T | LoadoutError] = []
+    pending = {asyncio.create_task(_outcome(function)) for function in functions}
+    try:
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            outcomes += [task.result() for task in done]
+            if any(not isinstance(each, LoadoutError) and is_enough(each) for each in outcomes):
+                break
+    finally:
+        for task in pending:
+            _LEFT.add(task)
+            task.add_done_callback(_LEFT.discard)
+    return outcomes
+
+
+_LEFT: set[asyncio.Task[Any]] = set()
+"""What goes on without being waited for: the loop itself holds tasks weakly."""
+
+
+async def _outcome(function: Callable[[], Awaitable[T]]) -> T | LoadoutError:
+    try:
+        return await function()
+    except LoadoutError as error:
+        return error
 
 
 class Transport:

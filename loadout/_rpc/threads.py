@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, as_completed
 from typing import Any, ParamSpec, TypeVar
 
 import grpc
 
+from loadout.errors import LoadoutError
 from loadout.security import ChannelFactory, ChannelOptions
 
 T = TypeVar("T")
@@ -50,6 +52,44 @@ def read(rpc: Any) -> Any:
 
 def iterate(items: Iterator[T]) -> Iterator[T]:
     return items
+
+
+def gather(functions: Sequence[Callable[[], T]]) -> list[T | LoadoutError]:
+    """Runs all at the same time; returns what each returned or raised."""
+    return [each.result() for each in _start(functions)]
+
+
+def first(
+    functions: Sequence[Callable[[], T]], is_enough: Callable[[T], bool]
+) -> list[T | LoadoutError]:
+    """Runs all at the same time; returns the outcomes up to the first that is enough, while the
+    others go on."""
+    outcomes: list[T | LoadoutError] = []
+    for future in as_completed(_start(functions)):
+        outcome = future.result()
+        outcomes.append(outcome)
+        if not isinstance(outcome, LoadoutError) and is_enough(outcome):
+            break
+    return outcomes
+
+
+def _start(functions: Sequence[Callable[[], T]]) -> list[Future[T | LoadoutError]]:
+    """Starts a thread for each: what is not waited for may still run at the program's end."""
+    futures: list[Future[T | LoadoutError]] = []
+    for function in functions:
+        future: Future[T | LoadoutError] = Future()
+        futures.append(future)
+        threading.Thread(target=_settle, args=(future, function), daemon=True).start()
+    return futures
+
+
+def _settle(future: Future[T | LoadoutError], function: Callable[[], T]) -> None:
+    try:
+        future.set_result(function())
+    except LoadoutError as error:
+        future.set_result(error)
+    except BaseException as error:
+        future.set_exception(error)
 
 
 class Transport:

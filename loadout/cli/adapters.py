@@ -43,6 +43,7 @@ Examples:
   loadout register french ./out/french --require-servable
   loadout register french ./out/french --sign-key release-2026.pem
   loadout register french ./out/checkpoint-500 --keep 5
+  loadout register trial ./out/trial --ephemeral --ttl 3600
 """
 
 LIST_EXAMPLES = """\b
@@ -98,6 +99,22 @@ Keep = Annotated[
 ]
 
 
+Ephemeral = Annotated[
+    bool,
+    typer.Option(
+        "--ephemeral",
+        help="Keep an upload in the store's memory alone: it is gone when the store ends, and soon "
+        "after it is deleted.",
+    ),
+]
+Ttl = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS", min=1, help="Time after which this version is deleted. Default: never."
+    ),
+]
+
+
 @connects
 def register(
     name: AdapterName,
@@ -121,6 +138,8 @@ def register(
     signature: SignatureFile = None,
     sign_key: SignKeyFile = None,
     keep: Keep = None,
+    ephemeral: Ephemeral = False,
+    ttl: Ttl = None,
     require_servable: RequireServable = False,
     as_json: options.Json = False,
     store: options.Store = options.DEFAULT_STORE,
@@ -147,6 +166,8 @@ def register(
             description=description,
             signature=_signature(signature, sign_key, expected_digest),
             keep=keep or 0,
+            ttl=ttl,
+            ephemeral=ephemeral,
             progress=show,
         )
         if not as_json:

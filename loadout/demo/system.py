@@ -129,6 +129,10 @@ class System:
         if failure is not None and kind is None:
             raise failure
 
+    def pids(self) -> dict[str, int]:
+        """Returns the parts' process ids by their names: "store", "inference"."""
+        return {process.name: process.pid for process in self._processes}
+
     def warnings(self) -> list[str]:
         """Returns what the parts have said of variables that are no settings."""
         return [line for process in self._processes for line in process.warnings()]

@@ -181,8 +181,8 @@ class AsyncGRPOTrainer(TrlTrainer):
         self.vllm_client = self._policies
         if not super()._init_lora_sync(model):
             raise ValueError(
-                "peft_config: TRL publishes no such adapter, its warning says why; the servers need "
-                "a store (--store)"
+                "peft_config: TRL publishes no such adapter, its warning says why; the servers "
+                "need a store (--store)"
             )
         return True
 

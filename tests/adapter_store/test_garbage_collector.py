@@ -8,9 +8,11 @@ import pytest
 from adapter_store.blobs.local import LocalBlobs
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.rows import NewVersion
+from adapter_store.checkpoint.memory_files import MemoryFile, MemoryFolder
 from adapter_store.core import ImageKey, ImageState, LayoutVerdict
 from adapter_store.garbage_collector import Collector
 from adapter_store.images.disk_tier import DiskTier
+from servicekit.errors import NotFound
 from servicekit.refs import AdapterName, AdapterRef
 
 GRACE = timedelta(seconds=60)
@@ -24,6 +26,7 @@ class Parts:
     """Catalog, blobs and disk tier of one folder, on a clock that tests turn."""
 
     def __init__(self, folder) -> None:
+        self.folder = folder
         self.now = datetime(2026, 1, 1, tzinfo=UTC)
         self.catalog = Catalog(
             folder / "catalog.sqlite3",
@@ -133,3 +136,94 @@ def test_images_of_forgotten_layouts_are_removed(parts):
     assert parts.collector.drop_unused_layouts() == {LAYOUT}
     assert parts.exists(ONE) == (True, False)
     assert parts.collector.drop_unused_layouts() == frozenset()
+
+
+# --- ephemeral versions, and those with a time to live --------------------------------------------
+
+EPHEMERAL_GRACE = timedelta(seconds=10)
+
+
+def push(parts: Parts, digest: str, ttl_s: int = 0, keep: int = 0) -> int:
+    """Registers content in memory; returns its revision."""
+    stored = parts.blobs.put(MemoryFolder([MemoryFile("file")]), digest)
+    new = NewVersion(
+        *(A, digest, "base", "", 1, (), 1),
+        blob=stored,
+        ephemeral=True,
+        ttl=timedelta(seconds=ttl_s),
+    )
+    return parts.catalog.register(new, keep=keep).revision
+
+
+def test_deleted_ephemeral_content_goes_after_its_own_grace(parts):
+    push(parts, ONE)
+    push(parts, TWO, keep=1)
+    parts.now += EPHEMERAL_GRACE - timedelta(seconds=1)
+    assert parts.collector.collect_due() == []
+    assert parts.blobs.in_memory == [ONE, TWO]
+    parts.now += timedelta(seconds=1)
+    assert parts.collector.collect_due() == [ONE]
+    assert parts.blobs.in_memory == [TWO]
+    assert parts.catalog.blob_digests() == {TWO}
+    assert parts.collector.collect_due() == []
+
+
+def test_a_version_ends_with_its_time_to_live(parts):
+    parts.keep(ONE)
+    parts.register(A, ONE)
+    push(parts, TWO, ttl_s=30)
+    parts.now += timedelta(seconds=29)
+    assert parts.collector.collect_due() == []
+    assert parts.catalog.get(AdapterRef(A))[0].digest == TWO
+    revision = parts.catalog.revision()
+    parts.now += timedelta(seconds=1)
+    assert parts.collector.collect_due() == []  # within the grace
+    assert parts.catalog.get(AdapterRef(A))[0].digest == ONE
+    (event,) = parts.catalog.events_since(revision, 10)
+    assert (event.version, event.digest) == (1, ONE)
+    parts.now += EPHEMERAL_GRACE
+    assert parts.collector.collect_due() == [TWO]
+
+
+def test_each_registration_prolongs_the_time_to_live(parts):
+    push(parts, ONE, ttl_s=30)
+    parts.now += timedelta(seconds=20)
+    push(parts, ONE, ttl_s=30)
+    parts.now += timedelta(seconds=20)
+    parts.collector.collect_due()
+    assert parts.catalog.get(AdapterRef(A))[0].version == 1
+    parts.now += timedelta(seconds=10)
+    parts.collector.collect_due()
+    with pytest.raises(NotFound):
+        parts.catalog.get(AdapterRef(A))
+
+
+def test_what_is_pinned_does_not_expire(parts):
+    push(parts, ONE, ttl_s=30)
+    parts.catalog.set_pinned(AdapterRef(A), True, 1 << 30)
+    parts.now += timedelta(hours=1)
+    assert parts.collector.collect_due() == []
+    parts.catalog.set_pinned(AdapterRef(A), False, 1 << 30)
+    parts.collector.collect_due()
+    with pytest.raises(NotFound):
+        parts.catalog.get(AdapterRef(A))
+
+
+def test_content_in_memory_that_was_not_recorded_is_let_go(parts):
+    parts.blobs.put(MemoryFolder([MemoryFile("file")]), ONE)
+    parts.collector.collect()
+    assert parts.blobs.in_memory == []
+
+
+def test_after_a_restart_ephemeral_versions_are_gone_and_no_revision_comes_twice(parts):
+    parts.keep(ONE)
+    parts.register(A, ONE)
+    given = [push(parts, TWO)]
+    parts.blobs = LocalBlobs(parts.folder)  # a new process has an empty memory
+    parts.collector = Collector(parts.catalog, parts.blobs, parts.disk, GRACE)
+    parts.collector.sweep()
+    assert parts.catalog.get(AdapterRef(A))[0].version == 1
+    assert parts.catalog.blob_digests() == {ONE}
+    given.append(push(parts, TWO))
+    assert given[1] > given[0] + 1
+    assert parts.catalog.get(AdapterRef(A))[0].version == 3

@@ -26,6 +26,7 @@ CALLERS = {
     "nobody": "",
     "stranger": token_of("unknown"),
     "reader": token_of("reader"),  # a role of the store only
+    "publisher": token_of("publisher"),
     "caller": token_of("caller"),
     "operator": token_of("operator"),
     "both": token_of("both"),
@@ -34,6 +35,7 @@ CALLERS = {
 }
 TOKENS = [
     token_lines("reader", ["reader"]),
+    token_lines("publisher", ["publisher"]),
     token_lines("caller", ["caller"]),
     token_lines("operator", ["operator"]),
     token_lines("both", ["caller", "operator"]),
@@ -44,12 +46,12 @@ OPERATORS = {"operator", "both", "neighbour", "root"}
 ALLOWED = {
     "Generate": GENERATORS,
     "InspectAdapter": OPERATORS,
-    "LoadAdapter": OPERATORS,
+    "LoadAdapter": OPERATORS | {"publisher"},
     "UnloadAdapter": OPERATORS,
     "PinAdapter": OPERATORS,
     "UnpinAdapter": OPERATORS,
     "ListResidentAdapters": OPERATORS,
-    "GetServerInfo": GENERATORS | OPERATORS,
+    "GetServerInfo": GENERATORS | OPERATORS | {"publisher"},
     # What tells of all tenants is for who is for all.
     "GetDebugInfo": {"root"},
     "ProfileSteps": {"root"},
@@ -212,6 +214,13 @@ def test_cell(house: TableHouse, rpc: str, caller: str, subject: str) -> None:
     assert outcome == expected(rpc, caller, subject)
     if ref and rpc == "PinAdapter":
         unpin(root, ref)
+
+
+def test_who_publishes_may_load_and_not_pin(house: TableHouse) -> None:
+    request = pb.LoadAdapterRequest(ref=house.ref("own name"), pin=True)
+    with pytest.raises(grpc.RpcError) as caught:
+        house.stubs["publisher"].LoadAdapter(request, timeout=60)
+    assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
 @pytest.mark.parametrize("caller", sorted(OPERATORS))

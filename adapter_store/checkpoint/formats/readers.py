@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from adapter_store.checkpoint.files import CONFIG_FILE, CheckpointLimits, read_capped
+from adapter_store.checkpoint.files import CONFIG_FILE, CheckpointLimits, Folder, read_capped
 from adapter_store.checkpoint.formats.mlx import check_selected, parse_mlx_config, parse_mlx_key
 from adapter_store.checkpoint.formats.select import Format
 from adapter_store.checkpoint.json import parse_object
@@ -36,7 +35,7 @@ class Reader:
     parse_key: Callable[[str], TensorKey]
     check: Callable[[Iterable[Changes], AdapterConfig], None] = _no_more
 
-    def read_config(self, folder: Path, limits: CheckpointLimits) -> AdapterConfig:
+    def read_config(self, folder: Folder, limits: CheckpointLimits) -> AdapterConfig:
         """Reads `adapter_config.json`. Raises InvalidAdapter with the file or a key as its
         subject."""
         data = read_capped(folder, CONFIG_FILE, limits.max_config_bytes)

@@ -8,9 +8,7 @@ kinds.
 from __future__ import annotations
 
 import enum
-import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 from adapter_store.checkpoint.files import (
     CONFIG_FILE,
@@ -19,8 +17,11 @@ from adapter_store.checkpoint.files import (
     PICKLE_FILES,
     WEIGHTS_FILE,
     CheckpointLimits,
+    Folder,
+    has_file,
     is_adapter_file,
     is_shard,
+    list_names,
     parse_index,
     read_capped,
 )
@@ -35,9 +36,9 @@ class Format(enum.Enum):
     MLX = "MLX-LM"
 
 
-def find_format(folder: Path) -> Format:
+def find_format(folder: Folder) -> Format:
     """Returns the format of the adapter in `folder`, whether or not it is whole."""
-    return Format.MLX if os.path.lexists(folder / MLX_WEIGHTS_FILE) else Format.PEFT
+    return Format.MLX if has_file(folder, MLX_WEIGHTS_FILE) else Format.PEFT
 
 
 def check_file_names(names: Iterable[str]) -> None:
@@ -61,14 +62,14 @@ def check_file_names(names: Iterable[str]) -> None:
 
 
 def find_weight_files(
-    folder: Path, limits: CheckpointLimits
+    folder: Folder, limits: CheckpointLimits
 ) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
     """Returns the names of the weight files, and for a sharded adapter its index {tensor: file}.
 
     Raises:
         InvalidAdapter: FILE_NOT_SAFETENSORS, FILES_AMBIGUOUS, FILE_UNUSED or INDEX_INVALID.
     """
-    names = set(os.listdir(folder))
+    names = list_names(folder)
     if WEIGHTS_FILE in names and INDEX_FILE in names:
         raise InvalidAdapter(
             f"both {WEIGHTS_FILE} and {INDEX_FILE} are present",

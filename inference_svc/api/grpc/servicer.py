@@ -86,7 +86,9 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def LoadAdapter(  # noqa: N802
         self, request: pb.LoadAdapterRequest, context: Context
     ) -> pb.LoadAdapterResponse:
-        loaded = await self._service.load(_caller(context), request.ref, pin=request.pin)
+        loaded = await self._service.load(
+            _caller(context), request.ref, pin=request.pin, min_revision=request.min_revision
+        )
         return pb.LoadAdapterResponse(adapter=convert.to_resident_adapter(*loaded.resident))
 
     async def UnloadAdapter(  # noqa: N802

@@ -50,6 +50,7 @@ class Process:
             threading.Event(),
             FetchRunner(Pace(1, 60), 1, 16),
             Shares("staged_bytes", 1 << 30),
+            Shares("ephemeral_bytes", 1 << 30),
         )
 
     def close(self) -> None:

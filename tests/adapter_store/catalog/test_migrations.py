@@ -118,7 +118,7 @@ def test_announcements_of_earlier_servers_are_marked(tmp_path):
         for table in ("blobs", "images"):
             for column in NEW_COLUMNS[table]:
                 connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
-        for statement in WITHOUT_TEXTS:
+        for statement in (*WITHOUT_LIFETIMES, *WITHOUT_TEXTS):
             connection.execute(statement)
         connection.execute("UPDATE alembic_version SET version_num = '0006'")
         insert = "INSERT INTO announcements VALUES (?, ?, '[]', 0, ?)"
@@ -148,6 +148,11 @@ WITHOUT_TEXTS = (
     *(f"ALTER TABLE versions DROP COLUMN {column}" for column in _TEXT_COLUMNS),
 )
 """Takes back migration 0010."""
+WITHOUT_LIFETIMES = (
+    "DROP INDEX versions_expiring",
+    *(f"ALTER TABLE versions DROP COLUMN {column}" for column in ("ephemeral", "expire_time")),
+)
+"""Takes back migration 0011."""
 
 
 def test_adapters_and_servers_of_the_release_before_have_and_apply_a_and_b(place, clock):
@@ -160,7 +165,7 @@ def test_adapters_and_servers_of_the_release_before_have_and_apply_a_and_b(place
         for table, columns in NEW_COLUMNS.items():
             for column in columns:
                 conn.exec_driver_sql(f"ALTER TABLE {table} DROP COLUMN {column}")
-        for statement in WITHOUT_TEXTS:
+        for statement in (*WITHOUT_LIFETIMES, *WITHOUT_TEXTS):
             conn.exec_driver_sql(statement)
         conn.exec_driver_sql("UPDATE alembic_version SET version_num = '0007'")
     catalog.close()
@@ -170,6 +175,7 @@ def test_adapters_and_servers_of_the_release_before_have_and_apply_a_and_b(place
     record = names.get("a")
     assert (record.segment_kinds, record.added_tokens, record.invocation_tokens) == ((), 0, ())
     assert (record.tokenizer_digest, record.chat_template_digest) == ("", "")
+    assert (record.ephemeral, record.expire_time) == (False, None)
     assert names.register("a", "d1")[0].version == 1
     (server,) = record.verdicts[0].servers
     assert (server.announcement_id, server.max_rank, server.lora_targets) == ("A", 16, ())

@@ -195,7 +195,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"5": 1}}, "logit_bias"),
     ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
-    ({"echo": True}, "echo"),
+    ({"extra_body": {"echo": True}}, "echo"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 1025}, "top_logprobs"),
     ({"logprobs": 3}, "logprobs"),

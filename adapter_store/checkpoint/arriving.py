@@ -1,0 +1,113 @@
+"""Hashes and checks tensors while their file arrives, so that it need not be read again.
+
+Only what is as it should be is done early. A file that is not is left to the checks that follow,
+which say what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from adapter_store.checkpoint.files import CheckpointLimits
+from adapter_store.checkpoint.memory_files import MemoryFile
+from adapter_store.checkpoint.safetensors import LENGTH_BYTES, TensorRecord, parse_header
+from adapter_store.checkpoint.scan import all_finite
+from adapter_store.errors import InvalidAdapter
+
+_LIMITS = CheckpointLimits()
+
+
+class ArrivingTensors:
+    """What is known of the tensors of one .safetensors file in memory; call `advance` after each
+    piece. One thread at a time."""
+
+    def __init__(self, file: MemoryFile) -> None:
+        self._file = file
+        self._position = 0
+        """Where the bytes begin that were not looked at; 0 until the header is there."""
+        self._records: tuple[TensorRecord, ...] | None = None
+        self._waiting: deque[TensorRecord] = deque()
+        self._hashes: dict[str, bytes] = {}
+        self._sha256 = hashlib.sha256()
+        self._is_given_up = False
+
+    def advance(self, piece: bytes) -> None:
+        """Looks at the file's newest bytes, which are `piece`."""
+        if self._is_given_up:
+            return
+        data = memoryview(piece)
+        if not self._position:
+            if not self._read_header():
+                return
+            behind = self._file.size_bytes - self._position
+            data = data[len(data) - behind :] if behind else data[:0]
+        while data and not self._is_given_up:
+            if not self._waiting:
+                self._is_given_up = True  # bytes behind the last tensor
+                return
+            data = data[self._take(self._waiting[0], data) :]
+
+    def hashes(self, records: Sequence[TensorRecord]) -> dict[str, bytes] | None:
+        """Returns the sha256 of these tensors by their keys, all of whose values are finite; None
+        if they have to be read."""
+        if self._is_given_up or self._waiting or self._records is None:
+            return None
+        return dict(self._hashes) if tuple(records) == self._records else None
+
+    def _read_header(self) -> bool:
+        """Reads the header, once it is there; returns whether it has."""
+        file = self._file
+        if file.size_bytes < LENGTH_BYTES:
+            return False
+        header_bytes = int.from_bytes(file.read_at(0, LENGTH_BYTES), "little")
+        if header_bytes > _LIMITS.max_header_bytes:
+            self._is_given_up = True
+            return False
+        start = LENGTH_BYTES + header_bytes
+        if file.size_bytes < start:
+            return False
+        try:
+            records = parse_header(
+                file.read_at(LENGTH_BYTES, header_bytes),
+                start,
+                file.name,
+                max_tensors=_LIMITS.max_tensors,
+            )
+        except InvalidAdapter:
+            self._is_given_up = True
+            return False
+        end = start
+        for record in records:
+            self._is_given_up |= record.offset != end
+            end = record.offset + record.length_bytes
+        self._records, self._waiting, self._position = records, deque(records), start
+        return True
+
+    def _take(self, record: TensorRecord, data: memoryview) -> int:
+        """Returns how many of these bytes, which are the next, are the tensor's."""
+        done = self._position - record.offset
+        count = min(record.length_bytes - done, len(data))
+        self._sha256.update(data[:count])
+        self._position += count
+        self._check_finite(record, done, data[:count])
+        if done + count == record.length_bytes:
+            self._hashes[record.key] = self._sha256.digest()
+            self._sha256 = hashlib.sha256()
+            self._waiting.popleft()
+        return count
+
+    def _check_finite(self, record: TensorRecord, done: int, data: memoryview) -> None:
+        """Checks the values of which these bytes, the tensor's from `done` on, have the last."""
+        itemsize = record.dtype.itemsize
+        begun, left = done % itemsize, (done + len(data)) % itemsize
+        first = (itemsize - begun) % itemsize
+        if begun and len(data) >= first:  # a value that lies in two pieces
+            split = self._file.read_at(record.offset + done - begun, itemsize)
+            self._is_given_up |= not all_finite(np.frombuffer(split, np.uint8), record.dtype)
+        whole = data[first : len(data) - left] if len(data) >= first + left else data[:0]
+        if whole:
+            self._is_given_up |= not all_finite(np.frombuffer(whole, np.uint8), record.dtype)

@@ -1,0 +1,107 @@
+"""Files of an adapter that lie in memory alone, as the pieces in which they came."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+from adapter_store.checkpoint.safetensors import TensorRecord
+from adapter_store.errors import CorruptData
+
+
+class MemoryFile:
+    """A file that is only appended to, and read as a regular one. Its pieces are kept as they come:
+    nothing is copied but what is read. One thread appends; any number read what is there."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.size_bytes = 0
+        self._pieces: list[bytes] = []
+        self._starts: list[int] = []
+
+    def append(self, data: bytes) -> None:
+        if data:
+            self._pieces.append(data)
+            self._starts.append(self.size_bytes)
+            self.size_bytes += len(data)
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Returns exactly `length` bytes. Raises CorruptData if the file is shorter."""
+        data = bytearray(length)
+        self.read_into(offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fills `buffer` (bytes) from `offset`. Raises CorruptData if the file is shorter."""
+        end = offset + len(buffer)
+        if end > self.size_bytes:
+            raise CorruptData(
+                f"{self.name} ends at byte {self.size_bytes}, expected {end}", subject=self.name
+            )
+        index = bisect_right(self._starts, offset) - 1
+        while buffer:
+            piece = memoryview(self._pieces[index])[offset - self._starts[index] :]
+            count = min(len(piece), len(buffer))
+            buffer[:count] = piece[:count]
+            buffer, offset, index = buffer[count:], offset + count, index + 1
+
+    def close(self) -> None:
+        """Does nothing: the memory is free once nobody refers to it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Arrived(Protocol):
+    """What was found out about a file while it arrived."""
+
+    def hashes(self, records: Sequence[TensorRecord]) -> dict[str, bytes] | None:
+        """Returns the sha256 of these tensors by their keys, all of whose values are finite; None
+        if they have to be read."""
+
+
+class MemoryFolder:
+    """The files of one adapter in memory. Two are equal only if they are the same.
+
+    It is a blob once it `is_kept`: who received it leaves it then. `on_release` is called when its
+    files are let go.
+    """
+
+    def __init__(
+        self, files: Iterable[MemoryFile] = (), on_release: Callable[[], None] = lambda: None
+    ) -> None:
+        self._files = {file.name: file for file in files}
+        self._on_release = on_release
+        self._arrived: Arrived | None = None
+        self.is_kept = False
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def release(self) -> None:
+        """Lets go of the files; who has one of them open may read on. Idempotent."""
+        self._files, self._arrived = {}, None
+        self._on_release()
+
+    def get(self, name: str) -> MemoryFile | None:
+        return self._files.get(name)
+
+    def add(self, file: MemoryFile, arrived: Arrived | None = None) -> None:
+        """Adds a complete file, and what is known of its tensors."""
+        self._files[file.name] = file
+        self._arrived = arrived or self._arrived
+
+    def hashes(self, records: Sequence[TensorRecord]) -> dict[str, bytes] | None:
+        """See Arrived.hashes."""
+        return None if self._arrived is None else self._arrived.hashes(records)

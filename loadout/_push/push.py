@@ -1,0 +1,147 @@
+# Generated from loadout/_push/async_push.py by `make client`: change that file.
+"""A push from its tensors to the replicas that can sample from it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+from loadout import types
+from loadout._push.adapter import any_sharded, check_pairs, read_config, read_tensors
+from loadout._push.result import LoadedReplica, Pushed
+from loadout._push.sharded import Ranks
+from loadout._push.tensors import Tensor
+from loadout._push.upload import PushUpload
+from loadout._rpc import threads
+from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
+from loadout.errors import InvalidArgument, LoadoutError, NotLoaded, StreamLost
+from loadout.retry import DRAINING
+
+Wait: TypeAlias = Literal["any", "all"] | None
+"""Which replicas a push waits for: one, all that are up and serve the base model, or none."""
+
+OTHER_BASE = "base_model"
+"""The subject of a replica's refusal of an adapter for another base model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """One push by a client: `upload` sends it, `load` has one replica, by its address, load a name
+    at a revision; each within a number of seconds. `replicas` returns what is known of these."""
+
+    meta: store_pb.UploadMeta
+    wait: Wait
+    timeout_s: float | None
+    upload: Callable[[PushUpload, float | None], Any]
+    load: Callable[[str, str, int, float | None], Any]
+    replicas: Callable[[], Sequence[types.Replica]]
+
+    def run(self, tensors: Mapping[str, Any], config: Any, group: Any = None) -> Pushed:
+        """Sends the tensors, and waits for replicas. Of tensors that are sharded all ranks call
+        this; one sends, and all get its result or raise its error."""
+        found: list[Tensor] = []
+        error = None
+        settings: dict[str, Any] = {}
+        try:
+            found = read_tensors(tensors)
+            settings = read_config(config)
+            check_pairs(found, settings)
+        except LoadoutError as raised:
+            error = raised
+        if not any_sharded(found):
+            if error is not None:
+                raise error
+            return self._send(PushUpload(self.meta, found, settings))
+        ranks = Ranks(group)
+        threads.run(ranks.agree, found, error)
+        if not ranks.is_first:
+            pushed: Pushed = threads.run(ranks.follow, found)
+            return pushed
+        return self._lead(ranks, PushUpload(self.meta, found, settings, ranks.reader(found)))
+
+    def _lead(self, ranks: Ranks, upload: PushUpload) -> Pushed:
+        try:
+            pushed = self._send(upload)
+        except BaseException as error:
+            ranks.end(None, error)
+            raise
+        threads.run(ranks.end, pushed, None)
+        return pushed
+
+    def _send(self, upload: PushUpload) -> Pushed:
+        start_s = time.monotonic()
+        registration: types.Registration = self.upload(upload, self.timeout_s)
+        if self.wait is None:
+            return Pushed(registration)
+        return self._wait(registration, start_s)
+
+    def _wait(self, registration: types.Registration, start_s: float) -> Pushed:
+        """Raises NotLoaded."""
+        replicas = self.replicas()
+        skipped = {each.address: "it is down" for each in replicas if not each.is_healthy}
+        addresses = [each.address for each in replicas if each.is_healthy]
+        loads = [partial(self._load, each, registration, start_s) for each in addresses]
+        if self.wait == "all":
+            outcomes = threads.gather(loads)
+        else:
+            outcomes = threads.first(loads, lambda loaded: True)
+        loaded = [each for each in outcomes if isinstance(each, LoadedReplica)]
+        failed = [each for each in outcomes if isinstance(each, NotLoaded)]
+        for failure in failed:
+            if _is_skipped(failure):
+                skipped[failure.subject] = failure.message
+        fatal = [each for each in failed if not _is_skipped(each)]
+        if fatal and (self.wait == "all" or not loaded):
+            raise fatal[0]
+        if not loaded:
+            reasons = "; ".join(f"{address}: {why}" for address, why in skipped.items())
+            raise NotLoaded(
+                f"{_recorded(registration)}, and no replica serves it: {reasons}",
+                code="UNAVAILABLE",
+                reason="NO_REPLICA",
+            )
+        return Pushed(registration, tuple(loaded), skipped)
+
+    def _load(
+        self, address: str, registration: types.Registration, start_s: float
+    ) -> LoadedReplica:
+        """Raises NotLoaded."""
+        left_s = None
+        if self.timeout_s is not None:
+            left_s = max(0.0, self.timeout_s - (time.monotonic() - start_s))
+        name = registration.adapter.name
+        try:
+            self.load(address, name, registration.revision, left_s)
+        except LoadoutError as error:
+            raise NotLoaded(
+                f"{_recorded(registration)}, and replica {address} cannot load it: {error.message}",
+                code=error.code,
+                reason=error.reason,
+                subject=address,
+            ) from error
+        return LoadedReplica(address, time.monotonic() - start_s)
+
+
+def check_wait(wait: object) -> None:
+    """Raises InvalidArgument."""
+    if wait not in (None, "any", "all"):
+        raise InvalidArgument(
+            f"wait: {wait!r} is none of None, 'any', 'all'", code="INVALID_ARGUMENT", subject="wait"
+        )
+
+
+def _is_skipped(failure: NotLoaded) -> bool:
+    """Returns whether a replica that failed need not be waited for: it is down, or going down, or
+    serves another base model."""
+    cause = failure.__cause__
+    assert isinstance(cause, LoadoutError)
+    is_down = isinstance(cause, StreamLost) or cause.reason == DRAINING
+    return is_down or cause.subject == OTHER_BASE
+
+
+def _recorded(registration: types.Registration) -> str:
+    adapter = registration.adapter
+    return f"{adapter.ref} ({adapter.digest}) is recorded"

@@ -1,0 +1,82 @@
+"""A push as the messages of UploadAdapter: one meta, the config, the weights as they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from loadout._push.adapter import dump_config
+from loadout._push.tensors import Read, Tensor, in_order, pieces, read
+from loadout._rpc.calls import build, ttl_seconds
+from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
+from loadout.upload import CONFIG
+
+WEIGHTS = "adapter_model.safetensors"
+CHUNK_BYTES = 1 << 20
+METADATA = {"format": "pt"}
+
+
+def push_meta(
+    name: str,
+    *,
+    keep: int,
+    ttl_s: float | None,
+    ephemeral: bool,
+    base_model: str,
+    if_current_digest: str,
+    labels: Mapping[str, str],
+    description: str,
+) -> store_pb.UploadMeta:
+    """Raises InvalidArgument, naming the field."""
+    meta: store_pb.UploadMeta = build(
+        store_pb.UploadMeta,
+        name=name,
+        keep=keep,
+        ttl_seconds=ttl_seconds(ttl_s),
+        ephemeral=ephemeral,
+        base_model=base_model,
+        if_current_digest=if_current_digest,
+        labels=dict(labels),
+        description=description,
+    )
+    return meta
+
+
+class PushUpload:
+    """One upload, which may be sent again: every `messages()` starts from the beginning.
+
+    gRPC reports a request stream that raised as a lost stream; `failure` has the cause.
+    """
+
+    def __init__(
+        self,
+        meta: store_pb.UploadMeta,
+        tensors: Sequence[Tensor],
+        config: Mapping[str, Any],
+        read: Read = read,
+    ) -> None:
+        self._meta = store_pb.UploadAdapterRequest(meta=meta)
+        self._tensors = in_order(tensors)
+        self._config = dump_config(config)
+        self._read = read
+        self.repeatable = not meta.if_current_digest
+        self.failure: Exception | None = None
+
+    def messages(self) -> Iterator[store_pb.UploadAdapterRequest]:
+        self.failure = None
+        yield self._meta
+        yield _chunk(CONFIG, 0, self._config)
+        offset = 0
+        try:
+            for data in pieces(self._tensors, METADATA, CHUNK_BYTES, self._read):
+                yield _chunk(WEIGHTS, offset, data)
+                offset += len(data)
+        except Exception as error:
+            self.failure = error
+            raise
+
+
+def _chunk(name: str, offset: int, data: bytes) -> store_pb.UploadAdapterRequest:
+    return store_pb.UploadAdapterRequest(
+        chunk=store_pb.FileChunk(file_name=name, offset=offset, data=data)
+    )

@@ -1,0 +1,59 @@
+"""One rank of a push of sharded tensors: `python -m tests.loadout.push.sharded_rank`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+import torch
+import torch.distributed as distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from loadout import AsyncClient, Client
+from loadout.errors import LoadoutError
+from tests.loadout.push.test_tensors import CONFIG, A, B
+
+NUM_RANKS = 2
+
+
+def whole() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return {A: torch.randn(2, 5), B: torch.randn(7, 2)}
+
+
+def push(store: str, client: str, tensors: dict[str, torch.Tensor]) -> str:
+    async def push_async() -> str:
+        async with AsyncClient(store=store) as made:
+            return (await made.push("a", tensors, CONFIG)).digest
+
+    if client == "async":
+        return asyncio.run(push_async())
+    with Client(store=store) as made:
+        return made.push("a", tensors, CONFIG).digest
+
+
+def main() -> None:
+    rank, rendezvous, store, client, fault = sys.argv[1:]
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=NUM_RANKS
+    )
+    mesh = init_device_mesh("cpu", (NUM_RANKS,))
+    placements = {A: [Shard(1)], B: [Shard(0)]}
+    tensors = {
+        name: distribute_tensor(values, mesh, placements[name]) for name, values in whole().items()
+    }
+    if fault == "missing" and rank == "1":
+        del tensors[B]
+    try:
+        outcome = push(store, client, tensors)
+    except LoadoutError as error:
+        outcome = f"{type(error).__name__}: {error.message}"
+    print(json.dumps(outcome), flush=True)
+    distributed.barrier()  # gloo does not like a rank that leaves while another still reads
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Tensors that lie sharded over two ranks, real processes, are pushed as one adapter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load
+
+from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from loadout.errors import InvalidArgument
+from tests.loadout.push.sharded_rank import NUM_RANKS, whole
+from tests.support.wait import TIMEOUT_S
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def run(folder: Path, store: str, client: str = "blocking", fault: str = "none") -> list[str]:
+    """Returns what each rank printed."""
+    command = [sys.executable, "-m", "tests.loadout.push.sharded_rank"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(folder / "rendezvous"), store, client, fault],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(NUM_RANKS)
+    ]
+    found = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * NUM_RANKS
+    return [json.loads(each.splitlines()[-1]) for each in found]
+
+
+@pytest.mark.parametrize("client", ["blocking", "async"])
+def test_all_ranks_get_the_same_and_the_store_gets_whole_tensors(
+    fake_store, store_server, tmp_path, client
+) -> None:
+    answer = pb.UploadAdapterResponse(adapter=pb.Adapter(name="default/a", digest="sha256:1"))
+    fake_store.on("UploadAdapter", answer)
+    assert run(tmp_path, store_server.address, client) == ["sha256:1"] * NUM_RANKS
+    (messages,) = fake_store.requests["UploadAdapter"]
+    assert messages[0].meta.ephemeral
+    chunks = [each.chunk for each in messages[1:] if each.chunk.file_name == WEIGHTS]
+    found = load(b"".join(chunk.data for chunk in chunks))
+    for name, values in whole().items():
+        assert found[name].equal(values)
+
+
+def test_an_error_before_anything_is_sent_is_that_of_all_ranks(
+    fake_store, store_server, tmp_path
+) -> None:
+    found = run(tmp_path, store_server.address, fault="missing")
+    assert found[0] == found[1]
+    assert found[0].startswith(InvalidArgument.__name__)
+    assert "without its lora_B" in found[0]
+    assert "UploadAdapter" not in fake_store.requests
+
+
+def test_a_store_that_is_not_there_is_an_error_on_all_ranks(store_server, tmp_path) -> None:
+    store_server.kill()
+    found = run(tmp_path, store_server.address)
+    assert found[0] == found[1]
+    assert "StreamLost" in found[0]
