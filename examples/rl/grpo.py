@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from loadout import AsyncClient
 
-INFERENCE = os.environ.get("LOADOUT_INFERENCE", "127.0.0.1:7080")
+INFERENCE = os.environ.get("LOADOUT_INFERENCE", "127.0.0.1:7080").split(",")
 STORE = os.environ.get("LOADOUT_STORE", "127.0.0.1:7070")
 TOKEN = os.environ.get("LOADOUT_TOKEN")
 
@@ -62,17 +62,22 @@ async def sample(
 ) -> list[list[Sample]]:
     """Returns a group of answers to each word, from whichever replicas there are."""
 
-    async def answer(word: str) -> Sample:
+    async def group_of(word: str) -> list[Sample]:
         prompt = tokenizer.encode(word)
-        done = await client.complete(
-            prompt, adapter=adapter, max_tokens=MAX_TOKENS, temperature=1.0, logprobs=0
+        answers = await client.sample(
+            prompt, SAMPLES, adapter=adapter, max_tokens=MAX_TOKENS, temperature=1.0, logprobs=0
         )
-        logprobs = [each.chosen.logprob for each in done.logprobs]
-        reward = reward_of(word, done.token_ids, tokenizer)
-        return Sample(prompt, done.token_ids, logprobs, reward)
+        return [
+            Sample(
+                prompt,
+                answer.token_ids,
+                [each.chosen.logprob for each in answer.logprobs],
+                reward_of(word, answer.token_ids, tokenizer),
+            )
+            for answer in answers
+        ]
 
-    answers = await asyncio.gather(*(answer(word) for word in words for _ in range(SAMPLES)))
-    return [answers[start : start + SAMPLES] for start in range(0, len(answers), SAMPLES)]
+    return await asyncio.gather(*map(group_of, words))
 
 
 def with_advantages(groups: list[list[Sample]]) -> list[Sample]:
@@ -153,7 +158,7 @@ async def train(name: str, model_dir: str, base_model: str, out: Path, num_steps
                 base_model=base_model,
             )
             words = [draw_word(rng) for _ in range(PROMPTS)]
-            groups = await sample(client, pushed.adapter.ref, words, tokenizer)
+            groups = await sample(client, pushed.digest, words, tokenizer)
             samples = with_advantages(groups)
             loss_of(model, samples).backward()
             torch.nn.utils.clip_grad_norm_(weights, MAX_GRAD_NORM)
@@ -161,9 +166,8 @@ async def train(name: str, model_dir: str, base_model: str, out: Path, num_steps
             optimizer.zero_grad()
             rewards.append(sum(each.reward for each in samples) / len(samples))
             seconds = time.monotonic() - start_s
-            print(
-                f"step {step:3} {pushed.adapter.ref} reward {rewards[-1]:.2f} after {seconds:.0f} s"
-            )
+            version = f"{pushed.name}@{pushed.version}"
+            print(f"step {step:3} {version} reward {rewards[-1]:.2f} after {seconds:.0f} s")
     out.mkdir(parents=True, exist_ok=True)
     lines = [f"{step},{reward:.4f}\n" for step, reward in enumerate(rewards, 1)]
     (out / "rewards.csv").write_text("step,reward\n" + "".join(lines))
