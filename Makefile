@@ -14,7 +14,7 @@ BUF_VERSION := 1.75.0
 # Tests start the real Prometheus. This says that there is one: on PATH, or Debian's under .tools.
 PROMETHEUS := .tools/.prometheus
 
-.PHONY: demo up test test-unit test-long test-containers test-gpu-versions gpu-emulate gpu-pack check format client docs docs-site dashboards dashboards-preview lint-protos images wheel bench bench-peers soak fuzz clean
+.PHONY: demo up test test-unit test-long test-containers test-gpu-versions gpu-emulate gpu-pack check format client docs docs-site dashboards dashboards-preview lint-protos images wheel bench bench-peers soak fuzz clean test-trl
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/loadout demo
@@ -28,15 +28,19 @@ export PYTHONDONTWRITEBYTECODE =
 PYTEST = $(BIN)/python -m pytest -q --dist loadfile --numprocesses
 
 test: $(VENV)/.installed-dev $(PROMETHEUS)
-	$(PYTEST) $(TEST_WORKERS) -m "not long and not containers"
+	$(PYTEST) $(TEST_WORKERS) -m "not long and not containers and not trl"
 
 # What starts no process, for the inner loop.
 test-unit: $(VENV)/.installed-dev
-	$(PYTEST) $(UNIT_WORKERS) -m "not processes and not slow and not long and not containers"
+	$(PYTEST) $(UNIT_WORKERS) -m "not processes and not slow and not long and not containers and not trl"
 
 # Heavier proof: run it in full before an issue is closed.
 test-long: $(VENV)/.installed-dev $(PROMETHEUS) soak gpu-emulate
 	$(PYTEST) $(TEST_WORKERS) -m long
+
+# Trainers and evaluations of others, as they are published, against real services.
+test-trl: $(VENV)/.installed-trl
+	$(BIN)/python -m pytest -q --numprocesses 0 -m trl tests/trl
 
 # The container images as pods of a cluster of one node. Installs Podman and what else it needs from
 # Debian's packages, as root, and keeps images under .tools: some gigabytes, and half an hour at first.

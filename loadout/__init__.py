@@ -14,6 +14,7 @@ _rpc           how the clients call the services
 _routing       which replica of the inference service a call goes to
 cli            the `loadout` command
 demo           the demo: a small trained model, and adapters that each do one visible job
+integrations   trainers of others on Loadout
 benchmark      measures a running server as its callers see it
 health         checks a service's health: `python -m loadout.health`
 adapter_store  the stubs of the store's contract

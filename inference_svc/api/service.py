@@ -26,7 +26,7 @@ from inference_svc.core import (
 )
 from inference_svc.engine.messages import PauseMode
 from inference_svc.engine.status_types import AdapterDetails, EngineStatus, ResidentAdapter
-from inference_svc.errors import AdapterNotFound
+from inference_svc.errors import AdapterNotFound, AdapterUnusable
 from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.store.directory import Binding, Directory
 from inference_svc.store.texts import AdapterTexts
@@ -334,17 +334,30 @@ class Service:
         pin: bool,
         min_revision: int = 0,
         source: Source | None = None,
+        inplace_field: str = "",
         subject: str = "ref",
     ) -> Loaded:
         """Returns once the adapter, as it is at `min_revision` or later, is resident. A source is
         first registered in the store under this name, on behalf of the caller. Who publishes may
         load ahead; a pin, and a source, are an operator's. `subject` is the caller's name of the
-        field `ref`."""
+        field `ref`, and `inplace_field` of that without which a name that points to other content
+        stays as it is: AdapterUnusable."""
         action = Action.OPERATE if pin or source is not None else Action.LOAD
         with self._audited(caller, "LoadAdapter", ref, action) as (principal, entry):
             registered, revision = None, min_revision
             if source is not None:
-                registered = await self._register(caller, principal, ref, source, subject)
+                if inplace_field:
+                    digest = await self._current_digest(principal, ref, subject)
+                    source = replace(source, expected_digest=digest)
+                try:
+                    registered = await self._register(caller, principal, ref, source, subject)
+                except AdapterUnusable as error:
+                    if error.subject != "expected_digest":
+                        raise
+                    detail = (
+                        f"{ref} has other content; with {inplace_field} this is its next version"
+                    )
+                    raise AdapterUnusable(f"{subject}: {detail}", subject=subject) from error
                 revision = registered.revision
             binding = await self._directory.resolve(principal, ref, revision, subject)
             entry.digest = binding.digest
@@ -366,6 +379,9 @@ class Service:
         with self._audited(caller, "UnpinAdapter", ref) as (principal, entry):
             entry.digest = await self._digest(principal, ref)
             return self._named(principal, await self._engine.unpin(entry.digest))
+
+    async def reset_prefix_cache(self) -> None:
+        await self._engine.reset_prefix_cache()
 
     async def pause(self, caller: Caller, mode: PauseMode, resume_after_s: float = 0.0) -> int:
         """Returns how many requests are held; see AsyncEngine.pause."""
@@ -402,6 +418,10 @@ class Service:
         return Inspected(self._named(principal, details.adapter), details)
 
     # --- describing -----------------------------------------------------------------------------
+
+    @property
+    def has_store(self) -> bool:
+        return self._registry is not None
 
     @property
     def layout_id(self) -> str:
@@ -446,6 +466,13 @@ class Service:
             raise AdapterNotFound("this server has no adapter store", subject=subject)
         source = replace(source, default_base_model=self.facts.base_model)
         return await self._registry.register(str(ref.name), source, bearer_token(caller.metadata))
+
+    async def _current_digest(self, principal: Principal, ref: str, subject: str) -> str:
+        """Returns what a name points to, "" if to nothing."""
+        try:
+            return (await self._directory.resolve(principal, ref, subject=subject)).digest
+        except AdapterNotFound:
+            return ""
 
     async def _digest(self, principal: Principal, ref: str, subject: str = "ref") -> str:
         """Returns the digest of a reference; an owner's without a lookup: what is resident may be

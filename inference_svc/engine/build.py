@@ -117,7 +117,10 @@ def build_engine(
     )
     wait_s, inspect = config.adapter_wait_s, Inspect(scheduler, residency, config.device)
     inspect_image = InspectImage(backend, layout)
-    commands = Commands(residency, describe, inspect, inspect_image, profiler, life_cycle, wait_s)
+    commands = Commands(
+        *(residency, describe, inspect, inspect_image, pages.forget_prefixes),
+        *(profiler, life_cycle, wait_s),
+    )
     admission = Admission(scheduler, config.max_queue, config.max_tenant_queue)
     engine = Engine(
         *(scheduler, runner, settler, residency, combinations),

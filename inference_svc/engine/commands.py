@@ -1,5 +1,5 @@
 """Commands of operators: load, unload, pin, list, describe, inspect (the engine or an adapter),
-profile, and those of the life cycle."""
+profile, reset the prefix cache, and those of the life cycle."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class Commands:
     describe: Callable[[], EngineStatus]
     inspect: Callable[[int], EngineDetails]
     inspect_image: Callable[[Resident, ResidentAdapter], AdapterDetails]
+    forget_prefixes: Callable[[], None]
     profiler: StepProfiler
     life_cycle: LifeCycle
     adapter_wait_s: float
@@ -83,6 +84,9 @@ class Commands:
             return self.inspect(call.limit)
         if call.command is Command.INSPECT_ADAPTER:
             return self._inspect_adapter(call)
+        if call.command is Command.RESET_PREFIX_CACHE:
+            self.forget_prefixes()
+            return None
         if not self.residency.is_resident(call.digest):
             hint = "; `loadout load --pin` loads and pins it" if call.command is Command.PIN else ""
             raise AdapterNotFound(

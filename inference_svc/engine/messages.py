@@ -81,6 +81,7 @@ class Command(enum.Enum):
     INSPECT = "inspect"
     INSPECT_ADAPTER = "inspect_adapter"
     PROFILE = "profile"
+    RESET_PREFIX_CACHE = "reset_prefix_cache"
     PAUSE = "pause"
     RESUME = "resume"
     SLEEP = "sleep"

@@ -200,6 +200,10 @@ class AsyncEngine:
     async def unpin(self, digest: str) -> ResidentAdapter:
         return await self._call(Command.UNPIN, digest)
 
+    async def reset_prefix_cache(self) -> None:
+        """Later prompts share nothing with earlier ones."""
+        await self._call(Command.RESET_PREFIX_CACHE)
+
     async def list_resident(self, limit: int = 0) -> tuple[ResidentAdapter, ...]:
         """Returns all, or at most `limit`; see `messages.Call`."""
         return await self._call(Command.LIST_RESIDENT, limit=limit)

@@ -206,6 +206,7 @@ class ReplicaSession:
             source_uri=source.uri,
             base_model=source.base_model,
             default_base_model=source.default_base_model,
+            expected_digest=source.expected_digest,
         )
         try:
             response = await pooled.stub.RegisterAdapter(

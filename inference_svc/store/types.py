@@ -45,11 +45,12 @@ class AdapterRecord:
 @dataclass(frozen=True, slots=True)
 class Source:
     """The location of an adapter's files. `base_model` "": the store chooses; `default_base_model`
-    if nothing else says which."""
+    if nothing else says which. With an `expected_digest` other content is refused."""
 
     uri: str
     base_model: str = ""
     default_base_model: str = ""
+    expected_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,18 @@ def _byte_of_characters() -> dict[str, int]:
 _BYTE_OF = _byte_of_characters()
 
 
+class AnyPieces(Protocol):
+    def of(self, token_id: int) -> Piece: ...
+
+
+class IdPieces:
+    """Names tokens by their ids, as vLLM does where a request asks for that."""
+
+    def of(self, token_id: int) -> Piece:
+        text = f"token_id:{token_id}"
+        return Piece(text, text.encode())
+
+
 class Pieces:
     """Finds pieces, and caches them. Those of a vocabulary that differs from another in
     `changed_ids` only are that one's else."""

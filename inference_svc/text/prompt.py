@@ -128,7 +128,8 @@ class PromptEncoder:
                 subject="prompt",
             )
         if (highest := max(token_ids)) >= text.vocab_size:
-            name = text.encoder.name_of(highest)
+            # The tokenizer's ids have 32 bits.
+            name = text.encoder.name_of(highest) if highest < 1 << 32 else ""
             shown = f" ({name!a})" if name else ""
             raise InvalidArgument(
                 f"prompt has token {highest}{shown}; this model knows {text.vocab_size}",

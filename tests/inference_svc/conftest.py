@@ -176,6 +176,7 @@ class FakeEngine:
     submitted: list[Request] = field(default_factory=list)
     layout_ids: list[str] = field(default_factory=list)
     resident: dict[str, ResidentAdapter] = field(default_factory=dict)
+    num_resets: int = 0
 
     def __post_init__(self) -> None:
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -291,6 +292,9 @@ class FakeEngine:
             counters = {"pulls": 2.0, "sampled_tokens": 3.0}
             status = EngineStatus(len(self._running), 7, (), running, memory, counters, 1000)
             return Reply(call.call_id, status)
+        if call.command is Command.RESET_PREFIX_CACHE:
+            self.num_resets += 1
+            return Reply(call.call_id)
         if call.command is Command.LIST_RESIDENT:
             return Reply(call.call_id, tuple(self.resident.values())[: call.limit or None])
         if call.command is Command.LOAD:

@@ -325,10 +325,16 @@ def test_load_registers_on_behalf_of_the_caller(house: OpenHouse, client: openai
     record = house.root.get(f"{OWN}/{name}")
     assert (record.created_by, record.base_model) == ("trainer", "llama")
     assert record.source_uri == f"file://{folder}"
-    # New content is its next version, from the answer on.
-    again = house.post(
-        "/v1/load_lora_adapter", "trainer", lora_name=name, lora_path=f"file://{house.make()}"
-    )
+    # The same content may be loaded again, and other content in its place if that is said.
+    same = house.post("/v1/load_lora_adapter", "trainer", lora_name=name, lora_path=str(folder))
+    assert same.status_code == 200, same.text
+    other = {"lora_name": name, "lora_path": f"file://{house.make()}"}
+    refused = house.post("/v1/load_lora_adapter", "trainer", **other)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "lora_name")
+    assert "load_inplace" in error["message"]
+    assert client.completions.create(model=name, prompt="a", max_tokens=1).model == f"{name}@1"
+    again = house.post("/v1/load_lora_adapter", "trainer", load_inplace=True, **other)
     assert again.status_code == 200
     assert client.completions.create(model=name, prompt="a", max_tokens=1).model == f"{name}@2"
     assert house.post("/v1/unload_lora_adapter", "trainer", lora_name=name).status_code == 200

@@ -10,8 +10,10 @@ request      request bodies and headers, and the fields of the generating routes
 generate     the flow of the generating routes: read a request, start it, respond
 completions  /v1/completions: body and format
 chat         /v1/chat/completions: body and format
+tokens       /inference/v1/generate: body and format
 response     their responses, full or as events: choices, usage, chunks
 sse          sends server-sent events
 models       /v1/models
 adapters     /v1/load_lora_adapter and /v1/unload_lora_adapter
+trainers     /server_info and what else trainers ask for
 """

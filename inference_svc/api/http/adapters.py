@@ -34,8 +34,8 @@ class LoadBody(Body):
     base_model: Annotated[str, Field(max_length=MAX_REF_CHARS)] | None = None
     pin: bool | None = None
 
-    # vLLM's. Here a name may always get new content, which becomes its next version.
     load_inplace: bool | None = None
+    """Whether the name may move from other content to this."""
 
     @property
     def source(self) -> Source | None:
@@ -62,16 +62,15 @@ class Adapters:
         with authenticated(request) as caller:
             admit(request, self._service.authorize_change(caller, "LoadAdapter"))
         body = await read_body(request, LoadBody)
-        loaded = await cancel_on_disconnect(
-            request.receive,
-            self._service.load(
-                caller,
-                body.lora_name,
-                pin=bool(body.pin),
-                source=body.source,
-                subject="lora_name",
-            ),
+        loading = self._service.load(
+            caller,
+            body.lora_name,
+            pin=bool(body.pin),
+            source=body.source,
+            inplace_field="" if body.load_inplace else "load_inplace",
+            subject="lora_name",
         )
+        loaded = await cancel_on_disconnect(request.receive, loading)
         text = f"Success: LoRA adapter '{body.lora_name}' added successfully."
         if loaded.registered is not None:
             text += _describe(loaded.registered)

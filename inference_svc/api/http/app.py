@@ -21,6 +21,8 @@ from inference_svc.api.http.life_cycle import LifeCycleRoutes
 from inference_svc.api.http.middleware import RequestMiddleware
 from inference_svc.api.http.models import Models
 from inference_svc.api.http.request import admit, authenticated
+from inference_svc.api.http.tokens import Tokens, TokensBody
+from inference_svc.api.http.trainers import WEIGHT_ROUTES, Trainers
 from inference_svc.api.service import Service
 from inference_svc.core import Action
 from inference_svc.metrics.metrics import Metrics
@@ -99,18 +101,24 @@ def make_app(
     """Returns the application, for the event loop of `service`. See RequestMiddleware for `on_end`
     and `load`, AnswerMemory for `answers`. `opens_metrics`: callers without a token get the metrics
     that gateways route by."""
-    models, adapters = Models(service, answers), Adapters(service)
+    models, adapters, trainers = Models(service, answers), Adapters(service), Trainers(service)
     life_cycle = LifeCycleRoutes(service)
     operations = Operations(service, metrics, is_serving, opens_metrics)
     chat: GenerateRoute[ChatBody] = GenerateRoute(service, ChatCompletions(), answers)
     completions: GenerateRoute[CompletionBody] = GenerateRoute(service, Completions(), answers)
+    tokens: GenerateRoute[TokensBody] = GenerateRoute(service, Tokens(), answers)
     routes = [
         Route("/v1/chat/completions", chat.handle, methods=["POST"]),
         Route("/v1/completions", completions.handle, methods=["POST"]),
+        Route("/inference/v1/generate", tokens.handle, methods=["POST"]),
         Route("/v1/models", models.list),
         Route("/v1/models/{model:path}", models.show),
         Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
         Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
+        Route("/server_info", trainers.server_info),
+        Route("/get_world_size", trainers.world_size),
+        Route("/reset_prefix_cache", trainers.reset_prefix_cache, methods=["POST"]),
+        *(Route(path, trainers.refuse_weights, methods=["POST"]) for path in WEIGHT_ROUTES),
         Route("/pause", life_cycle.pause, methods=["POST"]),
         Route("/resume", life_cycle.resume, methods=["POST"]),
         Route("/is_paused", life_cycle.is_paused),

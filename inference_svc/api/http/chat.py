@@ -14,7 +14,7 @@ from inference_svc.api.http.response import FINISH_REASONS, Choice
 from inference_svc.api.service import ServerFacts
 from inference_svc.core import PackedLogprobs, SamplingParams, TokenLogprobs
 from inference_svc.frontend.output_stream import Delta
-from inference_svc.text.pieces import Pieces
+from inference_svc.text.pieces import AnyPieces
 from inference_svc.text.prompt import ChatMessage, Prompt
 from servicekit.errors import InvalidArgument
 
@@ -98,7 +98,7 @@ class ChatBody(GenerationBody):
         )
 
 
-def prompt_logprobs(scores: PackedLogprobs, pieces: Pieces) -> list[dict[str, Any]]:
+def prompt_logprobs(scores: PackedLogprobs, pieces: AnyPieces) -> list[dict[str, Any]]:
     """Returns for each token of a prompt, by id, itself and the most likely ones."""
 
     def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
@@ -123,6 +123,7 @@ class ChatCompletions:
     object: ClassVar = "chat.completion"
     chunk_object: ClassVar = "chat.completion.chunk"
     names: ClassVar[Names] = {"adapter": "model", "prompt": "messages", "chat": "messages"}
+    has_prompt_ids_in_choices: ClassVar = False
 
     def prompts(self, body: ChatBody) -> tuple[Prompt, ...]:
         return (tuple(ChatMessage(m.role, m.content) for m in body.messages),)
@@ -146,7 +147,7 @@ class ChatCompletions:
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         return body.to_sampling(max_tokens, logprobs, facts.sampling)
 
-    def formatter(self, index: int, pieces: Pieces, includes_ids: bool) -> ChatFormatter:
+    def formatter(self, index: int, pieces: AnyPieces, includes_ids: bool) -> ChatFormatter:
         return ChatFormatter(index, pieces, includes_ids)
 
 
@@ -156,7 +157,7 @@ class ChatFormatter:
     logprob_constants: Mapping[str, None] = {"refusal": None}
     scores_in_choice = False
 
-    def __init__(self, index: int, pieces: Pieces, includes_ids: bool) -> None:
+    def __init__(self, index: int, pieces: AnyPieces, includes_ids: bool) -> None:
         self._index = index
         self._pieces = pieces
         self._includes_ids = includes_ids

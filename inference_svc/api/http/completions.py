@@ -16,7 +16,7 @@ from inference_svc.api.http.response import FINISH_REASONS, Choice
 from inference_svc.api.service import ServerFacts
 from inference_svc.core import FinishReason, PackedLogprobs, SamplingParams, TokenLogprobs
 from inference_svc.frontend.output_stream import Delta
-from inference_svc.text.pieces import Pieces
+from inference_svc.text.pieces import AnyPieces
 from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument
 
@@ -24,7 +24,7 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's default."""
 
 
-def _are_ids(value: object) -> TypeGuard[list[int]]:
+def are_ids(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
 
 
@@ -33,13 +33,13 @@ def _to_prompts(value: object) -> tuple[Prompt, ...]:
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list) and value:
-        if _are_ids(value):
+        if are_ids(value):
             return (tuple(value),)
         if len(value) > MAX_CHOICES:
             raise ValueError(f"has {len(value)} prompts; at most {MAX_CHOICES} choices are made")
         if all(isinstance(each, str) for each in value):
             return tuple(value)
-        if all(map(_are_ids, value)):
+        if all(map(are_ids, value)):
             return tuple(map(tuple, value))
     raise ValueError("must be a text, a list of token ids, or a list of one of these")
 
@@ -66,6 +66,7 @@ class Completions:
     object: ClassVar = "text_completion"
     chunk_object: ClassVar = "text_completion"
     names: ClassVar[Names] = {"adapter": "model"}
+    has_prompt_ids_in_choices: ClassVar = True
 
     def prompts(self, body: CompletionBody) -> tuple[Prompt, ...]:
         """Raises InvalidArgument."""
@@ -87,7 +88,7 @@ class Completions:
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         return body.to_sampling(max_tokens, body.logprobs, facts.sampling)
 
-    def formatter(self, index: int, pieces: Pieces, includes_ids: bool) -> CompletionFormatter:
+    def formatter(self, index: int, pieces: AnyPieces, includes_ids: bool) -> CompletionFormatter:
         return CompletionFormatter(index, pieces, includes_ids)
 
 
@@ -97,7 +98,7 @@ class CompletionFormatter:
     logprob_constants: Mapping[str, None] = {}
     scores_in_choice = True
 
-    def __init__(self, index: int, pieces: Pieces, includes_ids: bool) -> None:
+    def __init__(self, index: int, pieces: AnyPieces, includes_ids: bool) -> None:
         self._index = index
         self._pieces = pieces
         self._includes_ids = includes_ids

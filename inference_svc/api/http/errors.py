@@ -96,6 +96,7 @@ PROTOCOL_CODES: dict[int, str] = {
     408: "request_timeout",
     413: "body_too_large",
     415: "unsupported_media_type",
+    501: "not_implemented",
 }
 """Codes of errors in HTTP itself."""
 

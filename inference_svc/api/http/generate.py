@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import Executor
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,7 +20,8 @@ from inference_svc.api.http.request import (
     MAX_BODY_BYTES,
     MAX_VALUES,
     REQUEST_ID_HEADER,
-    GenerationBody,
+    AnswerOptions,
+    RequestBody,
     admit,
     authenticated,
     body_bytes,
@@ -32,44 +33,38 @@ from inference_svc.api.http.response import (
     AnswerMemory,
     ChoiceFormatter,
     FullResponse,
+    PromptIds,
     encode_events,
     encode_full,
 )
 from inference_svc.api.http.sse import EventStream
 from inference_svc.api.service import ServerFacts, Service
 from inference_svc.core import Principal, SamplingParams, parts_label
-from inference_svc.text.pieces import Pieces
+from inference_svc.text.pieces import AnyPieces, IdPieces
 from inference_svc.text.prompt import Prompt
 from servicekit.shares import Shares
 
 INACTIVE_HEADER = "x-adapter-inactive"
 """How many choices are the base model's, as their prompts lack the adapter's invocation tokens."""
 
-B = TypeVar("B", bound=GenerationBody)
-B_contra = TypeVar("B_contra", bound=GenerationBody, contravariant=True)
+B = TypeVar("B", bound=RequestBody)
+B_contra = TypeVar("B_contra", bound=RequestBody, contravariant=True)
 
 
 class Endpoint(Protocol[B_contra]):
-    """The differences between the routes. `names` are its names for the subjects of errors."""
+    """The differences between the routes. `names` are its names for the subjects of errors. One
+    with no `object` names the request in its answers, and tokens by their ids, and has all ids."""
 
     body: ClassVar[Any]
     id_prefix: ClassVar[str]
     object: ClassVar[str]
     chunk_object: ClassVar[str]
     names: ClassVar[Names]
+    has_prompt_ids_in_choices: ClassVar[bool]
 
     def prompts(self, body: B_contra) -> tuple[Prompt, ...]: ...
     def sampling(self, body: B_contra, facts: ServerFacts) -> SamplingParams: ...
-    def formatter(self, index: int, pieces: Pieces, includes_ids: bool) -> ChoiceFormatter: ...
-
-
-class AnswerOptions(NamedTuple):
-    """What a request says about the form of its answer: all that is kept of its body."""
-
-    stream: bool
-    includes_usage: bool
-    includes_ids: bool
-    has_scores: bool
+    def formatter(self, index: int, pieces: AnyPieces, includes_ids: bool) -> ChoiceFormatter: ...
 
 
 class IncomingRequest(Generic[B]):
@@ -100,21 +95,13 @@ class IncomingRequest(Generic[B]):
             max_values=max(MAX_VALUES, 2 * self._facts.max_model_len),
             on_read=self._note_read,
         )
-        self.adapter = adapter_of(body.model, self._facts) or parts_label(
-            part.ref for part in body.adapters or ()
-        )
-        body.check_streaming()
-        includes_ids = body.return_token_ids
-        if includes_ids is None:  # without a tokenizer they are all there is of an answer
-            includes_ids = not self._facts.has_tokenizer
-        self.options = AnswerOptions(
-            *(bool(body.stream), body.includes_usage, includes_ids),
-            has_scores=body.prompt_logprobs is not None,
-        )
+        adapter = adapter_of(body.model or self._facts.base_model, self._facts)
+        self.adapter = adapter or parts_label(part.ref for part in body.adapters or ())
+        self.options = body.answer
         prompts = self._endpoint.prompts(body)
         sampling = self._endpoint.sampling(body, self._facts)
-        sampling = checked_sampling(sampling, self._facts.vocab_size, echo=body.is_echoed)
-        adapter = adapter_of(body.model, self._facts)
+        path = body.sampling_fields[1]
+        sampling = checked_sampling(sampling, self._facts.vocab_size, path, echo=body.is_echoed)
         return body.to_call(self.request_id, adapter, prompts, sampling)
 
     def _note_read(self, num_bytes: int) -> None:
@@ -141,27 +128,42 @@ class GenerateRoute(Generic[B]):
                 incoming.receive_after_body, self._service.generate(caller, incoming)
             )
         assert incoming.options is not None, "generate has read them"
-        options, headers = incoming.options, {REQUEST_ID_HEADER: incoming.request_id}
+        options, headers = incoming.options, {REQUEST_ID_HEADER: stream.call.request_id}
         num_inactive = sum(request.has_inactive_adapter for request in stream.requests)
         if num_inactive:
             headers[INACTIVE_HEADER] = f"{num_inactive} of {len(stream.requests)} choices"
-        formatters = [
-            self._endpoint.formatter(index, stream.text.pieces, options.includes_ids)
-            for index in range(len(stream.requests))
-        ]
+        formatters = self._formatters(stream, options)
+        prompt_ids = PromptIds.NOWHERE
+        if options.includes_prompt_ids:
+            in_choices = self._endpoint.has_prompt_ids_in_choices
+            prompt_ids = PromptIds.IN_CHOICES if in_choices else PromptIds.IN_HEAD
         if options.stream:
             head = self._head(stream, self._endpoint.chunk_object)
-            events = encode_events(stream, formatters, head, options.includes_usage)
+            events = encode_events(stream, formatters, head, options.includes_usage, prompt_ids)
             return EventStream(events, self._endpoint.names, headers)
         head = self._head(stream, self._endpoint.object)
         memory = AnswerMemory(self._answers, stream.principal.account)
         try:
-            encoding = encode_full(stream, formatters, head, memory, has_scores=options.has_scores)
+            encoding = encode_full(
+                stream, formatters, head, memory, prompt_ids, has_scores=options.has_scores
+            )
             parts = await cancel_on_disconnect(request.receive, encoding)
         except BaseException:
             memory.release()
             raise
         return FullResponse(parts, headers, memory)
+
+    def _formatters(self, stream: GenerateStream, options: AnswerOptions) -> list[ChoiceFormatter]:
+        is_of_ids = not self._endpoint.object
+        includes_ids = options.includes_ids
+        if includes_ids is None:  # without a tokenizer they are all there is of an answer
+            includes_ids = is_of_ids or not self._service.facts.has_tokenizer
+        by_id = options.names_tokens_by_id or is_of_ids
+        pieces: AnyPieces = IdPieces() if by_id else stream.text.pieces
+        return [
+            self._endpoint.formatter(index, pieces, includes_ids)
+            for index in range(len(stream.requests))
+        ]
 
     def _head(self, stream: GenerateStream, object_type: str) -> dict[str, Any]:
         """Returns what every object of the response begins with."""
@@ -170,10 +172,14 @@ class GenerateRoute(Generic[B]):
         adapters = [
             {"name": part.label, "digest": part.digest, "scale": scale} for part, scale in parts
         ]
-        return {
+        request_id = stream.call.request_id
+        identity = {
             "object": object_type,
-            "id": f"{self._endpoint.id_prefix}-{stream.call.request_id}",
+            "id": f"{self._endpoint.id_prefix}-{request_id}",
             "created": int(time.time()),
+        }
+        return {
+            **(identity if object_type else {"request_id": request_id}),
             "model": label_of(binding, stream.principal, self._service.facts),
             "system_fingerprint": None if binding is None or parts else binding.digest,
             **({"adapters": adapters} if adapters else {}),

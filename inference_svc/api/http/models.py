@@ -130,23 +130,23 @@ class Models:
 
     def _base(self) -> Card:
         name = self._service.facts.base_model
-        return _card(name, self._start_time_s, root=name, parent=None)
+        return self._card(name, self._start_time_s, root=name, parent=None)
 
     def _adapter(self, name: str, digest: str, create_time_s: float) -> Card:
         """Its root is its digest, which is a valid model name as well."""
         parent = self._service.facts.base_model
-        return _card(name, int(create_time_s), root=digest, parent=parent)
+        return self._card(name, int(create_time_s), root=digest, parent=parent)
 
-
-def _card(name: str, created: int, root: str, parent: str | None) -> Card:
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": OWNER,
-        "root": root,
-        "parent": parent,
-    }
+    def _card(self, name: str, created: int, root: str, parent: str | None) -> Card:
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": OWNER,
+            "root": root,
+            "parent": parent,
+            "max_model_len": self._service.facts.max_model_len,
+        }
 
 
 def _limit(text: str) -> int:

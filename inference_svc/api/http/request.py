@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
@@ -61,7 +61,8 @@ MAX_KEYS, MAX_KEYS_PER_CONTAINER = 128, 4
 """Of a body, and in addition for each object and list: an unknown key costs as much as an error."""
 REQUEST_ID_HEADER = "x-request-id"
 
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+MAX_REQUEST_ID_CHARS = 128
+_REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARS}}}")
 MAX_NAME_CHARS = 100
 """The most of an unknown field's name in an error message."""
 
@@ -105,15 +106,19 @@ def request_id_of(request: Request) -> str:
     """Returns the caller's id, so that it finds the request in our log; a new one if it gave none,
     or an invalid one."""
     request_id = request.headers.get(REQUEST_ID_HEADER, "")
-    return request_id if _REQUEST_ID.fullmatch(request_id) else uuid.uuid4().hex
+    return request_id if is_request_id(request_id) else uuid.uuid4().hex
+
+
+def is_request_id(text: str) -> bool:
+    return _REQUEST_ID.fullmatch(text) is not None
 
 
 def check_request_id(request: Request) -> None:
     """Raises InvalidArgument for an invalid id."""
     request_id = request.headers.get(REQUEST_ID_HEADER)
-    if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
+    if request_id is not None and not is_request_id(request_id):
         raise InvalidArgument(
-            f"{REQUEST_ID_HEADER} must be 1 to 128 visible ASCII characters",
+            f"{REQUEST_ID_HEADER} must be 1 to {MAX_REQUEST_ID_CHARS} visible ASCII characters",
             subject=REQUEST_ID_HEADER,
         )
 
@@ -325,6 +330,18 @@ def _to_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+class AnswerOptions(NamedTuple):
+    """What a request says about the form of its answer: all that is kept of its body.
+    `includes_ids` None: if there is no tokenizer, where they are all there is of an answer."""
+
+    stream: bool
+    includes_usage: bool
+    includes_ids: bool | None = None
+    includes_prompt_ids: bool = False
+    names_tokens_by_id: bool = False
+    has_scores: bool = False
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
@@ -335,13 +352,77 @@ class AdapterPartBody(Body):
     scale: float = 1.0
 
 
-class GenerationBody(Body):
-    """The fields that both routes have; null means absent."""
+class RequestBody(Body):
+    """The fields of a request to generate that are not about sampling; null means absent."""
 
-    model: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    model: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+    # Extensions, by vLLM's names.
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
+    return_routed_experts: bool | None = None
+    min_revision: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
+    version_policy: Literal["pin", "follow_keep", "follow_recompute"] | None = None
+    adapters: (
+        Annotated[list[AdapterPartBody], Field(fail_fast=True), Field(max_length=MAX_PARTS)] | None
+    ) = None
+
+    def to_call(
+        self, request_id: str, adapter: str, prompts: tuple[Prompt, ...], sampling: SamplingParams
+    ) -> GenerateCall:
+        if self.adapters and adapter:
+            raise InvalidArgument("model: must be the base model beside adapters", subject="model")
+        fields, path = self.sampling_fields
+        return GenerateCall(
+            request_id=request_id,
+            adapter=adapter,
+            parts=checked_parts([(part.ref, part.scale) for part in self.adapters or ()]),
+            prompts=prompts,
+            sampling=sampling,
+            min_revision=self.min_revision or 0,
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt or "",
+            num_choices=fields.n or 1,
+            adapter_field="model",
+            stop_field=f"{path}stop",
+            max_tokens_field=fields.max_tokens_field and path + fields.max_tokens_field,
+            max_logprobs=MAX_RESPONSE_LOGPROBS,
+            is_id_unique=False,
+            return_routed_experts=bool(self.return_routed_experts),
+            version_policy=VersionPolicy(self.version_policy or "pin"),
+            echo=self.is_echoed,
+        )
+
+    @property
+    def is_echoed(self) -> bool:
+        """Whether answers begin with their prompt."""
+        return False
+
+    @property
+    def sampling_fields(self) -> tuple[SamplingBody, str]:
+        """The fields about sampling, and the path to them."""
+        raise NotImplementedError
+
+    @property
+    def answer(self) -> AnswerOptions:
+        """The form of the answer. Raises InvalidArgument."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidArgument("stream_options: only with stream set", subject="stream_options")
+        fields, path = self.sampling_fields
+        has_scores = fields.prompt_logprobs is not None
+        if self.stream and has_scores:
+            subject = f"{path}prompt_logprobs"
+            raise InvalidArgument(f"{subject}: not with stream set", subject=subject)
+        includes_usage = self.stream_options is not None and self.stream_options.include_usage
+        return AnswerOptions(bool(self.stream), bool(includes_usage), has_scores=has_scores)
+
+
+class SamplingBody(Body):
+    """The fields about sampling; null means absent."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -369,28 +450,6 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = None
-    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
-    cache_salt: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
-    return_token_ids: bool | None = None
-    return_routed_experts: bool | None = None
-    min_revision: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
-    version_policy: Literal["pin", "follow_keep", "follow_recompute"] | None = None
-    adapters: (
-        Annotated[list[AdapterPartBody], Field(fail_fast=True), Field(max_length=MAX_PARTS)] | None
-    ) = None
-
-    # Accepted, without effect.
-    user: Ignored | None = None
-    safety_identifier: Ignored | None = None
-    prompt_cache_key: Ignored | None = None
-    service_tier: Ignored | None = None
-    metadata: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=MAX_METADATA_KEY_CHARS)], Ignored],
-            Field(max_length=MAX_METADATA),
-        ]
-        | None
-    ) = None
 
     # Accepted with values that change nothing.
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
@@ -424,48 +483,42 @@ class GenerationBody(Body):
             **{"seed": random_seed(), **asdict(defaults), **present},
         )
 
-    def to_call(
-        self, request_id: str, adapter: str, prompts: tuple[Prompt, ...], sampling: SamplingParams
-    ) -> GenerateCall:
-        if self.adapters and adapter:
-            raise InvalidArgument("model: must be the base model beside adapters", subject="model")
-        return GenerateCall(
-            request_id=request_id,
-            adapter=adapter,
-            parts=checked_parts([(part.ref, part.scale) for part in self.adapters or ()]),
-            prompts=prompts,
-            sampling=sampling,
-            min_revision=self.min_revision or 0,
-            priority=self.priority or 0,
-            cache_salt=self.cache_salt or "",
-            num_choices=self.n or 1,
-            adapter_field="model",
-            stop_field="stop",
-            max_tokens_field=self.max_tokens_field,
-            max_logprobs=MAX_RESPONSE_LOGPROBS,
-            is_id_unique=False,
-            return_routed_experts=bool(self.return_routed_experts),
-            version_policy=VersionPolicy(self.version_policy or "pin"),
-            echo=self.is_echoed,
-        )
-
-    @property
-    def is_echoed(self) -> bool:
-        """Whether answers begin with their prompt."""
-        return False
-
     @property
     def max_tokens_field(self) -> str:
         """The field that limits the number of tokens; "" if the caller set none."""
         return "" if self.max_tokens is None else "max_tokens"
 
-    def check_streaming(self) -> None:
-        """Raises InvalidArgument."""
-        if self.stream_options is not None and not self.stream:
-            raise InvalidArgument("stream_options: only with stream set", subject="stream_options")
-        if self.stream and self.prompt_logprobs is not None:
-            raise InvalidArgument("prompt_logprobs: not with stream set", subject="prompt_logprobs")
+
+class GenerationBody(RequestBody, SamplingBody):
+    """The fields that both of OpenAI's routes have."""
+
+    model: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
+
+    # Extensions, by vLLM's names.
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    # Accepted, without effect.
+    user: Ignored | None = None
+    safety_identifier: Ignored | None = None
+    prompt_cache_key: Ignored | None = None
+    service_tier: Ignored | None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=MAX_METADATA_KEY_CHARS)], Ignored],
+            Field(max_length=MAX_METADATA),
+        ]
+        | None
+    ) = None
 
     @property
-    def includes_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+    def sampling_fields(self) -> tuple[SamplingBody, str]:
+        return self, ""
+
+    @property
+    def answer(self) -> AnswerOptions:
+        return super().answer._replace(
+            includes_ids=self.return_token_ids,
+            includes_prompt_ids=bool(self.return_token_ids),
+            names_tokens_by_id=bool(self.return_tokens_as_token_ids),
+        )

@@ -7,6 +7,7 @@ other request of this event loop.
 from __future__ import annotations
 
 import asyncio
+import enum
 import math
 from base64 import b64encode
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from inference_svc.core import (
     AdapterVersion,
     FinishReason,
     PackedLogprobs,
+    Request,
     RoutedExperts,
     TokenLogprobs,
     joined_experts,
@@ -52,6 +54,14 @@ FEW_LOGPROBS = 21
 """Logprobs of a token that a slice has SLICE_TOKENS of; fewer of those that have more."""
 
 NO_USAGE = Usage(0, 0, 0)
+
+
+class PromptIds(enum.Enum):
+    """Where an answer has its prompts' token ids; of a stream once, as early as it can."""
+
+    NOWHERE = enum.auto()
+    IN_CHOICES = enum.auto()
+    IN_HEAD = enum.auto()
 
 
 class ChoiceFormatter(Protocol):
@@ -233,12 +243,15 @@ async def encode_full(
     formatters: Sequence[ChoiceFormatter],
     head: Mapping[str, Any],
     memory: AnswerMemory,
+    prompt_ids: PromptIds = PromptIds.NOWHERE,
     *,
     has_scores: bool = False,
 ) -> list[bytes]:
     """Returns one JSON object in parts: `head`, the usage, and a choice for each formatter. Raises
     ShareExceeded, and like GenerateStream.deltas. If it `has_scores`, the first choice of each
     prompt has those of the prompt."""
+    of_head, of_choices = _prompt_members(stream, prompt_ids)
+    memory.add(len(of_head) + sum(map(len, of_choices)))
     per_prompt = stream.call.num_choices
     choices = [
         Choice(formatter, has_scores=has_scores and index % per_prompt == 0)
@@ -248,14 +261,28 @@ async def encode_full(
         async for index, delta in slices:
             memory.add(choices[index].add(delta))
     usage = to_usage([choice.usage for choice in choices], per_prompt)
-    parts = [to_json({**head, "usage": usage})[:-1].encode() + b',"choices":[']
-    for choice in choices:
-        parts += (choice.to_json(), b",")
+    parts = [to_json({**head, "usage": usage})[:-1].encode() + of_head + b',"choices":[']
+    for choice, prompt in zip(choices, of_choices, strict=True):
+        parts += (choice.to_json()[:-1] + prompt, b"},")
         await asyncio.sleep(0)
-    first = choices[0]
-    scores = b"" if formatters[0].scores_in_choice else first.scores_to_json()
-    parts[-1] = b"]" + scores + b"}"
+    scores = b"" if formatters[0].scores_in_choice else choices[0].scores_to_json()
+    parts[-1] = b"}]" + scores + b"}"
     return parts
+
+
+def _prompt_members(stream: GenerateStream, prompt_ids: PromptIds) -> tuple[bytes, list[bytes]]:
+    """Returns what the answer's head has of the prompts, and what each choice has."""
+    requests, per_prompt = stream.requests, stream.call.num_choices
+    if prompt_ids is PromptIds.IN_CHOICES:
+        members = [_prompt_member(request) for request in requests[::per_prompt]]
+        return b"", [members[index // per_prompt] for index in range(len(requests))]
+    of_head = _prompt_member(requests[0]) if prompt_ids is PromptIds.IN_HEAD else b""
+    return of_head, [b""] * len(requests)
+
+
+def _prompt_member(request: Request) -> bytes:
+    """Returns the token ids of a request's prompt as one more member of a JSON object."""
+    return b',"prompt_token_ids":' + to_json(request.prompt_token_ids).encode()
 
 
 async def encode_events(
@@ -263,6 +290,7 @@ async def encode_events(
     formatters: Sequence[ChoiceFormatter],
     head: Mapping[str, Any],
     includes_usage: bool,
+    prompt_ids: PromptIds = PromptIds.NOWHERE,
 ) -> AsyncGenerator[bytes, None]:
     """Yields server-sent events, each with `head` and a chunk of one choice; with `includes_usage`,
     a last one with the usage."""
@@ -270,6 +298,7 @@ async def encode_events(
     before = f'data: {to_json(head)[:-1]},"choices":['
     after = '],"usage":null}\n\n' if includes_usage else "]}\n\n"
     usages = [NO_USAGE] * len(formatters)
+    told = set(range(len(formatters))) if prompt_ids is PromptIds.NOWHERE else set()
     async with stream.deltas() as deltas, aclosing(in_slices(deltas, stream.call)) as slices:
         async for index, delta in slices:
             usages[index] = delta.usage or usages[index]
@@ -280,7 +309,17 @@ async def encode_events(
                     chunk["routed_experts"] = _to_routed(routed)
                 if delta.version is not None:
                     chunk["adapter_version"] = to_version(delta.version)
-                yield f"{before}{to_json(chunk)}{after}".encode()
+                start = before
+                if index not in told:
+                    request = stream.requests[index]
+                    if prompt_ids is PromptIds.IN_CHOICES:
+                        told.add(index)
+                        chunk["prompt_token_ids"] = request.prompt_token_ids
+                    else:
+                        told.update(range(len(formatters)))
+                        member = _prompt_member(request).decode()
+                        start = f'data: {to_json(head)[:-1]}{member},"choices":['
+                yield f"{start}{to_json(chunk)}{after}".encode()
     if includes_usage:
         usage = to_usage(usages, stream.call.num_choices)
         yield to_event({**head, "choices": [], "usage": usage})

@@ -265,7 +265,8 @@ def test_engine_updates_rates_every_step() -> None:
     runner = Mock(pop_completed_copies=list, divide_magnitudes=list)
     life_cycle = LifeCycle(world.scheduler, runner, world.residency, Mock())
     profiler = StepProfiler(None)
-    commands = Commands(world.residency, Mock(), Mock(), Mock(), profiler, life_cycle, 10.0)
+    mocks = [Mock() for _ in range(4)]
+    commands = Commands(world.residency, *mocks, profiler, life_cycle, 10.0)
     engine = Engine(
         world.scheduler,
         runner,

@@ -56,6 +56,11 @@ class PagesMachine(RuleBasedStateMachine):
         if self.holders:
             self.pool.release(self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1))))
 
+    @rule()
+    def forget(self) -> None:
+        self.pool.forget_prefixes()
+        self.key_of.clear()
+
     @invariant()
     def is_whole(self) -> None:
         self.pool.check_integrity(self.holders)

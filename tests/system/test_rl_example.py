@@ -1,0 +1,56 @@
+"""The loop of examples/rl, run short against real services."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+from xml.etree import ElementTree
+
+from loadout import Client
+from loadout.demo.adapters import MODEL
+from loadout.demo.jobs import BASE_MODEL
+from loadout.demo.system import System, SystemSettings
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "rl" / "grpo.py"
+STEPS = 28
+
+
+def test_the_loop_learns(tmp_path: Path) -> None:
+    with System(SystemSettings(MODEL, BASE_MODEL), tmp_path / "system") as system:
+        environment = {
+            **os.environ,
+            "LOADOUT_INFERENCE": system.addresses.inference,
+            "LOADOUT_STORE": system.addresses.store,
+            "OMP_NUM_THREADS": "1",
+        }
+        out = tmp_path / "out"
+        arguments = ["learner", str(MODEL), BASE_MODEL, str(out), str(STEPS)]
+        done = subprocess.run(
+            [sys.executable, str(EXAMPLE), *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        with Client(store=system.addresses.store) as client:
+            versions = [each.version for each in client.versions("learner") if not each.delete_time]
+        assert versions == [STEPS, STEPS - 1], "each step pushes one, of which two stay"
+    with (out / "rewards.csv").open() as file:
+        rewards = [float(row["reward"]) for row in csv.DictReader(file)]
+    assert len(rewards) == STEPS
+    assert mean(rewards[-4:]) > mean(rewards[:4]) + 0.2, rewards
+    assert ElementTree.parse(out / "rewards.svg").getroot().tag.endswith("svg")
+
+
+def test_without_arguments_is_a_usage_line() -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].startswith("usage: python grpo.py NAME ")

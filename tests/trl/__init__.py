@@ -1,0 +1,1 @@
+"""Clients of others, as they are published, against real services: `make test-trl`."""
