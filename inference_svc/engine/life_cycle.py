@@ -11,8 +11,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
 from inference_svc.adapters.residency import Residency
 from inference_svc.engine.messages import Call, Command, PauseMode, Reply, Restored
 from inference_svc.engine.runner import Runner
@@ -135,10 +133,13 @@ class LifeCycle:
 
     def _restore(self) -> None:
         try:
-            self.runner.backend.restore()
-        except Exception as error:
-            logger.exception("what was freed cannot be had again")
+            self.runner.restore()
+        except ServiceError as error:
+            logger.error("the server cannot wake up: %s", error.message)
             self.post(Restored(error))
+        except Exception:
+            logger.exception("the server cannot wake up")
+            self.post(Restored(CannotWake("the server cannot wake up: its log says why")))
         else:
             self.post(Restored())
 
@@ -152,8 +153,7 @@ class LifeCycle:
             logger.info("awake again", extra={"seconds": seconds})
             return [Reply(call.call_id, seconds) for call in wakes]
         self.sleep = Sleep.ASLEEP
-        error = _cannot_wake(message.error)
-        return [Reply(call.call_id, error=error) for call in wakes]
+        return [Reply(call.call_id, error=message.error) for call in wakes]
 
     def poll(self, now_s: float) -> list[Reply]:
         """Returns the replies that have become possible; called between two steps."""
@@ -214,17 +214,3 @@ class LifeCycle:
             assert self.scheduler.pages.num_used == self.scheduler.pages.num_known == 0
         assert bool(self._wakes) <= (self.sleep is Sleep.WAKING)
         assert self.sleep is Sleep.AWAKE or self.scheduler.hold is Hold.EVERYTHING
-
-
-def _cannot_wake(error: Exception) -> ServiceError:
-    if isinstance(error, ServiceError):
-        return error
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        reason = "others have taken its memory: free some, and wake it again"
-    elif isinstance(error, OSError):
-        reason = (
-            f"the model cannot be read ({error.strerror}): restore its files, and wake it again"
-        )
-    else:
-        reason = "see its log"
-    return CannotWake(f"the server cannot wake up: {reason}")

@@ -19,6 +19,7 @@ from inference_svc.core import (
     TokenLogprobs,
 )
 from inference_svc.errors import EngineFailed
+from servicekit.errors import ServiceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class Call:
 class Restored:
     """What was freed is there again, or could not be had: from the engine's own thread for that."""
 
-    error: Exception | None = None
+    error: ServiceError | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from inference_svc.engine.routed_pages import RoutedPages
 from inference_svc.engine.sampler import Sampler
 from inference_svc.engine.scorer import SequenceScores, score
 from inference_svc.engine.step_limit import Rows, StepLimit
+from inference_svc.errors import CannotWake
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,20 @@ class Runner:
         if weights:
             self._magnitudes = None  # which reads them
         return self.backend.free_memory(weights=weights)
+
+    def restore(self) -> None:
+        """Makes what `free_memory` has freed; called in any thread, while nothing runs. Raises
+        CannotWake saying what to do, and UnsupportedModel."""
+        try:
+            self.backend.restore()
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            message = "others have taken the server's memory: free some, and wake it again"
+            raise CannotWake(message) from error
+        except OSError as error:
+            raise CannotWake(
+                f"the model cannot be read ({error.strerror}): restore its files, and wake the "
+                "server again"
+            ) from error
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepResult:
