@@ -31,7 +31,7 @@ ROLES = Roles(
         "caller": frozenset({Action.GENERATE, Action.INFO}),
         "operator": frozenset({Action.OPERATE, Action.LOAD, Action.INSPECT, Action.INFO}),
         # The store's: who may publish a version may have it loaded before it is used.
-        "publisher": frozenset({Action.LOAD, Action.INFO}),
+        "publisher": frozenset({Action.LOAD}),
     },
     foreign=frozenset({"reader", "server", "admin"}),  # the adapter store's
 )

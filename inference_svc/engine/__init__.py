@@ -18,7 +18,9 @@ sampler        chooses tokens from logits
 scorer         the log probabilities of a prompt's tokens
 penalties      penalties and bans on logits
 settle         accounts for a step: appends tokens, publishes pages, ends sequences
+moves          requests that go on with a newer version of their adapter
 commands       commands of operators
+life_cycle     pauses generation, and gives memory back while the engine sleeps
 build          makes an engine from its config
 memory_budget  what the engine takes of each memory, and whether it fits
 memory_fit     the sizes that settings leave open, chosen for a device

@@ -173,12 +173,16 @@ def register(
         if not as_json:
             _print_registration(result)
         adapter = wait_for_verdicts(client, result.adapter, is_required=require_servable)
+    _report(replace(result, adapter=adapter), as_json=as_json, require_servable=require_servable)
+
+
+def _report(result: Registration, *, as_json: bool, require_servable: bool) -> None:
     if as_json:
-        print_json(replace(result, adapter=adapter))
+        print_json(result)
     elif result.base_model_reason:  # a store of an earlier release says neither
-        print_verdicts(adapter)
+        print_verdicts(result.adapter)
     if require_servable:
-        check_servable(adapter)
+        check_servable(result.adapter)
 
 
 def _print_tokenizer(source: str, name: str, model: Path | None, base_model: str) -> None:

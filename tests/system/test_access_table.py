@@ -51,7 +51,7 @@ ALLOWED = {
     "PinAdapter": OPERATORS,
     "UnpinAdapter": OPERATORS,
     "ListResidentAdapters": OPERATORS,
-    "GetServerInfo": GENERATORS | OPERATORS | {"publisher"},
+    "GetServerInfo": GENERATORS | OPERATORS,
     # What tells of all tenants is for who is for all.
     "GetDebugInfo": {"root"},
     "ProfileSteps": {"root"},

@@ -114,6 +114,19 @@ def pages() -> list[Panel]:
             Query(INFERENCE.rate("preemptions_total"), "preemptions"),
             Query(INFERENCE.rate("kv_page_evictions_total"), "page evictions"),
         ),
+        lines(
+            "Moves to newer versions",
+            "Requests that went on with a newer version of their adapter, as they had asked to.",
+            "cps",
+            Query(INFERENCE.rate("version_moves_total"), "moves"),
+        ),
+        lines(
+            "Replicas that do not generate",
+            "Paused, or asleep: their memory is given back until they are woken.",
+            "short",
+            Query(INFERENCE.sum("generation_paused"), "paused"),
+            Query(INFERENCE.sum("asleep"), "asleep"),
+        ),
     ]
 
 

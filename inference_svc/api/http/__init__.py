@@ -15,5 +15,6 @@ response     their responses, full or as events: choices, usage, chunks
 sse          sends server-sent events
 models       /v1/models
 adapters     /v1/load_lora_adapter and /v1/unload_lora_adapter
+life_cycle   /pause, /resume, /sleep, /wake_up, and whether they were called
 trainers     /server_info and what else trainers ask for
 """

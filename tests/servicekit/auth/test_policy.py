@@ -29,14 +29,14 @@ tenants = ["*"]
 
 
 @pytest.mark.parametrize(
-    ("service", "role", "roots"),
-    [(STORE, "publisher", "admin"), (INFERENCE, "caller", "operator")],
+    ("service", "roles", "roots"),
+    [(STORE, ["publisher"], "admin"), (INFERENCE, ["publisher", "caller"], "operator")],
     ids=["adapter_store", "inference_svc"],
 )
-def test_tokens(service: Service, role: str, roots: str) -> None:
+def test_tokens(service: Service, roles: list[str], roots: str) -> None:
     policy = service.parse(GOOD)
     assert policy.authenticate("secret") == service.roles.principal(
-        "trainer-a", [role], frozenset({"team-a", "shared"}), "team-a"
+        "trainer-a", roles, frozenset({"team-a", "shared"}), "team-a"
     )
     assert policy.authenticate("another") == service.roles.principal("root", [roots], None)
     assert policy.authenticate("another").home_tenant == "default"
@@ -53,7 +53,7 @@ def test_a_file_of_the_first_release_reads_as_it_did(tmp_path: Path) -> None:
         "team-a",
     )
     assert (root.name, root.roles, root.tenants) == ("Root_1", {"reader", "admin"}, None)
-    assert inference.authenticate("secret").roles == {"caller"}
+    assert inference.authenticate("secret").roles == {"publisher", "caller"}
     assert inference.authenticate("another").roles == {"operator"}
     servers = [each for each in inference.principals.values() if each.name == "inference"]
     assert [(each.roles, each.actions) for each in servers] == [(frozenset(), frozenset())]

@@ -16,7 +16,7 @@ from tests.servicekit.auth.services import INFERENCE, STORE, Service, each_servi
 
 ALLOWED: dict[str, set[Enum]] = {
     "reader": {StoreAction.READ, StoreAction.PULL},
-    "publisher": {StoreAction.READ, StoreAction.PUBLISH},
+    "publisher": {StoreAction.READ, StoreAction.PUBLISH, InferenceAction.LOAD},
     "server": {
         StoreAction.READ,
         StoreAction.PULL,
@@ -25,7 +25,12 @@ ALLOWED: dict[str, set[Enum]] = {
     },
     "admin": set(StoreAction),
     "caller": {InferenceAction.GENERATE, InferenceAction.INFO},
-    "operator": {InferenceAction.OPERATE, InferenceAction.INSPECT, InferenceAction.INFO},
+    "operator": {
+        InferenceAction.OPERATE,
+        InferenceAction.LOAD,
+        InferenceAction.INSPECT,
+        InferenceAction.INFO,
+    },
 }
 """By role, of both services."""
 CASES = [
@@ -59,12 +64,15 @@ def test_each_role_and_action(service: Service, role: str, action: Enum) -> None
 
 @pytest.mark.parametrize(("service", "pair"), PAIRS, ids=lambda value: str(value)[:24])
 def test_roles_add_up(service: Service, pair: tuple[str, str]) -> None:
-    assert principal_of(service, *pair).actions == ALLOWED[pair[0]] | ALLOWED[pair[1]]
+    allowed = ALLOWED[pair[0]] | ALLOWED[pair[1]]
+    assert principal_of(service, *pair).actions == allowed & set(service.actions)
 
 
 def test_services_know_each_others_roles() -> None:
-    assert STORE.roles.foreign == set(INFERENCE.roles.allowed)
-    assert INFERENCE.roles.foreign == set(STORE.roles.allowed)
+    own, others = set(STORE.roles.allowed), set(INFERENCE.roles.allowed)
+    assert own & others == {"publisher"}
+    assert STORE.roles.foreign == others - own
+    assert INFERENCE.roles.foreign == own - others
 
 
 @each_service
