@@ -188,7 +188,8 @@ class NativeLoraOps:
         return op, norm._replace(weight=out)
 
 
-_HEAD_NORMS = ("q_norm", "k_norm", "v_norm")
+_HEAD_NORMS = ("q_norm", "k_norm", "v_norm", "query_layernorm", "key_layernorm")
+"""Modules of norms that are needed at the same time, by what architectures call them."""
 
 
 def norm_role(module: str) -> str:

@@ -66,7 +66,8 @@ from kernels.linear import PackedLinear, linear_op
 from kernels.native.library import Library, NativeOp, Program
 
 MAX_PROGRAMS = 16
-"""Tenants choose what their adapters change, so that the number must be limited."""
+"""Tenants choose what their adapters change, so that the number must be limited: of each part of a
+step."""
 
 
 class _Part(enum.Enum):
@@ -179,8 +180,10 @@ class NativeTransformer:
         return self._programs[key]
 
     def _computed(self, groups: frozenset[str], part: _Part = _Part.STEP) -> frozenset[str]:
-        is_known = _ProgramKey(groups, part) in self._programs
-        is_full = not is_known and len(self._programs) >= MAX_PROGRAMS
+        # Where no row has an adapter there is no plan that operations of adapters could follow.
+        if not groups or _ProgramKey(groups, part) in self._programs:
+            return groups
+        is_full = sum(key.part is part for key in self._programs) >= MAX_PROGRAMS
         return self._every_group if is_full else groups
 
     def num_ops(self, groups: frozenset[str]) -> Counter[str]:

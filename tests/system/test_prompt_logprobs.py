@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from inference_svc.backends import native_program
 from inference_svc.core import PackedLogprobs
 from loadout import types
 from loadout.errors import InvalidArgument
@@ -18,7 +19,7 @@ from loadout.prometheus import scrape
 from tests.system.engines import Running
 from tests.system.services import Services
 from tests.system.test_parity import prompts
-from tests.system.zoo import Zoo
+from tests.system.zoo import MODELS, Zoo
 
 BACKENDS = pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 ADAPTER = "r16"
@@ -61,7 +62,7 @@ def check(found: PackedLogprobs, prompt: list[int], logits: torch.Tensor, top_k:
 
 
 @BACKENDS
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "qwen3-moe"])
+@pytest.mark.parametrize("kind", MODELS)
 def test_they_are_the_oracles(
     zoos: Callable[[str], Zoo], start: Callable, kind: str, native: bool
 ) -> None:
@@ -285,3 +286,17 @@ def computed_tokens(services: Services) -> float:
     names = ("prompt_tokens", "cached_prompt_tokens")
     prompt, cached = (metrics.one(f"loadout_inference_{name}_total") for name in names)
     return prompt - cached
+
+
+@pytest.mark.parametrize("kind", ["llama", "hunyuan"])
+def test_where_there_are_too_many_programs(
+    zoos: Callable[[str], Zoo], start: Callable, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then those of all groups compute the layers and the head, of adapters alone."""
+    monkeypatch.setattr(native_program, "MAX_PROGRAMS", 0)
+    zoo, running = zoos(kind), start(kind, max_model_len=512)
+    names = ["", *running.digests]
+    asked = [prompt for prompt in prompts(len(names) + 1, seed=3) if len(prompt) > 1]
+    for name, prompt in zip(names, asked, strict=False):
+        ask(running, name, prompt, name)
+        check(scores(running, name), prompt, zoo.logits(name, prompt, torch.float32))
