@@ -402,7 +402,7 @@ class Chunk:
     prompt_logprobs: PackedLogprobs | None = None
     """If requested; of several answers the first one has them, before its tokens."""
     kept_tokens: int = 0
-    """Of how many tokens keys and values are of earlier versions."""
+    """The number of tokens whose keys and values are of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True)
