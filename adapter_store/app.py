@@ -207,6 +207,7 @@ def _registrar(
         FetchRunner(places.pace, places.share, FETCHES_PER_WORKER * settings.fetch_workers),
         places.staged_bytes,
         places.ephemeral_bytes,
+        storage.collector.make_room,
     )
 
 

@@ -95,6 +95,11 @@ class Collector:
         self._catalog.expire()
         return self._drop_unreferenced(self._catalog.expire_ephemeral(self._ephemeral_grace))
 
+    def make_room(self) -> list[str]:
+        """Removes what is ephemeral and deleted without its grace: the place for it is full, and
+        other trainers wait. Returns the digests that are gone."""
+        return self._drop_unreferenced(self._catalog.expire_ephemeral(timedelta()))
+
     def _drop_unreferenced(self, expired: int) -> list[str]:
         """Drops the blobs that no version has; `expired` is how many versions have just gone."""
         gone = []

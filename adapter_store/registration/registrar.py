@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -92,6 +92,7 @@ class Registrar:
         fetches: FetchRunner,
         staged_bytes: Shares,
         ephemeral_bytes: Shares,
+        make_room: Callable[[], object],
     ) -> None:
         self._catalog = catalog
         self._blobs = blobs
@@ -105,6 +106,7 @@ class Registrar:
         self._fetches = fetches
         self._staged_bytes = staged_bytes
         self._ephemeral_bytes = ephemeral_bytes
+        self._make_room = make_room
         self._texts = TextReader(fetches.running.share)
 
     @property
@@ -204,7 +206,7 @@ class Registrar:
         account = tenant_account(request.name.tenant)
         if request.ephemeral and self._blobs.has_memory:
             # What it stores counts, too: the catalog compares that with the quota.
-            staged = StagedBytes(self._ephemeral_bytes, account)
+            staged = StagedBytes(self._ephemeral_bytes, account, make_room=self._make_room)
             return Staging(self._blobs.stage(), self._fetch_limits, stop, staged, in_memory=True)
         staged = StagedBytes(self._staged_bytes, account, self._quota(request).max_bytes)
         return Staging(self._blobs.stage(), self._fetch_limits, stop, staged)

@@ -31,7 +31,7 @@ from adapter_store.checkpoint.formats.select import check_file_names
 from adapter_store.checkpoint.memory_files import MemoryFile, MemoryFolder
 from adapter_store.core import SourceFile
 from adapter_store.errors import CallerGone, InvalidAdapter, LimitExceeded
-from servicekit.errors import Draining, InvalidArgument, QuotaExceeded
+from servicekit.errors import Draining, InvalidArgument, QuotaExceeded, ShareExceeded
 from servicekit.shares import Shares
 
 READ_BYTES = 4 << 20
@@ -71,19 +71,27 @@ class Abandoned(Exception):
 
 class StagedBytes:
     """What the files of one adapter take of the place for staged bytes, counted for its tenant. All
-    that the tenant stages is bounded by its quota, too. Thread-safe."""
+    that the tenant stages is bounded by its quota, too. `make_room` is called once the place is
+    full, before a caller is refused. Thread-safe."""
 
-    def __init__(self, shares: Shares, account: str, max_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        shares: Shares,
+        account: str,
+        max_bytes: int | None = None,
+        make_room: Callable[[], object] | None = None,
+    ) -> None:
         self._shares = shares
         self._account = account
         self._max_bytes = max_bytes
+        self._make_room = make_room
         self._held = shares.reserve(account, 0)
         self._text_bytes = 0
 
     def add(self, num_bytes: int, *, is_text: bool = False) -> None:
         """Raises ShareExceeded and QuotaExceeded before these bytes may be written. A tokenizer's
         files do not count against the quota: what is kept of them does."""
-        self._held.grow(num_bytes)
+        self._grow(num_bytes)
         self._text_bytes += num_bytes if is_text else 0
         staged_bytes = self._shares.used_by(self._account) - self._text_bytes
         if self._max_bytes is not None and staged_bytes > self._max_bytes + CONFIG_BYTES:
@@ -92,6 +100,15 @@ class StagedBytes:
                 f"progress, over its quota of {self._max_bytes}",
                 subject="max_bytes",
             )
+
+    def _grow(self, num_bytes: int) -> None:
+        try:
+            self._held.grow(num_bytes)
+        except ShareExceeded:
+            if self._make_room is None:
+                raise
+            self._make_room()
+            self._held.grow(num_bytes)
 
     def keep(self, num_bytes: int) -> None:
         """Gives back all but this much."""

@@ -51,6 +51,7 @@ class Process:
             FetchRunner(Pace(1, 60), 1, 16),
             Shares("staged_bytes", 1 << 30),
             Shares("ephemeral_bytes", 1 << 30),
+            lambda: None,
         )
 
     def close(self) -> None:

@@ -163,6 +163,17 @@ def test_more_than_the_memory_for_them_is_refused(serve, variants, refused) -> N
     assert push(served.client, variants(1)).adapter.version == 2
 
 
+def test_deleted_ones_make_room_before_a_push_is_refused(serve, variants) -> None:
+    """Their grace is for requests that have not begun to pull; a trainer does not wait for it."""
+    size = sum(map(len, variants(0).values()))
+    served = serve(ephemeral_memory=int(2.5 * size), ephemeral_grace_seconds=3600)
+    for number in range(4):
+        done = push(served.client, variants(number), keep=1)
+        assert done.adapter.version == number + 1
+    uses = {use.name: use.used for use in served.running.store.service.read_work().places}
+    assert uses["ephemeral_bytes"] <= 2 * size
+
+
 def test_two_pushers_of_one_name_get_a_version_each(serve, variants) -> None:
     served = serve()
     with ThreadPoolExecutor(2) as pool:
