@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import signal
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loadout import Client
-from loadout.errors import InvalidArgument, Unavailable
+from loadout.errors import InvalidArgument, LoadoutError, Unavailable
 from loadout.retry import RetryPolicy
 from loadout.types import Chunk, Registration
 from tests.support.wait import TIMEOUT_S, until
-from tests.system.services import Services
+from tests.system.services import GRACE_S, Services
 from tests.system.zoo import Zoo
 
 PROMPT = [ord(char) for char in "some prompt"]
@@ -202,6 +207,66 @@ def test_a_pause_under_load_loses_nothing(system: Services) -> None:
     for each in running:
         each.join()
         assert each.tokens == list(expected.token_ids)
+
+
+def test_tokens_name_what_made_them_through_kills(
+    zoos: Callable[[str], Zoo], tmp_path: Path
+) -> None:
+    """A trainer pushes; server and store are killed while requests follow. Each token that came
+    before its server's end, or after, is scored again with the version that it names."""
+    chance = random.Random(21)
+    received: list[Generation] = []
+    with Services(zoos("llama"), tmp_path) as system:
+        for number in range(9):
+            register(system, "live", ("r1", "r16", "r33")[number % 3])
+            for policy in ("pin", "follow_recompute"):
+                running = Generation(
+                    system.client, adapter="live", version_policy=policy, logprobs=0
+                )
+                received.append(running)
+                until(lambda: running.tokens or running.error)  # noqa: B023
+            if number in (2, 5):
+                os.kill(system.inference.pid, signal.SIGKILL)
+                system.inference.stop(GRACE_S)
+                system.start_inference()
+                system.client.close()
+                system.client = Client(
+                    inference=system.inference_address, store=system.store_address
+                )
+            elif number in (3, 7):
+                system.kill_store()
+                system.start_store()
+            elif chance.random() < 0.5:
+                system.client.sleep()
+                system.client.wake()
+        for each in received:
+            with suppress(LoadoutError):  # those whose server was killed
+                each.join()
+            check_scores(system.client, each)
+    assert any(each.error for each in received)
+    assert any(len(digests_of(each)) > 1 for each in received)
+
+
+def digests_of(generation: Generation) -> set[str]:
+    return {chunk.adapter.digest for chunk in generation.chunks if chunk.adapter}
+
+
+def check_scores(client: Client, generation: Generation) -> None:
+    made_by = [
+        (chunk.adapter.digest, each.chosen.logprob)
+        for chunk in generation.chunks
+        if chunk.adapter
+        for each in chunk.logprobs
+    ]
+    assert len(made_by) == len(generation.tokens)
+    for digest in digests_of(generation):
+        scored = client.complete(
+            PROMPT + generation.tokens, adapter=digest, max_tokens=0, prompt_logprobs=0
+        )
+        assert scored.prompt_logprobs is not None
+        again = list(scored.prompt_logprobs.logprobs)[len(PROMPT) - 1 :]
+        for (own, logprob), expected in zip(made_by, again, strict=True):
+            assert own != digest or abs(logprob - expected) < 1e-3
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])

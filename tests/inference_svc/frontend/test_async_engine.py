@@ -88,6 +88,37 @@ def test_stop_token_is_not_part_of_the_text(engine, tokenizers) -> None:
     assert delta.token_ids == [*tokenizer.encode("a"), *tokenizer.encode("b")]
 
 
+def test_a_delta_has_tokens_of_one_version(engine, tokenizers) -> None:
+    """However late it is read; and what is not read yet takes its account's share."""
+    from inference_svc.core import AdapterVersion
+    from inference_svc.engine.messages import Output
+
+    tokenizer = tokenizers["byte_level"]
+    (token_id,) = tokenizer.encode("a")
+    first, second = AdapterVersion("a@1", "one"), AdapterVersion("a@2", "two", 4)
+    made_by = [None, None, first, first, second, first]
+
+    async def body() -> list[Delta]:
+        shares = Shares("unread_bytes", 64 << 20)
+        place = shares.reserve("a", UNREAD_BYTES)
+        generation = Generation(make_request(tokenizer, "abc"), tokenizer, place)
+        for version in made_by:
+            generation.push(Output("r", (token_id,), version=version))
+        last = Output("r", finish_reason=FinishReason.LENGTH, version=first)
+        generation.push(last)
+        return [await generation.next_delta() for _ in range(4)]
+
+    deltas = run(body)
+    assert [(each.version, len(each.token_ids)) for each in deltas] == [
+        (None, 2),
+        (first, 2),
+        (second, 1),
+        (first, 1),
+    ]
+    assert [each.finish_reason for each in deltas] == [None, None, None, FinishReason.LENGTH]
+    assert "".join(each.text for each in deltas) == "a" * len(made_by)
+
+
 def test_experts_of_a_prompt_are_reserved_before_it_runs(engine, tokenizers) -> None:
     """They come at once: what the account's share does not hold is refused, not computed."""
     tokenizer = tokenizers["byte_level"]
