@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,13 @@ from trl.experimental.async_grpo import async_rollout_worker as trl_worker
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 from loadout.client import Client
-from loadout.errors import NotFound
+from loadout.errors import NotFound, NotLoaded
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 CONTROL_SECONDS = 30.0
+RETRY_SECONDS = 1.0
+NO_REPLICA = "NO_REPLICA"
+"""The reason of a push for which no replica was up."""
 
 
 class PolicyClient(VLLMClient):
@@ -66,16 +70,27 @@ class PolicyClient(VLLMClient):
         folder = Path(lora_path)
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        self._client.push(
-            lora_name,
-            tensors,
-            json.loads((folder / CONFIG_FILE).read_bytes()),
-            wait="all",
-            ephemeral=True,
-            ttl=self._ttl_s,
-            base_model=self.get_server_info()["model_config"]["model"],
-            timeout_s=timeout,
-        )
+        config = json.loads((folder / CONFIG_FILE).read_bytes())
+        base_model = self.get_server_info()["model_config"]["model"]
+        end_s = time.monotonic() + timeout
+        while True:
+            try:
+                self._client.push(
+                    lora_name,
+                    tensors,
+                    config,
+                    wait="all",
+                    ephemeral=True,
+                    ttl=self._ttl_s,
+                    base_model=base_model,
+                    timeout_s=end_s - time.monotonic(),
+                )
+                return
+            except NotLoaded as error:
+                # The same again is the same version: a run outlives replicas that start again.
+                if error.reason != NO_REPLICA or time.monotonic() + RETRY_SECONDS >= end_s:
+                    raise
+            time.sleep(RETRY_SECONDS)
 
     def unload_lora_adapter(self, lora_name: str, timeout: int = 1800) -> None:
         """Deletes the adapter. Requests that run with it end as they began."""
@@ -110,10 +125,12 @@ class RolloutLoop(trl_worker._AsyncRolloutLoop):
         self, path: str, payload: dict[str, Any], timeout: float, max_retries: int = 3
     ) -> dict[str, Any]:
         total = aiohttp.ClientTimeout(total=timeout)
+        # The trainer's own are of the distribution that tokens are drawn from, too.
+        body = {"logprobs_mode": "processed_logprobs", **payload}
 
         async def post() -> dict[str, Any]:
             posting = self.session.post(
-                next(self._next_url) + path, json=payload, timeout=total, headers=self._headers
+                next(self._next_url) + path, json=body, timeout=total, headers=self._headers
             )
             async with posting as response:
                 response.raise_for_status()

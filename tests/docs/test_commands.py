@@ -191,6 +191,11 @@ ELSEWHERE = (
         "def test_streams_a_generation",
     ),
     Elsewhere(
+        r"examples/rl/README.md: (loadout up|python .*)",
+        "tests/system/test_rl_example.py",
+        "[sys.executable, str(EXAMPLE), *arguments]",
+    ),
+    Elsewhere(
         r"examples/python/README.md: python .*",
         "tests/system/test_python_examples.py",
         "generate.py",

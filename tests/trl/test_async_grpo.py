@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # what TRL and transformers warn each other of
 ]
 
-STEPS, STALENESS = 60, 2
+STEPS, STALENESS = 110, 2
 PLAIN = "{{ bos_token }}{{ messages[-1]['content'] }}"
 """The demo's own chat template has the model copy, which leaves nothing to explore."""
 
