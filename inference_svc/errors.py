@@ -12,7 +12,7 @@ FailedPrecondition
  │   └─ ChatTemplateInvalid  its chat template is none
  ├─ NoRoom               what is requested would pin or occupy more than there is
  ├─ ProfileRunning       steps are being traced for another caller
- ├─ NotPaused            generation was resumed, or the server woken, before it paused or slept
+ ├─ Interrupted          generation was resumed, or the server woken, before it paused or slept
  └─ CannotWake           what the server has freed cannot be had again
 ResourceExhausted
  ├─ QueueFull            too many requests wait; `retry_after_s` is when to retry
@@ -102,8 +102,8 @@ class ProfileRunning(FailedPrecondition):
     reason = "PROFILE_RUNNING"
 
 
-class NotPaused(FailedPrecondition):
-    reason = "NOT_PAUSED"
+class Interrupted(FailedPrecondition):
+    reason = "INTERRUPTED"
 
 
 class CannotWake(FailedPrecondition):

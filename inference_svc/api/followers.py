@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.core import Principal, Request, VersionPolicy
+from inference_svc.errors import StoreUnavailable
 from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.store.directory import Binding, Directory
 from servicekit.errors import InvalidArgument, ServiceError
@@ -18,15 +19,21 @@ from servicekit.refs import parse_ref
 
 logger = logging.getLogger(__name__)
 
+RETRY_S = 1.0
+"""How long to wait for a store that does not answer."""
+
 
 @dataclass(eq=False, slots=True)
 class _Follower:
-    """A running request. `binding` is what it has moved to last."""
+    """A running request. `binding` is what it has moved to last; `task` looks up what its name
+    points to at `revision`."""
 
     principal: Principal
     ref: str
     binding: Binding
     request: Request
+    revision: int = 0
+    task: asyncio.Task[None] | None = None
 
 
 class Followers:
@@ -41,7 +48,6 @@ class Followers:
         self._directory = directory
         self._engine = engine
         self._followers: defaultdict[str, set[_Follower]] = defaultdict(set)
-        self._resolving: set[asyncio.Task[None]] = set()
         directory.on_moved = self._moved
 
     @contextmanager
@@ -60,6 +66,8 @@ class Followers:
         try:
             yield
         finally:
+            if follower.task is not None:
+                follower.task.cancel()
             self._followers[name].discard(follower)
             if not self._followers[name]:
                 del self._followers[name]
@@ -72,30 +80,41 @@ class Followers:
                 self._start(follower, revision)
 
     def _start(self, follower: _Follower, revision: int) -> None:
-        task = asyncio.create_task(self._move(follower, revision))
-        self._resolving.add(task)
-        task.add_done_callback(self._resolving.discard)
+        follower.revision = max(follower.revision, revision)
+        if follower.task is None or follower.task.done():
+            follower.task = asyncio.create_task(self._move(follower))
 
-    async def _move(self, follower: _Follower, revision: int) -> None:
-        try:
-            binding = await self._directory.resolve(
-                follower.principal, follower.ref, min_revision=revision
-            )
-        except ServiceError as error:
-            logger.info(
-                "requests stay on their version: %s", error.message, extra={"name": follower.ref}
-            )
-            return
-        before, is_running = follower.binding, follower in self._followers.get(follower.ref, ())
-        if not is_running or binding.digest == before.digest:
+    def _is_running(self, follower: _Follower) -> bool:
+        return follower in self._followers.get(follower.ref, ())
+
+    async def _move(self, follower: _Follower) -> None:
+        """Resolves the name until that reflects the newest revision; while the store does not
+        answer, again and again: no event follows once it does."""
+        revision = -1
+        while self._is_running(follower) and revision < follower.revision:
+            revision = follower.revision
+            try:
+                binding = await self._directory.resolve(
+                    follower.principal, follower.ref, min_revision=revision
+                )
+            except StoreUnavailable:
+                revision = -1
+                await asyncio.sleep(RETRY_S)
+            except ServiceError as error:
+                logger.info("a request stays on %s: %s", follower.binding.label, error.message)
+            else:
+                self._move_to(follower, binding)
+
+    def _move_to(self, follower: _Follower, binding: Binding) -> None:
+        before, request = follower.binding, follower.request
+        if not self._is_running(follower) or binding.digest == before.digest:
             return
         if not _is_same_text(before, binding):
             logger.info(
-                "requests stay on %s: %s has another tokenizer", before.label, binding.label
+                "a request stays on %s: %s has another tokenizer", before.label, binding.label
             )
             return
         follower.binding = binding
-        request = follower.request
         self._engine.move(request.tenant, request.request_id, binding.digest, binding.label)
 
 

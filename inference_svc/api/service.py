@@ -143,10 +143,10 @@ READ_BYTES_PER_SECOND = 200 << 20
 PLACE_SECONDS = 10.0
 """How long a call waits to be read while too many bytes of others are."""
 
-LIFE_CYCLE = frozenset({"PauseGeneration", "ResumeGeneration", "Sleep", "Wake"})
-"""The RPCs that every tenant's requests feel: for operators of all tenants."""
+LIFE_CYCLE = frozenset({"PauseGeneration", "ResumeGeneration", "Sleep", "Wake", "ResetPrefixCache"})
+"""What every tenant's requests feel: for operators of all tenants."""
 AUDITED = LIFE_CYCLE | {"LoadAdapter", "UnloadAdapter", "PinAdapter", "UnpinAdapter"}
-"""The RPCs that are audited."""
+"""The calls that are audited: RPCs, and what HTTP alone has."""
 
 
 class Service:
@@ -380,8 +380,9 @@ class Service:
             entry.digest = await self._digest(principal, ref)
             return self._named(principal, await self._engine.unpin(entry.digest))
 
-    async def reset_prefix_cache(self) -> None:
-        await self._engine.reset_prefix_cache()
+    async def reset_prefix_cache(self, caller: Caller) -> None:
+        with self._audited(caller, "ResetPrefixCache", ""):
+            await self._engine.reset_prefix_cache()
 
     async def pause(self, caller: Caller, mode: PauseMode, resume_after_s: float = 0.0) -> int:
         """Returns how many requests are held; see AsyncEngine.pause."""

@@ -323,7 +323,11 @@ class CudaBackend:
         self._reserved_bytes = self._trimmed_bytes()
         if self._captured is None:
             self._captured = self._unrecorded()
-            self._warm_up_decodes()
+            try:
+                self._warm_up_decodes()
+            except BaseException:
+                self._captured = None  # half of it recorded: anew the next time
+                raise
 
     def _decode(self, size: int, kind: StepKind) -> None:
         step = self._decodes

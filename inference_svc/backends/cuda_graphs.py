@@ -6,7 +6,8 @@ import bisect
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -28,19 +29,24 @@ Record = Callable[[Compute], Recorded]
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one memory pool: they replay one at a time."""
+    """Records CUDA graphs that share one memory pool: they replay one at a time. The pool ends with
+    the last of them, and the next one begins another."""
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        self._pool: Any = None
 
     def __call__(self, compute: Compute) -> Recorded:
         # Once outside: compiles kernels, and lets libraries allocate what they keep.
         compute()
         torch.cuda.current_stream().synchronize()
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile: only this one's calls are recorded.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             compute()
+        self._graphs.add(graph)
         return graph
 
 

@@ -144,6 +144,8 @@ class Commands:
 
     def _poll_load(self, pending: _PendingLoad, now_s: float) -> Reply | None:
         call = pending.call
+        if self.life_cycle.is_asleep:  # nothing takes effect before it is woken
+            return Reply(call.call_id, error=self.life_cycle.refusal())
         if self.residency.is_resident(call.digest):
             device = self.residency.device
             try:

@@ -251,6 +251,7 @@ class Engine:
         for digest, error in self.residency.pop_failures():
             self._fail_adapter(digest, error, now_s)
         self._end_expired(now_s)
+        self._replies += self.life_cycle.expire(now_s)
         self.moves.apply(now_s)
         self.admission.update_rates(now_s)
         with self.times.loading():
@@ -299,7 +300,7 @@ class Engine:
 
     def _fail_adapter(self, digest: str, error: ServiceError, now_s: float) -> None:
         self._replies += self.commands.fail(digest, error)
-        self.moves.rescue(digest, now_s)
+        self.moves.fail(digest, now_s)
         for each in self.combinations.waiting_with(digest):
             for sequence in self.scheduler.queue.of_digest(each):
                 named = with_name(error, digest, _label(sequence.request, digest))

@@ -15,7 +15,7 @@ from inference_svc.adapters.residency import Residency
 from inference_svc.engine.messages import Call, Command, PauseMode, Reply, Restored
 from inference_svc.engine.runner import Runner
 from inference_svc.engine.scheduler import Hold, Scheduler
-from inference_svc.errors import Asleep, CannotWake, NotPaused
+from inference_svc.errors import Asleep, CannotWake, Interrupted
 from servicekit.errors import ServiceError
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class LifeCycle:
 
     def _end_pause(self) -> list[Reply]:
         self.is_paused, self._resume_s = False, None
-        error = NotPaused("generation was resumed before the running requests had ended")
+        error = Interrupted("generation was resumed before the running requests had ended")
         replies = [Reply(call.call_id, error=error) for call in self._pauses]
         self._pauses = []
         return replies
@@ -120,7 +120,7 @@ class LifeCycle:
         if self.sleep is Sleep.AWAKE:
             return [Reply(call.call_id, 0.0)]
         if self.sleep is Sleep.FALLING:
-            error = NotPaused("the server was woken before it slept")
+            error = Interrupted("the server was woken before it slept")
             replies = [Reply(each.call_id, error=error) for each in self._sleeps]
             self._sleeps, self.sleep = [], Sleep.AWAKE
             return [*replies, Reply(call.call_id, 0.0)]
@@ -155,14 +155,19 @@ class LifeCycle:
         self.sleep = Sleep.ASLEEP
         return [Reply(call.call_id, error=message.error) for call in wakes]
 
+    def expire(self, now_s: float) -> list[Reply]:
+        """Resumes what was paused for a time that has passed; called before a batch."""
+        if self._resume_s is None or now_s < self._resume_s:
+            return []
+        logger.warning("generation resumes: its pause has lasted as long as it may")
+        replies = self._end_pause()
+        self._set_hold()
+        return replies
+
     def poll(self, now_s: float) -> list[Reply]:
-        """Returns the replies that have become possible; called between two steps."""
+        """Returns the replies that have become possible; called after a batch."""
         replies: list[Reply] = []
-        if self._resume_s is not None and now_s >= self._resume_s:
-            logger.warning("generation resumes: its pause has lasted as long as it may")
-            replies += self._end_pause()
-            self._set_hold()
-        if self._pauses and not (self._waits_for_running and self.scheduler.running):
+        if self._pauses and not (self._waits_for_running and self.scheduler.has_started):
             self._waits_for_running = False
             self._set_hold()
             num_held = self.scheduler.num_open

@@ -48,7 +48,8 @@ class Limits:
 
 
 class Hold(enum.Enum):
-    """What does not run: nothing is held, no sequence starts, or none is computed."""
+    """What does not run: nothing is held, no sequence that has not been computed before starts, or
+    none is computed."""
 
     NOTHING = "nothing"
     STARTS = "starts"
@@ -106,6 +107,11 @@ class Scheduler:
     def num_free(self) -> int:
         """The number of sequences that `max_sequences` still allows to run."""
         return self.limits.max_sequences - len(self.running)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a sequence runs, or did and waits to be computed anew."""
+        return bool(self.running) or any(each.started_s is not None for each in self.queue)
 
     @property
     def num_open(self) -> int:
@@ -208,7 +214,7 @@ class Scheduler:
             has_pages = end <= len(sequence.page_ids) * page_size
             if has_pages or self._add_pages(sequence, end, now_s):
                 rows.append(_row(sequence, num_tokens))
-        if num_preemptions == self.num_preemptions and self.hold is Hold.NOTHING:
+        if num_preemptions == self.num_preemptions:
             self._admit(rows, self._max_tokens - sum(grants.values()), now_s)
         return rows
 
@@ -317,7 +323,7 @@ class Scheduler:
         """Starts waiting sequences in order of service."""
         self.is_short = False
         while self.num_free > 0 and budget > 0:
-            sequence = self.queue.first(now_s)
+            sequence = self._next(now_s)
             if sequence is None:
                 return
             digest = sequence.request.digest
@@ -333,6 +339,20 @@ class Scheduler:
             )
             rows.append(_row(sequence, num_tokens))
             budget -= num_tokens
+
+    def _next(self, now_s: float) -> Sequence | None:
+        """Returns the sequence to start next; while starts are held, one that was computed
+        before."""
+        if self.hold is not Hold.STARTS:
+            return self.queue.first(now_s)
+        return next(
+            (
+                each
+                for each in self.queue
+                if each.started_s is not None and self.is_schedulable(each.request.digest)
+            ),
+            None,
+        )
 
     def _start(self, sequence: Sequence, now_s: float) -> bool:
         """Moves a sequence to the running ones, with its cached prefix, if its known tokens fit the

@@ -229,7 +229,7 @@ class AsyncEngine:
 
     async def pause(self, mode: PauseMode, resume_after_s: float = 0.0) -> int:
         """Returns how many requests are held, once nothing is computed; 0 s: until `resume`. Raises
-        NotPaused if generation is resumed before."""
+        Interrupted if generation is resumed before."""
         held: int
         held = await self._call(Command.PAUSE, pause_mode=mode, timeout_s=resume_after_s)
         return held
@@ -239,8 +239,8 @@ class AsyncEngine:
         await self._call(Command.RESUME)
 
     async def sleep(self, *, frees_weights: bool) -> int:
-        """Returns the bytes that were freed. Raises Asleep while the engine wakes up, and NotPaused
-        if it is woken before it sleeps."""
+        """Returns the bytes that were freed. Raises Asleep while the engine wakes up, and
+        Interrupted if it is woken before it sleeps."""
         freed_bytes: int = await self._call(Command.SLEEP, frees_weights=frees_weights)
         return freed_bytes
 

@@ -35,8 +35,8 @@ from inference_svc.engine.messages import (
     Submit,
 )
 from inference_svc.engine.thread import EngineThread
-from inference_svc.errors import StoreUnavailable
-from tests.support.wait import TIMEOUT_S
+from inference_svc.errors import Asleep, StoreUnavailable
+from tests.support.wait import TIMEOUT_S, until
 from tests.system.engines import CompilingStore
 from tests.system.zoo import Zoo
 
@@ -307,6 +307,54 @@ def test_until_a_version_is_loaded_requests_go_on_with_the_one_before(engine: En
     engine.finish()
     assert followed.made_by[-1] == (engine.digests["r16"], 0)
     engine.check_tokens()
+
+
+def test_versions_that_come_faster_than_they_load_are_followed(engine: Engine) -> None:
+    """What is nearly loaded is not given up for the next one."""
+    engine.load("r1")
+    engine.call(Command.PAUSE)
+    name = engine.submit("r1", VersionPolicy.FOLLOW_RECOMPUTE, PROMPT, 50)
+    engine.store.gate.clear()
+    for version in ("r16", "r33", "r16", "r33"):
+        engine.move(name, version)
+    assert engine.engine.moves.waiters == {engine.digests["r16"]: 1}
+    engine.store.gate.set()
+    until(lambda: engine.step() or engine.engine.scheduler.num_moves == 2)
+    engine.call(Command.RESUME)
+    engine.finish()
+    assert {digest for digest, _ in engine.requests[name].made_by} == {engine.digests["r33"]}
+    engine.check_tokens()
+
+
+def test_a_version_that_is_evicted_before_the_move_is_loaded_again(engine: Engine) -> None:
+    engine.load("r16")
+    name = engine.submit("r1", VersionPolicy.FOLLOW_KEEP, PROMPT, 50)
+    while not engine.requests[name].tokens:
+        engine.step()
+    engine.call(Command.PAUSE)
+    # As an aged load would have it.
+    residency, digest = engine.engine.residency, engine.digests["r16"]
+    residency.device.get(digest).draining = True  # type: ignore[union-attr]
+    engine.step(Move(name, digest, "acme/r16@2"))
+    residency.tiers.evict(digest)
+    until(lambda: engine.step() or engine.engine.scheduler.num_moves == 1)
+    engine.call(Command.RESUME)
+    engine.finish()
+    assert engine.requests[name].made_by[-1][0] == digest
+    engine.check_tokens()
+
+
+def test_a_load_that_sleep_comes_before_is_refused(engine: Engine) -> None:
+    engine.store.gate.clear()
+    number = next(_NUMBERS)
+    engine.step(Call(number, Command.LOAD, digest=engine.digests["r16"]))
+    replies = engine.step(Call(next(_NUMBERS), Command.SLEEP))
+    until(lambda: replies.extend(engine.step()) or len(replies) == 2)
+    errors = {reply.call_id: reply.error for reply in replies}
+    assert isinstance(errors[number], Asleep)
+    engine.store.gate.set()
+    engine.call(Command.WAKE)
+    engine.load("r16")
 
 
 def test_a_version_that_cannot_be_loaded_is_not_moved_to(engine: Engine) -> None:

@@ -17,6 +17,7 @@ from inference_svc.api.http.request import admit, authenticated
 from inference_svc.api.service import Caller, Service
 from inference_svc.core import Action
 from inference_svc.engine.messages import PauseMode
+from inference_svc.engine.status_types import EngineStatus
 from servicekit.errors import InvalidArgument
 
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
@@ -77,10 +78,12 @@ class LifeCycleRoutes:
         return JSONResponse({"status": "awake", "seconds": seconds})
 
     async def is_paused(self, request: Request) -> Response:
-        return JSONResponse({"is_paused": await self._generation(request) == "paused"})
+        status = await self._status(request)
+        return JSONResponse({"is_paused": bool(status.gauges["generation_paused"])})
 
     async def is_sleeping(self, request: Request) -> Response:
-        return JSONResponse({"is_sleeping": await self._generation(request) == "asleep"})
+        status = await self._status(request)
+        return JSONResponse({"is_sleeping": status.generation == "asleep"})
 
     def _authorize(self, request: Request, method: str) -> Caller:
         set_names(request, {})
@@ -88,11 +91,11 @@ class LifeCycleRoutes:
             admit(request, self._service.authorize_change(caller, method))
         return caller
 
-    async def _generation(self, request: Request) -> str:
+    async def _status(self, request: Request) -> EngineStatus:
         set_names(request, {})
         with authenticated(request) as caller:
             admit(request, self._service.authorize(caller, Action.INFO))
-        return (await self._service.describe()).generation
+        return await self._service.describe()
 
 
 def _query(request: Request, names: tuple[str, ...]) -> Mapping[str, str]:

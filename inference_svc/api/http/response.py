@@ -159,6 +159,8 @@ class Choice:
 
     def _add_version(self, delta: Delta) -> int:
         """Counts the delta's tokens as its version's; returns how many bytes that adds."""
+        if not delta.token_ids:
+            return 0
         version = None if delta.version is None else to_version(delta.version)
         if self._versions and self._versions[-1]["version"] == version:
             self._versions[-1]["num_tokens"] += len(delta.token_ids)
@@ -384,7 +386,7 @@ def _slices(delta: Delta) -> Iterator[Delta]:
     a slow reader has not read grows without a bound. The text is in the last slice. A slice has
     experts of neighbouring tokens in one piece."""
     for scores in split_logprobs(delta.scores, SLICE_SCORES_BYTES):
-        yield Delta(scores=[scores])
+        yield Delta(scores=[scores], version=delta.version)
     last_piece: RoutedExperts | None = None
     for piece in joined_experts(delta.routed, SLICE_ROUTED_BYTES):
         if last_piece is not None:

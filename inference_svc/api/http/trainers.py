@@ -48,10 +48,8 @@ class Trainers:
         """Requires an operator of all tenants, who share the cache. Nobody needs it for the sake of
         adapters: what is cached is of one digest."""
         with authenticated(request) as caller:
-            principal = self._service.authorize(caller, Action.OPERATE)
-            admit(request, principal)
-        principal.require_all_tenants()
-        await self._service.reset_prefix_cache()
+            admit(request, self._service.authorize_change(caller, "ResetPrefixCache"))
+        await self._service.reset_prefix_cache(caller)
         return JSONResponse({"success": True})
 
     async def refuse_weights(self, request: Request) -> Response:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from inference_svc import core
+from inference_svc.backends.base import Reload
 from inference_svc.backends.cuda_graphs import Compute, captured_sizes
 from inference_svc.backends.cuda_lora import CudaLora, StepKind
 from inference_svc.backends.torch import LoraStep
@@ -100,6 +101,40 @@ def test_scores_as_the_torch_backend_does(model, slots):
     inputs = fixed.prepare(decode)
     fixed.forward(inputs)
     assert not list(fixed.score(inputs))
+
+
+@pytest.mark.parametrize("weights", [False, True], ids=["pages", "weights"])
+@pytest.mark.parametrize("record", [Eager, None], ids=["recorded", "computed"])
+def test_freed_memory_is_made_again(model, record, weights):
+    """What was recorded has the addresses of what is gone: it is recorded anew, also if that has
+    failed once."""
+    recorded: list[Eager] = []
+
+    def note(compute: Compute) -> Eager:
+        if short:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        recorded.append(Eager(compute))
+        return recorded[-1]
+
+    short = False
+    wanted = run(model.plain(), steps(SLOTS[1]))
+    fixed = model.fixed(note if record else None)
+    num_recorded, held = len(recorded), (fixed.kv_bytes, fixed.weights_bytes)
+    fixed._reload = Reload(model.caches, lambda: model.transformer.weights)
+    caches = fixed._kv_caches
+    for _ in range(2):
+        assert fixed.free_memory(weights=weights) == held[0] + weights * held[1]
+        assert (fixed.kv_bytes, fixed.weights_bytes) == (0, held[1] * (not weights))
+        short = True
+        if record:
+            with pytest.raises(torch.OutOfMemoryError):
+                fixed.restore()
+        short = False
+        fixed.restore()
+        assert (fixed.kv_bytes, fixed.weights_bytes) == held
+        assert fixed._kv_caches is not caches
+        assert_close(wanted, run(fixed, steps(SLOTS[1])), 1e-4)
+    assert len(recorded) == 3 * num_recorded
 
 
 @pytest.mark.parametrize("slots", SLOTS, ids=str)

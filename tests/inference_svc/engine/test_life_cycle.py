@@ -15,9 +15,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from inference_svc.core import EngineConfig, FinishReason, Request, SamplingParams
 from inference_svc.engine.build import BuiltEngine
 from inference_svc.engine.life_cycle import Sleep
-from inference_svc.engine.messages import Call, Command, Message, Output, PauseMode, Reply, Submit
+from inference_svc.engine.messages import (
+    Call,
+    Command,
+    Message,
+    Output,
+    PauseMode,
+    Reply,
+    StepOutputs,
+    Submit,
+)
 from inference_svc.engine.thread import EngineThread
-from inference_svc.errors import Asleep, CannotWake, NotPaused, UnsupportedModel
+from inference_svc.errors import Asleep, CannotWake, Interrupted, UnsupportedModel
 from inference_svc.host.memory import resident_bytes
 from inference_svc.store.client import NoStore
 from tests.support.wait import until
@@ -152,7 +161,7 @@ def test_a_pause_that_waits_is_told_of_a_resumption(engine: Engine) -> None:
     engine.step()
     number = engine.start(Command.PAUSE, pause_mode=PauseMode.WAIT)
     engine.call(Command.RESUME)
-    assert isinstance(engine.replies[number].error, NotPaused)
+    assert isinstance(engine.replies[number].error, Interrupted)
     engine.finish()
     assert len(engine.tokens("a")) == 100
 
@@ -175,6 +184,33 @@ def test_a_pause_ends_by_itself(engine: Engine) -> None:
     engine.finish()
     assert len(engine.tokens("a")) == 12
     assert engine.engine.life_cycle.state == "running"
+
+
+def test_an_idle_engine_resumes_when_the_time_is_over(folder: Path) -> None:
+    """Nobody sends it a message then."""
+    made = Engine(folder)
+    outputs: list[StepOutputs] = []
+    made.thread.start(outputs.append)
+    made.thread.send(Call(1, Command.PAUSE, timeout_s=0.1))
+    until(lambda: any(each.replies for each in outputs))
+    sampling = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    made.thread.send(Submit(Request("a", PROMPT, sampling)))
+    until(lambda: any(output.is_last for each in outputs for output in each.outputs))
+    made.thread.stop()
+
+
+def test_a_pause_waits_for_what_was_preempted(engine: Engine) -> None:
+    engine.submit("a")
+    engine.submit("b")
+    engine.submit("later")
+    engine.step()
+    number = engine.start(Command.PAUSE, pause_mode=PauseMode.WAIT)
+    scheduler = engine.engine.scheduler
+    scheduler._preempt(scheduler.running[-1], 0.0)
+    until(lambda: number in engine.replies or engine.step())
+    assert len(engine.tokens("a")) == len(engine.tokens("b")) == 12
+    assert engine.replies[number].result == 1
+    assert engine.tokens("later") == []
 
 
 def test_a_deadline_passes_while_generation_is_paused(engine: Engine) -> None:
