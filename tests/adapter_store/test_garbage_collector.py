@@ -143,11 +143,11 @@ def test_images_of_forgotten_layouts_are_removed(parts):
 EPHEMERAL_GRACE = timedelta(seconds=10)
 
 
-def push(parts: Parts, digest: str, ttl_s: int = 0, keep: int = 0) -> int:
+def push(parts: Parts, digest: str, ttl_s: int = 0, keep: int = 0, name: AdapterName = A) -> int:
     """Registers content in memory; returns its revision."""
     stored = parts.blobs.put(MemoryFolder([MemoryFile("file")]), digest)
     new = NewVersion(
-        *(A, digest, "base", "", 1, (), 1),
+        *(name, digest, "base", "", 1, (), 1),
         blob=stored,
         ephemeral=True,
         ttl=timedelta(seconds=ttl_s),
@@ -255,3 +255,14 @@ def test_an_ephemeral_version_does_not_take_the_pin(parts):
     parts.catalog.set_pinned(AdapterRef(A), False, 1 << 30)
     push(parts, TWO)
     assert not parts.catalog.get(AdapterRef(A))[0].pinned
+
+
+def test_room_is_made_of_one_tenants_own_or_of_all(parts):
+    for tenant, digest in (("one", ONE), ("two", TWO)):
+        name = AdapterName(tenant, "a")
+        push(parts, digest, name=name)
+        parts.catalog.remove(name)
+    assert parts.collector.make_room("one") == [ONE]
+    assert parts.blobs.in_memory == [TWO]
+    assert parts.collector.make_room("one") == []
+    assert parts.collector.make_room(None) == [TWO]

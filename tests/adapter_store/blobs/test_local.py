@@ -54,7 +54,7 @@ class Process:
             FetchRunner(Pace(1, 60), 1, 16),
             Shares("staged_bytes", 1 << 30),
             Shares("ephemeral_bytes", 1 << 30),
-            lambda: None,
+            lambda tenant: None,
         )
 
     def close(self) -> None:
