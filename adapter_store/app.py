@@ -172,7 +172,7 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
         stack.push_async_callback(precompiler.close)
         watch = Watch(catalog, calls, settings.bookmark_seconds, places.watches)
         registrar = _registrar(
-            settings, catalog, storage, verified, metrics, policies, stopping, places
+            settings, catalog, storage, verified, metrics, policies, stopping, places, images
         )
         service = StoreService(
             catalog, registrar, images, precompiler, watch, metrics, policies, places
@@ -200,14 +200,22 @@ def _registrar(
     policies: StorePolicyFile,
     stopping: threading.Event,
     places: Places,
+    images: ImageCache,
 ) -> Registrar:
     sources, limits = _sources(settings), _limits(settings)
+    loop = asyncio.get_running_loop()
+
+    def make_room(tenant: str | None) -> None:
+        gone = storage.collector.make_room(tenant)
+        with suppress(RuntimeError):  # the loop has ended, and the images with it
+            loop.call_soon_threadsafe(images.drop_digests, gone)
+
     return Registrar(
         *(catalog, storage.blobs, verified, sources, metrics, *limits, policies, stopping),
         FetchRunner(places.pace, places.share, FETCHES_PER_WORKER * settings.fetch_workers),
         places.staged_bytes,
         places.ephemeral_bytes,
-        storage.collector.make_room,
+        make_room,
     )
 
 

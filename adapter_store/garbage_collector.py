@@ -95,10 +95,10 @@ class Collector:
         self._catalog.expire()
         return self._drop_unreferenced(self._catalog.expire_ephemeral(self._ephemeral_grace))
 
-    def make_room(self) -> list[str]:
-        """Removes what is ephemeral and deleted without its grace: the place for it is full, and
-        other trainers wait. Returns the digests that are gone."""
-        return self._drop_unreferenced(self._catalog.expire_ephemeral(timedelta()))
+    def make_room(self, tenant: str | None) -> list[str]:
+        """Removes what is ephemeral and deleted without its grace, of this tenant or of all: the
+        place for it is full, and a trainer waits. Returns the digests that are gone."""
+        return self._drop_unreferenced(self._catalog.expire_ephemeral(timedelta(), tenant))
 
     def _drop_unreferenced(self, expired: int) -> list[str]:
         """Drops the blobs that no version has; `expired` is how many versions have just gone."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 from loadout import types
 from loadout._push.async_push import Push, Wait, check_wait
@@ -24,9 +24,6 @@ from loadout._rpc.calls import Adapters, Prompt
 from loadout.errors import StreamLost
 from loadout.retry import Attempts
 from loadout.upload import Progress, Sent, Upload, is_uri, open_folder
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 
@@ -132,7 +129,8 @@ class AsyncClient(AsyncCaller):
         are sent one after the other, without a file and without a second copy of all. `config` is
         PEFT's LoraConfig, a mapping, or JSON. Of DTensors, as FSDP2 shards them, all ranks of
         `group` (None: all there are) call this: each tensor is gathered when it is sent, the first
-        rank sends, and all return the same or raise the same.
+        rank sends, and all return the same or raise the same. Name the `group` where a rank may
+        have no DTensor, or no tensor at all: without it such a rank cannot know of the others.
 
         With `wait` "all" it returns once every replica that is up and serves the base model has
         loaded it: a request for the name gets this version there, or a later one. "any": once one
@@ -144,8 +142,7 @@ class AsyncClient(AsyncCaller):
         """
         check_wait(wait)
         if wait is not None:
-            await tasks.wait(self._channels.fleet.resolving, RESOLVE_TIMEOUT_S)
-            self._channels.fleet.refresh()  # probed while the tensors are sent
+            await tasks.wait(self._channels.fleet.refresh(), RESOLVE_TIMEOUT_S)
         meta = push_meta(
             name,
             keep=keep or 0,
@@ -163,9 +160,13 @@ class AsyncClient(AsyncCaller):
     async def _load_at(
         self, address: str, name: str, revision: int, timeout_s: float | None
     ) -> types.ResidentAdapter:
+        """Loads at one replica, also at one that seemed to be down; does not wait for one that
+        refuses because it drains or sleeps."""
         call = calls.load(name, False, revision)
         route = self._channels.replica_route(call, address)
-        return await self._finish(call, route, timeout_s)
+        loaded = await self._finish(call, route, timeout_s, waits_if_gone=False)
+        self._channels.fleet.replicas.mark_healthy(address)
+        return loaded
 
     async def _upload(self, upload: Sent, timeout_s: float | None) -> types.Registration:
         route = self._channels.upload_route()

@@ -50,8 +50,12 @@ class Attempts:
         timeout_s: float | None,
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
+        *,
+        waits_if_gone: bool = True,
     ) -> None:
+        """`waits_if_gone`: whether a service that drains or sleeps is asked again."""
         self._policy = policy
+        self._waits_if_gone = waits_if_gone
         self._clock = clock
         self._chance = chance
         self._deadline_s = None if timeout_s is None else clock() + timeout_s
@@ -86,6 +90,8 @@ class Attempts:
         return delay
 
     def _delay_s(self, error: LoadoutError, repeatable: bool, elsewhere: bool) -> float | None:
+        if error.reason in (DRAINING, ASLEEP) and not self._waits_if_gone:
+            return None
         if isinstance(error, ResourceExhausted | Unavailable) and error.retry_after_s is not None:
             if elsewhere:
                 return 0.0

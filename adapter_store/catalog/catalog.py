@@ -477,10 +477,10 @@ class Catalog:
             made += changes.expire(conn, self._clock())
             return len(made)
 
-    def expire_ephemeral(self, grace: timedelta) -> int:
+    def expire_ephemeral(self, grace: timedelta, tenant: str | None = None) -> int:
         """See leftovers.expire_ephemeral."""
         with self._database.write() as conn:
-            return leftovers.expire_ephemeral(conn, self._clock() - grace)
+            return leftovers.expire_ephemeral(conn, self._clock() - grace, tenant)
 
     def forget_memory(self) -> int:
         """See changes.forget_memory; returns how many names have lost versions."""

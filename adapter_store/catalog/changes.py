@@ -13,7 +13,7 @@ from adapter_store.catalog.lookup import to_micros
 from adapter_store.catalog.rows import NewVersion
 from adapter_store.core import AdapterEvent, AdapterRecord, EventKind, Pruned, Tenants
 from adapter_store.errors import Conflict
-from servicekit.errors import NotFound
+from servicekit.errors import FailedPrecondition, NotFound
 from servicekit.refs import AdapterName, AdapterRef
 
 MAX_PRUNED = 1000
@@ -37,11 +37,13 @@ def register(
     of a version never changes. The pin moves with the name. For content that is recorded already,
     given labels, description and signature replace those of the version. With `keep` the versions
     beyond the newest so many are deleted, at most MAX_PRUNED, but neither this one nor pinned ones.
-    Raises Conflict if the name does not point to `if_current_digest`.
+    Raises Conflict if the name does not point to `if_current_digest`, and FailedPrecondition for an
+    ephemeral version that would take the pin of another: what is pinned is to stay.
     """
     adapter = rows.find_adapter(conn, new.name)
     current = rows.find_version(conn, adapter.id, adapter.current_version) if adapter else None
     _check_current(new.name, current, if_current_digest)
+    _check_pin(new, current)
     rows.put_blob(conn, new, time)
     rows.put_texts(conn, new)
     if adapter is None:
@@ -88,7 +90,8 @@ def rollback(
 ) -> tuple[list[AdapterEvent], int]:
     """Points the name to one of its versions, as `register` with that version's content would.
 
-    A version deleted after `deleted_after` is restored. Raises NotFound, also for a name of another
+    A version deleted after `deleted_after` is restored. It has no time to live any more: that may
+    have ended. Raises NotFound, also for a name of another
     tenant, and Conflict.
     """
     adapter = rows.find_adapter(conn, name, tenants)
@@ -100,7 +103,7 @@ def rollback(
     _check_current(name, current, if_current_digest)
     if current is not None and current.version == version:
         return [], adapter.revision
-    rows.change(conn, adapter.id, version, delete_time=None)
+    rows.change(conn, adapter.id, version, delete_time=None, expire_time=None)
     event = _repoint(conn, adapter, current, version, target.digest, target.pinned, time)
     return [event], event.revision
 
@@ -271,6 +274,18 @@ def _is_of(current: Row[Any], new: NewVersion) -> bool:
 def _is_expired(version: Row[Any], deleted_after: datetime) -> bool:
     """Returns whether the version is deleted and its grace has ended."""
     return version.delete_time is not None and version.delete_time <= to_micros(deleted_after)
+
+
+def _check_pin(new: NewVersion, current: Row[Any] | None) -> None:
+    if not new.ephemeral or current is None or not current.pinned or _is_of(current, new):
+        return
+    pinned = AdapterRef(new.name, current.version)
+    raise FailedPrecondition(
+        f"ephemeral: {pinned} is pinned, and the pin moves with the name, to content that is gone "
+        f"when the store ends: unpin {pinned} first, push under another name, or without ephemeral",
+        subject="ephemeral",
+        reason="NAME_PINNED",
+    )
 
 
 def _check_current(name: AdapterName, current: Row[Any] | None, required: str) -> None:

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, and_, delete, exists, select
 
 from adapter_store.catalog import work_leases
 from adapter_store.catalog.lookup import to_micros
-from adapter_store.catalog.schema import blobs, images, texts, versions
+from adapter_store.catalog.schema import adapters, blobs, images, texts, versions
 
 BATCH_DIGESTS = 1000
 
@@ -23,9 +23,13 @@ def expire_versions(conn: Connection, deleted_before: datetime) -> int:
     return conn.execute(delete(versions).where(where)).rowcount
 
 
-def expire_ephemeral(conn: Connection, deleted_before: datetime) -> int:
-    """Drops deleted versions whose content is in memory; returns their number."""
-    where = (versions.c.ephemeral.is_(True), versions.c.delete_time <= to_micros(deleted_before))
+def expire_ephemeral(conn: Connection, deleted_before: datetime, tenant: str | None = None) -> int:
+    """Drops deleted versions whose content is in memory, of this tenant or of all; returns their
+    number."""
+    where = [versions.c.ephemeral.is_(True), versions.c.delete_time <= to_micros(deleted_before)]
+    if tenant is not None:
+        own = select(adapters.c.id).where(adapters.c.tenant == tenant)
+        where.append(versions.c.adapter_id.in_(own))
     return conn.execute(delete(versions).where(*where)).rowcount
 
 

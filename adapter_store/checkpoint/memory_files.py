@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -10,22 +11,40 @@ from typing import Protocol, Self
 from adapter_store.checkpoint.safetensors import TensorRecord
 from adapter_store.errors import CorruptData
 
+MIN_PIECE_BYTES = 64 << 10
+"""Smaller pieces are joined: each is an object of its own, which may be larger than its bytes."""
+
 
 class MemoryFile:
-    """A file that is only appended to, and read as a regular one. Its pieces are kept as they come:
-    nothing is copied but what is read. One thread appends; any number read what is there."""
+    """A file that is only appended to, and read as a regular one. Small pieces are joined, large
+    ones kept as they come, so that its memory is what it holds, however it is cut. One thread
+    appends; any number read what is there."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.size_bytes = 0
+        self._lock = threading.Lock()
         self._pieces: list[bytes] = []
         self._starts: list[int] = []
+        self._tail = bytearray()
 
     def append(self, data: bytes) -> None:
-        if data:
-            self._pieces.append(data)
-            self._starts.append(self.size_bytes)
+        with self._lock:
+            if len(data) >= MIN_PIECE_BYTES:
+                self._end_tail()
+                self._pieces.append(data)
+                self._starts.append(self.size_bytes)
+            else:
+                self._tail += data
             self.size_bytes += len(data)
+            if len(self._tail) >= MIN_PIECE_BYTES:
+                self._end_tail()
+
+    def _end_tail(self) -> None:
+        if self._tail:
+            self._starts.append(self.size_bytes - len(self._tail))
+            self._pieces.append(bytes(self._tail))
+            self._tail.clear()
 
     def read_at(self, offset: int, length: int) -> bytes:
         """Returns exactly `length` bytes. Raises CorruptData if the file is shorter."""
@@ -40,12 +59,21 @@ class MemoryFile:
             raise CorruptData(
                 f"{self.name} ends at byte {self.size_bytes}, expected {end}", subject=self.name
             )
-        index = bisect_right(self._starts, offset) - 1
         while buffer:
-            piece = memoryview(self._pieces[index])[offset - self._starts[index] :]
-            count = min(len(piece), len(buffer))
-            buffer[:count] = piece[:count]
-            buffer, offset, index = buffer[count:], offset + count, index + 1
+            piece = self._read_piece(offset, len(buffer))
+            buffer[: len(piece)] = piece
+            buffer, offset = buffer[len(piece) :], offset + len(piece)
+
+    def _read_piece(self, offset: int, length: int) -> memoryview:
+        """Returns what lies at `offset` in one piece, at most so much."""
+        with self._lock:
+            tail_start = self.size_bytes - len(self._tail)
+            if offset >= tail_start:
+                start = offset - tail_start
+                return memoryview(bytes(self._tail[start : start + length]))
+            index = bisect_right(self._starts, offset) - 1
+            start = offset - self._starts[index]
+            return memoryview(self._pieces[index])[start : start + length]
 
     def close(self) -> None:
         """Does nothing: the memory is free once nobody refers to it."""
@@ -73,8 +101,9 @@ class Arrived(Protocol):
 class MemoryFolder:
     """The files of one adapter in memory. Two are equal only if they are the same.
 
-    It is a blob once it `is_kept`: who received it leaves it then. `on_release` is called when its
-    files are let go.
+    It is a blob once it `is_kept`: who received it leaves it then. `on_release` is called when it
+    is no blob any more, or becomes none. Its memory is free once nobody refers to it: an image that
+    is being built is read to its end.
     """
 
     def __init__(
@@ -90,8 +119,8 @@ class MemoryFolder:
         return set(self._files)
 
     def release(self) -> None:
-        """Lets go of the files; who has one of them open may read on. Idempotent."""
-        self._files, self._arrived = {}, None
+        """Gives back the place that is counted for the files; who has the folder reads on.
+        Idempotent."""
         self._on_release()
 
     def get(self, name: str) -> MemoryFile | None:

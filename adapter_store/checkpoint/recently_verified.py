@@ -9,10 +9,13 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 
 from adapter_store.checkpoint.files import Folder
+from adapter_store.checkpoint.memory_files import MemoryFolder
 from adapter_store.checkpoint.open import Checkpoint
 
 MAX_CHECKPOINTS = 64
@@ -20,15 +23,19 @@ TRUSTED_SECONDS = 60.0
 """After this time a checkpoint is hashed again: the disk may have failed."""
 
 _Fingerprint = tuple[tuple[str, int, int, int], ...]
+_Place = Path | weakref.ref[MemoryFolder]
 
 
 class VerifiedCheckpoints:
-    """Holds a few checkpoints by digest, for a short time. Thread-safe."""
+    """Holds a few checkpoints by digest, for a short time, but no memory of their files.
+    Thread-safe."""
 
     def __init__(self, trusted_seconds: float = TRUSTED_SECONDS) -> None:
         self._trusted_seconds = trusted_seconds
         self._lock = threading.Lock()
-        self._found: OrderedDict[str, tuple[Checkpoint, _Fingerprint, float]] = OrderedDict()
+        self._found: OrderedDict[str, tuple[Checkpoint, _Place, _Fingerprint, float]] = (
+            OrderedDict()
+        )
 
     def put(self, checkpoint: Checkpoint) -> None:
         """Adds a checkpoint whose bytes were all hashed, in the folder of its blob."""
@@ -36,8 +43,10 @@ class VerifiedCheckpoints:
         fingerprint = _fingerprint(checkpoint)
         if fingerprint is None:
             return
+        place = _place(checkpoint.folder)
+        held = checkpoint if isinstance(place, Path) else replace(checkpoint, folder=Path())
         with self._lock:
-            self._found[checkpoint.digest] = checkpoint, fingerprint, time.monotonic()
+            self._found[checkpoint.digest] = held, place, fingerprint, time.monotonic()
             self._found.move_to_end(checkpoint.digest)
             while len(self._found) > MAX_CHECKPOINTS:
                 self._found.popitem(last=False)
@@ -48,12 +57,18 @@ class VerifiedCheckpoints:
             found = self._found.get(digest)
             if found is None:
                 return None
-            checkpoint, fingerprint, since = found
+            held, place, fingerprint, since = found
             is_fresh = time.monotonic() - since < self._trusted_seconds
-            if not is_fresh or checkpoint.folder != folder:
+            if not is_fresh or place != _place(folder):
                 del self._found[digest]
                 return None
+        checkpoint = held if isinstance(folder, Path) else replace(held, folder=folder)
         return checkpoint if _fingerprint(checkpoint) == fingerprint else None
+
+
+def _place(folder: Folder) -> _Place:
+    """Returns what tells where a checkpoint lies, and keeps nothing in memory."""
+    return folder if isinstance(folder, Path) else weakref.ref(folder)
 
 
 def _fingerprint(checkpoint: Checkpoint) -> _Fingerprint | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from adapter_store.blobs.local import Blobs
@@ -92,7 +93,7 @@ class Registrar:
         fetches: FetchRunner,
         staged_bytes: Shares,
         ephemeral_bytes: Shares,
-        make_room: Callable[[], object],
+        make_room: Callable[[str | None], object],
     ) -> None:
         self._catalog = catalog
         self._blobs = blobs
@@ -206,7 +207,9 @@ class Registrar:
         account = tenant_account(request.name.tenant)
         if request.ephemeral and self._blobs.has_memory:
             # What it stores counts, too: the catalog compares that with the quota.
-            staged = StagedBytes(self._ephemeral_bytes, account, make_room=self._make_room)
+            of_tenant = partial(self._make_room, request.name.tenant)
+            make_room = of_tenant, partial(self._make_room, None)
+            staged = StagedBytes(self._ephemeral_bytes, account, make_room=make_room)
             return Staging(self._blobs.stage(), self._fetch_limits, stop, staged, in_memory=True)
         staged = StagedBytes(self._staged_bytes, account, self._quota(request).max_bytes)
         return Staging(self._blobs.stage(), self._fetch_limits, stop, staged)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -71,15 +71,16 @@ class Abandoned(Exception):
 
 class StagedBytes:
     """What the files of one adapter take of the place for staged bytes, counted for its tenant. All
-    that the tenant stages is bounded by its quota, too. `make_room` is called once the place is
-    full, before a caller is refused. Thread-safe."""
+    that the tenant stages is bounded by its quota, too. `make_room` has what frees some of the
+    tenant's, and of all tenants': called before a caller is refused, the latter only where the
+    whole place is full. Thread-safe."""
 
     def __init__(
         self,
         shares: Shares,
         account: str,
         max_bytes: int | None = None,
-        make_room: Callable[[], object] | None = None,
+        make_room: tuple[Callable[[], object], Callable[[], object]] | None = None,
     ) -> None:
         self._shares = shares
         self._account = account
@@ -102,13 +103,17 @@ class StagedBytes:
             )
 
     def _grow(self, num_bytes: int) -> None:
-        try:
+        if self._make_room is None:
             self._held.grow(num_bytes)
-        except ShareExceeded:
-            if self._make_room is None:
-                raise
-            self._make_room()
+            return
+        of_tenant, of_all = self._make_room
+        with suppress(ShareExceeded):
             self._held.grow(num_bytes)
+            return
+        of_tenant()
+        if self._shares.used + num_bytes > self._shares.capacity:
+            of_all()
+        self._held.grow(num_bytes)
 
     def keep(self, num_bytes: int) -> None:
         """Gives back all but this much."""

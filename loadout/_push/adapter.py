@@ -113,8 +113,9 @@ def dump_config(config: Mapping[str, Any]) -> bytes:
     return json.dumps(config, indent=2, sort_keys=True).encode()
 
 
-def any_sharded(tensors: Iterable[Tensor]) -> bool:
-    return any(is_sharded(tensor.values) for tensor in tensors)
+def any_sharded(tensors: object) -> bool:
+    """Returns whether other ranks take part, of whatever was given: it may not be valid."""
+    return isinstance(tensors, Mapping) and any(map(is_sharded, tensors.values()))
 
 
 def _plain(key: str, value: Any) -> Any:

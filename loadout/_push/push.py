@@ -40,18 +40,18 @@ class Push:
     replicas: Callable[[], Sequence[types.Replica]]
 
     def run(self, tensors: Mapping[str, Any], config: Any, group: Any = None) -> Pushed:
-        """Sends the tensors, and waits for replicas. Of tensors that are sharded all ranks call
-        this; one sends, and all get its result or raise its error."""
+        """Sends the tensors, and waits for replicas. Of tensors that are sharded, or with a group,
+        all ranks call this; one sends, and all get its result or raise its error."""
         found: list[Tensor] = []
-        error = None
+        error: Exception | None = None
         settings: dict[str, Any] = {}
         try:
             found = read_tensors(tensors)
             settings = read_config(config)
             check_pairs(found, settings)
-        except LoadoutError as raised:
+        except Exception as raised:  # whatever it is, other ranks have to hear of it
             error = raised
-        if not any_sharded(found):
+        if group is None and not any_sharded(tensors):
             if error is not None:
                 raise error
             return self._send(PushUpload(self.meta, found, settings))
@@ -80,10 +80,10 @@ class Push:
 
     def _wait(self, registration: types.Registration, start_s: float) -> Pushed:
         """Raises NotLoaded."""
-        replicas = self.replicas()
-        skipped = {each.address: "it is down" for each in replicas if not each.is_healthy}
-        addresses = [each.address for each in replicas if each.is_healthy]
+        # Also those that seem to be down: one that was restarted meanwhile is not known to be up.
+        addresses = [each.address for each in self.replicas()]
         loads = [partial(self._load, each, registration, start_s) for each in addresses]
+        skipped: dict[str, str] = {}
         if self.wait == "all":
             outcomes = threads.gather(loads)
         else:

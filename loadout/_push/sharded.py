@@ -7,7 +7,7 @@ together when an upload is tried again, or ends in the middle, and all raise the
 
 from __future__ import annotations
 
-import sys
+import importlib
 import threading
 import traceback
 from collections.abc import Sequence
@@ -26,11 +26,12 @@ class Ranks:
 
     def __init__(self, group: Any = None) -> None:
         """Raises InvalidArgument if torch.distributed is not initialised."""
-        torch = sys.modules["torch"]  # whose tensors they are
+        torch = importlib.import_module("torch")  # whose tensors they are
         self._distributed = torch.distributed
         if not torch.distributed.is_available() or not torch.distributed.is_initialized():
             raise InvalidArgument(
-                "tensors: some are sharded (DTensor), and torch.distributed is not initialised",
+                "tensors: some are sharded (DTensor), or there is a group, and torch.distributed "
+                "is not initialised",
                 code="INVALID_ARGUMENT",
                 subject="tensors",
             )
@@ -47,13 +48,14 @@ class Ranks:
     def is_first(self) -> bool:
         return self._distributed.get_rank() == self._first
 
-    def agree(self, tensors: Sequence[Tensor], error: LoadoutError | None) -> None:
+    def agree(self, tensors: Sequence[Tensor], error: Exception | None) -> None:
         """Raises, on all ranks, the first error that one has found before anything is sent; also
         that they do not have the same tensors."""
+        told = None if error is None else _told(error, self._distributed.get_rank(self._group))
         own = [(each.name, each.dtype, each.shape) for each in in_order(tensors)]
         found: list[Any] = [None] * self._distributed.get_world_size(self._group)
         with self._on_device():
-            self._distributed.all_gather_object(found, (error, own), group=self._group)
+            self._distributed.all_gather_object(found, (told, own), group=self._group)
         for other, _ in found:
             if other is not None:
                 raise other
@@ -94,18 +96,24 @@ class Ranks:
 
     def end(self, result: Any, error: BaseException | None) -> None:
         """Tells the other ranks how it went. Called by the first one, once."""
-        if error is not None and not isinstance(error, LoadoutError):
-            text = "".join(traceback.format_exception_only(error)).strip()
-            error = LoadoutError(f"rank 0 failed: {text}", code="CANCELLED")
+        told = None if error is None else _told(error, 0)
         with self._one_at_a_time, self._on_device():
             self._has_ended = True
-            self._say((_END, (result, error)))
+            self._say((_END, (result, told)))
 
     def _say(self, message: Any) -> Any:
         """Returns the first rank's message on all."""
         box = [message]
         self._distributed.broadcast_object_list(box, src=self._first, group=self._group)
         return box[0]
+
+
+def _told(error: BaseException, rank: int) -> LoadoutError:
+    """Returns the error as the other ranks raise it."""
+    if isinstance(error, LoadoutError):
+        return error
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return LoadoutError(f"rank {rank} failed: {text}", code="CANCELLED")
 
 
 def _gather(values: Any) -> Any:

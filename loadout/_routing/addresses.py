@@ -107,25 +107,30 @@ class Resolver:
         self._on_change = on_change
         self._clock = clock
         self._lock = threading.Lock()
-        self._is_running = False
+        self._latest = self.first
         self._started_s = float("-inf")
-        self.refresh()
+        self._start()
 
-    def refresh(self) -> None:
-        """Resolves again if that was long ago; returns at once."""
-        now_s = self._clock()
+    def refresh(self) -> Future[None]:
+        """Resolves again if that was long ago; returns at once, with the latest resolution, which
+        may be in progress."""
         with self._lock:
-            if self._is_running or now_s - self._started_s < RESOLVE_S:
-                return
-            self._is_running, self._started_s = True, now_s
-        threading.Thread(target=self._run, name="loadout-resolve", daemon=True).start()
+            is_due = self._clock() - self._started_s >= RESOLVE_S
+            if not is_due or not self._latest.done():
+                return self._latest
+            self._latest = Future()
+            return self._start()
 
-    def _run(self) -> None:
+    def _start(self) -> Future[None]:
+        self._started_s = self._clock()
+        args = (self._latest,)
+        threading.Thread(target=self._run, args=args, name="loadout-resolve", daemon=True).start()
+        return self._latest
+
+    def _run(self, resolution: Future[None]) -> None:
         try:
             self._on_change(resolve(self._target))
         except (OSError, ValueError):
             pass  # former addresses are better than none, and gRPC reports what is wrong
         finally:
-            self._is_running = False
-            if not self.first.done():
-                self.first.set_result(None)
+            resolution.set_result(None)

@@ -110,16 +110,18 @@ class Fleet:
         self.replicas.release(channel.address)
         self.replicas.update_load(channel.address, read_load(trailers))
 
-    def refresh(self) -> None:
-        """Renews what is known of the replicas, if that is old, without waiting for it."""
-        if self._resolver is not None:
-            self._resolver.refresh()
+    def refresh(self) -> Future[None] | None:
+        """Renews what is known of the replicas, if that is old, without waiting for it. Returns the
+        resolution of their addresses, done once they are known as they are now; None: they cannot
+        change."""
+        resolution = None if self._resolver is None else self._resolver.refresh()
         for unused in self._pop_unused():
             self._transport.close_channel(unused)
         for endpoint in self.replicas.pop_due():
             with self._lock:
                 channel = self._channel(endpoint)
             self._probe(channel)
+        return resolution
 
     def channels(self) -> list[Any]:
         """Returns the open channels, for the caller to close."""

@@ -166,6 +166,13 @@ class Replicas:
                 replica.is_healthy = False
                 replica.failed_s = self._clock()
 
+    def mark_healthy(self, address: str) -> None:
+        """Takes a replica in again that has just done what was asked of it: a single one is not
+        probed."""
+        with self.lock:
+            if replica := self._replicas.get(address):
+                replica.is_healthy = True
+
     def pop_due(self) -> list[Endpoint]:
         """Returns those to be probed now; each ends with `record_probe`. None while there is no
         choice."""

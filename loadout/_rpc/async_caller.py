@@ -14,7 +14,7 @@ from loadout._routing.metadata import DEFAULT_TENANT
 from loadout._rpc import tasks
 from loadout._rpc.calls import Call
 from loadout._rpc.channel import DEFAULT_TIMEOUT_S, Address, Channels
-from loadout._rpc.route import Route, delay_after
+from loadout._rpc.route import Route, check_known, delay_after
 from loadout._rpc.tracing import Tracing
 from loadout.errors import LoadoutError
 from loadout.retry import Attempts, RetryPolicy
@@ -70,12 +70,20 @@ class AsyncCaller:
     async def _call(self, call: Call[T], timeout_s: float | None = None) -> T:
         return await self._finish(call, self._channels.route(call), timeout_s)
 
-    async def _finish(self, call: Call[T], route: Route, timeout_s: float | None) -> T:
+    async def _finish(
+        self,
+        call: Call[T],
+        route: Route,
+        timeout_s: float | None,
+        *,
+        waits_if_gone: bool = True,
+    ) -> T:
         response = await self._attempt(
             route,
             lambda timeout: route.send(call.request, timeout),
             repeatable=call.repeatable,
             timeout_s=timeout_s,
+            waits_if_gone=waits_if_gone,
         )
         return call.convert(response)
 
@@ -86,8 +94,9 @@ class AsyncCaller:
         *,
         repeatable: bool,
         timeout_s: float | None,
+        waits_if_gone: bool = True,
     ) -> Any:
-        attempts = self._attempts(timeout_s)
+        attempts = self._attempts(timeout_s, waits_if_gone=waits_if_gone)
         try:
             await tasks.wait(route.resolving, RESOLVE_TIMEOUT_S)
             while True:
@@ -101,16 +110,18 @@ class AsyncCaller:
         finally:
             route.done()
 
-    def _attempts(self, timeout_s: float | None) -> Attempts:
-        return Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)
+    def _attempts(self, timeout_s: float | None, *, waits_if_gone: bool = True) -> Attempts:
+        seconds = self._timeout_s if timeout_s is None else timeout_s
+        return Attempts(self._retry, seconds, waits_if_gone=waits_if_gone)
 
     async def _at_each(self, call: Call[T], replica: str, timeout_s: float | None) -> list[T]:
-        """Makes a call at this replica, or at every one: at all of them, whichever fails. Raises
-        the first error, which names its replica."""
-        await tasks.wait(self._channels.fleet.resolving, RESOLVE_TIMEOUT_S)
-        if replica:
-            return [await self._at(call, replica, timeout_s)]
+        """Makes a call at this replica, or at every one that there is now: at all of them,
+        whichever fails. Raises the first error, which names its replica."""
+        await tasks.wait(self._channels.fleet.refresh(), RESOLVE_TIMEOUT_S)
         addresses = [each.address for each in self._channels.fleet.replicas.statuses()]
+        if replica:
+            check_known(replica, addresses)
+            return [await self._at(call, replica, timeout_s)]
         outcomes = await tasks.gather(
             [partial(self._at, call, each, timeout_s) for each in addresses]
         )

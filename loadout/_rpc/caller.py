@@ -15,7 +15,7 @@ from loadout._routing.metadata import DEFAULT_TENANT
 from loadout._rpc import threads
 from loadout._rpc.calls import Call
 from loadout._rpc.channel import DEFAULT_TIMEOUT_S, Address, Channels
-from loadout._rpc.route import Route, delay_after
+from loadout._rpc.route import Route, check_known, delay_after
 from loadout._rpc.tracing import Tracing
 from loadout.errors import LoadoutError
 from loadout.retry import Attempts, RetryPolicy
@@ -71,12 +71,20 @@ class Caller:
     def _call(self, call: Call[T], timeout_s: float | None = None) -> T:
         return self._finish(call, self._channels.route(call), timeout_s)
 
-    def _finish(self, call: Call[T], route: Route, timeout_s: float | None) -> T:
+    def _finish(
+        self,
+        call: Call[T],
+        route: Route,
+        timeout_s: float | None,
+        *,
+        waits_if_gone: bool = True,
+    ) -> T:
         response = self._attempt(
             route,
             lambda timeout: route.send(call.request, timeout),
             repeatable=call.repeatable,
             timeout_s=timeout_s,
+            waits_if_gone=waits_if_gone,
         )
         return call.convert(response)
 
@@ -87,8 +95,9 @@ class Caller:
         *,
         repeatable: bool,
         timeout_s: float | None,
+        waits_if_gone: bool = True,
     ) -> Any:
-        attempts = self._attempts(timeout_s)
+        attempts = self._attempts(timeout_s, waits_if_gone=waits_if_gone)
         try:
             threads.wait(route.resolving, RESOLVE_TIMEOUT_S)
             while True:
@@ -102,16 +111,18 @@ class Caller:
         finally:
             route.done()
 
-    def _attempts(self, timeout_s: float | None) -> Attempts:
-        return Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)
+    def _attempts(self, timeout_s: float | None, *, waits_if_gone: bool = True) -> Attempts:
+        seconds = self._timeout_s if timeout_s is None else timeout_s
+        return Attempts(self._retry, seconds, waits_if_gone=waits_if_gone)
 
     def _at_each(self, call: Call[T], replica: str, timeout_s: float | None) -> list[T]:
-        """Makes a call at this replica, or at every one: at all of them, whichever fails. Raises
-        the first error, which names its replica."""
-        threads.wait(self._channels.fleet.resolving, RESOLVE_TIMEOUT_S)
-        if replica:
-            return [self._at(call, replica, timeout_s)]
+        """Makes a call at this replica, or at every one that there is now: at all of them,
+        whichever fails. Raises the first error, which names its replica."""
+        threads.wait(self._channels.fleet.refresh(), RESOLVE_TIMEOUT_S)
         addresses = [each.address for each in self._channels.fleet.replicas.statuses()]
+        if replica:
+            check_known(replica, addresses)
+            return [self._at(call, replica, timeout_s)]
         outcomes = threads.gather([partial(self._at, call, each, timeout_s) for each in addresses])
         results = []
         for address, outcome in zip(addresses, outcomes, strict=True):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from loadout._routing.fleet import Fleet, ReplicaChannel
 from loadout._routing.metadata import ADAPTER_HEADER
 from loadout._rpc import status
-from loadout.errors import LoadoutError, ResourceExhausted, StreamLost
+from loadout.errors import InvalidArgument, LoadoutError, ResourceExhausted, StreamLost
 from loadout.retry import GONE, Attempts
 from loadout.security import Security
 
@@ -43,6 +43,16 @@ class Route(Protocol):
 
     def done(self, trailers: Trailers = None) -> None:
         """`trailers` are the response's, if there was one; () if they are not known."""
+
+
+def check_known(replica: str, addresses: Collection[str]) -> None:
+    """Raises InvalidArgument for a replica that is none of these."""
+    if replica not in addresses:
+        raise InvalidArgument(
+            f"replica: {replica!r} is none of {', '.join(addresses)}",
+            code="INVALID_ARGUMENT",
+            subject="replica",
+        )
 
 
 def delay_after(error: Any, route: Route, attempts: Attempts, *, repeatable: bool) -> float:

@@ -12,7 +12,7 @@ from adapter_store.checkpoint.memory_files import MemoryFile, MemoryFolder
 from adapter_store.core import ImageKey, ImageState, LayoutVerdict
 from adapter_store.garbage_collector import Collector
 from adapter_store.images.disk_tier import DiskTier
-from servicekit.errors import NotFound
+from servicekit.errors import FailedPrecondition, NotFound
 from servicekit.refs import AdapterName, AdapterRef
 
 GRACE = timedelta(seconds=60)
@@ -143,11 +143,11 @@ def test_images_of_forgotten_layouts_are_removed(parts):
 EPHEMERAL_GRACE = timedelta(seconds=10)
 
 
-def push(parts: Parts, digest: str, ttl_s: int = 0, keep: int = 0) -> int:
+def push(parts: Parts, digest: str, ttl_s: int = 0, keep: int = 0, name: AdapterName = A) -> int:
     """Registers content in memory; returns its revision."""
     stored = parts.blobs.put(MemoryFolder([MemoryFile("file")]), digest)
     new = NewVersion(
-        *(A, digest, "base", "", 1, (), 1),
+        *(name, digest, "base", "", 1, (), 1),
         blob=stored,
         ephemeral=True,
         ttl=timedelta(seconds=ttl_s),
@@ -227,3 +227,42 @@ def test_after_a_restart_ephemeral_versions_are_gone_and_no_revision_comes_twice
     given.append(push(parts, TWO))
     assert given[1] > given[0] + 1
     assert parts.catalog.get(AdapterRef(A))[0].version == 3
+
+
+def test_what_a_rollback_restores_stays_though_its_time_to_live_had_ended(parts):
+    push(parts, ONE, ttl_s=30)
+    parts.now += timedelta(seconds=20)
+    push(parts, TWO)
+    parts.now += timedelta(seconds=10)
+    parts.collector.collect_due()
+    assert parts.catalog.rollback(A, 1)[0].expire_time is None
+    parts.now += timedelta(hours=1)
+    parts.collector.collect_due()
+    assert parts.catalog.get(AdapterRef(A))[0].version == 1
+
+
+def test_an_ephemeral_version_does_not_take_the_pin(parts):
+    parts.keep(ONE)
+    parts.register(A, ONE)
+    parts.catalog.set_pinned(AdapterRef(A), True, 1 << 30)
+    revision = parts.catalog.revision()
+    with pytest.raises(FailedPrecondition, match="unpin default/a@1 first") as caught:
+        push(parts, TWO)
+    assert (caught.value.subject, caught.value.reason) == ("ephemeral", "NAME_PINNED")
+    assert parts.catalog.revision() == revision
+    record, _ = parts.catalog.get(AdapterRef(A))
+    assert (record.digest, record.pinned) == (ONE, True)
+    parts.catalog.set_pinned(AdapterRef(A), False, 1 << 30)
+    push(parts, TWO)
+    assert not parts.catalog.get(AdapterRef(A))[0].pinned
+
+
+def test_room_is_made_of_one_tenants_own_or_of_all(parts):
+    for tenant, digest in (("one", ONE), ("two", TWO)):
+        name = AdapterName(tenant, "a")
+        push(parts, digest, name=name)
+        parts.catalog.remove(name)
+    assert parts.collector.make_room("one") == [ONE]
+    assert parts.blobs.in_memory == [TWO]
+    assert parts.collector.make_room("one") == []
+    assert parts.collector.make_room(None) == [TWO]

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import threading
+import weakref
 
 import pytest
 
@@ -13,9 +14,11 @@ from adapter_store.blobs import fsync
 from adapter_store.blobs.local import LocalBlobs
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.checkpoint.files import CheckpointLimits
+from adapter_store.checkpoint.memory_files import MemoryFile, MemoryFolder
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
 from adapter_store.errors import LimitExceeded
+from adapter_store.images.compile import compile_image
 from adapter_store.metrics.metrics import Metrics
 from adapter_store.registration.registrar import Registrar, Registration
 from adapter_store.registration.tenant_policy import open_policy
@@ -51,7 +54,7 @@ class Process:
             FetchRunner(Pace(1, 60), 1, 16),
             Shares("staged_bytes", 1 << 30),
             Shares("ephemeral_bytes", 1 << 30),
-            lambda: None,
+            lambda tenant: None,
         )
 
     def close(self) -> None:
@@ -221,3 +224,29 @@ def test_move_folder_raises_other_errors(tmp_path):
     (tmp_path / "source").mkdir()
     with pytest.raises(FileNotFoundError):
         fsync.move_folder(tmp_path / "source", tmp_path / "no" / "target")
+
+
+def test_who_has_a_folder_in_memory_reads_on_and_then_its_memory_is_free(
+    tmp_path, make_adapter, make_layout
+):
+    """An image that is planned when its adapter is collected is compiled to its end."""
+    source = make_adapter()
+    released: list[bool] = []
+    folder = MemoryFolder(on_release=lambda: released.append(True))
+    for path in source.iterdir():
+        folder.add(MemoryFile(path.name))
+        folder.get(path.name).append(path.read_bytes())
+    file = weakref.ref(folder.get("adapter_model.safetensors"))
+    checkpoint = open_checkpoint(folder)
+    blobs, verified = LocalBlobs(tmp_path / "data"), VerifiedCheckpoints()
+    blobs.put(folder, checkpoint.digest)
+    verified.put(checkpoint)
+    planned = verified.find(checkpoint.digest, blobs.path(checkpoint.digest))
+    del folder, checkpoint
+    blobs.remove(planned.digest)
+    assert released
+    image = compile_image(planned, make_layout())
+    expected = compile_image(open_checkpoint(source), make_layout())
+    assert bytes(image.buffer.numpy().data) == bytes(expected.buffer.numpy().data)
+    del planned, image
+    assert file() is None

@@ -174,6 +174,19 @@ def test_deleted_ones_make_room_before_a_push_is_refused(serve, variants) -> Non
     assert uses["ephemeral_bytes"] <= 2 * size
 
 
+def test_what_makes_room_has_no_image_in_memory_any_more(serve, variants, make_layout) -> None:
+    size = sum(map(len, variants(0).values()))
+    served = serve(ephemeral_memory=int(1.5 * size), ephemeral_grace_seconds=3600)
+    served.client.register_layout(make_layout())
+    push(served.client, variants(0))
+    served.idle()
+    served.client.stub.DeleteAdapter(pb.DeleteAdapterRequest(name="a"))
+    assert served.running.store.images.memory_counts.images == 1
+    push(served.client, variants(1))
+    served.idle()
+    until(lambda: served.running.store.images.memory_counts.images == 1)
+
+
 def test_two_pushers_of_one_name_get_a_version_each(serve, variants) -> None:
     served = serve()
     with ThreadPoolExecutor(2) as pool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as distributed
@@ -23,19 +24,29 @@ def whole() -> dict[str, torch.Tensor]:
     return {A: torch.randn(2, 5), B: torch.randn(7, 2)}
 
 
-def push(store: str, client: str, tensors: dict[str, torch.Tensor]) -> str:
+class Unreadable:
+    """A config that fails with an error of its own."""
+
+    def to_dict(self) -> dict[str, Any]:
+        raise RuntimeError("no such field")
+
+
+def push(
+    store: str, client: str, tensors: dict[str, torch.Tensor], config: object, group: object
+) -> str:
     async def push_async() -> str:
         async with AsyncClient(store=store) as made:
-            return (await made.push("a", tensors, CONFIG)).digest
+            return (await made.push("a", tensors, config, group=group)).digest
 
     if client == "async":
         return asyncio.run(push_async())
     with Client(store=store) as made:
-        return made.push("a", tensors, CONFIG).digest
+        return made.push("a", tensors, config, group=group).digest
 
 
 def main() -> None:
     rank, rendezvous, store, client, fault = sys.argv[1:]
+    config: object = CONFIG
     distributed.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=NUM_RANKS
     )
@@ -44,10 +55,20 @@ def main() -> None:
     tensors = {
         name: distribute_tensor(values, mesh, placements[name]) for name, values in whole().items()
     }
-    if fault == "missing" and rank == "1":
-        del tensors[B]
+    group = None
+    if rank == "1":
+        if fault == "missing":
+            del tensors[B]
+        if fault == "dtype":
+            tensors[A] = tensors[A].to(torch.int32)
+        if fault == "config":
+            config = Unreadable()
+        if fault == "empty":
+            tensors.clear()
+    if fault == "empty":
+        group = distributed.group.WORLD
     try:
-        outcome = push(store, client, tensors)
+        outcome = push(store, client, tensors, config, group)
     except LoadoutError as error:
         outcome = f"{type(error).__name__}: {error.message}"
     print(json.dumps(outcome), flush=True)

@@ -14,7 +14,8 @@ import pytest
 
 from loadout import Client, errors
 from loadout._routing import addresses
-from loadout._routing.replicas import rank
+from loadout._routing.replicas import Endpoint, rank
+from loadout.inference.v1 import inference_pb2 as pb
 from tests.loadout.fakes import RETRY, Asynchronous, Blocking, FakeReplica
 from tests.support.wait import TIMEOUT_S
 
@@ -324,3 +325,24 @@ def test_channels_come_from_the_factory(fleet, connect, request):
     assert ask(client, "a1") == home(fleet, "a1")[0]
     assert set(opened) <= {(address, None) for address in fleet}
     assert len(opened) == len(set(opened)) > 0
+
+
+def test_all_replicas_are_paused_also_those_that_came_since(fleet, connect, monkeypatch):
+    first, second, _ = fleet
+    for each in fleet.values():
+        each.service.on("PauseGeneration", pb.PauseGenerationResponse(held_requests=1))
+    stands_for = {"replicas": [Endpoint(first)]}
+    monkeypatch.setattr(addresses, "resolve", lambda target: stands_for["replicas"])
+    client = connect("replicas.example:7080")
+    assert client.call("pause") == 1
+    stands_for["replicas"] = [Endpoint(first), Endpoint(second)]
+    monkeypatch.setattr(addresses, "RESOLVE_S", 0.0)
+    assert client.call("pause") == 2
+
+
+def test_a_replica_that_is_not_known_is_refused_and_those_that_are_are_named(fleet, connect):
+    client = connect()
+    with pytest.raises(errors.InvalidArgument, match=next(iter(fleet))) as caught:
+        client.call("sleep", replica="127.0.0.1:1")
+    assert caught.value.subject == "replica"
+    assert len(client.client._channels.opened()) == len(fleet)
