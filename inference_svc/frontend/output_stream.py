@@ -104,7 +104,7 @@ class Generation:
             self.fail(output.error)
             return False
         was_stopped = self._stopped
-        if (output.token_ids or output.scores) and not was_stopped:
+        if (output.token_ids or output.scores or output.routed) and not was_stopped:
             try:
                 self._count(output)
             except ShareExceeded as error:
