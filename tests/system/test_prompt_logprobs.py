@@ -174,6 +174,8 @@ def test_over_grpc(serving: Serving, adapter: str) -> None:
     plain = client.complete(SHORT, logprobs=4, **options)
     echoed = client.complete(SHORT, echo=True, logprobs=4, packed_logprobs=True, **options)
     assert echoed.token_ids == (*SHORT, *plain.token_ids)
+    assert echoed.versions == plain.versions
+    assert [count for _, count in plain.versions] == ([3] if adapter else [])
     assert echoed.text.endswith(plain.text)
     assert len(echoed.text) > len(plain.text)
     check(arrays(echoed.prompt_logprobs), SHORT, expected, 4)

@@ -296,6 +296,7 @@ class Answer:
         self._num_tokens += len(delta.token_ids)
         response = pb.GenerateResponse(
             token_ids=[*delta.echoed_ids, *delta.token_ids],
+            echoed_tokens=len(delta.echoed_ids),
             text=delta.text,
             **self._of(delta),
             **arrays,
