@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx2
@@ -12,14 +14,15 @@ import pytest
 import torch
 
 from inference_svc.backends import native_program
-from inference_svc.core import PackedLogprobs
+from inference_svc.core import PackedLogprobs, packed_token_bytes
 from loadout import types
 from loadout.errors import InvalidArgument
 from loadout.prometheus import scrape
+from tests.support.peak_memory import grown_mib
 from tests.system.engines import Running
 from tests.system.services import Services
 from tests.system.test_parity import prompts
-from tests.system.zoo import MODELS, Zoo
+from tests.system.zoo import MODELS, Zoo, make_model
 
 BACKENDS = pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 ADAPTER = "r16"
@@ -120,6 +123,36 @@ def test_preempted_requests_score_each_token_once(
         check(scores(running, str(index)), prompt, zoo.logits("", prompt, torch.float32), index)
     assert running.engine.built.engine.scheduler.num_preemptions > 0
     running.check_idle()
+
+
+@BACKENDS
+def test_long_prompts_with_many_take_what_is_returned(
+    tmp_path: Path, start: Callable, native: bool
+) -> None:
+    """Of a vocabulary that has more than are returned. The logits of the prompt, and what is found
+    of them, are never there at once."""
+    vocab_size, num_tokens, top_k = 2048, 3000, 1024
+    lengths = {"vocab_size": vocab_size, "max_position_embeddings": num_tokens + 1}
+    model = make_model("llama", tmp_path, **lengths)
+    running = start(
+        *(Zoo("llama", tmp_path, None, {}),),
+        max_model_len=num_tokens + 1,
+        max_batch_tokens=num_tokens,
+        max_prefill_chunk=num_tokens,
+        native_kernels=native,
+    )
+    prompt = np.random.default_rng(0).integers(3, vocab_size, num_tokens).tolist()
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0]
+    running.submit("before", prompt[::-1], max_tokens=1)
+    running.result("before")
+    with grown_mib(os.getpid()) as grown:
+        ask(running, "scored", prompt, prompt_logprobs=top_k)
+        running.result("scored")
+    returned_mib = num_tokens * packed_token_bytes(top_k) / 2**20
+    logits_mib = num_tokens * vocab_size * 4 / 2**20
+    assert grown[0] < returned_mib + logits_mib
+    check(scores(running, "scored"), prompt, expected, top_k)
 
 
 @pytest.fixture(scope="module")
