@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from servicekit.auth import principal
 from servicekit.auth.principal import Roles
@@ -497,15 +497,42 @@ class Batch:
         return BatchColumns(sequences, starts, counts, samples, is_decode)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """The log probability of the chosen token, the most likely (token id, log probability)s, and
-    the token's rank; see PackedLogprobs."""
+class TokenLogprobs(NamedTuple):
+    """The log probability of the chosen token, the token's rank, and the most likely tokens; see
+    PackedLogprobs. There may be a thousand of these for every token: they are the bytes of arrays,
+    int32 and fp32, until a transport needs objects.
+
+    A tuple, as Output is.
+    """
 
     token_id: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
     rank: int = 0
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+
+    @classmethod
+    def of(
+        cls,
+        token_id: int,
+        logprob: float,
+        top_ids: ArrayLike = (),
+        top_logprobs: ArrayLike = (),
+        rank: int = 0,
+    ) -> TokenLogprobs:
+        """Copies [num_top] token ids and their log probabilities, most likely first."""
+        ids, values = np.asarray(top_ids, np.int32), np.asarray(top_logprobs, np.float32)
+        return cls(token_id, logprob, rank, ids.tobytes(), values.tobytes())
+
+    @property
+    def num_top(self) -> int:
+        return len(self.top_ids) // 4
+
+    @property
+    def top(self) -> list[tuple[int, float]]:
+        """The most likely (token id, log probability)s: made each time."""
+        ids, values = memoryview(self.top_ids), memoryview(self.top_logprobs)
+        return list(zip(ids.cast("i"), values.cast("f"), strict=True))
 
 
 class SampledToken(NamedTuple):

@@ -403,8 +403,8 @@ class Client(Caller):
         timeout_s: float | None = None,
         **sampling: Unpack[types.SamplingParams],
     ) -> tuple[types.Completion, ...]:
-        """Generates `n` answers to a prompt that is computed once, and returns the joined chunks of
-        each."""
+        """Generates `n` answers to a prompt that is computed once, unless the server runs without a
+        prefix cache, and returns the joined chunks of each."""
         stream = self.generate(
             prompt,
             adapter=adapter,

@@ -403,6 +403,8 @@ class Chunk:
     """If requested; of several answers the first one has them, before its tokens."""
     kept_tokens: int = 0
     """The number of tokens whose keys and values are of earlier versions."""
+    echoed_tokens: int = 0
+    """The number of `token_ids`, the first ones, that are the prompt's: made by no version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,7 +428,8 @@ class Completion:
     """That of all tokens of the prompt but the first, if requested; of several answers the first
     one has it."""
     versions: tuple[tuple[AdapterIdentity, int], ...] = ()
-    """The versions of its adapter that have made its tokens, one after the other, and how many."""
+    """The versions of its adapter that have made its tokens, one after the other, and how many;
+    not those of an echoed prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -313,22 +313,26 @@ def _read(token_ids: Tensor, logprobs: Tensor | None, rows: _Rows) -> list[Sampl
     own_ids = token_ids[rows.logprob_rows].clamp(min=0)
     own = logprobs.gather(1, own_ids.unsqueeze(1))
     ranks = (logprobs >= own).sum(dim=-1)
-    tokens, own_values, own_ranks, *found = _lists(
+    tokens, own_values, own_ranks, *found = _arrays(
         [token_ids, own, ranks, *(part for top in tops for part in (top.indices, top.values))]
     )
+    ids = dict(zip(counts, found[::2], strict=True))
+    values = dict(zip(counts, found[1::2], strict=True))
     sampled = [SampledToken(int(token)) for token in tokens]
     for place, (row, count) in enumerate(rows.logprobs):
-        index, width = counts.index(count), min(count, vocab_size)
-        ids, values = (part[place * width :][:width] for part in found[2 * index :][:2])
-        top = tuple((int(i), value) for i, value in zip(ids, values, strict=True))
-        token_id = sampled[row].token_id
-        rank = int(own_ranks[place])
-        sampled[row] = SampledToken(token_id, TokenLogprobs(token_id, own_values[place], top, rank))
+        token_id, rank = sampled[row].token_id, int(own_ranks[place])
+        sampled[row] = SampledToken(
+            token_id,
+            TokenLogprobs.of(
+                *(token_id, float(own_values[place, 0])),
+                *(ids[count][place], values[count][place], rank),
+            ),
+        )
     return sampled
 
 
-def _lists(tensors: list[Tensor]) -> list[list[float]]:
+def _arrays(tensors: list[Tensor]) -> list[np.ndarray]:
     """Returns the elements of each, read in one copy: fp64 holds any fp32, and any index."""
-    flat = torch.cat([each.flatten().double() for each in tensors]).tolist()
-    ends = np.cumsum([each.numel() for each in tensors]).tolist()
-    return [flat[end - each.numel() : end] for each, end in zip(tensors, ends, strict=True)]
+    flat = torch.cat([each.flatten().double() for each in tensors]).cpu().numpy()
+    parts = np.split(flat, np.cumsum([each.numel() for each in tensors])[:-1])
+    return [part.reshape(each.shape) for part, each in zip(parts, tensors, strict=True)]

@@ -123,7 +123,8 @@ class Scheduler:
         return not digest or self.adapters.is_schedulable(digest)
 
     def add(self, sequence: Sequence, now_s: float) -> None:
-        if not self.siblings.holds(sequence):
+        # Without a prefix cache each has to compute the prompt itself.
+        if not (self.pages.caching and self.siblings.holds(sequence)):
             self._add(sequence, now_s)
 
     def _add(self, sequence: Sequence, now_s: float) -> None:

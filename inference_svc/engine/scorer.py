@@ -55,10 +55,10 @@ def _score(runs: list[ScoredRun], logits: Tensor) -> Iterator[SequenceScores]:
         # Copies, as a view would hold all that lies beside it.
         yield SequenceScores(
             run.sequence,
-            part._replace(
-                first_position=run.position,
-                top_ids=part.top_ids[:, :top_k].copy(),
-                top_logprobs=part.top_logprobs[:, :top_k].copy(),
+            PackedLogprobs(
+                run.position,
+                *(part.token_ids.copy(), part.logprobs.copy(), part.ranks.copy()),
+                *(part.top_ids[:, :top_k].copy(), part.top_logprobs[:, :top_k].copy()),
             ),
         )
         start = end

@@ -106,8 +106,13 @@ class Settler:
     def _append(self, sequence: Sequence, token: SampledToken, now_s: float) -> Output:
         if not sequence.num_output:
             self.scheduler.siblings.computed(sequence)
+        routed = None
+        if sequence.request.return_routed_experts and self.routed is not None:
+            routed = self.routed.read(sequence, sequence.num_routed, sequence.num_computed)
+            sequence.num_routed = sequence.num_computed
         if not sequence.request.sampling.max_tokens:  # its prompt is all that it was to compute
-            return self.end(sequence, now_s, reason=FinishReason.LENGTH)
+            ended = self.end(sequence, now_s, reason=FinishReason.LENGTH)
+            return ended._replace(routed=routed)
         sequence.token_ids.append(token.token_id)
         sequence.has_led = True
         sequence.last_token_s = now_s
@@ -115,10 +120,6 @@ class Settler:
             sequence.first_token_s = now_s
         reason = self._finish_reason(sequence, token.token_id)
         logprobs = () if token.logprobs is None else (token.logprobs,)
-        routed = None
-        if sequence.request.return_routed_experts and self.routed is not None:
-            routed = self.routed.read(sequence, sequence.num_routed, sequence.num_computed)
-            sequence.num_routed = sequence.num_computed
         if reason is None:
             return Output(
                 sequence.request.request_id,

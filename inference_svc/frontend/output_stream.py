@@ -24,10 +24,10 @@ from servicekit.shares import Reservation
 
 UNREAD_BYTES = 16 << 10
 """What an answer takes at least of its account's share, and by which it grows."""
-TOKEN_BYTES, LOGPROB_BYTES, ROUTED_BYTES, PACKED_BYTES = 64, 128, 192, 1024
+TOKEN_BYTES, LOGPROB_BYTES, ROUTED_BYTES, PACKED_BYTES = 64, 320, 192, 1024
 DELTA_BYTES = 512
-"""About what one takes in memory, as objects; of experts, and of packed log probabilities, in
-addition to their numbers."""
+"""About what one takes in memory, as objects; of experts, and of log probabilities, in addition to
+their numbers."""
 
 
 def scores_bytes(request: Request) -> int:
@@ -104,7 +104,7 @@ class Generation:
             self.fail(output.error)
             return False
         was_stopped = self._stopped
-        if (output.token_ids or output.scores) and not was_stopped:
+        if (output.token_ids or output.scores or output.routed) and not was_stopped:
             try:
                 self._count(output)
             except ShareExceeded as error:
@@ -138,9 +138,8 @@ class Generation:
         self._unread_bytes += TOKEN_BYTES * len(output.token_ids)
         if output.version != self._delta.version:
             self._unread_bytes += DELTA_BYTES
-        if output.logprobs:
-            num_logprobs = sum(1 + len(each.top) for each in output.logprobs)
-            self._unread_bytes += LOGPROB_BYTES * num_logprobs
+        for each in output.logprobs:
+            self._unread_bytes += LOGPROB_BYTES + len(each.top_ids) + len(each.top_logprobs)
         for scores in output.scores:
             self._unread_bytes += PACKED_BYTES + scores.num_tokens * scores.token_bytes
         if output.routed is not None:

@@ -271,6 +271,7 @@ def chunk(message: inference_pb.GenerateResponse) -> types.Chunk:
         index=message.index,
         packed_logprobs=_packed(message, "packed_logprobs"),
         prompt_logprobs=_packed(message, "prompt_logprobs"),
+        echoed_tokens=message.echoed_tokens,
     )
 
 
@@ -381,7 +382,7 @@ def completion(chunks: Iterable[types.Chunk]) -> types.Completion | None:
 def _versions(pieces: Iterable[types.Chunk]) -> tuple[tuple[types.AdapterIdentity, int], ...]:
     found: list[tuple[types.AdapterIdentity, int]] = []
     for piece in pieces:
-        adapter, num_tokens = piece.adapter, len(piece.token_ids)
+        adapter, num_tokens = piece.adapter, len(piece.token_ids) - piece.echoed_tokens
         if adapter is None or not num_tokens:
             continue
         if found and found[-1][0] == adapter:

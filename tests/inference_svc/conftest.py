@@ -261,7 +261,9 @@ class FakeEngine:
         token = EOS if is_over else prompt[count % len(prompt)]
         self._running[request_id] = (request, count + 1)
         top = sampling.logprobs
-        logprobs = () if top is None else (TokenLogprobs(token, -0.5, ((token, -0.5),) * top),)
+        logprobs = (
+            () if top is None else (TokenLogprobs.of(token, -0.5, [token] * top, [-0.5] * top),)
+        )
         if is_over:
             return self._end(request_id, FinishReason.STOP, token, logprobs)
         if count + 1 >= sampling.max_tokens:

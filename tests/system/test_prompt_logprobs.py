@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx2
@@ -12,14 +14,15 @@ import pytest
 import torch
 
 from inference_svc.backends import native_program
-from inference_svc.core import PackedLogprobs
+from inference_svc.core import PackedLogprobs, packed_token_bytes
 from loadout import types
 from loadout.errors import InvalidArgument
 from loadout.prometheus import scrape
+from tests.support.peak_memory import grown_mib
 from tests.system.engines import Running
 from tests.system.services import Services
 from tests.system.test_parity import prompts
-from tests.system.zoo import MODELS, Zoo
+from tests.system.zoo import MODELS, Zoo, make_model
 
 BACKENDS = pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 ADAPTER = "r16"
@@ -122,6 +125,36 @@ def test_preempted_requests_score_each_token_once(
     running.check_idle()
 
 
+@BACKENDS
+def test_long_prompts_with_many_take_what_is_returned(
+    tmp_path: Path, start: Callable, native: bool
+) -> None:
+    """Of a vocabulary that has more than are returned. The logits of the prompt, and what is found
+    of them, are never there at once."""
+    vocab_size, num_tokens, top_k = 2048, 3000, 1024
+    lengths = {"vocab_size": vocab_size, "max_position_embeddings": num_tokens + 1}
+    model = make_model("llama", tmp_path, **lengths)
+    running = start(
+        *(Zoo("llama", tmp_path, None, {}),),
+        max_model_len=num_tokens + 1,
+        max_batch_tokens=num_tokens,
+        max_prefill_chunk=num_tokens,
+        native_kernels=native,
+    )
+    prompt = np.random.default_rng(0).integers(3, vocab_size, num_tokens).tolist()
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0]
+    running.submit("before", prompt[::-1], max_tokens=1)
+    running.result("before")
+    with grown_mib(os.getpid()) as grown:
+        ask(running, "scored", prompt, prompt_logprobs=top_k)
+        running.result("scored")
+    returned_mib = num_tokens * packed_token_bytes(top_k) / 2**20
+    logits_mib = num_tokens * vocab_size * 4 / 2**20
+    assert grown[0] < returned_mib + logits_mib
+    check(scores(running, "scored"), prompt, expected, top_k)
+
+
 @pytest.fixture(scope="module")
 def serving(zoos: Callable[[str], Zoo], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Both services with an adapter, and a client of HTTP."""
@@ -174,6 +207,8 @@ def test_over_grpc(serving: Serving, adapter: str) -> None:
     plain = client.complete(SHORT, logprobs=4, **options)
     echoed = client.complete(SHORT, echo=True, logprobs=4, packed_logprobs=True, **options)
     assert echoed.token_ids == (*SHORT, *plain.token_ids)
+    assert echoed.versions == plain.versions
+    assert [count for _, count in plain.versions] == ([3] if adapter else [])
     assert echoed.text.endswith(plain.text)
     assert len(echoed.text) > len(plain.text)
     check(arrays(echoed.prompt_logprobs), SHORT, expected, 4)

@@ -96,6 +96,11 @@ def test_choices_are_the_oracles(
                 wanted, found = np.sort(wanted), np.sort(found)
             assert np.array_equal(found, wanted)
             assert not pieces_of(running, f"other {adapter} {index}")
+            # Of a prompt that is only scored, too: it has them all.
+            options = {"max_tokens": 0, "prompt_logprobs": 0}
+            ask(running, f"scored {adapter} {index}", prompt, adapter, **options)
+            scored = routed(running, f"scored {adapter} {index}")
+            assert np.array_equal(np.sort(scored), np.sort(wanted[: len(prompt)]))
     running.check_idle()
 
 
@@ -282,6 +287,11 @@ def test_callers_get_what_the_oracle_chooses(
         pieces = [each["routed_experts"] for each in events if "routed_experts" in each]
         assert len(pieces) > 1
         assert np.array_equal(from_json(pieces), wanted)
+    scored = client.complete(
+        prompt, adapter=ADAPTER, max_tokens=0, echo=True, return_routed_experts=True
+    )
+    assert scored.routed_experts is not None
+    assert np.array_equal(np.asarray(scored.routed_experts.ids()), wanted[: len(prompt)])
     plain = client.complete([5, 6, 7], max_tokens=4)
     assert plain.routed_experts is None
 

@@ -33,6 +33,7 @@ from inference_svc.core import (
     TokenLogprobs,
     VersionPolicy,
     joined_experts,
+    packed_token_bytes,
     split_logprobs,
 )
 from inference_svc.engine.messages import PauseMode, Timings, Usage
@@ -273,9 +274,12 @@ class Answer:
         for scores in split_logprobs(delta.scores, MAX_ARRAY_BYTES):
             yield {"prompt_logprobs": _to_packed(scores)}
         if self._packs_logprobs and delta.logprobs:
-            whole = packed_logprobs(delta.logprobs, self._num_tokens)
-            for part in split_logprobs([whole], MAX_ARRAY_BYTES):
-                yield {"packed_logprobs": _to_packed(part)}
+            # Each part by itself: all that a slow reader has not read would block the event loop.
+            size = max(1, MAX_ARRAY_BYTES // packed_token_bytes(delta.logprobs[0].num_top))
+            for start in range(0, len(delta.logprobs), size):
+                part = delta.logprobs[start : start + size]
+                packed = packed_logprobs(part, self._num_tokens + start)
+                yield {"packed_logprobs": _to_packed(packed)}
         for routed in joined_experts(delta.routed, MAX_ARRAY_BYTES):
             fields = routed._asdict()
             yield {"routed_experts": pb.RoutedExperts(num_tokens=routed.num_tokens, **fields)}
@@ -292,6 +296,7 @@ class Answer:
         self._num_tokens += len(delta.token_ids)
         response = pb.GenerateResponse(
             token_ids=[*delta.echoed_ids, *delta.token_ids],
+            echoed_tokens=len(delta.echoed_ids),
             text=delta.text,
             **self._of(delta),
             **arrays,
@@ -309,15 +314,16 @@ class Answer:
 
 def packed_logprobs(tokens: Sequence[TokenLogprobs], first_position: int) -> PackedLogprobs:
     """Returns neighbouring generated tokens as arrays."""
-    tops = [token.top for token in tokens]
-    shape = len(tokens), len(tops[0])
+    top_ids = b"".join([token.top_ids for token in tokens])
+    top_logprobs = b"".join([token.top_logprobs for token in tokens])
+    shape = len(tokens), tokens[0].num_top
     return PackedLogprobs(
         first_position,
         token_ids=np.array([token.token_id for token in tokens], np.int32),
         logprobs=np.array([token.logprob for token in tokens], np.float32),
         ranks=np.array([token.rank for token in tokens], np.int32),
-        top_ids=np.array([i for top in tops for i, _ in top], np.int32).reshape(shape),
-        top_logprobs=np.array([v for top in tops for _, v in top], np.float32).reshape(shape),
+        top_ids=np.frombuffer(top_ids, np.int32).reshape(shape),
+        top_logprobs=np.frombuffer(top_logprobs, np.float32).reshape(shape),
     )
 
 

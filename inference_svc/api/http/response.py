@@ -346,9 +346,11 @@ async def in_slices(deltas: Deltas, call: GenerateCall) -> Deltas:
     """Yields deltas in slices, and lets the event loop run others between SLICE_TOKENS tokens with
     logprobs, or as many bytes of arrays as a slice has."""
     filled = 0.0
+    echoed_top_k = call.sampling.logprobs if call.echo else None
     async for index, delta in deltas:
-        for each in _slices(_with_echo(delta, call)):
-            share = len(each.logprobs) / _slice_tokens(each.logprobs)
+        for each in _slices(delta, echoed_top_k):
+            num_top = each.logprobs[0].num_top if each.logprobs else 0
+            share = len(each.logprobs) / _slice_tokens(num_top)
             share += sum(len(part.experts) for part in each.routed) / SLICE_ROUTED_BYTES
             packed = (part.num_tokens * part.token_bytes for part in each.scores)
             share += sum(packed) / SLICE_SCORES_BYTES
@@ -359,32 +361,38 @@ async def in_slices(deltas: Deltas, call: GenerateCall) -> Deltas:
             yield index, each
 
 
-def _slice_tokens(tokens: Sequence[TokenLogprobs]) -> int:
+def _slice_tokens(num_top: int) -> int:
     """Returns how many tokens a slice has: fewer if each has many logprobs."""
-    num_logprobs = 1 + max((len(token.top) for token in tokens[:2]), default=0)
-    return max(1, min(SLICE_TOKENS, SLICE_TOKENS * FEW_LOGPROBS // num_logprobs))
+    return max(1, min(SLICE_TOKENS, SLICE_TOKENS * FEW_LOGPROBS // (1 + num_top)))
 
 
-def _with_echo(delta: Delta, call: GenerateCall) -> Delta:
-    """Returns the delta with logprobs of an echoed prompt before those of what was generated, if
-    that has any. The first token's are not a number."""
-    top_k = call.sampling.logprobs
-    if not call.echo or top_k is None:
-        return delta
-    echoed = [TokenLogprobs(token_id, math.nan) for token_id in delta.echoed_ids[:1]]
-    for scores in delta.scores:
-        tops = zip(scores.top_ids.tolist(), scores.top_logprobs.tolist(), strict=True)
-        own = zip(scores.token_ids.tolist(), scores.logprobs.tolist(), strict=True)
-        for (token_id, logprob), (ids, values) in zip(own, tops, strict=True):
-            top = tuple(zip(ids[:top_k], values[:top_k], strict=True))
-            echoed.append(TokenLogprobs(token_id, logprob, top))
-    return replace(delta, logprobs=echoed + delta.logprobs)
+def _echo_slices(delta: Delta, top_k: int) -> Iterator[Delta]:
+    """Yields the log probabilities of an echoed prompt as those of tokens, slice by slice: objects
+    of all that is not read yet would block the event loop. The slices have them as arrays, too."""
+    for piece in delta.scores:
+        size = _slice_tokens(piece.top_k)
+        for start in range(0, piece.num_tokens, size):
+            part = piece.slice(start, start + size)
+            echoed = [
+                TokenLogprobs.of(token_id, logprob, ids[:top_k], values[:top_k])
+                for token_id, logprob, ids, values in zip(
+                    *(part.token_ids.tolist(), part.logprobs.tolist()),
+                    *(part.top_ids, part.top_logprobs),
+                    strict=True,
+                )
+            ]
+            yield Delta(logprobs=echoed, scores=[part], version=delta.version)
 
 
-def _slices(delta: Delta) -> Iterator[Delta]:
+def _slices(delta: Delta, echoed_top_k: int | None = None) -> Iterator[Delta]:
     """Splits a delta by its experts, its prompt's and its logprobs, which take long to format: what
     a slow reader has not read grows without a bound. The text is in the last slice. A slice has
-    experts of neighbouring tokens in one piece."""
+    experts of neighbouring tokens in one piece. With `echoed_top_k` the logprobs begin with those
+    of the echoed prompt, as many for each token; the first token's are not a number."""
+    if echoed_top_k is not None:
+        yield from _echo_slices(delta, echoed_top_k)
+        first = [TokenLogprobs(token_id, math.nan) for token_id in delta.echoed_ids[:1]]
+        delta = replace(delta, logprobs=first + delta.logprobs, scores=[])
     for scores in split_logprobs(delta.scores, SLICE_SCORES_BYTES):
         yield Delta(scores=[scores], version=delta.version)
     last_piece: RoutedExperts | None = None
@@ -394,16 +402,15 @@ def _slices(delta: Delta) -> Iterator[Delta]:
         last_piece = piece
     delta = replace(delta, scores=[], routed=[] if last_piece is None else [last_piece])
     num_tokens = len(delta.logprobs)
-    size = _slice_tokens(delta.logprobs)
+    size = _slice_tokens(delta.logprobs[0].num_top) if num_tokens else SLICE_TOKENS
     last = max(num_tokens - 1, 0) // size * size
-    # Logprobs of an echoed prompt come before those of the tokens.
-    num_echoed = num_tokens - len(delta.token_ids) if num_tokens else 0
     for start in range(0, last, size):
-        ids = delta.token_ids[max(0, start - num_echoed) : max(0, start + size - num_echoed)]
-        yield Delta(ids, logprobs=delta.logprobs[start : start + size], version=delta.version)
+        end = start + size
+        logprobs = delta.logprobs[start:end]
+        yield Delta(delta.token_ids[start:end], logprobs=logprobs, version=delta.version)
     if last:
-        ids = delta.token_ids[max(0, last - num_echoed) :]
-        delta = replace(delta, token_ids=ids, logprobs=delta.logprobs[last:])
+        token_ids, logprobs = delta.token_ids[last:], delta.logprobs[last:]
+        delta = replace(delta, token_ids=token_ids, logprobs=logprobs)
     yield delta
 
 

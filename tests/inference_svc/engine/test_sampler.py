@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import pickle
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -254,6 +257,29 @@ def test_logprobs_are_of_the_unchanged_logits() -> None:
         math.isclose(value, wanted, abs_tol=1e-6)
         for (_, value), wanted in zip(token.logprobs.top, top.values.tolist(), strict=True)
     )
+
+
+def test_many_logprobs_stay_arrays() -> None:
+    """Objects for each of 1,024 tokens would take the engine's thread longer than the step does;
+    and each row holds its own numbers alone."""
+    num_rows, num_top = 8, 1024
+    values = torch.randn(num_rows, 2048, generator=torch.Generator().manual_seed(0))
+    rows = [sequence(temperature=0.0, logprobs=num_top) for _ in range(num_rows - 1)]
+    rows.append(sequence(temperature=0.0, logprobs=2))
+    sampler = Sampler([EOS])
+    sampler.sample(values.clone(), rows)
+    gc.collect()
+    before = sys.getallocatedblocks()
+    sampled = sampler.sample(values.clone(), rows)
+    assert sys.getallocatedblocks() - before < num_rows * 20
+    expected = values.log_softmax(-1).topk(num_top)
+    for row, (token, asked) in enumerate(zip(sampled, rows, strict=True)):
+        found, width = token.logprobs, asked.request.sampling.logprobs
+        assert found is not None
+        assert found.num_top == len(found.top) == width
+        assert [i for i, _ in found.top] == expected.indices[row, :width].tolist()
+        assert [v for _, v in found.top] == pytest.approx(expected.values[row, :width].tolist())
+        assert len(pickle.dumps(token)) < 1000 + 8 * found.num_top
 
 
 @settings(max_examples=60, deadline=None)

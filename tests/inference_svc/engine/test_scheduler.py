@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -211,6 +212,25 @@ def test_priority_goes_before_arrival() -> None:
     scheduler.add(low, 0.0)
     scheduler.add(high, 1.0)
     assert scheduler.schedule(1.0).rows[0].sequence is high
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_siblings_wait_for_a_prompt_that_they_can_share(caching: bool) -> None:
+    """Without a prefix cache each computes it, and none waits for it."""
+    limits = Limits(max_sequences=4, max_batch_tokens=64, max_prefill_chunk=16)
+    scheduler = Scheduler(limits, PagePool(64, 4, caching=caching), TwoAdapterRows())
+    for request_id in "012":
+        sequence = make(request_id, list(range(12)), 2)
+        sequence.request = replace(sequence.request, group="g")
+        scheduler.add(sequence, 0.0)
+    batches = [scheduler.schedule(0.0)]
+    settle(scheduler, batches[0])
+    batches.append(scheduler.schedule(0.0))
+    rows = [[(row.sequence.request.request_id, row.num_tokens) for row in b.rows] for b in batches]
+    if caching:
+        assert rows == [[("0", 12)], [("0", 1), ("1", 4), ("2", 4)]]
+    else:
+        assert rows == [[("0", 12), ("1", 12), ("2", 12)], [("0", 1), ("1", 1), ("2", 1)]]
 
 
 def test_a_prefix_is_shared_within_one_adapter_only() -> None:

@@ -166,14 +166,15 @@ def test_scores_of_a_prompt_are_reserved_before_it_runs(engine, tokenizers) -> N
     run(body)
 
 
-def test_what_is_not_read_takes_its_accounts_share(tokenizers) -> None:
+@pytest.mark.parametrize("num_top", [20, 1024])
+def test_what_is_not_read_takes_its_accounts_share(tokenizers, num_top: int) -> None:
     """And ends at it: of 8 answers' least size an account may have half."""
     from inference_svc.core import TokenLogprobs
     from inference_svc.engine.messages import Output
 
     tokenizer = tokenizers["byte_level"]
     token_id = tokenizer.encode("a")[0]
-    logprobs = (TokenLogprobs(token_id, -1.0, ((token_id, -1.0),) * 20),)
+    logprobs = (TokenLogprobs.of(token_id, -1.0, [token_id] * num_top, [-1.0] * num_top),)
     shares = Shares("unread_bytes", 8 * UNREAD_BYTES, 0.5)
 
     async def body() -> int:
@@ -192,7 +193,7 @@ def test_what_is_not_read_takes_its_accounts_share(tokenizers) -> None:
         assert shares.used == 0
         return num_pushed
 
-    num_bytes = 64 + 21 * 128
+    num_bytes = 64 + 320 + 8 * num_top
     assert run(body) == 4 * UNREAD_BYTES // num_bytes
 
 

@@ -1,4 +1,5 @@
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from inference_svc.api.grpc import convert
 from inference_svc.api.grpc.bounds import ADAPTER_BYTES
 from inference_svc.core import (
     FinishReason,
+    PackedLogprobs,
     Request,
     RoutedExperts,
     SamplingParams,
@@ -161,7 +163,7 @@ def test_responses_carry_every_field() -> None:
     delta = Delta(
         token_ids=[4, 5],
         text="ab",
-        logprobs=[TokenLogprobs(4, -0.5, ((4, -0.5), (9, -2.0))), TokenLogprobs(5, -1.0)],
+        logprobs=[TokenLogprobs.of(4, -0.5, (4, 9), (-0.5, -2.0)), TokenLogprobs(5, -1.0)],
         finish_reason=FinishReason.LENGTH,
         usage=Usage(3, 2, 1),
         timings=Timings(0.5, 0.25, 1.5),
@@ -202,6 +204,37 @@ def test_experts_of_many_tokens_come_in_several_responses(monkeypatch: pytest.Mo
     assert {(part.num_layers, part.num_chosen, part.bytes_per_id) for part in parts} == {(3, 2, 1)}
     assert [list(each.token_ids) for each in responses] == [[], [], [7]]
     assert [bool(each.finish_reason) for each in responses] == [False, False, True]
+
+
+def test_packed_logprobs_become_arrays_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all that a slow reader has not read at once: that would block the event loop."""
+    top_k, num_converted = 100, 0
+    monkeypatch.setattr(convert, "MAX_ARRAY_BYTES", 2 * (12 + 8 * top_k))
+    whole = convert.packed_logprobs
+
+    def packed(tokens: Sequence[TokenLogprobs], first_position: int) -> PackedLogprobs:
+        nonlocal num_converted
+        num_converted += len(tokens)
+        return whole(tokens, first_position)
+
+    monkeypatch.setattr(convert, "packed_logprobs", packed)
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, VOCAB, (5, top_k), np.int32)
+    values = rng.normal(size=(5, top_k)).astype(np.float32)
+    tokens = [TokenLogprobs.of(t, -t / 2, ids[t], values[t], t + 1) for t in range(5)]
+    answer = convert.Answer("r", packs_logprobs=True)
+    [_] = answer.responses(Delta([7]))
+    responses = []
+    for response in answer.responses(Delta(list(range(5)), "a", logprobs=tokens)):
+        responses.append(response)
+        assert num_converted <= 2 * len(responses) + 2  # one part ahead: the last has all else
+    parts = [each.packed_logprobs for each in responses]
+    assert [(part.first_position, part.num_tokens) for part in parts] == [(1, 2), (3, 2), (5, 1)]
+    assert {part.top_k for part in parts} == {top_k}
+    assert b"".join(part.top_token_ids for part in parts) == ids.tobytes()
+    assert b"".join(part.top_logprobs for part in parts) == values.tobytes()
+    assert b"".join(part.ranks for part in parts) == np.arange(1, 6, dtype=np.int32).tobytes()
+    assert [list(each.token_ids) for each in responses] == [[], [], list(range(5))]
 
 
 def test_every_finish_reason_is_converted() -> None:

@@ -140,7 +140,7 @@ def test_logprobs_have_tokens_and_their_bytes(serve_http) -> None:
 
 def test_infinite_logprobs_are_clipped(tokenizers: Any) -> None:
     formatter = ChatFormatter(0, Pieces(tokenizers["chars"]), includes_ids=False)
-    (entry,) = formatter.logprobs([TokenLogprobs(5, -math.inf, ((5, -math.inf),))])["content"]
+    (entry,) = formatter.logprobs([TokenLogprobs.of(5, -math.inf, (5,), (-math.inf,))])["content"]
     assert (entry["logprob"], entry["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
 
 

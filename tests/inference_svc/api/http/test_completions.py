@@ -186,14 +186,14 @@ def test_chosen_token_is_among_the_top(tokenizers) -> None:
     f, o, x = tokenizers["chars"].encode("fox")
     logprobs = formatter.logprobs(
         [
-            TokenLogprobs(f, -3.0, ((o, -0.1), (x, -0.2))),
-            TokenLogprobs(o, -0.1, ((o, -0.1), (x, -0.2))),
+            TokenLogprobs.of(f, -3.0, (o, x), (-0.125, -0.25)),
+            TokenLogprobs.of(o, -0.125, (o, x), (-0.125, -0.25)),
             TokenLogprobs(x, -4.0),
         ]
     )
     assert logprobs["top_logprobs"] == [
-        {"o": -0.1, "x": -0.2, "f": -3.0},
-        {"o": -0.1, "x": -0.2},
+        {"o": -0.125, "x": -0.25, "f": -3.0},
+        {"o": -0.125, "x": -0.25},
         {"x": -4.0},
     ]
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import math
 import time
 from base64 import b64decode
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
@@ -18,7 +21,13 @@ from inference_svc.api.http import response
 from inference_svc.api.http.chat import ChatFormatter
 from inference_svc.api.http.completions import CompletionFormatter
 from inference_svc.api.http.response import PART_BYTES, SLICE_TOKENS, FullResponse
-from inference_svc.core import FinishReason, RoutedExperts, TokenLogprobs
+from inference_svc.core import (
+    AdapterVersion,
+    FinishReason,
+    PackedLogprobs,
+    RoutedExperts,
+    TokenLogprobs,
+)
 from inference_svc.frontend.output_stream import Delta
 from tests.inference_svc.api.http.conftest import Front
 from tests.support.wait import until_async
@@ -185,3 +194,43 @@ def test_experts_are_one_text_and_many_events(monkeypatch: Any, bytes_per_id: in
     events = [response._to_routed(part) for each in slices for part in each.routed]
     assert b"".join(b64decode(each["data"]) for each in events) == piece(0, 60).experts
     assert [len(each.routed) for each in slices].count(1) == len(events) > 3
+
+
+def test_echoed_prompt_becomes_objects_slice_by_slice(monkeypatch: Any) -> None:
+    """And each slice has logprobs to show: none is an empty event."""
+    num_tokens, num_top, num_made = 100, 20, 0
+
+    class Counted(TokenLogprobs):
+        def __new__(cls, *args: Any) -> Any:
+            nonlocal num_made
+            num_made += 1
+            return super().__new__(cls, *args)
+
+    monkeypatch.setattr(response, "TokenLogprobs", Counted)
+    values = np.linspace(-9, -1, num_tokens * num_top, dtype=np.float32).reshape(-1, num_top)
+    ids = np.arange(num_tokens * num_top, dtype=np.int32).reshape(-1, num_top)
+    prompt = np.arange(1, num_tokens + 1, dtype=np.int32)
+    scores = PackedLogprobs(0, prompt, values[:, 1].copy(), prompt, ids, values)
+    generated = [TokenLogprobs.of(7, -0.5, ids[0], values[0])]
+    version = AdapterVersion("a@2", "sha256:f")
+    deltas = [
+        Delta(text="abc", echoed_ids=(0, *prompt.tolist())),
+        Delta([7], "d", generated, FinishReason.LENGTH, version=version, scores=[scores]),
+    ]
+    choice = response.Choice(CompletionFormatter(0, NO_PIECES, includes_ids=True))
+    found: list[TokenLogprobs] = []
+    for delta in deltas:
+        for each in response._slices(delta, num_top - 1):
+            assert each.logprobs
+            assert num_made - len(found) <= SLICE_TOKENS
+            found += each.logprobs
+            choice.add(replace(each, logprobs=[]))
+    assert [each.token_id for each in found] == [0, *prompt.tolist(), 7]
+    assert math.isnan(found[0].logprob)
+    for row, each in enumerate(found[1:-1]):
+        top = zip(ids[row, :-1].tolist(), values[row, :-1].tolist(), strict=True)
+        assert each.top == list(top)
+        assert each.logprob == values[row, 1]
+    assert (choice.text, choice.token_ids) == ("abcd", [7])
+    [counted] = json.loads(choice.to_json())["adapter_versions"]  # the prompt's tokens do not count
+    assert (counted["version"]["name"], counted["num_tokens"]) == ("a@2", 1)
