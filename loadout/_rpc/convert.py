@@ -69,7 +69,7 @@ LOGPROBS_MODES: dict[int, Literal["raw", "processed"]] = {
     inference_pb.LOGPROBS_MODE_PROCESSED: "processed",
 }
 VERSION_POLICIES: dict[int, types.VersionPolicy] = {
-    inference_pb.VERSION_POLICY_PIN: "pin",
+    inference_pb.VERSION_POLICY_UNSPECIFIED: "pin",
     inference_pb.VERSION_POLICY_FOLLOW_KEEP: "follow_keep",
     inference_pb.VERSION_POLICY_FOLLOW_RECOMPUTE: "follow_recompute",
 }
