@@ -119,6 +119,7 @@ def pages() -> list[Panel]:
             "Requests that went on with a newer version of their adapter, as they had asked to.",
             "cps",
             Query(INFERENCE.rate("version_moves_total"), "moves"),
+            span=12,
         ),
         lines(
             "Replicas that do not generate",
@@ -126,6 +127,7 @@ def pages() -> list[Panel]:
             "short",
             Query(INFERENCE.sum("generation_paused"), "paused"),
             Query(INFERENCE.sum("asleep"), "asleep"),
+            span=12,
         ),
     ]
 
