@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from adapter_store.api.upload_chunks import read_chunk
 from adapter_store.catalog.catalog import PAGE_BYTES
 from adapter_store.catalog.filters import MAX_FILTER_CHARS, MAX_LABELS
 from adapter_store.images.announcement import MAX_ALIASES, MAX_LORA_TARGETS, MAX_SEGMENT_KINDS
@@ -43,6 +44,7 @@ REQUESTS: RequestTable = {
         MAX_CHUNK_BYTES,
         max_items={"meta.labels": MAX_LABELS},
         answer_bytes=RECORD_BYTES,
+        read_direct=read_chunk,
     ),
     "GetAdapter": RequestBounds(
         pb.GetAdapterRequest, max_items={"tenants": MAX_TENANTS}, answer_bytes=RECORD_BYTES

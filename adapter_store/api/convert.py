@@ -188,21 +188,24 @@ def from_prune(
 
 
 async def from_upload(
-    requests: AsyncIterator[pb.UploadAdapterRequest], home: str = DEFAULT_TENANT
+    requests: AsyncIterator[pb.UploadAdapterRequest | FileChunk], home: str = DEFAULT_TENANT
 ) -> tuple[Registration, AsyncIterator[FileChunk]]:
     """Returns the registration in the first message, and the chunks as they arrive. Raises
     InvalidArgument."""
     async for request in requests:
-        if request.WhichOneof("part") != "meta":
+        if isinstance(request, FileChunk) or request.WhichOneof("part") != "meta":
             break
         return from_registration(request.meta, home), _from_chunks(requests)
     raise InvalidArgument("part: an upload starts with its meta", subject="part")
 
 
 async def _from_chunks(
-    requests: AsyncIterator[pb.UploadAdapterRequest],
+    requests: AsyncIterator[pb.UploadAdapterRequest | FileChunk],
 ) -> AsyncIterator[FileChunk]:
     async for request in requests:
+        if isinstance(request, FileChunk):  # `upload_chunks` has read it
+            yield request
+            continue
         if request.WhichOneof("part") != "chunk":
             raise InvalidArgument("part: after the meta only chunks may follow", subject="part")
         chunk = request.chunk

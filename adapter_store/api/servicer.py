@@ -16,6 +16,7 @@ from adapter_store.core import Action, AdapterRecord, Principal, Recorded
 from adapter_store.debug import DebugInfo
 from adapter_store.errors import RevisionTooOld
 from adapter_store.service import Change, StoreService
+from adapter_store.sources.upload import FileChunk
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
 from servicekit.auth.audit import Audit, AuditEntry
@@ -105,7 +106,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         return convert.to_registered(recorded, pb.RegisterAdapterResponse)
 
     async def UploadAdapter(  # noqa: N802
-        self, requests: AsyncIterator[pb.UploadAdapterRequest], context: Context
+        self, requests: AsyncIterator[pb.UploadAdapterRequest | FileChunk], context: Context
     ) -> pb.UploadAdapterResponse:
         with (
             self._audited(context, "UploadAdapter", Action.PUBLISH) as (caller, entry),

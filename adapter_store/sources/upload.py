@@ -27,7 +27,7 @@ class FileChunk:
 
     file_name: str
     offset: int
-    data: bytes = field(repr=False)
+    data: bytes | memoryview = field(repr=False)
 
 
 class Upload:

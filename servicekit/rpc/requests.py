@@ -11,7 +11,7 @@ to itself and to the last message, which then lives on until a collection of cyc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -38,7 +38,8 @@ class RequestBounds:
     """What a call of a method may hold. `max_items` of repeated fields and maps, `max_chars` of
     texts, each by its path, such as "layout.targets". `answer_bytes` is what its answers take at
     most until they are sent: twice the largest, which gRPC copies. Of all calls of the method only
-    `max_running` are read and run at once, if that is not 0; further ones wait unread."""
+    `max_running` are read and run at once, if that is not 0; further ones wait unread.
+    `read_direct` reads messages of one form at once, in no time, and returns None for others."""
 
     message: type[Message]
     max_bytes: int = SMALL_BYTES
@@ -46,6 +47,7 @@ class RequestBounds:
     max_chars: Mapping[str, int] = field(default_factory=dict)
     answer_bytes: int = CALL_BYTES
     max_running: int = 0
+    read_direct: Callable[[bytes], object | None] | None = None
     _counter: Counter = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -178,6 +180,8 @@ class RequestReader:
 
     async def _parse(self, raw: bytes, bounds: RequestBounds) -> Any:
         bounds.check_size(raw)
+        if bounds.read_direct is not None and (read := bounds.read_direct(raw)) is not None:
+            return read
         if sum(bounds.max_items.values()) <= INLINE_ENTRIES or bounds.is_short(raw):
             return bounds.parse(raw)
         parsing = self._places.parsers_of(CALLER.get()).submit(bounds.parse, raw)
