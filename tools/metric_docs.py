@@ -23,7 +23,7 @@ is exported.
 A histogram has the series `_bucket`, `_sum` and `_count`, a summary `_sum` and `_count`. Counters
 start at 0 with their process.
 
-A scrape has fewer than 5,000 series however many adapters there are. In series by `adapter` the
+A scrape has fewer than 5,500 series however many adapters there are. In series by `adapter` the
 busiest `--metrics-adapters` have one each, as `tenant/name`; requests to the base model count as
 `base`, all others as `other`. When another adapter has become clearly busier, one of them loses
 its series, and its counts go to `former`, so that sums over all series never fall. Take rates

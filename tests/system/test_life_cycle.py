@@ -107,7 +107,11 @@ def test_every_part_names_what_made_it(system: Services, policy: str) -> None:
     until(lambda: system.client.server_info().generation == "paused")
     system.client.resume()
     until(lambda: len(running.tokens) > 3)
+    system.client.pause()  # or it would end before the new version is there
+    assert not running.is_done
     second = register(system, name, "r33").adapter
+    system.client.load(name)
+    system.client.resume()
     chunks = running.join()
     digests = [chunk.adapter.digest for chunk in chunks for _ in chunk.token_ids if chunk.adapter]
     assert len(digests) == NUM_TOKENS

@@ -62,6 +62,8 @@ def test_adapter_has_every_field():
         invocation_tokens=(7, 0),
         tokenizer_digest="sha256:" + "1" * 64,
         chat_template_digest="sha256:" + "2" * 64,
+        ephemeral=True,
+        expire_time=NOW,
     )
     message = convert.to_adapter(record)
     unset = [f.name for f in message.DESCRIPTOR.fields if not getattr(message, f.name)]

@@ -89,7 +89,7 @@ def test_metrics(store, client, make_adapter, make_layout, refused):
     assert places == {
         *("calls", "fetch_workers", "fetches", "interrupts", "uploads", "watches"),
         *("pulled_bytes", "staged_bytes", "compile_workers", "images_waiting_for_memory"),
-        *("request_bytes", "answer_bytes", "parse"),
+        *("request_bytes", "answer_bytes", "parse", "ephemeral_bytes"),
     }
     for place in places:
         assert found["place_used", place] <= found["place_capacity", place]

@@ -16,7 +16,7 @@ from tests.inference_svc.directories import UPPER, A, make, run
 from tests.inference_svc.serving import Running
 
 NUM_ADAPTERS = 10_000
-MAX_SERIES = 5_000
+MAX_SERIES = 5_500
 PREFIX = "loadout_inference_"
 
 

@@ -31,7 +31,7 @@ COMMANDS = (
         "generate",
     ),
     *("load", "unload", "pin", "unpin", "residents"),
-    *("inspect", "info", "top", "bench", "debug", "profile"),
+    *("inspect", "pause", "resume", "sleep", "wake", "info", "top", "bench", "debug", "profile"),
     *("digest", "strip", "convert", "keygen", "sign", "token"),
 )
 
