@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from adapter_store.api.upload_chunks import read_chunk
+from adapter_store.api.convert import read_chunk
 from adapter_store.catalog.catalog import PAGE_BYTES
 from adapter_store.catalog.filters import MAX_FILTER_CHARS, MAX_LABELS
 from adapter_store.images.announcement import MAX_ALIASES, MAX_LORA_TARGETS, MAX_SEGMENT_KINDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from adapter_store.api.upload_chunks import read_chunk
+from adapter_store.api.convert import read_chunk
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
 CHUNKS = st.builds(
