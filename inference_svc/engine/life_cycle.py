@@ -96,9 +96,7 @@ class LifeCycle:
         return []
 
     def _resume(self, call: Call, now_s: float) -> list[Reply]:
-        if self.sleep is not Sleep.AWAKE:
-            message = "the server sleeps: wake it"
-            raise Asleep(message, retry_after_s=RETRY_S)
+        """Also of an engine that sleeps: it goes on as soon as it is woken."""
         return [*self._end_pause(), Reply(call.call_id)]
 
     def _end_pause(self) -> list[Reply]:
@@ -150,7 +148,7 @@ class LifeCycle:
             self.sleep = Sleep.AWAKE
             self._set_hold()
             seconds = now_s - self._woken_s
-            logger.info("awake again", extra={"seconds": seconds})
+            logger.info("awake again", extra={"seconds": seconds, "is_paused": self.is_paused})
             return [Reply(call.call_id, seconds) for call in wakes]
         self.sleep = Sleep.ASLEEP
         return [Reply(call.call_id, error=message.error) for call in wakes]

@@ -235,7 +235,8 @@ class AsyncEngine:
         return held
 
     async def resume(self) -> None:
-        """Does nothing if generation is not paused. Raises Asleep."""
+        """Does nothing if generation is not paused; while the engine sleeps, it goes on once it is
+        woken."""
         await self._call(Command.RESUME)
 
     async def sleep(self, *, frees_weights: bool) -> int:

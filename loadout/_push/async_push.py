@@ -91,7 +91,7 @@ class Push:
         failed = [each for each in outcomes if isinstance(each, NotLoaded)]
         for failure in failed:
             if _is_skipped(failure):
-                skipped[failure.subject] = failure.message
+                skipped[failure.subject] = _cause_of(failure).message
         fatal = [each for each in failed if not _is_skipped(each)]
         if fatal and (self.wait == "all" or not loaded):
             raise fatal[0]
@@ -135,10 +135,15 @@ def check_wait(wait: object) -> None:
 def _is_skipped(failure: NotLoaded) -> bool:
     """Returns whether a replica that failed need not be waited for: it is down or going down, it
     sleeps, or it serves another base model."""
-    cause = failure.__cause__
-    assert isinstance(cause, LoadoutError)
+    cause = _cause_of(failure)
     is_down = isinstance(cause, StreamLost) or cause.reason in (DRAINING, ASLEEP)
     return is_down or cause.subject == OTHER_BASE
+
+
+def _cause_of(failure: NotLoaded) -> LoadoutError:
+    """Returns what the replica has said."""
+    assert isinstance(failure.__cause__, LoadoutError)
+    return failure.__cause__
 
 
 def _recorded(registration: types.Registration) -> str:

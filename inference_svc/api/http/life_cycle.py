@@ -21,7 +21,7 @@ from inference_svc.engine.status_types import EngineStatus
 from servicekit.errors import InvalidArgument
 
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
-_PAUSE_NAMES = ("mode", "resume_after_seconds", "clear_cache")
+_PAUSE_NAMES = ("mode", "wait_for_inflight_requests", "resume_after_seconds", "clear_cache")
 """`clear_cache` has no effect: pages are found by the version that made them, and never stale."""
 _TAGS = frozenset({"weights", "kv_cache"})
 """What vLLM wakes by itself; here all wakes at once."""
@@ -37,7 +37,8 @@ class LifeCycleRoutes:
         """Takes ?mode=keep (default), wait or abort, and ?resume_after_seconds=."""
         caller = self._authorize(request, "PauseGeneration")
         query = _query(request, _PAUSE_NAMES)
-        mode = query.get("mode", PauseMode.KEEP.value)
+        waits = _flag(query, "wait_for_inflight_requests")  # vLLM's, before it had modes
+        mode = query.get("mode", (PauseMode.WAIT if waits else PauseMode.KEEP).value)
         if mode not in {each.value for each in PauseMode}:
             raise InvalidArgument("mode must be keep, wait or abort", subject="mode")
         _flag(query, "clear_cache")

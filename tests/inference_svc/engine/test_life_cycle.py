@@ -263,8 +263,16 @@ def test_nothing_new_is_taken_while_it_sleeps(engine: Engine) -> None:
     assert error.retry_after_s > 0
     with pytest.raises(Asleep):
         engine.call(Command.LOAD, digest="sha256:any")
-    with pytest.raises(Asleep, match="wake it"):
-        engine.call(Command.RESUME)
+
+
+def test_what_is_resumed_in_its_sleep_runs_when_it_wakes(engine: Engine) -> None:
+    engine.call(Command.SLEEP)
+    engine.call(Command.PAUSE)
+    engine.call(Command.RESUME)
+    engine.call(Command.WAKE)
+    engine.submit("a")
+    engine.finish()
+    assert len(engine.tokens("a")) == 12
 
 
 def test_what_was_paused_is_paused_when_it_wakes(engine: Engine) -> None:
