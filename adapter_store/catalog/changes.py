@@ -91,8 +91,7 @@ def rollback(
     """Points the name to one of its versions, as `register` with that version's content would.
 
     A version deleted after `deleted_after` is restored. It has no time to live any more: that may
-    have ended. Raises NotFound, also for a name of another
-    tenant, and Conflict.
+    have ended. Raises NotFound, also for a name of another tenant, and Conflict.
     """
     adapter = rows.find_adapter(conn, name, tenants)
     target = rows.find_version(conn, adapter.id, version) if adapter else None

@@ -35,7 +35,7 @@ class ArrivingTensors:
         self._sha256 = hashlib.sha256()
         self._is_given_up = False
 
-    def advance(self, piece: bytes) -> None:
+    def advance(self, piece: bytes | memoryview) -> None:
         """Looks at the file's newest bytes, which are `piece`."""
         if self._is_given_up:
             return

@@ -24,11 +24,12 @@ class MemoryFile:
         self.name = name
         self.size_bytes = 0
         self._lock = threading.Lock()
-        self._pieces: list[bytes] = []
+        self._pieces: list[bytes | memoryview] = []
         self._starts: list[int] = []
         self._tail = bytearray()
 
-    def append(self, data: bytes) -> None:
+    def append(self, data: bytes | memoryview) -> None:
+        """Keeps the data themselves, which must not change."""
         with self._lock:
             if len(data) >= MIN_PIECE_BYTES:
                 self._end_tail()

@@ -155,7 +155,11 @@ class StagedFile:
         self._staging.count(self.name, self.size_bytes, len(data), is_kept=True)
         with self._staging.local_work():
             self._sha256.update(data)
-            piece = bytes(data)
+            piece: bytes | memoryview
+            if isinstance(data, memoryview) and data.readonly:
+                piece = data  # of what cannot change: kept as it came
+            else:
+                piece = bytes(data)
             self._memory.append(piece)
             if self._arriving is not None:
                 self._arriving.advance(piece)
