@@ -325,7 +325,7 @@ class Sequence:
 
     `request` is replaced when it moves to a newer version of its adapter: `version` then says
     which, None before. `num_kept`: keys and values of so many tokens are of earlier versions.
-    `has_led`: what is computed has led to a token, so that its version is known.
+    `has_sampled`: a token was sampled from what is computed, which says whose that is.
 
     `token_ids` is prompt then output; the keys and values of its first `num_computed` tokens lie
     in `page_ids`, a list that only grows while it runs and is replaced when it is preempted or
@@ -341,7 +341,7 @@ class Sequence:
     num_prompt: int = field(init=False)
     version: AdapterVersion | None = None
     num_kept: int = 0
-    has_led: bool = False
+    has_sampled: bool = False
     num_computed: int = 0
     num_cached: int = 0
     page_ids: list[int] = field(default_factory=list)

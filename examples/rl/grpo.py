@@ -1,4 +1,4 @@
-"""Reinforcement learning of a LoRA adapter (GRPO), a hundred lines around push and generate.
+"""Reinforcement learning of a LoRA adapter (GRPO) around `push` and `sample`.
 
 python grpo.py NAME MODEL_DIR BASE_MODEL OUT_DIR [STEPS]
 

@@ -104,14 +104,14 @@ class GenerateStream:
                 *(request, request.tenant, self.principal.account, trace), decoder=self.text
             )
             following = self.followers.follow(self.principal, self.call, self.binding, request)
-            is_echoed = not self.call.echo
+            owes_prompt = self.call.echo
             async with aclosing(running) as deltas:
                 with following:
                     async for delta in deltas:
                         record.add(delta)
-                        if not is_echoed:
+                        if owes_prompt:
                             yield index, await self._echoed(request)
-                            is_echoed = True
+                            owes_prompt = False
                         yield index, delta
 
     async def _echoed(self, request: Request) -> Delta:

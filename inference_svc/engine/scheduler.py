@@ -282,7 +282,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
         sequence.num_computed = 0
-        sequence.has_led = False
+        sequence.has_sampled = False
         sequence.state = SequenceState.WAITING
         if sequence.version is not None and sequence.num_kept:
             sequence.num_kept = 0
@@ -300,7 +300,7 @@ class Scheduler:
         computed anew. Those are kept that have led to a token, which says whose they are."""
         policy = sequence.request.version_policy
         is_running = sequence.state is SequenceState.RUNNING
-        keeps = policy is VersionPolicy.FOLLOW_KEEP and is_running and sequence.has_led
+        keeps = policy is VersionPolicy.FOLLOW_KEEP and is_running and sequence.has_sampled
         old_digest, is_held = sequence.request.digest, self.siblings.is_held(sequence)
         request = replace(sequence.request, digest=digest, adapter=label)
         if keeps:

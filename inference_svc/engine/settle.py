@@ -114,7 +114,7 @@ class Settler:
             ended = self.end(sequence, now_s, reason=FinishReason.LENGTH)
             return ended._replace(routed=routed)
         sequence.token_ids.append(token.token_id)
-        sequence.has_led = True
+        sequence.has_sampled = True
         sequence.last_token_s = now_s
         if sequence.first_token_s is None:
             sequence.first_token_s = now_s

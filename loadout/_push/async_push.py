@@ -86,7 +86,7 @@ class Push:
         if self.wait == "all":
             outcomes = await tasks.gather(loads)
         else:
-            outcomes = await tasks.first(loads, lambda loaded: True)
+            outcomes = await tasks.first(loads)
         loaded = [each for each in outcomes if isinstance(each, LoadedReplica)]
         failed = [each for each in outcomes if isinstance(each, NotLoaded)]
         for failure in failed:

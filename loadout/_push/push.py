@@ -87,7 +87,7 @@ class Push:
         if self.wait == "all":
             outcomes = threads.gather(loads)
         else:
-            outcomes = threads.first(loads, lambda loaded: True)
+            outcomes = threads.first(loads)
         loaded = [each for each in outcomes if isinstance(each, LoadedReplica)]
         failed = [each for each in outcomes if isinstance(each, NotLoaded)]
         for failure in failed:

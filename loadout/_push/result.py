@@ -10,8 +10,8 @@ from loadout.types import Registration
 
 @dataclass(frozen=True, slots=True)
 class LoadedReplica:
-    """A replica that can sample from what was pushed, and after how many seconds from the push's
-    begin it could."""
+    """A replica that can sample from what was pushed, and how many seconds after the start of the
+    push it could."""
 
     address: str
     seconds: float

@@ -9,7 +9,7 @@ from loadout._push.adapter import dump_config
 from loadout._push.tensors import Read, Tensor, in_order, pieces, read
 from loadout._rpc.calls import build, ttl_seconds
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
-from loadout.upload import CONFIG
+from loadout.upload import CONFIG, chunk_message
 
 WEIGHTS = "adapter_model.safetensors"
 CHUNK_BYTES = 1 << 20
@@ -65,18 +65,12 @@ class PushUpload:
     def messages(self) -> Iterator[store_pb.UploadAdapterRequest]:
         self.failure = None
         yield self._meta
-        yield _chunk(CONFIG, 0, self._config)
+        yield chunk_message(CONFIG, 0, self._config)
         offset = 0
         try:
             for data in pieces(self._tensors, METADATA, CHUNK_BYTES, self._read):
-                yield _chunk(WEIGHTS, offset, data)
+                yield chunk_message(WEIGHTS, offset, data)
                 offset += len(data)
         except Exception as error:
             self.failure = error
             raise
-
-
-def _chunk(name: str, offset: int, data: bytes) -> store_pb.UploadAdapterRequest:
-    return store_pb.UploadAdapterRequest(
-        chunk=store_pb.FileChunk(file_name=name, offset=offset, data=data)
-    )

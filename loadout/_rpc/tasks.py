@@ -61,10 +61,8 @@ async def gather(functions: Sequence[Callable[[], Awaitable[T]]]) -> list[T | Lo
     return await asyncio.gather(*(_outcome(function) for function in functions))
 
 
-async def first(
-    functions: Sequence[Callable[[], Awaitable[T]]], is_enough: Callable[[T], bool]
-) -> list[T | LoadoutError]:
-    """Runs all at the same time; returns the outcomes up to the first that is enough, while the
+async def first(functions: Sequence[Callable[[], Awaitable[T]]]) -> list[T | LoadoutError]:
+    """Runs all at the same time; returns the outcomes up to the first that is no error, while the
     others go on."""
     outcomes: list[T | LoadoutError] = []
     pending = {asyncio.create_task(_outcome(function)) for function in functions}
@@ -72,7 +70,7 @@ async def first(
         while pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             outcomes += [task.result() for task in done]
-            if any(not isinstance(each, LoadoutError) and is_enough(each) for each in outcomes):
+            if any(not isinstance(each, LoadoutError) for each in outcomes):
                 break
     finally:
         for task in pending:

@@ -59,16 +59,14 @@ def gather(functions: Sequence[Callable[[], T]]) -> list[T | LoadoutError]:
     return [each.result() for each in _start(functions)]
 
 
-def first(
-    functions: Sequence[Callable[[], T]], is_enough: Callable[[T], bool]
-) -> list[T | LoadoutError]:
-    """Runs all at the same time; returns the outcomes up to the first that is enough, while the
+def first(functions: Sequence[Callable[[], T]]) -> list[T | LoadoutError]:
+    """Runs all at the same time; returns the outcomes up to the first that is no error, while the
     others go on."""
     outcomes: list[T | LoadoutError] = []
     for future in as_completed(_start(functions)):
         outcome = future.result()
         outcomes.append(outcome)
-        if not isinstance(outcome, LoadoutError) and is_enough(outcome):
+        if not isinstance(outcome, LoadoutError):
             break
     return outcomes
 

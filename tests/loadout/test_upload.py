@@ -69,13 +69,13 @@ def test_shards_and_index(adapter_folder):
 
 def test_empty_file_still_arrives(tmp_path):
     (tmp_path / "empty").touch()
-    chunks = list(file_chunks(tmp_path / "empty"))
+    chunks = [each.chunk for each in file_chunks(tmp_path / "empty")]
     assert [(chunk.file_name, chunk.offset, chunk.data) for chunk in chunks] == [("empty", 0, b"")]
 
 
 def test_exact_multiple_of_a_chunk_has_no_empty_tail(tmp_path):
     (tmp_path / "f").write_bytes(bytes(2 * CHUNK_BYTES))
-    assert [len(chunk.data) for chunk in file_chunks(tmp_path / "f")] == [CHUNK_BYTES] * 2
+    assert [len(each.chunk.data) for each in file_chunks(tmp_path / "f")] == [CHUNK_BYTES] * 2
 
 
 def test_sent_again_from_the_beginning(adapter_folder):

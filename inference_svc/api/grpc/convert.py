@@ -137,7 +137,10 @@ def from_generate_request(
 def _from_policy(value: pb.VersionPolicy) -> VersionPolicy:
     policy = _VERSION_POLICIES.get(value)
     if policy is None:
-        raise InvalidArgument(f"version_policy: {value} is none", subject="version_policy")
+        raise InvalidArgument(
+            f"version_policy must be PIN, FOLLOW_KEEP or FOLLOW_RECOMPUTE, not {value}",
+            subject="version_policy",
+        )
     return policy
 
 
@@ -145,7 +148,9 @@ def from_pause_request(request: pb.PauseGenerationRequest) -> tuple[PauseMode, f
     """Returns the mode, and after which seconds to resume; 0: never. Raises InvalidArgument."""
     mode = _PAUSE_MODES.get(request.mode)
     if mode is None:
-        raise InvalidArgument(f"mode: {request.mode} is none", subject="mode")
+        raise InvalidArgument(
+            f"mode must be KEEP, WAIT or ABORT, not {request.mode}", subject="mode"
+        )
     if not request.HasField("resume_after_seconds"):
         return mode, 0.0
     return mode, checked_resume(request.resume_after_seconds)
