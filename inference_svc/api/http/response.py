@@ -296,32 +296,26 @@ async def encode_events(
 ) -> AsyncGenerator[bytes, None]:
     """Yields server-sent events, each with `head` and a chunk of one choice; with `includes_usage`,
     a last one with the usage."""
-    # Everything around the choice is the same in every event: encoded once.
-    before = f'data: {to_json(head)[:-1]},"choices":['
+    of_head, of_choices = _prompt_members(stream, prompt_ids)
+    # Everything around the choice is the same in every event but the first: encoded once.
+    before = to_json(head)[:-1]
+    start = before + of_head.decode()
     after = '],"usage":null}\n\n' if includes_usage else "]}\n\n"
     usages = [NO_USAGE] * len(formatters)
-    told = set(range(len(formatters))) if prompt_ids is PromptIds.NOWHERE else set()
     async with stream.deltas() as deltas, aclosing(in_slices(deltas, stream.call)) as slices:
         async for index, delta in slices:
             usages[index] = delta.usage or usages[index]
             chunk = formatters[index].chunk(delta)
-            if chunk is not None:
-                if delta.routed:
-                    [routed] = delta.routed
-                    chunk["routed_experts"] = _to_routed(routed)
-                if delta.version is not None:
-                    chunk["adapter_version"] = to_version(delta.version)
-                start = before
-                if index not in told:
-                    request = stream.requests[index]
-                    if prompt_ids is PromptIds.IN_CHOICES:
-                        told.add(index)
-                        chunk["prompt_token_ids"] = request.prompt_token_ids
-                    else:
-                        told.update(range(len(formatters)))
-                        member = _prompt_member(request).decode()
-                        start = f'data: {to_json(head)[:-1]}{member},"choices":['
-                yield f"{start}{to_json(chunk)}{after}".encode()
+            if chunk is None:
+                continue
+            if delta.routed:
+                [routed] = delta.routed
+                chunk["routed_experts"] = _to_routed(routed)
+            if delta.version is not None:
+                chunk["adapter_version"] = to_version(delta.version)
+            choice = to_json(chunk)[:-1] + of_choices[index].decode()
+            yield f'data: {start},"choices":[{choice}}}{after}'.encode()
+            start, of_choices[index] = before, b""
     if includes_usage:
         usage = to_usage(usages, stream.call.num_choices)
         yield to_event({**head, "choices": [], "usage": usage})
