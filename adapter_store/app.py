@@ -342,25 +342,43 @@ async def _collect_periodically(
     executor: Executor,
     seconds: float,
 ) -> None:
+    """Collects all every `seconds`, and what is due in between. Says once why it fails, until it
+    has worked again: a catalog that does not answer is asked every second."""
     loop = asyncio.get_running_loop()
-    known_unused: frozenset[str] = frozenset()
+    unused: frozenset[str] = frozenset()
     next_s = time.monotonic() + seconds
+    is_failing = False
     while True:
         await asyncio.sleep(min(seconds, DUE_SECONDS))
         try:
             images.drop_digests(await loop.run_in_executor(executor, collector.collect_due))
-            if time.monotonic() < next_s:
-                continue
-            next_s = time.monotonic() + seconds
-            images.drop_digests(await loop.run_in_executor(executor, collector.collect))
-            unused = await loop.run_in_executor(executor, collector.drop_unused_layouts)
-            if unused != known_unused:
-                await service.refresh_pinned()
-                known_unused = unused
-            images.drop_layouts(unused)
-            await service.queue_new_layouts()
+            if time.monotonic() >= next_s:
+                next_s = time.monotonic() + seconds
+                unused = await _collect(collector, images, service, executor, unused)
         except Exception:
-            logger.exception("collecting failed; trying again")
+            if not is_failing:
+                logger.exception("collecting failed; trying again")
+            is_failing = True
+        else:
+            is_failing = False
+
+
+async def _collect(
+    collector: Collector,
+    images: ImageCache,
+    service: StoreService,
+    executor: Executor,
+    known_unused: frozenset[str],
+) -> frozenset[str]:
+    """Collects all; returns the layouts that are unused now. `known_unused` were before."""
+    loop = asyncio.get_running_loop()
+    images.drop_digests(await loop.run_in_executor(executor, collector.collect))
+    unused = await loop.run_in_executor(executor, collector.drop_unused_layouts)
+    if unused != known_unused:
+        await service.refresh_pinned()
+    images.drop_layouts(unused)
+    await service.queue_new_layouts()
+    return unused
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import grpc
 import pytest
 import torch
 from safetensors.torch import load, save
 
+from adapter_store import app
+from adapter_store.errors import CatalogUnavailable
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.adapter_store.service.conftest import Client
 from tests.support.wait import until
@@ -80,9 +83,29 @@ def test_with_keep_memory_and_catalog_stay_flat(serve, variants, make_layout) ->
         newest_first = [number + 1, number, number - 1]
         assert [each.version for each in listed] == [each for each in newest_first if each > 0]
         served.idle()
+        until(lambda: store.images.memory_counts.images == expected[-1])
         uses = {use.name: use.used for use in store.service.read_work().places}
-        sizes.append((uses["ephemeral_bytes"], store.images.memory_counts.images))
+        sizes.append(uses["ephemeral_bytes"])
     assert len(set(sizes[3:])) == 1
+
+
+def test_a_catalog_that_fails_every_second_is_logged_once(
+    serve, variants, monkeypatch, caplog
+) -> None:
+    served = serve(**NOW)
+    catalog = served.running.store.catalog
+    push(served.client, variants(0))
+    for _ in range(2):
+        no_answer = Mock(side_effect=CatalogUnavailable("no answer"))
+        with monkeypatch.context() as patch:
+            patch.setattr(catalog, "is_due", no_answer)
+            until(lambda asked=no_answer: asked.call_count >= 3)
+        # It works again once something was collected.
+        served.client.stub.DeleteAdapter(pb.DeleteAdapterRequest(name="a"))
+        until(lambda: not catalog.blob_digests())
+        push(served.client, variants(0))
+    logged = [each.message for each in caplog.records if each.name == app.__name__]
+    assert logged == ["collecting failed; trying again"] * 2
 
 
 def test_a_restart_ends_them_and_gives_no_version_twice(serve, variants, refused) -> None:
