@@ -41,6 +41,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, str | int], ...] = (
     ("grpc.enable_http_proxy", 0),
     # Bulk data and catalog calls do not share a connection.
     ("grpc.use_local_subchannel_pool", 1),
+    # With gRPC's own retries, which are under ours, a pull that is opened while its connection ends
+    # may never end, whatever its deadline (grpcio 1.80 to 1.85, blocking streams).
+    ("grpc.enable_retries", 0),
 )
 
 
