@@ -3,18 +3,18 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := loadout servicekit adapter_store inference_svc kernels tests bench fuzz tools deploy examples setup.py
+SOURCES := loadout contract servicekit adapter_store inference_svc kernels tests bench fuzz tools deploy examples setup.py
 PROTOS := $(shell find protos -name '*.proto')
 PYTHON_NEEDED = $(shell sed -n 's/^requires-python = ">=\(.*\)"/\1/p' pyproject.toml)
-# Processes that tests run in, each of a file's in one. Most wait for services that they have started.
-TEST_WORKERS ?= 2
-# One more without such services: it computes while others wait for threads and timers.
+# Processes that tests run in, each of a file's in one. On two cores one computes while others wait for
+# services, threads and timers.
+TEST_WORKERS ?= 3
 UNIT_WORKERS ?= 3
 BUF_VERSION := 1.75.0
 # Tests start the real Prometheus. This says that there is one: on PATH, or Debian's under .tools.
 PROMETHEUS := .tools/.prometheus
 
-.PHONY: demo up test test-unit test-long test-containers test-gpu-versions gpu-emulate gpu-pack check format client docs docs-site dashboards dashboards-preview lint-protos images wheel bench bench-peers soak fuzz clean test-trl
+.PHONY: demo up test check-artifacts durations test-unit test-long test-containers test-gpu-versions gpu-emulate gpu-pack check format client docs docs-site constraints audit dashboards dashboards-preview lint-protos images wheel bench bench-peers soak fuzz clean test-trl
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/loadout demo
@@ -28,11 +28,16 @@ export PYTHONDONTWRITEBYTECODE =
 PYTEST = $(BIN)/python -m pytest -q --dist loadfile --numprocesses
 
 test: $(VENV)/.installed-dev $(PROMETHEUS)
-	$(PYTEST) $(TEST_WORKERS) -m "not long and not containers and not trl"
+	$(PYTEST) $(TEST_WORKERS) --junitxml build/junit.xml -m "not artifacts and not long and not containers and not trl"
 
 # What starts no process, for the inner loop.
 test-unit: $(VENV)/.installed-dev
-	$(PYTEST) $(UNIT_WORKERS) -m "not processes and not slow and not long and not containers and not trl"
+	$(PYTEST) $(UNIT_WORKERS) -m "not processes and not slow and not artifacts and not long and not containers and not trl"
+
+# Tests of the wheel, the site and the tables of sizes, the GPU run through Triton's interpreter, and
+# kernels compiled for devices.
+check-artifacts: $(VENV)/.installed-dev
+	$(PYTEST) $(TEST_WORKERS) --dist load -m "artifacts and not long"
 
 # Heavier proof: run it in full before an issue is closed.
 test-long: $(VENV)/.installed-dev $(PROMETHEUS) soak gpu-emulate
@@ -65,10 +70,16 @@ gpu-pack: $(VENV)/.installed-dev
 test-gpu-versions: $(VENV)/.installed-dev
 	$(BIN)/python -m tools.gpu_versions $(if $(GPU_PYTHON),--python $(GPU_PYTHON))
 
+# Where the last `make test` spent its time; writes tests/durations.toml.
+durations: $(VENV)/.installed-dev
+	$(BIN)/python -m tools.durations --update
+
 check: $(VENV)/.installed-dev lint-protos
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
+	$(BIN)/python -m tools.durations --check
+	$(BIN)/python -m tools.commit_messages
 
 # The rules of ours always; buf's own where node is present and its package can be had.
 lint-protos: $(VENV)/.installed-dev
@@ -87,7 +98,18 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/python -m tools.adapter_docs
 	$(BIN)/python -m tools.model_docs
 	$(BIN)/python -m tools.configuration_docs
+	$(BIN)/python -m tools.bounds_docs
 	$(BIN)/python -m tools.prometheus_rule
+
+# constraints.txt and docs/sbom, after a change of dependencies or of a version that is pinned.
+# UPGRADE="NAME ..." takes the newest of these. Asks package indexes.
+constraints: $(VENV)/.installed-supply
+	$(BIN)/python -m tools.constraints $(if $(UPGRADE),--upgrade $(UPGRADE))
+	$(BIN)/python -m tools.sbom_docs
+
+# What an advisory service knows of these versions; where none answers, it says so and fails.
+audit: $(VENV)/.installed-supply
+	$(BIN)/python -m tools.audit
 
 # The blocking client from the asyncio one: a test compares.
 client: $(VENV)/.installed-dev
@@ -108,7 +130,7 @@ dashboards-preview: $(VENV)/.installed-dev $(PROMETHEUS)
 
 # Both container images, upon what versions.env pins. The tag is the project's version.
 IMAGE_BUILD = docker build --file deploy/images/Dockerfile \
-	$(foreach pin,$(shell sed -n 's/^\(PYTHON_IMAGE\|PYTHON_DIGEST\|CPU_TORCH_INDEX\|CUDA_TRITON\)=/&/p' deploy/images/versions.env),--build-arg $(pin))
+	$(foreach pin,$(shell sed -n 's/^\(PYTHON_IMAGE\|PYTHON_DIGEST\|CPU_TORCH_INDEX\)=/&/p' deploy/images/versions.env),--build-arg $(pin))
 IMAGE_TAG = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 images:
@@ -141,12 +163,15 @@ bench-peers: $(VENV)/.installed-bench
 	$(BIN)/python -m bench.ttft --peers vllm-tuned
 
 # The engine for ten minutes under cancels and deadlines; then the store killed 200 times at random
-# moments, over SQLite, and one of two replicas over PostgreSQL and S3. `make test` has some of
-# each. Give a printed seed again by SOAK="--seed N".
+# moments, over SQLite, and one of two replicas over PostgreSQL and S3; then both services for ten
+# minutes each, killed and stopped at random under work. `make test` has some of each. Give a printed
+# seed again by SOAK="--seed N".
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.soak.inference --seconds 600 $(SOAK)
 	$(BIN)/python -m tests.soak.store --kills 200 --catalog sqlite $(SOAK)
 	$(BIN)/python -m tests.soak.store --kills 200 --catalog postgresql $(SOAK)
+	$(BIN)/python -m tests.soak.chaos --seconds 600 --catalog sqlite $(SOAK)
+	$(BIN)/python -m tests.soak.chaos --seconds 600 --catalog postgresql $(SOAK)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; needed = "$(PYTHON_NEEDED)"; \
@@ -156,7 +181,7 @@ $(BIN)/python:
 
 # One stamp per extra; protos are inputs, because installing compiles them.
 $(VENV)/.installed-%: pyproject.toml constraints.txt setup.py $(PROTOS) | $(BIN)/python
-	@$(BIN)/python tools/install.py $*
+	@$(BIN)/python -m tools.install $*
 	@touch $@
 
 $(PROMETHEUS): tools/prometheus_package.py | $(BIN)/python

@@ -21,7 +21,8 @@ import time
 from pathlib import Path
 
 from adapter_store.config import StoreSettings
-from servicekit import interpreter_gc
+from contract.folders import GivenFolder, shown
+from servicekit import heap, interpreter_gc
 from servicekit.errors import InvalidSetting, ServiceError
 from servicekit.settings.load import load_settings, unknown_variables
 from servicekit.settings.ports import check_ports
@@ -86,16 +87,16 @@ def _print_digest(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m adapter_store digest DIR", file=sys.stderr)
         return 2
-    from adapter_store.checkpoint.files import CheckpointLimits, without_links
+    from adapter_store.checkpoint.files import CheckpointLimits
     from adapter_store.checkpoint.open import open_checkpoint
 
     # A digest is no verdict: what a store's operator allows is known to that store alone.
     limits = CheckpointLimits(allowed_config_keys=None)
     try:
-        with without_links(Path(arguments[0])) as folder:
+        with GivenFolder(arguments[0]) as folder:
             print(open_checkpoint(folder, limits).digest)
     except (ServiceError, OSError) as error:
-        print(f"{arguments[0]}: {error}", file=sys.stderr)
+        print(f"{shown(arguments[0])}: {error}", file=sys.stderr)
         return 1
     return 0
 
@@ -107,18 +108,17 @@ def _check(arguments: list[str]) -> int:
     parser.add_argument("--allow-config-keys", default="")
     options = parser.parse_args(arguments)
     from adapter_store.api.convert import from_json
-    from adapter_store.checkpoint.files import CheckpointLimits, without_links
+    from adapter_store.checkpoint.files import CheckpointLimits
     from adapter_store.images.check import Server, check_folder
 
     allowed, server = split_commas(options.allow_config_keys), None
     try:
         if options.server is not None:
             server = Server(*from_json(options.server.read_text()))
-        with without_links(options.folder) as folder:
-            limits = CheckpointLimits(allowed_config_keys=frozenset(allowed))
-            report = check_folder(folder, limits, server)
+        limits = CheckpointLimits(allowed_config_keys=frozenset(allowed))
+        report = check_folder(options.folder, limits, server)
     except (ServiceError, OSError) as error:
-        print(f"{options.folder}: {error}", file=sys.stderr)
+        print(f"{shown(options.folder)}: {error}", file=sys.stderr)
         return 1
     print(json.dumps(dataclasses.asdict(report)))
     return 0
@@ -140,7 +140,7 @@ def _strip(arguments: list[str]) -> int:
     for each in found:
         compared = "not compared" if each.difference is None else each.difference
         print(f"stripped {each.name} {list(each.shape)}: {compared or 'equals the base'}")
-    print(f"{len(found)} stripped, {num_kept} kept in {paths[1]}")
+    print(f"{len(found)} stripped, {num_kept} kept in {shown(paths[1])}")
     return 0
 
 
@@ -177,6 +177,7 @@ def _run(settings: StoreSettings) -> int:
     except OSError as error:
         return _fail(error, 1)
     interpreter_gc.pause()
+    heap.bound_arenas()
     # Importing torch takes seconds: after the settings are known to be good.
     from adapter_store.app import serve
 

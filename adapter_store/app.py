@@ -34,6 +34,7 @@ from adapter_store.blobs.fsync import make_folder
 from adapter_store.blobs.local import Blobs, LocalBlobs
 from adapter_store.blobs.s3_prefix import Bucket
 from adapter_store.blobs.shared import SharedBlobs
+from adapter_store.blobs.volume import Volume
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.layouts import LayoutLimits
 from adapter_store.catalog.watch import Watch
@@ -110,6 +111,16 @@ HELPER_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
+class DataFolder:
+    """What lies in the data folder besides the catalog, and its volume."""
+
+    path: Path
+    blobs: LocalBlobs
+    disk: DiskTier
+    volume: Volume
+
+
+@dataclass(frozen=True, slots=True)
 class Storage:
     """Where blobs and images are stored. `images` is None unless they are shared."""
 
@@ -122,6 +133,7 @@ class Storage:
 class Store:
     """The parts of a running store."""
 
+    volume: Volume
     catalog: Catalog
     images: ImageCache
     precompiler: Precompiler
@@ -138,21 +150,18 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
     Raises FailedPrecondition if another process uses the data folder or the policy is not valid,
     CorruptData if the catalog has another schema.
     """
-    folder = settings.data_dir.absolute()
-    grace = timedelta(seconds=settings.delete_grace_seconds)
     metrics = Metrics()
     policies = open_policy(settings.policy_file)
     stopping = threading.Event()
     async with AsyncExitStack() as stack:
-        make_folder(folder)
-        stack.callback(os.close, _lock_folder(folder))
-        catalog = open_catalog(settings, folder, grace)
+        data = _open_folder(stack, settings)
+        catalog = open_catalog(settings, data)
         stack.callback(catalog.close)
-        disk = DiskTier(folder / "images", settings.disk_cache_bytes)
         if catalog.adopt_compiler(COMPILER):
-            disk.clear()
-        storage = open_storage(stack.enter_context(ExitStack()), settings, folder, catalog, disk)
+            data.disk.clear()
+        storage = open_storage(stack.enter_context(ExitStack()), settings, data, catalog)
         sweep(settings, catalog, storage)
+        data.volume.restore()
 
         places = _places(stack, settings)
         calls, internal = places.calls, places.calls.of(INTERNAL)
@@ -161,9 +170,10 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
         stack.callback(workers.close)
         verified = VerifiedCheckpoints()
         builder = ImageBuilder(
-            catalog, storage.blobs, disk, metrics, grace, helpers, verified, storage.images
+            *(catalog, storage.blobs, data.disk, data.volume, metrics, _grace(settings)),
+            *(helpers, verified, storage.images),
         )
-        images = ImageCache(builder, disk, workers, calls, settings.image_memory, places.share)
+        images = ImageCache(builder, data.disk, workers, calls, settings.image_memory, places.share)
         stack.push_async_callback(images.close)
         precompiler = Precompiler(
             *(catalog, images, internal, settings.compile_workers),
@@ -172,7 +182,8 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
         stack.push_async_callback(precompiler.close)
         watch = Watch(catalog, calls, settings.bookmark_seconds, places.watches)
         registrar = _registrar(
-            settings, catalog, storage, verified, metrics, policies, stopping, places, images
+            *(settings, catalog, data.volume, storage, verified, metrics, policies, stopping),
+            *(places, images),
         )
         service = StoreService(
             catalog, registrar, images, precompiler, watch, metrics, policies, places
@@ -182,18 +193,19 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
 
         await service.precompile_missing()
         work = _collect_periodically(
-            storage.collector, images, service, internal, settings.collect_seconds
+            storage.collector, data.volume, images, service, internal, settings.collect_seconds
         )
         stack.push_async_callback(_cancel, asyncio.create_task(work))
         if catalog.is_shared:
             stack.callback(PinRefresher(catalog, service.refresh_pinned).close)
         stack.callback(stopping.set)  # callers no longer wait for fetches
-        yield Store(catalog, images, precompiler, watch, service, metrics, policies)
+        yield Store(data.volume, catalog, images, precompiler, watch, service, metrics, policies)
 
 
 def _registrar(
     settings: StoreSettings,
     catalog: Catalog,
+    volume: Volume,
     storage: Storage,
     verified: VerifiedCheckpoints,
     metrics: Metrics,
@@ -211,7 +223,7 @@ def _registrar(
             loop.call_soon_threadsafe(images.drop_digests, gone)
 
     return Registrar(
-        *(catalog, storage.blobs, verified, sources, metrics, *limits, policies, stopping),
+        *(catalog, storage.blobs, volume, verified, sources, metrics, *limits, policies, stopping),
         FetchRunner(places.pace, places.share, FETCHES_PER_WORKER * settings.fetch_workers),
         places.staged_bytes,
         places.ephemeral_bytes,
@@ -219,17 +231,30 @@ def _registrar(
     )
 
 
-def open_catalog(settings: StoreSettings, folder: Path, grace: timedelta) -> Catalog:
-    """Raises CorruptData for a catalog of a newer release, CatalogUnavailable."""
+def _open_folder(stack: AsyncExitStack, settings: StoreSettings) -> DataFolder:
+    """Opens the data folder, locked as long as the stack lasts, with space for a catalog."""
+    folder = settings.data_dir.absolute()
+    make_folder(folder)
+    _lock_folder(stack, folder)
+    blobs, disk = LocalBlobs(folder), DiskTier(folder / "images", settings.disk_cache_bytes)
+    blobs.sweep_leftovers()
+    volume = Volume(folder, disk.evict)
+    volume.make_room()
+    return DataFolder(folder, blobs, disk, volume)
+
+
+def open_catalog(settings: StoreSettings, data: DataFolder) -> Catalog:
+    """Raises CorruptData for a catalog of a newer release, CatalogUnavailable, DiskFull."""
     dsn = settings.catalog_dsn
     return Catalog(
-        folder / "catalog.sqlite3" if dsn is None else dsn.get_secret_value(),
+        data.path / "catalog.sqlite3" if dsn is None else dsn.get_secret_value(),
         event_retention=settings.event_retention,
-        delete_grace=grace,
+        delete_grace=_grace(settings),
         layout_ttl=timedelta(seconds=settings.layout_ttl_seconds),
         layout_limits=LayoutLimits(
             settings.max_layouts, settings.max_layouts_in_all, _tenant_share(settings)
         ),
+        space=data.volume,
     )
 
 
@@ -249,12 +274,15 @@ def sweep(settings: StoreSettings, catalog: Catalog, storage: Storage) -> None:
     storage.collector.sweep()
 
 
+def _grace(settings: StoreSettings) -> timedelta:
+    return timedelta(seconds=settings.delete_grace_seconds)
+
+
 def open_storage(
-    stack: ExitStack, settings: StoreSettings, folder: Path, catalog: Catalog, disk: DiskTier
+    stack: ExitStack, settings: StoreSettings, data: DataFolder, catalog: Catalog
 ) -> Storage:
     """Opens local or shared storage. `stack` stops its background threads."""
-    grace = timedelta(seconds=settings.delete_grace_seconds)
-    local = LocalBlobs(folder)
+    local, disk, grace = data.blobs, data.disk, _grace(settings)
     ephemeral = timedelta(seconds=settings.ephemeral_grace_seconds)
     if not settings.shared_s3:
         return Storage(local, Collector(catalog, local, disk, grace, ephemeral), None)
@@ -262,7 +290,7 @@ def open_storage(
     bucket = Bucket(settings.shared_s3, endpoint, settings.s3_region)
     leases = Leases(catalog, settings.lease_seconds)
     stack.callback(leases.close)
-    blobs = SharedBlobs(local, bucket, catalog, leases, folder, settings.fetched_bytes)
+    blobs = SharedBlobs(local, bucket, catalog, leases, data.volume, settings.fetched_bytes)
     images = SharedTier(bucket, leases)
     collector = SharedCollector(catalog, blobs, disk, grace, images, leases, ephemeral)
     return Storage(blobs, collector, images)
@@ -270,7 +298,10 @@ def open_storage(
 
 def _sources(settings: StoreSettings) -> Sources:
     s3 = S3Source(settings.s3_buckets, settings.s3_endpoint_url, settings.s3_region)
-    hub = HubSource(settings.hf_organizations, settings.hf_endpoint, settings.hf_cache_dir)
+    hub = HubSource(
+        *(settings.hf_organizations, settings.hf_endpoint, settings.hf_cache_dir),
+        redirect_hosts=settings.hf_redirect_hosts,
+    )
     return Sources({"file": LocalSource(settings.source_roots), "s3": s3, "hf": hub})
 
 
@@ -287,18 +318,23 @@ def _limits(settings: StoreSettings) -> tuple[FetchLimits, CheckpointLimits]:
     )
 
 
-def _lock_folder(folder: Path) -> int:
-    """Locks the folder against other processes until the returned descriptor is closed."""
-    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as exc:
-        os.close(fd)
-        raise FailedPrecondition(
-            f"--data-dir: another store is using {folder}: stop it, or choose another folder",
-            subject="data_dir",
-        ) from exc
-    return fd
+def _lock_folder(stack: AsyncExitStack, folder: Path) -> None:
+    """Locks the folder against other processes for as long as the stack lasts. The folder itself:
+    a file in it can be removed. Releases up to 0.2 lock the file `lock`, and file systems over a
+    network no folders."""
+    for path, flags in ((folder, os.O_DIRECTORY), (folder / "lock", os.O_RDWR | os.O_CREAT)):
+        fd = os.open(path, flags | os.O_CLOEXEC, 0o644)
+        stack.callback(os.close, fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise FailedPrecondition(
+                f"--data-dir: another store is using {folder}: stop it, or choose another folder",
+                subject="data_dir",
+            ) from exc
+        except OSError:
+            if path != folder:
+                raise
 
 
 def _helpers(stack: AsyncExitStack) -> Executor:
@@ -326,9 +362,9 @@ def _places(stack: AsyncExitStack, settings: StoreSettings) -> Places:
         fetches,
         interrupts,
         Shares("uploads", settings.max_uploads, share, setting="--max-uploads"),
-        Shares("watches", settings.max_watches, share, setting="--max-watches"),
+        Shares("watches", settings.max_watches, share, setting="setting max-watches"),
         Shares("pulled_bytes", settings.image_memory, share, setting="--image-memory"),
-        Shares("staged_bytes", settings.staging_bytes, share, setting="--staging-bytes"),
+        Shares("staged_bytes", settings.staging_bytes, share, setting="setting staging-bytes"),
         Shares("ephemeral_bytes", settings.ephemeral_memory, share, setting="--ephemeral-memory"),
         WorkBudget("list_work", share, LIST_PROCESSORS, LIST_WAIT_SECONDS),
         Pace(settings.min_transfer_rate, settings.transfer_stall_seconds),
@@ -337,13 +373,15 @@ def _places(stack: AsyncExitStack, settings: StoreSettings) -> Places:
 
 async def _collect_periodically(
     collector: Collector,
+    volume: Volume,
     images: ImageCache,
     service: StoreService,
     executor: Executor,
     seconds: float,
 ) -> None:
-    """Collects all every `seconds`, and what is due in between. Says once why it fails, until it
-    has worked again: a catalog that does not answer is asked every second."""
+    """Collects all every `seconds`, and what is due in between; restores the volume's reserve. Logs
+    once why it fails, until it has worked again: a catalog that does not answer is asked every
+    second."""
     loop = asyncio.get_running_loop()
     unused: frozenset[str] = frozenset()
     next_s = time.monotonic() + seconds
@@ -355,6 +393,7 @@ async def _collect_periodically(
             if time.monotonic() >= next_s:
                 next_s = time.monotonic() + seconds
                 unused = await _collect(collector, images, service, executor, unused)
+            await loop.run_in_executor(executor, volume.restore)
         except Exception:
             if not is_failing:
                 logger.exception("collecting failed; trying again")
@@ -444,6 +483,7 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
         if tracing is not None:
             stack.push_async_callback(asyncio.to_thread, tracing.close)
         store = await stack.enter_async_context(open_store(settings))
+        audit.make_room = store.volume.make_room
         # Not before: another store that runs on this folder keeps its own.
         withdraw_ready(settings.ready_file)
         places = _call_places(settings)
@@ -496,15 +536,15 @@ def _serving_metrics(store: Store, settings: StoreSettings, places: CallPlaces) 
     store.metrics.describe_store(version("loadout"), str(COMPILER_REVISION))
     store.metrics.expect_calls(_SERVICE.methods_by_name)
     registry = store.metrics.registry
-    registry.collect_samples(lambda: _read_samples(store.service, settings.data_dir, places))
+    registry.collect_samples(lambda: _read_samples(store.service, store.volume, places))
     with closing(MetricsServer(registry, host, port)) as server:
         yield with_port(address, server.port)
 
 
-def _read_samples(service: StoreService, data_dir: Path, places: CallPlaces) -> list[Sample]:
+def _read_samples(service: StoreService, volume: Volume, places: CallPlaces) -> list[Sample]:
     """Returns the samples, without the catalog's while its database does not answer: metrics must
     outlast an outage that they show."""
-    found = [*work_samples(service.read_work()), *volume_samples(data_dir)]
+    found = [*work_samples(service.read_work()), *volume_samples(volume)]
     for place in places.shares:
         found += place_samples(place.use())
     with suppress(CatalogUnavailable):

@@ -204,9 +204,9 @@ class Target:
     def needs_format_2(self) -> bool:
         """Whether format 1 could not say this."""
         is_new_kind = self.kind in (TargetKind.EXPERTS, TargetKind.VECTOR)
-        says_more = self.other_names or self.space or self.base_hashes or self.rank_part
+        says_more = any((self.other_names, self.space, self.rank_part, self.base_hashes))
         is_elsewhere = self.held is not Held.HERE or not self.out_features
-        return is_new_kind or bool(says_more or self.tied_to) or is_elsewhere
+        return any((is_new_kind, says_more, self.base_dtype, self.tied_to, is_elsewhere))
 
 
 HASHED_ROWS = 256
@@ -392,12 +392,12 @@ class LayoutVerdict:
     build_micros: int = 0
     """How long the build took that gave the verdict."""
     build_time: int = field(default=0, compare=False)
-    """When that began, in microseconds since the epoch: records that came later do not show the
-    verdict for as long as it took."""
+    """When that began, in microseconds since the epoch: later records hide the verdict as long."""
+    retry_micros: int = 0
+    """How long after a failed build it is tried again; 0: the verdict is final."""
     is_hidden: bool = False
     """Whether it is shown as PENDING for that reason: there is nothing to build."""
     servers: tuple[ServerLimits, ...] = ()
-    """The limits of the layout's servers."""
     fits: bool = field(default=False, compare=False)
     """Whether the adapter's shapes are known to fit the layout, maybe before its image is built."""
     content: ImageContent | None = field(default=None, compare=False)
@@ -589,12 +589,12 @@ class BaseModelChoice:
 
 
 class Recorded(NamedTuple):
-    """A change of a name: the record, the revision at which it is current, the numbers of the older
-    versions that were deleted for it; of a registration how its base model was chosen, and the
-    unknown keys of its config that the operator lets pass."""
+    """A change of a name: the record, the revision at which it is current, the numbers of versions
+    that were deleted for it; of a registration its base model, unknown keys and warnings."""
 
     record: AdapterRecord
     revision: int
     deleted_versions: tuple[int, ...] = ()
     base_model: BaseModelChoice | None = None
     ignored_config_keys: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()

@@ -1,25 +1,26 @@
 """The adapter store's own errors, below the general kinds whose status code they have.
 
 InvalidArgument
- └─ InvalidAdapter       the adapter's own content, named by `subject` (file, tensor or key)
+ └─ InvalidAdapter       the adapter's content is invalid; `subject` names the file, tensor or key
 FailedPrecondition
- └─ IncompatibleAdapter  valid, but not servable under a layout
+ └─ IncompatibleAdapter  the adapter is valid, but a layout cannot serve it
 Aborted
- ├─ Conflict             the name points elsewhere than the caller required
- └─ CallerGone           the caller left before its source was fetched
+ ├─ Conflict             the name does not point to the digest that the caller requires
+ └─ CallerGone           the caller left before the source was fetched
 OutOfRange
- └─ RevisionTooOld       the requested history is gone: list again
+ └─ RevisionTooOld       the requested history is gone; list again
 ResourceExhausted
- └─ LimitExceeded        a size or count limit of this store
-     └─ Overloaded       this store's memory is in use; trying again later may succeed
+ └─ LimitExceeded        a size or count exceeds this store's limit
+     ├─ DiskFull         this store's volume is full; it can add nothing
+     └─ Overloaded       this store's memory is in use; a later retry may succeed
 DeadlineExceeded
- └─ UploadStalled        a writer that sent too little for too long
+ └─ UploadStalled        the client uploads too slowly
 Unavailable
  ├─ SourceUnavailable    the source did not answer
  └─ CatalogUnavailable   the catalog's database does not answer
-     └─ BlobLost         what was stored was collected before the catalog pointed to it
+     └─ BlobLost         stored files were collected before the catalog pointed to them
 DataLoss
- └─ CorruptData          bytes of our own that fail their hash
+ └─ CorruptData          the store's own bytes fail their hash
 """
 
 from __future__ import annotations
@@ -60,8 +61,16 @@ class LimitExceeded(ResourceExhausted):
     reason = "LIMIT_EXCEEDED"
 
 
-def disk_full() -> LimitExceeded:
-    return LimitExceeded("this store's disk is full", reason="DISK_FULL")
+class DiskFull(LimitExceeded):
+    reason = "DISK_FULL"
+
+
+def disk_full() -> DiskFull:
+    return DiskFull(
+        "the volume of this store's --data-dir is full: nothing can be added until its operator "
+        "deletes adapters, lowers --disk-cache-bytes or makes the volume larger; what is stored "
+        "can be read, pulled and deleted"
+    )
 
 
 class Overloaded(LimitExceeded):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
+from adapter_store.blobs.volume import Volume
 from adapter_store.catalog.usage import CatalogCounts
 from adapter_store.images.cache import ImageInProgress
 from adapter_store.images.disk_tier import TierCounts
@@ -75,13 +75,18 @@ def work_samples(work: Work) -> list[Sample]:
     return found
 
 
-def volume_samples(folder: Path) -> list[Sample]:
-    """Returns the free space of the file system of `folder`; nothing if that does not answer."""
+def volume_samples(volume: Volume) -> list[Sample]:
+    """Returns the space of the data folder's file system; nothing if that does not answer."""
     try:
-        usage = shutil.disk_usage(folder)
+        usage = shutil.disk_usage(volume.folder)
+        is_full = not volume.has_space()
     except OSError:
         return []
-    return [Sample("volume_free_bytes", usage.free), Sample("volume_capacity_bytes", usage.total)]
+    return [
+        Sample("volume_free_bytes", usage.free),
+        Sample("volume_capacity_bytes", usage.total),
+        Sample("volume_full", is_full),
+    ]
 
 
 def _sizes(tier: str, counts: TierCounts) -> list[Sample]:

@@ -9,20 +9,31 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import os
 import random
+import shutil
 import socket
+import string
 import sys
+import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
 
+from loadout import Client
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
+from loadout.errors import LoadoutError
+from loadout.inference.v1 import inference_pb2 as inference_pb
 from tests.adapter_store.service.guarded import token_of
 from tests.support.http2 import Connection, message
 from tests.system import attacks
@@ -36,17 +47,21 @@ BODY_BYTES = 4 << 20
 NUM_CALLS = 8
 NUM_STRANGERS = 200
 PAUSE_S = 0.2
+NUM_TOKENIZERS, TOKEN_CHARS, NUM_ADDED_CHARS = 64, 500, 95_000
+LETTERS = string.ascii_lowercase
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Addresses, and an image of the attacker's own, for pulls."""
+    """Addresses, an image of the attacker's own, for pulls, and folders to make adapters of."""
 
     store: str
     inference: str
     http: str
     digest: str
     layout_id: str
+    model_dir: str
+    adapter_dir: str
 
 
 def channel(address: str) -> grpc.Channel:
@@ -237,6 +252,194 @@ def half_sent_headers(target: Target) -> None:
     half_sent(target, b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"x" * 30_000)
 
 
+def costly_tokenizers(target: Target) -> None:
+    """As many added tokens as an adapter may have, in more adapters than a server keeps texts of,
+    in turns."""
+    names: list[str] = []
+    turns = itertools.count()
+
+    def register() -> None:
+        for number in range(NUM_TOKENIZERS):
+            with tempfile.TemporaryDirectory() as folder:
+                add_tokenizer(target, Path(folder, "adapter"), number)
+                client.register(f"costly-{number}", Path(folder, "adapter"))
+            names.append(f"costly-{number}")
+
+    def call() -> None:
+        while True:
+            if not names:
+                time.sleep(PAUSE_S)
+                continue
+            with suppress(LoadoutError):
+                client.complete([1], adapter=names[next(turns) % len(names)], max_tokens=1)
+
+    store, inference, token = target.store, target.inference, token_of(ATTACKER)
+    with (
+        Client(store=store, inference=inference, token=token, timeout_s=60) as client,
+        ThreadPoolExecutor(NUM_CALLS) as pool,
+    ):
+        for _ in range(NUM_CALLS):
+            pool.submit(call)
+        try:
+            register()
+        except Exception as error:
+            print(error, file=sys.stderr)
+            os._exit(1)  # what is refused attacks nobody
+
+
+def add_tokenizer(target: Target, folder: Path, seed: int) -> None:
+    """Copies the attacker's adapter, with a tokenizer of as many long tokens as may be."""
+    shutil.copytree(target.adapter_dir, folder)
+    tokenizer = json.loads(Path(target.model_dir, "tokenizer.json").read_bytes())
+    dice, first = random.Random(seed), len(tokenizer["model"]["vocab"])
+    tokenizer["added_tokens"] += [
+        {"id": first + index, "content": "".join(dice.choices(LETTERS, k=TOKEN_CHARS))}
+        for index in range(NUM_ADDED_CHARS // TOKEN_CHARS)
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+# --- a tenant's own requests that cost much, and as many plain ones -------------------------------
+
+NUM_FOLLOWERS, PUSHES_PER_S, NUM_KEPT = 16, 4, 2
+FOLLOWED, THEIRS = "team-x/followed", "team-x/theirs"
+
+
+def generate(
+    target: Target,
+    num_calls: int,
+    num_in: int = 32,
+    adapter: str = THEIRS,
+    follows: bool = False,
+    n: int = 1,
+    packed: bool = False,
+    **sampling: Any,
+) -> None:
+    """Repeats requests of prompts that begin differently, so that no prefix is shared."""
+    service = attacks.SERVICES["inference"]
+    policy = inference_pb.VERSION_POLICY_FOLLOW_RECOMPUTE if follows else None
+    dice = random.Random(39)
+
+    def body() -> bytes:
+        request = inference_pb.GenerateRequest(
+            adapter=adapter, n=n, packed_logprobs=packed, version_policy=policy
+        )
+        request.token_ids.ids.extend(dice.randrange(3, 8000) for _ in range(num_in))
+        for key, value in {"max_tokens": 64, "ignore_eos": True, **sampling}.items():
+            setattr(request.sampling, key, value)
+        return request.SerializeToString()
+
+    def again(call: Any) -> None:
+        while True:
+            try:
+                for _ in call(body(), metadata=metadata(ATTACKER), timeout=60):
+                    pass
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                    print(error.details(), file=sys.stderr)
+                    os._exit(1)  # what is refused attacks nobody
+                time.sleep(PAUSE_S)
+
+    with channel(target.inference) as open_channel, ThreadPoolExecutor(num_calls) as pool:
+        call = open_channel.unary_stream(f"/{service.full_name}/Generate")
+        for running in [pool.submit(again, call) for _ in range(num_calls)]:
+            running.result()
+
+
+def push_often(target: Target, has_pushed: threading.Event) -> None:
+    """Pushes variants of an adapter, of other last bits each, PUSHES_PER_S times a second."""
+    config = Path(target.adapter_dir, "adapter_config.json").read_bytes()
+    weights = bytearray(Path(target.adapter_dir, "adapter_model.safetensors").read_bytes())
+    with (
+        Client(store=target.store, token=token_of(ATTACKER)) as client,
+        tempfile.TemporaryDirectory() as made,
+    ):
+        (folder := Path(made) / "variant").mkdir()
+        (folder / "adapter_config.json").write_bytes(config)
+        for number in itertools.count():
+            weights[-8:-4:2] = (number % 65_536).to_bytes(2, "little")
+            (folder / "adapter_model.safetensors").write_bytes(weights)
+            client.register(FOLLOWED, folder, ephemeral=True, keep=NUM_KEPT)
+            has_pushed.set()
+            time.sleep(1 / PUSHES_PER_S)
+
+
+def ask_while_pushed(target: Target, follows: bool) -> None:
+    has_pushed = threading.Event()
+    threading.Thread(target=push_often, args=(target, has_pushed), daemon=True).start()
+    has_pushed.wait()
+    generate(target, NUM_FOLLOWERS, adapter=FOLLOWED, follows=follows, max_tokens=512)
+
+
+_LONG: dict[str, Any] = {"num_calls": 8, "num_in": 2000, "max_tokens": 4}
+_MANY: dict[str, Any] = {"num_calls": 64, "num_in": 4}
+COSTLY: dict[str, tuple[Callable[[Target], None], Callable[[Target], None]]] = {
+    "engine: followers and four pushes a second": (
+        partial(ask_while_pushed, follows=True),
+        partial(ask_while_pushed, follows=False),
+    ),
+    "engine: 64 calls of four long answers": (
+        partial(generate, **_MANY, n=4, max_tokens=2040),
+        partial(generate, **_MANY),
+    ),
+    "engine: 128 answers with 1,024 log probabilities": (
+        partial(generate, num_calls=1, n=128, packed=True, logprobs=1024, temperature=1.0),
+        partial(generate, num_calls=128, temperature=1.0),
+    ),
+    "engine: long prompts that are scored": (
+        partial(generate, **_LONG, prompt_logprobs=1024),
+        partial(generate, **_LONG),
+    ),
+    "engine: processed log probabilities": (
+        partial(
+            generate,
+            num_calls=64,
+            logprobs=20,
+            logprobs_mode=inference_pb.LOGPROBS_MODE_PROCESSED,
+            temperature=1.0,
+            top_p=0.9,
+        ),
+        partial(generate, num_calls=64, temperature=1.0),
+    ),
+    "inference: costly tokenizers": (
+        costly_tokenizers,
+        partial(generate, num_calls=NUM_CALLS, num_in=1, max_tokens=1),
+    ),
+    "engine: top_p that sorts the vocabulary": (
+        partial(generate, num_calls=64, temperature=1.0, top_p=0.999),
+        partial(generate, num_calls=64, temperature=1.0),
+    ),
+}
+"""A tenant may use its part of the machine: others compare with how they fare beside as many plain
+requests of it, the second of each pair; with as many pushes where the name is pushed to."""
+PLAIN = "plain requests beside "
+
+
+# --- storms of callers without a token ------------------------------------------------------------
+
+
+def metadata_storm(target: Target) -> None:
+    """Calls with 15 KiB of metadata on 64 connections."""
+    attacks.metadata_storm(target.store, f"{STORE}/GetAdapter", math.inf)
+
+
+def store_resets(target: Target) -> None:
+    """Calls that are reset as soon as they are begun."""
+    attacks.reset_storm(target.store, f"{STORE}/GetAdapter", math.inf)
+
+
+def inference_resets(target: Target) -> None:
+    service = attacks.SERVICES["inference"]
+    attacks.reset_storm(target.inference, f"/{service.full_name}/Generate", math.inf)
+
+
+def half_handshakes(target: Target) -> None:
+    """1,900 connections at once, of each half a hello of TLS, again and again. (The services here
+    have no TLS: tests/system/test_attacks.py has the same for one that has.)"""
+    while True:
+        attacks.half_handshakes(target.store, rounds=1)
+
+
 def compute(target: Target) -> None:
     """No attack: what its own processor time does to others, where two share a core."""
     while True:
@@ -254,6 +457,10 @@ ATTACKERS: dict[str, Callable[[Target], None]] = {
     "store: pulls that nobody reads": unread_pulls,
     "store: pages that nobody reads": unread_pages,
     "inference: strangers": lambda target: strangers(target.inference, "inference"),
+    "store: metadata on 64 connections": metadata_storm,
+    "store: rapid resets": store_resets,
+    "store: half handshakes": half_handshakes,
+    "inference: rapid resets": inference_resets,
     "http: metadata of 4 MiB": large_metadata,
     "http: prompts of 4 MiB": long_prompts,
     "http: bodies that are too large": too_large_bodies,
@@ -261,10 +468,13 @@ ATTACKERS: dict[str, Callable[[Target], None]] = {
     "http: 30,000 messages": many_messages,
     "http: half-sent bodies": half_sent_bodies,
     "http: half-sent headers": half_sent_headers,
+    **{name: costly for name, (costly, _) in COSTLY.items()},
 }
 
 STRANGERS = {
     *("store: strangers", "store: watches of 60 MiB", "inference: strangers"),
+    *("store: metadata on 64 connections", "store: rapid resets", "store: half handshakes"),
+    "inference: rapid resets",
     "http: half-sent headers",
 }
 """Those without a token."""
@@ -273,7 +483,8 @@ STRANGERS = {
 def main() -> None:
     name, target = sys.argv[1:]
     print("begins", flush=True)
-    ATTACKERS[name](Target(**json.loads(target)))
+    plain = {f"{PLAIN}{each}": beside for each, (_, beside) in COSTLY.items()}
+    (ATTACKERS | plain)[name](Target(**json.loads(target)))
 
 
 if __name__ == "__main__":

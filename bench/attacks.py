@@ -7,11 +7,14 @@ or somebody without a token, does their worst.
 Both services as processes under a policy. A tenant calls `GetAdapter` every ten milliseconds, and
 four of its requests decode with its own adapter all the while. An attacker is a process of its own
 at the lowest priority: what it computes itself is not the services' work. Quiet windows and
-attacked ones take turns; `Generate`'s rate is compared with the quiet windows before and after. The
-attacker that only computes shows what its processor time costs, where two threads share a core.
-Memory is how far each service's peak lies above what it held when the attack began, the worst of
-the rounds; processors are what both services use of them beyond the quiet window before. With
---checkout the services are those of another commit with the same flags: what an attack cost before.
+attacked ones take turns; `Generate`'s rate is compared with the quiet windows before and after. A
+tenant may use its part of the machine: beside requests that cost it much, others compare with what
+they get beside as many plain requests of that tenant, in place of a quiet machine, and the longest
+wait for a first token counts, too. The attacker that only computes shows what its processor time
+costs, where two threads share a core. Memory is how far each service's peak lies above what it held
+when the attack began, the worst of the rounds; processors are what both services use of them beyond
+the quiet window before. With --checkout the services are those of another commit with the same
+flags: what an attack cost before.
 """
 
 from __future__ import annotations
@@ -26,12 +29,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from bench.attackers import ATTACKER, ATTACKERS, MODEL, SERVER, STRANGERS, Target
+from bench.attackers import (
+    ATTACKER,
+    ATTACKERS,
+    COSTLY,
+    MODEL,
+    PLAIN,
+    SERVER,
+    STRANGERS,
+    Target,
+)
 from bench.models import RANK, Prepared, arena_bytes, prepare, prompts
 from bench.results import FOLDER, median, percentile, show, write
 from loadout import Client
@@ -51,10 +63,14 @@ TOKENS = (
 )
 NUM_GENERATING, NUM_IN, NUM_OUT = 4, 32, 64
 GET_PAUSE_S = 0.01
+ASK_PAUSE_S = 0.1
 SETTLE_S = 1.0
 READY_S, GRACE_S = 120.0, 45.0
 MAX_GET_P99_S, MIN_RATE = 0.1, 0.9
 MAX_STRANGER_MIB = 50
+MAX_FIRST_S = 2.0
+"""The longest wait for a first token beside a tenant's costly requests, beyond that beside plain
+ones: 0.25 s until others give up a place, and some steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +80,7 @@ class Window:
     get_p99_s: float
     get_longest_s: float
     tokens_per_s: float
+    first_longest_s: float
 
 
 class Tenant:
@@ -76,8 +93,11 @@ class Tenant:
         self._over = threading.Event()
         self._gets: list[float] = []
         self._num_tokens = 0
+        self._waits_since: float | None = None  # for a first token
+        self._first: list[float] = []
         self._threads = [
             threading.Thread(target=self._get),
+            threading.Thread(target=self._ask),
             *(threading.Thread(target=self._generate) for _ in range(NUM_GENERATING)),
         ]
 
@@ -94,17 +114,31 @@ class Tenant:
 
     def observe(self, seconds: float) -> Window:
         num_gets, num_tokens, start_s = len(self._gets), self._num_tokens, time.monotonic()
+        num_first = len(self._first)
         time.sleep(seconds)
-        elapsed_s = time.monotonic() - start_s
+        now_s = time.monotonic()
+        elapsed_s = now_s - start_s
         gets = self._gets[num_gets:] or [elapsed_s]
         rate = (self._num_tokens - num_tokens) / elapsed_s
-        return Window(percentile(gets, 99), max(gets), rate)
+        since_s = self._waits_since
+        still_waiting = [] if since_s is None else [now_s - since_s]
+        # Of the pause between two questions nothing is known: it is short.
+        first = max([*self._first[num_first:], *still_waiting], default=ASK_PAUSE_S)
+        return Window(percentile(gets, 99), max(gets), rate, first)
 
     def _get(self) -> None:
         while not self._over.wait(GET_PAUSE_S):
             start_s = time.monotonic()
             self._client.get("team-v/mine")
             self._gets.append(time.monotonic() - start_s)
+
+    def _ask(self) -> None:
+        """Short questions, whose answers tell how long a first token takes."""
+        while not self._over.wait(ASK_PAUSE_S):
+            self._waits_since = start_s = time.monotonic()
+            self._client.complete(self._prompt[:4], adapter="team-v/mine", max_tokens=1)
+            self._first.append(time.monotonic() - start_s)
+            self._waits_since = None
 
     def _generate(self) -> None:
         while not self._over.is_set():
@@ -147,7 +181,10 @@ class Attacked:
             ],
         )
         digest, layout_id = self._register(store["grpc"], prepared)
-        self.target = Target(store["grpc"], inference["grpc"], inference["http"], digest, layout_id)
+        self.target = Target(
+            *(store["grpc"], inference["grpc"], inference["http"], digest, layout_id),
+            *(str(prepared.model_dir), str(prepared.adapters["1"])),
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -221,6 +258,8 @@ def attacking(name: str, target: Target) -> Iterator[None]:
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == b"begins\n"
+        if name in COSTLY or name.startswith(PLAIN):
+            time.sleep(SETTLE_S)  # its requests have begun
         yield
         assert process.poll() is None, f"{name} ended by itself"
     finally:
@@ -231,17 +270,19 @@ def attacking(name: str, target: Target) -> Iterator[None]:
 
 
 def measure(name: str, attacked: Attacked, tenant: Tenant, seconds: float) -> dict[str, float]:
-    """One attack between two quiet windows."""
-    start_s = attacked.processor_s()
-    before = tenant.observe(seconds / 2)
-    before_s = attacked.processor_s()
+    """One attack between two quiet windows, of a costly one between two beside plain requests."""
+    with _plain(name, attacked.target):
+        start_s = attacked.processor_s()
+        before = tenant.observe(seconds / 2)
+        before_s = attacked.processor_s()
     with attacked.grown_mib() as grown, attacking(name, attacked.target):
         time.sleep(SETTLE_S)
         settled_s = attacked.processor_s()
         during = tenant.observe(seconds)
         during_s = attacked.processor_s()
     time.sleep(SETTLE_S)
-    after = tenant.observe(seconds / 2)
+    with _plain(name, attacked.target):
+        after = tenant.observe(seconds / 2)
     quiet = (before.tokens_per_s + after.tokens_per_s) / 2
     return {
         "quiet_get_p99_s": max(before.get_p99_s, after.get_p99_s),
@@ -249,6 +290,8 @@ def measure(name: str, attacked: Attacked, tenant: Tenant, seconds: float) -> di
         "get_longest_s": during.get_longest_s,
         "tokens_per_s": during.tokens_per_s,
         "rate": during.tokens_per_s / quiet,
+        "first_longest_s": during.first_longest_s,
+        "more_first_s": during.first_longest_s - max(before.first_longest_s, after.first_longest_s),
         **{f"{service}_grown_mib": each for service, each in grown.items()},
         **{
             f"{service}_more_processors": (during_s[service] - settled_s[service]) / seconds
@@ -256,6 +299,11 @@ def measure(name: str, attacked: Attacked, tenant: Tenant, seconds: float) -> di
             for service in grown
         },
     }
+
+
+def _plain(name: str, target: Target) -> AbstractContextManager[None]:
+    """Returns a context with a costly attack's plain requests, which have begun to run."""
+    return attacking(f"{PLAIN}{name}", target) if name in COSTLY else nullcontext()
 
 
 def summarize(name: str, rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
@@ -270,6 +318,7 @@ def summarize(name: str, rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
         found["get_p99_s"] <= MAX_GET_P99_S
         and found["rate"] >= MIN_RATE
         and (name not in STRANGERS or grown <= MAX_STRANGER_MIB)
+        and (name not in COSTLY or found["more_first_s"] <= MAX_FIRST_S)
     )
     return found
 
@@ -298,13 +347,14 @@ def main() -> None:
                 print(name, rounds[name][-1], flush=True)
     result = {name: summarize(name, each) for name, each in rounds.items()}
     columns = (
-        *("get_p99_s", "rate", "store_grown_mib", "inference_grown_mib"),
+        *("get_p99_s", "rate", "first_longest_s", "store_grown_mib", "inference_grown_mib"),
         *("store_more_processors", "inference_more_processors", "holds"),
     )
     show(
         f"attacks, medians of {args.rounds} rounds",
         (
-            *("attack", "GetAdapter p99, s", "Generate's rate", "store, MiB", "inference, MiB"),
+            *("attack", "GetAdapter p99, s", "Generate's rate", "first token, s"),
+            *("store, MiB", "inference, MiB"),
             *("store, processors", "inference, processors", "holds"),
         ),
         [(name, *(each[key] for key in columns)) for name, each in result.items()],

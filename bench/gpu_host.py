@@ -164,9 +164,9 @@ def _step(
     batch = scheduler.schedule(step_s)
     scheduled_s = now_s()
     assert batch is not None
-    sampled, timings, failed, _ = runner.run(batch)
+    sampled, timings, lost, _ = runner.run(batch)
     ran_s = now_s()
-    assert not failed, "the device has no memory for the step"
+    assert not lost, "the device has no memory for the step"
     outputs = settler.settle(batch, sampled, step_s)
     settled_s = now_s()
     encode(StepOutputs(tuple(outputs)))

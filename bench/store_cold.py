@@ -35,7 +35,6 @@ import torch
 from adapter_store.__main__ import SWITCH_S
 from adapter_store.api.convert import from_layout
 from adapter_store.blobs.local import LocalBlobs
-from adapter_store.checkpoint.files import WEIGHTS_FILE
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.images.buffers import resident_buffer
 from adapter_store.images.compile import Image, compile_parts
@@ -47,6 +46,7 @@ from adapter_store.sources.s3 import S3Source
 from adapter_store.sources.staging import FetchLimits, Staging
 from bench.store_adapters import BENCH_200M, make_adapter, make_layout
 from bench.store_process import bench_store
+from contract.adapter_files import WEIGHTS_FILE
 from loadout.demo.process import Process
 
 BUCKET = "adapters"

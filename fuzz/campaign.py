@@ -16,9 +16,14 @@ DICTIONARY = Path(__file__).with_name("dictionary.txt")
 TIMEOUT_SECONDS = 20
 RSS_LIMIT_MIB = 1024
 MAX_GROWTH_MIB = 64
+MIN_TO_ACCEPT = 1000
+"""From so many executions on, of which most are changed seeds, some must be accepted."""
 MAX_INPUT_BYTES = 4096
+MAX_INPUT_BYTES_OF = {"image": 8192, "tokenizer": 8192}
+"""Of targets with seeds that are larger."""
 
 _RESIDENT = re.compile(r"^resident: (\d+) KiB", re.MULTILINE)
+_ACCEPTED = re.compile(r"^resident: .*, accepted: (\d+)", re.MULTILINE)
 _EXECUTIONS = re.compile(r"stat::number_of_executed_units:\s+(\d+)")
 _COVERAGE = re.compile(r"cov: (\d+)")
 
@@ -28,6 +33,9 @@ class Outcome:
     """What one target did. `fault` is empty, or the end of what the fuzzer wrote about it.
 
     The sizes are resident memory: after the first hundred executions, at the end, and at most.
+    `accepted` are the executions in which a reader took what it was given, of about all: a target
+    that refuses everything reaches nothing behind its first check. `executions` are fewer than
+    `asked` where a fuzzer ended early, or nothing ran.
     """
 
     target: str
@@ -38,10 +46,15 @@ class Outcome:
     end_mib: float
     peak_mib: float
     fault: str
+    asked: int
+    accepted: int = 0
 
     @property
     def is_good(self) -> bool:
-        return not self.fault and self.peak_mib - self.start_mib <= MAX_GROWTH_MIB
+        has_run = self.executions >= self.asked
+        accepts = self.accepted > 0 or self.asked < MIN_TO_ACCEPT
+        grown_mib = self.peak_mib - self.start_mib
+        return has_run and accepts and not self.fault and grown_mib <= MAX_GROWTH_MIB
 
 
 def run(target: str, executions: int, artifacts: Path, seed: int) -> Outcome:
@@ -56,7 +69,7 @@ def run(target: str, executions: int, artifacts: Path, seed: int) -> Outcome:
             f"-seed={seed}",
             f"-timeout={TIMEOUT_SECONDS}",
             f"-rss_limit_mb={RSS_LIMIT_MIB}",
-            f"-max_len={MAX_INPUT_BYTES}",
+            f"-max_len={MAX_INPUT_BYTES_OF.get(target, MAX_INPUT_BYTES)}",
             f"-dict={DICTIONARY}",
             f"-artifact_prefix={artifacts}/{target}-",
             "-print_final_stats=1",
@@ -71,10 +84,10 @@ def run(target: str, executions: int, artifacts: Path, seed: int) -> Outcome:
             errors="replace",
             check=False,
         )
-    return read_outcome(target, done.stdout, done.returncode, time.monotonic() - start)
+    return read_outcome(target, executions, done.stdout, done.returncode, time.monotonic() - start)
 
 
-def read_outcome(target: str, log: str, exit_code: int, seconds: float) -> Outcome:
+def read_outcome(target: str, asked: int, log: str, exit_code: int, seconds: float) -> Outcome:
     """What libFuzzer's log says."""
     sizes_mib = [int(size) / 1024 for size in _RESIDENT.findall(log)] or [0.0]
     executed = _EXECUTIONS.search(log)
@@ -88,26 +101,33 @@ def read_outcome(target: str, log: str, exit_code: int, seconds: float) -> Outco
         end_mib=sizes_mib[-1],
         peak_mib=max(sizes_mib),
         fault=fault,
+        asked=asked,
+        accepted=max(map(int, _ACCEPTED.findall(log)), default=0),
+    )
+
+
+def line_of(outcome: Outcome) -> str:
+    """One target of a campaign."""
+    result = "good" if outcome.is_good else "FAULT"
+    return (
+        f"{outcome.target:17} {outcome.executions:11,} "
+        f"{outcome.accepted / max(1, outcome.executions):9.1%} {outcome.seconds:8.0f} "
+        f"{outcome.coverage:9,} {outcome.start_mib:11.1f} {outcome.end_mib:6.1f} "
+        f"{outcome.peak_mib:6.1f}  {result}"
     )
 
 
 def report(outcomes: list[Outcome]) -> Iterator[str]:
     """The campaign as lines of text."""
     yield (
-        f"{'target':17} {'executions':>11} {'seconds':>8} {'coverage':>9} "
+        f"{'target':17} {'executions':>11} {'accepted':>9} {'seconds':>8} {'coverage':>9} "
         f"{'MiB: start':>11} {'end':>6} {'most':>6}  result"
     )
-    for outcome in outcomes:
-        result = "good" if outcome.is_good else "FAULT"
-        yield (
-            f"{outcome.target:17} {outcome.executions:11,} {outcome.seconds:8.0f} "
-            f"{outcome.coverage:9,} {outcome.start_mib:11.1f} {outcome.end_mib:6.1f} "
-            f"{outcome.peak_mib:6.1f}  {result}"
-        )
+    yield from map(line_of, outcomes)
     total = sum(outcome.executions for outcome in outcomes)
     faults = sum(not outcome.is_good for outcome in outcomes)
     seconds = sum(outcome.seconds for outcome in outcomes)
-    yield f"{'all':17} {total:11,} {seconds:8.0f} {'':36} {faults} faults"
+    yield f"{'all':17} {total:11,} {'':9} {seconds:8.0f} {'':36} {faults} faults"
     for outcome in outcomes:
         if outcome.fault:
             yield f"\n{outcome.target}:\n{outcome.fault}"

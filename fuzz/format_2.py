@@ -6,13 +6,14 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from adapter_store.api import convert as store_convert
 from adapter_store.api.bounds import REQUESTS
-from adapter_store.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, CheckpointLimits
+from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.formats.readers import READERS
 from adapter_store.checkpoint.formats.select import Format
 from adapter_store.checkpoint.json import parse_object
@@ -23,6 +24,7 @@ from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
 from adapter_store.images.layout import from_text, layout_id, to_text
 from adapter_store.images.layout_checks import validate
 from adapter_store.images.plan import IMAGE_FORMATS, ImagePlan, plan_image
+from contract.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from fuzz.refusals import refused
 from inference_svc.adapters import layout as served
 from inference_svc.adapters.extents import Extent
@@ -44,21 +46,37 @@ LIMITS = CheckpointLimits(
 )
 DIGEST, LAYOUT_ID = f"sha256:{'1' * 64}", f"sha256:{'0' * 64}"
 MAX_IMAGE_BYTES = 1 << 16
+EXPERTS = 4
+MAX_ADDED_TOKENS = 3
 
 # --- what a store sends -------------------------------------------------------------------------
 
 
 def _served_layout() -> served.ModelLayout:
+    layer = "model.layers.0"
     shapes = {"self_attn.q_proj": (4, 8), "self_attn.k_proj": (4, 4)}
+    experts = {"up_proj": (4, 2), "down_proj": (2, 4)}
     targets = [
         served.LayoutTarget("model.embed_tokens", None, "embed", "embedding", 8, 4),
         *(
-            served.LayoutTarget(f"model.layers.0.{name}", 0, "qk", "linear", *shape)
+            served.LayoutTarget(f"{layer}.{name}", 0, "qk", "linear", *shape)
             for name, shape in shapes.items()
+        ),
+        *(
+            served.LayoutTarget(
+                f"{layer}.mlp.experts.{name}", 0, name, served.EXPERTS, *shape, num_experts=EXPERTS
+            )
+            for name, shape in experts.items()
         ),
         served.LayoutTarget("lm_head", None, "head", "linear", 4, 8),
     ]
-    return served.ModelLayout("org/base", "0" * 64, torch.float32, (1, 2), tuple(targets))
+    vectors = [
+        served.LayoutTarget(f"{layer}.input_layernorm", 0, "norm", "vector", 0, 4),
+        served.LayoutTarget(f"{layer}.self_attn.q_proj.bias", 0, "qk", "vector", 0, 8),
+    ]
+    return served.ModelLayout(
+        *("org/base", "0" * 64, torch.float32, (1, 2), tuple(targets)), vectors=tuple(vectors)
+    )
 
 
 SERVED = _served_layout()
@@ -89,7 +107,13 @@ class _Stream:
 def fuzz_pull(data: bytes) -> None:
     """Pulls what a store sends of an image, message by message: it is refused, or what is used has
     the hashes that came with it."""
-    stream = _Stream(data.split(SEPARATOR))
+    pull(data.split(SEPARATOR))
+
+
+def pull(sent: Iterable[bytes]) -> tuple[ImageHeader, bytes] | None:
+    """Pulls an image of these messages. Returns its header and its bytes, None if it is
+    refused."""
+    stream = _Stream(sent)
     memory = bytearray(MAX_IMAGE_BYTES)
     events: list[PullEvent] = []
 
@@ -103,12 +127,15 @@ def fuzz_pull(data: bytes) -> None:
             extents = [Extent(0, 0, size)] if size else []
             job.grant(ImageSink(memoryview(memory), extents))
 
-    puller = Puller(stream, 0, grant, SERVED.read_header, SERVED.check_rows)
+    check_contents = partial(SERVED.check_contents, max_added_tokens=MAX_ADDED_TOKENS)
+    puller = Puller(stream, 0, grant, SERVED.read_header, check_contents)
     job = PullJob(DIGEST, LAYOUT_ID)
+    is_whole = False
     try:
         with refused(CorruptImage, StoreUnavailable, AdapterUnusable):
             puller.pull_once(job)
             _check_pulled(stream.taken, bytes(memory))
+            is_whole = True
     except Cancelled:
         pass
     finally:
@@ -117,13 +144,16 @@ def fuzz_pull(data: bytes) -> None:
     if header is not None:
         _check_header(header)
         assert len(job.progress.part_hashes) <= len(header.segments)
+    if header is None or not is_whole:
+        return None
+    return header, bytes(memory[: header.total_bytes])
 
 
 def _check_header(header: ImageHeader) -> None:
     for segment in header.segments:
         assert segment.offset % 256 == 0
         assert segment.offset + segment.length_bytes <= header.total_bytes
-        assert SERVED.targets[segment.target]
+        assert SERVED.all_targets[segment.target]
     assert SERVED.refusal(header) is None
 
 
@@ -142,7 +172,7 @@ def _check_pulled(messages: list[PullMessage], memory: bytes) -> None:
 
 # --- what an adapter changes of a layout --------------------------------------------------------
 
-HIDDEN, INNER, VOCAB, EXPERTS = 8, 4, 300, 4
+HIDDEN, INNER, VOCAB = 8, 4, 300
 _LAYER = "model.layers.0"
 
 
@@ -195,15 +225,17 @@ def fuzz_contents(data: bytes) -> None:
             _plan(checkpoint, layout)
 
 
-def read_checkpoint(config_text: bytes, header: bytes) -> Checkpoint:
+def read_checkpoint(
+    config_text: bytes, header: bytes, limits: CheckpointLimits = LIMITS
+) -> Checkpoint:
     """Returns an adapter that has this config and tensors with this header. Raises
     InvalidAdapter."""
     form = Format.MLX if b"lora_parameters" in config_text else Format.PEFT
     reader = READERS[form]
-    config = reader.parse_config(parse_object(config_text, CONFIG_FILE), LIMITS)
+    config = reader.parse_config(parse_object(config_text, CONFIG_FILE), limits)
     file = len(header).to_bytes(LENGTH_BYTES, "little") + header
     size = len(file) + _end_of(header)
-    if size > LIMITS.max_source_bytes:
+    if size > limits.max_source_bytes:
         raise InvalidAdapter("too large", subject=WEIGHTS_FILE)
 
     def read_at(offset: int, length: int) -> bytes:
@@ -212,8 +244,8 @@ def read_checkpoint(config_text: bytes, header: bytes) -> Checkpoint:
 
     records = read_header(
         *(read_at, size, WEIGHTS_FILE),
-        max_header_bytes=LIMITS.max_header_bytes,
-        max_tensors=LIMITS.max_tensors,
+        max_header_bytes=limits.max_header_bytes,
+        max_tensors=limits.max_tensors,
     )
     contents = reader.read_contents(records, config)
     checkpoint = Checkpoint(
@@ -279,10 +311,12 @@ def _fixed_adapters() -> list[Checkpoint]:
         f"{_LAYER}.mlp.experts.1.up_proj": ([2, 8], [4, 2]),
     }
     config = json.dumps({"peft_type": "LORA", "r": 2, "target_modules": r".*_proj"}).encode()
-    return [
-        read_checkpoint(config, header_of({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}))
+    patient = replace(LIMITS, max_match_seconds=60.0)  # also where others have the processors
+    headers = (
+        header_of({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b})
         for name, (a, b) in shapes.items()
-    ]
+    )
+    return [read_checkpoint(config, header, patient) for header in headers]
 
 
 def header_of(shapes: dict[str, list[int]]) -> bytes:

@@ -6,28 +6,16 @@ named, and text that UTF-8 can carry. What is accepted has to keep its promises 
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import math
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from google.protobuf.message import Message
-
-from adapter_store.api import convert as store_convert
-from adapter_store.api.bounds import REQUESTS as STORE_REQUESTS
 from adapter_store.catalog.filters import decode_page_token, decode_version_token, parse_filter
-from adapter_store.checkpoint.files import (
-    CONFIG_FILE,
-    MLX_WEIGHTS_FILE,
-    WEIGHTS_FILE,
-    CheckpointLimits,
-    parse_index,
-)
+from adapter_store.checkpoint.files import parse_index
 from adapter_store.checkpoint.formats.mlx import parse_mlx_config, parse_mlx_key
 from adapter_store.checkpoint.formats.select import check_file_names
 from adapter_store.checkpoint.json import parse_object
@@ -36,29 +24,19 @@ from adapter_store.checkpoint.peft_config import parse_config
 from adapter_store.checkpoint.safetensors import LENGTH_BYTES, read_header
 from adapter_store.checkpoint.tensor_keys import parse_key
 from adapter_store.errors import InvalidAdapter, LimitExceeded
-from adapter_store.images import layout_checks
-from adapter_store.images.announcement import (
-    announcement_id,
-    validate_announcement,
-)
 from adapter_store.registration.tenant_policy import parse_policy
 from adapter_store.sources import Sources, hub, local, s3
+from contract.adapter_files import CONFIG_FILE, MLX_WEIGHTS_FILE, WEIGHTS_FILE
+from fuzz.folders import LIMITS, fuzz_folder, fuzz_upload
 from fuzz.format_2 import SEPARATOR, fuzz_contents, fuzz_layout, fuzz_pull
+from fuzz.http import fuzz_http
+from fuzz.images import fuzz_image
 from fuzz.refusals import refused
-from inference_svc.api.grpc import convert as inference_convert
-from inference_svc.api.grpc.bounds import request_bounds
+from fuzz.requests import fuzz_inference_request, fuzz_store_request
+from fuzz.texts import fuzz_extract, fuzz_tokenizer
 from servicekit.errors import FailedPrecondition, InvalidArgument
-from servicekit.refs import DEFAULT_TENANT, AdapterName, parse_name, parse_ref, parse_sha256
-from servicekit.rpc.requests import RequestTable
+from servicekit.refs import AdapterName, parse_name, parse_ref, parse_sha256
 
-LIMITS = CheckpointLimits(
-    max_config_bytes=1 << 16,
-    max_header_bytes=1 << 16,
-    max_tensors=256,
-    max_source_bytes=1 << 20,
-    max_rank=512,
-    max_match_seconds=0.2,
-)
 MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.11.mlp.experts.1.up_proj", "lm_head")
 
 
@@ -202,83 +180,6 @@ def fuzz_policy(data: bytes) -> None:
         parse_policy(data.decode("utf-8", "replace"))
 
 
-def fuzz_store_request(data: bytes) -> None:
-    """A message to the store: a method's name, a separator, what arrives."""
-    _fuzz_request(STORE_REQUESTS, _STORE_CONVERSIONS, data)
-
-
-def fuzz_inference_request(data: bytes) -> None:
-    """The same for the inference service."""
-    _fuzz_request(_INFERENCE_REQUESTS, _INFERENCE_CONVERSIONS, data)
-
-
-def _fuzz_request(
-    table: RequestTable, conversions: Mapping[str, Callable[[Any], object]], data: bytes
-) -> None:
-    name, _, raw = data.partition(SEPARATOR)
-    method = name.decode("ascii", "replace")
-    if method not in table:
-        return
-    with refused(InvalidArgument):
-        request = table[method].parse(raw)
-        for path, limit in table[method].max_items.items():
-            assert len(_entries(request, path)) <= limit, "more entries than allowed"
-        if method in conversions:
-            conversions[method](request)
-
-
-def _entries(request: Any, path: str) -> list[Any]:
-    """Returns the entries of a field, those within entries of another together."""
-    values = [request]
-    for part in path.split("."):
-        found = [getattr(value, part) for value in values]
-        values = [
-            entry for each in found for entry in ([each] if isinstance(each, Message) else each)
-        ]
-    return values
-
-
-async def _upload(request: Any) -> None:
-    async def requests() -> AsyncIterator[Any]:
-        yield request
-        yield request
-
-    _, chunks = await store_convert.from_upload(requests())
-    async for _ in chunks:
-        pass
-
-
-def _register_layout(request: Any) -> None:
-    layout = store_convert.from_layout(request.layout)
-    layout_checks.validate(layout)
-    announcement = store_convert.from_announcement(request)
-    validate_announcement(announcement, layout)
-    parse_sha256(announcement_id(LAYOUT_ID, announcement), "announcement_id")
-
-
-LAYOUT_ID = "sha256:" + "0" * 64
-VOCABULARY, MODEL_LEN = 1000, 64
-_INFERENCE_REQUESTS = request_bounds(MODEL_LEN)
-_STORE_CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
-    "RegisterAdapter": store_convert.from_registration,
-    "UploadAdapter": lambda request: asyncio.run(_upload(request)),
-    "GetAdapter": lambda request: store_convert.from_ref(request, DEFAULT_TENANT),
-    "ListAdapters": lambda request: parse_filter(request.filter),
-    "DeleteAdapter": lambda request: store_convert.from_name(request, DEFAULT_TENANT),
-    "RollbackAdapter": store_convert.from_rollback,
-    "PruneVersions": store_convert.from_prune,
-    "RegisterLayout": _register_layout,
-    "ListLayouts": store_convert.from_layout_page,
-    "ForgetLayout": store_convert.from_forget_layout,
-    "PullAdapter": store_convert.from_pull,
-    "WatchAdapters": store_convert.from_watch,
-}
-_INFERENCE_CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
-    "Generate": lambda request: inference_convert.from_generate_request(request, VOCABULARY),
-    "LoadAdapter": lambda request: parse_ref(request.ref),
-    "ProfileSteps": inference_convert.from_profile_request,
-}
-
 TARGETS: Mapping[str, Callable[[bytes], None]] = {
     "header": fuzz_header,
     "header_text": fuzz_header_text,
@@ -294,22 +195,34 @@ TARGETS: Mapping[str, Callable[[bytes], None]] = {
     "pull": fuzz_pull,
     "contents": fuzz_contents,
     "layout": fuzz_layout,
+    "image": fuzz_image,
+    "folder": fuzz_folder,
+    "upload": fuzz_upload,
+    "tokenizer": fuzz_tokenizer,
+    "extract": fuzz_extract,
+    "http": fuzz_http,
 }
 
 # Of a whole campaign, in percent: by how much a target reads, and by what an execution costs.
 SHARES: Mapping[str, int] = {
-    "header": 6,
-    "header_text": 16,
-    "config": 14,
-    "mlx_config": 5,
-    "index": 5,
-    "checkpoint": 2,
+    "header": 4,
+    "header_text": 10,
+    "config": 9,
+    "mlx_config": 4,
+    "index": 4,
+    "checkpoint": 1,
     "mlx_checkpoint": 1,
-    "names": 8,
-    "policy": 2,
-    "store_request": 8,
-    "inference_request": 4,
-    "pull": 11,
-    "contents": 12,
-    "layout": 6,
+    "names": 6,
+    "policy": 1,
+    "store_request": 6,
+    "inference_request": 9,
+    "pull": 6,
+    "contents": 8,
+    "layout": 4,
+    "image": 6,
+    "folder": 2,
+    "upload": 4,
+    "tokenizer": 6,
+    "extract": 4,
+    "http": 5,
 }

@@ -17,13 +17,18 @@ from functools import partial
 from inference_svc.config import InferenceSettings
 from inference_svc.errors import EngineFailed, UnsupportedModel
 from inference_svc.model.files import check_files
-from inference_svc.model.hub import download, find_model
-from servicekit import interpreter_gc
+from inference_svc.model.hub import REDIRECT_HOSTS_VARIABLE, download, find_model
+from servicekit import heap, interpreter_gc
 from servicekit.errors import InvalidSetting
+from servicekit.hub_client import REDIRECT_HOSTS
 from servicekit.settings.load import load_settings, unknown_variables
 from servicekit.settings.ports import check_ports
+from servicekit.settings.types import split_commas
 from servicekit.telemetry.logs import configure_logging
 
+SWITCH_S = 5e-4
+"""How long calls, and looks at strangers' connections, wait for the interpreter while a thread
+computes: by default ten times as long."""
 SPIN_COUNT = 2000
 """How often a computing thread checks whether the others are done before it sleeps: less than a
 tenth of a millisecond. By default it is several milliseconds, of a core that the gRPC server, a
@@ -63,7 +68,8 @@ def _download(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         say = partial(print, file=sys.stderr, flush=True)
-        print(download(names[0], say, or_folder=or_folder))
+        hosts = split_commas(os.environ.get(REDIRECT_HOSTS_VARIABLE, "")) or REDIRECT_HOSTS
+        print(download(names[0], say, or_folder=or_folder, redirect_hosts=hosts))
     except (InvalidSetting, UnsupportedModel, OSError) as error:
         return _fail(error, 1)
     return 0
@@ -92,9 +98,11 @@ def _run(settings: InferenceSettings) -> int:
     except (InvalidSetting, UnsupportedModel, OSError) as error:
         return _fail(error, 1)
     interpreter_gc.pause()
+    heap.bound_arenas()
     # Importing torch takes seconds: after the settings are known to be good.
     from inference_svc.app import serve
 
+    sys.setswitchinterval(SWITCH_S)
     try:
         asyncio.run(serve(settings))
     except (UnsupportedModel, EngineFailed, InvalidSetting, ValueError, OSError) as error:

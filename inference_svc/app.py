@@ -45,13 +45,15 @@ from inference_svc.engine.memory_fit import fit_device
 from inference_svc.engine.messages import LayoutAccepted, Repointed, StoreMessage, Superseded
 from inference_svc.engine.process import END_S, EngineProcess
 from inference_svc.engine.thread import EngineThread
-from inference_svc.errors import UnsupportedModel
+from inference_svc.errors import DeviceFull, EngineFailed, UnsupportedModel
 from inference_svc.frontend.async_engine import AsyncEngine, EngineHandle
 from inference_svc.frontend.watchdog import watch_engine
 from inference_svc.host.cpus import usable_cpus
+from inference_svc.host.device_faults import device_failure, engine_hung
 from inference_svc.host.device_info import find_machine
 from inference_svc.host.memory import resident_bytes
 from inference_svc.metrics.engine import Snapshots
+from inference_svc.metrics.fault_report import hold
 from inference_svc.metrics.metrics import Metrics
 from inference_svc.metrics.store import replica_metrics
 from inference_svc.model.architectures import load_description
@@ -97,6 +99,7 @@ from servicekit.telemetry.metrics_server import MetricsServer
 from servicekit.telemetry.place_metrics import place_samples
 from servicekit.telemetry.recent_errors import CallEnd, RecentErrors
 from servicekit.telemetry.tracing import open_tracing
+from servicekit.work_budget import WorkBudget
 
 if TYPE_CHECKING:
     from inference_svc.api.http.server import HttpServer
@@ -108,6 +111,9 @@ SERVICE_NAME = "loadout-inference"
 """Names this service in traces."""
 MIN_END_S = 2.0
 """The part of the grace in which calls are answered and the engine ends."""
+FAILED_GRACE_S = 2.0
+"""How long calls that come, or whose adapter is being resolved, are refused once the engine has
+ended: grpc would end them without a reason."""
 PACKAGES = ("loadout", "torch", "transformers", "grpcio")
 
 
@@ -115,9 +121,21 @@ async def serve(config: InferenceSettings) -> None:
     """Serves until SIGTERM or SIGINT.
 
     Raises UnsupportedModel, or ValueError or OSError for settings that cannot be met; EngineFailed
-    if the engine ends before.
+    if the engine ends before, or the device fails: then after `fault_hold_seconds`.
     """
     stop = stop_on_signals()
+    try:
+        await _serve(config, stop)
+    except (EngineFailed, DeviceFull) as error:
+        failure = await asyncio.to_thread(device_failure, error)
+        if failure is not None:
+            await hold(failure, config.metrics_listen, config.fault_hold_seconds, stop)
+        if failure is None or failure is error:
+            raise
+        raise failure from error
+
+
+async def _serve(config: InferenceSettings, stop: asyncio.Event) -> None:
     decoder = load_description(config.model)
     machine = await asyncio.to_thread(find_machine, config)
     config = resolve_settings(config, machine, decoder)
@@ -143,12 +161,12 @@ def _load_tokenizer(config: InferenceSettings) -> TextModel:
 
 
 def _adapter_texts(
-    config: InferenceSettings, text: TextModel, catalog: TextSource | None
+    config: InferenceSettings, text: TextModel, catalog: TextSource | None, work: WorkBudget
 ) -> AdapterTexts | None:
     """Blocks: the model's tokenizer is hashed. Returns None where adapters' are not used."""
     if catalog is None or not isinstance(text, Tokenizer):
         return None
-    return AdapterTexts(BaseTokenizer(text, config.model), catalog)
+    return AdapterTexts(BaseTokenizer(text, config.model), catalog, work)
 
 
 def describe_layout(config: InferenceSettings) -> str:
@@ -245,6 +263,7 @@ def _facts(config: InferenceSettings, decoder: Decoder) -> ServerFacts:
         dtype=config.dtype,
         device=config.device,
         vocab_size=decoder.vocab_size,
+        eos_token_ids=decoder.eos_token_ids,
         has_tokenizer=config.tokenizer,
         max_model_len=config.max_model_len,
         max_loras=config.max_loras,
@@ -290,6 +309,8 @@ class Engine(EngineHandle, Protocol):
     @property
     def layout(self) -> ModelLayout: ...
     def stop(self, timeout_s: float = END_S) -> None: ...
+    def dump_stacks(self) -> None:
+        """Writes to standard error where the engine is."""
 
 
 class InferenceServer:
@@ -383,7 +404,9 @@ class InferenceServer:
             *(text, facts.max_model_len, facts.vocab_size),
             *(self._places.request_work, config.share),
         )
-        self._texts = await asyncio.to_thread(_adapter_texts, config, text, catalog)
+        self._texts = await asyncio.to_thread(
+            _adapter_texts, config, text, catalog, self._places.request_work
+        )
         if self._store is not None:
             announcement = _announcement(config)
             self._store.start(directory, engine.layout, announcement, self._accept_layout)
@@ -417,31 +440,48 @@ class InferenceServer:
         assert self._async_engine is not None, "start comes before run"
         failed = self._async_engine.failed
         waits = [asyncio.create_task(event.wait()) for event in (stop, failed)]
-        watching = asyncio.create_task(watch_engine(self._async_engine.describe, self._set_serving))
+        timeout_s, describe = self._config.step_timeout_seconds, self._async_engine.describe
+        watching = asyncio.create_task(
+            watch_engine(describe, self._set_answering, self._end_hung, timeout_s)
+        )
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for task in (*waits, watching):
             task.cancel()
         self._is_serving = False
         self._grpc.announce_end()
+        failure = self._async_engine.failure
+        if failure is not None and failure.fault is not None:
+            self._metrics.count_fault(failure.fault)
         if self._store is not None:
             await self._store.leave()
+        grace_seconds = self._config.grace_seconds
+        left_seconds = min(FAILED_GRACE_S, grace_seconds)
         if not failed.is_set():
-            grace_seconds = self._config.grace_seconds
             logger.info("draining", extra={"grace_seconds": grace_seconds})
-            start = time.monotonic()
-            self._end_s = start + grace_seconds
+            self._end_s = time.monotonic() + grace_seconds
             self._engine_answers = await self._async_engine.drain(grace_seconds)
             if not self._engine_answers:
                 logger.error("the engine does not answer: ending without it")
                 self._end_s = time.monotonic()
-            # In addition to requests: operators' calls, and calls whose adapter is being resolved.
             left_seconds = self._end_s - time.monotonic()
-            drains = [self._calls.drain(left_seconds)]
-            if self._http is not None:
-                drains.append(self._http.drain(left_seconds))
-            await asyncio.gather(*drains)
+        # In addition to requests: operators' calls, and calls whose adapter is being resolved.
+        drains = [self._calls.drain(left_seconds)]
+        if self._http is not None:
+            drains.append(self._http.drain(left_seconds))
+        await asyncio.gather(*drains)
         if self._async_engine.failure is not None:
             raise self._async_engine.failure
+
+    async def _set_answering(self, answers: bool) -> None:
+        await self._set_serving(answers)
+        if not answers and self._engine is not None:
+            self._engine.dump_stacks()
+
+    def _end_hung(self) -> None:
+        """Gives up an engine that hangs: `close` kills it."""
+        assert self._async_engine is not None
+        self._engine_answers = False
+        self._async_engine.fail(engine_hung(self._config.step_timeout_seconds))
 
     async def close(self) -> None:
         """Frees everything, in the reverse order of use. Also after a start that failed."""

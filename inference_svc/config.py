@@ -32,6 +32,7 @@ from servicekit.settings.types import (
     Addresses,
     Bytes,
     Group,
+    Level,
     Metavar,
     Names,
     OptionalAddress,
@@ -41,6 +42,7 @@ from servicekit.settings.types import (
     Size,
     split_commas,
 )
+from servicekit.telemetry.redact import redact
 
 MIB = 1 << 20
 CPU_SEQUENCES, CPU_BATCH_TOKENS = 64, 512
@@ -86,187 +88,202 @@ class InferenceSettings(ServiceSettings):
         *(STORE, TELEMETRY, PROCESS),
     )
 
-    model: Annotated[Path, Metavar("MODEL"), BASICS]
-    """Folder of the base model, as Hugging Face saves one: config.json, safetensors files and
-    tokenizer.json. Or the model's name on the hub, such as Qwen/Qwen3-0.6B, if it is in the hub's
-    cache: loadout download puts it there, and loadout up does so by itself. NAME@REVISION is a
-    certain commit, tag or branch."""
+    model: Annotated[Path, Metavar("MODEL"), Level.COMMON, BASICS]
+    """Folder of the base model as Hugging Face saves it (config.json, safetensors files,
+    tokenizer.json), or its name on the Hub, such as Qwen/Qwen3-0.6B or NAME@REVISION for a commit,
+    tag or branch. A model named on the Hub must be in the Hub's cache: run loadout download first;
+    loadout up does so itself."""
 
-    base_model: Annotated[str, BASICS] = ""
-    """Name by which adapters know the base model. Unset: the model's name on
-    the hub, or that of its folder."""
+    base_model: Annotated[str, Level.COMMON, BASICS] = ""
+    """Name that adapters use for the base model. Default: the model's name on the Hub, or the name
+    of its folder."""
 
     tokenizer: Annotated[bool, MODEL] = True
-    """Whether the model's tokenizer is read. Without it requests are token ids, and so are answers:
-    text, chats and stop strings are refused."""
+    """Load the model's tokenizer. If off, requests and responses contain token ids only; text,
+    chats and stop strings are refused."""
 
     aliases: Annotated[Names, MODEL] = ()
-    """Further names of the base model."""
+    """Additional names of the base model."""
 
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], MODEL] = "auto"
-    """Type of weights and activations. auto: from the model's config."""
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Level.COMMON, MODEL] = (
+        "auto"
+    )
+    """Data type of weights and activations. auto: the type in the model's config."""
 
-    max_model_len: Annotated[OptionalCount, MODEL] = 0
-    """Longest prompt and output together, in tokens. 0: from the model's config, at most what
-    --kv-memory holds."""
+    max_model_len: Annotated[OptionalCount, Level.COMMON, MODEL] = 0
+    """Maximum length of prompt and output together, in tokens. 0: the length in the model's config,
+    or as many tokens as --kv-memory holds if that is less."""
 
     generation_defaults: Annotated[Literal["model", "none"], MODEL] = "model"
-    """Where the defaults of temperature, top_p and top_k come from. model: from
-    generation_config.json in the model's folder, as far as it has them. none: 1, 1 and off. What a
-    request says counts more."""
+    """Default temperature, top_p and top_k. model: as in generation_config.json in the model's
+    folder, as far as it has them. none: 1, 1 and off. Values in a request override these."""
 
     logprobs_mode: Annotated[Literal["raw_logprobs", "processed_logprobs"], MODEL] = "raw_logprobs"
-    """What log probabilities of generated tokens are of, for requests that do not say.
-    raw_logprobs: the model's own distribution. processed_logprobs: the one that tokens are drawn
-    from, after penalties, temperature, top_k, top_p and min_p."""
+    """Default distribution for log probabilities of generated tokens. raw_logprobs: the model's own
+    distribution. processed_logprobs: the distribution that tokens are sampled from, after
+    penalties, temperature, top_k, top_p and min_p."""
 
-    listen: Annotated[Address, BASICS] = "127.0.0.1:7080"
-    """Address of the gRPC server. Port 0 takes a free port: see --ready-file."""
+    listen: Annotated[Address, Level.COMMON, BASICS] = "127.0.0.1:7080"
+    """Address of the gRPC server. Port 0 picks a free port; --ready-file shows which."""
 
-    http: Annotated[OptionalAddress, BASICS] = ""
-    """Address of the HTTP server, which is compatible with OpenAI's API. Port 0 takes a free port.
-    Unset: no HTTP server."""
+    http: Annotated[OptionalAddress, Level.COMMON, BASICS] = ""
+    """Address of the HTTP server with an OpenAI-compatible API. Port 0 picks a free port. If unset,
+    there is no HTTP server."""
 
-    metrics_listen: Annotated[Address, NETWORK] = "127.0.0.1:7081"
-    """Address of the HTTP server for Prometheus metrics. Port 0 takes a free port."""
+    metrics_listen: Annotated[Address, Level.COMMON, NETWORK] = "127.0.0.1:7081"
+    """Address of the HTTP server for Prometheus metrics. Port 0 picks a free port."""
 
-    store: Annotated[Addresses, BASICS] = ""
-    """Addresses of the adapter store's replicas, or one whose host name resolves to all of them.
-    Unset: only the base model is served."""
+    store: Annotated[Addresses, Level.COMMON, BASICS] = ""
+    """Addresses of the adapter store's replicas, or one host name that resolves to all of them. If
+    unset, only the base model is served."""
 
-    store_token_file: Annotated[Path | None, STORE] = None
-    """File with the bearer token that is sent to the store; read again when it changes."""
+    store_token_file: Annotated[Path | None, Level.COMMON, STORE] = None
+    """File with the bearer token for the store. The service reads it again when it changes."""
 
-    store_tls_ca_file: Annotated[Path | None, STORE] = None
-    """CA certificates, PEM, that sign the store's certificate. Without it there is no TLS to the
-    store."""
+    store_tls_ca_file: Annotated[Path | None, Level.COMMON, STORE] = None
+    """CA certificates, PEM, that sign the store's certificate. If unset, the service calls the
+    store without TLS."""
 
     store_tls_cert_file: Annotated[Path | None, STORE] = None
-    """Certificate chain, PEM, for a store that requires client certificates."""
+    """Client certificate chain, PEM, for a store that requires one."""
 
     store_tls_key_file: Annotated[Path | None, STORE] = None
     """Private key of --store-tls-cert-file, PEM."""
 
     store_allow_insecure_token: Annotated[bool, STORE] = False
-    """Send the token without TLS also to a store on another machine."""
+    """Send the token without TLS even to a store on another machine."""
 
     name_ttl_seconds: Annotated[Seconds, STORE] = 300.0
-    """Time that names of adapters still resolve while the store cannot be reached."""
+    """Time for which adapter names still resolve while the store is unreachable."""
 
-    max_loras: Annotated[Count, ADAPTERS] = 64
-    """Highest number of adapters resident at once."""
+    max_loras: Annotated[Count, Level.COMMON, ADAPTERS] = 64
+    """Maximum number of adapters resident at once."""
 
-    max_rank: Annotated[Count, ADAPTERS] = 64
-    """Highest rank of an adapter; adapters of a higher rank are refused."""
+    max_rank: Annotated[Count, Level.COMMON, ADAPTERS] = 64
+    """Maximum rank of an adapter. Adapters of a higher rank are refused."""
 
     max_added_tokens: Annotated[OptionalCount, ADAPTERS] = 1024
-    """Highest number of tokens that an adapter may add behind the model's vocabulary, with rows of
-    the embedding and the head for them; adapters with more are refused. 0: none."""
+    """Maximum number of tokens that an adapter may add to the model's vocabulary, with rows of the
+    embedding and the head. Adapters with more are refused. 0: none."""
 
     lora_targets: Annotated[Names, ADAPTERS] = ()
-    """What adapters may change, by the last components of modules' names, such as q_proj,v_proj;
-    adapters that change others are refused, and nothing is computed for these. A fused module's
-    name means its parts: qkv_proj is q_proj, k_proj and v_proj. Unset, or all: every target of the
-    model."""
+    """Modules that adapters may change, by the last part of their names, such as q_proj,v_proj.
+    Adapters that change other modules are refused, and no work is done for those modules. A fused
+    module means its parts: qkv_proj means q_proj, k_proj and v_proj. If unset, or all: every target
+    of the model."""
 
     adapter_wait_seconds: Annotated[PositiveSeconds, ADAPTERS] = 10.0
-    """Longest time that a request waits for its adapter; then it ends with UNAVAILABLE. A large one
-    gets more time once its size is known: a second for each 16 MiB."""
+    """Maximum time that a request waits for its adapter before it fails with UNAVAILABLE. Once the
+    adapter's size is known, the request gets one more second per 16 MiB."""
 
-    pull_workers: Annotated[Count, ADAPTERS] = 4
+    pull_workers: Annotated[Count, Level.FILE, ADAPTERS] = 4
     """Number of adapters pulled at once."""
 
     prefetch: Annotated[bool, ADAPTERS] = True
-    """Load adapters that recent traffic makes likely before a request needs them, with a quarter of
-    the bandwidth, into free memory or in place of less popular ones."""
+    """Load adapters that recent traffic makes likely, before a request needs them. Prefetching uses
+    a quarter of the bandwidth, and either free memory or the place of less popular adapters."""
 
-    adapter_memory: Annotated[Bytes | None, MEMORY] = None
-    """Size of the arena, which holds the resident adapters. Unset: 256 MiB on CPU, and for a
-    mixture of experts as much more as one adapter of --max-rank on all of them takes, up to a
-    quarter of the memory that is left; on CUDA a tenth of what the weights leave, at least two
-    adapters of --max-rank (of a mixture up to a quarter of it) and at most --max-loras of them."""
+    adapter_memory: Annotated[Bytes | None, Level.COMMON, MEMORY] = None
+    """Size of the arena, the memory of resident adapters. Default on CPU: 256 MiB; for a mixture of
+    experts additionally the size of one adapter of --max-rank on all experts, up to a quarter of
+    free memory. Default on CUDA: a tenth of the memory that the weights leave, at least two
+    adapters of --max-rank (for a mixture of experts at most a quarter of that memory), at most
+    --max-loras adapters."""
 
     host_memory: Annotated[OptionalBytes | None, MEMORY] = None
-    """Size of the host tier, which holds adapters one copy away from the arena. Unset: on CUDA four
-    times the arena, at most a quarter of the host's memory that is available; 0 on CPU, where
-    adapters are pulled straight into the arena."""
+    """Size of the host tier, which keeps adapters one copy away from the arena. Default on CUDA:
+    four times the arena, at most a quarter of the host's available memory. Default on CPU: 0,
+    because adapters are pulled directly into the arena."""
 
-    kv_memory: Annotated[Bytes | None, MEMORY] = None
-    """Size of the pages of keys and values. Unset: 512 MiB on CPU; on CUDA all that everything else
-    leaves of the device but a hundredth."""
+    kv_memory: Annotated[Bytes | None, Level.COMMON, MEMORY] = None
+    """Memory for keys and values. Default on CPU: 512 MiB. Default on CUDA: all device memory that
+    nothing else needs, less one percent of the device."""
 
-    memory_limit: Annotated[Bytes | None, MEMORY] = None
-    """Highest sum of all memory on the device that computes; a start that needs more is refused.
-    Unset: on CPU what machine and container leave, on CUDA what the device has."""
+    memory_limit: Annotated[Bytes | None, Level.FILE, MEMORY] = None
+    """Maximum memory on the device that computes; the service refuses to start if it needs more.
+    Default on CPU: the memory that the machine and container leave. Default on CUDA: the device's
+    memory."""
 
-    host_memory_limit: Annotated[Bytes | None, MEMORY] = None
-    """Highest sum of the memory on the host of a CUDA device; a start that needs more is refused.
-    For machines whose memory grows with its use. Unset: what machine and container leave. On CPU
-    all memory is under --memory-limit."""
+    host_memory_limit: Annotated[Bytes | None, Level.FILE, MEMORY] = None
+    """Maximum memory on the host of a CUDA device; the service refuses to start if it needs more.
+    Set it on machines whose memory grows with use. Default: the memory that the machine and
+    container leave. On CPU, use memory-limit, which covers all memory."""
 
     page_size: Annotated[Count, MEMORY] = 16
-    """Number of tokens in a page of keys and values."""
+    """Number of tokens per page of keys and values."""
 
     prefix_cache: Annotated[bool, MEMORY] = True
-    """Share the keys and values of equal prefixes between requests."""
+    """Share the keys and values of equal prompt prefixes between requests."""
 
     max_sequences: Annotated[OptionalCount, SCHEDULING] = 0
-    """Highest number of requests that run at once. 0: 64 on CPU; on CUDA 256, halved until a step
-    takes at most an eighth of what the weights leave."""
+    """Maximum number of requests that run at once. 0: 64 on CPU; on CUDA 256, halved until a step
+    needs at most an eighth of the memory that the weights leave."""
 
     max_batch_tokens: Annotated[OptionalCount, SCHEDULING] = 0
-    """Highest number of tokens in one step. More makes prompts faster and a step longer. 0: 512 on
-    CPU; on CUDA 8192, halved as --max-sequences is; at least --max-sequences."""
+    """Maximum number of tokens per step. A higher value makes prompts faster and each step longer.
+    0: 512 on CPU; on CUDA 8192, halved in the same way as --max-sequences. At least
+    --max-sequences."""
 
     max_queue: Annotated[OptionalCount, SCHEDULING] = 1024
-    """Highest number of requests that wait; more are refused with RESOURCE_EXHAUSTED."""
+    """Maximum number of waiting requests. Further requests fail with RESOURCE_EXHAUSTED."""
 
     tenant_share: Annotated[float, Field(gt=0, le=1), SCHEDULING] = 0.5
-    """Largest share of --max-queue that the requests of one tenant may take, where --policy-file
-    tells tenants apart; and of what other tenants leave of --request-memory, of --answer-memory, of
-    the HTTP connections and of the threads that parse and tokenise."""
+    """Maximum share of --max-queue that one tenant may use, if --policy-file defines tenants. The
+    same share applies to the part that other tenants leave free of --request-memory,
+    --answer-memory, HTTP connections, threads for parsing and tokenization, and, for pinned
+    adapters, --max-loras and --adapter-memory."""
 
     request_memory: Annotated[Size, Field(ge=4 * MIB), MEMORY] = ByteSize(64 * MIB)
-    """Highest sum of the bytes of requests that are received, parsed and tokenised at once; more
-    wait, and are refused with RESOURCE_EXHAUSTED after 10 seconds. At least 4 MiB, the largest
-    request. See --tenant-share."""
+    """Maximum memory for requests that are being received, parsed and tokenized. Further requests
+    wait up to 10 seconds, then fail with RESOURCE_EXHAUSTED. At least 4 MiB, the largest request.
+    --tenant-share limits each tenant."""
 
     answer_memory: Annotated[Size, Field(ge=4 * MIB), MEMORY] = ByteSize(256 * MIB)
-    """Highest sum of the bytes of answers that nobody has read yet, each at least 16 KiB: a request
-    whose answer finds no place, or no more of it, ends with RESOURCE_EXHAUSTED. See
-    --tenant-share."""
+    """Maximum memory for output that callers have not read yet; each request counts at least 16
+    KiB. A request whose output does not fit ends with RESOURCE_EXHAUSTED. --tenant-share limits
+    each tenant."""
 
-    fair_quantum_tokens: Annotated[Count, SCHEDULING] = 1024
-    """Number of tokens in a turn of a tenant, and of an adapter within its tenant. More makes turns
-    longer and changes of adapters rarer."""
+    fair_quantum_tokens: Annotated[Count, Level.FILE, SCHEDULING] = 1024
+    """Number of tokens per turn of a tenant, and of an adapter within its tenant. A higher value
+    makes turns longer and switches between adapters rarer."""
 
-    fair_ageing_seconds: Annotated[Seconds, SCHEDULING] = 2.0
-    """Time that other requests may overtake a waiting one because their adapters are resident,
-    their priority is higher or it is their adapter's turn. From then on half of the tenant's tokens
-    go to such requests, the oldest first, and its adapter may take memory from adapters in use."""
+    fair_ageing_seconds: Annotated[Seconds, Level.FILE, SCHEDULING] = 2.0
+    """Time for which a waiting request may be overtaken because another request's adapter is
+    resident, its priority is higher or it is its adapter's turn. After that, half of the tenant's
+    tokens go to such waiting requests, oldest first, and their adapters may take memory from
+    adapters in use."""
 
-    device: Annotated[Literal["auto", "cpu", "cuda"], DEVICE] = "auto"
-    """Device that computes. auto: CUDA if there is a device, else CPU."""
+    device: Annotated[Literal["auto", "cpu", "cuda"], Level.COMMON, DEVICE] = "auto"
+    """Device for computation. auto: CUDA if there is a device, otherwise CPU."""
 
     num_threads: Annotated[OptionalCount, DEVICE] = 0
-    """Number of threads that compute on CPU. 0: one per core that the process may use and that its
-    container's CPU quota covers."""
+    """Number of compute threads on CPU. 0: one per core that the process may use, within the
+    container's CPU quota."""
 
-    native_kernels: Annotated[bool, DEVICE] = True
-    """Compute on CPU with the kernels in C++ where they are built, else with torch."""
+    native_kernels: Annotated[bool, Level.FILE, DEVICE] = True
+    """Compute on CPU with the C++ kernels if they are built, otherwise with torch."""
 
     cuda_graphs: Annotated[bool, DEVICE] = True
     """Record decode steps as CUDA graphs at start, and replay them."""
 
     engine: Annotated[Literal["process", "thread"], DEVICE] = "process"
-    """Where the engine runs: in a process of its own, or in a thread of the server's process."""
+    """Where the engine runs: in its own process, or in a thread of the server's process."""
+
+    step_timeout_seconds: Annotated[Seconds, DEVICE] = 150.0
+    """Time without a response from the engine after which it counts as hung: its requests end with
+    UNAVAILABLE and the server exits. Health is NOT_SERVING after 120 seconds. Compilation and
+    recording at start do not count. 0: never."""
+
+    fault_hold_seconds: Annotated[Seconds, DEVICE] = 30.0
+    """Time that a server stays up, without serving, after its device has failed. Prometheus can
+    then record why, and a broken device is not retried at once. 0: none."""
 
     http_open_metrics: Annotated[bool, SECURITY] = False
-    """Answer /metrics of --http without a token. It has the vllm:* families that gateways route by,
-    which name the adapters of all tenants."""
+    """Serve /metrics of --http without a token. It contains the vllm:* metrics that gateways route
+    by, which name the adapters of all tenants."""
 
     metrics_adapters: Annotated[int, Field(ge=0, le=200), TELEMETRY] = 50
-    """Number of adapters (busiest first) exported as separate series; the rest are aggregated."""
+    """Number of adapters (busiest first) exported as separate series; the others are aggregated."""
 
     log_prompts: Annotated[bool, TELEMETRY] = False
     """Include the prompt in the log line of each finished request."""
@@ -320,7 +337,7 @@ def split_hub_name(model: str) -> tuple[str, str | None]:
     Raises ValueError for what is neither."""
     found = _HUB_NAME.fullmatch(model)
     if found is None:
-        raise ValueError(NO_MODEL.format(model))
+        raise ValueError(NO_MODEL.format(redact(model)))
     return found[1], found[2]
 
 
@@ -393,7 +410,7 @@ def resolve(
     elif device == "cuda" and not machine.has_cuda:
         raise InvalidSetting("--device cuda: there is no CUDA device")
     if device == "cpu" and settings.host_memory_limit is not None:
-        raise InvalidSetting("--host-memory-limit: on a CPU all memory is under --memory-limit")
+        raise InvalidSetting("host-memory-limit: on a CPU, set memory-limit: it covers all memory")
     settings = resolve_model(settings, model).model_copy(update={"device": device})
     dtype = settings.dtype
     _check_length(settings, model)
@@ -509,6 +526,7 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
         max_tenant_queue=_max_tenant_queue(settings),
         fair_quantum=settings.fair_quantum_tokens,
         fair_ageing_s=settings.fair_ageing_seconds,
+        tenant_share=settings.share,
         page_size=settings.page_size,
         kv_bytes=int(settings.kv_memory),
         arena_bytes=int(settings.adapter_memory),

@@ -154,6 +154,11 @@ class SamplingParams:
     logprobs_mode: LogprobsMode = LogprobsMode.RAW
     prompt_logprobs: int | None = None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -164,7 +169,8 @@ class Request:
     of the first token that the adapter changes: what is before it is the base model's. `cache_seed`
     separates prefix caches (tenants and salt); so does `return_routed_experts`, which has no effect
     on a model without experts. Of requests of one `group`, which have one prompt, the first one
-    computes it, and the others wait for that; "" is none.
+    computes it, and the others wait for that; "" is none. `vocab_size` is how many tokens it may
+    name: the model's, and those that its adapter adds; 0: all that there are.
     `tenant` is the caller's: tenants share the machine in equal parts. `trace` is the SpanContext
     that loads for it belong to, None if it is not traced.
     Times are `time.monotonic()` seconds, which processes of one machine share.
@@ -185,6 +191,7 @@ class Request:
     return_routed_experts: bool = False
     version_policy: VersionPolicy = VersionPolicy.PIN
     group: str = ""
+    vocab_size: int = 0
 
     @property
     def has_inactive_adapter(self) -> bool:
@@ -330,10 +337,13 @@ class Sequence:
     `token_ids` is prompt then output; the keys and values of its first `num_computed` tokens lie
     in `page_ids`, a list that only grows while it runs and is replaced when it is preempted or
     ends. Its adapter's slot is held while it runs. `is_aged` if it was aged when it
-    started; `is_charged` once its tenant was charged for it. `load_trace`: see Timings.load.
+    started; `is_charged` once its tenant was charged for it, `charged_per_token` to generate.
+    `load_trace`: see Timings.load.
     `num_routed` counts the positions whose experts were returned, also across preemptions, and
     `num_scored` the tokens of the prompt whose log probabilities need not be computed any more.
-    `token_counts` belong to the sampler.
+    `token_counts` belong to the sampler, as does `is_sorted`: the vocabulary had to be sorted to
+    choose its last token. `num_output_at_start` is what it had generated when it last started, and
+    `may_move_at` what it must have before it is computed anew for a newer version.
     """
 
     request: Request
@@ -358,8 +368,12 @@ class Sequence:
     num_scored: int = field(init=False)
     is_aged: bool = False
     is_charged: bool = False
+    charged_per_token: float = 0.0
     load_trace: Any = None
     token_counts: Any = field(default=None, repr=False)
+    is_sorted: bool = False
+    num_output_at_start: int = 0
+    may_move_at: int = 0
 
     def __post_init__(self) -> None:
         assert self.request.prompt_token_ids, "a sequence has at least one token"
@@ -375,6 +389,11 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_computed_anew(self) -> bool:
+        """Whether it has moved to a newer version, and is to be computed for that first."""
+        return self.version is not None and not self.has_sampled and self.num_output > 0
 
 
 class BatchRow(NamedTuple):
@@ -433,52 +452,12 @@ def scored_slices(runs: Iterable[ScoredRun], max_tokens: int) -> Iterator[list[S
         yield part
 
 
-class SlotRuns(NamedTuple):
-    """The slots and the numbers of tokens of a batch's runs of tokens that one slot computes."""
-
-    slots: list[int]
-    lengths: list[int]
-
-
-def slot_runs(
-    sequences: Iterable[Sequence], starts: Iterable[int], counts: Iterable[int]
-) -> SlotRuns:
-    """Returns the runs of rows in batch order: one of each row, or two of a row that crosses its
-    adapter's activation. A row that samples ends behind the activation, since that is within the
-    prompt."""
-    runs = SlotRuns([], [])
-    for sequence, start, count in zip(sequences, starts, counts, strict=True):
-        num_base = min(sequence.request.activation - start, count)
-        if num_base > 0:
-            runs.slots.append(BASE_SLOT)
-            runs.lengths.append(num_base)
-            count -= num_base
-        if count:
-            runs.slots.append(sequence.slot)
-            runs.lengths.append(count)
-    return runs
-
-
-def scored_slot_runs(runs: Iterable[ScoredRun]) -> SlotRuns:
-    """Returns the slots that compute the tokens before those that are scored."""
-    sequences, positions, _, counts = zip(*runs, strict=True)
-    return slot_runs(sequences, [position - 1 for position in positions], counts)
-
-
-def scored_indices(runs: Iterable[ScoredRun]) -> list[int]:
-    """Returns the numbers in the step of the tokens whose logits are needed."""
-    return [
-        index for run in runs for index in range(run.first_index, run.first_index + run.num_tokens)
-    ]
-
-
 class BatchColumns(NamedTuple):
     """The rows of a batch, field by field."""
 
     sequences: tuple[Sequence, ...]
     starts: tuple[int, ...]
     counts: tuple[int, ...]
-    samples: tuple[bool, ...]
     is_decode: bool
     """Whether each row is one token that samples."""
 
@@ -494,7 +473,7 @@ class Batch:
         """Returns the rows, of which there is at least one, field by field: quicker to work on."""
         sequences, starts, counts, samples = zip(*self.rows, strict=True)
         is_decode = all(samples) and sum(counts) == len(counts)
-        return BatchColumns(sequences, starts, counts, samples, is_decode)
+        return BatchColumns(sequences, starts, counts, is_decode)
 
 
 class TokenLogprobs(NamedTuple):
@@ -588,6 +567,7 @@ class EngineConfig:
     adapter_wait_s: float = 10.0
     fair_quantum: int = 1024
     fair_ageing_s: float = 2.0
+    tenant_share: float = 1.0
     pull_workers: int = 4
     prefetch: bool = True
     prefix_cache: bool = True

@@ -3,35 +3,39 @@
 InvalidArgument
  └─ TemplateTimeout      the chat template takes too long for these messages
 NotFound
- └─ AdapterNotFound      the reference resolves to nothing
+ └─ AdapterNotFound      no adapter has this reference
 AlreadyExists
- └─ DuplicateRequest     a running request has this id
+ └─ DuplicateRequest     a running request has this request_id
 FailedPrecondition
- ├─ AdapterUnusable      the adapter exists, and this model cannot serve it
- │   ├─ TokenizerChanged     its tokenizer changes more of the model's than it may
- │   └─ ChatTemplateInvalid  its chat template is none
- ├─ NoRoom               what is requested would pin or occupy more than there is
+ ├─ AdapterUnusable      the adapter exists, but this model cannot serve it
+ │   ├─ TokenizerChanged     the adapter's tokenizer changes more of the model's than allowed
+ │   └─ ChatTemplateInvalid  the adapter's chat template is invalid
+ ├─ NotFinite            the model's values overflow for this request
+ ├─ NoRoom               the adapter or its pin needs more space than there is
  ├─ ProfileRunning       steps are being traced for another caller
  ├─ Interrupted          generation was resumed, or the server woken, before it paused or slept
- └─ CannotWake           what the server has freed cannot be had again
+ └─ CannotWake           the server cannot get back the memory or weights that it freed
 ResourceExhausted
- ├─ QueueFull            too many requests wait; `retry_after_s` is when to retry
- └─ OutOfDeviceMemory    the device's memory does not suffice for one token of the request
+ ├─ QueueFull            too many requests wait; RetryInfo has the time of a retry
+ └─ OutOfDeviceMemory    device memory does not suffice for one token of the request
 DeadlineExceeded
- └─ NoSteps              no step ran that could be traced
+ └─ NoSteps              no step ran in time
 Unavailable
- ├─ AdapterUnavailable   it did not become resident in time
+ ├─ AdapterUnavailable   the adapter did not become resident in time
  ├─ StoreUnavailable     the adapter store does not answer
- ├─ Asleep               the server's memory is freed until it is woken: try another server
- └─ EngineFailed         the engine has ended, and the server with it: try another server
+ ├─ Asleep               the server is asleep; retry at another replica
+ └─ EngineFailed         the engine failed and the server ends; retry at another replica
 DataLoss
- └─ CorruptImage         pulled bytes fail their hash
+ └─ CorruptImage         the pulled bytes fail their hash
 
 UnsupportedModel, a FailedPrecondition, is raised at start only: the model directory holds something
-that this decoder does not compute.
+that this decoder does not compute. So is DeviceFull: others have taken the device's memory.
 """
 
 from __future__ import annotations
+
+import enum
+from typing import Any
 
 from servicekit.errors import (
     AlreadyExists,
@@ -94,6 +98,10 @@ class ChatTemplateInvalid(AdapterUnusable):
     reason = "CHAT_TEMPLATE_INVALID"
 
 
+class NotFinite(FailedPrecondition):
+    reason = "VALUES_NOT_FINITE"
+
+
 class NoRoom(FailedPrecondition):
     reason = "NO_ROOM"
 
@@ -138,20 +146,53 @@ class CorruptImage(DataLoss):
     reason = "CORRUPT_IMAGE"
 
 
+class DeviceFault(enum.Enum):
+    """How a device that computes fails, or its driver; metrics name it so. `MEMORY`: others have
+    taken it. `HARDWARE`: its memory or its links are damaged. `LOST`: it does not answer any more.
+    `DRIVER`: the driver cannot be used. `KERNEL`: a computation went wrong. `HUNG`: one does not
+    end. `BUSY`: another program has it alone."""
+
+    MEMORY = "memory"
+    HARDWARE = "hardware"
+    LOST = "lost"
+    DRIVER = "driver"
+    KERNEL = "kernel"
+    HUNG = "hung"
+    BUSY = "busy"
+
+
 class EngineFailed(Unavailable):
+    """`fault` is the device's, if that is why; `remedy` then says what operators can do."""
+
     reason = "ENGINE_FAILED"
+    fault: DeviceFault | None = None
+    remedy = ""
 
     @classmethod
-    def because(cls, why: str) -> EngineFailed:
+    def because(cls, why: str, fault: DeviceFault | None = None, remedy: str = "") -> EngineFailed:
         return cls(
             f"the engine of this server has ended ({why}), and the server ends with it"
             f"{ENGINE_ADVICE}"
-        )
+        ).with_fault(fault, remedy)
+
+    def with_fault(self, fault: DeviceFault | None, remedy: str) -> EngineFailed:
+        """Returns itself, with these if there is a fault."""
+        if fault is not None:
+            self.fault, self.remedy = fault, remedy
+        return self
 
     @property
     def for_operator(self) -> str:
         """The message with what operators can do in place of what callers can."""
-        return self.message.replace(ENGINE_ADVICE, "; its log says more")
+        return self.message.replace(ENGINE_ADVICE, f"; {self.remedy or 'its log says more'}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {} if self.fault is None else {"fault": self.fault, "remedy": self.remedy}
+        return (*super().__reduce__(), state)
+
+
+class DeviceFull(ValueError):
+    """A start would have had enough of the device's memory without other programs."""
 
 
 class UnsupportedModel(FailedPrecondition):

@@ -1,4 +1,4 @@
-"""Which of an operation's implementations runs: the one for CPUs, or Triton's."""
+"""Chooses an operation's implementation: for CPUs, or Triton's."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ _is_interpreted = False
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Returns whether Triton's kernels compute with `tensor`: where it lies on a CUDA device."""
+    """Returns whether Triton's kernels compute with `tensor`, of any shape and dtype: on CUDA
+    devices.
+    """
     return _is_interpreted or tensor.device.type == "cuda"
 
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """While it lasts, Triton's kernels compute with CPU tensors, too: the whole path of a GPU runs
-    without one. Triton must have been imported with TRITON_INTERPRET=1."""
+    """Inside this context, Triton's kernels also compute with CPU tensors, so that the whole path
+    of a GPU runs without one. Triton must have been imported with TRITON_INTERPRET=1."""
     global _is_interpreted
     before, _is_interpreted = _is_interpreted, True
     try:

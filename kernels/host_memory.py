@@ -23,9 +23,19 @@ def allocate_host(num_bytes: int) -> Tensor:
 
 
 def allocate_pinned(num_bytes: int) -> Tensor:
-    """As `allocate_host`, and a CUDA device copies from it beside what it computes. torch's own
-    allocator of pinned memory rounds up to a power of 2: of 80 GiB it makes 128. Raises OSError
-    where the system refuses to pin so much."""
+    """Allocates host memory from which a CUDA device copies while it computes.
+
+    torch's own allocator of pinned memory rounds up to a power of 2, from 80 GiB to 128.
+
+    Args:
+        num_bytes: Size in bytes.
+
+    Returns:
+        uint8 [num_bytes], zeroed.
+
+    Raises:
+        OSError: The system refuses to pin so much.
+    """
     # A child that is forked shares no page of it, or the device would keep the old ones.
     memory = _map(num_bytes, _PinnedMemory, mmap.MADV_DONTFORK).zero_()
     status = int(_cuda_runtime().cudaHostRegister(memory.data_ptr(), num_bytes, 0))

@@ -1,8 +1,8 @@
-"""Queues of work on a device, and marks in them: what orders copies and what computes.
+"""Queues of work on a device, and events that order copies and computation.
 
-A stream runs what it is given later, in order; two streams run side by side. What is queued names
-memory and holds no values: until it has run, its sources must stay as they are, and nobody may use
-its targets who does not wait.
+A stream runs its work later, in order; two streams run in parallel. Queued work refers to memory
+and holds no values. Until it has run, its sources must stay unchanged, and only those who wait for
+it may use its targets.
 """
 
 from __future__ import annotations
@@ -16,48 +16,50 @@ from torch import Tensor
 
 
 class Event(Protocol):
-    """A mark in one stream."""
+    """A point in one stream's work."""
 
     def record(self) -> None:
-        """Moves the mark behind all that the stream has been given."""
+        """Moves the event after all work that the stream has so far."""
 
     def query(self) -> bool:
-        """Returns whether all before the mark has run. True where nothing was recorded."""
+        """Returns whether all work before the event has run. True if nothing was recorded."""
 
     def synchronize(self) -> None:
-        """Waits until all before the mark has run."""
+        """Waits until all work before the event has run."""
 
 
 class Stream(Protocol):
-    """One queue."""
+    """One queue of work."""
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Queues a copy for each (target, source). Host memory is pinned, or this may wait."""
+        """Queues a copy for each pair of target and source, of equal shape [...] and dtype. Unless
+        host memory is pinned, this may wait."""
 
     def event(self) -> Event:
-        """Makes an event of this stream, not recorded yet."""
+        """Returns a new event of this stream, which is not recorded yet."""
 
     def wait_stream(self, other: Stream) -> None:
-        """Lets what is queued here from now on wait for all that is queued there so far."""
+        """Makes work queued here from now on wait for all work queued there so far."""
 
 
 class Streams(NamedTuple):
-    """A device's: `compute` has the steps and what they read, `copies` the images of adapters."""
+    """The streams of a device: `compute` has the steps and their inputs, `copies` the images of
+    adapters."""
 
     compute: Stream
     copies: Stream
 
     @classmethod
     def of(cls, device: torch.device) -> Streams:
-        """Returns those of a CUDA device, the one that is current and another; elsewhere two that
-        do everything at once."""
+        """Returns the current stream and another one of a CUDA device; on other devices, two
+        streams that do everything at once."""
         if device.type == "cuda":
             return cls(_CudaStream(device), _CudaStream(device, torch.cuda.Stream(device)))
         return cls(_HostStream(), _HostStream())
 
 
 class _CudaStream:
-    """`stream`, or the one that is current whenever it is used."""
+    """`stream`, or the device's current stream at each use."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self._device = device
@@ -96,7 +98,7 @@ class _CudaEvent:
 
 
 class _HostStream:
-    """Does everything at once, and so is its own event, which has always passed."""
+    """Does everything at once. It is its own event, which has always passed."""
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         for target, source in pairs:
@@ -106,7 +108,7 @@ class _HostStream:
         return self
 
     def wait_stream(self, other: Stream) -> None:
-        """Returns: there is nothing to wait for."""
+        """Returns at once, because there is nothing to wait for."""
 
     def record(self) -> None:
         """Returns: all has run."""

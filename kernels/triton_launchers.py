@@ -1,11 +1,11 @@
 """The C modules through which Triton launches our kernels, compiled ahead for machines that have no
 C compiler.
 
-Triton compiles kernels with tools that it brings along, but what hands them to the GPU's driver
-with the system's compiler: one module, and before Triton 3.7 one more for each list of argument
-types. Where there is no compiler, Triton takes the modules from its cache: `python -m
-kernels.triton_launchers` fills the one that TRITON_CACHE_DIR names. Neither a GPU nor its driver is
-needed for that.
+Triton compiles kernels with its own tools, but it needs the system's compiler for the modules that
+hand them to the GPU's driver: one module, and before Triton 3.7 one more for each list of argument
+types. Without a compiler, Triton takes these modules from its cache. `python -m
+kernels.triton_launchers` fills the cache that TRITON_CACHE_DIR names. That needs neither a GPU nor
+its driver.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from kernels.lora import triton_kernels as lora
 from kernels.replaced import triton_kernels as replaced
 
 POINTER, INTEGER, NUMBER, ABSENT = "*fp32", "i32", "fp32", "constexpr"
-"""Triton's names of types. All pointers are launched alike; what is None, or 1, is not passed."""
+"""Triton's names of types. All pointers are launched alike; arguments that are None or 1 are not
+passed."""
 
 MODULES = (attention, elementwise, experts, lora, replaced)
 
@@ -59,17 +60,17 @@ MAYBE_NONE: dict[str, list[set[str]]] = {
         {"q_norm", "k_norm", "v_norm"},
     ],
 }
-"""What is None together in launches of a kernel; of the others, nothing."""
+"""Arguments that are None together in launches of a kernel. Other kernels have none."""
 MAYBE_ONE = {"table_stride"}
 """Strides that are 1 for some settings: a page table has one column if a page holds a sequence."""
 LINKAGES = ("", "ELF")
-"""Triton's key of a module has what `file` says of Python: nothing where there is no `file`."""
+"""Triton's key of a module has the output of `file` on Python, or "" if there is no `file`."""
 
 STUB = "void loadout_stub(void) {}\n"
 
 
 def kernels() -> list[Any]:
-    """Whatever is launched."""
+    """Returns all kernels that are launched."""
     found = [each for module in MODULES for each in vars(module).values()]
     return [k for k in found if isinstance(k, JITFunction) and k.__name__.endswith("_kernel")]
 
@@ -126,7 +127,7 @@ def compile_modules() -> int:
 
 
 def _compile(source: str, name: str, folder: str) -> None:
-    # It loads what it has compiled and cached, which only works beside a real driver.
+    # It loads the module that it has compiled and cached, which needs a real driver.
     with contextlib.suppress(ImportError):
         compile_module_from_src(
             src=source,
@@ -158,7 +159,7 @@ def _file_name(name: str) -> str:
 
 
 def _make_stub(folder: Path) -> None:
-    """What stands for the GPU's driver while modules are linked: its name is all that counts."""
+    """A stand-in for the GPU's driver while modules are linked; only its name matters."""
     [library] = driver.libraries
     source = folder / "stub.c"
     source.write_text(STUB)

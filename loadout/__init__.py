@@ -2,20 +2,21 @@
 
 client         Client: the blocking client, generated from aio
 aio            AsyncClient: the asyncio client
-types          what both take and return
-errors         what both raise
-retry          when a failed call is tried again
+types          types that both clients take and return
+errors         errors that both clients raise
+retry          decides when to retry a failed call
 security       token and TLS of a client
 signing        signatures of adapters
-upload         an adapter's local files, in chunks
+upload         sends an adapter's local files in chunks
 prometheus     reads the metrics of a service
-_push          what a push sends: an adapter from a trainer's memory
+_client        the methods of both clients, by service
+_push          sends an adapter from a trainer's memory
 _rpc           how the clients call the services
 _routing       which replica of the inference service a call goes to
 cli            the `loadout` command
 demo           the demo: a small trained model, and adapters that each do one visible job
-integrations   trainers of others on Loadout
-benchmark      measures a running server as its callers see it
+integrations   trainers of other projects on Loadout
+benchmark      measures a running server from a caller's side
 health         checks a service's health: `python -m loadout.health`
 adapter_store  the stubs of the store's contract
 inference      the stubs of the inference service's contract
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from loadout.client import Client
     from loadout.security import TlsConfig
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = ["AsyncClient", "Client", "TlsConfig", "__version__", "errors"]
 
 

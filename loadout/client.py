@@ -9,103 +9,49 @@ with Client(inference="127.0.0.1:7080", store="127.0.0.1:7070") as client:
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar, Unpack
+from collections.abc import Mapping
+from typing import Any
 
 from loadout import types
+from loadout._client.inference import InferenceCalls
+from loadout._client.store import StoreCalls
 from loadout._push.push import Push, Wait, check_wait
 from loadout._push.result import Pushed
 from loadout._push.upload import push_meta
 from loadout._routing.fleet import RESOLVE_TIMEOUT_S
-from loadout._rpc import calls, convert, threads
-from loadout._rpc.caller import Caller
-from loadout._rpc.calls import Adapters, Prompt
-from loadout._rpc.stream import Stream
-from loadout.errors import StreamLost
-from loadout.retry import Attempts
-from loadout.upload import Progress, Sent, Upload, is_uri, open_folder
-
-T = TypeVar("T")
+from loadout._rpc import calls, threads
 
 
-class Client(Caller):
+class Client(StoreCalls, InferenceCalls):
     """Blocking client of one or both services; safe to share between threads.
 
-    `inference` may be several addresses, with commas or as a sequence, or a name that resolves to
-    several: replicas. An adapter's calls go to the replica that its key belongs to, past unhealthy
-    ones; its generations also past those that have more than their share of the load; calls
-    without an adapter go to the least loaded. `store` may be several addresses, too: replicas of
-    one store, of which another takes the calls that one fails. `tenant` completes adapter names
-    without one: it is the token's, so that all callers agree on the key.
+    With several replicas of the inference service, an adapter's calls go to the replica that the
+    adapter's key belongs to. They pass over unhealthy replicas; generations also pass over replicas
+    with more than their share of the load. Calls without an adapter go to the least loaded replica.
+    If one replica of the store fails a call, another takes it.
 
-    `timeout_s` is the deadline of every call that is given none of its own, over all its attempts
-    (None: no deadline). `token` is sent to the services with every call. `tls=True` trusts the
-    public authorities, a TlsConfig names others and this client's own certificate. Without TLS a
-    token goes only to this machine, unless `allow_insecure_token` says that the network is trusted.
-    `tracing` True makes each call a span of the application's OpenTelemetry; a provider, of that
-    one. `channel_factory` opens the gRPC channels, for interceptors or options of one's own.
-    All methods, and the constructor, raise LoadoutError.
+    All methods raise LoadoutError; the sections Raises name its most common kinds.
+
+    Args:
+        inference: Address of the inference service, "host:port". For replicas, several addresses,
+            as a sequence or with commas, or a name that resolves to several.
+        store: Address of the adapter store, or addresses of its replicas.
+        timeout_s: Deadline in seconds of calls that are given none, over all attempts. None: none.
+        retry: How often and when a failed call is tried again. None: `RetryPolicy()`.
+        token: Token that is sent with every call.
+        tls: True trusts the public authorities; a TlsConfig names others, and this client's own
+            certificate. None or False: no TLS.
+        allow_insecure_token: Send the token without TLS to other machines, because you trust the
+            network.
+        tenant: Tenant of adapter names without one. Set it to the token's tenant, so that all
+            callers choose the same replica.
+        tracing: True makes each call a span of the application's OpenTelemetry; a provider, a span
+            of that provider.
+        channel_factory: Opens the gRPC channels, for interceptors or options of your own.
+
+    Raises:
+        InvalidArgument: An argument is invalid; `subject` names it.
     """
-
-    # --- the adapter store ----------------------------------------------------------------------
-
-    def register(
-        self,
-        name: str,
-        source: str | os.PathLike[str],
-        *,
-        base_model: str = "",
-        expected_digest: str = "",
-        if_current_digest: str = "",
-        pinned: bool = False,
-        labels: Mapping[str, str] | None = None,
-        description: str = "",
-        signature: types.Signature | None = None,
-        keep: int = 0,
-        ttl: float | None = None,
-        ephemeral: bool = False,
-        progress: Progress | None = None,
-        timeout_s: float | None = None,
-    ) -> types.Registration:
-        """Records an adapter; durable when it returns.
-
-        A `source` with a scheme ("s3://bucket/prefix", "file:///path") is fetched by the store; any
-        other is a local folder and is uploaded, and `progress` is called after every chunk.
-        `base_model` is only needed where neither the adapter's own config, nor the name's current
-        version, nor what servers have registered says which one it is: the answer says what
-        decided. The store checks `signature` (from loadout.signing) against the digest that it
-        computes itself.
-
-        With `keep` the name's versions beyond the newest so many are deleted once this one is
-        recorded: never the current one, pinned ones, or what requests use that run by then. 0: the
-        store keeps as many as its policy says. After `ttl` seconds this version is deleted by
-        itself. An `ephemeral` upload stays in the store's memory; see `push`.
-        """
-        labels = labels or {}
-        if is_uri(source):
-            calls.check_upload(ephemeral)
-            call = calls.register(
-                *(name, str(source), base_model, expected_digest, if_current_digest, pinned),
-                *(labels, description, signature, keep, ttl),
-            )
-            return self._call(call, timeout_s)
-        upload = Upload(
-            threads.run(open_folder, source, name),
-            progress,
-            name=name,
-            base_model=base_model,
-            expected_digest=expected_digest,
-            if_current_digest=if_current_digest,
-            pinned=pinned,
-            labels=labels,
-            description=description,
-            signature=signature,
-            keep=keep,
-            ttl_s=ttl,
-            ephemeral=ephemeral,
-        )
-        return self._upload(upload, timeout_s)
 
     def push(
         self,
@@ -124,22 +70,34 @@ class Client(Caller):
         group: Any = None,
         timeout_s: float | None = None,
     ) -> Pushed:
-        """Records an adapter from memory, and has replicas load it.
+        """Records an adapter from memory, and has replicas load it. See docs/trainers.md.
 
-        `tensors` are of torch or numpy, by PEFT's names or those of the model's state dict; they
-        are sent one after the other, without a file and without a second copy of all. `config` is
-        PEFT's LoraConfig, a mapping, or JSON. Of DTensors, as FSDP2 shards them, all ranks of
-        `group` (None: all there are) call this: each tensor is gathered when it is sent, the first
-        rank sends, and all return the same or raise the same. Name the `group` where a rank may
-        have no DTensor, or no tensor at all: without it such a rank cannot know of the others.
+        Args:
+            name: Name of the adapter, "[tenant/]name".
+            tensors: Tensors of torch or numpy by PEFT's names, or by those of the model's state
+                dict. They are sent one at a time, without a file or a second copy.
+            config: PEFT's LoraConfig, a mapping, or JSON.
+            wait: "all" returns when every replica that is up and serves the base model has loaded
+                the version; "any", when one has. None: do not wait.
+            keep: As in `register`. None: 0.
+            ttl: Seconds after which the store deletes this version, even if current. None: never.
+            ephemeral: Keep the content only in the store's memory. It is lost when the store ends;
+                no version or revision is used twice.
+            base_model: As in `register`.
+            if_current_digest: Refuse unless the name points to this digest now.
+            labels: Labels for filters, at most 64.
+            description: Free text, at most 4096 characters.
+            group: Process group whose ranks all push together, for DTensors (FSDP2). The first
+                rank sends; all return or raise the same. None: all ranks, if any tensor is a
+                DTensor. Name it if a rank may have no DTensor, or no tensor.
+            timeout_s: Deadline of the push in seconds. None: the client's.
 
-        With `wait` "all" it returns once every replica that is up and serves the base model has
-        loaded it: a request for the name gets this version there, or a later one. "any": once one
-        has. Raises NotLoaded, naming the replica; the version is recorded nevertheless.
+        Returns:
+            The registration, and the replicas that have loaded the adapter.
 
-        An `ephemeral` version is kept in the store's memory: it is gone when the store ends, and
-        soon after it is deleted, but no version or revision is given twice. `keep` is as in
-        `register`; after `ttl` seconds the version is deleted by itself, also the current one.
+        Raises:
+            InvalidArgument: A tensor or a config key is invalid; `subject` names it.
+            NotLoaded: The version is recorded, but a replica, named by `subject`, cannot load it.
         """
         check_wait(wait)
         if wait is not None:
@@ -161,353 +119,10 @@ class Client(Caller):
     def _load_at(
         self, address: str, name: str, revision: int, timeout_s: float | None
     ) -> types.ResidentAdapter:
-        """Loads at one replica, also at one that seemed to be down; does not wait for one that
+        """Loads at one replica, even if it seemed to be down. Does not wait for a replica that
         refuses because it drains or sleeps."""
         call = calls.load(name, False, revision)
         route = self._channels.replica_route(call, address)
         loaded = self._finish(call, route, timeout_s, waits_if_gone=False)
         self._channels.fleet.replicas.mark_healthy(address)
         return loaded
-
-    def _upload(self, upload: Sent, timeout_s: float | None) -> types.Registration:
-        route = self._channels.upload_route()
-
-        def send(timeout: float | None) -> Any:
-            try:
-                return route.send(threads.iterate(upload.messages()), timeout)
-            except BaseException:
-                # gRPC reports a request stream that raised as cancelled or lost.
-                if upload.failure is not None:
-                    raise upload.failure from None
-                raise
-
-        repeatable = upload.repeatable
-        response = self._attempt(route, send, repeatable=repeatable, timeout_s=timeout_s)
-        return convert.registration(response)
-
-    def get(self, ref: str, *, timeout_s: float | None = None) -> types.Adapter:
-        return self._call(calls.get(ref), timeout_s)
-
-    def list(
-        self,
-        filter: str = "",  # noqa: A002  the contract's word
-        *,
-        page_size: int = 0,
-        timeout_s: float | None = None,
-    ) -> Iterator[types.Adapter]:
-        """Yields all adapters in order of tenant and name, fetched page by page.
-
-        `filter`: space-separated terms that must all hold: tenant=T, base_model=B, name=PREFIX,
-        label.KEY=VALUE. `timeout_s` counts for each page.
-        """
-        page_token = ""
-        while True:
-            page = self.list_page(filter, page_size, page_token, timeout_s=timeout_s)
-            for adapter in page.adapters:
-                yield adapter
-            page_token = page.next_page_token
-            if not page_token:
-                return
-
-    def list_page(
-        self,
-        filter: str = "",  # noqa: A002
-        page_size: int = 0,
-        page_token: str = "",
-        *,
-        timeout_s: float | None = None,
-    ) -> types.AdapterPage:
-        """Returns one page and the revision it reflects, from which `watch` goes on without
-        gaps."""
-        return self._call(calls.list_page(page_size, page_token, filter), timeout_s)
-
-    def delete(self, name: str, version: int = 0, *, timeout_s: float | None = None) -> int:
-        """Deletes one version, or with 0 the name with all of them; returns the revision."""
-        return self._call(calls.delete(name, version), timeout_s)
-
-    def versions(
-        self, name: str, *, page_size: int = 0, timeout_s: float | None = None
-    ) -> Iterator[types.Adapter]:
-        """Yields a name's versions, newest first, with those whose deletion can still be undone."""
-        page_token = ""
-        while True:
-            page = self.version_page(name, page_size, page_token, timeout_s=timeout_s)
-            for adapter in page.adapters:
-                yield adapter
-            page_token = page.next_page_token
-            if not page_token:
-                return
-
-    def version_page(
-        self, name: str, page_size: int = 0, page_token: str = "", *, timeout_s: float | None = None
-    ) -> types.VersionPage:
-        """Returns one page, and which version is current."""
-        return self._call(calls.version_page(name, page_size, page_token), timeout_s)
-
-    def rollback(
-        self,
-        name: str,
-        version: int,
-        *,
-        if_current_digest: str = "",
-        timeout_s: float | None = None,
-    ) -> types.Registration:
-        """Makes an older version current again, also one deleted a short while ago."""
-        return self._call(calls.rollback(name, version, if_current_digest), timeout_s)
-
-    def prune(self, name: str, keep: int, *, timeout_s: float | None = None) -> tuple[int, ...]:
-        """Deletes a name's versions beyond the newest `keep`, but neither the current one nor
-        pinned ones; returns their numbers. `timeout_s` counts for each thousand of them."""
-        deleted: tuple[int, ...] = ()
-        while True:
-            page = self._call(calls.prune(name, keep), timeout_s)
-            deleted += page.deleted_versions
-            if not page.has_more:
-                return deleted
-
-    def pin(self, ref: str, *, timeout_s: float | None = None) -> types.Adapter:
-        """Keeps the adapter's images in the store's memory."""
-        return self._call(calls.pin(ref), timeout_s)
-
-    def unpin(self, ref: str, *, timeout_s: float | None = None) -> types.Adapter:
-        return self._call(calls.unpin(ref), timeout_s)
-
-    def watch(
-        self, since_revision: int = 0, *, timeout_s: float | None = None
-    ) -> Stream[types.AdapterEvent]:
-        """Streams every catalog change after `since_revision`, in order, and bookmarks; at least
-        once.
-
-        A lost stream resumes after the last event. Raises OutOfRange if that is too long ago: list
-        again. Without `timeout_s` it never ends by itself.
-        """
-        call = calls.watch(since_revision)
-        return Stream(self._channels.route(call), call, Attempts(self._retry, timeout_s))
-
-    def layouts(self, *, timeout_s: float | None = None) -> Iterator[types.Layout]:
-        """Yields the layouts that the store knows, fetched page by page; needs the role admin or
-        server. `timeout_s` counts for each page."""
-        page_token = ""
-        while True:
-            page = self._call(calls.layout_page(page_token), timeout_s)
-            for layout in page.layouts:
-                yield layout
-            page_token = page.next_page_token
-            if not page_token:
-                return
-
-    def forget_layout(self, layout_id: str, *, timeout_s: float | None = None) -> int:
-        """Forgets a layout, and returns how many images it had. A server that is connected
-        registers it again. Needs the role admin for all tenants."""
-        return self._call(calls.forget_layout(layout_id), timeout_s)
-
-    def store_status(self, *, timeout_s: float | None = None) -> types.StoreStatus:
-        return self._call(calls.store_status(), timeout_s)
-
-    def store_debug_info(self, *, timeout_s: float | None = None) -> Stream[types.DebugPart]:
-        """Streams the store's diagnostics; needs the role admin for all tenants."""
-        call = calls.store_debug_info()
-        return Stream(self._channels.route(call), call, self._attempts(timeout_s))
-
-    # --- the inference service ------------------------------------------------------------------
-
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        adapter: str | None = "",
-        adapters: Adapters = (),
-        min_revision: int = 0,
-        request_id: str = "",
-        priority: int = 0,
-        cache_salt: str = "",
-        return_routed_experts: bool = False,
-        version_policy: types.VersionPolicy = "pin",
-        echo: bool = False,
-        packed_logprobs: bool = False,
-        n: int = 1,
-        timeout_s: float | None = None,
-        **sampling: Unpack[types.SamplingParams],
-    ) -> Stream[types.Chunk]:
-        """Starts a generation and streams its chunks.
-
-        `adapter` is a reference, "" or None the base model; `adapters` are up to 8 references, or
-        pairs of one and a scale, whose sum takes its place; `min_revision` is a registration's
-        revision that must be taken into account; `return_routed_experts` returns the experts that
-        tokens of the prompt and the output have chosen; `echo` begins the answer with the prompt;
-        `packed_logprobs` returns log probabilities as arrays; `n` answers come mixed, each chunk
-        with its answer's index. A lost request is sent again only while nothing was received.
-        """
-        call = calls.generate(
-            *(prompt, adapter, min_revision, request_id, priority, cache_salt, sampling),
-            adapters=adapters,
-            return_routed_experts=return_routed_experts,
-            version_policy=version_policy,
-            echo=echo,
-            packed_logprobs=packed_logprobs,
-            n=n,
-        )
-        return Stream(self._channels.route(call), call, self._attempts(timeout_s))
-
-    def complete(
-        self,
-        prompt: Prompt,
-        *,
-        adapter: str | None = "",
-        adapters: Adapters = (),
-        min_revision: int = 0,
-        request_id: str = "",
-        priority: int = 0,
-        cache_salt: str = "",
-        return_routed_experts: bool = False,
-        version_policy: types.VersionPolicy = "pin",
-        echo: bool = False,
-        packed_logprobs: bool = False,
-        timeout_s: float | None = None,
-        **sampling: Unpack[types.SamplingParams],
-    ) -> types.Completion:
-        """Generates as `generate`, and returns the joined chunks."""
-        [completion] = self.sample(
-            prompt,
-            1,
-            adapter=adapter,
-            adapters=adapters,
-            min_revision=min_revision,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            return_routed_experts=return_routed_experts,
-            version_policy=version_policy,
-            echo=echo,
-            packed_logprobs=packed_logprobs,
-            timeout_s=timeout_s,
-            **sampling,
-        )
-        return completion
-
-    def sample(
-        self,
-        prompt: Prompt,
-        n: int,
-        *,
-        adapter: str | None = "",
-        adapters: Adapters = (),
-        min_revision: int = 0,
-        request_id: str = "",
-        priority: int = 0,
-        cache_salt: str = "",
-        return_routed_experts: bool = False,
-        version_policy: types.VersionPolicy = "pin",
-        echo: bool = False,
-        packed_logprobs: bool = False,
-        timeout_s: float | None = None,
-        **sampling: Unpack[types.SamplingParams],
-    ) -> tuple[types.Completion, ...]:
-        """Generates `n` answers to a prompt that is computed once, unless the server runs without a
-        prefix cache, and returns the joined chunks of each."""
-        stream = self.generate(
-            prompt,
-            adapter=adapter,
-            adapters=adapters,
-            min_revision=min_revision,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            return_routed_experts=return_routed_experts,
-            version_policy=version_policy,
-            echo=echo,
-            packed_logprobs=packed_logprobs,
-            n=n,
-            timeout_s=timeout_s,
-            **sampling,
-        )
-        chunks: list[types.Chunk] = []
-        for chunk in stream:
-            chunks.append(chunk)
-        completions = convert.completions(chunks, n)
-        if completions is None:
-            raise StreamLost("the generation ended without its last response")
-        return completions
-
-    def load(
-        self, ref: str, *, pin: bool = False, min_revision: int = 0, timeout_s: float | None = None
-    ) -> types.ResidentAdapter:
-        """Loads an adapter ahead of its first request; returns when it is resident. `min_revision`
-        is as in `generate`."""
-        return self._call(calls.load(ref, pin, min_revision), timeout_s)
-
-    def pause(
-        self,
-        mode: str = "keep",
-        *,
-        resume_after_s: float | None = None,
-        replica: str = "",
-        timeout_s: float | None = None,
-    ) -> int:
-        """Pauses generation at every replica, or at the one of this address; returns how many
-        requests are held, once nothing is computed. `mode` "keep" holds what runs where it is,
-        "wait" lets it end first, "abort" ends everything. Generation resumes by itself after
-        `resume_after_s`, if that is given: whatever becomes of this process."""
-        call = calls.pause(mode, resume_after_s)
-        return sum(self._at_each(call, replica, timeout_s))
-
-    def resume(self, *, replica: str = "", timeout_s: float | None = None) -> None:
-        """Goes on with what was paused, at every replica or at one."""
-        self._at_each(calls.resume(), replica, timeout_s)
-
-    def sleep(
-        self, *, weights: bool = False, replica: str = "", timeout_s: float | None = None
-    ) -> int:
-        """Frees the memory of keys and values, and with `weights` of the weights, until `wake`, at
-        every replica or at one; returns the freed bytes. Nothing that runs is lost."""
-        return sum(self._at_each(calls.sleep(weights), replica, timeout_s))
-
-    def wake(self, *, replica: str = "", timeout_s: float | None = None) -> float:
-        """Takes back what `sleep` has freed, at every replica or at one; returns the seconds that
-        the slowest took."""
-        return max(self._at_each(calls.wake(), replica, timeout_s), default=0.0)
-
-    def unload(self, ref: str, *, timeout_s: float | None = None) -> int:
-        """Drains an adapter and frees it; returns the freed bytes."""
-        return self._call(calls.unload(ref), timeout_s)
-
-    def pin_resident(self, ref: str, *, timeout_s: float | None = None) -> types.ResidentAdapter:
-        """Keeps the adapter in the inference service's device memory."""
-        return self._call(calls.pin_resident(ref), timeout_s)
-
-    def unpin_resident(self, ref: str, *, timeout_s: float | None = None) -> types.ResidentAdapter:
-        return self._call(calls.unpin_resident(ref), timeout_s)
-
-    def residents(
-        self, limit: int = 0, *, timeout_s: float | None = None
-    ) -> tuple[types.ResidentAdapter, ...]:
-        """Returns the resident adapters, those on the device first; `limit` 0: all."""
-        return self._call(calls.residents(limit), timeout_s)
-
-    def inspect(self, ref: str, *, timeout_s: float | None = None) -> types.InspectedAdapter:
-        """Returns what a resident adapter consists of, where it lies in memory, and what a step
-        launches for it."""
-        return self._call(calls.inspect(ref), timeout_s)
-
-    def server_info(self, *, timeout_s: float | None = None) -> types.ServerInfo:
-        return self._call(calls.server_info(), timeout_s)
-
-    def server_debug_info(self, *, timeout_s: float | None = None) -> Stream[types.DebugPart]:
-        """Streams the inference service's diagnostics; needs the role operator for all tenants."""
-        call = calls.server_debug_info()
-        return Stream(self._channels.route(call), call, self._attempts(timeout_s))
-
-    def profile(
-        self, num_steps: int, *, wait_s: float | None = None, timeout_s: float | None = None
-    ) -> Stream[types.TracePiece]:
-        """Streams the trace of the server's next steps, in pieces; closing it ends the tracing.
-        `wait_s` is how long the server waits for steps."""
-        call = calls.profile(num_steps, wait_s)
-        return Stream(self._channels.route(call), call, self._attempts(timeout_s))
-
-    def replicas(self) -> tuple[types.Replica, ...]:
-        """Returns the replicas of the inference service as they are known now; starts probes of
-        those whose last one is old, without waiting for them."""
-        fleet = self._channels.fleet
-        fleet.refresh()
-        return fleet.replicas.statuses()

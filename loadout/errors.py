@@ -1,23 +1,4 @@
-"""The errors of a call, one class per reaction of a caller.
-
-LoadoutError                 catch this for all of them
- ├─ InvalidArgument          the caller's argument, named by `subject`
- ├─ NotFound                 no such adapter, version, digest
- ├─ AlreadyExists            a running request has this request_id
- ├─ FailedPrecondition       the adapter exists and cannot be served, or is not what was expected
- ├─ Conflict                 the name points elsewhere than the caller required
- ├─ OutOfRange               the requested history is gone: list again
- ├─ ResourceExhausted        queue full or a limit reached; `retry_after_s` says when to retry
- ├─ Unauthenticated          no token was sent, or one that the service does not know
- ├─ PermissionDenied         this token may not do that
- ├─ DataLoss                 stored or pulled bytes fail their hash
- ├─ NotLoaded                a push is recorded, and a replica, named by `subject`, cannot load it
- ├─ Unavailable              the service answered that it, its store or the adapter is unavailable
- ├─ StreamLost               the connection ended before the response did
- ├─ DeadlineExceeded         `timeout_s` passed
- ├─ Cancelled                by this client or by the server's shutdown
- └─ ServerError              the service's own fault; its log has the cause
-"""
+"""Errors that the client raises: one class per reaction of a caller. Catch LoadoutError for all."""
 
 from __future__ import annotations
 
@@ -27,9 +8,12 @@ from typing import Any
 class LoadoutError(Exception):
     """An error of a call.
 
-    `code` is the gRPC status ("NOT_FOUND"), `reason` a stable UPPER_SNAKE word for programs
-    ("ADAPTER_NOT_FOUND"), `subject` the culprit (a field, file, tensor or config key), both ""
-    when the service named none. `retry_after_s` is set when the service asked to retry later.
+    Args:
+        message: The error in words, for people.
+        code: Name of the gRPC status, such as "NOT_FOUND".
+        reason: Stable identifier for programs, such as "ADAPTER_NOT_FOUND"; "" if there is none.
+        subject: The cause: a field, file, tensor or config key; "" if there is none.
+        retry_after_s: Seconds after which a retry may succeed; None: the service did not say.
     """
 
     def __init__(
@@ -61,64 +45,64 @@ def _rebuild(kind: type[LoadoutError], message: str, fields: dict[str, Any]) -> 
 
 
 class InvalidArgument(LoadoutError):
-    pass
+    """An argument is invalid; `subject` names it."""
 
 
 class NotFound(LoadoutError):
-    pass
+    """There is no such adapter, version or digest."""
 
 
 class AlreadyExists(LoadoutError):
-    pass
+    """A running request has this `request_id`."""
 
 
 class FailedPrecondition(LoadoutError):
-    pass
+    """The adapter exists but cannot be served, or is not as expected."""
 
 
 class Conflict(LoadoutError):
-    pass
+    """The name does not point to the digest that the caller requires."""
 
 
 class OutOfRange(LoadoutError):
-    pass
+    """The requested history is gone: list again."""
 
 
 class ResourceExhausted(LoadoutError):
-    pass
+    """The queue is full or a limit is reached; `retry_after_s` says when to retry."""
 
 
 class Unauthenticated(LoadoutError):
-    pass
+    """The token is missing, or the service does not know it."""
 
 
 class PermissionDenied(LoadoutError):
-    pass
+    """The token does not allow the call."""
 
 
 class DataLoss(LoadoutError):
-    pass
+    """Stored or pulled bytes fail their hash."""
 
 
 class NotLoaded(LoadoutError):
-    pass
+    """A pushed version is recorded, but a replica, named by `subject`, cannot load it."""
 
 
 class Unavailable(LoadoutError):
-    pass
+    """The service answered that it, its store or the adapter is unavailable."""
 
 
 class StreamLost(LoadoutError):
-    pass
+    """The connection ended before the response did."""
 
 
 class DeadlineExceeded(LoadoutError):
-    pass
+    """The call took longer than `timeout_s`."""
 
 
 class Cancelled(LoadoutError):
-    pass
+    """This client or the server's shutdown cancelled the call."""
 
 
 class ServerError(LoadoutError):
-    pass
+    """A fault of the service; its log has the cause."""

@@ -1,4 +1,4 @@
-"""Reads a Prometheus endpoint of a service, as any scraper would."""
+"""Reads a service's Prometheus endpoint, as any scraper would."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from loadout.errors import NotFound, Unavailable
 
 TIMEOUT_S = 5.0
 MAX_BYTES = 32 << 20
-"""A thousand times what our services answer."""
+"""A thousand times the size of our services' answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
+    """One sample of a metric."""
+
     name: str
     labels: dict[str, str]
     value: float
@@ -25,22 +27,41 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """One scrape. Counters are named with their `_total`."""
+    """The samples of one scrape. Names of counters end with `_total`."""
 
     samples: tuple[Sample, ...]
 
     def sum(self, name: str, **labels: str) -> float:
-        """Returns the sum of the samples of `name` whose labels include `labels`; 0 without any."""
+        """Returns the sum of matching samples, 0 if there are none.
+
+        Args:
+            name: Name of the samples.
+            **labels: Labels that the samples must have.
+        """
         return sum(sample.value for sample in self.select(name, **labels))
 
     def one(self, name: str, **labels: str) -> float:
-        """Returns the only such value. Raises NotFound if there is not exactly one."""
+        """Returns the value of the only matching sample.
+
+        Args:
+            name: Name of the sample.
+            **labels: Labels that the sample must have.
+
+        Raises:
+            NotFound: There is not exactly one matching sample.
+        """
         found = self.select(name, **labels)
         if len(found) != 1:
-            raise NotFound(f"{len(found)} metrics are {name} {labels}", code="NOT_FOUND")
+            raise NotFound(f"{len(found)} metrics match {name} {labels}, not one", code="NOT_FOUND")
         return found[0].value
 
     def select(self, name: str, **labels: str) -> tuple[Sample, ...]:
+        """Returns all matching samples.
+
+        Args:
+            name: Name of the samples.
+            **labels: Labels that the samples must have.
+        """
         return tuple(
             sample
             for sample in self.samples
@@ -49,8 +70,19 @@ class Metrics:
 
 
 def quantile(share: float, now: Metrics, before: Metrics, name: str) -> float | None:
-    """Returns a quantile of a histogram, in seconds, of the observations between two scrapes,
-    interpolated within its bucket as Prometheus does. None: there were none."""
+    """Returns a quantile of a histogram's observations between two scrapes.
+
+    It is interpolated within its bucket, as in Prometheus.
+
+    Args:
+        share: The quantile, 0 to 1.
+        now: The later scrape.
+        before: The earlier scrape.
+        name: Name of the histogram, without "_bucket".
+
+    Returns:
+        The quantile in the histogram's unit, or None if there were no observations.
+    """
     counts: dict[float, float] = {}
     for sign, metrics in ((1, now), (-1, before)):
         for sample in metrics.select(f"{name}_bucket"):
@@ -71,6 +103,17 @@ def quantile(share: float, now: Metrics, before: Metrics, name: str) -> float | 
 
 
 def parse(text: str) -> Metrics:
+    """Parses metrics in Prometheus' text format.
+
+    Args:
+        text: Body of a scrape.
+
+    Returns:
+        Its samples.
+
+    Raises:
+        ValueError: The text is not in this format.
+    """
     families = text_string_to_metric_families(text)
     return Metrics(
         tuple(
@@ -82,7 +125,17 @@ def parse(text: str) -> Metrics:
 
 
 def scrape(address: str) -> Metrics:
-    """Reads http://`address`/metrics. Raises Unavailable."""
+    """Reads the metrics of a service.
+
+    Args:
+        address: Metrics address of the service, "host:port".
+
+    Returns:
+        The samples of http://`address`/metrics.
+
+    Raises:
+        Unavailable: Nothing answers there, or not with metrics.
+    """
     try:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=TIMEOUT_S) as answer:
             text = answer.read(MAX_BYTES + 1)
@@ -93,6 +146,6 @@ def scrape(address: str) -> Metrics:
         reason = getattr(error, "reason", error)
         reason = getattr(reason, "strerror", None) or reason
         raise Unavailable(
-            f"no metrics at {address}: {reason}; is it a running service's --metrics-listen?",
+            f"no metrics at {address}: {reason}; is it the --metrics-listen of a running service?",
             code="UNAVAILABLE",
         ) from error

@@ -1,4 +1,4 @@
-"""When a failed call is tried again. Pure: the clock and the randomness are passed in."""
+"""Decides when to retry a failed call. Pure: callers pass in the clock and the randomness."""
 
 from __future__ import annotations
 
@@ -15,26 +15,34 @@ from loadout.errors import (
 )
 
 DRAINING = "DRAINING"
-"""Reason of a service that refused because it stops: its successor or a peer will answer."""
+"""Reason of a service that is shutting down: its successor or a peer will answer."""
 ENGINE_FAILED = "ENGINE_FAILED"
-"""Reason of a server whose engine ended while it had the request."""
+"""Reason of a server whose engine failed during the request."""
 ASLEEP = "ASLEEP"
-"""Reason of a server that refused because its memory is freed until it is woken."""
+"""Reason of a server that has freed its memory until it is woken."""
 GONE = (DRAINING, ENGINE_FAILED, ASLEEP)
-"""Reasons of a server that cannot take anything now: another may."""
+"""Reasons of a server that can take no request now: another server may."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often a call is tried, and how long is waited. `RetryPolicy(max_attempts=1)` never tries
-    again."""
+    """How often a failed call is tried, and how long the client waits between attempts.
+
+    Args:
+        max_attempts: Attempts of one call, at least 1. 1: never retry.
+        first_backoff_s: Seconds before the first retry. Each further wait doubles, and a random
+            part of up to half is cut from each.
+        max_backoff_s: Most seconds of a wait.
+        max_retry_after_s: If a service asks to wait for more seconds, the call fails.
+
+    Raises:
+        ValueError: `max_attempts` is below 1.
+    """
 
     max_attempts: int = 4
     first_backoff_s: float = 0.1
     max_backoff_s: float = 2.0
-    """Backoffs double from the first up to this one, each cut by a random part of its half."""
     max_retry_after_s: float = 10.0
-    """A RetryInfo above this ends the call."""
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1:
@@ -42,7 +50,15 @@ class RetryPolicy:
 
 
 class Attempts:
-    """The attempts of one call, counted against the policy and the call's deadline."""
+    """The attempts of one call, counted against the policy and the call's deadline.
+
+    Args:
+        policy: How often a call is tried.
+        timeout_s: Deadline in seconds over all attempts. None: none.
+        clock: Returns monotonic seconds.
+        chance: Returns a random number from 0 to 1.
+        waits_if_gone: Whether to retry at a service that drains or sleeps.
+    """
 
     def __init__(
         self,
@@ -53,7 +69,6 @@ class Attempts:
         *,
         waits_if_gone: bool = True,
     ) -> None:
-        """`waits_if_gone`: whether a service that drains or sleeps is asked again."""
         self._policy = policy
         self._waits_if_gone = waits_if_gone
         self._clock = clock
@@ -64,21 +79,27 @@ class Attempts:
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds until the deadline, at least 0; None without one."""
+        """Returns the seconds until the deadline, at least 0; None without a deadline."""
         return None if self._deadline_s is None else max(0.0, self._deadline_s - self._clock())
 
     def succeeded(self) -> None:
-        """Starts counting anew: a stream that resumes may fail as often as a fresh one."""
+        """Resets the count: a stream that resumes may fail as often as a new one."""
         self._num_failed = 0
 
     def delay_s(
         self, error: LoadoutError, *, repeatable: bool, elsewhere: bool = False
     ) -> float | None:
-        """Counts a failed attempt; returns seconds to wait before the next one, None to give up.
+        """Counts a failed attempt, and decides about the next one.
 
-        `repeatable` says that a second execution does no harm. A refusal with RetryInfo is tried
-        again either way, since the service did nothing. `elsewhere` says that the next attempt goes
-        to another replica, so that there is nothing to wait for.
+        A call refused with RetryInfo is always retried, because the service did nothing.
+
+        Args:
+            error: Error of the attempt.
+            repeatable: Whether executing the call twice does no harm.
+            elsewhere: Whether the next attempt goes to another replica, so that it need not wait.
+
+        Returns:
+            Seconds to wait before the next attempt, or None to give up.
         """
         self._num_failed += 1
         if self._num_failed >= self._policy.max_attempts:
@@ -102,7 +123,7 @@ class Attempts:
         if not repeatable:
             return None
         if error.reason == ENGINE_FAILED:
-            # A request that was there when two engines ended may be why: it gets no third.
+            # A request that two engines failed under may be the cause: it gets no third engine.
             self._num_engines += 1
             if self._num_engines > 1:
                 return None

@@ -1,6 +1,6 @@
-"""How a client authenticates itself and the services: bearer token and TLS.
+"""Authentication of the client and of the services: bearer token and TLS.
 
-A token is sent with every call. It never appears in a repr, an error or a log.
+The client sends its token with every call. The token never appears in a repr, an error or a log.
 """
 
 from __future__ import annotations
@@ -22,10 +22,15 @@ ChannelOptions = tuple[tuple[str, Any], ...]
 
 
 class ChannelFactory(Protocol):
-    """Opens a channel in place of the client: `credentials` None means without TLS.
+    """Opens a gRPC channel for the client, which closes it.
 
-    Returns a `grpc.Channel` for `Client` and a `grpc.aio.Channel` for `AsyncClient`, which closes
-    it.
+    Args:
+        address: gRPC target, such as "host:port".
+        credentials: TLS credentials. None: without TLS.
+        options: Channel options as pairs of name and value.
+
+    Returns:
+        A `grpc.Channel` for `Client`, a `grpc.aio.Channel` for `AsyncClient`.
     """
 
     def __call__(
@@ -38,9 +43,13 @@ class ChannelFactory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TlsConfig:
-    """PEM files. `ca_file` has the authorities that may vouch for a service (None: the public
-    ones); `cert_file` and `key_file` are this client's own certificate, for services that ask for
-    one."""
+    """PEM files for TLS.
+
+    Args:
+        ca_file: Certificates of the authorities that you trust. None: the public authorities.
+        cert_file: This client's own certificate, for services that ask for one.
+        key_file: Private key of `cert_file`, unencrypted.
+    """
 
     ca_file: str | os.PathLike[str] | None = None
     cert_file: str | os.PathLike[str] | None = None
@@ -50,34 +59,57 @@ class TlsConfig:
 class Security:
     """The token and the TLS credentials of one client.
 
-    Raises InvalidArgument, naming the argument: a token that no header can carry, a PEM file that
-    is not one, a certificate without its key.
+    Args:
+        token: Bearer token. None: send none.
+        tls: True trusts the public authorities. None or False: no TLS.
+        allow_insecure_token: Allow the token without TLS to other machines.
+
+    Raises:
+        InvalidArgument: The token does not fit into a header, a file is not PEM, or a certificate
+            comes without its key. `subject` names the argument.
     """
 
     def __init__(
         self, token: str | None, tls: TlsConfig | bool | None, allow_insecure_token: bool
     ) -> None:
         if token is not None and not _TOKEN.fullmatch(token):
-            raise _invalid("token", "must be visible ASCII characters, at least one")
+            raise _invalid("token", "must consist of visible ASCII characters, at least one")
         self._metadata = None if token is None else (("authorization", f"Bearer {token}"),)
         self._credentials = _credentials(TlsConfig() if tls is True else tls) if tls else None
         self._allow_insecure_token = allow_insecure_token
 
     def check(self, argument: str, address: str) -> None:
-        """Raises InvalidArgument if the token would cross a network in the clear."""
+        """Checks that the token would not cross a network unencrypted.
+
+        Args:
+            argument: Name of the argument that has the address, for the error.
+            address: gRPC target.
+
+        Raises:
+            InvalidArgument: The token would be sent to another machine without TLS.
+        """
         if self._metadata is None or self._credentials is not None or self._allow_insecure_token:
             return
         if not is_loopback(address):
             raise _invalid(
                 argument,
-                f"{address} would be sent the token without TLS: use TLS, or allow_insecure_token",
+                f"the token would go to {address} without TLS: use TLS, or allow_insecure_token",
             )
 
     def open_channel(
         self, factory: ChannelFactory, address: str, options: ChannelOptions, server_name: str = ""
     ) -> Any:
-        """Opens a channel. `server_name` is the name that the certificate must be for, where that
-        is not the address's own host."""
+        """Opens a channel.
+
+        Args:
+            factory: Opens the channel.
+            address: gRPC target.
+            options: Channel options as pairs of name and value.
+            server_name: Name that the certificate must have. "": the address's own host.
+
+        Returns:
+            The channel that `factory` returns.
+        """
         if self._credentials is not None:
             if server_name:
                 options = (*options, ("grpc.ssl_target_name_override", server_name))
@@ -87,7 +119,15 @@ class Security:
         return factory(address, self._credentials, options)
 
     def sign(self, method: Any, metadata: tuple[tuple[str, str], ...] = ()) -> Any:
-        """Returns a stub's `method`, which then sends the token and further `metadata`."""
+        """Makes a stub's method send the token.
+
+        Args:
+            method: Method of a gRPC stub.
+            metadata: Further metadata to send, as pairs of key and value.
+
+        Returns:
+            A callable that takes a request and a timeout in seconds.
+        """
         metadata = (*(self._metadata or ()), *metadata)
         if not metadata:
             return method
@@ -99,7 +139,11 @@ class Security:
 
 
 def is_loopback(address: str) -> bool:
-    """Returns whether a gRPC target stays on this machine; a name other than localhost may not."""
+    """Returns whether a gRPC target is on this machine. Names other than localhost count as remote.
+
+    Args:
+        address: gRPC target; may be several addresses with commas.
+    """
     if address.startswith(("unix:", "unix-abstract:")):
         return True
     target = re.sub(r"^(dns:(///)?|ipv[46]:)", "", address)
@@ -121,7 +165,9 @@ def _is_loopback_host(host: str) -> bool:
 def _credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
     if (tls.cert_file is None) != (tls.key_file is None):
         missing = "cert_file" if tls.cert_file is None else "key_file"
-        raise _invalid(f"tls.{missing}", "is needed, too: a certificate is used with its key")
+        raise _invalid(
+            f"tls.{missing}", "is missing: a certificate needs its key, and a key its certificate"
+        )
     ca, cert, key = (
         None if path is None else _read(f"tls.{name}", path)
         for name, path in (
@@ -143,7 +189,7 @@ def _credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
         except ssl.SSLError as error:
             raise _invalid(
                 "tls.cert_file",
-                f"{tls.cert_file} and {tls.key_file} are not a PEM chain and its plain key",
+                f"{tls.cert_file} and {tls.key_file} are not a PEM chain and its unencrypted key",
             ) from error
     return grpc.ssl_channel_credentials(ca, key, cert)
 

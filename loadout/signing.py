@@ -1,7 +1,7 @@
-"""Signing adapters: Ed25519 over the ASCII bytes of a digest, "sha256:<hex>".
+"""Signs adapters: Ed25519 over the ASCII bytes of a digest, "sha256:<hex>".
 
-The private key stays with the signer; the store has public keys only, by the names in its policy.
-A key file is unencrypted PKCS 8 in PEM, readable by its owner alone.
+The private key stays with the signer. The store has only public keys, by the names in its policy. A
+key file is unencrypted PKCS 8 in PEM that only its owner can read.
 """
 
 from __future__ import annotations
@@ -24,20 +24,35 @@ _MAX_KEY_FILE_BYTES = 64 << 10
 
 
 class SigningKey:
-    """A private key, and the name of its public half in the stores' policies."""
+    """A private key, and the name of its public key in the stores' policies.
+
+    Args:
+        key_id: Name of the public key in the policies.
+        key: Ed25519 private key.
+
+    Raises:
+        InvalidArgument: No policy can have this name.
+    """
 
     def __init__(self, key_id: str, key: Ed25519PrivateKey) -> None:
-        """Raises InvalidArgument for a name that no policy could have."""
         if not _KEY_ID.fullmatch(key_id):
-            raise _invalid("key_id", f"{key_id!r} is not of the form {_KEY_ID.pattern}")
+            raise _invalid("key_id", f"{key_id!r} does not match {_KEY_ID.pattern}")
         self.key_id = key_id
         self._key = key
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> SigningKey:
-        """Creates a key in a new file and names it for the file, as `load` does.
+        """Creates a key and writes it to a new file.
 
-        Raises FileExistsError rather than overwrite a key.
+        Args:
+            path: File to create. The key's name is the file's name without its suffix.
+
+        Returns:
+            The new key.
+
+        Raises:
+            FileExistsError: The file exists. A key is never overwritten.
+            InvalidArgument: No policy can have a key of this name.
         """
         key = cls(Path(path).stem, Ed25519PrivateKey.generate())
         pem = key._key.private_bytes(
@@ -52,9 +67,18 @@ class SigningKey:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], key_id: str = "") -> SigningKey:
-        """Reads the key in a file; `key_id` "": named for the file, without its suffix.
+        """Reads a key from a file.
 
-        Raises InvalidArgument, naming the file but nothing in it.
+        Args:
+            path: File with the private key.
+            key_id: Name of the key. "": the file's name without its suffix.
+
+        Returns:
+            The key.
+
+        Raises:
+            InvalidArgument: The file has no Ed25519 key. The error quotes nothing from the file.
+            OSError: The file cannot be read.
         """
         with open(path, "rb") as file:
             pem = file.read(_MAX_KEY_FILE_BYTES)
@@ -68,29 +92,56 @@ class SigningKey:
 
     @property
     def public_key(self) -> str:
-        """The base64 of 32 bytes, as policy files have it."""
+        """Returns the public key for policy files: 32 bytes in base64."""
         return base64.b64encode(self._key.public_key().public_bytes_raw()).decode()
 
     def sign(self, digest: str) -> Signature:
-        """Raises InvalidArgument for what is not a digest."""
+        """Signs a digest.
+
+        Args:
+            digest: Digest of an adapter, "sha256:<hex>".
+
+        Returns:
+            The signature, with the key's name.
+
+        Raises:
+            InvalidArgument: `digest` is not of this form.
+        """
         if not _DIGEST.fullmatch(digest):
             raise _invalid("digest", f"{digest[:80]!r} is not sha256:<64 hex digits>")
         return Signature(self.key_id, self._key.sign(digest.encode()))
 
 
 def format_signature(signature: Signature) -> str:
-    """Returns a line of a signature file: the key's name, a space, the value in base64."""
+    """Returns the line of a signature file: the key's name, a space, the value in base64.
+
+    Args:
+        signature: Signature from `SigningKey.sign`.
+    """
     return f"{signature.key_id} {base64.b64encode(signature.value).decode()}"
 
 
 def parse_signature(text: str, subject: str) -> Signature:
-    """Reads what `format_signature` wrote. Raises InvalidArgument naming `subject`."""
+    """Reads the line of a signature file.
+
+    Args:
+        text: Text that `format_signature` returned.
+        subject: Name of the text in errors, such as its path.
+
+    Returns:
+        The signature.
+
+    Raises:
+        InvalidArgument: The text is not a signature.
+    """
     words = text.split()
     try:
         key_id, value = words
         return Signature(key_id, base64.b64decode(value, validate=True))
     except (ValueError, binascii.Error) as error:
-        raise _invalid(subject, "is not a key's name and a signature in base64") from error
+        raise _invalid(
+            subject, "does not consist of a key's name and a signature in base64"
+        ) from error
 
 
 def _invalid(subject: str, why: str) -> InvalidArgument:

@@ -1,4 +1,4 @@
-"""What the client takes and returns: plain frozen data, without transport.
+"""Types that the client takes and returns: plain frozen data, without transport.
 
 Sizes are bytes, durations seconds, times are aware UTC datetimes.
 """
@@ -21,12 +21,12 @@ from loadout._rpc.server_info import ServerInfo as ServerInfo
 from loadout._rpc.server_info import ServerLimits as ServerLimits
 
 VersionPolicy = Literal["pin", "follow_keep", "follow_recompute"]
-"""What a request does when its adapter's name moves to a newer version: end on its own, or go on
-with the newer one, keys and values kept or computed again."""
+"""How a request reacts when its adapter's name moves to a newer version: finish on its own, or
+continue with the newer one, with keys and values kept or recomputed."""
 
 
 class FinishReason(enum.Enum):
-    """Why a generation ended. UNKNOWN here and below: the server is newer than this client."""
+    """Why a generation ended. UNKNOWN, here and below: the server is newer than this client."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -35,6 +35,8 @@ class FinishReason(enum.Enum):
 
 
 class ImageState(enum.Enum):
+    """State of an adapter's image for one layout."""
+
     PENDING = "pending"
     COMPILING = "compiling"
     READY = "ready"
@@ -43,7 +45,7 @@ class ImageState(enum.Enum):
 
 
 class BaseModelSource(enum.Enum):
-    """What decided for which base model an adapter is recorded; the first that applies."""
+    """The rule that chose an adapter's base model. The store tries the rules in this order."""
 
     CALLER = "caller"
     CURRENT_VERSION = "current version"
@@ -55,6 +57,8 @@ class BaseModelSource(enum.Enum):
 
 
 class EventKind(enum.Enum):
+    """Kind of a catalog change. BOOKMARK: nothing changed up to its revision."""
+
     REGISTERED = "registered"
     UPDATED = "updated"
     DELETED = "deleted"
@@ -65,7 +69,7 @@ class EventKind(enum.Enum):
 
 
 class SegmentKind(enum.Enum):
-    """What an adapter changes in a module."""
+    """Kind of a change that an adapter makes to a module."""
 
     A = "a"
     B = "b"
@@ -78,7 +82,7 @@ class SegmentKind(enum.Enum):
 
 
 class TargetKind(enum.Enum):
-    """What an adapter changes a module of."""
+    """Kind of a module that adapters change."""
 
     LINEAR = "linear"
     EMBEDDING = "embedding"
@@ -88,6 +92,8 @@ class TargetKind(enum.Enum):
 
 
 class AdapterTier(enum.Enum):
+    """Memory that holds a resident adapter."""
+
     DEVICE = "device"
     HOST = "host"
     UNKNOWN = "unknown"
@@ -98,46 +104,48 @@ class AdapterTier(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ServerVerdict:
-    """Whether the servers that have announced the same can serve an adapter, and why not.
-    `max_rank` is the highest that they accept, 0 if they have not said."""
+    """Whether the servers of one announcement can serve an adapter."""
 
     announcement_id: str
     max_rank: int
+    """Highest rank that these servers accept; 0 if they have not announced it."""
     servable: bool
     reason: str
+    """Why they cannot serve it; otherwise ""."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutState:
-    """State of one adapter's image under one layout; `reason` says why it is INCOMPATIBLE.
-    `servers` are those of the layout that are there now; `fits` says whether the adapter is known
-    to fit it, also before the image is compiled. `unused_spaces` are parts of the model, such as
-    "vision_tower", that the adapter changes and no request of these servers passes through."""
+    """State of an adapter's image for one layout."""
 
     layout_id: str
     state: ImageState
     reason: str
+    """Why the state is INCOMPATIBLE; otherwise ""."""
     image_bytes: int
     servers: tuple[ServerVerdict, ...] = ()
+    """Verdicts of the layout's connected servers, one per announcement."""
     fits: bool = False
+    """Whether the adapter is known to fit the layout, even before the image is compiled."""
     unused_spaces: tuple[str, ...] = ()
+    """Parts of the model, such as "vision_tower", that the adapter changes but no request of these
+    servers passes through."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A base model as some servers compute it, and the images that the store has compiled for it.
-    `other_base_models`, of equal shapes, are computed alike; `aliases` are of any of them.
-
-    `max_ranks` are the highest ranks that its servers accept, 0 for any: one for all that have
-    announced the same, none if no server is there now.
-    """
+    """A base model as some servers compute it, and the store's images for it."""
 
     layout_id: str
     base_model: str
     other_base_models: tuple[str, ...]
+    """Base models of equal shapes with the same layout."""
     aliases: tuple[str, ...]
+    """Other names of these base models."""
     max_ranks: tuple[int, ...]
+    """Highest ranks that its servers accept, one per announcement; 0: any. Empty: no server now."""
     images: int
+    """Number of compiled images."""
     image_bytes: int
     create_time: datetime | None
     last_use_time: datetime | None
@@ -145,7 +153,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class LayoutPage:
-    """One page of the store's layouts; an empty `next_page_token` ends it."""
+    """One page of the store's layouts. On the last page `next_page_token` is ""."""
 
     layouts: tuple[Layout, ...]
     next_page_token: str
@@ -153,7 +161,7 @@ class LayoutPage:
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file of an adapter as it was fetched; `sha256` in hex."""
+    """One file of an adapter as the store fetched it; `sha256` is in hex."""
 
     name: str
     size_bytes: int
@@ -162,25 +170,18 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One version of an adapter. `name` is "tenant/name", `digest` the identity of its content.
-
-    `created_by` is the token that recorded it, `signed_by` the key that it was verified with ("":
-    it is not signed), `delete_time` since when it is deleted (None: it is not). `segment_kinds` are
-    what it changes beside A and B, `added_tokens` how many it adds to the vocabulary, 0 until an
-    image of it is planned; of aLoRA, it is active from the first of its `invocation_tokens` on,
-    where all of them follow one another in the prompt for the last time. `tokenizer_digest` and
-    `chat_template_digest` are of what it brings along about text, "" where that is its model's. The
-    content of an `ephemeral` one is in the store's memory alone; at `expire_time` it is deleted by
-    itself (None: never).
-    """
+    """One version of an adapter; `name` is "tenant/name"."""
 
     name: str
     version: int
     digest: str
+    """Identity of the content, "sha256:<hex>"."""
     source_uri: str
     base_model: str
     rank: int
+    """Largest rank of any target."""
     targets: tuple[str, ...]
+    """Module names that it changes, such as "q_proj"."""
     source_bytes: int
     labels: Mapping[str, str]
     create_time: datetime | None
@@ -189,28 +190,41 @@ class Adapter:
     layout_states: tuple[LayoutState, ...]
     description: str = ""
     created_by: str = ""
+    """Name of the token that recorded it; "" without tokens."""
     source_revision: str = ""
+    """Revision of the source: a commit of the hub, ETags of S3."""
     config_base_model: str = ""
+    """Base model as the adapter's own config names it."""
     files: tuple[SourceFile, ...] = ()
     signed_by: str = ""
+    """Name of the key that verified its signature; "" if it is not signed."""
     delete_time: datetime | None = None
+    """When it was deleted; None while it is live."""
     segment_kinds: tuple[SegmentKind, ...] = ()
+    """Kinds of changes other than A and B."""
     added_tokens: int = 0
+    """Tokens that it adds to the vocabulary; 0 until the store has planned an image of it."""
     invocation_tokens: tuple[int, ...] = ()
+    """For aLoRA: it is active from the first of these tokens on, at the last place in the prompt
+    where all of them occur in sequence."""
     tokenizer_digest: str = ""
+    """Digest of its own tokenizer's extract; "": it uses the model's tokenizer."""
     chat_template_digest: str = ""
+    """Digest of its own chat template; "": it uses the model's."""
     ephemeral: bool = False
+    """Whether the content is kept only in the store's memory."""
     expire_time: datetime | None = None
+    """When the store will delete it; None: never."""
 
     @property
     def ref(self) -> str:
-        """The reference of exactly this version."""
+        """Returns the reference of exactly this version, "tenant/name@version"."""
         return f"{self.name}@{self.version}"
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """A signature of a digest by the key `key_id` of the store's policy; see `loadout.signing`."""
+    """Signature of a digest by key `key_id` of the store's policy; see `loadout.signing`."""
 
     key_id: str
     value: bytes
@@ -218,25 +232,26 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A recorded adapter; pass `revision` to generate(min_revision=...) to be sure to use it.
-
-    `deleted_versions` are the older ones that were deleted for it, by `keep` or by the store's
-    policy. `base_model_reason` says in words how the adapter's base model was chosen: "" for a
-    rollback. `ignored_config_keys` are unknown keys of its config that the store's operator lets
-    pass.
-    """
+    """A recorded adapter."""
 
     adapter: Adapter
     revision: int
+    """Catalog revision at which it became current. Pass it as `min_revision` to `generate` to be
+    sure of this version or a newer one."""
     deleted_versions: tuple[int, ...] = ()
+    """Older versions that `keep` or the store's policy deleted."""
     base_model_source: BaseModelSource = BaseModelSource.UNKNOWN
     base_model_reason: str = ""
+    """How the base model was chosen, in words; "" after a rollback."""
     ignored_config_keys: tuple[str, ...] = ()
+    """Unknown keys of the adapter's config that the store's operator allows."""
+    warnings: tuple[str, ...] = ()
+    """Warnings about the weights, such as values that are too large after a diverged training."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrunedPage:
-    """Versions that one call has deleted, at which revision, and whether there may be more."""
+    """Versions that one call has deleted. `has_more`: there may be more to delete."""
 
     deleted_versions: tuple[int, ...]
     revision: int
@@ -245,7 +260,7 @@ class PrunedPage:
 
 @dataclass(frozen=True, slots=True)
 class AdapterPage:
-    """One page of the catalog as of `revision`; an empty `next_page_token` ends it."""
+    """One page of the catalog as of `revision`. On the last page `next_page_token` is ""."""
 
     adapters: tuple[Adapter, ...]
     next_page_token: str
@@ -254,7 +269,7 @@ class AdapterPage:
 
 @dataclass(frozen=True, slots=True)
 class VersionPage:
-    """One page of a name's versions, newest first. `current_version` 0: the name is deleted."""
+    """One page of a name's versions, newest first. `current_version` is 0 for a deleted name."""
 
     adapters: tuple[Adapter, ...]
     next_page_token: str
@@ -264,7 +279,7 @@ class VersionPage:
 
 @dataclass(frozen=True, slots=True)
 class AdapterEvent:
-    """One catalog change; `version` is what the name points to afterwards, 0 when it is gone."""
+    """One catalog change. `version` is the name's version afterwards; 0 if the name is gone."""
 
     revision: int
     kind: EventKind
@@ -276,6 +291,8 @@ class AdapterEvent:
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
+    """A tier that holds images; counts start with the store."""
+
     used_bytes: int
     capacity_bytes: int
     images: int
@@ -286,6 +303,8 @@ class TierStatus:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatus:
+    """State of the store. `blob_bytes` is the size of stored sources."""
+
     version: str
     revision: int
     adapters: int
@@ -300,49 +319,66 @@ class StoreStatus:
 
 
 class SamplingParams(TypedDict, total=False):
-    """Keywords of `generate` and `complete`; what is left out takes the server's default."""
+    """Sampling parameters of `generate`, `complete` and `sample`. A parameter that you leave out
+    takes the server's default; see `ServerInfo.sampling_defaults`."""
 
     max_tokens: int
+    """Most tokens to generate. Default: 256."""
     min_tokens: int
+    """No end-of-sequence token and no stop before this many tokens. Default: 0."""
     temperature: float
-    """0: greedy. The server's default is 1, or its model's: see ServerInfo.sampling_defaults."""
+    """0: greedy; otherwise 0.01 to 100. Default: the model's, or 1."""
     top_k: int
+    """Sample from only this many most likely tokens. 0: off."""
     top_p: float
+    """Sample from only the most likely tokens that together have this probability, above 0 and at
+    most 1."""
     min_p: float
+    """Sample from only tokens with at least this share of the most likely one's probability, 0 to
+    1. Default: 0."""
     seed: int
-    """The same seed gives the same tokens, whatever else runs; on GPUs up to rounding."""
+    """The same seed gives the same tokens, regardless of other requests; on GPUs up to rounding."""
     stop: str | list[str] | tuple[str, ...]
-    """Strings that end the text; not part of it."""
+    """Texts that end generation, at most 16. The returned text excludes them."""
     stop_token_ids: list[int] | tuple[int, ...]
+    """Tokens that end generation, at most 256."""
     ignore_eos: bool
+    """Continue after the model's end-of-sequence token. Default: False."""
     presence_penalty: float
+    """Subtracted once from the logits of each generated token, -2 to 2. Default: 0."""
     frequency_penalty: float
+    """Subtracted once per occurrence of a generated token, -2 to 2. Default: 0."""
     repetition_penalty: float
+    """Divides positive logits and multiplies negative logits of tokens in prompt and output, 0.01
+    to 100. Default: 1."""
     logprobs: int
-    """Log probability of each token, and of this many most likely ones: at most 20, and 1,024 with
-    `packed_logprobs`."""
+    """Return the log probability of each token and of this many most likely tokens: at most 20, or
+    1,024 with `packed_logprobs`."""
     logprobs_mode: Literal["raw", "processed"]
-    """What these are of: the model's own distribution, or what the token was drawn from. The
-    server's default: see ServerInfo.sampling_defaults."""
+    """Distribution of `logprobs`: the model's own, or the one that the token was drawn from."""
     prompt_logprobs: int
-    """Log probability of each token of the prompt, and of this many most likely ones, at most
-    1,024, of the model's own distribution."""
+    """Return the log probability of each prompt token except the first, and of this many (at most
+    1,024) most likely tokens, from the model's own distribution."""
 
 
 class ChatMessage(TypedDict):
+    """One message of a conversation. `role` is one that the model's chat template knows."""
+
     role: str
     content: str
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
+    """A token and the natural logarithm of its probability."""
+
     token_id: int
     logprob: float
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural log probabilities at one position; `top` has the most likely first."""
+    """Log probabilities at one position; `top` begins with the most likely token."""
 
     chosen: Logprob
     top: tuple[Logprob, ...]
@@ -350,6 +386,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """Token counts of a request. `cached_prompt_tokens` came from the prefix cache."""
+
     prompt_tokens: int
     cached_prompt_tokens: int
     completion_tokens: int
@@ -357,7 +395,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds in the queue, of adapter wait, and until the first token, by the server's clock."""
+    """Seconds in the queue, waiting for the adapter, and until the first token; server's clock."""
 
     queued_seconds: float
     adapter_wait_seconds: float
@@ -366,21 +404,22 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class AdapterIdentity:
-    """What a reference resolved to: "tenant/name@version" and the digest. `is_inactive`: the base
-    model alone has answered, as the prompt does not have the adapter's invocation tokens. `scale`
-    is what it is multiplied with as one of several."""
+    """The version that a reference resolved to."""
 
     name: str
+    """Name as "tenant/name@version"; the digest if you asked by digest."""
     digest: str
     is_inactive: bool = False
+    """Whether the prompt lacks its invocation tokens (aLoRA), so that the base model answered."""
     scale: float | None = None
+    """Factor of the adapter, if it is one of several."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """One piece of a generation. `finish_reason`, `usage` and `timings` come with the last one.
 
-    `adapter` is None for the base model, and for several adapters, which are `adapters`.
+    `adapter` is None for the base model, and for several adapters; those are in `adapters`.
     """
 
     request_id: str
@@ -393,23 +432,23 @@ class Chunk:
     timings: Timings | None
     adapters: tuple[AdapterIdentity, ...] = ()
     routed_experts: RoutedExperts | None = None
-    """If requested. Those of a long prompt come in several chunks, of which only the last has
+    """If requested. A long prompt's experts take several chunks, of which only the last has
     tokens."""
     index: int = 0
-    """Which of `n` answers this is of."""
+    """Which of `n` answers this belongs to."""
     packed_logprobs: PackedLogprobs | None = None
     """In place of `logprobs`, if requested."""
     prompt_logprobs: PackedLogprobs | None = None
-    """If requested; of several answers the first one has them, before its tokens."""
+    """If requested. Only the first of several answers has them, before its tokens."""
     kept_tokens: int = 0
-    """The number of tokens whose keys and values are of earlier versions."""
+    """Number of tokens whose keys and values are from earlier versions."""
     echoed_tokens: int = 0
-    """The number of `token_ids`, the first ones, that are the prompt's: made by no version."""
+    """How many of `token_ids`, from the first, echo the prompt. No version made them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished generation; `adapter` and `adapters` as of Chunk."""
+    """A finished generation; `adapter` and `adapters` are as in Chunk."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -421,26 +460,24 @@ class Completion:
     timings: Timings | None
     adapters: tuple[AdapterIdentity, ...] = ()
     routed_experts: RoutedExperts | None = None
-    """What all its tokens but the last have chosen, if requested."""
+    """Experts that all tokens except the last have chosen, if requested."""
     packed_logprobs: PackedLogprobs | None = None
     """In place of `logprobs`, if requested."""
     prompt_logprobs: PackedLogprobs | None = None
-    """That of all tokens of the prompt but the first, if requested; of several answers the first
-    one has it."""
+    """For all prompt tokens except the first, if requested. Only the first of several answers has
+    them."""
     versions: tuple[tuple[AdapterIdentity, int], ...] = ()
-    """The versions of its adapter that have made its tokens, one after the other, and how many;
-    not those of an echoed prompt."""
+    """The adapter's versions that made its tokens, in order, each with its number of tokens. An
+    echoed prompt does not count."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResidentAdapter:
-    """An adapter in the inference service's memory; `names` are those known to point to it.
-
-    `superseded`: no name points to it any more. `names` then has its last one, with the version.
-    """
+    """An adapter in the inference service's memory."""
 
     digest: str
     names: tuple[str, ...]
+    """Names known to point to it; if it is superseded, its last name with the version."""
     tier: AdapterTier
     num_bytes: int
     rank: int
@@ -448,18 +485,29 @@ class ResidentAdapter:
     running_requests: int
     last_used_time: datetime | None
     load_seconds: float
+    """Seconds from the first request for it until it was resident."""
     superseded: bool = False
+    """Whether no name points to it any more."""
+    not_finite_requests: int = 0
+    """Requests that ended because the model's values were not finite. Not 0: its weights are too
+    large; register a sound version."""
+
+    @property
+    def notes(self) -> str:
+        """Returns facts for operators: "pinned", "3 not finite", or "" if there are none."""
+        counted = f"{self.not_finite_requests} not finite" if self.not_finite_requests else ""
+        return ", ".join(filter(None, ("pinned" if self.pinned else "", counted)))
 
     @property
     def label(self) -> str:
-        """Its names, or without any its digest, and whether it is old: "team/french@3 (old)"."""
+        """Returns its names, or its digest if it has none, and whether it is old:
+        "team/french@3 (old)"."""
         return (", ".join(self.names) or self.digest) + " (old)" * self.superseded
 
 
 @dataclass(frozen=True, slots=True)
 class ResidentSegment:
-    """A matrix or vector of an adapter: `num_bytes` from byte `offset` of its memory on. Equal ones
-    may lie there once."""
+    """A matrix or vector of an adapter, from byte `offset` of its memory."""
 
     kind: SegmentKind
     num_bytes: int
@@ -468,7 +516,7 @@ class ResidentSegment:
 
 @dataclass(frozen=True, slots=True)
 class ResidentTarget:
-    """What an adapter has of one module; `layer` is None outside of layers."""
+    """An adapter's part of one module; `layer` is None outside of layers."""
 
     name: str
     layer: int | None
@@ -478,12 +526,13 @@ class ResidentTarget:
 
     @property
     def num_bytes(self) -> int:
+        """Returns the size of all segments in bytes."""
         return sum(segment.num_bytes for segment in self.segments)
 
 
 @dataclass(frozen=True, slots=True)
 class ResidentExtent:
-    """Bytes of an adapter that lie side by side, from byte `offset` of its memory on."""
+    """Contiguous bytes of an adapter, from byte `offset` of its memory."""
 
     offset: int
     num_bytes: int
@@ -491,8 +540,9 @@ class ResidentExtent:
 
 @dataclass(frozen=True, slots=True)
 class OperationGroup:
-    """Modules that are computed together, and what a decode step launches for them. `targets` are
-    the adapter's; without any the step launches the group for whatever adapters there are."""
+    """Modules that are computed together, and the launches for them per decode step. `targets` are
+    the adapter's modules. The step launches the group even if there are none, because it serves any
+    mix of adapters."""
 
     name: str
     targets: tuple[str, ...]
@@ -501,31 +551,33 @@ class OperationGroup:
 
 @dataclass(frozen=True, slots=True)
 class InspectedAdapter:
-    """The parts of a resident adapter, in the memory that `adapter` names.
-
-    `slot` is its row there, `extents` where it lies, in its own order. `groups` are what a decode
-    step launches for adapters if it is the only one, `launches` their sum: kernels on a GPU,
-    operations on a CPU, computed by `kernels`.
-    """
+    """The parts of a resident adapter, in the memory that `adapter` names."""
 
     adapter: ResidentAdapter
     slot: int
+    """Its row in that memory."""
     extents: tuple[ResidentExtent, ...]
+    """Its place in that memory, in its own order."""
     targets: tuple[ResidentTarget, ...]
     groups: tuple[OperationGroup, ...]
+    """Launches per decode step if this is the only adapter."""
     launches: int
+    """Sum over the groups: kernels on a GPU, operations on a CPU."""
     kernels: str
+    """The kernels that compute them, as in ServerInfo."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One of several replicas, as this client knows it. `is_healthy` if it takes calls;
-    `num_requests` run or wait there, `max_sequences` may run at once (0: it has published none)."""
+    """One of several replicas, as this client knows it."""
 
     address: str
     is_healthy: bool
+    """Whether it takes calls."""
     num_requests: int
+    """Requests that run or wait there."""
     max_sequences: int
+    """Requests that may run at once; 0: it has published no load."""
 
 
 # --- for operators of both ----------------------------------------------------------------------
@@ -533,7 +585,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class DebugPart:
-    """A file of debug info, such as "config.json"; `error` says why there is no content."""
+    """A file of diagnostics, such as "config.json"; `error` says why it has no content."""
 
     name: str
     content: bytes
@@ -542,7 +594,7 @@ class DebugPart:
 
 @dataclass(frozen=True, slots=True)
 class TracePiece:
-    """A piece of a gzipped trace in Chrome's JSON. `num_steps` comes with the first, else 0."""
+    """A piece of a gzipped trace in Chrome's JSON. `num_steps` is 0 except in the first."""
 
     data: bytes
     num_steps: int

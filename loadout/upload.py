@@ -1,7 +1,8 @@
-"""An adapter folder as the messages of UploadAdapter: one meta, then the files in chunks.
+"""Uploads a folder as the messages of UploadAdapter: one meta, then the files in chunks.
 
-A folder that is no adapter is refused with the adapters that lie below it, as in a trainer's run
-folder, which are looked for in few entries and never through links.
+The folder may come from somebody else; contract/folders.py limits the files that are read. The
+error for a folder without an adapter lists the adapters below it, as in a trainer's run folder.
+That search reads few entries and follows no links.
 """
 
 from __future__ import annotations
@@ -9,12 +10,34 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import filter as matching
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
+from contract.adapter_files import (
+    CONFIG_FILE,
+    MAX_FILES,
+    MAX_HEADER_BYTES,
+    MLX_WEIGHTS_FILE,
+    TEXT_FILES,
+    WEIGHTS_FILE,
+    check_size,
+    is_plain_name,
+)
+from contract.folders import (
+    FileRefused,
+    Fingerprint,
+    GivenFolder,
+    NotRegular,
+    RegularFile,
+    TooLarge,
+    changed,
+    shown,
+)
+from contract.side_files import find_unused
 from loadout._rpc.calls import build, signature_message, ttl_seconds
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.errors import InvalidArgument
@@ -22,59 +45,18 @@ from loadout.types import Signature
 
 CHUNK_BYTES = 512 * 1024
 
-CONFIG = "adapter_config.json"
 MODEL_CONFIG = "config.json"
-WEIGHT_PATTERNS = ("adapter_model*.safetensors*", "adapters.safetensors", "adapter_model*.bin*")
-"""What PEFT writes, single or sharded with an index, and MLX-LM; the first pattern that matches
-wins."""
+WEIGHT_PATTERNS = ("adapter_model*.safetensors*", MLX_WEIGHTS_FILE, "adapter_model*.bin*")
+"""Files of weights from PEFT, single or sharded with an index, and from MLX-LM. The first pattern
+that matches wins."""
 
-TEXT_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
-"""The files of a tokenizer and a chat template, of which the store reads what it needs."""
-
-# What the store says of all other files: what may hold weights is known to change nothing, or
-# refused, since left out of the upload it would be dropped in silence. A test compares these with
-# the store's (adapter_store/checkpoint/formats/side_files.py), which has the reasons.
-WEIGHT_SUFFIXES = (
-    *("safetensors", "bin", "pt", "pth", "ckpt", "pkl", "pickle", "npz", "npy"),
-    *("gguf", "ggml", "h5", "msgpack", "onnx", "safetensors.index.json", "bin.index.json"),
-)
-HARMLESS = (
-    r"training_args\.bin",
-    r"optimizer(_\d+)?\.(pt|bin)",
-    r"scheduler(_\d+)?\.(pt|bin)",
-    r"(grad_)?scaler\.(pt|bin)",
-    r"(sampler|dl_state_dict)(_\d+)?\.bin",
-    r"rng_state(_\d+)?\.pth",
-    r"(random_states|custom_checkpoint)_\d+\.pkl",
-    r"pytorch_model_fsdp(_\d+)?\.bin",
-    r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt",
-    r"mp_rank_\d+_model_states\.pt",
-    r"(recipe|training|trainer)_state\.pt",
-    r"tokenizer\.(pkl|bin)",
-    r"adapter_model.*\.(bin|pt|pth|pkl|ckpt)",
-    r"adapter_model.*\.bin\.index\.json",
-)
-REFUSED = (
-    r"new_embeddings\.safetensors",
-    r"(value_head|v_head)\..*",
-    r"non_lora_trainables\.bin",
-    r"modelopt_state.*",
-    r"(hf_)?(quant|quantize|quantization)_config\.json",
-    r"(\d+_)?adapters\.npz",
-)
-MLX_HARMLESS = (r"\d+_adapters\.safetensors",)
-TORCHTUNE_HARMLESS = (
-    r"(model|pytorch_model|ft-model|hf_model_\d+_\d+)([-_]\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?",
-)
-MLX_WEIGHTS, TORCHTUNE_FILE = "adapters.safetensors", "adapter_model.pt"
+MAX_WEIGHTS_BYTES = 256 << 30
+"""More bytes than any file of weights has. The store's own limit is lower, but unknown here."""
+_LENGTH_BYTES = 8
+"""Bytes at the start of a .safetensors file that have the length of its header."""
 
 MAX_SCANNED = 10_000
-"""How many entries of folders are read to find adapters below one that is none."""
+"""Most entries of folders that are read to find adapters below a folder without one."""
 SCANNED_LEVELS = 2
 MAX_LISTED = 8
 _CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})")
@@ -86,62 +68,139 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """The files that make up the adapter in a folder, with those of its tokenizer and its chat
-    template, and their sizes in bytes."""
+    """The files of the adapter in a folder, with its tokenizer and its chat template.
+
+    Args:
+        path: The folder.
+        files: States of the files when the folder was opened, by name.
+    """
 
     path: Path
-    sizes: tuple[tuple[str, int], ...]
+    files: Mapping[str, Fingerprint]
 
     @property
     def total_bytes(self) -> int:
-        return sum(size for _, size in self.sizes)
+        """Returns the size of all files in bytes."""
+        return sum(file.size_bytes for file in self.files.values())
+
+    def pieces(self) -> Iterator[tuple[str, int, bytes]]:
+        """Yields the files in order, in pieces. An empty file is one empty piece.
+
+        Returns:
+            Name of the file, offset in bytes, and data of each piece.
+
+        Raises:
+            FileRefused: A file cannot be read, or has changed since the folder was opened.
+        """
+        with GivenFolder(self.path) as folder:
+            for name, fingerprint in self.files.items():
+                with folder.open(name) as file:
+                    if file.fingerprint != fingerprint:
+                        raise changed(name)
+                    offset = 0
+                    for piece in file.pieces(CHUNK_BYTES):
+                        yield name, offset, bytes(piece)
+                        offset += len(piece)
+                    if not file.size_bytes:
+                        yield name, 0, b""
 
 
 def is_uri(source: str | os.PathLike[str]) -> bool:
+    """Returns whether a source is a URI for the store to fetch, not a local folder.
+
+    Args:
+        source: Source of an adapter, as `register` takes it.
+    """
     return isinstance(source, str) and "://" in source
 
 
 def open_folder(source: str | os.PathLike[str], name: str = "NAME") -> AdapterFolder:
-    """Raises InvalidArgument, naming the path, unless it is a folder as PEFT or MLX-LM saves one,
-    with nothing else in it that would have to be applied. Where adapters lie below it, the message
-    has the command to register one of them as `name`."""
+    """Opens an adapter's folder for an upload.
+
+    Args:
+        source: Folder as PEFT or MLX-LM saves it.
+        name: Adapter name for the command that an error suggests, if adapters lie below the folder.
+
+    Returns:
+        The files to upload.
+
+    Raises:
+        InvalidArgument: The folder has no adapter, files that would not be applied, or files that
+            are neither regular nor links of a hub's cache. `subject` is the path.
+    """
     path = Path(source)
     if not path.is_dir():
         raise _invalid(path, "is not a directory (a URI has a scheme, such as s3://bucket/prefix)")
-    if not (path / CONFIG).is_file():
-        raise _invalid(path / CONFIG, f"does not exist{_suggest(path, name)}")
-    weights = next(filter(None, (sorted(path.glob(pattern)) for pattern in WEIGHT_PATTERNS)), [])
+    try:
+        with GivenFolder(path) as folder:
+            files = _choose(folder, name)
+            return AdapterFolder(path, {each: _check_file(folder, each) for each in files})
+    except FileRefused as refused:
+        raise _invalid(path / refused.name, refused.why) from refused
+
+
+def _choose(folder: GivenFolder, name: str) -> list[str]:
+    """Returns the names of the files to send. Raises InvalidArgument, and TooLarge."""
+    path = folder.path
+    if not folder.has(CONFIG_FILE):
+        raise _invalid(path / CONFIG_FILE, f"does not exist{_suggest(path, name)}")
+    names = folder.names
+    found = (sorted(matching(names, pattern)) for pattern in WEIGHT_PATTERNS)
+    weights = next(filter(None, found), [])
     if not weights:
-        raise _invalid(path, "has no adapter_model.safetensors, and no adapters.safetensors")
-    files = [path / CONFIG, *weights]
-    _check_others(path, {file.name for file in files})
-    files += [path / name for name in TEXT_FILES if (path / name).is_file()]
-    return AdapterFolder(path, tuple((file.name, file.stat().st_size) for file in files))
+        raise _invalid(path, f"has no {WEIGHTS_FILE}, and no {MLX_WEIGHTS_FILE}")
+    chosen = [CONFIG_FILE, *weights]
+    unused = find_unused(names.difference(chosen), is_mlx=MLX_WEIGHTS_FILE in chosen)
+    if unused is not None:
+        raise _invalid(
+            path / unused.name,
+            f"would not be applied ({unused.what}). If the adapter is complete without it, "
+            "register a folder without this file",
+        )
+    chosen += [each for each in TEXT_FILES if each in names]
+    if len(chosen) > MAX_FILES:
+        raise TooLarge(
+            "", f"has {len(chosen)} files of an adapter, more than the limit of {MAX_FILES}"
+        )
+    return chosen
 
 
-def _check_others(path: Path, chosen: Collection[str]) -> None:
-    """Raises InvalidArgument for a file that is not sent and would have to be applied."""
-    others = {entry.name for entry in path.iterdir()}.difference(chosen)
-    harmless = list(HARMLESS)
-    if MLX_WEIGHTS in chosen:
-        harmless += MLX_HARMLESS
-    elif TORCHTUNE_FILE in others:
-        harmless += TORCHTUNE_HARMLESS
-    suffixes = "|".join(map(re.escape, WEIGHT_SUFFIXES))
-    refused = re.compile("|".join([*REFUSED, rf"(?is:.*\.({suffixes}))"]))
-    passes = re.compile("|".join(harmless))
-    for name in sorted(others):
-        if refused.fullmatch(name) and not passes.fullmatch(name):
-            raise _invalid(
-                path / name,
-                "would not be applied: it is no part of the adapter that is sent. If the adapter "
-                "is whole without it, register a folder that does not have it",
+def _check_file(folder: GivenFolder, name: str) -> Fingerprint:
+    """Returns the state of a file that can be sent. Raises FileRefused."""
+    if not is_plain_name(name):
+        raise NotRegular(name, "has a name that the store does not accept: rename it, or remove it")
+    with folder.open(name) as file:
+        check_size(name, file.size_bytes)
+        if file.size_bytes > MAX_WEIGHTS_BYTES:
+            much = f"has {file.size_bytes} bytes, more than any adapter has"
+            raise TooLarge(name, f"{much}: is this the right file?")
+        if name.endswith(".safetensors") and not _begins_whole(file):
+            raise NotRegular(
+                name,
+                f"has {file.size_bytes} bytes, but does not begin like a .safetensors file of this "
+                "size: is it truncated, or still being written?",
             )
+        return file.fingerprint
+
+
+def _begins_whole(file: RegularFile) -> bool:
+    """Returns whether a .safetensors file can hold the header whose length it states."""
+    if file.size_bytes < _LENGTH_BYTES:
+        return False
+    header_bytes = int.from_bytes(file.read_at(0, _LENGTH_BYTES), "little")
+    return 0 < header_bytes <= min(MAX_HEADER_BYTES, file.size_bytes - _LENGTH_BYTES)
 
 
 def find_adapters(folder: Path) -> list[Path]:
-    """Returns folders below that have an adapter's config, the newest checkpoint first. Reads at
-    most MAX_SCANNED entries, and follows no links to folders."""
+    """Finds adapters below a folder. Reads at most MAX_SCANNED entries, and follows no links to
+    folders.
+
+    Args:
+        folder: Folder to search.
+
+    Returns:
+        Folders with an adapter's config, the newest checkpoint first.
+    """
     found: list[Path] = []
     level, num_left = [folder], MAX_SCANNED
     for _ in range(SCANNED_LEVELS):
@@ -152,14 +211,13 @@ def find_adapters(folder: Path) -> list[Path]:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False) and entry.name.isprintable():
                     path = Path(entry.path)
-                    (found if os.path.isfile(path / CONFIG) else others).append(path)
+                    (found if os.path.isfile(path / CONFIG_FILE) else others).append(path)
         level = others
     return sorted(found, key=lambda each: _newest_first(each.relative_to(folder)))
 
 
 def _find_checkpoint(path: Path) -> tuple[Path, int] | None:
-    """Returns the run that a path below the folder belongs to, and the step of its deepest
-    checkpoint."""
+    """Returns the run that a path belongs to, and the step of its deepest checkpoint."""
     for number in reversed(range(len(path.parts))):
         if match := _CHECKPOINT.fullmatch(path.parts[number]):
             return Path(*path.parts[:number]), int(match[1])
@@ -167,7 +225,7 @@ def _find_checkpoint(path: Path) -> tuple[Path, int] | None:
 
 
 def _newest_first(path: Path) -> tuple[int, list[str | int]]:
-    """Returns a key: the highest step first, then by name, in which higher numbers are first."""
+    """Returns a sort key: the highest step first, then by name, with higher numbers first."""
     checkpoint = _find_checkpoint(path)
     pieces = enumerate(_NUMBER.split(str(path)))
     name = [-int(piece) if index % 2 else piece for index, piece in pieces]
@@ -175,7 +233,7 @@ def _newest_first(path: Path) -> tuple[int, list[str | int]]:
 
 
 def _scan(folder: Path, max_entries: int) -> list[os.DirEntry[str]]:
-    """Returns entries of a folder; none of one that cannot be read: they are for a message."""
+    """Returns entries of a folder for a message; none if the folder cannot be read."""
     if max_entries == 0:
         return []
     try:
@@ -186,7 +244,7 @@ def _scan(folder: Path, max_entries: int) -> list[os.DirEntry[str]]:
 
 
 def _suggest(folder: Path, name: str) -> str:
-    """Returns what to do with a folder that has no adapter's config."""
+    """Returns advice for a folder without an adapter's config."""
     found = find_adapters(folder)
     if not found:
         if os.path.isfile(folder / MODEL_CONFIG):
@@ -203,11 +261,12 @@ def _suggest(folder: Path, name: str) -> str:
 
 
 def _invalid(path: Path, why: str) -> InvalidArgument:
-    return InvalidArgument(f"{path} {why}", code="INVALID_ARGUMENT", subject=str(path))
+    name = shown(path)
+    return InvalidArgument(f"{name} {why}", code="INVALID_ARGUMENT", subject=name)
 
 
 class Sent(Protocol):
-    """What an upload sends. gRPC reports a request stream that raised as a lost one; `failure` has
+    """The content of an upload. If the messages raise, gRPC reports a lost stream; `failure` has
     the cause."""
 
     repeatable: bool
@@ -218,9 +277,9 @@ class Sent(Protocol):
 
 
 class Upload:
-    """One upload, which may be sent again: every `messages()` starts from the beginning.
+    """One upload. Each `messages()` starts from the beginning, so that it can be sent again.
 
-    gRPC reports a request stream that raised as a lost stream; `failure` has the cause.
+    If the messages raise, gRPC reports a lost stream; `failure` has the cause.
     """
 
     def __init__(
@@ -261,35 +320,30 @@ class Upload:
         self.failure: Exception | None = None
 
     def messages(self) -> Iterator[store_pb.UploadAdapterRequest]:
+        """Yields the messages from the beginning. Raises OSError if a file cannot be read."""
         yield self._meta
         sent = 0
         try:
-            for file_name, _ in self._folder.sizes:
-                for request in file_chunks(self._folder.path / file_name):
-                    yield request
-                    sent += len(request.chunk.data)
-                    if self._progress is not None:
-                        self._progress(sent, self._folder.total_bytes)
+            for file_name, offset, data in self._folder.pieces():
+                yield chunk_message(file_name, offset, data)
+                sent += len(data)
+                if self._progress is not None:
+                    self._progress(sent, self._folder.total_bytes)
         except OSError as error:
             self.failure = error
             raise
 
 
 def chunk_message(file_name: str, offset: int, data: bytes) -> store_pb.UploadAdapterRequest:
-    """Returns the message of a piece of a file, filled in place: a chunk that was made apart is
-    copied, in 2 ms for each MiB."""
+    """Returns the message of a piece of a file. It is filled in place, because a chunk made
+    separately would be copied, which takes 2 ms per MiB.
+
+    Args:
+        file_name: Plain name of the file.
+        offset: Where the piece starts, in bytes.
+        data: The piece.
+    """
     request = store_pb.UploadAdapterRequest()
     chunk = request.chunk
     chunk.file_name, chunk.offset, chunk.data = file_name, offset, data
     return request
-
-
-def file_chunks(path: Path) -> Iterator[store_pb.UploadAdapterRequest]:
-    """Yields the file in order; an empty file is one empty chunk, so that it is sent at all."""
-    offset = 0
-    with path.open("rb") as file:
-        while (data := file.read(CHUNK_BYTES)) or offset == 0:
-            yield chunk_message(path.name, offset, data)
-            if not data:
-                return
-            offset += len(data)

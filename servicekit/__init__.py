@@ -2,6 +2,8 @@
 
 auth               callers, their rights, and the audit of their changes
 errors             what can go wrong: the general kinds, which services derive their own from
+heap               bounds the arenas of the C heap, and gives back what is free
+hub_client         keeps clients of the Hugging Face Hub to hosts that they may go to
 interpreter_gc     Python's garbage collector around a service's start
 refs               what names an adapter: `[tenant/]name[@version]` or a digest
 rpc                serving gRPC

@@ -4,23 +4,23 @@ The general kinds are those of gRPC's status codes. A service derives its own fr
 inherits their code; `reason` tells its own apart.
 
 ServiceError
- ├─ InvalidArgument      the caller's argument, named by `subject`
- ├─ Unauthenticated      no token, or one that this service does not know
- ├─ PermissionDenied     the token's roles, or its tenants, do not allow this
+ ├─ InvalidArgument      an argument is invalid; `subject` names it
+ ├─ Unauthenticated      the token is missing or unknown
+ ├─ PermissionDenied     the token's roles or tenants do not allow the call
  ├─ NotFound             no such object
  ├─ AlreadyExists        an object of this name exists
- ├─ FailedPrecondition   what the call requires does not hold
- ├─ Aborted              what the call is about was changed meanwhile
+ ├─ FailedPrecondition   a precondition of the call does not hold
+ ├─ Aborted              the object was changed meanwhile
  ├─ OutOfRange           the position is outside what is stored
- ├─ ResourceExhausted    a limit is reached; `retry_after_s` > 0: trying again then may succeed
- │   ├─ QuotaExceeded    a limit of the tenant; `subject` names the quota
- │   └─ ShareExceeded    a tenant's share of something finite; `subject` names it
- ├─ DeadlineExceeded     what the call waited for did not come in time
- │   └─ ReaderStalled    a reader that took too little for too long
- ├─ Unavailable          something that the service needs does not answer
- │   └─ Draining         the service is shutting down: try another replica, or later
+ ├─ ResourceExhausted    a limit is reached; with RetryInfo, a later retry may succeed
+ │   ├─ QuotaExceeded    the tenant has reached a quota; `subject` names it
+ │   └─ ShareExceeded    the tenant has used its share of a resource; `subject` names it
+ ├─ DeadlineExceeded     the call waited too long
+ │   └─ ReaderStalled    the client reads too slowly
+ ├─ Unavailable          a dependency of the service does not answer
+ │   └─ Draining         the service is shutting down; retry at another replica, or later
  ├─ DataLoss             stored or received bytes fail their hash
- └─ Internal             a bug; callers learn no more than that
+ └─ Internal             a bug; the service's log has the details
 
 InvalidSetting, a FailedPrecondition, is raised at start and reload only: a setting, or the file
 that it names, cannot be used.

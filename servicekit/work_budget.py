@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
@@ -42,6 +42,7 @@ class _Debt:
     time_s: float = 0.0
     num_waiting: int = 0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    work: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class WorkBudget:
@@ -103,13 +104,40 @@ class WorkBudget:
             except TimeoutError:
                 raise self._exceeded(account) from None
 
+    @asynccontextmanager
+    async def turn(self, account: str) -> AsyncIterator[None]:
+        """Enters like `wait`, one caller of an account at a time: for work that costs much at once,
+        whose price is known when it is done. Charge it before the context ends."""
+        if not self._is_bounded:
+            yield
+            return
+        with self._lock:
+            debt = self._debt_of(account, time.monotonic())
+        if debt.num_waiting >= MAX_WAITING:
+            raise self._exceeded(account)
+        with _waiting(debt):
+            try:
+                async with asyncio.timeout(self._wait_s):
+                    await debt.work.acquire()
+            except TimeoutError:
+                raise self._exceeded(account) from None
+            try:
+                await self.wait(account)
+                yield
+            finally:
+                debt.work.release()
+
+    def _debt_of(self, account: str, now_s: float) -> _Debt:
+        found = self._debts.get(account)
+        if found is None:
+            self._forget_paid(now_s)
+            found = self._debts[account] = _Debt()
+        return found
+
     def _add(self, account: str, work_s: float) -> None:
         now_s = time.monotonic()
         with self._lock:
-            debt = self._debts.get(account)
-            if debt is None:
-                self._forget_paid(now_s)
-                debt = self._debts[account] = _Debt()
+            debt = self._debt_of(account, now_s)
             debt.seconds = min(self._owed(debt, now_s) + work_s, MAX_DEBT_SECONDS)
             debt.time_s = now_s
 

@@ -10,15 +10,24 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support import processes
+from tests.support.durations import Durations
 
 PROCESS_FIXTURES = {"postgres", "catalog_dsn", "s3_endpoint", "interpreter", "compiler"}
 """Fixtures that start processes: a test that requests one bears the mark `processes` by that."""
 PROCESS_FOLDERS = ("tests/system/", "tests/soak/", "tests/loadout/demo/", "tests/gpu/")
 """On a GPU Triton starts an assembler."""
+ARTIFACT_FIXTURES = {"compiler"}
+ARTIFACT_FILES = (
+    *("tests/kernels/test_sass.py", "tests/tools/test_wheel.py", "tests/docs/test_site.py"),
+    *("tests/docs/test_sizing_docs.py", "tests/test_gpu_emulated.py"),
+    "tests/bench/test_gpu_run.py",
+)
+"""Tests that build something, or compile kernels for devices, bear the mark `artifacts`."""
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     processes.install()
+    config.pluginmanager.register(Durations(), "durations")
     # Until all is imported: nothing of it is garbage, and looking for some is half of the time.
     gc.disable()
     # A job in the background ignores SIGINT, and so would the processes that tests interrupt.
@@ -32,6 +41,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         starts = item.nodeid.startswith(PROCESS_FOLDERS) or "postgres" in item.nodeid
         if starts or not PROCESS_FIXTURES.isdisjoint(fixtures):
             item.add_marker(pytest.mark.processes)
+        if item.nodeid.startswith(ARTIFACT_FILES) or not ARTIFACT_FIXTURES.isdisjoint(fixtures):
+            item.add_marker(pytest.mark.artifacts)
 
 
 def pytest_collection_finish() -> None:

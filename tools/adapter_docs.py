@@ -1,5 +1,5 @@
-"""Writes the tables of docs/adapters.md from the store's: trainers, forms of experts, what becomes
-of contents, and files beside an adapter.
+"""Writes the tables of docs/adapters.md: trainers, forms of experts, support for each content, and
+other files in an adapter's folder.
 
 python -m tools.adapter_docs
 """
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from adapter_store.checkpoint.features import WORDS, Feature
-from adapter_store.checkpoint.formats import side_files
 from adapter_store.checkpoint.formats.readers import EXPERT_FORMS, TRAINERS
+from contract import side_files
 from loadout.cli.engines import ENGINES, NOTES
 from tools.conformance import WRITERS, verdicts
 
@@ -21,14 +21,11 @@ PATH = Path(__file__).parent.parent / "docs" / "adapters.md"
 
 def render() -> dict[str, str]:
     """Returns the tables by name."""
-    trainers = [
-        [each.name, each.weights, each.tensors, each.scale, each.left, each.source]
-        for each in TRAINERS
-    ]
-    head = ("written by", "weights", "tensors", "scale", "changes nothing", "source")
+    trainers = [[each.name, each.tensors, each.left, each.source] for each in TRAINERS]
+    head = ("trainer", "tensors", "files without effect", "source")
     files: dict[str, str] = {**_verdict("passes", side_files.HARMLESS)}
-    files |= _verdict("passes beside `adapters.safetensors`", side_files.MLX_HARMLESS)
-    beside = f"passes beside `{side_files.TORCHTUNE_FILE}`"
+    files |= _verdict("passes next to `adapters.safetensors`", side_files.MLX_HARMLESS)
+    beside = f"passes next to `{side_files.TORCHTUNE_FILE}`"
     files |= _verdict(beside, side_files.TORCHTUNE_HARMLESS)
     files |= _verdict("refused", side_files.REFUSED)
     suffixes = ", ".join(f"`.{suffix}`" for suffix in side_files.WEIGHT_SUFFIXES)
@@ -45,11 +42,11 @@ def render() -> dict[str, str]:
     ]
     forms = [[each.name, each.trainers, each.tensors, each.note] for each in EXPERT_FORMS]
     return {
-        "experts": _table(("form", "written by", "below `<experts>`", ""), forms),
-        "engines": _table(("content", "engine", "does", "", "source"), others),
+        "experts": _table(("form", "written by", "tensors below `<experts>`", "notes"), forms),
+        "engines": _table(("content", "engine", "effect", "detail", "source"), others),
         "trainers": _table(head, trainers),
         "contents": _table(("content", *(writer.name for writer in WRITERS)), contents),
-        "files": _table(("file, as an expression", "verdict"), rows),
+        "files": _table(("file (regular expression)", "verdict"), rows),
     }
 
 

@@ -1,4 +1,5 @@
-"""Generates docs/api.md from the protos and from the code of their calls.
+"""Generates docs/api.md and docs/development/image-protocol.md from the protos and from the code of
+their calls.
 
 python -m tools.api_docs
 """
@@ -7,42 +8,71 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from google.protobuf import descriptor_pb2 as pb
 from grpc_tools import protoc
 
+from servicekit.errors import ServiceError
 from servicekit.rpc.status import code_for
 from tools.api_facts import SERVICES, Service, exact_reasons, meanings, roles_of
 from tools.proto_comments import ENUMS, MEMBERS, MESSAGES, RPC_SERVICES, Comments
 
 ROOT = Path(__file__).parent.parent
 PATH = ROOT / "docs" / "api.md"
+PROTOCOL_PATH = ROOT / "docs" / "development" / "image-protocol.md"
+SERVER_CALLS = frozenset({"RegisterLayout", "PullAdapter", "GetText"})
+"""Calls that only inference services make. They, and their types, are on the protocol's page."""
 PROTOS = ROOT / "protos"
+COMMON_ERRORS = "Errors of both services"
+ELSEWHERE = "As in "
+"""The start of a comment that refers to a field of the same name."""
+NEVER_SENT = "Never sent."
 
 INTRODUCTION = """# API
 
-Both services speak gRPC. `make docs` generates this page from the [protos](../protos/loadout) and
-the code; a test checks that it is current. The HTTP API has [a page of its own](http.md); the
-Python clients (`loadout.Client`, `loadout.AsyncClient`) have a method for each call, except those
-that only services make.
+You can call both services over gRPC with the [protos](../protos/loadout). The Python clients
+(`loadout.Client`, `loadout.AsyncClient`) have a method for each call, except for calls that only
+services make; these are part of the [image protocol](development/image-protocol.md). The HTTP API
+has [its own page](http.md). `make docs` generates this page.
 
-**Roles**: with a policy file each call needs a token (`authorization: Bearer TOKEN`) with one of
-these roles, and applies to the token's tenants only; see [security](security.md). Without a policy
-file every client may make every call. Health (`grpc.health.v1`) needs no token, reflection any.
+**Roles.** With a policy file, each call needs a token (`authorization: Bearer TOKEN`) that has one
+of the call's roles. The call then applies only to the token's tenants; see [security](security.md).
+Without a policy file, every client may make every call. Health checks (`grpc.health.v1`) need no
+token; reflection accepts any token.
 
-**Retry**: whether a call with an unknown outcome (`UNAVAILABLE` because a connection broke, or what
-proxies turn it into: `INTERNAL`, `UNKNOWN`) may be retried. "yes": the call is idempotent. A call
-that was refused with `RetryInfo`, or with the reason `DRAINING`, has not been executed, unless
-responses were received before: it may always be retried.
+**Retry.** The column tells you whether to retry a call whose outcome is unknown: `UNAVAILABLE`
+because a connection broke, or the `INTERNAL` or `UNKNOWN` that a proxy makes of it. "yes" means
+that the call is idempotent. A call refused with `RetryInfo` or with the reason `DRAINING` was not
+executed. You may always retry it, unless you have received responses.
 
-**Errors** carry a `google.rpc.Status` in their trailers, with an `ErrorInfo`: its `reason` is a
-stable identifier for programs, its metadata `subject` names the cause (a field, file, tensor or
-key). INVALID_ARGUMENT has a `BadRequest`, an exceeded quota a `QuotaFailure`, and if waiting helps
-there is a `RetryInfo`. Every call may fail with UNAUTHENTICATED, PERMISSION_DENIED,
-INVALID_ARGUMENT, NOT_FOUND for its subject, and UNAVAILABLE; the calls below list further errors.
-Bugs are INTERNAL with a fixed text; the service's log has the details.
+**Errors** have a `google.rpc.Status` in their trailers:
+
+- `ErrorInfo` has a `reason`, a stable identifier for programs. Its metadata `subject` names the
+  cause: a field, file, tensor or key.
+- `BadRequest` comes with INVALID_ARGUMENT, `QuotaFailure` with an exceeded quota.
+- `RetryInfo` comes if waiting helps.
+
+Every call may fail with UNAUTHENTICATED, PERMISSION_DENIED, INVALID_ARGUMENT, NOT_FOUND for its
+subject, and UNAVAILABLE. The calls below list their other errors. A bug is INTERNAL with a fixed
+text; the service's log has the details.
+"""
+
+
+PROTOCOL = """# Image protocol
+
+You need this page if you write an inference service that loads adapters from the adapter store.
+`make docs` generates it. The [API page](../api.md) has all other calls, the roles, and the errors.
+
+1. The service describes its base model with
+   [RegisterLayout](#adapter_storev1registerlayout), and gets a layout id and an announcement id.
+2. It keeps [WatchAdapters](../api.md#adapter_storev1watchadapters) open with the announcement id,
+   and learns which version each name points to.
+3. It pulls the image of an adapter for its layout with [PullAdapter](#adapter_storev1pulladapter),
+   and the adapter's texts with [GetText](#adapter_storev1gettext).
 """
 
 
@@ -59,59 +89,144 @@ def compile_protos() -> dict[str, pb.FileDescriptorProto]:
     return {file.name: file for file in found.file}
 
 
-def render() -> str:
-    """The page."""
+def render() -> dict[Path, str]:
+    """Returns the pages by their paths."""
     files = compile_protos()
     pages = [_Page(service, files[service.file]) for service in SERVICES]
     parts = [INTRODUCTION, "## Contents\n"]
     for page in pages:
-        parts += page.contents()
+        parts.append(page.contents())
+    parts.append(f"- {_link(COMMON_ERRORS, COMMON_ERRORS)}\n")
+    shared = _shared_errors()
     for page in pages:
-        parts += page.text()
-    return "\n".join(parts).rstrip() + "\n"
+        parts += page.text(shared)
+    parts.append(f"## {COMMON_ERRORS}\n")
+    parts += _error_table(shared.items())
+    store = SERVICES[0]
+    protocol = [PROTOCOL, *_Page(store, files[store.file], is_protocol=True).declarations("##")]
+    return {
+        path: "\n".join(lines).rstrip() + "\n"
+        for path, lines in ((PATH, parts), (PROTOCOL_PATH, protocol))
+    }
+
+
+def _shared_errors() -> dict[type[ServiceError], str]:
+    """Returns the errors that all services have, with their meanings."""
+    first, *others = (dict(meanings(service)) for service in SERVICES)
+    return {kind: text for kind, text in first.items() if all(kind in each for each in others)}
+
+
+def _error_table(errors: Iterable[tuple[type[ServiceError], str]]) -> Iterator[str]:
+    yield "| status | reason | meaning |\n|---|---|---|"
+    for kind, meaning in errors:
+        yield f"| {code_for(kind).name} | `{kind.reason}` | {_line(meaning)} |"
+    yield ""
+
+
+class _Field(NamedTuple):
+    name: str
+    type: str
+    meaning: str
 
 
 class _Page:
-    """One service. Headings start with the package's last two words, so that both services'
-    messages of one name have anchors of their own."""
+    """One service on one page. Headings start with the package's last two words, so that both
+    services' messages of one name have anchors of their own. The fields of requests and responses
+    follow their call; comments of these messages are not shown."""
 
-    def __init__(self, service: Service, file: pb.FileDescriptorProto) -> None:
+    def __init__(
+        self, service: Service, file: pb.FileDescriptorProto, *, is_protocol: bool = False
+    ) -> None:
         self._service = service
         self._file = file
         self._prefix = file.package.removeprefix("loadout.")
         self._comments = Comments(file)
+        self._places = {message.name: place for place, message in enumerate(file.message_type)}
+        [declared] = file.service
+        self._methods = list(declared.method)
+        callers = {each.name for each in self._methods} - SERVER_CALLS
+        for_callers = callers | self._types_of(callers)
+        for_servers = {each.name for each in self._methods} - callers
+        for_servers |= {each.name for each in file.message_type} - for_callers
+        for_servers |= {each.name for each in file.enum_type} - for_callers
+        self._here, self._elsewhere = for_callers, for_servers
+        self._other = "development/image-protocol.md"
+        if is_protocol:
+            self._here, self._elsewhere = for_servers, for_callers
+            self._other = "../api.md"
 
-    def contents(self) -> list[str]:
-        methods = " · ".join(_link(m.name, self._heading(m.name)) for m in self._methods())
-        messages = " · ".join(_link(m.name, self._heading(m.name)) for m in self._file.message_type)
-        enums = " · ".join(_link(e.name, self._heading(e.name)) for e in self._file.enum_type)
-        title = self._service.title
-        errors = _link("errors", f"Errors of the {title.lower()}")
-        return [
-            f"- {_link(title, title)}: {errors}",
-            f"  - calls: {methods}",
-            f"  - messages: {messages}",
-            f"  - enums: {enums}",
-            "",
+    def _types_of(self, calls: Collection[str]) -> set[str]:
+        """Returns the messages and enums that these calls need."""
+        found: set[str] = set()
+        todo = [
+            _name(each)
+            for method in self._methods
+            if method.name in calls
+            for each in (method.input_type, method.output_type)
         ]
+        while todo:
+            name = todo.pop()
+            if name not in found:
+                found.add(name)
+                if name in self._places:
+                    fields = self._file.message_type[self._places[name]].field
+                    todo += [_name(field.type_name) for field in fields if field.type_name]
+        return found
 
-    def text(self) -> Iterator[str]:
+    def contents(self) -> str:
+        title = self._service.title
+        links = [_link(each, self._section(each)) for each in ("errors", "types", "enums")]
+        return f"- {_link(title, title)}: calls, {', '.join(links)}"
+
+    def text(self, shared: Collection[type[ServiceError]]) -> Iterator[str]:
         [declared] = self._file.service
         yield f"## {self._service.title}\n\n`{self._file.package}.{declared.name}`\n"
         yield _escape(self._comments.package) + "\n"
         yield "| call | roles | retry |\n|---|---|---|"
-        yield from map(self._summary, declared.method)
+        yield from map(self._summary, self._methods)
         yield ""
-        for index, method in enumerate(declared.method):
-            yield from self._method(method, self._comments.at(RPC_SERVICES, 0, MEMBERS, index))
-        yield from self._errors()
-        for index, message in enumerate(self._file.message_type):
-            yield from self._message(message, index)
-        for index, declared_enum in enumerate(self._file.enum_type):
-            yield from self._enum(declared_enum, index)
+        yield from self._calls("###")
+        yield from self._errors(shared)
+        yield f"### {self._section('types')}\n"
+        yield from self._messages("####")
+        yield f"### {self._section('enums')}\n"
+        yield from self._enums("####")
 
-    def _methods(self) -> list[pb.MethodDescriptorProto]:
-        return [method for service in self._file.service for method in service.method]
+    def declarations(self, level: str) -> Iterator[str]:
+        """Yields the calls, types and enums of this page alone."""
+        yield from self._calls(level)
+        yield f"{level} Types\n"
+        yield from self._messages(f"{level}#")
+        yield f"{level} Enums\n"
+        yield from self._enums(f"{level}#")
+
+    def _calls(self, level: str) -> Iterator[str]:
+        for index, method in enumerate(self._methods):
+            if method.name in self._here:
+                yield f"{level} {self._heading(method.name)}\n"
+                yield _escape(self._comments.at(RPC_SERVICES, 0, MEMBERS, index)) + "\n"
+                yield from self._method(method)
+
+    def _messages(self, level: str) -> Iterator[str]:
+        of_calls = {
+            _name(each)
+            for method in self._methods
+            for each in (method.input_type, method.output_type)
+        }
+        for message in self._file.message_type:
+            if message.name in self._here - of_calls:
+                yield f"{level} {self._heading(message.name)}\n"
+                yield _escape(self._comments.at(MESSAGES, self._places[message.name])) + "\n"
+                yield from self._fields(message)
+
+    def _enums(self, level: str) -> Iterator[str]:
+        for index, declared in enumerate(self._file.enum_type):
+            if declared.name in self._here:
+                yield f"{level} {self._heading(declared.name)}\n"
+                yield from self._enum(declared, index)
+
+    def _section(self, name: str) -> str:
+        return f"{name.capitalize()} of the {self._service.title.lower()}"
 
     def _heading(self, name: str) -> str:
         return f"{self._prefix}.{name}"
@@ -119,52 +234,76 @@ class _Page:
     def _summary(self, method: pb.MethodDescriptorProto) -> str:
         action = self._service.actions[method.name]
         roles = ", ".join(roles_of(self._service.roles, action))
-        link = _link(method.name, self._heading(method.name))
+        link = self._ref(method.name)
         return f"| {link} | {roles} | {self._service.again[method.name]} |"
 
-    def _method(self, method: pb.MethodDescriptorProto, comment: str) -> Iterator[str]:
-        sent = self._type(method.input_type, is_stream=method.client_streaming)
-        answered = self._type(method.output_type, is_stream=method.server_streaming)
-        yield f"### {self._heading(method.name)}\n"
-        yield f"{sent} → {answered}\n"
-        yield _escape(comment) + "\n"
+    def _ref(self, name: str) -> str:
+        """Returns the link to a declaration, on this page or the other."""
+        return _link(name, self._heading(name), self._other if name in self._elsewhere else "")
 
-    def _errors(self) -> Iterator[str]:
-        yield f"### Errors of the {self._service.title.lower()}\n"
-        yield "| status | reason | meaning |\n|---|---|---|"
-        for kind, meaning in meanings(self._service):
-            yield f"| {code_for(kind).name} | `{kind.reason}` | {_cell(meaning)} |"
-        yield ""
-        exact = ", ".join(f"`{reason}`" for reason in exact_reasons(self._service.folder))
+    def _method(self, method: pb.MethodDescriptorProto) -> Iterator[str]:
+        sides = (
+            ("Request", method.input_type, method.client_streaming),
+            ("Response", method.output_type, method.server_streaming),
+        )
+        for side, type_name, is_stream in sides:
+            message = self._file.message_type[self._places[_name(type_name)]]
+            kind = "stream, no" if is_stream else "no"
+            if message.field:
+                yield f"{side} (stream):\n" if is_stream else f"{side}:\n"
+                yield from self._fields(message)
+            else:
+                yield f"{side}: {kind} fields.\n"
+
+    def _errors(self, shared: Collection[type[ServiceError]]) -> Iterator[str]:
+        yield f"### {self._section('errors')}\n"
+        own = [each for each in meanings(self._service) if each[0] not in shared]
+        yield f"These errors add to the {_link('errors of both services', COMMON_ERRORS)}.\n"
+        yield from _error_table(own)
+        exact = exact_reasons(self._service)
         if exact:
-            yield f"More specific reasons, in place of these: {exact}.\n"
-
-    def _message(self, message: pb.DescriptorProto, index: int) -> Iterator[str]:
-        yield f"### {self._heading(message.name)}\n"
-        yield _escape(self._comments.at(MESSAGES, index)) + "\n"
-        if message.field:
-            yield "| field | number | type | meaning |\n|---|---|---|---|"
-        for place, field in enumerate(message.field):
-            meaning = self._comments.at(MESSAGES, index, MEMBERS, place)
-            if field.HasField("oneof_index") and not field.proto3_optional:
-                meaning = f"{meaning} One of `{message.oneof_decl[field.oneof_index].name}`."
-            type_name = self._field_type(message, field)
-            yield f"| `{field.name}` | {field.number} | {type_name} | {_cell(meaning)} |"
-        if message.field:
+            yield "More specific reasons may replace these:\n"
+            for _, reasons in groupby(exact, key=lambda reason: reason[0]):
+                yield f"- {', '.join(f'`{each}`' for each in reasons)}"
             yield ""
 
+    def _fields(self, message: pb.DescriptorProto) -> Iterator[str]:
+        """Yields a line for each field; neighbours that are described elsewhere share one."""
+        rows = [self._field(message, place) for place in range(len(message.field))]
+        for meaning, group in groupby(rows, key=lambda row: row.meaning):
+            fields = list(group)
+            if meaning.startswith(ELSEWHERE):
+                yield f"- {', '.join(f'`{each.name}`' for each in fields)}: {meaning}"
+            else:
+                yield from (f"- `{each.name}` ({each.type}): {meaning}" for each in fields)
+        yield ""
+        for place, _ in enumerate(message.oneof_decl):
+            parts = [
+                f"`{field.name}`"
+                for field in message.field
+                if field.HasField("oneof_index")
+                and field.oneof_index == place
+                and not field.proto3_optional
+            ]
+            if parts:
+                yield f"Exactly one of {', '.join(parts)} is set.\n"
+
+    def _field(self, message: pb.DescriptorProto, place: int) -> _Field:
+        field = message.field[place]
+        meaning = self._comments.at(MESSAGES, self._places[message.name], MEMBERS, place)
+        return _Field(field.name, self._field_type(message, field), _line(meaning))
+
     def _enum(self, declared: pb.EnumDescriptorProto, index: int) -> Iterator[str]:
-        yield f"### {self._heading(declared.name)}\n"
         yield _escape(self._comments.at(ENUMS, index)) + "\n"
-        yield "| value | number | meaning |\n|---|---|---|"
         for place, value in enumerate(declared.value):
             meaning = self._comments.at(ENUMS, index, MEMBERS, place)
-            yield f"| `{value.name}` | {value.number} | {_cell(meaning)} |"
+            if meaning != NEVER_SENT:
+                yield f"- `{value.name}`: {_line(meaning)}"
         yield ""
 
     def _field_type(self, message: pb.DescriptorProto, field: pb.FieldDescriptorProto) -> str:
         entries = {nested.name: nested for nested in message.nested_type}
-        entry = entries.get(field.type_name.rpartition(".")[2])
+        entry = entries.get(_name(field.type_name))
         if entry is not None and entry.options.map_entry:
             key, value = (self._plain_type(part) for part in entry.field)
             return f"map of {key} to {value}"
@@ -178,32 +317,37 @@ class _Page:
             return self._type(field.type_name)
         return pb.FieldDescriptorProto.Type.Name(field.type).removeprefix("TYPE_").lower()
 
-    def _type(self, full_name: str, *, is_stream: bool = False) -> str:
+    def _type(self, full_name: str) -> str:
         package, _, name = full_name.lstrip(".").rpartition(".")
         is_ours = package == self._file.package
-        shown = _link(name, self._heading(name)) if is_ours else f"`{package}.{name}`"
-        return f"stream of {shown}" if is_stream else shown
+        return self._ref(name) if is_ours else f"`{package}.{name}`"
 
 
-def _link(text: str, heading: str) -> str:
-    """Returns the link to a heading of this page, as GitHub names its anchors."""
+def _name(full_name: str) -> str:
+    """Returns a type's name without its package."""
+    return full_name.rpartition(".")[2]
+
+
+def _link(text: str, heading: str, page: str = "") -> str:
+    """Returns the link to a heading of this page or of another, as GitHub names its anchors."""
     anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-    return f"[{text}](#{anchor})"
+    return f"[{text}]({page}#{anchor})"
 
 
-def _cell(comment: str) -> str:
-    return _escape(" ".join(comment.split())).replace("|", "\\|")
+def _line(comment: str) -> str:
+    return _escape(" ".join(comment.split()))
 
 
 def _escape(text: str) -> str:
-    """So that nothing is read as markup but what lies between backticks."""
+    """Escapes markup, except between backticks."""
     parts = text.split("`")
     parts[::2] = [re.sub(r"([<*\[])", r"\\\1", part) for part in parts[::2]]
     return "`".join(parts)
 
 
 def main() -> None:
-    PATH.write_text(render())
+    for path, text in render().items():
+        path.write_text(text)
 
 
 if __name__ == "__main__":

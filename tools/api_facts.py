@@ -1,4 +1,4 @@
-"""Collects what docs/api.md says about the calls of both services from the code."""
+"""Collects facts for docs/api.md about the calls of both services from the code."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import enum
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ from inference_svc.core import ROLES as INFERENCE_ROLES
 from inference_svc.core import Action as InferenceAction
 from loadout._rpc import calls
 from servicekit import errors as general_errors
+from servicekit import tokenizer_extract
 from servicekit.auth.principal import Roles
 from servicekit.errors import ServiceError
 
@@ -27,8 +29,11 @@ _REASON = re.compile(r"[A-Z]+(_[A-Z0-9]+)+")
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the code knows of one service. `actions` and `again` have a row for each call; tests of
-    the services hold `actions` to what they answer."""
+    """Facts about one service.
+
+    `actions` and `again` have a row for each call. Tests compare `actions` with the answers of the
+    real services. `readers` are modules outside its folder that refuse files for it.
+    """
 
     file: str
     folder: Path
@@ -37,10 +42,11 @@ class Service:
     again: Mapping[str, str]
     roles: Roles[Any]
     errors: ModuleType
+    readers: tuple[Path, ...] = ()
 
 
 def _again(*unary: calls.Call[Any], **others: str) -> dict[str, str]:
-    """The answers for calls as their client makes them, and those for the others."""
+    """Returns whether each call may be retried, from the client's calls and from `others`."""
     return {call.rpc: "yes" if call.repeatable else "no" for call in unary} | others
 
 
@@ -94,6 +100,7 @@ SERVICES = (
         ),
         STORE_ROLES,
         store_errors,
+        (Path(tokenizer_extract.__file__),),
     ),
     Service(
         "loadout/inference/v1/inference.proto",
@@ -138,13 +145,16 @@ SERVICES = (
 
 
 def roles_of(roles: Roles[Any], action: enum.Enum) -> list[str]:
-    """The roles that allow this, as the policy file names them."""
+    """Returns the roles that allow an action, by their names in the policy file."""
     return [name for name, allowed in roles.allowed.items() if action in allowed]
 
 
 def meanings(service: Service) -> Iterator[tuple[type[ServiceError], str]]:
-    """The errors that calls end with, and what that says of them: the general ones that the service
-    raises, then its own. Both in the order of the trees in the docstrings."""
+    """Yields the errors of a service's calls with their meanings.
+
+    The general errors that the service raises come first, then its own, both in the order of the
+    trees in the docstrings.
+    """
     folders = service.folder, Path(general_errors.__file__).parent
     raised = {name for folder in folders for name, _ in _calls(folder)}
     for module in (general_errors, service.errors):
@@ -154,10 +164,10 @@ def meanings(service: Service) -> Iterator[tuple[type[ServiceError], str]]:
                 yield getattr(module, match[1]), match[2]
 
 
-def exact_reasons(folder: Path) -> list[str]:
-    """The reasons that errors are given where they are made, in place of their class's own."""
+def exact_reasons(service: Service) -> list[str]:
+    """Returns the reasons that code gives to errors in place of their class's reason."""
     found: set[str] = set()
-    for _, call in _calls(folder):
+    for _, call in chain.from_iterable(map(_calls, (service.folder, *service.readers))):
         values = [*call.args, *(keyword.value for keyword in call.keywords)]
         unpacked = [arg.value for arg in call.args if isinstance(arg, ast.Starred)]
         values += (each for tuple_ in unpacked for each in getattr(tuple_, "elts", ()))
@@ -167,8 +177,8 @@ def exact_reasons(folder: Path) -> list[str]:
 
 
 def _calls(folder: Path) -> Iterator[tuple[str, ast.Call]]:
-    """Returns the plain names that the modules under `folder` call."""
-    for path in folder.rglob("*.py"):
+    """Yields the plain names that the modules under a folder, or one module, call."""
+    for path in folder.rglob("*.py") if folder.is_dir() else [folder]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 yield node.func.id, node

@@ -1,6 +1,6 @@
 """Writes the reference of the `loadout` command into docs/cli.md: `python -m tools.cli_docs`.
 
-What stands above the marker is written by hand.
+The text above the marker is written by hand.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import typer.main
 
 from adapter_store.images import check
 from loadout import types
-from loadout.cli import top_overview
+from loadout.cli import options, top_overview
 from loadout.cli.app import app
 from loadout.cli.connection import Connection
 from loadout.cli.help import CONNECTION, SECURITY, default_of, is_argument, name_of, usage_of
@@ -75,6 +75,10 @@ TYPES = (
 )
 """The types that outputs are made of; Error is written out below."""
 SHARED = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(Connection)}
+COMMON = {
+    typing.get_args(option)[1].help for option in (options.Json, options.Inference, options.Store)
+}
+"""Meanings of options that several commands have."""
 
 
 def render() -> str:
@@ -84,32 +88,42 @@ def render() -> str:
 
 
 def _is_shared(option: Any) -> bool:
-    """Returns whether it is of the connection; other commands have a --tenant of their own."""
+    """Returns whether it belongs to the connection; some commands have their own --tenant."""
     panel = getattr(option, "rich_help_panel", None)
     return option.opts[0] in SHARED and panel in (CONNECTION, SECURITY)
+
+
+def _is_common(option: Any) -> bool:
+    """Returns whether other commands have the same option; `top` has its own --json."""
+    return option.help in COMMON
 
 
 def _reference() -> Iterator[str]:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     yield "## Reference"
     yield ""
-    yield "Every command that calls a service takes these options, too:"
+    yield "These options mean the same in all commands. The usage line of a command shows if it"
+    yield "takes `--json`, `--inference` or `--store`. Commands that take an address also take the"
+    yield "options for the tenant, the token and TLS."
     yield ""
-    shared = [each for each in commands["generate"].params if _is_shared(each)]
+    shared = [each for each in commands["pin"].params if _is_common(each) or _is_shared(each)]
     yield from _options(shared)
     for name, command in commands.items():
-        own = [each for each in command.params if not _is_shared(each)]
+        common = [each for each in command.params if _is_common(each)]
+        own = [each for each in command.params if not _is_shared(each) and each not in common]
         arguments = [each for each in own if is_argument(each)]
         usage = [f"loadout {name}", *map(usage_of, arguments)]
         options = [each for each in own if not is_argument(each)]
         yield f"### loadout {name}"
         yield ""
-        yield f"`{' '.join([*usage, '[OPTIONS]'])}`"
+        usage += [f"[{name_of(each)}]" for each in common]
+        usage += ["[OPTIONS]"] if options else []
+        yield f"`{' '.join(usage)}`"
         yield ""
         yield re.sub(r"\s*\n\s*", " ", command.help.strip())
         yield ""
         if name in {"store", "serve"}:
-            yield "Its options are the service's: see [configuration.md](configuration.md)."
+            yield "It takes the flags in [configuration](configuration.md)."
             yield ""
         elif arguments or options:
             yield from _options([*arguments, *options])
@@ -122,23 +136,24 @@ def _reference() -> Iterator[str]:
 
 
 def _options(parameters: list[Any]) -> Iterator[str]:
-    yield "| option | meaning | default |"
-    yield "|---|---|---|"
+    yield "| option | meaning |"
+    yield "|---|---|"
     for each in parameters:
         if each.name == "help":
             continue
         environment = f" (`{each.envvar}`)" if getattr(each, "envvar", None) else ""
         name, meaning = (text.replace("|", "\\|") for text in (name_of(each), each.help or ""))
-        default = default_of(each)
-        yield f"| `{name}`{environment} | {meaning} | {f'`{default}`' if default else ''} |"
+        default = f" Default: `{default_of(each)}`." if default_of(each) else ""
+        yield f"| `{name}`{environment} | {meaning}{default} |"
     yield ""
 
 
 def _json_output() -> Iterator[str]:
     yield "## JSON output"
     yield ""
-    yield "Lists are in brackets, objects in braces. A service that did not answer is an Error,"
-    yield "`{error: str, code: str}`."
+    yield "The keys are the fields of the Python client's types. Sizes are bytes, durations"
+    yield "seconds, times ISO 8601 in UTC. The tables show lists in brackets and objects in braces."
+    yield "If a service did not answer, you get an Error, `{error: str, code: str}`, in its place."
     yield ""
     yield "| command | output |"
     yield "|---|---|"

@@ -14,6 +14,7 @@ from adapter_store.config import StoreSettings
 from inference_svc.config import InferenceSettings
 from servicekit.settings.describe import Setting, describe
 from servicekit.settings.service import ServiceSettings
+from servicekit.settings.types import Level
 
 ROOT = Path(__file__).parent.parent
 PATH = ROOT / "docs" / "configuration.md"
@@ -30,45 +31,59 @@ LINE_WIDTH = 100
 
 INTRODUCTION = """# Configuration
 
-Every setting of both services is a flag, an environment variable and a key of a TOML file, in one
-style. This page is made from the settings in the code by `make docs`.
+This page lists every setting of the adapter store (`loadout store`) and the inference service
+(`loadout serve`). `loadout store --help` and `loadout serve --help` show the settings that most
+installations need, and `--help-all` shows all of them. The tables mark common settings in bold.
 
-**Precedence**: a flag wins over the environment variable, the variable over the file, the file
-over the default. `loadout store` and `python -m adapter_store` take the same flags, and so do
-`loadout serve` and `python -m inference_svc`. `loadout up` starts both services with their
-variables and files, and hands on what `--store-flags` and `--serve-flags` name; what none of them
-gives it chooses. Told of another store by `LOADOUT_INFERENCE_STORE`, it starts none.
+## How to give a setting
 
-**Flags** are `--NAME VALUE` or `--NAME=VALUE`. A switch has two: `--prefix-cache` turns it on,
-`--no-prefix-cache` off. Lists are separated by commas; the flag of a list may also be repeated.
+You can give the setting `max-loras` of the inference service in three ways:
 
-**Environment variables** have the prefix `LOADOUT_STORE_` or `LOADOUT_INFERENCE_`. Those of a
-switch are `true` or `false`.
+| way | example |
+|---|---|
+| flag | `--max-loras 128` or `--max-loras=128` |
+| environment variable | `LOADOUT_INFERENCE_MAX_LORAS=128` (`LOADOUT_STORE_...` for the store) |
+| key of a TOML file, given by `--config FILE` | `max-loras = 128` or `max_loras = 128` |
 
-**File**: `--config FILE.toml`, or the variable `LOADOUT_STORE_CONFIG` or
-`LOADOUT_INFERENCE_CONFIG`. Its keys are the flags' names without `--`; `_` may stand for `-`.
-Lists may be arrays. An unknown key is refused by its name; a variable with the service's prefix
-that is no setting is logged as a warning at start. Paths are relative to the folder that
-the service is started in. [store.toml](../examples/settings/store.toml) and
-[inference.toml](../examples/settings/inference.toml) have every setting with its default:
+A flag overrides the variable, the variable overrides the file, and the file overrides the default.
+
+- **Switches** have two flags: `--prefix-cache` turns one on, `--no-prefix-cache` turns it off. In
+  the environment and the file, write `true` or `false`.
+- **Lists** are separated by commas. You can repeat the flag, and use an array in the file.
+- **Settings without a flag** are rarely needed. Give them in the file or in the environment.
+- **The file** may also be named by `LOADOUT_STORE_CONFIG` or `LOADOUT_INFERENCE_CONFIG`.
+  [store.toml](../examples/settings/store.toml) and
+  [inference.toml](../examples/settings/inference.toml) contain every setting with its default:
 
 ```sh
 {commands}
 ```
 
-**Types**: `SIZE` is a number of bytes, such as `64 GiB`, `64Gi` or `536870912`. Sizes in
-memory have `memory` in their names, sizes on disk and of files end with `-bytes`.
-`SECONDS` and `NUMBER` may have a fraction, `N` has none. `HOST:PORT` takes IPv6 addresses in
-brackets, such as `[::1]:7070`. `MODEL` is a folder or a name on the Hugging Face Hub. A log level
-may be written in any case.
+- **Relative paths** start at the folder in which you start the service.
+- **Mistakes**: a wrong value or an unknown flag or key ends the start with exit status 2. The
+  service prints one line per problem with the flag, the variable, or the file and key. An unknown
+  variable with the service's prefix is logged as a warning.
+- **`loadout up`** starts both services with their variables and files. `--store-flags` and
+  `--serve-flags` pass flags on, and `up` chooses what you leave open. If
+  `LOADOUT_INFERENCE_STORE` names a store, `up` starts none.
+- `python -m adapter_store` and `python -m inference_svc` take the same flags.
 
-A wrong value ends the start with exit status 2 and a line for each problem, which names the flag,
-the variable or the file and key where it stands.
+## Types
 
-The commands of the client have their own flags and variables: see [command line](cli.md). What
-the policy file holds is in [security](security.md), what sizes to choose in
-[sizing](operations/sizing.md).
+| type | values |
+|---|---|
+| `SIZE` | bytes, such as `64 GiB`, `64Gi` or `536870912` |
+| `SECONDS`, `NUMBER` | a number, which may have a fraction |
+| `N` | an integer |
+| `HOST:PORT` | an address; IPv6 in brackets, such as `[::1]:7070` |
+| `MODEL` | a folder or a name on the Hugging Face Hub |
+
+Sizes in memory have `memory` in their names; sizes on disk and of files end in `-bytes`.
+
+See also the flags of [other commands](cli.md), the [policy file](security.md) and
+[how to choose sizes](operations/sizing.md).
 """
+NO_FLAG = "settings without a flag"
 
 
 def render() -> str:
@@ -79,17 +94,21 @@ def render() -> str:
     parts = [INTRODUCTION.format(commands=commands)]
     for title, service in SERVICES.items():
         parts.append(f"\n## {title}\n")
-        for group, settings in groupby(describe(service), key=lambda setting: setting.group):
+        settings = describe(service)
+        with_flags = [setting for setting in settings if setting.has_flag]
+        for group, members in groupby(with_flags, key=lambda setting: setting.group):
             parts.append(f"\n### {title}: {group.title[0].lower()}{group.title[1:]}\n")
-            parts.append(_table(list(settings)))
+            parts.append(_table(list(members)))
+        parts.append(f"\n### {title}: {NO_FLAG}\n")
+        parts.append(_table([setting for setting in settings if not setting.has_flag]))
     return "\n".join(part.strip("\n") + "\n" for part in parts)
 
 
 def render_example(service: type[ServiceSettings]) -> str:
-    """Returns a file with every setting: those that are required set, the others as comments."""
+    """Returns a file that sets what is required and has every other setting as a comment."""
     lines = [
-        f"# Settings of `{service.command} --config FILE`: every one of them, with its default, or",
-        "# with a sample value where there is none. Remove the # before a setting to change it.",
+        f"# All settings of `{service.command} --config FILE`, with their defaults, or with an",
+        "# example where there is no default. Remove the # before a setting to change it.",
     ]
     for group, settings in groupby(describe(service), key=lambda setting: setting.group):
         lines += ["", "", f"# {group.title}", f"# {'-' * len(group.title)}"]
@@ -110,19 +129,16 @@ def _comment(text: str) -> list[str]:
 
 
 def _table(settings: list[Setting]) -> str:
-    rows = [
-        "| flag | environment variable | file key | type | default | meaning |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = ["| setting | type | default | meaning |", "|---|---|---|---|"]
     for setting in settings:
-        flags = ", ".join(f"`{flag}`" for flag in setting.flags)
+        name = f"`{setting.key}`"
+        name = f"**{name}**" if setting.level is Level.COMMON else name
         kind = f"`{setting.metavar}`" if setting.metavar else "switch"
         kind = " ".join([kind, *setting.bounds]).replace("|", "\\|")
         default = setting.default_words if setting.default else ""
         default = "required" if setting.is_required else default
-        key = "" if setting.name == "config" else f"`{setting.key}`"
         meaning = re.sub(r"(?<!\S)--[a-z0-9-]+", r"`\g<0>`", setting.meaning)
-        rows.append(f"| {flags} | `{setting.variable}` | {key} | {kind} | {default} | {meaning} |")
+        rows.append(f"| {name} | {kind} | {default} | {meaning} |")
     return "\n".join(rows)
 
 
@@ -151,7 +167,7 @@ def _value(setting: Setting) -> str:
     sample = SAMPLES.get(setting.key) or SAMPLES.get(setting.metavar)
     text = setting.default or sample or f"/path/to/{setting.key}"
     if setting.is_list:
-        return f'["{text}"]'
+        return "[" + ", ".join(f'"{part}"' for part in text.split(",")) + "]"
     is_bare = not setting.metavar or setting.metavar in ("N", "NUMBER", "SECONDS")
     return text if is_bare else f'"{text}"'
 

@@ -202,13 +202,13 @@ def _each(write: Callable[[Make], Make], *features: Feature) -> dict[Feature, Ma
 
 WRITERS = (
     Writer(
-        "PEFT, and who saves with it",
+        "PEFT and trainers that use it",
         ("PEFT", "Transformers' Trainer, TRL", "Axolotl", "LLaMA-Factory", "Unsloth"),
         CONTENTS,
     ),
     Writer(
         "state dicts",
-        ("state dicts of trainers of their own",),
+        ("your own trainer's state dict",),
         _each(of_state_dict, *(each for each in CONTENTS if each is not Feature.SHARDS)),
     ),
     Writer(

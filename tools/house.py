@@ -16,7 +16,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
-PACKAGES = ("servicekit", "adapter_store", "inference_svc", "kernels", "loadout")
+PACKAGES = ("contract", "servicekit", "adapter_store", "inference_svc", "kernels", "loadout")
 SERVICES = ("adapter_store", "inference_svc")
 LAYERS = {
     "inference_svc": """
@@ -124,11 +124,19 @@ def is_under(name: str, packages: Iterable[str]) -> bool:
 
 
 def long_functions(path: Path) -> Iterator[str]:
+    """Yields the functions that are too long. Docstrings do not count: public functions have a line
+    for each parameter."""
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            num_lines = _num_lines(node)
+            if ast.get_docstring(node, clean=False) is not None:
+                num_lines -= _num_lines(node.body[0])
             if num_lines > MAX_FUNCTION_LINES:
                 yield node.name
+
+
+def _num_lines(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 def shared_runs(tree: Tree, min_run: int = MIN_SHARED_RUN) -> dict[tuple[str, str], int]:

@@ -1,14 +1,16 @@
 """Installs this checkout into the environment that runs it, and says what it waits for meanwhile.
 
-    .venv/bin/python tools/install.py demo
+    .venv/bin/python -m tools.install demo
 
-`make` runs this first, with nothing installed yet: standard library only. What pip and the build
-say besides goes to `install.log` in the environment, and is shown if they fail.
+`make` runs this first, with nothing installed yet: standard library only. pip is the one of
+constraints.txt and takes nothing whose hash is not there, the build's packages included. What pip
+and the build say besides goes to `install.log` in the environment, and is shown if they fail.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import queue
 import re
@@ -20,14 +22,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
+from tools.requirements import (
+    CONSTRAINTS,
+    build_requirements,
+    cpu_torch,
+    pinned_pip,
+    requirements,
+)
+
 ROOT = Path(__file__).resolve().parent.parent
 LOG_NAME = "install.log"
 LARGE_BYTES = 10e6
 """Downloads from this size on are shown by name."""
+INSTALLING_PIP = "installing pip"
 _UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 _STEPS = (
     (r"Collecting ", "finding and downloading what it needs"),
-    (r"Installing build dependencies", "fetching what builds it: setuptools, grpcio-tools"),
     (r"Preparing editable metadata", "compiling the protos and the native kernels"),
     (r"Building wheel for (\S+)", "building {0}"),
 )
@@ -37,20 +47,22 @@ _COLLECTED = re.compile(r"Installing collected packages: (.*)")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tools/install.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.install", description=__doc__)
     parser.add_argument("extra", help="which of the project's extras: demo, dev, ...")
     extra: str = parser.parse_args(arguments).extra
     environment = Path(os.path.relpath(sys.prefix))
     print(f"Installing Loadout into {environment}: this takes some minutes.", flush=True)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
-    project = ["--constraint", "constraints.txt", "--editable", f".[{extra}]"]
     log = environment / LOG_NAME
     progress = Progress(sys.stdout)
+    status = 0
     with log.open("w") as file:
-        progress.show("upgrading pip")
-        status = run([*pip, "--upgrade", "pip"], progress, file, retry_of)
-        if status == 0:
-            status = run([*pip, "--progress-bar", "off", *project], progress, file, step_of)
+        for step, options in installations(extra, environment):
+            progress.show(step)
+            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
+            said = retry_of if step == INSTALLING_PIP else step_of
+            status = run([*pip, "--progress-bar", "off", *options], progress, file, said)
+            if status:
+                break
     progress.end()
     if status:
         print(*failure(log.read_text().splitlines()), sep="\n", file=sys.stderr)
@@ -61,9 +73,42 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def installations(extra: str, environment: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yields what each run of `pip install` is for, and its options. pip comes first: Python's own
+    may be too old to check hashes that are in constraints."""
+    yield (
+        INSTALLING_PIP,
+        ["--require-hashes", *_from_file(environment / "pip.txt", pinned_pip(ROOT))],
+    )
+    needed = [*cpu_torch_if_found(), *build_requirements(ROOT), *requirements(ROOT, [extra])]
+    packages = _from_file(environment / "requirements.txt", "\n".join(needed))
+    yield "finding and downloading what it needs", [*hashed(ROOT / CONSTRAINTS), *packages]
+    yield "building Loadout itself", ["--no-deps", "--no-build-isolation", "--editable", "."]
+
+
+def _from_file(path: Path, requirements: str) -> list[str]:
+    path.write_text(requirements)
+    return ["--requirement", str(path)]
+
+
+def hashed(constraints: Path) -> list[str]:
+    """Returns the options with which pip takes nothing but the files of `constraints`."""
+    file = str(constraints)
+    return ["--require-hashes", "--constraint", file, "--build-constraint", file]
+
+
+def cpu_torch_if_found() -> list[str]:
+    """Returns the requirement of torch's build for CPUs, if pip is configured with a place that has
+    it: with hashes to choose by, pip prefers PyPI's build for CUDA, of some gigabytes."""
+    build = cpu_torch(ROOT)
+    command = [sys.executable, "-m", "pip", "index", "versions", "torch", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    versions = json.loads(done.stdout)["versions"] if done.returncode == 0 else []
+    return [build] if build.removeprefix("torch==") in versions else []
+
+
 def kernels_note() -> str:
     """Returns what to do if there are no native kernels for this processor's kind, else nothing."""
-    sys.path.insert(0, str(ROOT))
     from kernels.native import build
 
     if all(build.library_path(variant).exists() for variant in build.installed_variants()):

@@ -16,34 +16,35 @@ PATH = Path(__file__).parent.parent / "docs" / "observability" / "metrics.md"
 
 INTRODUCTION = """# Metrics
 
-Both services serve Prometheus' text format over HTTP at `--metrics-listen`, without a token.
-`make docs` generates this page from the definitions in the code; a test checks that nothing else
-is exported.
+This page lists every metric that you can scrape from the two services. Both serve Prometheus' text
+format over HTTP at `--metrics-listen`, without a token. `make docs` generates the page from the
+definitions in the code, and a test checks that nothing else is exported.
 
 A histogram has the series `_bucket`, `_sum` and `_count`, a summary `_sum` and `_count`. Counters
 start at 0 with their process.
 
-A scrape has fewer than 5,500 series however many adapters there are. In series by `adapter` the
-busiest `--metrics-adapters` have one each, as `tenant/name`; requests to the base model count as
-`base`, all others as `other`. When another adapter has become clearly busier, one of them loses
-its series, and its counts go to `former`, so that sums over all series never fall. Take rates
-without it:
+**Series by adapter.** A scrape has fewer than 5,500 series, however many adapters you have. In
+metrics with the label `adapter`, the busiest `--metrics-adapters` have their own series, as
+`tenant/name`. Requests to the base model count as `base`, all others as `other`. When another
+adapter becomes clearly busier, it replaces one of them. The counts of the replaced adapter move to
+`former`, so that sums over all series never fall. Take rates without it:
 
 ```promql
 topk(10, rate(loadout_inference_adapter_generated_tokens_total{adapter!="former"}[5m]))
 ```
 
-An adapter that gets its series back starts at 0, as after a restart, which `rate` allows for.
+An adapter that gets its series back starts at 0, as after a restart; `rate` handles this.
 
-Two families for gateways name the adapters themselves: `vllm:lora_adapter_loaded` and
-`vllm:lora_requests_info`. A scrape has a bounded number of them, but each adapter that is loaded,
-and each new set of adapters with requests, begins a series that Prometheus stores for its whole
-retention time. Routers scrape the servers themselves, so drop both families where Prometheus
-scrapes (`metric_relabel_configs`, action `drop`), as `deploy/` does. Alerts use
+**Metrics to drop.** `vllm:lora_adapter_loaded` and `vllm:lora_requests_info`, for gateways, name
+the adapters themselves. Each scrape has a bounded number of these series. But each newly loaded
+adapter, and each new set of adapters with requests, starts a series that Prometheus keeps for its
+whole retention time. Routers scrape the servers themselves, so drop both in your Prometheus
+(`metric_relabel_configs`, action `drop`), as `deploy/` does. Alerts use
 `loadout_inference_residency_series` and `loadout_inference_snapshot_age_seconds` instead.
 
-Each scrape asks the engine for its numbers. If it does not answer within two seconds, the last
-ones are shown, and `loadout_inference_snapshot_age_seconds` grows.
+**When the engine is busy.** Each scrape asks the engine for its values. If the engine does not
+answer within two seconds, you get the previous values, and
+`loadout_inference_snapshot_age_seconds` grows.
 """
 
 

@@ -16,38 +16,37 @@ PUBLISHED = ROOT / "tests" / "inference_svc" / "model" / "published"
 """The config.json of each published model that is tested."""
 PAGE = r"""# Models
 
-The inference service computes models whose `config.json` names one of these architectures, in
-fp32, bf16 or fp16, on CPUs and on GPUs. Adapters may change every linear layer, the embedding and
-the head, unless the table says otherwise, and replace
+You can serve models whose `config.json` names one of these architectures, in fp32, bf16 or fp16,
+on CPUs and on GPUs. Your adapters may change every linear layer, the embedding and the head, unless
+the table says otherwise, and replace
 [norms, biases, embedding and head](adapters.md#what-adapters-have-besides-a-and-b). Each family is
-one module of data:
-[how to add one](development/add-an-architecture.md).
+one module of data; you can [add one](development/add-an-architecture.md).
 
-| architecture | |
+| architecture | family and features |
 |---|---|
 {rows}
 
-`config.json` decides what of it a model has. A value that would change the maths and is not
-computed is refused at start by its key, as are tensors that are missing, unexpected or of another
-shape. Configs like those of these published models are tested, with the keys that their authors
-left in them:
+`config.json` decides which of these features a model has. At start the server refuses, by its key,
+a value that would change the maths and that it does not compute, and it refuses tensors that are
+missing, unexpected or of another shape. We test configs of these published models, with all keys of
+their authors:
 
 {published}
 
-Other sizes of a model, and what was trained from it, mostly have the same architecture: what
-says so is `architectures` of its `config.json`.
+Other sizes of a model, and models trained from it, mostly have the same architecture: look at
+`architectures` in the model's `config.json`.
 
 ## Adapters of whole models
 
-Of a model of several towers only the text part is computed. `target_modules="all-linear"`, or
-names such as `["q_proj", "v_proj"]`, change the towers, too, which is trained in vain if requests
-have text only. PEFT takes the text part's linear layers alone with a pattern:
+In a model of several towers, Loadout computes only the text part. If you train with
+`target_modules="all-linear"`, or with names such as `["q_proj", "v_proj"]`, you also train the
+other towers, in vain for requests of text. To train only the text part with PEFT, use a pattern:
 
 ```python
 target_modules = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 ```
 
-## What is not served
+## Models that are not served
 
 - Quantised checkpoints (`quantization_config`, or tensors of integers or fp8): serve the checkpoint
   that was quantised. Weights are read in fp64, fp32, fp16 and bf16.

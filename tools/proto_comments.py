@@ -1,4 +1,4 @@
-"""The comments of a proto file, by what they stand above."""
+"""Reads the comments of a proto file, by the declaration that they stand above."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ONEOFS = 8
 
 
 class Comments:
-    """`file` was compiled with its source info."""
+    """The comments of `file`, which was compiled with its source info."""
 
     def __init__(self, file: FileDescriptorProto) -> None:
         self._by_path = {
@@ -24,23 +24,23 @@ class Comments:
 
     @property
     def package(self) -> str:
-        """What is said of the whole file, above `package`."""
+        """Returns the comment on the whole file, above `package`."""
         return self.at(PACKAGE)
 
     def at(self, *path: int) -> str:
-        """Above the declaration at a path of descriptor.proto; "" if there is nothing."""
+        """Returns the comment above the declaration at a path of descriptor.proto, or ""."""
         return self._by_path.get(path, "")
 
 
 def declarations(file: FileDescriptorProto) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Everything that is to have a comment: its name, and its path."""
+    """Yields name and path of every declaration that needs a comment."""
     yield "package", (PACKAGE,)
     for index, message in enumerate(file.message_type):
         yield message.name, (MESSAGES, index)
         for place, field in enumerate(message.field):
             yield f"{message.name}.{field.name}", (MESSAGES, index, MEMBERS, place)
         for place, oneof in enumerate(message.oneof_decl):
-            if not oneof.name.startswith("_"):  # those are of optional fields
+            if not oneof.name.startswith("_"):  # these belong to optional fields
                 yield f"{message.name}.{oneof.name}", (MESSAGES, index, ONEOFS, place)
     for index, enum in enumerate(file.enum_type):
         yield enum.name, (ENUMS, index)
@@ -53,5 +53,5 @@ def declarations(file: FileDescriptorProto) -> Iterator[tuple[str, tuple[int, ..
 
 
 def _text(comment: str) -> str:
-    """Lines without the blank that follows the slashes."""
+    """Returns the lines without the space after the slashes."""
     return "\n".join(line.removeprefix(" ").rstrip() for line in comment.splitlines()).strip()

@@ -17,6 +17,8 @@ ROOT = Path(__file__).parent.parent
 
 FILES = {
     "loadout/aio.py": "loadout/client.py",
+    "loadout/_client/async_store.py": "loadout/_client/store.py",
+    "loadout/_client/async_inference.py": "loadout/_client/inference.py",
     "loadout/_rpc/async_caller.py": "loadout/_rpc/caller.py",
     "loadout/_rpc/async_stream.py": "loadout/_rpc/stream.py",
     "loadout/_push/async_push.py": "loadout/_push/push.py",
@@ -24,6 +26,8 @@ FILES = {
 
 NAMES = {
     "AsyncClient": "Client",
+    "AsyncInferenceCalls": "InferenceCalls",
+    "AsyncStoreCalls": "StoreCalls",
     "AsyncCaller": "Caller",
     "async_caller": "caller",
     "AsyncStream": "Stream",
@@ -33,7 +37,9 @@ NAMES = {
     "__aexit__": "__exit__",
     "__aiter__": "__iter__",
     "__anext__": "__next__",
+    "async_inference": "inference",
     "async_push": "push",
+    "async_store": "store",
     "async_stream": "stream",
     "tasks": "threads",
 }

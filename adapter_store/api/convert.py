@@ -406,6 +406,7 @@ def to_registered(recorded: Recorded, kind: type[Registered]) -> Registered:
         base_model_source=_BASE_MODEL_SOURCES[chosen.source],
         base_model_reason=chosen.reason,
         ignored_config_keys=recorded.ignored_config_keys,
+        warnings=recorded.warnings,
     )
 
 

@@ -41,7 +41,8 @@ class Blobs(Protocol):
         """The digests of the blobs in memory."""
 
     def sweep(self, known: Container[str]) -> None:
-        """Removes what a crash left. Call it at start only, before anything is staged."""
+        """Removes blobs of no `known` digest, which a crash left, and copies of others. Call it at
+        start only, before anything is staged."""
 
     def mark_recorded(self) -> None:
         """Notes beside the blobs that the catalog has had records. Idempotent."""
@@ -96,9 +97,7 @@ class LocalBlobs:
             make_folder(folder)
 
     def sweep(self, known: Container[str]) -> None:
-        """Removes what a crash left, and blobs of no `known` digest. Call it at start only, before
-        anything is staged."""
-        self.sweep_leftovers()
+        """Removes blobs of no `known` digest. Call it at start only, before anything is staged."""
         for folder in self._folder.iterdir():
             digest = f"sha256:{folder.name}"
             if digest not in known:

@@ -16,6 +16,7 @@ import shutil
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -24,10 +25,12 @@ from typing import ClassVar
 from adapter_store.blobs.fsync import make_folder, remove_folder
 from adapter_store.blobs.local import LocalBlobs
 from adapter_store.blobs.s3_prefix import Bucket
+from adapter_store.blobs.volume import Volume
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.checkpoint.files import Folder
+from adapter_store.checkpoint.memory_files import MemoryFile, MemoryFolder
 from adapter_store.core import BlobPlace, SourceFile
-from adapter_store.errors import CorruptData, SourceUnavailable
+from adapter_store.errors import CorruptData, SourceUnavailable, disk_full
 from adapter_store.replication.lease_renewal import Leases
 
 logger = logging.getLogger(__name__)
@@ -36,6 +39,8 @@ FOLDER = "blobs"
 RECORDED = "recorded"
 READ_BYTES = 1 << 20
 STRIPES = 64
+MEMORY_BYTES = 256 << 20
+"""What copies in memory may take together, which a full volume has no space for."""
 IN_USE_SECONDS = 600
 """A copy that was used within this time may still be read, and is not evicted."""
 
@@ -52,16 +57,20 @@ class SharedBlobs:
         bucket: Bucket,
         catalog: Catalog,
         leases: Leases,
-        data_dir: Path,
+        volume: Volume,
         capacity_bytes: int,
     ) -> None:
         self._local = local
         self._bucket = bucket
         self._catalog = catalog
         self._leases = leases
-        self._folder = data_dir / "fetched"
+        self._volume = volume
+        self._folder = volume.folder / "fetched"
         self._capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
+        self._memory_bytes: weakref.WeakKeyDictionary[MemoryFolder, int] = (
+            weakref.WeakKeyDictionary()
+        )
         self._copying = tuple(threading.Lock() for _ in range(STRIPES))
         self._damaged: set[str] = set()
         self._is_marked = False
@@ -70,7 +79,6 @@ class SharedBlobs:
     def sweep(self, known: Container[str]) -> None:
         """Removes all copies at start; they are fetched again when they are needed. Blobs that this
         store had before it shared them stay where they are."""
-        self._local.sweep_leftovers()
         for folder in self._folder.iterdir():
             remove_folder(folder, self._local.trash())
 
@@ -99,8 +107,9 @@ class SharedBlobs:
             yield
 
     def path(self, digest: str) -> Folder:
-        """Returns a folder with the blob's files, fetched if need be; one that does not exist if
-        there is no such blob. Raises CorruptData if its objects are gone or altered."""
+        """Returns a folder with the blob's files, fetched if need be, on a full volume into memory;
+        one that does not exist if there is no such blob. Raises CorruptData if its objects are gone
+        or altered."""
         stored = self._catalog.blob(digest)
         if stored is None:
             return self._folder / "none"
@@ -110,9 +119,14 @@ class SharedBlobs:
         with self._copy_lock(digest):
             if folder.is_dir():
                 os.utime(folder)
-            else:
+                return folder
+            num_bytes = sum(file.size_bytes for file in stored.files)
+            if not self._volume.has_space(num_bytes):
+                self._evict(all_idle=True)
+            if self._volume.has_space(num_bytes):
                 self._fetch(digest, stored, folder)
-        return folder
+                return folder
+        return self._fetch_into_memory(digest, stored, num_bytes)
 
     def put(
         self,
@@ -210,22 +224,41 @@ class SharedBlobs:
         partial = self._local.stage()
         try:
             for file in stored.files:
-                self._fetch_file(digest, stored.place, file, partial / file.name)
+                with open(partial / file.name, "wb") as target:
+                    for data in self._read(digest, stored.place, file):
+                        target.write(data)
             os.rename(partial, folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         self._evict()
 
-    def _fetch_file(self, digest: str, place: str, file: SourceFile, path: Path) -> None:
+    def _fetch_into_memory(self, digest: str, stored: BlobPlace, num_bytes: int) -> MemoryFolder:
+        """Returns a copy that lasts as long as it is used: the volume is full. Raises DiskFull if
+        such copies would take more than MEMORY_BYTES."""
+        folder = MemoryFolder(map(MemoryFile, [file.name for file in stored.files]))
+        with self._lock:
+            if sum(self._memory_bytes.values()) + num_bytes > MEMORY_BYTES:
+                raise disk_full()
+            self._memory_bytes[folder] = num_bytes
+        for file in stored.files:
+            target = folder.get(file.name)
+            assert target is not None
+            for data in self._read(digest, stored.place, file):
+                target.append(bytes(data))
+        return folder
+
+    def _read(self, digest: str, place: str, file: SourceFile) -> Iterator[memoryview]:
+        """Yields an object's bytes, each valid until the next. Raises CorruptData, at the end, if
+        they are not the file's, SourceUnavailable if the blob has been replaced."""
         sha256 = hashlib.sha256()
         with _translate_errors():
             stream = self._bucket.open(f"{_prefix(digest, place)}{file.name}")
         if stream is not None:
             buffer = bytearray(READ_BYTES)
-            with closing(stream), open(path, "wb") as target:
-                while count := self._read(stream.readinto, buffer):
+            with closing(stream):
+                while count := self._read_some(stream.readinto, buffer):
                     sha256.update(memoryview(buffer)[:count])
-                    target.write(memoryview(buffer)[:count])
+                    yield memoryview(buffer)[:count]
         if stream is None or sha256.hexdigest() != file.sha256:
             if (now := self._catalog.blob(digest)) is None or now.place != place:
                 raise SourceUnavailable(f"{digest} was replaced while it was fetched; try again")
@@ -236,17 +269,19 @@ class SharedBlobs:
             )
 
     @staticmethod
-    def _read(readinto: Callable[[memoryview], int], buffer: bytearray) -> int:
+    def _read_some(readinto: Callable[[memoryview], int], buffer: bytearray) -> int:
         with _translate_errors():
             return readinto(memoryview(buffer))
 
-    def _evict(self) -> None:
+    def _evict(self, *, all_idle: bool = False) -> None:
+        """Removes copies that exceed the capacity, or all, but for those in use."""
+        capacity_bytes = 0 if all_idle else self._capacity_bytes
         with self._lock:
             found = sorted(
                 (folder.stat().st_mtime, folder, _folder_bytes(folder))
                 for folder in self._folder.iterdir()
             )
-            excess = sum(num_bytes for _, _, num_bytes in found) - self._capacity_bytes
+            excess = sum(num_bytes for _, _, num_bytes in found) - capacity_bytes
             for mtime, folder, num_bytes in found:
                 if excess <= 0 or mtime > time.time() - IN_USE_SECONDS:
                     return

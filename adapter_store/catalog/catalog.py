@@ -29,7 +29,7 @@ from adapter_store.catalog import (
     work_leases,
 )
 from adapter_store.catalog.base_models import KnownBaseModels
-from adapter_store.catalog.database import Place, PostgresDatabase, open_database
+from adapter_store.catalog.database import ENDLESS, Place, PostgresDatabase, Space, open_database
 from adapter_store.catalog.filters import (
     decode_page_token,
     decode_version_token,
@@ -83,7 +83,7 @@ class Catalog:
 
     At least `event_retention` events are kept. Deleted versions can be restored for `delete_grace`.
     A layout unused for longer than `layout_ttl` is not live; with 0 all are. Of live ones there are
-    no more than `layout_limits`.
+    no more than `layout_limits`. A file lies in `space`.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class Catalog:
         delete_grace: timedelta = DEFAULT_GRACE,
         layout_ttl: timedelta = timedelta(0),
         layout_limits: LayoutLimits = NO_LAYOUT_LIMITS,
+        space: Space = ENDLESS,
         clock: Callable[[], datetime] = _utc_now,
     ) -> None:
         self._event_retention = event_retention
@@ -105,7 +106,7 @@ class Catalog:
         self._renewals: dict[str, datetime] = {}
         self._listeners: list[Callable[[list[AdapterEvent]], None]] = []
         self._notifying = threading.Lock()
-        self._database = open_database(place)
+        self._database = open_database(place, space)
         self._database.check()
         migrate(self._database)
         with self._database.write() as conn:
@@ -193,7 +194,7 @@ class Catalog:
 
     def prune(self, name: AdapterName, keep: int, tenants: Tenants = None) -> Pruned:
         """See changes.prune."""
-        with self._change() as (conn, made):
+        with self._change(is_large=True) as (conn, made):
             pruned, new_events = changes.prune(conn, name, keep, self._clock(), tenants)
             made += new_events
             return pruned
@@ -288,14 +289,10 @@ class Catalog:
         with self._database.read() as conn:
             return base_models.known(conn, name, self._live_since(), self._clock())
 
-    def add_layout(
-        self,
-        layout_id: str,
-        base_model: str,
-        body: str,
-        account: str = "",
-    ) -> bool:
-        """See layouts.add."""
+    def add_layout(self, layout_id: str, base_model: str, body: str, account: str = "") -> bool:
+        """See layouts.add. Raises DiskFull, too, for a new one."""
+        if not self.layout_bases(layout_id):
+            self._database.check_space(len(body))
         now, ttl, limits = self._clock(), self._layout_ttl, self._layout_limits
         with self._database.write() as conn:
             return layouts.add(
@@ -391,8 +388,8 @@ class Catalog:
 
     def forget_unused_images(self) -> int:
         """See layouts.forget_unused_images."""
-        with self._database.write() as conn:
-            return layouts.forget_unused_images(conn, self._live_since())
+        since = self._live_since()
+        return self._in_batches(lambda conn: layouts.forget_unused_images(conn, since))
 
     def forget_unused_layouts(self) -> list[str]:
         """Forgets what was not used for FORGET_AFTER_TTLS. See layouts.forget_unused."""
@@ -462,8 +459,9 @@ class Catalog:
             return set(conn.scalars(select(schema.blobs.c.digest)))
 
     def expire_versions(self, grace: timedelta) -> int:
-        with self._database.write() as conn:
-            return leftovers.expire_versions(conn, self._clock() - grace)
+        """See leftovers.expire_versions."""
+        before = self._clock() - grace
+        return self._in_batches(lambda conn: leftovers.expire_versions(conn, before))
 
     def is_due(self, ephemeral_grace: timedelta) -> bool:
         """See leftovers.is_due."""
@@ -479,19 +477,21 @@ class Catalog:
 
     def expire_ephemeral(self, grace: timedelta, tenant: str | None = None) -> int:
         """See leftovers.expire_ephemeral."""
-        with self._database.write() as conn:
-            return leftovers.expire_ephemeral(conn, self._clock() - grace, tenant)
+        before = self._clock() - grace
+        return self._in_batches(lambda conn: leftovers.expire_ephemeral(conn, before, tenant))
 
     def forget_memory(self) -> int:
         """See changes.forget_memory; returns how many names have lost versions."""
-        with self._change() as (conn, made):
+        with self._database.read() as conn:
+            if not rows.has_memory(conn):
+                return 0
+        with self._change(is_large=True) as (conn, made):
             made += changes.forget_memory(conn, self._clock())
             return len(made)
 
     def forget_texts(self) -> int:
         """See leftovers.forget_texts."""
-        with self._database.write() as conn:
-            return leftovers.forget_texts(conn)
+        return self._in_batches(leftovers.forget_texts)
 
     def unreferenced_blobs(self, limit: int) -> list[str]:
         with self._database.read() as conn:
@@ -553,13 +553,23 @@ class Catalog:
 
     # Transactions
 
+    def _in_batches(self, forget: Callable[[Connection], int]) -> int:
+        """Repeats a change, in a transaction each, until it finds nothing; returns how much it has
+        found. One transaction for all could take more than a full volume has left."""
+        num_found, found = 0, 1
+        while found:
+            with self._database.write(is_large=num_found > 0) as conn:
+                found = forget(conn)
+            num_found += found
+        return num_found
+
     @contextmanager
-    def _change(self) -> Iterator[tuple[Connection, list[AdapterEvent]]]:
+    def _change(self, *, is_large: bool = False) -> Iterator[tuple[Connection, list[AdapterEvent]]]:
         """Opens a write transaction. The listeners are called with the events put into its list,
         once it is committed."""
         made: list[AdapterEvent] = []
         with self._notifying:
-            with self._database.write() as conn:
+            with self._database.write(is_large=is_large) as conn:
                 yield conn, made
                 self._trim_history(conn, made)
                 if made and self._follower is not None:

@@ -28,7 +28,7 @@ from sqlalchemy.exc import (
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from adapter_store.catalog.schema import history
-from adapter_store.errors import CatalogUnavailable, CorruptData, disk_full
+from adapter_store.errors import CatalogUnavailable, CorruptData, DiskFull, disk_full
 from servicekit.errors import FailedPrecondition, ServiceError
 
 SQLITE_BUSY_SECONDS = 30
@@ -50,6 +50,25 @@ Place = Path | str
 """A file for SQLite, or the address of a PostgreSQL database."""
 
 
+class Space(Protocol):
+    """The volume that a database in a file lies on."""
+
+    def make_room(self, *, is_large: bool = False) -> None:
+        """Frees space for a write, if there is too little: for a few rows, or for a thousand."""
+
+    def check_space(self, num_bytes: int) -> None:
+        """Raises DiskFull unless so many bytes can be added."""
+
+
+class _EndlessSpace:
+    def make_room(self, *, is_large: bool = False) -> None: ...
+    def check_space(self, num_bytes: int) -> None: ...
+
+
+ENDLESS = _EndlessSpace()
+"""A volume that is never full."""
+
+
 class Database(Protocol):
     """Thread-safe. Every method raises CatalogUnavailable while the database does not answer."""
 
@@ -59,10 +78,14 @@ class Database(Protocol):
 
     def read(self) -> AbstractContextManager[Connection]: ...
 
-    def write(self) -> AbstractContextManager[Connection]: ...
+    def write(self, *, is_large: bool = False) -> AbstractContextManager[Connection]:
+        """Opens a transaction, which changes a few rows, or many."""
 
     def check(self) -> None:
         """Raises CorruptData, naming the file, if it is damaged."""
+
+    def check_space(self, num_bytes: int) -> None:
+        """Raises DiskFull if so many bytes would fill a volume of this store's own."""
 
     def migrating(self) -> AbstractContextManager[Connection]:
         """Opens a transaction that changes tables, exclusive among all processes."""
@@ -70,8 +93,8 @@ class Database(Protocol):
     def close(self) -> None: ...
 
 
-def open_database(place: Place) -> Database:
-    return SqliteDatabase(place) if isinstance(place, Path) else PostgresDatabase(place)
+def open_database(place: Place, space: Space) -> Database:
+    return SqliteDatabase(place, space) if isinstance(place, Path) else PostgresDatabase(place)
 
 
 class Interrupt:
@@ -149,8 +172,9 @@ class SqliteDatabase:
 
     is_shared = False
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, space: Space = ENDLESS) -> None:
         self._path = path
+        self._space = space
         self.engine = create_engine(
             f"sqlite:///{path}",
             connect_args={"timeout": SQLITE_BUSY_SECONDS},
@@ -167,9 +191,14 @@ class SqliteDatabase:
             yield conn
 
     @contextmanager
-    def write(self) -> Iterator[Connection]:
-        with _translate_sqlite_errors(), self._lock, self._writer.begin() as conn:
-            yield conn
+    def write(self, *, is_large: bool = False) -> Iterator[Connection]:
+        self._space.make_room(is_large=is_large)
+        try:
+            with _translate_sqlite_errors(), self._lock, self._writer.begin() as conn:
+                yield conn
+        except DiskFull:  # for the caller's next try
+            self._space.make_room(is_large=True)
+            raise
 
     def check(self) -> None:
         try:
@@ -183,8 +212,11 @@ class SqliteDatabase:
                 subject=str(self._path),
             )
 
+    def check_space(self, num_bytes: int) -> None:
+        self._space.check_space(num_bytes)
+
     def migrating(self) -> AbstractContextManager[Connection]:
-        return self.write()
+        return self.write(is_large=True)
 
     def close(self) -> None:
         self.engine.dispose()
@@ -239,7 +271,7 @@ class PostgresDatabase:
             yield conn
 
     @contextmanager
-    def write(self) -> Iterator[Connection]:
+    def write(self, *, is_large: bool = False) -> Iterator[Connection]:
         with _translate_errors(), self.engine.begin() as conn:
             conn.execute(select(history.c.revision).with_for_update())
             yield conn
@@ -264,6 +296,9 @@ class PostgresDatabase:
 
     def check(self) -> None:
         """Does nothing: the server checks its own files."""
+
+    def check_space(self, num_bytes: int) -> None:
+        """Does nothing: the server has volumes of its own."""
 
     @contextmanager
     def migrating(self) -> Iterator[Connection]:
@@ -332,10 +367,10 @@ def _translate_sqlite_errors() -> Iterator[None]:
 
 def _sqlite_error(error: OperationalError) -> ServiceError | None:
     """Returns None for a bug."""
-    code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # without its details
-    if code == sqlite3.SQLITE_FULL:
+    code = getattr(error.orig, "sqlite_errorcode", 0)
+    if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE):
         return disk_full()
-    return _unavailable(error) if code in _SQLITE_FAILS else None
+    return _unavailable(error) if code & 0xFF in _SQLITE_FAILS else None  # without its details
 
 
 @contextmanager

@@ -11,7 +11,13 @@ from sqlalchemy import Connection, Select, and_, delete, exists, func, literal, 
 from adapter_store.catalog.database import now_micros, upsert
 from adapter_store.catalog.filters import within
 from adapter_store.catalog.layouts import is_live
-from adapter_store.catalog.lookup import dump_content, hidden_micros, to_micros, to_verdict
+from adapter_store.catalog.lookup import (
+    dump_content,
+    hidden_micros,
+    to_micros,
+    to_verdict,
+    verdict_at,
+)
 from adapter_store.catalog.schema import (
     adapters,
     blobs,
@@ -43,7 +49,7 @@ def image_access(
     conn: Connection, key: ImageKey, deleted_after: datetime, tenants: Tenants, now: datetime
 ) -> ImageAccess:
     """Returns what decides whether these tenants may pull an image now."""
-    found = verdict(conn, key)
+    found = verdict_at(to_micros(now), verdict(conn, key))
     is_known = has_record(conn, key.digest, deleted_after, tenants)
     return ImageAccess(
         is_known,
@@ -84,6 +90,7 @@ def set_verdict(conn: Connection, digest: str, verdict: LayoutVerdict, now: date
         "state": verdict.state.value,
         "reason": verdict.reason,
         "image_bytes": verdict.image_bytes,
+        "retry_micros": verdict.retry_micros,
     }
     if verdict.content is not None:
         values["content"] = dump_content(verdict.content)

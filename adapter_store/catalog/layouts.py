@@ -21,6 +21,7 @@ from sqlalchemy import (
     func,
     insert,
     select,
+    tuple_,
     update,
 )
 
@@ -37,6 +38,8 @@ MAX_FORGOTTEN = 100
 """How many layouts are forgotten in one transaction."""
 USE_PRECISION = timedelta(hours=1)
 """A use within this time of the last recorded one is not recorded."""
+MAX_RESET = 1000
+"""How many images are reset in one transaction."""
 MAX_SHOWN_NAMES = 16
 """How many aliases of a layout, and how many of its base models but for the first, are listed."""
 FORGET_AFTER_TTLS = 4
@@ -126,7 +129,7 @@ def _check_limits(
         counts.setdefault(base_model, {})[name] = count
     for base_model, by_account in counts.items():
         of = repr(base_model)
-        _check_limit(by_account, account, limits.max_per_base, limits.share, of, "--max-layouts")
+        _check_limit(by_account, account, limits.max_per_base, limits.share, of, "max-layouts")
 
 
 def _check_limit(
@@ -135,16 +138,16 @@ def _check_limit(
     most: int,
     share: float,
     of: str,
-    setting: str = "--max-layouts-in-all",
+    setting: str = "max-layouts-in-all",
 ) -> None:
     own = by_account.get(account, 0)
     others = sum(by_account.values()) - own
     if own >= limit_of(most, others, share) or own + others >= most:
         raise LimitExceeded(
             f"layout.base_model: {own} layouts in use for {of} are registered by "
-            f"{account or 'all callers together'}, {others} by others, and the most are {most} "
-            f"({setting}), of which one tenant's share is at most {share:.0%} of what others "
-            "leave; one that is not used goes after --layout-ttl-seconds",
+            f"{account or 'all callers together'}, {others} by others, and at most {most} are "
+            f"allowed (setting {setting}); one tenant may use at most {share:.0%} of those that "
+            "others leave. Unused layouts expire after --layout-ttl-seconds",
             subject="layout.base_model",
             reason="LAYOUT_LIMIT",
         )
@@ -209,11 +212,13 @@ def unused(conn: Connection, since: int) -> frozenset[str]:
 
 
 def forget_unused_images(conn: Connection, since: int) -> int:
-    """Resets the images of unused layouts to pending; returns their number. INCOMPATIBLE verdicts
-    stay."""
+    """Resets the images of unused layouts to pending, at most MAX_RESET; returns their number.
+    INCOMPATIBLE verdicts stay."""
     gone = select(layouts.c.layout_id).where(~is_live(since))
     where = (images.c.state != ImageState.INCOMPATIBLE.value, images.c.layout_id.in_(gone))
-    return conn.execute(delete(images).where(*where)).rowcount
+    key = (images.c.digest, images.c.layout_id)
+    batch = select(*key).where(*where).limit(MAX_RESET)
+    return conn.execute(delete(images).where(tuple_(*key).in_(batch))).rowcount
 
 
 def page(

@@ -5,32 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from sqlalchemy import Connection, and_, delete, exists, select
+from sqlalchemy import ColumnElement, Connection, and_, delete, exists, select, tuple_
 
 from adapter_store.catalog import work_leases
 from adapter_store.catalog.lookup import to_micros
 from adapter_store.catalog.schema import adapters, blobs, images, texts, versions
 
 BATCH_DIGESTS = 1000
+BATCH_ROWS = 1000
+"""Rows that one transaction drops."""
+BATCH_TEXTS = 100
 
 BlobKey = tuple[str, str]
 """(digest, place)"""
 
 
 def expire_versions(conn: Connection, deleted_before: datetime) -> int:
-    """Drops the deleted versions whose grace is over; returns their number."""
-    where = versions.c.delete_time <= to_micros(deleted_before)
-    return conn.execute(delete(versions).where(where)).rowcount
+    """Drops the deleted versions whose grace is over, at most BATCH_ROWS; returns their number."""
+    return _drop_versions(conn, versions.c.delete_time <= to_micros(deleted_before))
 
 
 def expire_ephemeral(conn: Connection, deleted_before: datetime, tenant: str | None = None) -> int:
-    """Drops deleted versions whose content is in memory, of this tenant or of all; returns their
-    number."""
+    """Drops deleted versions whose content is in memory, of this tenant or of all, at most
+    BATCH_ROWS; returns their number."""
     where = [versions.c.ephemeral.is_(True), versions.c.delete_time <= to_micros(deleted_before)]
     if tenant is not None:
         own = select(adapters.c.id).where(adapters.c.tenant == tenant)
         where.append(versions.c.adapter_id.in_(own))
-    return conn.execute(delete(versions).where(*where)).rowcount
+    return _drop_versions(conn, *where)
+
+
+def _drop_versions(conn: Connection, *where: ColumnElement[bool]) -> int:
+    key = (versions.c.adapter_id, versions.c.version)
+    batch = select(*key).where(*where).limit(BATCH_ROWS)
+    return conn.execute(delete(versions).where(tuple_(*key).in_(batch))).rowcount
 
 
 def is_due(conn: Connection, now: datetime, deleted_before: datetime) -> bool:
@@ -46,10 +54,12 @@ def is_due(conn: Connection, now: datetime, deleted_before: datetime) -> bool:
 
 
 def forget_texts(conn: Connection) -> int:
-    """Drops the tokenizers and chat templates that no version has; returns their number."""
+    """Drops the tokenizers and chat templates that no version has, at most BATCH_TEXTS; returns
+    their number."""
     uses = (versions.c.tokenizer_digest, versions.c.chat_template_digest)
     unused = [~exists().where(column == texts.c.digest) for column in uses]
-    return conn.execute(delete(texts).where(*unused)).rowcount
+    batch = select(texts.c.digest).where(*unused).limit(BATCH_TEXTS)
+    return conn.execute(delete(texts).where(texts.c.digest.in_(batch))).rowcount
 
 
 def unreferenced(conn: Connection, limit: int) -> list[str]:

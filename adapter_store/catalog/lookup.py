@@ -329,9 +329,20 @@ def to_verdict(row: Row[Any]) -> LayoutVerdict:
     state = ImageState(row.state)
     return LayoutVerdict(
         *(row.layout_id, state, row.reason, row.image_bytes, row.build_micros, row.build_time),
+        retry_micros=row.retry_micros,
         fits=state is not ImageState.INCOMPATIBLE,
         content=None if row.content is None else _load_content(row.content),
     )
+
+
+def verdict_at(now: int, verdict: LayoutVerdict) -> LayoutVerdict:
+    """Returns the verdict at this time, in microseconds: after a while a failed build is PENDING
+    again."""
+    retry_time = verdict.build_time + verdict.build_micros + verdict.retry_micros
+    may_retry = verdict.state is ImageState.INCOMPATIBLE and verdict.retry_micros > 0
+    if may_retry and now >= retry_time:
+        return LayoutVerdict(verdict.layout_id, ImageState.PENDING)
+    return verdict
 
 
 def dump_content(content: ImageContent) -> str:
@@ -370,12 +381,12 @@ def hidden_micros(create_time: int, verdict: LayoutVerdict, now: int) -> int:
 
 def shown(record: AdapterRecord, now: int, live_since: int) -> AdapterRecord:
     """Returns the record as it is at this time, in microseconds: without the servers that are gone,
-    and with those verdicts as PENDING that it does not show yet. Layouts used since `live_since`
-    are live."""
+    and with those verdicts as PENDING that it does not show yet, or not any more. Layouts used
+    since `live_since` are live."""
     create_time = to_micros(record.create_time)
     verdicts = []
     for each in record.verdicts:
-        verdict = each
+        verdict = verdict_at(now, each)
         if hidden_micros(create_time, each, now) > 0:
             is_built = each.state is not ImageState.PENDING
             verdict = LayoutVerdict(each.layout_id, ImageState.PENDING, is_hidden=is_built)

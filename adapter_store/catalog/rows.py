@@ -167,6 +167,11 @@ def versions_in_memory(conn: Connection) -> dict[int, list[int]]:
     return _live_numbers(conn, versions.c.digest.in_(_in_memory()))
 
 
+def has_memory(conn: Connection) -> bool:
+    """Returns whether there are blobs that are in memory."""
+    return conn.execute(_in_memory().limit(1)).first() is not None
+
+
 def forget_memory(conn: Connection) -> None:
     """Drops the blobs that are in memory, with all their versions, which are deleted."""
     for table in (versions, images, blobs):

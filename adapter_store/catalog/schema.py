@@ -185,6 +185,8 @@ images = Table(
     Column("image_bytes", Big, nullable=False),
     Column("build_time", Big, nullable=False, server_default="0"),  # when its build began
     Column("build_micros", Big, nullable=False, server_default="0"),  # and how long it took
+    # How long after a failed build it is tried again; 0: the verdict is final.
+    Column("retry_micros", Big, nullable=False, server_default="0"),
     Column("content", Text),  # JSON: what it changes; NULL: not planned yet, or by a release before
     PrimaryKeyConstraint("digest", "layout_id"),
 )

@@ -20,6 +20,10 @@ from adapter_store.core import Quota
 from servicekit.errors import QuotaExceeded
 from servicekit.refs import AdapterName
 
+MAX_NAMES = 1_000_000
+"""Names of a tenant, those that are deleted included: their rows stay, so that no version number
+comes twice, and would fill the catalog."""
+
 
 @dataclass(frozen=True, slots=True)
 class CatalogCounts:
@@ -69,6 +73,7 @@ def check_quota(
 def check_capacity(conn: Connection, name: AdapterName, expected_digest: str, quota: Quota) -> None:
     """Raises QuotaExceeded if nothing could be recorded under the name, before its content is
     known. Content that is stored already, and that `expected_digest` names, always fits."""
+    _check_num_names(conn, name)
     if quota.max_adapters is not None and not _is_live(conn, name):
         check_num_adapters(conn, name.tenant, 1, quota)
     if quota.max_bytes is not None and not _has_digest(conn, name.tenant, expected_digest):
@@ -90,6 +95,20 @@ def check_num_adapters(conn: Connection, tenant: str, num_more: int, quota: Quot
             f"max_adapters: tenant {tenant!r} would have {num_adapters} adapters, "
             f"its quota is {quota.max_adapters}",
             subject="max_adapters",
+        )
+
+
+def _check_num_names(conn: Connection, name: AdapterName) -> None:
+    """Raises QuotaExceeded for a new name of a tenant that has had too many."""
+    of_tenant = select(adapters.c.id).where(adapters.c.tenant == name.tenant)
+    if conn.execute(of_tenant.where(adapters.c.name == name.name)).first() is not None:
+        return
+    found = conn.scalar(select(func.count()).select_from(of_tenant.limit(MAX_NAMES).subquery()))
+    if (found or 0) >= MAX_NAMES:
+        raise QuotaExceeded(
+            f"name: tenant {name.tenant!r} has had {MAX_NAMES} names, which the catalog keeps also "
+            "when they are deleted: register under one that it has had",
+            subject="name",
         )
 
 

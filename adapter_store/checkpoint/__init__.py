@@ -4,7 +4,7 @@ open               opens a checkpoint: runs all the checks below, in order
 recently_verified  checkpoints that were just checked, passed on from registration to compilation
 features           what an adapter makes use of, by kind
 formats            which trainer's format a folder is in, and a reader for each
-files              which files make up an adapter, and how they are read safely
+files              an adapter's files, open to be read, and copies that were changed
 memory_files       files of an adapter that lie in memory alone
 arriving           hashes and checks tensors while their file arrives
 safetensors        the header of a .safetensors file

@@ -7,6 +7,7 @@ which say what is wrong with it.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -14,8 +15,13 @@ import numpy as np
 
 from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.memory_files import MemoryFile
-from adapter_store.checkpoint.safetensors import LENGTH_BYTES, TensorRecord, parse_header
-from adapter_store.checkpoint.scan import all_finite
+from adapter_store.checkpoint.safetensors import (
+    LENGTH_BYTES,
+    Scanned,
+    TensorRecord,
+    parse_header,
+)
+from adapter_store.checkpoint.scan import largest_of
 from adapter_store.errors import InvalidAdapter
 
 _LIMITS = CheckpointLimits()
@@ -31,8 +37,8 @@ class ArrivingTensors:
         """Where the bytes begin that were not looked at; 0 until the header is there."""
         self._records: tuple[TensorRecord, ...] | None = None
         self._waiting: deque[TensorRecord] = deque()
-        self._hashes: dict[str, bytes] = {}
-        self._sha256 = hashlib.sha256()
+        self._scanned: dict[str, Scanned] = {}
+        self._sha256, self._largest = hashlib.sha256(), 0.0
         self._is_given_up = False
 
     def advance(self, piece: bytes | memoryview) -> None:
@@ -51,12 +57,11 @@ class ArrivingTensors:
                 return
             data = data[self._take(self._waiting[0], data) :]
 
-    def hashes(self, records: Sequence[TensorRecord]) -> dict[str, bytes] | None:
-        """Returns the sha256 of these tensors by their keys, all of whose values are finite; None
-        if they have to be read."""
+    def scanned(self, records: Sequence[TensorRecord]) -> dict[str, Scanned] | None:
+        """Returns what `scan_tensors` returns; None if the tensors have to be read."""
         if self._is_given_up or self._waiting or self._records is None:
             return None
-        return dict(self._hashes) if tuple(records) == self._records else None
+        return dict(self._scanned) if tuple(records) == self._records else None
 
     def _read_header(self) -> bool:
         """Reads the header, once it is there; returns whether it has."""
@@ -93,21 +98,26 @@ class ArrivingTensors:
         count = min(record.length_bytes - done, len(data))
         self._sha256.update(data[:count])
         self._position += count
-        self._check_finite(record, done, data[:count])
+        self._look_at_values(record, done, data[:count])
         if done + count == record.length_bytes:
-            self._hashes[record.key] = self._sha256.digest()
-            self._sha256 = hashlib.sha256()
+            self._scanned[record.key] = Scanned(self._sha256.digest(), self._largest)
+            self._sha256, self._largest = hashlib.sha256(), 0.0
             self._waiting.popleft()
         return count
 
-    def _check_finite(self, record: TensorRecord, done: int, data: memoryview) -> None:
-        """Checks the values of which these bytes, the tensor's from `done` on, have the last."""
+    def _look_at_values(self, record: TensorRecord, done: int, data: memoryview) -> None:
+        """Looks at the values of which these bytes, the tensor's from `done` on, have the last."""
         itemsize = record.dtype.itemsize
         begun, left = done % itemsize, (done + len(data)) % itemsize
         first = (itemsize - begun) % itemsize
         if begun and len(data) >= first:  # a value that lies in two pieces
             split = self._file.read_at(record.offset + done - begun, itemsize)
-            self._is_given_up |= not all_finite(np.frombuffer(split, np.uint8), record.dtype)
+            self._note_largest(split, record)
         whole = data[first : len(data) - left] if len(data) >= first + left else data[:0]
         if whole:
-            self._is_given_up |= not all_finite(np.frombuffer(whole, np.uint8), record.dtype)
+            self._note_largest(whole, record)
+
+    def _note_largest(self, data: bytes | memoryview, record: TensorRecord) -> None:
+        found = largest_of(np.frombuffer(data, np.uint8), record.dtype)
+        self._is_given_up |= not math.isfinite(found)
+        self._largest = max(self._largest, found)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from adapter_store.checkpoint.files import CONFIG_FILE, CheckpointLimits
+from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.json import show
 from adapter_store.errors import InvalidAdapter
+from contract.adapter_files import CONFIG_FILE
 
 
 def read_rank(key: str, value: Any, limits: CheckpointLimits) -> int:

@@ -30,15 +30,14 @@ from typing import Any, TypeAlias
 
 import torch
 
-from adapter_store.checkpoint.base_weights import BaseModel, open_safetensors
+from adapter_store.checkpoint.base_weights import BaseModel, SavedTensor
 from adapter_store.checkpoint.files import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
+    AnyFolder,
     CheckpointLimits,
     changed_copy,
     check_folders,
+    open_file,
     read_capped,
-    without_links,
 )
 from adapter_store.checkpoint.formats.select import Format, find_format
 from adapter_store.checkpoint.initial_weights import (
@@ -66,6 +65,8 @@ from adapter_store.checkpoint.tensor_keys import PREFIX
 from adapter_store.checkpoint.tensors import TargetWeights
 from adapter_store.core import DataType, TargetKind
 from adapter_store.errors import InvalidAdapter
+from contract.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from contract.folders import GivenFolder, shown
 from servicekit.errors import FailedPrecondition
 
 LIMITS = CheckpointLimits(allowed_config_keys=None)
@@ -137,10 +138,11 @@ def convert(
     FailedPrecondition if more must be given, if there is no room, or if the adapter cannot have
     begun with what is given, unless `force`.
     """
-    for folder in (source, initial or source):
-        check_folders(folder, target)
+    for each in (source, initial or source):
+        check_folders(each, target)
     with ExitStack() as stack:
-        checkpoint, fields = _read_adapter(stack.enter_context(without_links(source)))
+        folder = stack.enter_context(GivenFolder(source))
+        checkpoint, fields = _read_adapter(folder)
         method = _initialisation(fields, has_initial=initial is not None)
         base = None if model is None else BaseModel(model)
         linear = _linear_targets(checkpoint, method)
@@ -148,12 +150,12 @@ def convert(
         left_out = _check_copies(checkpoint, linear, base)
         weights: InitialWeights
         if initial is not None:
-            folder = stack.enter_context(without_links(initial))
-            weights = _read_initial(folder, initial, checkpoint, is_scaled=method != LOFTQ)
+            saved = stack.enter_context(GivenFolder(initial))
+            weights = _read_initial(saved, checkpoint, is_scaled=method != LOFTQ)
         else:
             weights = _computed(method, base, checkpoint)
         writer = _Writer(checkpoint, weights, force or not method.startswith((PISSA, OLORA)))
-        made = stack.enter_context(changed_copy(source, target))
+        made = stack.enter_context(changed_copy(folder, target))
         writer.write(made, progress)
         kept = [each for each in checkpoint.targets.values() if each.name not in linear]
         config = json.dumps(_converted_config(fields, kept), indent=2)
@@ -169,11 +171,11 @@ def convert(
         )
 
 
-def _read_adapter(folder: Path) -> tuple[Checkpoint, Mapping[str, Any]]:
+def _read_adapter(folder: AnyFolder) -> tuple[Checkpoint, Mapping[str, Any]]:
     """Reads the adapter as if its base were not changed; returns it and its config's fields."""
     if find_format(folder) is Format.MLX:
         raise InvalidAdapter(
-            "an adapter of MLX-LM is a plain LoRA: register it as it is",
+            "an adapter of MLX-LM is a plain LoRA already: register it as it is",
             subject=CONFIG_FILE,
         )
     data = read_capped(folder, CONFIG_FILE, LIMITS.max_config_bytes)
@@ -250,7 +252,7 @@ def _linear_targets(checkpoint: Checkpoint, method: str) -> dict[str, TargetWeig
     linear = {each.name: each for each in targets if each.kind is TargetKind.LINEAR}
     if not linear:
         raise InvalidAdapter(
-            "the adapter has embeddings alone, of which PEFT takes nothing out: it is a plain LoRA",
+            "the adapter has only embeddings, which PEFT does not change: it is a plain LoRA",
             subject=next(iter(checkpoint.targets), CONFIG_FILE),
         )
     for target in linear.values():
@@ -296,9 +298,8 @@ def _check_copies(
                 "compare it with",
                 subject=copy.name,
             )
-        assert isinstance(checkpoint.folder, Path)
-        with open_safetensors(checkpoint.folder / copy.record.file) as file:
-            difference = base.difference(name, file.get_slice(copy.record.key))
+        with open_file(checkpoint.folder, copy.record.file) as file:
+            difference = base.difference(name, SavedTensor(file, copy.record))
         if difference:
             raise FailedPrecondition(
                 f"{name} {difference}: without it the adapter would compute something else; "
@@ -308,15 +309,13 @@ def _check_copies(
     return tuple(each.name for each in checkpoint.replacements)
 
 
-def _read_initial(
-    folder: Path, given: Path, checkpoint: Checkpoint, *, is_scaled: bool
-) -> SavedWeights:
-    """Reads the initial adapter in `folder`, which errors name as it was given."""
+def _read_initial(folder: GivenFolder, checkpoint: Checkpoint, *, is_scaled: bool) -> SavedWeights:
+    """Reads the initial adapter in `folder`, which errors name."""
     try:
         initial = SavedWeights(folder, LIMITS, is_scaled=is_scaled)
         initial.check(checkpoint.targets)
     except InvalidAdapter as error:
-        message = f"the initial adapter in {given}: {error.message}"
+        message = f"the initial adapter in {shown(folder.path)}: {error.message}"
         raise InvalidAdapter(message, subject=error.subject, reason=error.reason) from error
     return initial
 

@@ -104,7 +104,7 @@ def read_stack(
         if found != expected:
             raise refused(
                 *(record, "RANK_MISMATCH"),
-                f"shape {list(record.shape)} is not that of {num_experts} experts of rank {rank}, "
+                f"shape {list(record.shape)} does not match {num_experts} experts of rank {rank}, "
                 "as the config says",
             )
     whole = Matrix.of(a)
@@ -140,7 +140,9 @@ def _count(
             f"shape {list(b.shape)} is of {num_b} experts, and {a.key} of {num_a}",
         )
     if num_experts == 1:
-        raise refused(a, "SHAPE_INVALID", "A and B are of one expert: of which, is not said")
+        raise refused(
+            a, "SHAPE_INVALID", "A and B are for one expert, but the file does not say for which"
+        )
     return num_experts
 
 
@@ -166,8 +168,8 @@ def check_single(targets: Iterable[tuple[str, TensorRecord]]) -> Mapping[str, st
         if expert is None or expert.expert >= MAX_EXPERTS:
             raise refused(
                 *(record, "TENSOR_UNKNOWN"),
-                f"no mixture has an expert {match['index']}: they are numbered from 0 on, to "
-                f"{MAX_EXPERTS - 1} at most, without zeros before",
+                f"no mixture has an expert {match['index']}: their numbers go from 0 to "
+                f"{MAX_EXPERTS - 1} at most, without leading zeros",
             )
         projection = _name(expert.stack)
         first = found.setdefault(f"{expert.expert} {projection}", name)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from adapter_store.checkpoint.files import CONFIG_FILE, CheckpointLimits, is_shard, read_capped
+from adapter_store.checkpoint.files import CheckpointLimits, read_capped
 from adapter_store.checkpoint.formats.select import Format, find_format
 from adapter_store.checkpoint.json import parse_object
 from adapter_store.checkpoint.module_patterns import OUTPUT_LAYER
@@ -16,6 +16,7 @@ from adapter_store.checkpoint.open import Checkpoint
 from adapter_store.checkpoint.tensors import TargetWeights
 from adapter_store.checkpoint.weights import Changes, ExpertWeights, Replacement
 from adapter_store.core import TargetKind
+from contract.adapter_files import CONFIG_FILE, is_shard
 
 FUSED = frozenset(
     {"qkv_proj", "gate_up_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "qkv"}

@@ -1,19 +1,15 @@
-"""The files of an adapter: which they are, and how to read them without following links."""
+"""An adapter's files as the store reads them: from a folder of its own, from memory, or from a
+folder that the user of a command has named. A copy that was changed is written here, too."""
 
 from __future__ import annotations
 
-import errno
 import os
-import re
-import shutil
-import stat
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import Self, TypeAlias
 
 import numpy as np
@@ -22,35 +18,37 @@ from numpy.typing import NDArray
 from adapter_store.checkpoint.json import parse_object, show
 from adapter_store.checkpoint.memory_files import MemoryFile, MemoryFolder
 from adapter_store.errors import CorruptData, InvalidAdapter, LimitExceeded
+from contract.adapter_files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    MAX_CONFIG_BYTES,
+    MAX_FILES,
+    MAX_HEADER_BYTES,
+    TEXT_FILES,
+    check_size,
+    is_shard,
+)
+from contract.folders import (
+    FileChanged,
+    FileDenied,
+    FileMissing,
+    FileRefused,
+    GivenFolder,
+    TooLarge,
+    shown,
+)
 from servicekit.errors import InvalidArgument
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-INDEX_FILE = "adapter_model.safetensors.index.json"
-_SHARD = re.compile(r"adapter_model-\d{5}-of-\d{5}\.safetensors")
-PICKLE_FILE = "adapter_model.bin"
-PICKLE_FILES = (PICKLE_FILE, "adapter_model.pt", "adapter_model.pth")
-MLX_WEIGHTS_FILE = "adapters.safetensors"
-TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
-TEXT_FILES = {
-    TOKENIZER_FILE: 64 << 20,
-    "tokenizer_config.json": 8 << 20,
-    "special_tokens_map.json": 4 << 20,
-    TEMPLATE_FILE: 1 << 20,
-}
-"""The files of a tokenizer and a chat template that are read, and the most bytes of each. The
-tokenizer of 260,000 tokens has 34 MB; a configuration that lists 6,000 added tokens has 1.2."""
-MAX_SHARDS = 256
-_NOT_REGULAR = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EACCES)
-_OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+COPY_BYTES = 1 << 20
+"""Files are copied through one buffer of this size, which stays in a processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLimits:
     """Limits of an adapter, checked before anything is allocated for it."""
 
-    max_config_bytes: int = 1 << 20
-    max_header_bytes: int = 16 << 20
+    max_config_bytes: int = MAX_CONFIG_BYTES
+    max_header_bytes: int = MAX_HEADER_BYTES
     max_tensors: int = 1 << 16
     max_source_bytes: int = 16 << 30
     max_rank: int = 4096
@@ -59,111 +57,23 @@ class CheckpointLimits:
     """Keys of a config that may pass although this release does not know them. None: all."""
 
 
-def is_adapter_file(name: str) -> bool:
-    """Returns whether a plain file name belongs to an adapter; others are not fetched or stored."""
-    return name in (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, MLX_WEIGHTS_FILE) or is_shard(name)
+class AdapterFile:
+    """A file of an adapter that is open to be read, whose errors are the store's. `name` is used in
+    them; reads are positional, so threads may share it."""
 
-
-def is_text_file(name: str) -> bool:
-    """Returns whether a plain file name is of a tokenizer or a chat template that is read; it is no
-    part of the blob."""
-    return name in TEXT_FILES
-
-
-def check_text_file(name: str, size_bytes: int) -> None:
-    """Checks the size of a file that `is_text_file`, before it is read. Raises InvalidAdapter
-    FILE_TOO_LARGE."""
-    if size_bytes > TEXT_FILES[name]:
-        raise InvalidAdapter(
-            f"{name}: {size_bytes} bytes or more are over the limit of {TEXT_FILES[name]}; without "
-            "this file the adapter is served with its model's tokenizer and chat template",
-            subject=name,
-            reason="FILE_TOO_LARGE",
-        )
-
-
-def is_shard(name: str) -> bool:
-    """Returns whether a plain file name is that of a shard, as PEFT names them."""
-    return _SHARD.fullmatch(name) is not None
-
-
-@contextmanager
-def without_links(folder: Path) -> Iterator[Path]:
-    """Yields a folder with the files of one that is the user's own, where links, as in a hub's
-    cache, are followed. It is the folder itself if it has none. Of files that are no part of an
-    adapter it has the names."""
-    entries = list(os.scandir(folder))
-    own = {each.name for each in entries if is_adapter_file(each.name) or is_text_file(each.name)}
-    if not any(entry.is_symlink() and entry.name in own for entry in entries):
-        yield folder
-        return
-    with TemporaryDirectory(prefix="loadout-") as name:
-        for entry in entries:
-            copy = Path(name, entry.name)
-            if entry.name not in own:
-                if not entry.is_dir():
-                    copy.touch()
-                continue
-            try:
-                os.link(os.path.realpath(entry), copy)
-            except FileNotFoundError:
-                os.symlink(os.path.realpath(entry), copy)  # which is refused by its name
-            except OSError:  # on another file system
-                shutil.copyfile(entry, copy)
-        yield Path(name)
-
-
-def check_folders(source: Path, target: Path) -> None:
-    """Raises InvalidArgument unless `source` is a folder, and nothing lies at `target`."""
-    if os.path.lexists(target):
-        raise InvalidArgument(f"{target} exists: nothing is overwritten", subject=str(target))
-    if not source.is_dir():
-        raise InvalidArgument(
-            f"{source} is no folder: give one with {CONFIG_FILE}, as PEFT saves it",
-            subject=str(source),
-        )
-
-
-@contextmanager
-def changed_copy(source: Path, target: Path) -> Iterator[Path]:
-    """Yields a folder to fill with an adapter, which becomes `target` as a whole, or not at all; it
-    has the tokenizer and the chat template of `source`, with which the adapter is served. Raises
-    InvalidAdapter FILE_TOO_LARGE for these."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-        made = Path(folder) / target.name
-        made.mkdir()
-        for file in (source / name for name in TEXT_FILES):
-            if file.is_file():
-                check_text_file(file.name, file.stat().st_size)
-                shutil.copyfile(file, made / file.name)
-        yield made
-        made.rename(target)
-
-
-class RegularFile:
-    """An open regular file of known size, not a link, pipe or device. `name` is used in errors.
-
-    Reads are positional, so threads may share it. Nothing is mapped: a file that is truncated
-    meanwhile is an error here, where a mapping would kill the process.
-    """
-
-    def __init__(self, folder: Path, name: str) -> None:
-        """Raises InvalidAdapter: FILE_MISSING or FILE_NOT_REGULAR."""
-        self.name = name
+    def __init__(self, folder: Path | GivenFolder, name: str) -> None:
+        """Raises InvalidAdapter: FILE_MISSING, FILE_NOT_REGULAR, FILE_NOT_READABLE or
+        FILE_CHANGED."""
         try:
-            self._fd = os.open(folder / name, _OPEN_FLAGS)
-        except FileNotFoundError as exc:
-            raise InvalidAdapter(f"{name} is missing", subject=name, reason="FILE_MISSING") from exc
-        except OSError as exc:
-            if exc.errno not in _NOT_REGULAR:  # of this machine, not of the adapter
-                raise
-            raise _not_regular(name) from exc
-        status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode):
-            os.close(self._fd)
-            raise _not_regular(name)
-        self.size_bytes = status.st_size
+            if isinstance(folder, Path):
+                with GivenFolder(folder) as own:
+                    self._file = own.open(name)
+            else:
+                self._file = folder.open(name)
+        except FileRefused as refused:
+            raise _invalid(refused, name) from refused
+        self.name = name
+        self.size_bytes = self._file.size_bytes
 
     def read_at(self, offset: int, length: int) -> bytes:
         """Returns exactly `length` bytes. Raises CorruptData if the file has become shorter."""
@@ -173,60 +83,58 @@ class RegularFile:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fills `buffer` (bytes) from `offset`. Raises CorruptData if the file is shorter."""
-        while buffer:
-            count = os.preadv(self._fd, [buffer], offset)
-            if count == 0:
-                raise CorruptData(
-                    f"{self.name} ends at byte {offset}, expected {offset + len(buffer)}",
-                    subject=self.name,
-                )
-            offset += count
-            buffer = buffer[count:]
+        try:
+            self._file.read_into(offset, buffer)
+        except FileChanged as change:
+            raise CorruptData(str(change), subject=self.name) from change
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 Folder: TypeAlias = Path | MemoryFolder
-"""Where an adapter's files are."""
-OpenFile: TypeAlias = RegularFile | MemoryFile
+"""Where a store keeps an adapter's files."""
+AnyFolder: TypeAlias = Folder | GivenFolder
+"""Where an adapter's files are: in a store, or where the user of a command has named them."""
+OpenFile: TypeAlias = AdapterFile | MemoryFile
 
 
-def open_file(folder: Folder, name: str) -> OpenFile:
-    """Opens a file of an adapter to be read. Raises as RegularFile."""
-    if isinstance(folder, Path):
-        return RegularFile(folder, name)
+def open_file(folder: AnyFolder, name: str) -> OpenFile:
+    """Opens a file of an adapter to be read. Raises as AdapterFile."""
+    if not isinstance(folder, MemoryFolder):
+        return AdapterFile(folder, name)
     file = folder.get(name)
     if file is None:
         raise InvalidAdapter(f"{name} is missing", subject=name, reason="FILE_MISSING")
     return file
 
 
-def list_names(folder: Folder) -> set[str]:
-    """Returns the names of all that is in a folder."""
-    return set(os.listdir(folder)) if isinstance(folder, Path) else folder.names
+def list_names(folder: AnyFolder) -> set[str]:
+    """Returns the names of all that is in a folder. Raises InvalidAdapter FILE_TOO_LARGE for too
+    many in one that a user has named."""
+    if isinstance(folder, Path):
+        return set(os.listdir(folder))
+    try:
+        return set(folder.names)
+    except FileRefused as refused:
+        raise _invalid(refused, refused.name) from refused
 
 
-def has_file(folder: Folder, name: str) -> bool:
+def has_file(folder: AnyFolder, name: str) -> bool:
     """Returns whether a folder, which may be absent, has something of this name."""
     if isinstance(folder, Path):
         return os.path.lexists(folder / name)
-    return folder.get(name) is not None
+    return folder.has(name) if isinstance(folder, GivenFolder) else name in folder.names
 
 
-def read_capped(folder: Folder, name: str, max_bytes: int) -> bytes:
-    """Reads a small file. Raises InvalidAdapter: FILE_TOO_LARGE, and as RegularFile."""
+def read_capped(folder: AnyFolder, name: str, max_bytes: int) -> bytes:
+    """Reads a small file. Raises InvalidAdapter: FILE_TOO_LARGE, and as AdapterFile."""
     with open_file(folder, name) as file:
         if file.size_bytes > max_bytes:
             raise InvalidAdapter(
@@ -237,12 +145,13 @@ def read_capped(folder: Folder, name: str, max_bytes: int) -> bytes:
         return file.read_at(0, file.size_bytes)
 
 
-def check_source_bytes(total_bytes: int, limits: CheckpointLimits) -> None:
-    """Raises LimitExceeded if the weight files together are over the limit."""
+def check_source_bytes(name: str, total_bytes: int, limits: CheckpointLimits) -> None:
+    """Raises LimitExceeded if the weight files, up to this one, are over the limit together."""
     if total_bytes > limits.max_source_bytes:
         raise LimitExceeded(
-            f"the adapter's {total_bytes} bytes are over the limit of {limits.max_source_bytes}",
-            subject=WEIGHTS_FILE,
+            f"{name}: with it the adapter has {total_bytes} bytes, over the limit of "
+            f"{limits.max_source_bytes}",
+            subject=name,
             reason="SOURCE_TOO_LARGE",
         )
 
@@ -262,15 +171,77 @@ def parse_index(data: bytes, limits: CheckpointLimits) -> Mapping[str, str]:
         # A plain name of our own pattern: no path can lead out of the folder.
         if not isinstance(name, str) or not is_shard(name):
             raise _invalid_index(f"{show(name)} is not the name of a shard")
-    if len(set(index.values())) > MAX_SHARDS:
-        raise _invalid_index(f"more than {MAX_SHARDS} shards")
+    if len(set(index.values())) > MAX_FILES:
+        raise _invalid_index(f"more than {MAX_FILES} shards")
     return index
 
 
-def _not_regular(name: str) -> InvalidAdapter:
-    return InvalidAdapter(
-        f"{name} is not a readable regular file", subject=name, reason="FILE_NOT_REGULAR"
-    )
+def check_folders(source: Path, target: Path) -> None:
+    """Raises InvalidArgument unless `source` is a folder, and nothing lies at `target`."""
+    if os.path.lexists(target):
+        raise InvalidArgument(
+            f"{shown(target)} exists: nothing is overwritten", subject=shown(target)
+        )
+    if not source.is_dir():
+        raise InvalidArgument(
+            f"{shown(source)} is no folder: give one with {CONFIG_FILE}, as PEFT saves it",
+            subject=shown(source),
+        )
+
+
+@contextmanager
+def changed_copy(source: GivenFolder, target: Path) -> Iterator[Path]:
+    """Yields a folder to fill with an adapter, which becomes `target` as a whole, or not at all; it
+    has the tokenizer and the chat template of `source`, with which the adapter is served. Raises as
+    `copy_texts`."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+        made = Path(folder) / target.name
+        made.mkdir()
+        copy_texts(source, made)
+        yield made
+        made.rename(target)
+
+
+def copy_texts(source: GivenFolder, target: Path) -> list[str]:
+    """Copies the files of a tokenizer and a chat template; returns their names. Raises
+    InvalidAdapter, as AdapterFile and FILE_TOO_LARGE."""
+    names = sorted(list_names(source).intersection(TEXT_FILES))
+    for name in names:
+        try:
+            with source.open(name) as file, (target / name).open("xb") as copy:
+                check_size(name, file.size_bytes)
+                for piece in file.pieces(COPY_BYTES):
+                    copy.write(piece)
+        except FileRefused as refused:
+            raise _invalid(refused, name) from refused
+    return names
+
+
+def check_text_file(name: str, size_bytes: int) -> None:
+    """Checks the size of a tokenizer's file or a chat template, before it is read. Raises
+    InvalidAdapter FILE_TOO_LARGE."""
+    try:
+        check_size(name, size_bytes)
+    except TooLarge as refused:
+        raise _invalid(refused, name) from refused
+
+
+def _invalid(refused: FileRefused, name: str) -> InvalidAdapter:
+    """Returns the store's error for a file that is not read. Where the store keeps it is nobody's
+    concern: it has the file's name alone."""
+    message = f"{shown(name)} {refused.why}"
+    match refused:
+        case FileMissing():
+            return InvalidAdapter(message, subject=name, reason="FILE_MISSING")
+        case FileDenied():
+            return InvalidAdapter(message, subject=name, reason="FILE_NOT_READABLE")
+        case TooLarge():
+            return InvalidAdapter(message, subject=name, reason="FILE_TOO_LARGE")
+        case FileChanged():
+            return InvalidAdapter(message, subject=name, reason="FILE_CHANGED")
+        case _:
+            return InvalidAdapter(message, subject=name, reason="FILE_NOT_REGULAR")
 
 
 def _invalid_index(detail: str) -> InvalidAdapter:

@@ -18,19 +18,19 @@ Sources: `pissa_init`, `olora_init` and `loftq_init` in peft/tuners/lora/layer.p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 
 from adapter_store.checkpoint.base_weights import BaseModel
-from adapter_store.checkpoint.files import CONFIG_FILE, CheckpointLimits, read_capped
+from adapter_store.checkpoint.files import AnyFolder, CheckpointLimits, read_capped
 from adapter_store.checkpoint.json import parse_object, show
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.checkpoint.peft_fields import changes_base
 from adapter_store.checkpoint.tensors import TargetWeights
 from adapter_store.core import TargetKind
 from adapter_store.errors import InvalidAdapter
+from contract.adapter_files import CONFIG_FILE
 from servicekit.errors import FailedPrecondition
 
 PISSA, OLORA, LOFTQ = "pissa", "olora", "loftq"
@@ -61,7 +61,7 @@ class SavedWeights:
     """The adapter in a folder, as it was saved before training. Those of LoftQ are what it left of
     the error of quantisation, whatever the adapter's scale is: `is_scaled` False."""
 
-    def __init__(self, folder: Path, limits: CheckpointLimits, *, is_scaled: bool) -> None:
+    def __init__(self, folder: AnyFolder, limits: CheckpointLimits, *, is_scaled: bool) -> None:
         """Raises InvalidAdapter and LimitExceeded as `open_checkpoint`, and InvalidAdapter for an
         adapter that may have been trained since."""
         data = read_capped(folder, CONFIG_FILE, limits.max_config_bytes)
@@ -165,7 +165,7 @@ class ComputedWeights:
                 subject=name,
             )
         if not torch.isfinite(weight).all():
-            raise FailedPrecondition(f"{where} holds NaN or infinite values", subject=name)
+            raise FailedPrecondition(f"{where} contains NaN or infinite values", subject=name)
         return weight
 
 

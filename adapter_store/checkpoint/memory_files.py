@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
-from adapter_store.checkpoint.safetensors import TensorRecord
+from adapter_store.checkpoint.safetensors import Scanned, TensorRecord
 from adapter_store.errors import CorruptData
 
 MIN_PIECE_BYTES = 64 << 10
@@ -94,9 +94,8 @@ class MemoryFile:
 class Arrived(Protocol):
     """What was found out about a file while it arrived."""
 
-    def hashes(self, records: Sequence[TensorRecord]) -> dict[str, bytes] | None:
-        """Returns the sha256 of these tensors by their keys, all of whose values are finite; None
-        if they have to be read."""
+    def scanned(self, records: Sequence[TensorRecord]) -> dict[str, Scanned] | None:
+        """Returns what `scan_tensors` would of these tensors; None if they have to be read."""
 
 
 class MemoryFolder:
@@ -132,6 +131,6 @@ class MemoryFolder:
         self._files[file.name] = file
         self._arrived = arrived or self._arrived
 
-    def hashes(self, records: Sequence[TensorRecord]) -> dict[str, bytes] | None:
-        """See Arrived.hashes."""
-        return None if self._arrived is None else self._arrived.hashes(records)
+    def scanned(self, records: Sequence[TensorRecord]) -> dict[str, Scanned] | None:
+        """See Arrived.scanned."""
+        return None if self._arrived is None else self._arrived.scanned(records)

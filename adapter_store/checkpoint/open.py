@@ -16,18 +16,19 @@ import numpy as np
 import torch
 
 from adapter_store.checkpoint.digest import compute_digest
-from adapter_store.checkpoint.files import CheckpointLimits, Folder, OpenFile, open_file
+from adapter_store.checkpoint.files import AnyFolder, CheckpointLimits, Folder, OpenFile, open_file
 from adapter_store.checkpoint.formats.readers import READERS
 from adapter_store.checkpoint.formats.select import find_format
 from adapter_store.checkpoint.memory_files import MemoryFolder
 from adapter_store.checkpoint.peft_config import AdapterConfig
-from adapter_store.checkpoint.safetensors import TensorRecord
+from adapter_store.checkpoint.safetensors import Scanned, TensorRecord
 from adapter_store.checkpoint.scan import scan_tensors
 from adapter_store.checkpoint.tensor_keys import target_of
 from adapter_store.checkpoint.tensors import Contents, TargetWeights, read_tensors
 from adapter_store.checkpoint.weights import Changes, ExpertWeights, Replacement
 from adapter_store.core import DataType, SegmentKind
 from adapter_store.errors import CorruptData, InvalidAdapter
+from contract.folders import GivenFolder
 
 TORCH_DTYPES: Mapping[DataType, torch.dtype] = {
     DataType.FLOAT32: torch.float32,
@@ -37,6 +38,13 @@ TORCH_DTYPES: Mapping[DataType, torch.dtype] = {
     DataType.FLOAT8_E5M2: torch.float8_e5m2,
 }
 
+LARGEST_CHANGE = 1e4
+"""The largest entry that scale * B A may have without a warning. Trained adapters have less than 1;
+from here on values of the model overflow in float16, and soon in other types."""
+LARGEST_VALUE = 1e4
+"""The largest value without a warning of an adapter's biases and magnitudes, and of embeddings,
+heads, norms and the base's biases that it replaces. Models have hundreds at most in these."""
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -44,9 +52,10 @@ class Checkpoint:
 
     `targets` is keyed and sorted by canonical target name. `is_verified`: the bytes were hashed
     and checked when it was opened; otherwise the reader of all bytes has to compare with `digest`.
+    `warnings` say what its trainer should know, if it is verified.
     """
 
-    folder: Folder
+    folder: AnyFolder
     config: AdapterConfig
     targets: Mapping[str, TargetWeights]
     digest: str
@@ -54,6 +63,13 @@ class Checkpoint:
     is_verified: bool
     experts: tuple[ExpertWeights, ...] = ()
     replacements: tuple[Replacement, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def stored_folder(self) -> Folder:
+        """Where a store keeps it: only commands read adapters in place."""
+        assert not isinstance(self.folder, GivenFolder)
+        return self.folder
 
     @property
     def base_model(self) -> str:
@@ -128,10 +144,10 @@ class Checkpoint:
         if self.is_verified:
             return
         try:
-            found = self.compute_digest(scan_tensors(self.folder, self.records))
+            scanned = scan_tensors(self.folder, self.records)
         except InvalidAdapter as exc:
             raise self.corrupt() from exc
-        if found != self.digest:
+        if self.compute_digest(_hashes(scanned)) != self.digest:
             raise self.corrupt()
 
     def corrupt(self) -> CorruptData:
@@ -146,7 +162,7 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    folder: Folder,
+    folder: AnyFolder,
     limits: CheckpointLimits | None = None,
     *,
     digest: str | None = None,
@@ -168,14 +184,69 @@ def open_checkpoint(
     config = config or reader.read_config(folder, limits)
     records, source_bytes = read_tensors(folder, limits)
     contents = reader.read_contents(records, config)
-    is_verified = digest is None
+    is_verified, warnings = digest is None, tuple[str, ...]()
     if digest is None:
-        hashes = folder.hashes(records) if isinstance(folder, MemoryFolder) else None
-        if hashes is None:
-            hashes = scan_tensors(folder, records)
-        digest = compute_digest(config, contents.changes, hashes)
+        scanned = folder.scanned(records) if isinstance(folder, MemoryFolder) else None
+        if scanned is None:
+            scanned = scan_tensors(folder, records)
+        digest = compute_digest(config, contents.changes, _hashes(scanned))
+        warnings = _warnings(contents, scanned)
     return Checkpoint(
         *(folder, config, contents.targets, digest, source_bytes, is_verified),
         experts=contents.experts,
         replacements=contents.replacements,
+        warnings=warnings,
     )
+
+
+def _hashes(scanned: Mapping[str, Scanned]) -> dict[str, bytes]:
+    return {key: each.sha256 for key, each in scanned.items()}
+
+
+def _warnings(contents: Contents, scanned: Mapping[str, Scanned]) -> tuple[str, ...]:
+    """Warns of the target that is changed most, and of the largest value that is saved as it is, if
+    that is too much, as after a training run that diverged: its values are finite, and the model's
+    will not be."""
+    name, change = _largest(_changes(contents, scanned))
+    saved, value = _largest(_values(contents, scanned))
+    found = []
+    if change > LARGEST_CHANGE:
+        found.append(f"{name}: the product of A and B may have entries of up to {change:.1e}")
+    if value > LARGEST_VALUE:
+        found.append(f"{saved} up to {value:.1e}")
+    return tuple(
+        f"{each}, as after a training run that diverged: requests for this adapter may end with "
+        "VALUES_NOT_FINITE"
+        for each in found
+    )
+
+
+def _largest(sizes: Iterator[tuple[str, float]]) -> tuple[str, float]:
+    return max(sizes, key=lambda each: each[1], default=("", 0.0))
+
+
+def _values(contents: Contents, scanned: Mapping[str, Scanned]) -> Iterator[tuple[str, float]]:
+    """Yields what is saved besides A and B, in words, and its largest value."""
+    for target in contents.targets.values():
+        if target.bias is not None:
+            bias = abs(target.scale) * scanned[target.bias.key].largest
+            yield f"{target.name}: the bias of B has values of", bias
+        if target.magnitude is not None:
+            magnitude = scanned[target.magnitude.key].largest
+            yield f"{target.name}: its magnitudes have values of", magnitude
+    for each in contents.replacements:
+        what = "saved copy" if each.row_ids is None else "trained part"
+        yield f"{each.name}: its {what} has values of", scanned[each.record.key].largest
+
+
+def _changes(contents: Contents, scanned: Mapping[str, Scanned]) -> Iterator[tuple[str, float]]:
+    """Yields each target's name, and what no entry of scale * B A exceeds: each is a sum of as many
+    products as the rank says."""
+    for target in contents.targets.values():
+        a, b = scanned[target.a.key].largest, scanned[target.b.key].largest
+        yield target.name, abs(target.scale) * target.rank * a * b
+    for experts in contents.experts:
+        for index, (a_matrix, b_matrix) in experts.pairs.items():
+            scale = experts.scales.get(index, experts.scale)
+            a, b = (scanned[each.record.key].largest for each in (a_matrix, b_matrix))
+            yield experts.name, abs(scale) * experts.rank * a * b

@@ -16,10 +16,11 @@ from adapter_store.checkpoint.config_values import (
     read_rank,
     read_text,
 )
-from adapter_store.checkpoint.files import CONFIG_FILE, MLX_WEIGHTS_FILE, CheckpointLimits
+from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.module_patterns import MatchBudget, ModuleMatcher, PatternTable
 from adapter_store.checkpoint.peft_extras import NO_EXTRAS, Extras, read_extras
 from adapter_store.checkpoint.peft_fields import check_fields
+from contract.adapter_files import CONFIG_FILE, MLX_WEIGHTS_FILE
 
 _LOCAL_PATH = re.compile(r"[/~\\]|\.{1,2}([/\\]|$)|[A-Za-z]:[/\\]|file:|.*\\")
 

@@ -98,7 +98,7 @@ def read_extras(fields: Mapping[str, Any]) -> Extras:
     lora_bias, use_dora = read_flag(fields, "lora_bias"), read_flag(fields, "use_dora")
     if lora_bias and use_dora:
         raise invalid_value(
-            *("lora_bias", True, "PEFT has no meaning for it with use_dora; train without one"),
+            *("lora_bias", True, "PEFT does not support it with use_dora; train without one"),
             "CONFIG_UNSUPPORTED",
         )
     return Extras(
@@ -156,7 +156,11 @@ def _read_invocation_tokens(fields: Mapping[str, Any]) -> tuple[int, ...]:
     ):
         if value and fields.get(other) not in (None, False, "none", [], {}):
             raise invalid_value(
-                *(key, value, f"{other} is active before them, too: train without one of the two"),
+                *(
+                    key,
+                    value,
+                    f"{other} is also active before these tokens: train without one of the two",
+                ),
                 "CONFIG_UNSUPPORTED",
             )
     return tuple(value)

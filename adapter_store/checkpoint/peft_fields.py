@@ -107,9 +107,9 @@ KNOWN = HONOURED | NO_EFFECT.keys() | REFUSED.keys()
 INIT_ACCEPTED = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 _INIT_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _INIT_CHANGED = (
-    "it changes the base weights, and the adapter belongs to the changed ones; `loadout convert IN "
-    "OUT` makes a plain LoRA of it, with --initial DIR, the adapter as it was before training, or, "
-    "of pissa and olora, with --model DIR, the base model"
+    "it changes the base weights, and the adapter only fits the changed weights. `loadout convert "
+    "IN OUT` makes a plain LoRA of it. Pass --initial DIR, the adapter saved before training, or "
+    "for pissa and olora --model DIR, the base model"
 )
 _INIT_UNKNOWN = (
     "unknown initialisation, which may change the base weights; save it with "
@@ -153,9 +153,9 @@ def check_unknown(
             continue
         if allowed is not None and key not in allowed:
             raise InvalidAdapter(
-                f"{subject}: unknown key {show(key)} with value {show(value)}; it may change what "
-                "the adapter computes. If you know that it does not, remove it from the file; or "
-                "the store's operator can let it pass with --allow-config-keys",
+                f"{subject}: unknown key {show(key)} with value {show(value)}; it may change the "
+                "adapter's results. If you know that it does not, remove it from the file, or ask "
+                "the store's operator to allow it with --allow-config-keys",
                 subject=key if _is_presentable(key) else subject,
                 reason="CONFIG_UNKNOWN",
             )

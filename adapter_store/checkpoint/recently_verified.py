@@ -43,7 +43,7 @@ class VerifiedCheckpoints:
         fingerprint = _fingerprint(checkpoint)
         if fingerprint is None:
             return
-        place = _place(checkpoint.folder)
+        place = _place(checkpoint.stored_folder)
         held = checkpoint if isinstance(place, Path) else replace(checkpoint, folder=Path())
         with self._lock:
             self._found[checkpoint.digest] = held, place, fingerprint, time.monotonic()
@@ -74,7 +74,7 @@ def _place(folder: Folder) -> _Place:
 def _fingerprint(checkpoint: Checkpoint) -> _Fingerprint | None:
     """Returns (name, inode, size, time of change) of the weight files; None if one is missing. What
     lies in memory cannot change."""
-    folder = checkpoint.folder
+    folder = checkpoint.stored_folder
     if not isinstance(folder, Path):
         return ()
     names = sorted({record.file for record in checkpoint.records})

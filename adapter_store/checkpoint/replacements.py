@@ -69,7 +69,7 @@ class _Reader:
         if key.side is SegmentKind.ROWS:
             return self._read_rows(key, record)
         num_dimensions = len(record.shape)
-        if num_dimensions > 2 or (num_dimensions == 2 and key.kind is TargetKind.VECTOR):
+        if num_dimensions not in ((1,) if key.kind is TargetKind.VECTOR else (1, 2)):
             raise refused(
                 record,
                 "SHAPE_INVALID",

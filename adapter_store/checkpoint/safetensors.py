@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from adapter_store.checkpoint.json import parse_object, show
 from adapter_store.core import DataType
@@ -38,6 +38,14 @@ class TensorRecord:
     shape: tuple[int, ...]
     offset: int
     length_bytes: int
+
+
+class Scanned(NamedTuple):
+    """What `scan` finds of a tensor: the sha256 of its raw bytes, and a magnitude that none of its
+    values exceeds."""
+
+    sha256: bytes
+    largest: float
 
 
 class Stored(Protocol):

@@ -9,23 +9,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
-from adapter_store.checkpoint.base_weights import BaseModel, open_safetensors
+from adapter_store.checkpoint.base_weights import BaseModel, SavedTensor
 from adapter_store.checkpoint.files import (
-    CONFIG_FILE,
-    MLX_WEIGHTS_FILE,
-    WEIGHTS_FILE,
+    COPY_BYTES,
     CheckpointLimits,
     changed_copy,
     check_folders,
+    open_file,
+    read_capped,
 )
-from adapter_store.checkpoint.formats.select import find_weight_files
+from adapter_store.checkpoint.formats.select import Format, find_format
+from adapter_store.checkpoint.safetensors import TensorRecord, encode_header
 from adapter_store.checkpoint.tensor_keys import PREFIX, is_base_weight, target_of
+from adapter_store.checkpoint.tensors import read_tensors
+from contract.adapter_files import CONFIG_FILE, MLX_WEIGHTS_FILE, WEIGHTS_FILE
+from contract.folders import GivenFolder
 from servicekit.errors import FailedPrecondition
+
+LIMITS = CheckpointLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +51,41 @@ def strip(
     FailedPrecondition if a base weight differs from the model's, unless `force`.
     """
     check_folders(source, target)
-    files, _ = find_weight_files(source, CheckpointLimits())
     base = None if model is None else BaseModel(model)
-    kept: dict[str, torch.Tensor] = {}
-    found: list[BaseWeight] = []
-    for name in files:
-        with open_safetensors(source / name) as file:
-            for key in file.keys():  # noqa: SIM118  it is no mapping
-                if is_base_weight(key):
-                    found.append(_compared(file.get_slice(key), key, base))
-                else:
-                    kept[key] = file.get_tensor(key)
-    changed = [each for each in found if each.difference]
-    if changed and not force:
-        raise FailedPrecondition(
-            f"{changed[0].name} {changed[0].difference}: without it the adapter would compute "
-            "something else; --force strips it all the same",
-            subject=changed[0].name,
-        )
-    weights = MLX_WEIGHTS_FILE if MLX_WEIGHTS_FILE in files else WEIGHTS_FILE
-    with changed_copy(source, target) as folder:
-        (folder / CONFIG_FILE).write_bytes((source / CONFIG_FILE).read_bytes())
-        save_file(kept, folder / weights, {"format": "pt"})
+    with GivenFolder(source) as folder:
+        records, _ = read_tensors(folder, LIMITS)
+        found = [_compared(folder, each, base) for each in records if is_base_weight(each.key)]
+        changed = [each for each in found if each.difference]
+        if changed and not force:
+            raise FailedPrecondition(
+                f"{changed[0].name} {changed[0].difference}: without it the adapter would compute "
+                "something else; --force strips it all the same",
+                subject=changed[0].name,
+            )
+        kept = [each for each in records if not is_base_weight(each.key)]
+        weights = MLX_WEIGHTS_FILE if find_format(folder) is Format.MLX else WEIGHTS_FILE
+        config = read_capped(folder, CONFIG_FILE, LIMITS.max_config_bytes)
+        with changed_copy(folder, target) as made:
+            (made / CONFIG_FILE).write_bytes(config)
+            _copy_tensors(folder, kept, made / weights)
     return found, len(kept)
 
 
-def _compared(saved: Any, key: str, base: BaseModel | None) -> BaseWeight:
-    name = target_of(key.replace(".base_layer.", ".").replace(PREFIX, ""))
-    difference = None if base is None else base.difference(name, saved)
-    return BaseWeight(name, tuple(saved.get_shape()), difference)
+def _compared(folder: GivenFolder, record: TensorRecord, base: BaseModel | None) -> BaseWeight:
+    name = target_of(record.key.replace(".base_layer.", ".").replace(PREFIX, ""))
+    if base is None:
+        return BaseWeight(name, record.shape, None)
+    with open_file(folder, record.file) as file:
+        return BaseWeight(name, record.shape, base.difference(name, SavedTensor(file, record)))
+
+
+def _copy_tensors(folder: GivenFolder, records: list[TensorRecord], path: Path) -> None:
+    """Writes tensors, as they are, to a new file."""
+    records = sorted(records, key=lambda each: -each.dtype.itemsize)  # so all are aligned
+    with path.open("xb") as copy:
+        copy.write(encode_header((each.key, each.dtype, each.shape) for each in records))
+        for each in records:
+            end = each.offset + each.length_bytes
+            with open_file(folder, each.file) as file:
+                for start in range(each.offset, end, COPY_BYTES):
+                    copy.write(file.read_at(start, min(COPY_BYTES, end - start)))

@@ -18,9 +18,8 @@ from adapter_store.checkpoint.experts import (
     read_stack,
 )
 from adapter_store.checkpoint.files import (
-    WEIGHTS_FILE,
+    AnyFolder,
     CheckpointLimits,
-    Folder,
     check_source_bytes,
     open_file,
 )
@@ -41,6 +40,7 @@ from adapter_store.checkpoint.towers import advice, tower_of
 from adapter_store.checkpoint.weights import Changes, ExpertWeights, Replacement
 from adapter_store.core import SegmentKind, TargetKind
 from adapter_store.errors import InvalidAdapter
+from contract.adapter_files import WEIGHTS_FILE
 
 _SIDES = (SegmentKind.A, SegmentKind.B)
 
@@ -97,7 +97,7 @@ class TargetWeights:
         return self.b.shape[1 if self.is_transposed else 0]
 
 
-def read_tensors(folder: Folder, limits: CheckpointLimits) -> tuple[list[TensorRecord], int]:
+def read_tensors(folder: AnyFolder, limits: CheckpointLimits) -> tuple[list[TensorRecord], int]:
     """Reads the headers of the weight files; returns all tensors in order of file and offset, and
     the size of the files.
 
@@ -110,7 +110,7 @@ def read_tensors(folder: Folder, limits: CheckpointLimits) -> tuple[list[TensorR
     for name in names:
         with open_file(folder, name) as file:
             source_bytes += file.size_bytes
-            check_source_bytes(source_bytes, limits)
+            check_source_bytes(name, source_bytes, limits)
             found = read_header(
                 file.read_at,
                 file.size_bytes,
@@ -205,7 +205,7 @@ def _check_activation(
     for record in (*embeddings, *(each.record for each in replacements)):
         raise refused(
             *(record, "CONFIG_UNSUPPORTED"),
-            "the config has alora_invocation_tokens, and this is active before them, too: PEFT "
+            "the config has alora_invocation_tokens, and this is also active before them. PEFT "
             "has aLoRA of linear layers only",
         )
 

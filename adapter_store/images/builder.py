@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from adapter_store.blobs.local import Blobs
+from adapter_store.blobs.volume import Volume
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.memory_files import MemoryFolder
@@ -30,7 +31,7 @@ from adapter_store.core import (
     LayoutVerdict,
     Tenants,
 )
-from adapter_store.errors import CorruptData, IncompatibleAdapter, InvalidAdapter
+from adapter_store.errors import CorruptData, DiskFull, IncompatibleAdapter, InvalidAdapter
 from adapter_store.images.announcement import content_of
 from adapter_store.images.compile import Image, compile_parts
 from adapter_store.images.disk_tier import DiskTier, Removal
@@ -41,7 +42,7 @@ from adapter_store.images.plan import ImagePlan, plan_image
 from adapter_store.images.shared_tier import Claim, SharedTier
 from adapter_store.images.worker_pool import YieldPoint
 from adapter_store.metrics.metrics import Metrics
-from servicekit.errors import NotFound
+from servicekit.errors import NotFound, ServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,13 @@ MAX_CACHED_TARGETS = 1 << 19
 MAX_HIDDEN_SECONDS = 60.0
 """The longest build that a new record of known content is shown to take; a build that yields to
 pulls may take longer."""
+
+RETRY_SECONDS = 60.0
+"""How long after a build that failed by a bug it is tried again."""
+MAX_FAILED = 1024
+"""How many builds are remembered, of which the traceback has been logged."""
+EXPECTED = (ServiceError, OSError, MemoryError)
+"""How a build may end without a bug."""
 
 # Registered adapters stay servable when the limits for new ones become tighter, or a key that was
 # allowed is so no more.
@@ -70,8 +78,8 @@ _NO_LIMITS = CheckpointLimits(
 
 
 class NotPrecompiled(Exception):
-    """The image is not precompiled now: it would evict others from the disk, or another replica
-    has compiled it, or is doing so."""
+    """The image is not precompiled now: it would evict others from the disk, or the volume has no
+    space for it, or another replica has compiled it, or is doing so."""
 
 
 @dataclass(eq=False, slots=True)
@@ -120,6 +128,7 @@ class ImageBuilder:
         catalog: Catalog,
         blobs: Blobs,
         disk: DiskTier,
+        volume: Volume,
         metrics: Metrics,
         delete_grace: timedelta,
         threads: Executor,
@@ -129,25 +138,27 @@ class ImageBuilder:
         self._catalog = catalog
         self._blobs = blobs
         self._disk = disk
+        self._volume = volume
         self._metrics = metrics
         self._delete_grace = delete_grace
         self._threads = threads
         self._verified = verified
         self._shared = shared
         self._layouts = _LayoutCache(catalog)
+        self._failed: OrderedDict[ImageKey, None] = OrderedDict()
 
     def plan(self, key: ImageKey, *, precompile: bool = False) -> Build:
         """Plans an image; none of its bytes are read yet.
 
         Raises NotFound (unknown layout; no record of the digest within the grace),
-        IncompatibleAdapter (the recorded or new verdict), CorruptData (the blob is damaged), and
-        with `precompile` NotPrecompiled.
+        IncompatibleAdapter (the recorded or new verdict, COMPILE_FAILED for a bug), CorruptData
+        (the blob is damaged), and with `precompile` NotPrecompiled.
         """
         start_s = time.monotonic()
         self.admit(key)
         layout = self._layouts.get(key.layout_id)
-        checkpoint = self._open(key)
-        with self._record_incompatible(key, start_s):
+        with self._recording_verdict(key, start_s):
+            checkpoint = self._open(key)
             plan = plan_image(checkpoint, layout, identity=key.layout_id)
         build = Build(key, layout, checkpoint, plan, precompile, start_s)
         if precompile:
@@ -175,7 +186,7 @@ class ImageBuilder:
     def store(self, build: Build) -> None:
         """Writes a filled image to the disk tier and the shared tier, and records its verdict.
 
-        The tiers are caches: a full disk or an unavailable service is logged, not raised.
+        The tiers are caches: a full volume or an unavailable service is logged, not raised.
         """
         assert build.image is not None
         path = None
@@ -241,9 +252,11 @@ class ImageBuilder:
 
     def _claim_precompile(self, build: Build) -> None:
         """Claims the image for this replica. Raises NotPrecompiled."""
-        if build.is_ephemeral:
+        if build.is_ephemeral and self._blobs.has_memory:
             return
-        if not self._disk.has_space(build.plan.total_bytes):
+        num_bytes = build.plan.total_bytes
+        has_space = self._disk.has_space(num_bytes) and self._volume.has_space(num_bytes)
+        if build.is_ephemeral or not has_space:
             self._record_fits(build)
             raise NotPrecompiled
         if self._shared is not None:
@@ -310,6 +323,22 @@ class ImageBuilder:
     def _compile(self, build: Build, image: PartialImage, yield_point: YieldPoint) -> None:
         start = time.monotonic()
         build.is_compiled = True
+        try:
+            with self._recording_verdict(build.key, build.start_s, build):
+                self._compile_parts(build, image, yield_point)
+        except IncompatibleAdapter:
+            raise
+        except EXPECTED as error:
+            self._metrics.compiles.labels("failed").inc()
+            build.wait_compiling_recorded()
+            self._set_verdict(build.key, ImageState.PENDING)
+            if isinstance(error, CorruptData):
+                raise self._damaged_blob(build.key.digest, str(error)) from error
+            raise
+        self._metrics.compiles.labels("ready").inc()
+        self._metrics.compile_seconds.observe(time.monotonic() - start)
+
+    def _compile_parts(self, build: Build, image: PartialImage, yield_point: YieldPoint) -> None:
         if not build.is_ephemeral:  # that is built in the time that a record takes
             build.compiling = self._threads.submit(
                 self._set_verdict, build.key, ImageState.COMPILING, content=build.content
@@ -321,31 +350,17 @@ class ImageBuilder:
             num_final=len(image.parts),
             threads=self._threads,
         )
-        try:
-            with (
-                self._record_incompatible(build.key, build.start_s, build),
-                closing(parts),
-            ):
-                for part in parts:
-                    image.append(part)
-                    yield_point.wait()
-        except IncompatibleAdapter:
-            raise
-        except BaseException as error:
-            self._metrics.compiles.labels("failed").inc()
-            build.wait_compiling_recorded()
-            self._set_verdict(build.key, ImageState.PENDING)
-            if isinstance(error, CorruptData):
-                raise self._damaged_blob(build.key.digest, str(error)) from error
-            raise
-        self._metrics.compiles.labels("ready").inc()
-        self._metrics.compile_seconds.observe(time.monotonic() - start)
+        with closing(parts):
+            for part in parts:
+                image.append(part)
+                yield_point.wait()
 
     def _write(self, build: Build) -> Path | None:
         """Writes the image to the disk tier. Returns the file, if it is there now."""
         assert build.image is not None
         written = None
         with _log_os_errors("image not written to disk"):
+            self._volume.check_space(build.plan.total_bytes)
             path = self._disk.prepare(build.key, build.plan.total_bytes)
             if path is not None:
                 write_image(path, build.image)
@@ -354,18 +369,44 @@ class ImageBuilder:
         return written
 
     @contextmanager
-    def _record_incompatible(
+    def _recording_verdict(
         self, key: ImageKey, start_s: float, build: Build | None = None
     ) -> Iterator[None]:
+        """Records why the adapter does not fit, or that the build failed for a reason that nobody
+        expects, which is tried again later. Raises IncompatibleAdapter for both."""
+        retry_s = 0.0
         try:
-            yield
+            try:
+                yield
+            except EXPECTED:
+                raise
+            except Exception as error:
+                retry_s = RETRY_SECONDS
+                raise self._failure(key, error) from error
         except IncompatibleAdapter as error:
-            self._metrics.compiles.labels("incompatible").inc()
+            self._metrics.compiles.labels("failed" if retry_s else "incompatible").inc()
             if build is not None:
                 build.wait_compiling_recorded()
             build_s = time.monotonic() - start_s
-            self._set_verdict(key, ImageState.INCOMPATIBLE, str(error), build_s=build_s)
+            self._set_verdict(
+                *(key, ImageState.INCOMPATIBLE, str(error)), build_s=build_s, retry_s=retry_s
+            )
             raise
+
+    def _failure(self, key: ImageKey, error: Exception) -> IncompatibleAdapter:
+        """Returns the verdict on a build that failed by a bug, whose traceback is logged once."""
+        is_new = key not in self._failed
+        self._failed[key] = None
+        while len(self._failed) > MAX_FAILED:
+            self._failed.popitem(last=False)
+        extra = {"digest": key.digest, "layout_id": key.layout_id, "why": repr(error)}
+        logger.error("compiling failed", extra=extra, exc_info=error if is_new else None)
+        return IncompatibleAdapter(
+            f"the store failed to compile {key.digest}, by a bug ({type(error).__name__}) of which "
+            f"its log has more; it tries again after {RETRY_SECONDS:g} seconds",
+            subject=key.digest,
+            reason="COMPILE_FAILED",
+        )
 
     def _record_fits(self, build: Build) -> None:
         build_micros = _micros(time.monotonic() - build.start_s)
@@ -382,13 +423,20 @@ class ImageBuilder:
         reason: str = "",
         image_bytes: int = 0,
         build_s: float = 0.0,
+        retry_s: float = 0.0,
         content: ImageContent | None = None,
     ) -> bool:
         """Returns False if the adapter has been collected meanwhile."""
         verdict = LayoutVerdict(
-            *(key.layout_id, state, reason, image_bytes, _micros(build_s)), content=content
+            *(key.layout_id, state, reason, image_bytes, _micros(build_s)),
+            retry_micros=int(retry_s * 1_000_000),
+            content=content,
         )
-        return self._catalog.set_verdict(key.digest, verdict)
+        try:
+            return self._catalog.set_verdict(key.digest, verdict)
+        except DiskFull as error:  # the image can be pulled all the same
+            logger.error("a verdict is not recorded", extra={"why": error.message})
+            return True
 
     def _damaged_blob(self, digest: str, why: str) -> CorruptData:
         logger.error("damaged blob", extra={"digest": digest, "why": why})
@@ -442,5 +490,5 @@ def _no_layout(layout_id: str) -> NotFound:
 def _log_os_errors(what: str) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except (OSError, DiskFull) as error:
         logger.error(what, extra={"why": str(error)})

@@ -4,21 +4,23 @@ can serve it."""
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from adapter_store.checkpoint.features import features_of
-from adapter_store.checkpoint.files import CheckpointLimits, is_text_file
+from adapter_store.checkpoint.files import CheckpointLimits, copy_texts
 from adapter_store.checkpoint.formats.select import find_format
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.checkpoint.text_files import AdapterText, read_text
 from adapter_store.core import Announcement, Layout, ServerLimits
-from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
+from adapter_store.errors import IncompatibleAdapter, InvalidAdapter, LimitExceeded
 from adapter_store.images.announcement import content_of
 from adapter_store.images.layout_checks import validate
 from adapter_store.images.plan import IMAGE_FORMATS, ImagePlan, plan_image
+from contract.folders import GivenFolder
+from servicekit.errors import ServiceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class Report:
     rank: int = 0
     invocation_tokens: tuple[int, ...] = ()
     ignored_config_keys: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     modules: tuple[ModuleContent, ...] = ()
     server: ServerReport | None = None
@@ -89,14 +92,15 @@ def check_folder(
     Raises InvalidArgument for a layout that is none, OSError for a folder that cannot be read.
     """
     limits = limits or CheckpointLimits()
-    saved_by = find_format(folder).value
-    try:
-        names = sorted(name for name in os.listdir(folder) if is_text_file(name))
-        text = read_text(folder, names) if names else AdapterText()
-        checkpoint = open_checkpoint(folder, limits)
-        features = features_of(checkpoint, limits)
-    except InvalidAdapter as error:
-        return Report(saved_by, refusal=_refusal(error))
+    with GivenFolder(folder) as given:
+        saved_by = find_format(given).value
+        try:
+            text = _read_text(given)
+            checkpoint = open_checkpoint(given, limits)
+            features = features_of(checkpoint, limits)
+        except (InvalidAdapter, LimitExceeded) as error:
+            return Report(saved_by, refusal=_refusal(error))
+        checked = None if server is None else _check_server(checkpoint, server)
     return Report(
         *(saved_by, checkpoint.base_model, checkpoint.digest, checkpoint.source_bytes),
         tokenizer_digest=text.tokenizer_digest,
@@ -104,10 +108,18 @@ def check_folder(
         rank=checkpoint.rank,
         invocation_tokens=checkpoint.invocation_tokens,
         ignored_config_keys=checkpoint.config.ignored_keys,
+        warnings=checkpoint.warnings,
         features=tuple(feature.value for feature in features),
         modules=tuple(_modules(checkpoint)),
-        server=None if server is None else _check_server(checkpoint, server),
+        server=checked,
     )
+
+
+def _read_text(folder: GivenFolder) -> AdapterText:
+    """Returns what lies beside the adapter about text, of copies: a process reads them by path."""
+    with TemporaryDirectory(prefix="loadout-") as copies:
+        names = copy_texts(folder, Path(copies))
+        return read_text(Path(copies), names) if names else AdapterText()
 
 
 def _modules(checkpoint: Checkpoint) -> Iterable[ModuleContent]:
@@ -159,5 +171,5 @@ def _targets(plan: ImagePlan, layout: Layout) -> tuple[ModuleContent, ...]:
     return tuple(result)
 
 
-def _refusal(error: InvalidAdapter | IncompatibleAdapter) -> Refusal:
+def _refusal(error: ServiceError) -> Refusal:
     return Refusal(error.subject, error.reason, str(error))

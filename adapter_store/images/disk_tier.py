@@ -97,6 +97,10 @@ class DiskTier:
             self.counts.hits += was_hit
             self.counts.misses += not was_hit
 
+    def evict(self, num_bytes: int) -> None:
+        """Evicts what was used longest ago, of so many bytes together."""
+        self._evict_to(max(0, self.counts.used_bytes - num_bytes))
+
     def has_space(self, num_bytes: int) -> bool:
         with self._lock:
             return self.counts.used_bytes + num_bytes <= self.counts.capacity_bytes
@@ -106,7 +110,7 @@ class DiskTier:
         the tier."""
         if num_bytes > self.counts.capacity_bytes:
             return None
-        self._evict_for(num_bytes)
+        self._evict_to(self.counts.capacity_bytes - num_bytes)
         path = self.path(key)
         make_folder(path.parent)
         return path
@@ -116,7 +120,7 @@ class DiskTier:
         path = self.path(key)
         sidecar = sha256_path(path)
         size = path.stat().st_size + (sidecar.stat().st_size if sidecar.exists() else 0)
-        self._evict_for(size)
+        self._evict_to(self.counts.capacity_bytes - size)
         if size > self.counts.capacity_bytes:
             remove_image(path)
             return
@@ -151,10 +155,11 @@ class DiskTier:
         self.counts.images -= 1
         return True
 
-    def _evict_for(self, num_bytes: int) -> None:
+    def _evict_to(self, num_bytes: int) -> None:
+        """Evicts what was used longest ago until so many bytes are used."""
         evicted = []
         with self._lock:
-            while self._sizes and self.counts.used_bytes + num_bytes > self.counts.capacity_bytes:
+            while self._sizes and self.counts.used_bytes > num_bytes:
                 oldest = next(iter(self._sizes))
                 evicted.append(oldest)
                 self._forget(oldest)

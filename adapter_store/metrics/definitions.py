@@ -75,6 +75,10 @@ IMAGES = (
     _OWN.gauge("tier_images", "Number of images.", "tier"),
     _OWN.gauge("volume_free_bytes", "Free bytes of the data folder's file system."),
     _OWN.gauge("volume_capacity_bytes", "Total bytes of the data folder's file system."),
+    _OWN.gauge(
+        "volume_full",
+        "1 while that file system is full: registrations are refused, deletions work.",
+    ),
 )
 
 PLACES = define_places(_OWN)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 from adapter_store.blobs.local import Blobs
+from adapter_store.blobs.volume import Volume, reporting_full
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.filters import check_labels
 from adapter_store.catalog.rows import NewVersion
-from adapter_store.checkpoint.files import PICKLE_FILE, CheckpointLimits, is_text_file
+from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.memory_files import MemoryFolder
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
@@ -29,7 +28,6 @@ from adapter_store.errors import (
     Conflict,
     CorruptData,
     InvalidAdapter,
-    disk_full,
 )
 from adapter_store.metrics.metrics import Metrics
 from adapter_store.registration.base_model import choose_base_model
@@ -39,6 +37,7 @@ from adapter_store.sources import Sources
 from adapter_store.sources.staging import FetchLimits, StagedBytes, Staging, Stop
 from adapter_store.sources.transfer import FetchRunner
 from adapter_store.sources.upload import UPLOAD_URI, FileChunk, Upload
+from contract.adapter_files import PICKLE_FILE, is_text_file
 from servicekit.auth.principal import tenant_account
 from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
 from servicekit.refs import AdapterName, AdapterRef
@@ -50,7 +49,6 @@ logger = logging.getLogger(__name__)
 MAX_BASE_MODEL_CHARS = 512
 MAX_DESCRIPTION_CHARS = 4096
 MAX_TRIES = 3
-_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +81,7 @@ class Registrar:
         self,
         catalog: Catalog,
         blobs: Blobs,
+        volume: Volume,
         verified: VerifiedCheckpoints,
         sources: Sources,
         metrics: Metrics,
@@ -97,6 +96,7 @@ class Registrar:
     ) -> None:
         self._catalog = catalog
         self._blobs = blobs
+        self._volume = volume
         self._verified = verified
         self._sources = sources
         self._metrics = metrics
@@ -118,8 +118,8 @@ class Registrar:
     def check(self, request: Registration) -> None:
         """Checks what can be checked before anything is fetched.
 
-        Raises InvalidArgument, Conflict, QuotaExceeded for a tenant whose quota is used up, and
-        what check_signature raises.
+        Raises InvalidArgument, Conflict, QuotaExceeded for a tenant whose quota is used up,
+        DiskFull, and what check_signature raises.
         """
         check_labels(request.labels)
         if request.ephemeral and request.pinned:
@@ -145,6 +145,7 @@ class Registrar:
                     subject="if_current_digest",
                 )
         self._catalog.check_capacity(request.name, request.expected_digest, self._quota(request))
+        self._volume.check_space(0)
 
     def register(
         self, request: Registration, source_uri: str, caller_gone: threading.Event | None = None
@@ -158,7 +159,7 @@ class Registrar:
         """
         staging = self._stage(request, caller_gone)
         try:
-            with child_span("fetch") as span, _translate_disk_full():
+            with child_span("fetch") as span, reporting_full():
                 revision = self._fetches.run(
                     tenant_account(request.name.tenant),
                     lambda: self._sources.fetch(source_uri, staging),
@@ -177,13 +178,13 @@ class Registrar:
         return Upload(self._stage(request))
 
     def write_upload(self, upload: Upload, chunk: FileChunk) -> None:
-        with _translate_disk_full():
+        with reporting_full():
             upload.write(chunk)
 
     def finish_upload(self, request: Registration, upload: Upload) -> Recorded:
         """Checks and records the uploaded files, as `register`."""
         try:
-            with _translate_disk_full():
+            with reporting_full():
                 upload.finish()
             return self._record(request, upload.staging, UPLOAD_URI)
         finally:
@@ -212,7 +213,8 @@ class Registrar:
             staged = StagedBytes(self._ephemeral_bytes, account, make_room=make_room)
             return Staging(self._blobs.stage(), self._fetch_limits, stop, staged, in_memory=True)
         staged = StagedBytes(self._staged_bytes, account, self._quota(request).max_bytes)
-        return Staging(self._blobs.stage(), self._fetch_limits, stop, staged)
+        check_space = self._volume.check_space
+        return Staging(self._blobs.stage(), self._fetch_limits, stop, staged, check_space)
 
     def _unstage(self, staging: Staging) -> None:
         self._metrics.fetched_bytes.inc(staging.total_bytes)
@@ -240,7 +242,7 @@ class Registrar:
             if request.signature is not None:
                 signed_by = self._verify_signature(request, new.digest)
                 new = replace(new, signed_by=signed_by, signature=request.signature.value)
-        with child_span("commit"), _translate_disk_full():
+        with child_span("commit"), reporting_full():
             staging.wait_durable()  # they were being written to the disk during the check
             with self._blobs.guard(new.digest):
                 recorded = self._commit(request, new, checkpoint)
@@ -259,12 +261,15 @@ class Registrar:
                 "chat_template_digest": record.chat_template_digest,
                 "deleted_versions": recorded.deleted_versions,
                 "ignored_config_keys": checkpoint.config.ignored_keys,
+                "warnings": checkpoint.warnings,
                 "ephemeral": request.ephemeral,
                 "ttl_seconds": request.ttl_seconds,
             },
         )
         return recorded._replace(
-            base_model=base, ignored_config_keys=checkpoint.config.ignored_keys
+            base_model=base,
+            ignored_config_keys=checkpoint.config.ignored_keys,
+            warnings=checkpoint.warnings,
         )
 
     def _read_text(self, request: Registration, staging: Staging) -> AdapterText:
@@ -283,7 +288,7 @@ class Registrar:
 
     def _open(self, staging: Staging) -> Checkpoint:
         if staging.allows_pickle:
-            with _translate_disk_full():
+            with reporting_full():
                 staging.wait_durable()  # a file that is replaced must not be missed by that
                 converted = convert_pickle(
                     staging.folder, self._checkpoint_limits, check_cancelled=staging.check_cancelled
@@ -294,24 +299,24 @@ class Registrar:
 
     def _commit(self, request: Registration, new: NewVersion, staged: Checkpoint) -> Recorded:
         """Stores the folder as the blob, and points the name to it. Needs the blob's guard."""
+        folder = staged.stored_folder
         for _ in range(MAX_TRIES):
             existing = _ExistingBlob(new.digest, self._checkpoint_limits)
-            stored = self._blobs.put(staged.folder, new.digest, new.files, existing.is_intact)
+            stored = self._blobs.put(folder, new.digest, new.files, existing.is_intact)
             try:
                 recorded = self._point(request, replace(new, blob=stored))
             except BlobLost:  # collected by another replica, between the two steps
-                self._blobs.finish_put(new.digest, stored, staged.folder)
+                self._blobs.finish_put(new.digest, stored, folder)
                 continue
             except CatalogUnavailable:  # it may be recorded, or not
                 self._blobs.abandon_put(stored)
                 raise
             except ServiceError:
-                self._blobs.finish_put(new.digest, stored, staged.folder)
+                self._blobs.finish_put(new.digest, stored, folder)
                 raise
-            self._blobs.finish_put(new.digest, stored, staged.folder)
+            self._blobs.finish_put(new.digest, stored, folder)
             self._mark_recorded()
             verified = existing.checkpoint
-            folder = staged.folder
             is_blob = folder.is_kept if isinstance(folder, MemoryFolder) else not folder.is_dir()
             if is_blob:
                 verified = replace(staged, folder=self._blobs.path(new.digest))
@@ -409,13 +414,3 @@ def _new_version(
         ephemeral=request.ephemeral,
         ttl=timedelta(seconds=request.ttl_seconds),
     )
-
-
-@contextmanager
-def _translate_disk_full() -> Iterator[None]:
-    try:
-        yield
-    except OSError as exc:
-        if exc.errno in _DISK_FULL:
-            raise disk_full() from exc
-        raise

@@ -32,6 +32,7 @@ from adapter_store.sources.transfer import (
     in_blocks,
 )
 from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
+from servicekit.hub_client import REDIRECT_HOSTS, ForeignHost, HubHosts
 
 API_TIMEOUT_S = 15
 MAX_INFO_BYTES = 8 << 20
@@ -92,9 +93,11 @@ class HubSource:
         endpoint: str | None = None,
         cache_dir: Path | None = None,
         retry: RetryPolicy | None = None,
+        redirect_hosts: Sequence[str] = REDIRECT_HOSTS,
     ) -> None:
         self._allowed = frozenset(allowed)
         self._endpoint = endpoint or None
+        self._redirect_hosts = redirect_hosts
         self._cache_dir = cache_dir
         self._retry = retry or RetryPolicy()
 
@@ -108,23 +111,31 @@ class HubSource:
                 subject="source_uri",
                 reason="SOURCE_NOT_ALLOWED",
             )
-        from huggingface_hub import constants
+        from huggingface_hub import HfApi, constants
 
         if constants.HF_HUB_OFFLINE:
             return self._copy_cached(place, staging)
-        commit, files = self._resolve(place, staging)
-        names = staging.choose_files(files, str(place), _adapters_below(files), WHOLE)
-        staging.check_sizes({name: files[name].size_bytes for name in names})
-        copy_all(names, lambda name: self._copy(place, commit, name, files[name], staging), staging)
+        endpoint = HfApi(endpoint=self._endpoint).endpoint
+        with HubHosts(endpoint, self._redirect_hosts).make_client() as client:
+            commit, files = self._resolve(client, place, staging)
+            names = staging.choose_files(files, str(place), _adapters_below(files), WHOLE)
+            staging.check_sizes({name: files[name].size_bytes for name in names})
+
+            def copy(name: str) -> None:
+                self._copy(client, place, commit, name, files[name], staging)
+
+            copy_all(names, copy, staging)
         return commit
 
-    def _resolve(self, place: HubPlace, staging: Staging) -> tuple[str, dict[str, HubFile]]:
+    def _resolve(
+        self, client: Any, place: HubPlace, staging: Staging
+    ) -> tuple[str, dict[str, HubFile]]:
         """Returns the commit that the revision points to now, and its top-level files."""
         retry = Retry(self._retry, staging)
         while True:
             try:
                 with translate_errors(str(place)):
-                    data = self._read_info(place, staging)
+                    data = self._read_info(client, place, staging)
                     break
             except SourceUnavailable as error:
                 retry.failed(error)
@@ -143,10 +154,10 @@ class HubSource:
             raise _unavailable(str(place), "its server names no commit")
         return commit, _files_of(info.get("siblings"))
 
-    def _read_info(self, place: HubPlace, staging: Staging) -> bytes:
+    def _read_info(self, client: Any, place: HubPlace, staging: Staging) -> bytes:
         """Returns what the hub says of a revision. Raises LimitExceeded if that is too much."""
         from huggingface_hub import HfApi
-        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
         endpoint = HfApi(endpoint=self._endpoint).endpoint
         revision = quote(place.revision, safe="")
@@ -154,7 +165,7 @@ class HubSource:
         headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
         options: dict[str, Any] = {"headers": headers, "params": {"blobs": "true"}}
         body = bytearray()
-        with get_session().stream("GET", url, timeout=API_TIMEOUT_S, **options) as answer:
+        with client.stream("GET", url, timeout=API_TIMEOUT_S, **options) as answer:
             hf_raise_for_status(answer)
             for step in answer.iter_raw(STEP_BYTES):
                 staging.received(len(step))
@@ -168,7 +179,13 @@ class HubSource:
         return bytes(body)
 
     def _copy(
-        self, place: HubPlace, commit: str, name: str, expected: HubFile, staging: Staging
+        self,
+        client: Any,
+        place: HubPlace,
+        commit: str,
+        name: str,
+        expected: HubFile,
+        staging: Staging,
     ) -> None:
         """Reads one file, continuing where a connection broke."""
         from huggingface_hub import hf_hub_url
@@ -182,7 +199,10 @@ class HubSource:
                 before_bytes = file.size_bytes
                 try:
                     with translate_errors(where):
-                        _read_on(url, where, commit, expected.size_bytes, file, digest, staging)
+                        _read_on(
+                            *(client, url, where, commit, expected.size_bytes),
+                            *(file, digest, staging),
+                        )
                 except SourceUnavailable as error:
                     if file.size_bytes > before_bytes:
                         retry.progressed()
@@ -213,6 +233,7 @@ class HubSource:
 
 
 def _read_on(
+    client: Any,
     url: str,
     where: str,
     commit: str,
@@ -222,7 +243,7 @@ def _read_on(
     staging: Staging,
 ) -> None:
     """Sends one GET for the missing bytes. Raises SourceUnavailable if not all of them arrive."""
-    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
     start = file.size_bytes
     headers: Mapping[str, str] = {
@@ -230,7 +251,7 @@ def _read_on(
         "Accept-Encoding": "identity",
         **({"Range": f"bytes={start}-"} if start else {}),
     }
-    with get_session().stream("GET", url, headers=headers, timeout=READ_TIMEOUT_S) as answer:
+    with client.stream("GET", url, headers=headers, timeout=READ_TIMEOUT_S) as answer:
         hf_raise_for_status(answer)
         for response in (*answer.history, answer):
             if response.headers.get("X-Repo-Commit", commit) != commit:
@@ -290,6 +311,13 @@ def translate_errors(where: str) -> Iterator[None]:
     transport_error: type[Exception] = errors.HfHubHTTPError.__bases__[0]
     try:
         yield
+    except ForeignHost as exc:
+        raise FailedPrecondition(
+            f"source_uri: this store may not read {where}: {exc}, which is none of its "
+            "--hf-redirect-hosts",
+            subject="source_uri",
+            reason="SOURCE_NOT_ALLOWED",
+        ) from exc
     except errors.GatedRepoError as exc:
         raise _denied(where, "it is gated, and access has not been granted to it") from exc
     except errors.DisabledRepoError as exc:

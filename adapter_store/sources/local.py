@@ -4,40 +4,27 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from adapter_store.checkpoint.files import COPY_BYTES
 from adapter_store.errors import LimitExceeded, SourceUnavailable
 from adapter_store.sources.staging import Staging, find_checkpoints
+from contract.folders import (
+    FOLDER_FLAGS,
+    FileDenied,
+    Fingerprint,
+    NotRegular,
+    TooLarge,
+    list_entries,
+    open_regular,
+)
 from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound
 
-_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-_REPLACED = frozenset({errno.ELOOP, errno.ESTALE})  # by a link; on a file server
-
-MAX_ENTRIES = 100_000
-"""How many entries a folder may have."""
-
-COPY_BYTES = 1 << 20
-"""Files pass through one buffer of this size, which stays in a processor's cache."""
-
-
-class Fingerprint(NamedTuple):
-    """The state of a file, which changes when the file is written to or replaced."""
-
-    device: int
-    inode: int
-    size_bytes: int
-    mtime_ns: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> Fingerprint:
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+_REPLACED = frozenset({errno.ELOOP, errno.ESTALE})
+"""What says that something was replaced: by a link; while it was read, or on a file server."""
 
 
 class LocalSource:
@@ -56,7 +43,7 @@ class LocalSource:
         are adapters, give `advice`. Raises as `fetch`."""
         with _translate_errors(uri):
             folder = self._resolve(path, uri)
-            with self._open(folder, uri, _FOLDER_FLAGS) as fd:
+            with self._open(folder) as fd:
                 present, folders = _list(fd, uri)
             names = staging.choose_files(present, uri, folders, advice)
             resolved = {name: self._resolve(folder / name, uri) for name in names}
@@ -69,23 +56,16 @@ class LocalSource:
 
     def _copy(self, path: Path, uri: str, staging: Staging) -> Fingerprint:
         resolved = self._resolve(path, uri)
-        with self._open(resolved, uri, _FILE_FLAGS) as fd:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise InvalidArgument(
-                    f"source_uri: {uri}: {path.name} is not a regular file", subject=path.name
-                )
-            fingerprint = Fingerprint.of(status)
-            with staging.create(path.name, fingerprint.size_bytes) as file:
-                step = memoryview(bytearray(min(COPY_BYTES, fingerprint.size_bytes + 1)))
-                while num_bytes := os.readv(fd, [step]):
-                    file.write(step[:num_bytes])
-                if (
-                    Fingerprint.of(os.fstat(fd)) != fingerprint
-                    or file.size_bytes != fingerprint.size_bytes
-                ):
-                    raise _changed(uri, path.name)
-        return fingerprint
+        if resolved in self._roots:
+            raise NotRegular(path.name, "is a folder, not a regular file")
+        with (
+            self._open(resolved.parent) as fd,
+            open_regular(fd, resolved.name, called=path.name) as file,
+            staging.create(path.name, file.size_bytes) as staged,
+        ):
+            for piece in file.pieces(COPY_BYTES):
+                staged.write(piece)
+        return file.fingerprint
 
     def _resolve(self, path: Path, uri: str) -> Path:
         """Resolves all links of `path`. Raises InvalidArgument unless a root contains the
@@ -107,17 +87,15 @@ class LocalSource:
         return next((root for root in self._roots if resolved.is_relative_to(root)), None)
 
     @contextmanager
-    def _open(self, resolved: Path, uri: str, flags: int) -> Iterator[int]:
-        """Opens a resolved path component by component without following links: one that was
+    def _open(self, folder: Path) -> Iterator[int]:
+        """Opens a resolved folder component by component without following links: one that was
         created after the path was resolved cannot lead out of the root."""
-        root = self._root_of(resolved)
+        root = self._root_of(folder)
         assert root is not None
-        parts = resolved.relative_to(root).parts
-        fd = os.open(root, _FOLDER_FLAGS)
+        fd = os.open(root, FOLDER_FLAGS)
         try:
-            for index, part in enumerate(parts):
-                last = index == len(parts) - 1
-                inner = os.open(part, flags if last else _FOLDER_FLAGS, dir_fd=fd)
+            for part in folder.relative_to(root).parts:
+                inner = os.open(part, FOLDER_FLAGS, dir_fd=fd)
                 os.close(fd)
                 fd = inner
             yield fd
@@ -127,15 +105,13 @@ class LocalSource:
 
 def _list(fd: int, uri: str) -> tuple[list[str], list[str]]:
     """Returns the names in an open folder, and those of checkpoints' folders, links not among them.
-    Raises LimitExceeded for more than MAX_ENTRIES."""
-    with os.scandir(fd) as listing:
-        entries = {entry.name: entry for entry in islice(listing, MAX_ENTRIES + 1)}
-        if len(entries) > MAX_ENTRIES:
-            raise LimitExceeded(
-                f"source_uri: {uri} has more than {MAX_ENTRIES} entries", subject="source_uri"
-            )
-        checkpoints = find_checkpoints(entries)
-        folders = [name for name in checkpoints if entries[name].is_dir(follow_symlinks=False)]
+    Raises LimitExceeded for too many."""
+    try:
+        entries = {entry.name: entry for entry in list_entries(fd, uri)}
+    except TooLarge as refused:
+        raise LimitExceeded(f"source_uri: {uri} {refused.why}", subject="source_uri") from refused
+    checkpoints = find_checkpoints(entries)
+    folders = [name for name in checkpoints if entries[name].is_dir(follow_symlinks=False)]
     return list(entries), folders
 
 
@@ -172,6 +148,12 @@ def _changed(uri: str, name: str) -> SourceUnavailable:
 def _translate_errors(uri: str) -> Iterator[None]:
     try:
         yield
+    except FileDenied as exc:
+        raise FailedPrecondition(
+            f"source_uri: {uri}: this store may not read {exc.name}",
+            subject="source_uri",
+            reason="SOURCE_ACCESS_DENIED",
+        ) from exc
     except FileNotFoundError as exc:
         raise NotFound(
             f"source_uri: {uri} does not exist", subject="source_uri", reason="SOURCE_NOT_FOUND"
@@ -191,10 +173,8 @@ def _translate_errors(uri: str) -> Iterator[None]:
                 subject="source_uri",
                 reason="SOURCE_NOT_FOUND",
             ) from exc
-        if exc.errno == errno.ENXIO:  # a socket
-            raise InvalidArgument(
-                f"source_uri: {uri}: {exc.filename} is not a regular file", subject=exc.filename
-            ) from exc
         if exc.errno in _REPLACED:
             raise _changed(uri, exc.filename) from exc
+        if isinstance(exc, NotRegular):
+            raise InvalidArgument(f"source_uri: {uri}: {exc}", subject=exc.name) from exc
         raise

@@ -18,19 +18,21 @@ from types import TracebackType
 from typing import Any, Self
 
 from adapter_store.checkpoint.arriving import ArrivingTensors
-from adapter_store.checkpoint.files import (
-    CONFIG_FILE,
-    PICKLE_FILE,
-    WEIGHTS_FILE,
-    Folder,
-    check_text_file,
-    is_adapter_file,
-    is_text_file,
-)
+from adapter_store.checkpoint.files import Folder, check_text_file
 from adapter_store.checkpoint.formats.select import check_file_names
 from adapter_store.checkpoint.memory_files import MemoryFile, MemoryFolder
 from adapter_store.core import SourceFile
 from adapter_store.errors import CallerGone, InvalidAdapter, LimitExceeded
+from contract.adapter_files import (
+    CONFIG_FILE,
+    MAX_FILES,
+    PICKLE_FILE,
+    WEIGHTS_FILE,
+    is_adapter_file,
+    is_plain_name,
+    is_text_file,
+)
+from contract.folders import shown
 from servicekit.errors import Draining, InvalidArgument, QuotaExceeded, ShareExceeded
 from servicekit.shares import Shares
 
@@ -40,8 +42,6 @@ READ_BYTES = 4 << 20
 CONCURRENT_HASH_BYTES = 256 << 10
 """From this size on, data is hashed in a thread while it is being written."""
 
-MAX_FILES = 256
-
 CONFIG_BYTES = 1 << 20
 """What a tenant may stage beyond its quota, which counts weights only."""
 
@@ -49,7 +49,6 @@ FILES_AT_ONCE = 4
 """How many files of an adapter are fetched, and hashed, at the same time."""
 
 _PICKLE = re.compile(r"adapter_model.*\.(bin|pt|pth|pkl|ckpt)")
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})")
 MAX_LISTED = 8
 """How many folders with adapters a refusal lists."""
@@ -202,7 +201,8 @@ class StagedDiskFile(StagedFile):
         self._file: FileIO | None = open(path, "xb", buffering=0)  # noqa: SIM115 (see suspend)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Raises as StagedFile.write."""
+        """Raises as StagedFile.write, and DiskFull."""
+        self._staging.check_space(len(data))
         self._staging.count(self.name, self.size_bytes, len(data), is_kept=True)
         with self._staging.local_work():
             if len(data) < CONCURRENT_HASH_BYTES:
@@ -244,8 +244,8 @@ class Staging:
     """A folder for the files of one adapter, until `remove`.
 
     Thread-safe, each file within one thread at a time. After `stop`, writing and waiting raise why.
-    What is written is `staged`. With `in_memory` nothing but a tokenizer's files lies in the
-    folder.
+    What is written is `staged`; `check_space` raises before the volume would be full. With
+    `in_memory` nothing but a tokenizer's files lies in the folder.
     """
 
     def __init__(
@@ -254,6 +254,7 @@ class Staging:
         limits: FetchLimits,
         stop: Stop | None = None,
         staged: StagedBytes | None = None,
+        check_space: Callable[[int], None] = lambda num_bytes: None,
         *,
         in_memory: bool = False,
     ) -> None:
@@ -265,6 +266,7 @@ class Staging:
             )
         self._stop = stop or Stop()
         self._staged = staged
+        self.check_space = check_space
         self.total_bytes = 0
         self._received_bytes = 0
         self._limits = limits
@@ -436,14 +438,15 @@ class Staging:
         self.check_cancelled()
 
     def create(self, name: str, expected_bytes: int = 0) -> StagedFile:
-        """Opens a new file. Raises LimitExceeded at once if `expected_bytes` are too many, and as
-        `check_cancelled`."""
+        """Opens a new file. Raises LimitExceeded at once if `expected_bytes` are too many, or more
+        than the volume has, and as `check_cancelled`."""
         path = self.folder / check_file_name(name, name)
         with self._lock:  # a fetch that was left must create nothing while `remove` runs
             self.check_cancelled()
             self._check(name, expected_bytes, self.total_bytes + expected_bytes)
             if self._is_in_memory(name):
                 return StagedFile(self, name)
+            self.check_space(expected_bytes)
             return StagedDiskFile(self, path)
 
     def _is_in_memory(self, name: str) -> bool:
@@ -484,7 +487,7 @@ class Staging:
 
 def check_file_name(name: str, subject: str) -> str:
     """Returns a plain file name, which cannot lead out of a folder. Raises InvalidArgument."""
-    if not _PLAIN_NAME.fullmatch(name):
+    if not is_plain_name(name):
         raise InvalidArgument(f"{name[:160]!r} is not a plain file name", subject=subject)
     return name
 
@@ -559,6 +562,7 @@ def _no_weights(available: set[str], where: str) -> InvalidAdapter:
         return InvalidAdapter(
             f"{where}: {WEIGHTS_FILE} is missing", subject=WEIGHTS_FILE, reason="FILE_MISSING"
         )
+    pickle = shown(pickle)  # any bytes may be a name
     return InvalidAdapter(
         f"{where}: {pickle} is a pickle, which can run code when it is read; "
         f"save the adapter as {WEIGHTS_FILE}, or have the store's operator allow it with "

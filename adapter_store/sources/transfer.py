@@ -123,7 +123,7 @@ class FetchRunner:
                 raise SourceUnavailable(
                     f"source_uri: the source is too slow: {now_bytes} bytes arrived, less than "
                     f"{self._pace.bytes_per_second} per second and {self._pace.stall_seconds:g} "
-                    "seconds of silence (--min-transfer-rate, --transfer-stall-seconds)",
+                    "seconds of silence (settings min-transfer-rate and transfer-stall-seconds)",
                     subject="source_uri",
                     reason=TOO_SLOW,
                 )

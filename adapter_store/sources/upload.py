@@ -8,12 +8,8 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
 from adapter_store.errors import LimitExceeded, UploadStalled
-from adapter_store.sources.staging import (
-    MAX_FILES,
-    StagedFile,
-    Staging,
-    check_file_name,
-)
+from adapter_store.sources.staging import StagedFile, Staging, check_file_name
+from contract.adapter_files import MAX_FILES
 from servicekit.errors import InvalidArgument
 from servicekit.shares import MinimumRate, Pace
 
@@ -133,6 +129,6 @@ async def with_minimum_rate(
 def upload_stalled(pace: Pace) -> UploadStalled:
     return UploadStalled(
         f"the upload has sent nothing for {pace.stall_seconds:g} seconds, or less than "
-        f"{pace.bytes_per_second} bytes per second for too long (--transfer-stall-seconds, "
-        "--min-transfer-rate)"
+        f"{pace.bytes_per_second} bytes per second for too long (settings "
+        "transfer-stall-seconds and min-transfer-rate)"
     )

@@ -318,6 +318,7 @@ class Loader:
         """See Residency.finish_dividing."""
         self.tiers.finish_dividing(digest, is_sound=error is None)
         if error is not None:
+            self.prefetcher.on_removed(digest)
             self._failures.append((digest, error))
 
     def finish_copy(self, digest: str, now_s: float) -> None:

@@ -302,8 +302,9 @@ class Prefetcher:
                 if digest not in self.tiers.pull_tier:
                     self.policy.on_evicted(digest)
 
-    def on_unloaded(self, digest: str) -> None:
-        """Records that an operator unloaded it: it is not prefetched before another request."""
+    def on_removed(self, digest: str) -> None:
+        """Records that an operator unloaded it, or that it cannot be used: it is not prefetched
+        before another request."""
         if self.policy is not None:
             self.policy.forget(digest)
             self.policy.on_evicted(digest)

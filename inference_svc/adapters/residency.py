@@ -186,7 +186,7 @@ class Residency:
             raise AdapterNotFound(f"adapter {digest} is not resident", subject="ref")
         if resident is not None and resident.pinned:
             raise AdapterUnusable(f"adapter {digest} is pinned; unpin it first", subject="ref")
-        self.prefetcher.on_unloaded(digest)
+        self.prefetcher.on_removed(digest)
         freed = sum(r.num_bytes for r in (resident, hosted) if r is not None)
         if resident is None or resident.users == 0:
             self._evict(digest)

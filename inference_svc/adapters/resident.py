@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from inference_svc.adapters.extents import Extent
 from inference_svc.adapters.image_source import ImageHeader
@@ -12,7 +12,8 @@ from inference_svc.adapters.image_source import ImageHeader
 class Resident:
     """One image in this memory, `ready` once its bytes are complete and verified.
 
-    `users` counts the running sequences (or copies) that read it.
+    `users` counts the running sequences (or copies) that read it. `pinned_by` are the accounts
+    that have pinned it; "" has no share.
     """
 
     header: ImageHeader
@@ -21,7 +22,7 @@ class Resident:
     rank: int
     ready: bool = False
     users: int = 0
-    pinned: bool = False
+    pinned_by: set[str] = field(default_factory=set)
     draining: bool = False
     last_used_time_s: float = 0.0
     load_seconds: float = 0.0
@@ -29,6 +30,10 @@ class Resident:
     @property
     def digest(self) -> str:
         return self.header.digest
+
+    @property
+    def pinned(self) -> bool:
+        return bool(self.pinned_by)
 
     @property
     def num_bytes(self) -> int:

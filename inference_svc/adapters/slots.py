@@ -16,6 +16,8 @@ from inference_svc.adapters.extents import ExtentAllocator, round_up
 from inference_svc.adapters.image_source import ImageHeader
 from inference_svc.adapters.resident import Resident, Shape, target_cuts
 from inference_svc.errors import NoRoom
+from servicekit.errors import ShareExceeded
+from servicekit.shares import limit_of
 
 
 class Reservation(NamedTuple):
@@ -30,11 +32,19 @@ class Slots:
 
     `largest` is the shape of the largest image of A and B alone: pins always leave room for it, so
     that they can never stop others from loading. Images with whole weights may be larger: what of
-    them was admitted is to be checked again whenever `num_pinnings` has grown.
+    them was admitted is to be checked again whenever `num_pinnings` has grown. An account pins at
+    most `pin_share` of the rows, and of the bytes, that others' pins leave.
     """
 
-    def __init__(self, capacity: int, max_images: int, largest: Shape | None = None) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        max_images: int,
+        largest: Shape | None = None,
+        pin_share: float = 1.0,
+    ) -> None:
         assert max_images > 0
+        self._pin_share = pin_share
         self.extents = ExtentAllocator(capacity)
         self.max_images = max_images
         self.largest = largest
@@ -198,11 +208,35 @@ class Slots:
         if resident.digest in self._superseded and not resident.users:
             self._by_digest.move_to_end(resident.digest, last=False)
 
-    def pin(self, digest: str) -> Resident:
-        """Protects an image from eviction. Raises NoRoom if pins could stop others from loading."""
+    def pin(self, digest: str, account: str = "") -> Resident:
+        """Protects an image from eviction, for an account; "" has no share. Accounts whose adapters
+        have equal content pin one image: it counts against the share of each. Raises NoRoom if pins
+        could stop others from loading, and ShareExceeded if the account has pinned its share."""
         resident = self._by_digest[digest]
-        if resident.pinned:
+        if account in resident.pinned_by:
             return resident
+        if account:
+            self._check_share(resident, account)
+        if not resident.pinned:
+            self._check_room(resident)
+            self._pinned[digest] = resident
+            self.num_pinnings += 1
+        resident.pinned_by.add(account)
+        return resident
+
+    def unpin(self, digest: str, account: str = "") -> Resident:
+        """Takes back the account's pin; "", operators of all accounts, takes back all pins. The
+        image may be evicted once no account pins it."""
+        resident = self._by_digest[digest]
+        if account:
+            resident.pinned_by.discard(account)
+        else:
+            resident.pinned_by.clear()
+        if not resident.pinned:
+            self._pinned.pop(digest, None)
+        return resident
+
+    def _check_room(self, resident: Resident) -> None:
         if len(self._pinned) + 1 >= self.max_images:
             raise NoRoom(
                 f"pinning would take the last of {self.max_images} rows; raise --max-loras or "
@@ -217,16 +251,21 @@ class Slots:
                 "raise --adapter-memory or unpin another adapter",
                 subject="adapter_memory",
             )
-        resident.pinned = True
-        self._pinned[digest] = resident
-        self.num_pinnings += 1
-        return resident
 
-    def unpin(self, digest: str) -> Resident:
-        resident = self._by_digest[digest]
-        resident.pinned = False
-        self._pinned.pop(digest, None)
-        return resident
+    def _check_share(self, resident: Resident, account: str) -> None:
+        own = [each for each in self._pinned.values() if account in each.pinned_by]
+        others = len(self._pinned) - len(own)
+        room = self.capacity - (0 if self.largest is None else self.largest.num_bytes)
+        own_bytes = sum(each.num_bytes for each in own)
+        most = limit_of(self.max_images - 1, others, self._pin_share)
+        most_bytes = limit_of(room, self.pinned_bytes - own_bytes, self._pin_share)
+        if own and (len(own) + 1 > most or own_bytes + resident.num_bytes > most_bytes):
+            raise ShareExceeded(
+                f"pinned_adapters: {account} has pinned {len(own)} adapters of {own_bytes} bytes; "
+                f"one tenant's share is {self._pin_share:.0%} of what others leave, now {most} "
+                f"adapters and {most_bytes} bytes: unpin another adapter",
+                subject="pinned_adapters",
+            )
 
     def check_integrity(self) -> None:
         """Asserts that rows and bytes are all accounted for, each once."""

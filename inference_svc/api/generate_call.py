@@ -8,7 +8,7 @@ import secrets
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from inference_svc.core import MAX_PARTS, Request, SamplingParams, VersionPolicy
@@ -84,13 +84,10 @@ class GenerateCall:
         home_tenant: str,
         max_model_len: int,
         end_ids: tuple[int, ...] = (),
+        vocab_size: int = 0,
     ) -> list[Request]:
         """Returns the requests of one prompt. `home_tenant` is the caller's. An adapter's `end_ids`
-        end them as the model's own tokens do.
-
-        The first has the call's seed, so that it equals a single choice; the others have the next
-        ones.
-        """
+        end them as the model's own tokens do; `vocab_size` is the model's."""
         tenant = digest = label = ""
         activation = 0
         if binding is not None:
@@ -118,7 +115,13 @@ class GenerateCall:
             deadline_s=self.deadline_s,
             return_routed_experts=self.return_routed_experts,
             version_policy=self.version_policy,
+            vocab_size=vocab_size + (0 if binding is None else binding.added_tokens),
         )
+        return self._choices(request, prompt_index)
+
+    def _choices(self, request: Request, prompt_index: int) -> list[Request]:
+        """Returns a request for each choice. The first has the call's seed, so that it equals a
+        single choice; the others have the next ones."""
         if len(self.prompts) * self.num_choices == 1:
             return [request]
         first, seed = prompt_index * self.num_choices, self.sampling.seed
@@ -136,6 +139,21 @@ class GenerateCall:
             )
             for index in range(self.num_choices)
         ]
+
+    def check_bans(self, requests: Iterable[Request], eos_token_ids: Collection[int]) -> None:
+        """Raises InvalidArgument where a request may choose none of its tokens before `min_tokens`;
+        the model's own `eos_token_ids` are banned, too."""
+        for request in requests:
+            sampling = request.sampling
+            ends = () if sampling.ignore_eos else eos_token_ids
+            num_banned = len({*sampling.stop_token_ids, *ends})
+            if sampling.min_tokens and num_banned >= request.vocab_size:
+                field = f"{self.stop_field}_token_ids"
+                raise InvalidArgument(
+                    f"{field} and the model's own end tokens are all {request.vocab_size} tokens "
+                    "there are: none is left to choose before min_tokens",
+                    subject=field,
+                )
 
     def bounded(self, requests: list[Request]) -> list[Request]:
         """Returns all requests of the call within `max_logprobs`. Raises InvalidArgument naming the

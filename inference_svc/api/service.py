@@ -66,6 +66,7 @@ class ServerFacts:
     sampling: SamplingDefaults = NO_DEFAULTS
     metrics_port: int = 0
     has_tokenizer: bool = True
+    eos_token_ids: tuple[int, ...] = ()
     experts: ExpertLayers | None = None
 
 
@@ -233,6 +234,7 @@ class Service:
                 check_followed(call, binding, principal.home_tenant)
                 text = await self._text_of(binding, principal)
                 made = await self._to_requests(call, binding, principal, text)
+                call.check_bans(made, self.facts.eos_token_ids)
                 requests = call.bounded(made)
         return GenerateStream(
             call.without_prompts(),
@@ -254,7 +256,8 @@ class Service:
         texts, too."""
         if binding is None or self._texts is None:
             return self._text
-        return await self._texts.get(binding, self._prompts.threads_of(principal.account))
+        threads = self._prompts.threads_of(principal.account)
+        return await self._texts.get(binding, principal.account, threads)
 
     @asynccontextmanager
     async def _place_for(self, caller: Principal, num_bytes: int) -> AsyncIterator[None]:
@@ -321,6 +324,7 @@ class Service:
             requests += call.to_requests(
                 *(index, token_ids, binding, principal.home_tenant, self.facts.max_model_len),
                 end_ids=text.end_ids,
+                vocab_size=self.facts.vocab_size,
             )
         return requests
 
@@ -361,7 +365,8 @@ class Service:
                 revision = registered.revision
             binding = await self._directory.resolve(principal, ref, revision, subject)
             entry.digest = binding.digest
-            adapter = await self._engine.load(entry.digest, pin, binding.label)
+            account = _pinning_account(principal)
+            adapter = await self._engine.load(entry.digest, pin, binding.label, account)
             return Loaded(self._named(principal, adapter), registered)
 
     async def unload(self, caller: Caller, ref: str, *, subject: str = "ref") -> int:
@@ -373,12 +378,14 @@ class Service:
     async def pin(self, caller: Caller, ref: str) -> Resident:
         with self._audited(caller, "PinAdapter", ref) as (principal, entry):
             entry.digest = await self._digest(principal, ref)
-            return self._named(principal, await self._engine.pin(entry.digest))
+            adapter = await self._engine.pin(entry.digest, _pinning_account(principal))
+            return self._named(principal, adapter)
 
     async def unpin(self, caller: Caller, ref: str) -> Resident:
         with self._audited(caller, "UnpinAdapter", ref) as (principal, entry):
             entry.digest = await self._digest(principal, ref)
-            return self._named(principal, await self._engine.unpin(entry.digest))
+            adapter = await self._engine.unpin(entry.digest, _pinning_account(principal))
+            return self._named(principal, adapter)
 
     async def reset_prefix_cache(self, caller: Caller) -> None:
         with self._audited(caller, "ResetPrefixCache", ""):
@@ -502,6 +509,12 @@ class Service:
                 principal.require_all_tenants()
             self._audit.begin(entry)
             yield principal, entry
+
+
+def _pinning_account(principal: Principal) -> str:
+    """Returns whose a pin is, and whose share it counts against: of an operator of all tenants
+    nobody's."""
+    return "" if principal.tenants is None else principal.account
 
 
 def _check_served(call: GenerateCall, facts: ServerFacts) -> None:

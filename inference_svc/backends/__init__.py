@@ -15,6 +15,7 @@ cuda_inputs     a step's inputs at fixed addresses, filled on the host and sent
 cuda_lora       a step's LoRA plans at fixed addresses
 cuda_needs      what the device must have for it, computed without one
 cuda_pages      the page table on the device, of which a step sends what is new
+slot_runs       which slots compute which tokens of a step
 magnitudes      DoRA's magnitudes, divided by the norms of what they scale when they are loaded
 
 To add one: write `backends/NAME.py` (with `NAME_*.py` for its parts) and add its factory to

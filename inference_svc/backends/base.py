@@ -77,11 +77,12 @@ class Backend(Protocol[Inputs]):
         has rows."""
 
     def forward(self, inputs: Inputs) -> Logits:
-        """Returns the logits of the rows that sample, in their order, and the experts that tokens
-        have chosen. The caller may change them, and the next step may overwrite them.
+        """Returns the logits of each row's last token, in the order of the rows, and the experts
+        that tokens have chosen. The caller may change them, and the next step may overwrite them.
 
-        `prepare` and `forward` may raise torch.OutOfMemoryError, whatever of the step has been
-        computed: then some of its rows are prepared anew.
+        `prepare` and `forward` may raise torch.OutOfMemoryError, or what
+        `device_faults.is_out_of_memory` knows, whatever of the step has been computed: then some of
+        its rows are prepared anew.
         """
 
     def score(self, inputs: Inputs) -> Iterator[Scored]:

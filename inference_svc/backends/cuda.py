@@ -44,6 +44,8 @@ from inference_svc.core import (
     Sequence,
     scored_runs,
 )
+from inference_svc.errors import DeviceFull
+from inference_svc.host.device_faults import is_out_of_memory
 from inference_svc.model.description import Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
@@ -80,13 +82,12 @@ class FixedStep(NamedTuple):
 
 
 class PreparedStep(NamedTuple):
-    """A step that was filled and sent: `num_logits` rows sample. `size` is that of the recorded
-    step that is replayed for it; None: it is computed operation by operation. `num_routed` tokens
-    have chosen experts that a row returns; 0: no row does. `runs` are scored, never of decode
-    steps."""
+    """A step of `num_rows` rows that was filled and sent. `size` is that of the recorded step that
+    is replayed for it; None: it is computed operation by operation. `num_routed` tokens have chosen
+    experts that a row returns; 0: no row does. `runs` are scored, never of decode steps."""
 
     step: FixedStep
-    num_logits: int
+    num_rows: int
     kind: StepKind
     size: int | None
     num_routed: int = 0
@@ -228,13 +229,13 @@ class CudaBackend:
             length = min(longest, num_tokens - start)
             sequence = Sequence(Request("warm-up", (0,) * length, SamplingParams()))
             sequence.page_ids = [self._padding_page] * -(-length // self._page_size)
-            rows.append(BatchRow(sequence, 0, length, samples=start == 0))
+            rows.append(BatchRow(sequence, 0, length, samples=True))
         step = self._send(self._prompts, Batch(tuple(rows)).columns())[0]
         inputs = step.inputs.inputs()
         # Without tiles, too: in a step with prompts of others an adapter may have single tokens
         # only.
         steps = (
-            step.lora.warm_up_step(kind, len(inputs.token_ids), tiles)
+            step.lora.warm_up_step(kind, len(inputs.token_ids), num_rows, tiles)
             for kind in (StepKind.LORA, StepKind.ANY)
             for tiles in (True, False)
         )
@@ -266,17 +267,17 @@ class CudaBackend:
 
     def _send(self, step: FixedStep, batch: BatchColumns, size: int | None = None) -> PreparedStep:
         step.inputs.block.wait()
-        num_logits = step.inputs.fill(batch)
+        step.inputs.fill(batch)
         kind = step.lora.fill(batch)
         self.num_lora_steps += kind is not StepKind.BASE
         if size is not None:
             step.inputs.pad(size)
         step.inputs.send()
-        return PreparedStep(step, num_logits, kind, size)
+        return PreparedStep(step, len(batch.sequences), kind, size)
 
     @torch.inference_mode()
     def forward(self, inputs: PreparedStep) -> Logits:
-        step, num_logits, kind, size, num_routed, runs = inputs
+        step, num_rows, kind, size, num_routed, runs = inputs
         if size is not None:
             assert self._captured is not None
             self.num_replays += 1
@@ -287,7 +288,7 @@ class CudaBackend:
             self._compute(step, step.inputs.inputs(), lora, is_scored=bool(runs))
         self._table.close()
         experts = self._choices_of(num_routed) if num_routed else None
-        return Logits(self._logits_of(num_logits, lora), self._argmax[:num_logits], experts)
+        return Logits(self._logits_of(num_rows, lora), self._argmax[:num_rows], experts)
 
     @torch.inference_mode()
     def score(self, inputs: PreparedStep) -> Iterator[Scored]:
@@ -399,10 +400,12 @@ class CudaFactory:
         logger.info("kernels on %s: %s constants", device_name, table)
         try:
             return self._build(config, decoder, layout, host_slab)
-        except torch.OutOfMemoryError as error:
-            raise ValueError(
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise DeviceFull(
                 "the device's memory does not suffice for what was planned: give less to "
-                f"--kv-memory, or set --memory-limit ({error})"
+                f"--kv-memory, or set memory-limit ({error})"
             ) from error
 
     def _build(

@@ -107,9 +107,10 @@ class CudaInputs:
         num_bytes = 24 * max_tokens + 24 * (max_rows + 1) + 8 * max_tiles + 12 * max_updates + 12
         return num_bytes + NUM_TENSORS * ALIGNMENT_BYTES
 
-    def fill(self, batch: BatchColumns) -> int:
-        """Describes `batch` on the host; returns how many rows sample."""
-        num_rows, num_logits = len(batch.sequences), self._arrays.fill(batch)
+    def fill(self, batch: BatchColumns) -> None:
+        """Describes `batch` on the host."""
+        num_rows = len(batch.sequences)
+        self._arrays.fill(batch)
         counts = None
         self._num_tiles, self._has_decodes = 0, True
         if self._arrays.size.tokens > num_rows:
@@ -120,7 +121,6 @@ class CudaInputs:
             self._has_decodes = bool((counts == 1).any())
         contexts = self._context_array[:num_rows]
         self._segment_array[: num_rows + 1] = segment_starts(counts, contexts)
-        return num_logits
 
     def pad(self, num_rows: int) -> None:
         """Adds decode rows up to `num_rows` that read and write nothing but padding's page. All of

@@ -10,8 +10,9 @@ import torch
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.targets import AppliedTargets
 from inference_svc.backends.cuda_inputs import ALIGNMENT_BYTES, StepBlock
+from inference_svc.backends.slot_runs import SlotRuns, last_slots, slot_runs
 from inference_svc.backends.torch import LoraStep
-from inference_svc.core import BASE_SLOT, BatchColumns, SlotRuns, slot_runs
+from inference_svc.core import BASE_SLOT, BatchColumns
 from kernels.lora import LoraPlan
 from kernels.lora.plan import (
     ITEM_TILE,
@@ -78,7 +79,8 @@ class CudaLora:
             self._tokens.fill_decodes(np.array(slots, dtype=np.int64))
         else:
             self._tokens.fill(*(np.array(of_run, dtype=np.int64) for of_run in runs))
-            self._heads.fill_decodes(np.array(slots, dtype=np.int64)[np.array(batch.samples)])
+            heads = last_slots(batch.sequences, batch.starts, batch.counts)
+            self._heads.fill_decodes(np.array(heads, dtype=np.int64))
         used = {*self._slots} - {BASE_SLOT}
         return StepKind.ANY if any(map(self._has_more, used)) else StepKind.LORA
 
@@ -99,15 +101,17 @@ class CudaLora:
         """Returns plans for a recorded step of so many decode rows, whatever adapters they use."""
         if kind is StepKind.BASE:
             return None
-        # Every row is one token that samples.
+        # Every row is one token.
         plan = self._any_plan(self._tokens, kind, num_rows, has_tiles=False)
         return LoraStep(self.arena, self._targets, plan, plan)
 
-    def warm_up_step(self, kind: StepKind, num_tokens: int, has_tiles: bool) -> LoraStep:
+    def warm_up_step(
+        self, kind: StepKind, num_tokens: int, num_rows: int, has_tiles: bool
+    ) -> LoraStep:
         """Launches every kernel that a step with prompts needs, its adapters with tiles or without,
-        over what was filled: for base rows, nothing. One row samples."""
+        over what was filled: for base rows, nothing."""
         plan = self._any_plan(self._tokens, kind, num_tokens, has_tiles)
-        heads = self._any_plan(self._heads, kind, 1, has_tiles=False)
+        heads = self._any_plan(self._heads, kind, num_rows, has_tiles=False)
         return LoraStep(self.arena, self._targets, plan, heads)
 
     def _any_plan(

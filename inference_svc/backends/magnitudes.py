@@ -7,6 +7,7 @@ of the magnitude in the arena. W + BA is made a few rows at a time, between step
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -23,10 +24,13 @@ from inference_svc.adapters.layout import HEAD
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.targets import lora_groups
 from inference_svc.errors import TRY_LATER, AdapterUnusable, OutOfDeviceMemory
+from inference_svc.host.device_faults import find_fault
 from inference_svc.model.description import LAYER_INPUTS, Decoder
 from inference_svc.model.weights import ModelWeights
 from kernels.lora.table import vector_at
-from servicekit.errors import ServiceError
+from servicekit.errors import Internal, ServiceError
+
+logger = logging.getLogger(__name__)
 
 CPU_ELEMENTS, DEVICE_ELEMENTS = 1 << 20, 1 << 27
 """Elements of W + BA that are made between two steps: some milliseconds of a processor, and a
@@ -80,8 +84,15 @@ class Magnitudes:
                         self._jobs.rotate(-1)  # a large one holds up no others
                         return done
                 error: ServiceError | None = _refusal(digest, faulty) if faulty else None
-            except torch.OutOfMemoryError:
-                error = _out_of_memory(digest)
+            except Exception as cause:  # of this adapter alone: others are loaded, steps computed
+                found = find_fault(cause)
+                if found is not None and found.is_fatal:
+                    raise
+                if found is not None:
+                    error = _out_of_memory(digest)
+                else:
+                    logger.exception("magnitudes cannot be divided", extra={"digest": digest})
+                    error = Internal(f"loading adapter {digest} failed")
             self._jobs.popleft()
             done.append(Divided(digest, error))
         return done
@@ -154,8 +165,11 @@ class Magnitudes:
 
 
 def _refusal(digest: str, faulty: Sequence[str]) -> ServiceError:
-    detail = f"DoRA magnitudes that cannot be applied: a row of {faulty[0]} becomes zero"
-    return AdapterUnusable(f"adapter {digest} has {detail}", subject="adapter")
+    return AdapterUnusable(
+        f"adapter {digest} has DoRA magnitudes that cannot be applied: a row of {faulty[0]} "
+        "becomes zero, or is not finite",
+        subject="adapter",
+    )
 
 
 def _out_of_memory(digest: str) -> ServiceError:

@@ -30,16 +30,9 @@ from inference_svc.backends.native_buffers import BatchPages, StepArrays, Worksp
 from inference_svc.backends.native_experts import routings_bytes
 from inference_svc.backends.native_lora import MAX_EXPERTS_TARGETS, NativeLoraOps, norm_role
 from inference_svc.backends.native_program import NativeTransformer
+from inference_svc.backends.slot_runs import scored_indices, scored_slot_runs
 from inference_svc.backends.torch import most_targets, step_bytes
-from inference_svc.core import (
-    Batch,
-    EngineConfig,
-    ScoredRun,
-    scored_indices,
-    scored_runs,
-    scored_slices,
-    scored_slot_runs,
-)
+from inference_svc.core import Batch, EngineConfig, ScoredRun, scored_runs, scored_slices
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.parameters import parameters, weights_bytes
@@ -198,7 +191,7 @@ class NativeFactory:
 
     name = "native"
     features = COMPUTED  # the program follows the definition, operation by operation
-    disabled_by = "--no-native-kernels"
+    disabled_by = "native-kernels = false"
     has_device_memory = False
     profiler_device = None
 
@@ -259,13 +252,13 @@ class NativeFactory:
 
 
 def _native_bytes(config: EngineConfig, decoder: Decoder) -> int:
-    """Returns what the native kernels add to a step's memory: the rows that sample apart in the
+    """Returns what the native kernels add to a step's memory: the rows' last tokens apart in the
     last layer, and each thread's memory for attention."""
     item_bytes = getattr(torch, config.dtype).itemsize
     shrunk = most_targets(config, decoder) * config.max_lora_rank
     last = decoder.blocks[-1]
     stream = decoder.hidden_size * (3 if last.is_parallel else 2)
-    per_sample = (stream + last.attention.q_size + shrunk) * item_bytes
+    per_row = (stream + last.attention.q_size + shrunk) * item_bytes
     num_threads = config.num_threads or torch.get_num_threads()
     windows: dict[AttentionShape, set[int | None]] = {}
     for each in decoder.attentions:
@@ -282,7 +275,7 @@ def _native_bytes(config: EngineConfig, decoder: Decoder) -> int:
     growths += 4 * config.max_sequences * config.max_added_tokens
     growths += routings_bytes(decoder, config.max_batch_tokens)
     growths += _pairs_lora_bytes(config, decoder)
-    return int(config.max_sequences * per_sample + attention + growths)
+    return int(config.max_sequences * per_row + attention + growths)
 
 
 def _pairs_lora_bytes(config: EngineConfig, decoder: Decoder) -> int:
@@ -303,6 +296,6 @@ def _token_weights_bytes(config: EngineConfig, decoder: Decoder) -> int:
         if each.norm is not None
         for name in each.members
     }
-    of_samples = (size for role, size in sizes if role == "norm")
+    of_rows = (size for role, size in sizes if role == "norm")
     of_tokens = (size for _, size in sizes)
-    return config.max_batch_tokens * sum(of_tokens) + config.max_sequences * sum(of_samples)
+    return config.max_batch_tokens * sum(of_tokens) + config.max_sequences * sum(of_rows)

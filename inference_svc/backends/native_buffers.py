@@ -20,7 +20,7 @@ from kernels.host_memory import allocate_host
 
 
 class StepSize(NamedTuple):
-    """The numbers of a step's tokens, rows, and rows that sample."""
+    """The numbers of a step's tokens, rows, and tokens that get logits."""
 
     tokens: int
     rows: int
@@ -64,11 +64,10 @@ class BatchPages:
 class StepArrays:
     """Host memory for steps of up to `max_tokens` tokens of up to `max_rows` sequences.
 
-    T tokens in the order of the batch's R rows, of which N sample. All of `token_ids`,
-    `positions` and `cells` (where a token's keys and values go) are int64 [T]; `query_starts` int32
-    [R + 1] and `context_lengths` int32 [R] as in `kernels.attention.AttentionPlan`; `logit_rows`
-    int64 [N], the last token of each row that samples. The counts `num_tokens`, `num_rows` and
-    `num_logits` are int32 [1].
+    T tokens in the order of the batch's R rows. All of `token_ids`, `positions` and `cells` (where
+    a token's keys and values go) are int64 [T]; `query_starts` int32 [R + 1] and `context_lengths`
+    int32 [R] as in `kernels.attention.AttentionPlan`; `logit_rows` int64 [N], the last token of
+    each row. The counts `num_tokens`, `num_rows` and `num_logits`, which is N, are int32 [1].
     """
 
     def __init__(
@@ -111,9 +110,9 @@ class StepArrays:
             self.cells,
         )
 
-    def fill(self, batch: BatchColumns) -> int:
-        """Describes `batch`; returns N."""
-        sequences, starts, counts, samples, _ = batch
+    def fill(self, batch: BatchColumns) -> None:
+        """Describes `batch`."""
+        sequences, starts, counts, _ = batch
         num_rows, firsts = len(sequences), np.array(starts, dtype=np.int64)
         lengths = np.array(counts, dtype=np.int32)
         ends = np.cumsum(lengths, dtype=np.int32)
@@ -136,14 +135,12 @@ class StepArrays:
         self._cells[:total] = pages * np.int64(self.page_size) + offsets
         self._query_starts[1 : num_rows + 1] = ends
         self._context_lengths[:num_rows] = firsts + lengths
-        last_tokens = (ends if all(samples) else ends[np.array(samples)]) - 1
-        self._logit_rows[: len(last_tokens)] = last_tokens
-        self._set_counts(total, num_rows, len(last_tokens))
-        return len(last_tokens)
+        self._logit_rows[:num_rows] = ends - 1
+        self._set_counts(total, num_rows, num_rows)
 
     def choose(self, tokens: list[int]) -> None:
         """Has logits computed of these tokens of the step, at most `max_rows`, instead of the last
-        ones of the rows that sample."""
+        one of each row."""
         self._logit_rows[: len(tokens)] = tokens
         self._set_counts(self.size.tokens, self.size.rows, len(tokens))
 
@@ -203,9 +200,9 @@ class Workspace:
     layer_inputs: Tensor
     """[T, those of all layers]: the per-layer inputs."""
     last_layer_input: Tensor
-    """[N, size of a layer's]: the last layer's own input, of the rows that sample."""
+    """[N, size of a layer's]: the last layer's own input, of the rows' last tokens."""
     last_hidden: Tensor
-    """[N, hidden_size]: the residual stream of the rows that sample, from the last layer's
+    """[N, hidden_size]: the residual stream of the rows' last tokens, from the last layer's
     attention on."""
     last_delta: Tensor
     """[N, hidden_size]: what the last half of all layers adds to it, where they compute all

@@ -107,9 +107,9 @@ class NativeExperts:
             group: str, of: Tensor, linear: PackedLinear, out: Tensor
         ) -> Iterator[GroupedOp]:
             yield "", experts_linear_op(of, linear, out, routing)
-            samples_only = stream.samples_only
+            logits_only = stream.logits_only
             ops = self._ops.adapters.add_experts(
-                group, of, out, routing.pairs, samples_only=samples_only
+                group, of, out, routing.pairs, logits_only=logits_only
             )
             yield from of_group(group, ops)
 

@@ -11,7 +11,8 @@ from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import EMBEDDING
 from inference_svc.adapters.targets import AppliedTargets
 from inference_svc.backends.native_ops import ADDED_TOKENS, HEAD_NORMS
-from inference_svc.core import BASE_SLOT, BatchRow, SlotRuns, slot_runs
+from inference_svc.backends.slot_runs import SlotRuns, last_slots, slot_runs
+from inference_svc.core import BASE_SLOT, BatchRow
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD
 from kernels.elementwise import NormWeight
 from kernels.experts import Pairs
@@ -45,10 +46,10 @@ class NativeLoraOps:
         self._table = arena.table
         self._rows, self._weight_rows = arena.table.rows.numpy(), arena.table.weight_rows.numpy()
         self._plan = NativeLoraPlan(max_tokens, table=arena.table)
-        self._sampling_plan = NativeLoraPlan(max_rows, table=arena.table)
+        self._logits_plan = NativeLoraPlan(max_rows, table=arena.table)
         most = max(len(group.targets) for group in groups.values())
         self._lora = NativeLora.create(arena.table, self._plan, most)
-        self._sampling_lora = NativeLora.create(arena.table, self._sampling_plan, most)
+        self._logits_lora = NativeLora.create(arena.table, self._logits_plan, most)
         num_pairs = max_tokens * max_chosen
         pairs = NativeLoraPlan(num_pairs, has_experts=True, table=arena.table)
         self._pairs_lora = NativeLora.create(arena.table, pairs, MAX_EXPERTS_TARGETS)
@@ -68,7 +69,7 @@ class NativeLoraOps:
 
     @property
     def workspace_bytes(self) -> int:
-        created = (self._lora, self._sampling_lora, self._pairs_lora)
+        created = (self._lora, self._logits_lora, self._pairs_lora)
         shrunk = sum(each.shrunk.nbytes for each in created)
         return shrunk + sum(each.nbytes for each in self._token_weights.values())
 
@@ -83,17 +84,18 @@ class NativeLoraOps:
         if not used:
             return frozenset()
         sizes = [len(self._table.part_slots(slot)) for slot in runs.slots]
-        current = runs, sizes, [row.slot for row in rows if row.samples]
+        current = runs, sizes, last_slots(sequences, starts, counts)
         if current != self._planned:  # most steps equal the one before
+            self._planned = None  # what is half filled is no plan
             self._plan.fill(*runs)
-            self._sampling_plan.fill(current[-1])
+            self._logits_plan.fill(current[-1])
             self._planned = current
         return self._groups_of(used)
 
     def plan_head(self, runs: SlotRuns) -> None:
-        """Plans other tokens than those that sample, to compute logits of."""
-        self._sampling_plan.fill(*runs)
+        """Plans other tokens than the last ones of rows, to compute logits of."""
         self._planned = None
+        self._logits_plan.fill(*runs)
 
     def _groups_of(self, used: set[int]) -> frozenset[str]:
         parts = [part for slot in used for part in self._table.part_slots(slot)]
@@ -137,19 +139,19 @@ class NativeLoraOps:
         return frozenset(name for name, is_in in zip(self._names, changed, strict=True) if is_in)
 
     def add(
-        self, group: str, x: Tensor, out: Tensor, bias: Tensor | None, *, samples_only: bool
+        self, group: str, x: Tensor, out: Tensor, bias: Tensor | None, *, logits_only: bool
     ) -> list[NativeOp]:
         if group not in self._groups:
             return []
-        lora = self._sampling_lora if samples_only else self._lora
+        lora = self._logits_lora if logits_only else self._lora
         return lora.add_ops(self._groups[group], x, out, bias)
 
     def add_experts(
-        self, group: str, x: Tensor, out: Tensor, pairs: Pairs, *, samples_only: bool
+        self, group: str, x: Tensor, out: Tensor, pairs: Pairs, *, logits_only: bool
     ) -> list[NativeOp]:
         if group not in self._groups:
             return []
-        tokens, lora = self._sampling_plan if samples_only else self._plan, self._pairs_lora
+        tokens, lora = self._logits_plan if logits_only else self._plan, self._pairs_lora
         plan_op = lora.plan.of_pairs_op(tokens, pairs.tokens, pairs.starts)
         return [plan_op, *lora.add_ops(self._groups[group], x, out)]
 
@@ -169,15 +171,15 @@ class NativeLoraOps:
         weight, vocab_size = self._targets.weights.get(LM_HEAD), self._targets.vocab_size
         if weight is None:
             return []
-        return [replace_logits_op(x, out, self._table, self._sampling_plan, weight, vocab_size)]
+        return [replace_logits_op(x, out, self._table, self._logits_plan, weight, vocab_size)]
 
     def token_weights(
-        self, module: str, norm: NormWeight, *, samples_only: bool
+        self, module: str, norm: NormWeight, *, logits_only: bool
     ) -> tuple[NativeOp, NormWeight] | None:
         index = self._targets.weights.get(module)
         if index is None:
             return None
-        plan = self._sampling_plan if samples_only else self._plan
+        plan = self._logits_plan if logits_only else self._plan
         weight = norm.weight
         key = (norm_role(module), plan.max_tokens, weight.nbytes)
         if key not in self._token_weights:  # norms that come one after the other share memory

@@ -33,12 +33,12 @@ class AdapterOps(Protocol):
     before each run."""
 
     def add(
-        self, group: str, x: Tensor, out: Tensor, bias: Tensor | None, *, samples_only: bool
+        self, group: str, x: Tensor, out: Tensor, bias: Tensor | None, *, logits_only: bool
     ) -> list[NativeOp]:
-        """Rows of `x` and `out` are the tokens of the step, or those that sample only."""
+        """Rows of `x` and `out` are the tokens of the step, or those that get logits only."""
 
     def add_experts(
-        self, group: str, x: Tensor, out: Tensor, pairs: Pairs, *, samples_only: bool
+        self, group: str, x: Tensor, out: Tensor, pairs: Pairs, *, logits_only: bool
     ) -> list[NativeOp]:
         """Rows of `x` and `out` are pairs of a token and an expert."""
 
@@ -47,10 +47,10 @@ class AdapterOps(Protocol):
     def replace_embeddings(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]: ...
 
     def replace_logits(self, x: Tensor, out: Tensor) -> list[NativeOp]:
-        """Rows are those that sample."""
+        """Rows are the tokens that get logits."""
 
     def token_weights(
-        self, module: str, norm: NormWeight, *, samples_only: bool
+        self, module: str, norm: NormWeight, *, logits_only: bool
     ) -> tuple[NativeOp, NormWeight] | None:
         """Returns what fills the weight of a norm for each token, and the norm with that; None if
         no adapter replaces it."""
@@ -61,13 +61,13 @@ GATED = {Activation.SILU: swiglu_op, Activation.GELU_TANH: geglu_op}
 
 @dataclass(slots=True)
 class Stream:
-    """The residual stream of every token of a step, or of those that sample only. `delta` is what
-    is still to be added to it, times `delta_scale`, and `sum_scale` what their sum is multiplied
-    by: the next norm does it along."""
+    """The residual stream of every token of a step, or of those that get logits only. `delta` is
+    what is still to be added to it, times `delta_scale`, and `sum_scale` what their sum is
+    multiplied by: the next norm does it along."""
 
     hidden: Tensor
     count: Tensor
-    samples_only: bool = False
+    logits_only: bool = False
     delta: Tensor | None = None
     delta_scale: float = 1.0
     sum_scale: float = 1.0
@@ -163,8 +163,8 @@ class LayerOps:
         stream: Stream,
     ) -> Iterator[GroupedOp]:
         """Yields the operation of a norm, and those with weights of tokens that stand in for it."""
-        samples_only = stream.samples_only
-        own = self.adapters.token_weights(module, weight, samples_only=samples_only)
+        logits_only = stream.logits_only
+        own = self.adapters.token_weights(module, weight, logits_only=logits_only)
         if own is None:
             yield "", norm_op(weight)
             return
@@ -176,8 +176,8 @@ class LayerOps:
         self, group: str, x: Tensor, weights: PackedLinear, out: Tensor, stream: Stream
     ) -> Iterator[GroupedOp]:
         yield "", linear_op(x, weights, out, stream.count)
-        samples_only = stream.samples_only
-        ops = self.adapters.add(group, x, out, weights.bias, samples_only=samples_only)
+        logits_only = stream.logits_only
+        ops = self.adapters.add(group, x, out, weights.bias, logits_only=logits_only)
         yield from of_group(group, ops)
 
 

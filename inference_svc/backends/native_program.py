@@ -136,7 +136,7 @@ class NativeTransformer:
         """Runs the step that `step` describes, with adapters in `groups` only. Returns fp32 logits
         [num_logits, vocab_size], or more by the tokens that adapters may add, overwritten by the
         next run. With `returns_experts`, `choices` are of all tokens afterwards; else those of the
-        last layer are of the rows that sample. If it `is_scored`, `logits` may follow."""
+        last layer are of the rows' last tokens. If it `is_scored`, `logits` may follow."""
         if is_scored or (returns_experts and self._routes_fewer):
             self._program(groups, _Part.LAYERS).run()
             return self.logits(groups)
@@ -166,7 +166,7 @@ class NativeTransformer:
 
     @property
     def _routes_fewer(self) -> bool:
-        """Whether a program that ends with the tokens that sample routes fewer than all of the
+        """Whether a program that ends with the rows' last tokens routes fewer than all of the
         step's in a layer."""
         size = self._step.size
         return self._description.blocks[-1].experts is not None and size.logits < size.tokens
@@ -210,7 +210,7 @@ class NativeTransformer:
     def _ops_apart(self) -> Mapping[_Part, tuple[GroupedOp, ...]]:
         """Returns the operations of all layers, of all tokens, and those of the head."""
         stream = Stream(self._workspace.hidden, self._step.num_tokens)
-        layers = tuple(self._layers_ops(stream, samples_only=False))
+        layers = tuple(self._layers_ops(stream, logits_only=False))
         head = (*self._chosen_ops(stream), *self._head_ops(stream))
         return {_Part.LAYERS: layers, _Part.HEAD: head}
 
@@ -238,14 +238,14 @@ class NativeTransformer:
 
     def _all_ops(self) -> Iterator[GroupedOp]:
         """Yields each operation with the group of adapters that it is part of ("": always runs).
-        The last layer goes on with the rows that sample behind its attention."""
+        Behind its attention the last layer goes on with the rows' last tokens."""
         stream = Stream(self._workspace.hidden, self._step.num_tokens)
-        yield from self._layers_ops(stream, samples_only=True)
+        yield from self._layers_ops(stream, logits_only=True)
         yield from self._head_ops(stream)
 
-    def _layers_ops(self, stream: Stream, *, samples_only: bool) -> Iterator[GroupedOp]:
+    def _layers_ops(self, stream: Stream, *, logits_only: bool) -> Iterator[GroupedOp]:
         """Yields the operations of all layers, behind which `stream` is what they have made: with
-        `samples_only` of the rows that sample."""
+        `logits_only` of the rows' last tokens."""
         step, work, weights = self._step, self._workspace, self._weights
         description = self._description
         yield "", gather_op(weights.embedding, work.hidden, step.token_ids, step.num_tokens)
@@ -261,18 +261,18 @@ class NativeTransformer:
         for index, block in enumerate(description.blocks):
             is_last = index == description.num_layers - 1
             yield from self._attention_ops(index, block, stream)
-            if is_last and samples_only:
-                for source, out in self._sampled(block):
+            if is_last and logits_only:
+                for source, out in self._last_tokens(block):
                     yield "", gather_op(source, out, step.logit_rows, step.num_logits)
-                self._go_on_with_samples(stream)
+                self._go_on_with_logits(stream)
             yield from self._feed_forward_ops(index, block, stream)
             if block.layer_input is not None:
                 yield from self._layer_input_ops(index, block, stream)
             stream.sum_scale = weights.blocks[index].scalar
 
-    def _go_on_with_samples(self, stream: Stream) -> None:
+    def _go_on_with_logits(self, stream: Stream) -> None:
         stream.hidden, stream.count = self._workspace.last_hidden, self._step.num_logits
-        stream.samples_only = True
+        stream.logits_only = True
 
     def _chosen_ops(self, stream: Stream) -> Iterator[GroupedOp]:
         """Goes on with the tokens of `logit_rows`, of a stream of all tokens, which stays as it
@@ -283,16 +283,16 @@ class NativeTransformer:
         if stream.delta is not None:
             yield "", gather_op(stream.delta, work.last_delta, *rows)
             stream.delta = work.last_delta
-        self._go_on_with_samples(stream)
+        self._go_on_with_logits(stream)
 
     def _head_ops(self, stream: Stream) -> Iterator[GroupedOp]:
-        """The last norm and the logits, of the rows that sample."""
+        """The last norm and the logits, of the tokens that get these."""
         work, weights, description = self._workspace, self._weights, self._description
         yield from self._ops.add_and_norm(description.final_norm, weights.norm, stream)
         logits = work.logits[:, : description.vocab_size]
         yield "", linear_op(work.normed, weights.head, logits, stream.count)
         yield from of_group(LM_HEAD, self._adapters.replace_logits(work.normed, work.logits))
-        added = self._adapters.add(HEAD, work.normed, work.logits, None, samples_only=True)
+        added = self._adapters.add(HEAD, work.normed, work.logits, None, logits_only=True)
         yield from of_group(HEAD, added)
         head = description.head
         if head.scale != 1.0 or head.softcap is not None:
@@ -347,9 +347,9 @@ class NativeTransformer:
         for attention in self._attention.values():
             yield "", attention.items_op()
 
-    def _sampled(self, block: Block) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields what the last layer reads on after its attention, with where the rows of it go
-        that sample: the others are done."""
+    def _last_tokens(self, block: Block) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields what the last layer reads on after its attention, with where the rows' last tokens
+        of it go: the others are done."""
         work, size = self._workspace, block.attention.q_size
         yield work.hidden, work.last_hidden
         yield work.rows_of(work.mixed, size), work.last_mixed
@@ -416,7 +416,7 @@ class NativeTransformer:
             if norm is None or weight is None or not norm.module:
                 continue
             path = norm.path(index)
-            found = self._adapters.token_weights(path, weight, samples_only=False)
+            found = self._adapters.token_weights(path, weight, logits_only=False)
             if found is not None:
                 group = f"{path.rpartition('.')[0]}.{HEAD_NORMS}"
                 own[side] = found[1].weight
@@ -429,13 +429,13 @@ class NativeTransformer:
         """From what attention weighed on, of the tokens that are left."""
         work, weights, name = self._workspace, self._weights.blocks[index], f"layers.{index}"
         mixed = work.rows_of(work.mixed, block.attention.q_size)
-        mixed = work.last_mixed if stream.samples_only else mixed
+        mixed = work.last_mixed if stream.logits_only else mixed
         yield from self._ops.project(f"{name}.o", mixed, weights.o, work.delta, stream)
         norm = weights.attention_post_norm
         yield from self._ops.post_norm(block.attention_post_norm, norm, stream, index)
         stream.leave(work.delta, block.residual_scale)
         if block.is_parallel:
-            x = work.last_normed if stream.samples_only else work.normed
+            x = work.last_normed if stream.logits_only else work.normed
         else:
             x = stream.hidden if weights.feed_forward_norm is None else work.normed
         norm = weights.feed_forward_norm
@@ -476,7 +476,7 @@ class NativeTransformer:
         yield from self._ops.project(
             names[0], stream.hidden, weights.layer_input.gate, gate, stream
         )
-        own = work.last_layer_input if stream.samples_only else self._layer_input_of(index)
+        own = work.last_layer_input if stream.logits_only else self._layer_input_of(index)
         yield "", GATED[layer_input.activation](gate, own, gated, stream.count)
         yield from self._ops.project(names[1], gated, weights.layer_input.out, work.delta, stream)
         norm = weights.layer_input_post_norm

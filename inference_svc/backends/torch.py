@@ -25,17 +25,15 @@ from inference_svc.backends.base import (
     returns_experts,
 )
 from inference_svc.backends.magnitudes import Magnitudes
+from inference_svc.backends.slot_runs import last_slots, scored_indices, scored_slot_runs, slot_runs
 from inference_svc.core import (
     BASE_SLOT,
     Batch,
     BatchRow,
     EngineConfig,
     ScoredRun,
-    scored_indices,
     scored_runs,
     scored_slices,
-    scored_slot_runs,
-    slot_runs,
 )
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder, Experts
 from inference_svc.model.inputs import StepInputs
@@ -64,7 +62,7 @@ class LoraStep:
     """Changes what the base has computed; see `model.lora.Lora`. Groups that are not in `targets`
     are passed over: no adapter that the server accepts changes them.
 
-    `plan` covers all tokens of the step, `head_plan` the rows that produce logits.
+    `plan` covers all tokens of the step, `head_plan` those that get logits.
     """
 
     arena: Arena
@@ -112,8 +110,8 @@ class LoraStep:
             group = self.targets.groups[HEAD]
             add_lora(out, x, arena.flat, arena.table, self.head_plan, group)
 
-    def norm(self, module: str, norm: NormWeight, *, samples_only: bool = False) -> NormWeight:
-        plan = self.head_plan if samples_only else self.plan
+    def norm(self, module: str, norm: NormWeight, *, logits_only: bool = False) -> NormWeight:
+        plan = self.head_plan if logits_only else self.plan
         weight = self.targets.weights.get(module)
         if weight is None or weight not in plan.weights:
             return norm
@@ -143,9 +141,9 @@ def plan_lora(rows: Sequence[BatchRow], arena: Arena, targets: AppliedTargets) -
     runs = slot_runs(sequences, starts, counts)
     if max(runs.slots) == BASE_SLOT:
         return None
-    sampling = [row.slot for row in rows if row.samples]
     plan = LoraPlan.build(*runs, arena.table, arena.device)
-    head_plan = LoraPlan.build(sampling, [1] * len(sampling), arena.table, arena.device)
+    heads = last_slots(sequences, starts, counts), [1] * len(rows)
+    head_plan = LoraPlan.build(*heads, arena.table, arena.device)
     return LoraStep(arena, targets, plan, head_plan)
 
 

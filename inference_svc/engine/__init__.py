@@ -7,6 +7,9 @@ fair_queue     all waiting sequences, fair among tenants
 siblings       sequences that wait for another one to compute their prompt
 tenant_queue   one tenant's waiting sequences: priorities, adapters, aged requests
 round_robin    deficit round robin
+places         which sequences give up their places for tenants that have none
+grants         how many tokens of each running sequence a step computes
+prices         what choosing and scoring tokens costs
 admission      which requests are refused before they wait, and when to retry
 throughput     recent rates, which admission predicts waits from
 expiries       timeouts of sequences
@@ -17,6 +20,7 @@ runner         turns a batch into tokens
 sampler        chooses tokens from logits
 scorer         the log probabilities of a prompt's tokens
 penalties      penalties and bans on logits
+losses         requests that end because they cannot be computed
 settle         accounts for a step: appends tokens, publishes pages, ends sequences
 moves          requests that go on with a newer version of their adapter
 commands       commands of operators

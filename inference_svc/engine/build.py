@@ -28,9 +28,16 @@ from inference_svc.engine.commands import Commands
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.inspect import Inspect, InspectImage
 from inference_svc.engine.life_cycle import LifeCycle
+from inference_svc.engine.losses import Losses
 from inference_svc.engine.memory_budget import check_budgets, human
 from inference_svc.engine.messages import Restored
 from inference_svc.engine.pages import PagePool
+from inference_svc.engine.prices import (
+    LISTED_OPERATIONS,
+    SORT_OPERATIONS,
+    WALK_OPERATIONS,
+    Prices,
+)
 from inference_svc.engine.profiler import StepProfiler
 from inference_svc.engine.routed_pages import RoutedPages
 from inference_svc.engine.runner import Runner
@@ -43,7 +50,7 @@ from inference_svc.host.cpus import partition_cpus, usable_cpus
 from inference_svc.host.device_info import machine_name
 from inference_svc.model.architectures import load_description
 from inference_svc.model.base_hashes import hashing_base
-from inference_svc.model.description import Decoder
+from inference_svc.model.description import Block, Decoder, ExpertsProjection
 from inference_svc.model.headers import tower_modules
 from inference_svc.model.weights import check_tensors
 
@@ -102,7 +109,7 @@ def build_engine(
     combinations = Combinations(
         *(residency, layout, config.max_loras, num_mixes, config.max_added_tokens)
     )
-    scheduler = Scheduler(_limits(config), pages, combinations)
+    scheduler = Scheduler(_limits(config), pages, combinations, prices_of(decoder))
     if pace is not None:
         pace.is_needed = lambda: bool(scheduler.running) and not residency.loads.queued
     profiler = StepProfiler(factory.profiler_device)
@@ -112,19 +119,20 @@ def build_engine(
     settler = Settler(scheduler, eos_token_ids, config.max_model_len, routed=routed)
     times, machine = StepTimes(), machine_name(config.device)
     life_cycle = LifeCycle(scheduler, runner, residency, post)
+    losses = Losses(config.dtype)
     describe = Describe(
-        *(scheduler, residency, runner, settler, budget, times, machine), life_cycle
+        *(scheduler, residency, runner, settler, budget, times, machine), life_cycle, losses
     )
     wait_s, inspect = config.adapter_wait_s, Inspect(scheduler, residency, config.device)
     inspect_image = InspectImage(backend, layout)
     commands = Commands(
         *(residency, describe, inspect, inspect_image, pages.forget_prefixes),
-        *(profiler, life_cycle, wait_s),
+        *(profiler, life_cycle, losses, wait_s),
     )
     admission = Admission(scheduler, config.max_queue, config.max_tenant_queue)
     engine = Engine(
         *(scheduler, runner, settler, residency, combinations),
-        *(commands, admission, times, wait_s),
+        *(commands, admission, times, losses, wait_s),
     )
     return BuiltEngine(engine, residency, puller, layout, decoder)
 
@@ -144,7 +152,7 @@ def _make_residency(
         *(config.max_lora_rank, human(largest.num_bytes), human(config.arena_bytes)),
         extra={"largest_bytes": largest.num_bytes, "arena_bytes": config.arena_bytes},
     )
-    slots = Slots(config.arena_bytes, config.max_loras, largest)
+    slots = Slots(config.arena_bytes, config.max_loras, largest, config.tenant_share)
     # One more, so that prefetching takes no thread from what requests wait for.
     check = partial(layout.check_contents, max_added_tokens=config.max_added_tokens)
     num_threads = config.pull_workers + config.prefetch
@@ -182,3 +190,26 @@ def _allocate_host_tier(config: EngineConfig, *, pin_memory: bool) -> HostTier |
     if pin_memory:
         raise ValueError("--host-memory must be above 0 on this device: images are pulled into it")
     return None
+
+
+def prices_of(decoder: Decoder) -> Prices:
+    """Returns what choosing and scoring tokens of this model costs."""
+    of_token = 2 * sum(map(_num_weights, decoder.blocks))
+    return Prices(
+        logits=decoder.vocab_size * 2 * decoder.hidden_size / of_token,
+        logprobs=decoder.vocab_size * WALK_OPERATIONS / of_token,
+        sort=decoder.vocab_size * SORT_OPERATIONS / of_token,
+        listed=LISTED_OPERATIONS / of_token,
+    )
+
+
+def _num_weights(block: Block) -> int:
+    """Counts the weights of projections that a token passes."""
+    count = 0
+    for projection in block.projections:
+        times = 1
+        if isinstance(projection, ExpertsProjection):
+            assert block.experts is not None
+            times = block.experts.num_chosen
+        count += times * projection.in_features * projection.out_features
+    return count

@@ -12,6 +12,7 @@ from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import Slots
 from inference_svc.engine.life_cycle import COMMANDS as LIFE_CYCLE
 from inference_svc.engine.life_cycle import LifeCycle
+from inference_svc.engine.losses import Losses
 from inference_svc.engine.messages import Call, Command, Reply
 from inference_svc.engine.profiler import StepProfiler
 from inference_svc.engine.status_types import (
@@ -42,6 +43,7 @@ class Commands:
     forget_prefixes: Callable[[], None]
     profiler: StepProfiler
     life_cycle: LifeCycle
+    losses: Losses
     adapter_wait_s: float
     _loads: list[_PendingLoad] = field(default_factory=list)
     _unloads: list[tuple[Call, int]] = field(default_factory=list)
@@ -92,8 +94,9 @@ class Commands:
             raise AdapterNotFound(
                 f"adapter {call.digest} is not on the device{hint}", subject="ref"
             )
-        change = device.pin if call.command is Command.PIN else device.unpin
-        return _view(change(call.digest), "device")
+        if call.command is Command.PIN:
+            return self._view(device.pin(call.digest, call.account), "device")
+        return self._view(device.unpin(call.digest, call.account), "device")
 
     def _tiers(self) -> Iterator[tuple[str, Slots]]:
         yield "device", self.residency.device
@@ -106,7 +109,7 @@ class Commands:
         for tier, slots in self._tiers():
             resident = slots.get(digest)
             if resident is not None and resident.ready:
-                return self.inspect_image(resident, _view(resident, tier))
+                return self.inspect_image(resident, self._view(resident, tier))
         tiers = self.residency.tiers
         is_loading = any(
             digest in loading for loading in (self.residency.loads, tiers.copies, tiers.dividing)
@@ -120,12 +123,25 @@ class Commands:
 
     def _list(self, limit: int) -> tuple[ResidentAdapter, ...]:
         ready = (
-            _view(resident, tier)
+            self._view(resident, tier)
             for tier, slots in self._tiers()
             for resident in slots.last_used_first()
             if resident.ready
         )
         return tuple(islice(ready, limit) if limit else ready)
+
+    def _view(self, resident: Resident, tier: str) -> ResidentAdapter:
+        return ResidentAdapter(
+            digest=resident.digest,
+            tier=tier,
+            num_bytes=resident.num_bytes,
+            rank=resident.rank,
+            pinned=resident.pinned,
+            running_requests=resident.users if tier == "device" else 0,
+            last_used_time_s=resident.last_used_time_s,
+            load_seconds=resident.load_seconds,
+            num_not_finite=self.losses.num_not_finite(resident.digest),
+        )
 
     def poll(self, now_s: float) -> list[Reply]:
         """Returns the replies that have become possible."""
@@ -149,11 +165,13 @@ class Commands:
         if self.residency.is_resident(call.digest):
             device = self.residency.device
             try:
-                resident = device.pin(call.digest) if call.pin else device.get(call.digest)
+                resident = device.get(call.digest)
+                if call.pin:
+                    resident = device.pin(call.digest, call.account)
             except ServiceError as error:
                 return Reply(call.call_id, error=error)
             assert resident is not None
-            return Reply(call.call_id, _view(resident, "device"))
+            return Reply(call.call_id, self._view(resident, "device"))
         self.residency.ensure_loading(call.digest, now_s)  # it may have been evicted meanwhile
         expiry_s = self._expiry_s(pending)
         if expiry_s is not None and now_s >= expiry_s:
@@ -207,16 +225,3 @@ class Commands:
         moments = [*map(self._expiry_s, self._loads), self.profiler.next_expiry_s()]
         moments.append(self.life_cycle.next_expiry_s())
         return min((moment for moment in moments if moment is not None), default=None)
-
-
-def _view(resident: Resident, tier: str) -> ResidentAdapter:
-    return ResidentAdapter(
-        digest=resident.digest,
-        tier=tier,
-        num_bytes=resident.num_bytes,
-        rank=resident.rank,
-        pinned=resident.pinned,
-        running_requests=resident.users if tier == "device" else 0,
-        last_used_time_s=resident.last_used_time_s,
-        load_seconds=resident.load_seconds,
-    )

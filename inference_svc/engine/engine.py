@@ -24,6 +24,7 @@ from inference_svc.engine.admission import Admission
 from inference_svc.engine.commands import Commands
 from inference_svc.engine.expiries import Expiries
 from inference_svc.engine.life_cycle import LifeCycle
+from inference_svc.engine.losses import Loss, Losses
 from inference_svc.engine.messages import (
     Abandon,
     Call,
@@ -49,15 +50,12 @@ from inference_svc.engine.settle import Settler
 from inference_svc.engine.step_times import StepPhases, StepTimes
 from inference_svc.errors import (
     AdapterUnavailable,
+    AdapterUnusable,
     DuplicateRequest,
     EngineFailed,
-    OutOfDeviceMemory,
     with_name,
 )
 from servicekit.errors import Draining, ServiceError
-
-RETRY_S = 1.0
-"""When a request may be tried again that the device had no memory for: others may have left."""
 
 
 @dataclass
@@ -73,6 +71,7 @@ class Engine:
     commands: Commands
     admission: Admission
     times: StepTimes
+    losses: Losses
     adapter_wait_s: float
     sequences: dict[str, Sequence] = field(default_factory=dict)
     is_stopping: bool = False
@@ -115,16 +114,18 @@ class Engine:
         self.residency.finish_copies(self.runner.pop_completed_copies(), began_s)
         for divided in self.runner.divide_magnitudes():
             self.residency.finish_dividing(*divided)
+            if isinstance(divided.error, AdapterUnusable):
+                self.losses.add_refused(divided.digest)
         with profiler.marks("schedule"):
             batch = self.scheduler.schedule(began_s)
         if batch is None:
             return False
         scheduled_s = time.monotonic()
-        sampled, timings, failed, scores = self.runner.run(batch)
-        if failed:
-            rows = tuple(row for row in batch.rows if row.sequence not in failed)
+        sampled, timings, lost, scores = self.runner.run(batch)
+        if lost:
+            rows = tuple(row for row in batch.rows if row.sequence not in lost)
             batch = replace(batch, rows=rows)
-            scores = [each for each in scores if each.sequence not in failed]
+            scores = [each for each in scores if each.sequence not in lost]
         self.times.add_load(timings.change_residency)
         settled_s = time.monotonic()
         with profiler.marks("settle"):
@@ -135,8 +136,8 @@ class Engine:
             if output.is_last:
                 self.moves.discard(self.sequences.pop(output.request_id))
         self._outputs += outputs
-        for sequence in failed:
-            self._end(sequence, settled_s, error=_out_of_memory())
+        for sequence, loss in lost.items():
+            self._lose(sequence, loss, settled_s)
         if batch.rows:
             profiler.stepped()
             schedule_s, settle_s = scheduled_s - began_s, time.monotonic() - settled_s
@@ -145,6 +146,10 @@ class Engine:
             )
         return True
 
+    def _lose(self, sequence: Sequence, loss: Loss, now_s: float) -> None:
+        """Ends a sequence that cannot be computed."""
+        self._end(sequence, now_s, error=self.losses.add(sequence, loss))
+
     def _flush_outputs(self) -> StepOutputs:
         spans = self.residency.pop_spans()
         flushed = StepOutputs(tuple(self._outputs), tuple(self._replies), spans=spans)
@@ -152,8 +157,11 @@ class Engine:
         return flushed
 
     def next_expiry_s(self) -> float | None:
-        """Returns when, on the monotonic clock, a waiting sequence or load expires next."""
+        """Returns when, on the monotonic clock, a waiting sequence or load expires next, or a
+        sequence becomes aged, which may take memory from adapters that others wait for."""
         expiries = [self._deadlines.next_s(), self._adapter_waits.next_s()]
+        if any(self.residency.loads.num_short().values()):
+            expiries.append(self.scheduler.queue.next_ageing_s(time.monotonic()))
         expiries += [self.commands.next_expiry_s(), self.residency.next_expiry_s()]
         return min((e for e in expiries if e is not None), default=None)
 
@@ -362,12 +370,3 @@ class Engine:
 def _label(request: Request, digest: str) -> str:
     """Returns what errors call the request's adapter, or that of its adapters which this is."""
     return label_of_part(request.digest, request.adapter, digest)
-
-
-def _out_of_memory() -> ServiceError:
-    return OutOfDeviceMemory(
-        "the device's memory does not suffice for one token of the request: the server needs a "
-        "smaller --kv-memory or --adapter-memory",
-        subject="device",
-        retry_after_s=RETRY_S,
-    )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from inference_svc.core import Sequence
+from inference_svc.engine.prices import FREE, Prices
 from inference_svc.engine.round_robin import DeficitRoundRobin
 from inference_svc.engine.tenant_queue import Flow, TenantQueue
 
@@ -16,14 +18,16 @@ class FairQueue:
     """Sequences that do not run. A step visits those that it starts, never all of them.
 
     Sequences whose adapter is not resident are parked, by digest: they cost a step nothing. A
-    tenant, and within it an adapter, may take `quantum` tokens per round; what a sequence may
-    generate is charged when it starts, and refunded if it ends earlier. After `ageing_s` a sequence
-    is aged: half of its tenant's tokens go to aged ones, in order of arrival.
+    tenant, and within it an adapter, may take `quantum` tokens per round, at `prices`. What is to
+    be computed is charged whenever a sequence starts; what it may generate the first time, and
+    refunded if it ends earlier; sorting for its tokens as they come. After `ageing_s` a sequence is
+    aged: half of its tenant's tokens go to aged ones, in order of arrival.
     """
 
-    def __init__(self, quantum: int, ageing_s: float) -> None:
+    def __init__(self, quantum: int, ageing_s: float, prices: Prices = FREE) -> None:
         self._quantum = quantum
         self._ageing_s = ageing_s
+        self._prices = prices
         self._tenants: dict[str, TenantQueue] = {}
         self._with_adapters: dict[str, TenantQueue] = {}  # longest waiting first
         self._round_robin = DeficitRoundRobin(quantum)  # of tenants with ready sequences
@@ -50,6 +54,15 @@ class FairQueue:
         """Returns the tenant's waiting sequences; None if there are none."""
         return self._tenants.get(name)
 
+    def ready_tenants(self) -> Iterator[TenantQueue]:
+        """Iterates over the tenants that have a sequence which may start."""
+        return (tenant for tenant in self._tenants.values() if tenant.num_ready)
+
+    def is_near(self, tenant: TenantQueue) -> bool:
+        """Whether a tenant that has a sequence which may start is served in this round, or the next
+        one: it has not had more than the others."""
+        return self._round_robin.is_near(tenant.name)
+
     def digests(self) -> list[str]:
         """Returns the adapters of waiting sequences, in no order."""
         return [digest for digest in self._flows if digest]
@@ -71,6 +84,17 @@ class FairQueue:
     def aged_s(self, now_s: float) -> float:
         """Sequences that arrived at this time or before are aged."""
         return now_s - self._ageing_s
+
+    def next_ageing_s(self, now_s: float) -> float | None:
+        """Returns when the next waiting sequence of an adapter becomes aged. Visits all of them."""
+        waiting = (
+            sequence.request.arrival_s
+            for digest in self.digests()
+            for sequence in self.of_digest(digest)
+        )
+        aged_s = self.aged_s(now_s)
+        arrival_s = min((each for each in waiting if each > aged_s), default=None)
+        return None if arrival_s is None else arrival_s + self._ageing_s
 
     # Adding and removing sequences.
 
@@ -132,11 +156,15 @@ class FairQueue:
     def start(self, sequence: Sequence, num_tokens: int) -> None:
         """Removes a sequence that starts; `num_tokens` of its known ones are to be computed."""
         tenant = self._tenants[sequence.request.tenant]
+        charge = math.ceil(num_tokens * self._prices.of_prompt(sequence))
         if not sequence.is_charged:
             sequence.is_charged = True
-            charge = num_tokens + GENERATED_WEIGHT * _num_remaining(sequence)
-            tenant.started(sequence, charge)
-            self._round_robin.charge(tenant.name, charge)
+            sequence.charged_per_token = GENERATED_WEIGHT + self._prices.of_choice(sequence)
+            charge += _price_of_remaining(sequence)
+        # Also of one that was computed before: or a round would never end in which one tenant's are
+        # computed again and again.
+        tenant.started(sequence, charge)
+        self._round_robin.charge(tenant.name, charge)
         was_oldest = tenant.oldest is sequence
         self.remove(sequence)
         # Else its adapter would be evicted before it can start.
@@ -146,11 +174,20 @@ class FairQueue:
     def ended(self, sequence: Sequence) -> None:
         """Refunds what the sequence was charged for and has not generated."""
         if sequence.is_charged:
-            unused = GENERATED_WEIGHT * _num_remaining(sequence)
-            self._round_robin.charge(sequence.request.tenant, -unused)
-            tenant = self._tenants.get(sequence.request.tenant)
-            if tenant is not None:
-                tenant.charge(sequence, -unused)
+            self._charge(sequence, -_price_of_remaining(sequence))
+
+    def sorted_for(self, sequence: Sequence) -> None:
+        """Charges for the sorting of the vocabulary that the last token took: nobody knows before
+        for which tokens it is sorted."""
+        count, price = sequence.num_output, self._prices.sort
+        # The parts of tokens add up.
+        self._charge(sequence, int(count * price) - int((count - 1) * price))
+
+    def _charge(self, sequence: Sequence, num_tokens: int) -> None:
+        self._round_robin.charge(sequence.request.tenant, num_tokens)
+        tenant = self._tenants.get(sequence.request.tenant)
+        if tenant is not None:
+            tenant.charge(sequence, num_tokens)
 
     def in_order(self, now_s: float) -> Iterator[tuple[str, bool]]:
         """Yields the digests of waiting sequences in the order in which their adapters are due, and
@@ -196,6 +233,13 @@ class FairQueue:
         assert self.ready_tokens == sum(tenant.ready_tokens for tenant in tenants)
 
 
+def _price_of_remaining(sequence: Sequence) -> int:
+    """Returns the price of the tokens that a charged sequence may still generate, as it was charged
+    for them."""
+    num_remaining = max(0, sequence.request.sampling.max_tokens - sequence.num_output)
+    return math.ceil(num_remaining * sequence.charged_per_token)
+
+
 class _Recount:
     """Updates the sums over tenants, and the round robin, after one tenant changes."""
 
@@ -219,8 +263,3 @@ class _Recount:
         self._queue.num_parked += sign * self._tenant.num_parked
         self._queue.num_parked_tenants += sign * (self._tenant.num_parked > 0)
         self._queue.ready_tokens += sign * self._tenant.ready_tokens
-
-
-def _num_remaining(sequence: Sequence) -> int:
-    """Returns how many tokens the sequence may still generate."""
-    return max(0, sequence.request.sampling.max_tokens - sequence.num_output)

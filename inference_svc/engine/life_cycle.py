@@ -16,6 +16,7 @@ from inference_svc.engine.messages import Call, Command, PauseMode, Reply, Resto
 from inference_svc.engine.runner import Runner
 from inference_svc.engine.scheduler import Hold, Scheduler
 from inference_svc.errors import Asleep, CannotWake, Interrupted
+from inference_svc.host.device_faults import find_fault
 from servicekit.errors import ServiceError
 
 logger = logging.getLogger(__name__)
@@ -135,14 +136,17 @@ class LifeCycle:
         except ServiceError as error:
             logger.error("the server cannot wake up: %s", error.message)
             self.post(Restored(error))
-        except Exception:
+        except Exception as error:
             logger.exception("the server cannot wake up")
-            self.post(Restored(CannotWake("the server cannot wake up: its log says why")))
+            cannot = CannotWake("the server cannot wake up: its log says why")
+            self.post(Restored(cannot, broken=None if find_fault(error) is None else error))
         else:
             self.post(Restored())
 
     def on_restored(self, message: Restored, now_s: float) -> list[Reply]:
-        """Returns the replies to those who wait for it."""
+        """Returns the replies to those who wait for it. Raises what has broken the device."""
+        if message.broken is not None:
+            raise message.broken
         wakes, self._wakes = self._wakes, []
         if message.error is None:
             self.sleep = Sleep.AWAKE

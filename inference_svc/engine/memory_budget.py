@@ -12,11 +12,15 @@ from dataclasses import dataclass
 from inference_svc.backends.base import BackendFactory, DeviceMemory, MemoryNeeds, num_kv_pages
 from inference_svc.core import EngineConfig
 from inference_svc.engine.routed_pages import routed_pages_bytes
+from inference_svc.errors import DeviceFull
 from inference_svc.host.memory import available_bytes, resident_bytes
 from inference_svc.model.description import Decoder
 
 logger = logging.getLogger(__name__)
 
+IN_USE = "in use"
+DRIVER_BYTES = 3 << 29
+"""What the driver, and a context of ours, may take of a device that no other program uses."""
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -46,13 +50,21 @@ class Budget:
         return sum(line.num_bytes for line in self.lines if line.name == name)
 
     def check(self) -> None:
-        """Raises ValueError with all lines when the lines exceed the limit."""
+        """Raises ValueError with all lines when the lines exceed the limit: DeviceFull if they
+        would not without other programs."""
         if self.limit_bytes is None or self.needed_bytes <= self.limit_bytes:
             return
         missing = self.needed_bytes - self.limit_bytes
-        raise ValueError(
-            f"the {self.place} memory does not suffice: {human(missing)} are missing\n{self}"
-        )
+        message = f"the {self.place} memory does not suffice: {human(missing)} are missing"
+        others_bytes = max(0, self.bytes_of(IN_USE) - DRIVER_BYTES)
+        if missing <= others_bytes:
+            used_bytes = self.bytes_of(IN_USE)
+            raise DeviceFull(
+                f"{message}, and other programs have {human(used_bytes)} of it: of "
+                f"{human(self.needed_bytes - used_bytes)} that this server needs, "
+                f"{human(max(0, self.limit_bytes - used_bytes))} are free\n{self}"
+            )
+        raise ValueError(f"{message}\n{self}")
 
     def __str__(self) -> str:
         """Returns a table: a row for each line, their sum, the limit."""
@@ -116,15 +128,15 @@ def plan_budgets(
         Line("process", resident_bytes() + config.frontend_bytes),
     )
     if memory is None:
-        limit_bytes, change = config.memory_limit_bytes, "--memory-limit"
+        limit_bytes, change = config.memory_limit_bytes, "memory-limit"
         return (_host_budget((*on_device, *on_host), limit_bytes, change),)
     limit_bytes = config.memory_limit_bytes or memory.total_bytes
     in_use_bytes = memory.total_bytes - memory.free_bytes
-    in_use = Line("in use", in_use_bytes, "other programs on the device, beside the driver's part")
-    change = "--memory-limit, or a larger device"
+    in_use = Line(IN_USE, in_use_bytes, "other programs on the device, beside the driver's part")
+    change = "memory-limit, or a larger device"
     return (
         Budget("device", (*on_device, in_use), limit_bytes, change),
-        _host_budget(on_host, config.host_limit_bytes, "--host-memory-limit"),
+        _host_budget(on_host, config.host_limit_bytes, "host-memory-limit"),
     )
 
 

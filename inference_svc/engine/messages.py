@@ -100,7 +100,8 @@ class Call:
     resumes by itself, 0 for never; `frees_weights` is for SLEEP. `limit` is the maximum of what
     LIST_RESIDENT returns, 0 for all: those on the device before the others, the last used of each
     tier first; of the rows of each list that INSPECT returns; and of the steps that PROFILE traces,
-    within `timeout_s`. `trace` and `adapter` are as in a Request.
+    within `timeout_s`. `trace` and `adapter` are as in a Request. A pin counts against the share of
+    `account`; "" has none, and UNPIN of "" takes back the pins of all accounts.
     """
 
     call_id: int
@@ -113,13 +114,16 @@ class Call:
     adapter: str = ""
     pause_mode: PauseMode = PauseMode.KEEP
     frees_weights: bool = False
+    account: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What was freed is there again, or could not be had: from the engine's own thread for that."""
+    """What was freed is there again, or could not be had: from the engine's own thread for that.
+    `broken`: the device failed meanwhile."""
 
     error: ServiceError | None = None
+    broken: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """Requests that follow their adapter's name to newer versions, at the border of a step.
 
-Until a version can be used, its requests go on with the one before: a load delays nobody.
+Until a version can be used, its requests go on with the one before: a load delays nobody. What is
+computed anew for a version has generated NEW_TOKENS, and an eighth of its length, before it is so
+for another: versions that come faster are passed over.
 """
 
 from __future__ import annotations
@@ -8,15 +10,20 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from inference_svc.core import Sequence, SequenceState
+from inference_svc.core import Sequence, SequenceState, VersionPolicy
 from inference_svc.engine.messages import Move
 from inference_svc.engine.scheduler import Scheduler
+
+NEW_TOKENS = 16
+"""What is generated, at least, before it is all computed anew once more."""
+ANEW_PER_NEW = 8
+"""How many tokens may be computed anew for each one that is generated, of long sequences."""
 
 
 @dataclass(slots=True)
 class _Pending:
     """A sequence that is to move to `target`, for which it is a waiter, and then to `then`: what is
-    nearly loaded is not given up for what has come since."""
+    nearly loaded is not given up for what has come since, but what could be moved to is."""
 
     sequence: Sequence
     target: Move
@@ -36,10 +43,13 @@ class Moves:
         if move.digest == sequence.request.digest:
             self.discard(sequence)
         elif pending is None:
-            self.scheduler.adapters.add_waiter(move.digest, now_s, count=False)
-            self._pending[move.request_id] = _Pending(sequence, move)
+            self._wait_for(_Pending(sequence, move), now_s)
         else:
             pending.then = None if move.digest == pending.target.digest else move
+
+    def _wait_for(self, pending: _Pending, now_s: float) -> None:
+        self.scheduler.adapters.add_waiter(pending.target.digest, now_s, count=False)
+        self._pending[pending.target.request_id] = pending
 
     def discard(self, sequence: Sequence) -> None:
         """Forgets a sequence, which ends, or stays."""
@@ -51,10 +61,13 @@ class Moves:
         """Moves what can move; called between two steps."""
         for pending in list(self._pending.values()):
             digest = pending.target.digest
-            if self.scheduler.is_schedulable(digest) and not _is_being_scored(pending.sequence):
-                self._move(pending, now_s)
-            else:  # it may have been evicted meanwhile
+            if not self.scheduler.is_schedulable(digest):  # it may have been evicted meanwhile
                 self.scheduler.adapters.ensure_loading(digest, now_s)
+            elif _may_move(pending.sequence):
+                self._move(pending, now_s)
+            elif pending.then is not None:
+                self.scheduler.adapters.remove_waiter(digest)
+                self._wait_for(_Pending(pending.sequence, pending.then), now_s)
 
     def fail(self, digest: str, now_s: float) -> None:
         """Gives up a version that cannot be loaded, or, for those that wait for it, moves to the
@@ -76,6 +89,7 @@ class Moves:
         target, sequence = pending.target, pending.sequence
         del self._pending[target.request_id]
         self.scheduler.move(sequence, target.adapter, target.digest, now_s)
+        sequence.may_move_at = sequence.num_output + new_tokens(sequence)
         if pending.then is not None:
             self.add(sequence, pending.then, now_s)
 
@@ -90,6 +104,21 @@ class Moves:
             assert pending.sequence.request.request_id == request_id == pending.target.request_id
             assert pending.sequence.state is not SequenceState.FINISHED
             assert pending.target.digest != pending.sequence.request.digest
+
+
+def new_tokens(sequence: Sequence) -> int:
+    """Returns how many tokens a sequence generates between two times that it is computed anew."""
+    return max(NEW_TOKENS, len(sequence.token_ids) // ANEW_PER_NEW)
+
+
+def _may_move(sequence: Sequence) -> bool:
+    """Whether a sequence may move to a version that is there. What waits has lost nothing yet."""
+    if _is_being_scored(sequence):
+        return False
+    policy, is_running = sequence.request.version_policy, sequence.state is SequenceState.RUNNING
+    if not is_running or (policy is VersionPolicy.FOLLOW_KEEP and sequence.has_sampled):
+        return True
+    return sequence.num_output >= sequence.may_move_at
 
 
 def _is_being_scored(sequence: Sequence) -> bool:

@@ -97,6 +97,10 @@ class PagePool:
         """Returns how many of these pages `share` would take from the free ones."""
         return sum(self._references[page] == 0 for page in pages)
 
+    def num_released(self, pages: Iterable[int]) -> int:
+        """Returns how many of these pages `release` would make free."""
+        return sum(self._references[page] == 1 for page in pages)
+
     def share(self, pages: Iterable[int]) -> None:
         """Adds a reference to each page."""
         for page in pages:

@@ -25,7 +25,7 @@ from typing import Any, Self
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.core import EngineConfig
 from inference_svc.engine.messages import Message, StepOutputs, Stop, StoreMessage
-from inference_svc.engine.process_main import Ready, StoreFactory, encode
+from inference_svc.engine.process_main import DUMP_SIGNAL, Ready, StoreFactory, encode
 from inference_svc.errors import EngineFailed
 from inference_svc.model.description import Decoder
 
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 END_S = 30.0
 """How long a child may take to end; one that hangs is killed."""
+KILL_S = 10.0
+"""How long a killed child may take to be gone: one that waits in the driver may stay for ever."""
 # This process's path, so that the child imports the same modules, and none from the working folder.
 _PROGRAM = (
     "import sys; sys.path[:] = {path!r}; from servicekit import interpreter_gc; "
@@ -96,6 +98,11 @@ class EngineProcess:
         """Whether the engine takes requests: started, not stopped, not failed."""
         return self._reader.is_alive() and not self._failed
 
+    def dump_stacks(self) -> None:
+        """Has the child write to standard error where its threads are, also while they hang."""
+        if self._process.poll() is None:
+            self._process.send_signal(DUMP_SIGNAL)
+
     def start(self, on_outputs: Callable[[StepOutputs], None]) -> None:
         """Starts to serve. `on_outputs` is called in a thread of this object's, at most once per
         step; it must not block."""
@@ -137,7 +144,15 @@ class EngineProcess:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            code = self._process.wait()
+            try:
+                code = self._process.wait(KILL_S)
+            except subprocess.TimeoutExpired:
+                logger.error(
+                    "the engine's process %d cannot be ended: it hangs in the driver, which only a "
+                    "reset of the device (`nvidia-smi -r`) or a reboot of the node ends",
+                    self.pid,
+                )
+                return "cannot be ended"
         if code < 0:
             return f"was ended by {signal.Signals(-code).name}"
         return f"ended with status {code}"

@@ -6,6 +6,7 @@ or the error, then StepOutputs, one per step, and StoreMessages.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import pickle
@@ -33,6 +34,10 @@ logger = logging.getLogger(__name__)
 SWITCH_S = 5e-4
 """How long a pull's Python may delay the engine, which needs the interpreter when it returns from a
 step in native code: by default ten times as long."""
+
+
+DUMP_SIGNAL = signal.SIGUSR1
+"""Has the engine's process write to standard error where its threads are."""
 
 
 class ChildStore(AdapterStore, Protocol):
@@ -69,6 +74,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # A signal may go to the whole group: the parent drains first, then sends Stop.
         signal.signal(number, signal.SIG_IGN)
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)
     sys.setswitchinterval(SWITCH_S)
     connection = Connection(os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)

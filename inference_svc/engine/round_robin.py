@@ -64,6 +64,11 @@ class DeficitRoundRobin:
                 return name
         return None
 
+    def is_near(self, name: str) -> bool:
+        """Whether a member that has work waiting is served in this round or the next one."""
+        self.first()  # which is of the round that runs
+        return self._positions[name] // self.quantum <= self._round + 1
+
     def charge(self, name: str, num_tokens: int) -> None:
         """Charges a member for tokens that it took. A negative number refunds what it did not use,
         which moves it forward only while others are still ahead."""

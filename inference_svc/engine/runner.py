@@ -12,16 +12,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from inference_svc.adapters.tiers import DivideMagnitudes
+from inference_svc.adapters.tiers import DivideMagnitudes, ResidencyChange
 from inference_svc.backends.base import Backend
 from inference_svc.backends.magnitudes import Divided, Magnitudes
-from inference_svc.core import Batch, SampledToken, Sequence
+from inference_svc.core import (
+    Batch,
+    BatchRow,
+    Request,
+    SampledToken,
+    SamplingParams,
+    Sequence,
+)
+from inference_svc.engine.losses import Loss
 from inference_svc.engine.profiler import Marks
 from inference_svc.engine.routed_pages import RoutedPages
-from inference_svc.engine.sampler import Sampler
+from inference_svc.engine.sampler import NOT_FINITE, Sampler
 from inference_svc.engine.scorer import SequenceScores, score
 from inference_svc.engine.step_limit import Rows, StepLimit
 from inference_svc.errors import CannotWake
+from inference_svc.host.device_faults import find_fault, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -37,19 +46,18 @@ class RunTimings(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """`sampled` has a token for each row that samples, in their order, but those of `failed`: the
-    device's memory did not suffice for one of their tokens. `scores` are in the order of the rows
-    and, of one, of its tokens."""
+    """`sampled` has a token for each row that samples, in their order, but for those that are
+    `lost`. `scores` are in the order of the rows and, of one, of its tokens."""
 
     sampled: list[SampledToken]
     timings: RunTimings
-    failed: list[Sequence]
+    lost: dict[Sequence, Loss]
     scores: list[SequenceScores]
 
     def plus(self, part: StepResult) -> StepResult:
         timings = RunTimings(*map(sum, zip(self.timings, part.timings, strict=True)))
         scores = self.scores + part.scores
-        return StepResult(self.sampled + part.sampled, timings, self.failed, scores)
+        return StepResult(self.sampled + part.sampled, timings, self.lost | part.lost, scores)
 
 
 class Runner:
@@ -71,6 +79,7 @@ class Runner:
         self._limit = limit
         self._routed = routed
         self._magnitudes: Magnitudes | None = None
+        self._has_logged = False  # why rows of this step fail
 
     def pop_completed_copies(self) -> list[str]:
         """Returns the adapters whose copies into the arena have completed since the last call."""
@@ -93,7 +102,9 @@ class Runner:
         CannotWake saying what to do, and UnsupportedModel."""
         try:
             self.backend.restore()
-        except (torch.OutOfMemoryError, MemoryError) as error:
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+                raise
             message = "others have taken the server's memory: free some, and wake it again"
             raise CannotWake(message) from error
         except OSError as error:
@@ -107,33 +118,56 @@ class Runner:
         """Applies the residency changes, computes every row, and samples for the rows that
         `samples`.
 
-        Where the memory does not suffice rows are computed in smaller parts, one after the other:
-        they do not depend on each other. What of them was computed before is written again.
+        Where the memory does not suffice, or computing them fails, rows are computed in smaller
+        parts, one after the other: they do not depend on each other. What of them was computed
+        before is written again. A row that cannot be computed alone is lost.
         """
         began_s = time.perf_counter()
+        self._has_logged = False
         with self._marks("change_residency"):
-            self._arena.apply(batch.residency)
             for change in batch.residency:
-                if isinstance(change, DivideMagnitudes):
-                    self._magnitudes = self._magnitudes or self.backend.magnitudes()
-                    self._magnitudes.start(change.resident)
-        result = StepResult([], RunTimings(time.perf_counter() - began_s), [], [])
+                self._change_residency(change)
+        result = StepResult([], RunTimings(time.perf_counter() - began_s), {}, [])
         left, ran_out = batch.rows, False
         while left:
             part, rest = self._limit.cut(left)
             computed = self._compute(part)
             if computed is not None:
                 result, left = result.plus(computed), rest
-                continue
-            if ran_out and part[0].num_tokens == len(part) == 1:
-                lost = part[0].sequence
-                result.failed.append(lost)
-                left = tuple(row for row in rest if row.sequence is not lost)
-            self._reduce(part)
-            ran_out = True
+            else:
+                if ran_out and part[0].num_tokens == len(part) == 1:
+                    result.lost[part[0].sequence] = Loss.MEMORY
+                self._reduce(part)
+                ran_out = True
+            if result.lost:  # nothing more of them, of which a part may be left
+                left = tuple(row for row in left if row.sequence not in result.lost)
         if not ran_out:
             self._limit.succeeded()
         return result
+
+    def _change_residency(self, change: ResidencyChange) -> None:
+        """Makes one change. Where the memory does not suffice it frees what is not used, and tries
+        once more.
+
+        Any other error is a bug and ends the engine: no adapter's content causes it. A change has
+        offsets, shapes and ranks alone, of headers that `ModelLayout.read_header` and the refusals
+        of Loader and Combinations have checked. An adapter's values are first read by
+        `Magnitudes.advance`, where it fails alone, and by steps.
+        """
+        try:
+            self._arena.apply((change,))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            is_made = False
+        else:
+            is_made = True
+        if not is_made:  # without the error, which holds what was allocated
+            self.backend.free_unused()
+            self._arena.apply((change,))
+        if isinstance(change, DivideMagnitudes):
+            self._magnitudes = self._magnitudes or self.backend.magnitudes()
+            self._magnitudes.start(change.resident)
 
     def _keep_experts(self, rows: Rows, experts: Tensor) -> None:
         """Writes what tokens have chosen beside their keys and values. The step has been waited
@@ -153,24 +187,52 @@ class Runner:
         )
 
     def _compute(self, rows: Rows) -> StepResult | None:
-        """Returns None if the memory does not suffice."""
+        """Returns None if the memory does not suffice. Raises what has nothing to do with any row:
+        the device, or this server, is broken."""
         try:
             return self._compute_all(rows)
-        except torch.OutOfMemoryError:
-            # The error holds what the step has allocated, and is let go of here.
-            return None
+        except Exception as error:
+            found = find_fault(error)
+            if found is not None and found.is_fatal:
+                raise  # no row can be computed any more
+            if found is not None:
+                # The error holds what the step has allocated, and is let go of here.
+                return None
+            if not self._has_logged:
+                logger.exception("a step of %d rows fails", len(rows))
+                self._has_logged = True
+        return self._isolate(rows)
+
+    def _isolate(self, rows: Rows) -> StepResult | None:
+        """Computes in halves what fails as a whole, until a row that fails is alone and lost.
+
+        Returns None if the memory does not suffice, for a row of the base model in its place
+        either. Raises what that row raises: then it is not the rows."""
+        for row in rows:
+            row.sequence.token_counts = None  # half updated, perhaps
+        if len(rows) == 1:
+            try:
+                self._compute_all((_plain_row(rows[0]),))
+            except Exception as error:
+                if is_out_of_memory(error):
+                    return None
+                raise
+            return StepResult([], RunTimings(), {rows[0].sequence: Loss.FAULT}, [])
+        middle = len(rows) // 2
+        first, second = self._compute(rows[:middle]), self._compute(rows[middle:])
+        return None if first is None or second is None else first.plus(second)
 
     def _compute_all(self, rows: Rows) -> StepResult:
         began_s = time.perf_counter()
         with self._marks("prepare"):
             inputs = self.backend.prepare(Batch(rows))
-        sampling = [row.sequence for row in rows if row.samples]
         prepared_s = time.perf_counter()
         with self._marks("forward"):
             logits, argmax, experts = self.backend.forward(inputs)
         computed_s = time.perf_counter()
         with self._marks("sample"):
-            sampled = self._sampler.sample(logits, sampling, argmax)
+            choosing = [row.sequence if row.samples else None for row in rows]
+            tokens = self._sampler.sample(logits, choosing, argmax)
             if experts is not None:
                 self._keep_experts(rows, experts)
             scores = list(score(self.backend.score(inputs)))
@@ -180,4 +242,21 @@ class Runner:
             computed_s - prepared_s,
             time.perf_counter() - computed_s,
         )
-        return StepResult(sampled, timings, [], scores)
+        lost = {each.sequence: Loss.NOT_FINITE for each in scores if not each.is_sound}
+        for row, token in zip(rows, tokens, strict=True):
+            if token.token_id == NOT_FINITE:
+                lost[row.sequence] = Loss.NOT_FINITE
+        sampled = [
+            token
+            for row, token in zip(rows, tokens, strict=True)
+            if row.samples and row.sequence not in lost
+        ]
+        return StepResult(sampled, timings, lost, scores)
+
+
+def _plain_row(row: BatchRow) -> BatchRow:
+    """Returns one of the base model in the place of the first token of a row, which is lost: where
+    that fails, too, it is not the row that makes a step fail."""
+    request = Request("", (0,) * (row.start + 1), SamplingParams(temperature=0.0))
+    plain = Sequence(request, page_ids=row.sequence.page_ids)
+    return BatchRow(plain, row.start, 1, samples=True)

@@ -34,6 +34,14 @@ NUM_CANDIDATES = 1024
 OPEN = -1
 """In place of the token of a row that NUM_CANDIDATES do not suffice for."""
 
+NOT_FINITE = -2
+"""In place of the token of a row that none can be chosen for: its largest logit is infinite or no
+number, as all of them become where weights are too large.
+
+Where any logit is no number, so is the largest. Some may be -inf: such a token has the probability
+0, as tokens have that adapters of other rows add. Only logits are checked, not keys and values:
+infinite ones that change no logit stay among requests with the same adapter."""
+
 _SORTED_ROWS = 32
 """Rows whose full vocabulary is sorted at once: that takes many times the memory of their logits.
 """
@@ -93,11 +101,18 @@ class _Draws:
     def __init__(self, rows: list[tuple[int, Sequence]], device: torch.device) -> None:
         self._device = device
         self.rows = to_device([row for row, _ in rows], device)
+        self.num_rows = len(rows)
+        self._row_numbers = [row for row, _ in rows]
         self._sequences = [sequence for _, sequence in rows]
         params = [sequence.request.sampling for sequence in self._sequences]
         self.temperatures = to_device([[p.temperature] for p in params], device)
         self.limits = _Limits.of(params, device)
         self._seeds = np.array([p.seed & _MASK64 for p in params], np.uint64)
+
+    def note_sorted(self, rows: set[int]) -> None:
+        """Notes for each sequence whether its row is among these, which take more work."""
+        for row, sequence in zip(self._row_numbers, self._sequences, strict=True):
+            sequence.is_sorted = row in rows
 
     def numbers(self) -> Tensor:
         """This step's number of each row: fp64 [N, 1]."""
@@ -114,28 +129,47 @@ class _Processed(NamedTuple):
     sampling: SamplingParams
 
 
+class _Explained(NamedTuple):
+    """A row that has log probabilities, how many of its most likely tokens, and how many tokens
+    there are for it: other rows may have more, that their adapters add."""
+
+    row: int
+    num_top: int
+    vocab_size: int
+
+
 class _Rows:
     """The sampling parameters of a batch, as tensors. Steps of the same sequences share them."""
 
-    def __init__(self, sequences: list[Sequence], device: torch.device) -> None:
+    def __init__(self, sequences: list[Sequence | None], width: int, device: torch.device) -> None:
         def draws(rows: list[tuple[int, Sequence]]) -> _Draws | None:
             return _Draws(rows, device) if rows else None
 
-        self.sequences = list(sequences)
-        rows = [(row, s, s.request.sampling) for row, s in enumerate(sequences)]
+        self.sequences, self.width = list(sequences), width
+        rows = [(row, s, s.request.sampling) for row, s in enumerate(sequences) if s is not None]
         self.limited = [(row, s) for row, s, p in rows if p.min_tokens > 0]
         self.penalised = [(row, s) for row, s, p in rows if has_penalties(p)]
-        self.logprobs = [(row, p.logprobs) for row, _, p in rows if p.logprobs is not None]
-        self.processed = [
-            _Processed(place, row, sequences[row].request.sampling)
-            for place, (row, _) in enumerate(self.logprobs)
-            if sequences[row].request.sampling.logprobs_mode is LogprobsMode.PROCESSED
+        self.explained = [
+            _Explained(row, min(p.logprobs, size), size)
+            for row, s, p in rows
+            if p.logprobs is not None
+            for size in (known_tokens(s, width),)
         ]
-        numbers = [row for row, _ in self.logprobs]
+        self.processed = [
+            _Processed(place, each.row, sampling)
+            for place, each in enumerate(self.explained)
+            if (sampling := _sampling(sequences[each.row])).logprobs_mode is LogprobsMode.PROCESSED
+        ]
+        numbers = [each.row for each in self.explained]
         self.logprob_rows = to_device(numbers, device) if numbers else None
-        drawn = [(row, s, _is_cut(p)) for row, s, p in rows if p.temperature > 0]
+        drawn = [(row, s, p.is_cut) for row, s, p in rows if p.temperature > 0]
         self.uncut = draws([(row, s) for row, s, is_cut in drawn if not is_cut])
         self.cut = draws([(row, s) for row, s, is_cut in drawn if is_cut])
+
+
+def known_tokens(sequence: Sequence, width: int) -> int:
+    """Returns how many of `width` tokens there are for a sequence."""
+    return min(sequence.request.vocab_size or width, width)
 
 
 class Sampler:
@@ -148,41 +182,53 @@ class Sampler:
         self._rows: _Rows | None = None
 
     def sample(
-        self, logits: Tensor, sequences: list[Sequence], argmax: Tensor | None = None
+        self, logits: Tensor, sequences: list[Sequence | None], argmax: Tensor | None = None
     ) -> list[SampledToken]:
-        """Returns one token per row of `logits` [N, vocab] fp32, for the N `sequences`; `argmax`
-        int64 [N] are the rows' largest, if known. May change both in place; raw logprobs are of
-        the model's own distribution, before any change."""
-        if self._rows is None or self._rows.sequences != sequences:
-            self._rows = _Rows(sequences, logits.device)
+        """Returns one token per row of `logits` [N, vocab] fp32, for the N `sequences`: NOT_FINITE
+        where none can be chosen; where None is in a sequence's place, any. `argmax` int64 [N] are
+        the rows' largest, if known. May change both in place; raw logprobs are of the model's own
+        distribution, before any change."""
+        width = logits.shape[1]
+        if self._rows is None or self._rows.sequences != sequences or self._rows.width != width:
+            self._rows = _Rows(sequences, width, logits.device)
         rows, logprobs = self._rows, None
+        if argmax is None:
+            argmax = self._argmax(logits)
+        peaks = logits.gather(1, argmax.unsqueeze(1))
+        is_sound = peaks.isfinite()
         if rows.logprob_rows is not None:
             logprobs = logits.index_select(0, rows.logprob_rows).log_softmax(dim=-1)
         if rows.limited:
             ban_ends(logits, rows.limited, self._eos_token_ids)
         if rows.penalised:
             penalise(logits, rows.penalised)
-        if logprobs is not None:
-            _process(logits, logprobs, rows.processed)
-        if argmax is None or rows.limited or rows.penalised:
+        if rows.limited or rows.penalised:
             argmax = self._argmax(logits)
-        token_ids = self._choose(logits, argmax, rows)
+            peaks = logits.gather(1, argmax.unsqueeze(1))
+            is_sound &= peaks.isfinite()
+        if logprobs is not None:
+            _process(logits, peaks, logprobs, rows.processed)
+        token_ids = self._choose(logits, peaks, argmax, rows)
+        token_ids = token_ids.masked_fill(~is_sound.squeeze(1), NOT_FINITE)
         sampled = _read(token_ids, logprobs, rows)
-        if any(token.token_id == OPEN for token in sampled):
-            assert rows.cut is not None
-            token_ids[token_ids == OPEN] = _draw_sorted(logits, rows.cut, token_ids)
+        if rows.cut is None:
+            return sampled
+        open_rows = {row for row, token in enumerate(sampled) if token.token_id == OPEN}
+        rows.cut.note_sorted(open_rows)
+        if open_rows:
+            token_ids[token_ids == OPEN] = _draw_sorted(logits, peaks, rows.cut, token_ids)
             sampled = _read(token_ids, logprobs, rows)
         return sampled
 
-    def _choose(self, logits: Tensor, token_ids: Tensor, rows: _Rows) -> Tensor:
+    def _choose(self, logits: Tensor, peaks: Tensor, token_ids: Tensor, rows: _Rows) -> Tensor:
         """Writes the tokens of rows that are drawn; OPEN where more must be sorted for it."""
         if rows.uncut is not None:
             chunk_rows = max(1, _CHUNK_ELEMENTS // logits.shape[1])
             if self._has_device_memory:
-                chunk_rows = len(rows.uncut.rows)
-            token_ids[rows.uncut.rows] = _draw_uncut(logits, rows.uncut, chunk_rows)
+                chunk_rows = rows.uncut.num_rows
+            token_ids[rows.uncut.rows] = _draw_uncut(logits, peaks, rows.uncut, chunk_rows)
         if rows.cut is not None:
-            token_ids[rows.cut.rows] = _draw_cut(logits, rows.cut)
+            token_ids[rows.cut.rows] = _draw_cut(logits, peaks, rows.cut)
         return token_ids
 
     def _argmax(self, logits: Tensor) -> Tensor:
@@ -192,11 +238,18 @@ class Sampler:
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
 
 
-def _is_cut(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+def _sampling(sequence: Sequence | None) -> SamplingParams:
+    assert sequence is not None
+    return sequence.request.sampling
 
 
-def _draw_uncut(logits: Tensor, draws: _Draws, chunk_rows: int) -> Tensor:
+def _scaled(logits: Tensor, peaks: Tensor, rows: Tensor, temperatures: Tensor) -> Tensor:
+    """Returns the logits of rows below their peak, divided by the temperatures [N, 1]: whatever
+    finite size they have, nothing overflows upwards."""
+    return (logits[rows] - peaks[rows]) / temperatures
+
+
+def _draw_uncut(logits: Tensor, peaks: Tensor, draws: _Draws, chunk_rows: int) -> Tensor:
     """Returns token ids [N] of rows that draw from the full vocabulary, `chunk_rows` at a time."""
     chunks = zip(
         draws.rows.split(chunk_rows),
@@ -204,17 +257,18 @@ def _draw_uncut(logits: Tensor, draws: _Draws, chunk_rows: int) -> Tensor:
         draws.numbers().split(chunk_rows),
         strict=True,
     )
-    return torch.cat([_invert((logits[r] / t).softmax(dim=-1), u) for r, t, u in chunks])
+    return torch.cat([_invert(_scaled(logits, peaks, r, t).softmax(-1), u) for r, t, u in chunks])
 
 
-def _draw_cut(logits: Tensor, draws: _Draws) -> Tensor:
+def _draw_cut(logits: Tensor, peaks: Tensor, draws: _Draws) -> Tensor:
     """Returns token ids [N] of rows that top_k, top_p or min_p cut.
 
     Sorting the full vocabulary is what costs here. The first NUM_CANDIDATES nearly always suffice;
     whether they do depends on the row alone, so its numbers do not depend on the batch. Where they
     do not, OPEN: to ask here whether there is such a row would be to wait for the step.
     """
-    scaled, u, limits = logits[draws.rows] / draws.temperatures, draws.numbers(), draws.limits
+    scaled = _scaled(logits, peaks, draws.rows, draws.temperatures)
+    u, limits = draws.numbers(), draws.limits
     width = min(NUM_CANDIDATES, scaled.shape[1])
     totals = scaled.logsumexp(dim=-1, keepdim=True)
     values, order = scaled.topk(width, dim=-1)
@@ -226,13 +280,13 @@ def _draw_cut(logits: Tensor, draws: _Draws) -> Tensor:
     return tokens.masked_fill((kept[:, -1] > 0) | (limits.top_k[:, 0] > width), OPEN)
 
 
-def _draw_sorted(logits: Tensor, draws: _Draws, token_ids: Tensor) -> Tensor:
+def _draw_sorted(logits: Tensor, peaks: Tensor, draws: _Draws, token_ids: Tensor) -> Tensor:
     """Returns token ids of the rows whose token is OPEN, all of `draws`, from all their tokens."""
     numbers = draws.numbers()
     places = (token_ids[draws.rows] == OPEN).nonzero().squeeze(1)
     found = []
     for some in places.split(_SORTED_ROWS):
-        scaled = logits[draws.rows[some]] / draws.temperatures[some]
+        scaled = _scaled(logits, peaks, draws.rows[some], draws.temperatures[some])
         values, order = scaled.sort(dim=-1, descending=True, stable=True)
         probs = (values - scaled.logsumexp(dim=-1, keepdim=True)).exp()
         kept = _truncate(probs, draws.limits.select(some))
@@ -240,18 +294,18 @@ def _draw_sorted(logits: Tensor, draws: _Draws, token_ids: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def _process(logits: Tensor, logprobs: Tensor, rows: list[_Processed]) -> None:
+def _process(logits: Tensor, peaks: Tensor, logprobs: Tensor, rows: list[_Processed]) -> None:
     """Overwrites the log probabilities of rows by those of what they are drawn from: `logits` are
     banned and penalised. Rows that are greedy are neither scaled nor cut."""
     for start in range(0, len(rows), _SORTED_ROWS):
         some = rows[start : start + _SORTED_ROWS]
         places = to_device([each.place for each in some], logits.device)
         temperatures = [[each.sampling.temperature or 1.0] for each in some]
-        scaled = logits[to_device([each.row for each in some], logits.device)]
-        scaled = scaled / to_device(temperatures, logits.device)
+        numbers = to_device([each.row for each in some], logits.device)
+        scaled = _scaled(logits, peaks, numbers, to_device(temperatures, logits.device))
         found = scaled.log_softmax(dim=-1)
         params = [each.sampling if each.sampling.temperature else _UNCUT for each in some]
-        if any(map(_is_cut, params)):
+        if any(each.is_cut for each in params):
             values, order = found.sort(dim=-1, descending=True, stable=True)
             kept = _truncate(values.exp(), _Limits.of(params, logits.device))
             kept = (kept / kept.sum(dim=-1, keepdim=True)).log()
@@ -278,7 +332,8 @@ def _invert(probs: Tensor, u: Tensor) -> Tensor:
     """Returns the first index whose cumulative probability exceeds u [N, 1] of the row's total.
 
     In fp64, so that a vocabulary of any size keeps its rare tokens; never an index of
-    probability 0. First the block is found, then the index in it.
+    probability 0; some index where probabilities are no numbers. First the block is found, then the
+    index in it.
     """
     num_rows, width = probs.shape
     blocks = F.pad(probs, (0, -width % _BLOCK)).view(num_rows, -1, _BLOCK)
@@ -287,15 +342,16 @@ def _invert(probs: Tensor, u: Tensor) -> Tensor:
     block = _first_above(ends, number)
     before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_(min=0)), 0.0)
     inner = blocks[torch.arange(num_rows, device=probs.device), block[:, 0]].double().cumsum(-1)
-    return (block * _BLOCK + _first_above(inner, number - before)).squeeze(1)
+    index = block * _BLOCK + _first_above(inner, number - before)
+    return index.clamp_(max=width - 1).squeeze(1)
 
 
 def _first_above(cumulative: Tensor, number: Tensor) -> Tensor:
     """Int64 [N, 1]: the first index whose value exceeds `number`; at most, where rounding leaves
-    none, the one that reaches the total."""
+    none, the one that reaches the total, and where that is no number the last."""
     index = torch.searchsorted(cumulative, number, right=True)
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
-    return torch.minimum(index, last)
+    return torch.minimum(index, last).clamp_(max=cumulative.shape[1] - 1)
 
 
 def _read(token_ids: Tensor, logprobs: Tensor | None, rows: _Rows) -> list[SampledToken]:
@@ -306,26 +362,25 @@ def _read(token_ids: Tensor, logprobs: Tensor | None, rows: _Rows) -> list[Sampl
     """
     if logprobs is None or rows.logprob_rows is None:
         return [SampledToken(token) for token in token_ids.tolist()]
-    vocab_size = logprobs.shape[1]
-    counts = sorted({count for _, count in rows.logprobs})
-    tops = [logprobs.topk(min(count, vocab_size)) for count in counts]
-    # A token that is OPEN is asked for again.
+    kinds = sorted({(each.num_top, each.vocab_size) for each in rows.explained})
+    tops = [logprobs[:, :size].topk(count) for count, size in kinds]
+    # A token that is OPEN is asked for again, and one that is NOT_FINITE has no log probability.
     own_ids = token_ids[rows.logprob_rows].clamp(min=0)
     own = logprobs.gather(1, own_ids.unsqueeze(1))
     ranks = (logprobs >= own).sum(dim=-1)
     tokens, own_values, own_ranks, *found = _arrays(
         [token_ids, own, ranks, *(part for top in tops for part in (top.indices, top.values))]
     )
-    ids = dict(zip(counts, found[::2], strict=True))
-    values = dict(zip(counts, found[1::2], strict=True))
+    ids = dict(zip(kinds, found[::2], strict=True))
+    values = dict(zip(kinds, found[1::2], strict=True))
     sampled = [SampledToken(int(token)) for token in tokens]
-    for place, (row, count) in enumerate(rows.logprobs):
+    for place, (row, count, size) in enumerate(rows.explained):
         token_id, rank = sampled[row].token_id, int(own_ranks[place])
         sampled[row] = SampledToken(
             token_id,
             TokenLogprobs.of(
                 *(token_id, float(own_values[place, 0])),
-                *(ids[count][place], values[count][place], rank),
+                *(ids[count, size][place], values[count, size][place], rank),
             ),
         )
     return sampled

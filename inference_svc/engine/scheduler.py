@@ -22,7 +22,10 @@ from inference_svc.core import (
     VersionPolicy,
 )
 from inference_svc.engine.fair_queue import FairQueue
+from inference_svc.engine.grants import Grants, share_step
 from inference_svc.engine.pages import PagePool, activation_key, page_key, root_key
+from inference_svc.engine.places import Places, last_of_largest
+from inference_svc.engine.prices import FREE, Prices
 from inference_svc.engine.siblings import Siblings
 from inference_svc.engine.step_limit import StepLimit
 from inference_svc.engine.throughput import PrefixMissRatio
@@ -86,7 +89,9 @@ class Scheduler:
     limits: Limits
     pages: PagePool
     adapters: AdapterView
+    prices: Prices = FREE
     queue: FairQueue = field(init=False)
+    places: Places = field(init=False)
     step_limit: StepLimit = field(init=False)
     siblings: Siblings = field(default_factory=Siblings)
     running: list[Sequence] = field(default_factory=list)
@@ -97,8 +102,9 @@ class Scheduler:
     prefix_miss_ratio: PrefixMissRatio = field(default_factory=PrefixMissRatio)
 
     def __post_init__(self) -> None:
-        self.queue = FairQueue(self.limits.fair_quantum, self.limits.fair_ageing_s)
         limits = self.limits
+        self.queue = FairQueue(limits.fair_quantum, limits.fair_ageing_s, self.prices)
+        self.places = Places(limits.max_sequences, self.pages)
         self.step_limit = StepLimit(limits.max_batch_tokens, limits.max_sequences)
 
     # Adding and removing sequences.
@@ -188,8 +194,9 @@ class Scheduler:
     def schedule(self, now_s: float) -> Batch | None:
         """Returns the next step's work, or None when there is none.
 
-        Decodes always run; prefills share what is left of the token budget. When pages run out,
-        the last in rank is preempted. Residency changes, whatever is held.
+        Generated tokens first; prompts share what is left of the token budget. When pages run out,
+        the last in rank of the tenant that has most is preempted. Residency changes, whatever is
+        held.
         """
         for digest in self.adapters.pop_ready():
             self._refresh(digest, now_s)
@@ -203,12 +210,17 @@ class Scheduler:
         return Batch(tuple(rows), changes)
 
     def _rows(self, now_s: float) -> list[BatchRow]:
+        may_admit = self._start_claimed(now_s)
         num_preemptions = self.num_preemptions
-        grants = self._grants()
+        can_start = self.num_free > 0 and not self.is_short
+        grants = share_step(
+            *(self.running, self._max_tokens, self.limits.max_prefill_chunk),
+            *(self.queue.ready_tokens if can_start else 0, self.prices),
+        )
         rows: list[BatchRow] = []
         page_size = self.pages.page_size
         for sequence in list(self.running):
-            num_tokens = grants.get(id(sequence), 0)
+            num_tokens = grants.of(sequence)
             if not num_tokens or sequence.state is not SequenceState.RUNNING:
                 continue  # preempted in this loop, for one before it
             end = sequence.num_computed + num_tokens
@@ -216,52 +228,52 @@ class Scheduler:
             if has_pages or self._add_pages(sequence, end, now_s):
                 rows.append(_row(sequence, num_tokens))
         if num_preemptions == self.num_preemptions:
-            self._admit(rows, self._max_tokens - sum(grants.values()), now_s)
-        return rows
+            if may_admit:
+                self._admit(rows, grants, now_s)
+            return rows
+        return [row for row in rows if row.sequence.state is SequenceState.RUNNING]
+
+    def _start_claimed(self, now_s: float) -> bool:
+        """Makes room for tenants that have less than their part, and wait, and starts what they
+        claim at once, with all its pages: else the others' growth would take the room. Returns
+        False if pages are short all the same."""
+        is_full = self.num_free == 0 or self.is_short
+        if not is_full or not self.queue.num_ready or self.hold is not Hold.NOTHING:
+            return True
+        claims = self.places.claims(self.running, self.queue, self._num_needed_now, now_s)
+        for victim in claims.victims:
+            self._preempt(victim, now_s)
+        for sequence in claims.sequences:
+            digest = sequence.request.digest
+            if not self.is_schedulable(digest):  # it has begun to drain
+                self._refresh(digest, now_s)
+            elif self._start(sequence, now_s):
+                needed = self.pages.pages_for(len(sequence.token_ids)) - len(sequence.page_ids)
+                sequence.page_ids += self.pages.allocate(needed)
+            else:
+                self.is_short = True
+                return False
+        return True
+
+    def _num_needed_now(self, sequence: Sequence) -> int:
+        return self._num_needed(sequence, self.pages.match(self._prefix_keys(sequence)))
+
+    def _num_needed(self, sequence: Sequence, cached: list[int]) -> int:
+        """Returns how many free pages a sequence takes to start, with these of the prefix cache."""
+        needed = self.pages.pages_for(len(sequence.token_ids)) - len(cached)
+        return needed + self.pages.num_free_among(cached)
 
     @property
     def _max_tokens(self) -> int:
         """The tokens of a step: every sequence that decodes gets one."""
         return max(self.step_limit.tokens, self.limits.max_sequences)
 
-    def _grants(self) -> dict[int, int]:
-        """Returns how many tokens of each running sequence to compute, by the sequence's id().
-
-        Decodes first. Of what is left, up to a quarter is reserved for waiting sequences; the first
-        in rank gets up to half, so that it always progresses; then the shortest go first, so that
-        no prompt waits for the end of a much longer one.
-        """
-        grants = {}
-        prompts = []
-        for sequence in self.running:
-            if sequence.num_uncomputed == 1:
-                grants[id(sequence)] = 1
-            else:
-                prompts.append(sequence)
-        if not prompts:
-            return grants
-        budget = self._max_tokens - len(grants)
-        if self.num_free and not self.is_short:
-            budget -= min(budget // 4, self.queue.ready_tokens)
-        first, *others = prompts
-        others.sort(key=lambda sequence: sequence.num_uncomputed)
-        grants[id(first)] = self._chunk(first, -(-budget // 2))
-        budget -= grants[id(first)]
-        for sequence in others:
-            grants[id(sequence)] = self._chunk(sequence, budget)
-            budget -= grants[id(sequence)]
-        grants[id(first)] = self._chunk(first, grants[id(first)] + budget)
-        return grants
-
-    def _chunk(self, sequence: Sequence, budget: int) -> int:
-        return min(sequence.num_uncomputed, budget, self.limits.max_prefill_chunk)
-
     def _add_pages(self, sequence: Sequence, num_tokens: int, now_s: float) -> bool:
         """Allocates what the first `num_tokens` of a running sequence lack, preempting others.
         Returns False if it had to preempt the sequence itself."""
         needed = self.pages.pages_for(num_tokens) - len(sequence.page_ids)
         while not self.pages.can_allocate(needed):
-            victim = self.running[-1]
+            victim = last_of_largest(self.running, sequence)
             self._preempt(victim, now_s)
             if victim is sequence:
                 return False
@@ -320,10 +332,10 @@ class Scheduler:
         if not (keeps or is_held):
             self._enqueue(sequence, now_s)
 
-    def _admit(self, rows: list[BatchRow], budget: int, now_s: float) -> None:
+    def _admit(self, rows: list[BatchRow], grants: Grants, now_s: float) -> None:
         """Starts waiting sequences in order of service."""
         self.is_short = False
-        while self.num_free > 0 and budget > 0:
+        while self.num_free > 0 and grants.left >= 1:
             sequence = self._next(now_s)
             if sequence is None:
                 return
@@ -334,12 +346,11 @@ class Scheduler:
             if not self._start(sequence, now_s):
                 self.is_short = True
                 return  # pages are short: the next in order must not be overtaken
-            num_tokens = self._chunk(sequence, budget)
+            num_tokens = grants.start(sequence)
             sequence.page_ids += self.pages.allocate(
                 self.pages.pages_for(sequence.num_computed + num_tokens) - len(sequence.page_ids)
             )
             rows.append(_row(sequence, num_tokens))
-            budget -= num_tokens
 
     def _next(self, now_s: float) -> Sequence | None:
         """Returns the sequence to start next; while starts are held, one that was computed
@@ -359,8 +370,7 @@ class Scheduler:
         """Moves a sequence to the running ones, with its cached prefix, if its known tokens fit the
         free pages."""
         cached = self.pages.match(self._prefix_keys(sequence))
-        needed = self.pages.pages_for(len(sequence.token_ids)) - len(cached)
-        if not self.pages.can_allocate(needed + self.pages.num_free_among(cached)):
+        if not self.pages.can_allocate(self._num_needed(sequence, cached)):
             return False
         num_cached = len(cached) * self.pages.page_size
         num_computed = sequence.num_uncomputed - num_cached
@@ -372,6 +382,8 @@ class Scheduler:
         if sequence.request.digest:
             sequence.slot = self.adapters.acquire(sequence.request.digest)
         sequence.state = SequenceState.RUNNING
+        sequence.num_output_at_start = sequence.num_output
+        self.places.started(sequence, now_s)
         sequence.is_aged = self.queue.is_aged(sequence, now_s)
         if sequence.started_s is None:
             sequence.started_s = now_s

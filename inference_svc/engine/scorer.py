@@ -8,18 +8,21 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_svc.backends.base import Scored
 from inference_svc.core import PackedLogprobs, ScoredRun, Sequence
+from inference_svc.engine.sampler import known_tokens
 from inference_svc.host.copies import to_device
 
 
 class SequenceScores(NamedTuple):
-    """What a step has scored of a sequence's prompt."""
+    """What a step has scored of a sequence's prompt: no numbers unless it `is_sound`."""
 
     sequence: Sequence
     logprobs: PackedLogprobs
+    is_sound: bool = True
 
 
 def score(slices: Iterable[Scored]) -> Iterator[SequenceScores]:
@@ -29,39 +32,51 @@ def score(slices: Iterable[Scored]) -> Iterator[SequenceScores]:
 
 
 def _score(runs: list[ScoredRun], logits: Tensor) -> Iterator[SequenceScores]:
-    """One search finds the most likely tokens of all runs, as many as any of them asks for."""
+    """A run is sound by the rule of `sampler.NOT_FINITE`. One search finds the most likely tokens
+    of all runs that have the same number of tokens to choose from, as many as any of them asks
+    for."""
     tokens = [
         token
         for sequence, position, _, count in runs
         for token in sequence.token_ids[position : position + count]
     ]
+    is_sound = logits.amax(dim=-1).isfinite()
     logprobs = logits.log_softmax(dim=-1)
     own = logprobs.gather(1, to_device(tokens, logits.device).unsqueeze(1))
     ranks = (logprobs >= own).sum(dim=-1, dtype=torch.int32)
-    most = max(_top_k(run) for run in runs)
-    top = logprobs.topk(min(most, logits.shape[1]), dim=-1)
-    whole = PackedLogprobs(
-        0,
-        token_ids=np.array(tokens, np.int32),
-        logprobs=own.squeeze(1).cpu().numpy(),
-        ranks=ranks.cpu().numpy(),
-        top_ids=top.indices.to(torch.int32).cpu().numpy(),
-        top_logprobs=top.values.cpu().numpy(),
-    )
+    sizes = [known_tokens(run.sequence, logits.shape[1]) for run in runs]
+    tops = _tops(runs, sizes, logprobs)
+    token_ids, own_values = np.array(tokens, np.int32), own.squeeze(1).cpu().numpy()
+    own_ranks, sound = ranks.cpu().numpy(), is_sound.cpu().numpy()
     start = 0
-    for run in runs:
-        end, top_k = start + run.num_tokens, _top_k(run)
-        part = whole.slice(start, end)
+    for run, size in zip(runs, sizes, strict=True):
+        rows, top_k = slice(start, start + run.num_tokens), min(_top_k(run), size)
+        top_ids, top_values = tops[size]
         # Copies, as a view would hold all that lies beside it.
         yield SequenceScores(
             run.sequence,
             PackedLogprobs(
                 run.position,
-                *(part.token_ids.copy(), part.logprobs.copy(), part.ranks.copy()),
-                *(part.top_ids[:, :top_k].copy(), part.top_logprobs[:, :top_k].copy()),
+                *(token_ids[rows].copy(), own_values[rows].copy(), own_ranks[rows].copy()),
+                *(top_ids[rows, :top_k].copy(), top_values[rows, :top_k].copy()),
             ),
+            bool(sound[rows].all()),
         )
-        start = end
+        start = rows.stop
+
+
+def _tops(
+    runs: list[ScoredRun], sizes: list[int], logprobs: Tensor
+) -> dict[int, tuple[NDArray[np.int32], NDArray[np.float32]]]:
+    """Returns the most likely of so many tokens, and their log probabilities, by that number."""
+    most: dict[int, int] = {}
+    for run, size in zip(runs, sizes, strict=True):
+        most[size] = max(most.get(size, 0), min(_top_k(run), size))
+    found = {size: logprobs[:, :size].topk(count, dim=-1) for size, count in most.items()}
+    return {
+        size: (top.indices.to(torch.int32).cpu().numpy(), top.values.cpu().numpy())
+        for size, top in found.items()
+    }
 
 
 def _top_k(run: ScoredRun) -> int:

@@ -41,7 +41,7 @@ class Settler:
         rows."""
         tokens = iter(sampled)
         scored: dict[Sequence, list[PackedLogprobs]] = {}
-        for sequence, logprobs in scores:
+        for sequence, logprobs, _ in scores:
             scored.setdefault(sequence, []).append(logprobs)
             sequence.num_scored = logprobs.first_position + logprobs.num_tokens
         outputs = []
@@ -115,6 +115,8 @@ class Settler:
             return ended._replace(routed=routed)
         sequence.token_ids.append(token.token_id)
         sequence.has_sampled = True
+        if sequence.is_sorted:
+            self.scheduler.queue.sorted_for(sequence)
         sequence.last_token_s = now_s
         if sequence.first_token_s is None:
             sequence.first_token_s = now_s

@@ -11,6 +11,7 @@ from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.slots import Slots
 from inference_svc.core import parts_of
 from inference_svc.engine.life_cycle import LifeCycle, Sleep
+from inference_svc.engine.losses import Loss, Losses
 from inference_svc.engine.memory_budget import Budget
 from inference_svc.engine.runner import Runner
 from inference_svc.engine.scheduler import Scheduler
@@ -33,6 +34,7 @@ class Describe:
     times: StepTimes
     machine: str
     life_cycle: LifeCycle
+    losses: Losses
 
     def __call__(self) -> EngineStatus:
         scheduler = self.scheduler
@@ -97,6 +99,8 @@ class Describe:
             "prefetch_wasted_bytes": prefetch.wasted_bytes,
             "preemptions": self.scheduler.num_preemptions,
             "step_out_of_memory": self.scheduler.step_limit.num_out_of_memory,
+            "not_finite_requests": self.losses.counts[Loss.NOT_FINITE] + self.losses.num_refused,
+            "faulty_requests": self.losses.counts[Loss.FAULT],
             "lora_steps": self.runner.backend.num_lora_steps,
             "version_moves": self.scheduler.num_moves,
             "kv_page_evictions": self.scheduler.pages.num_evictions,

@@ -11,7 +11,8 @@ from servicekit.telemetry.histogram import HistogramState
 
 
 class ResidentAdapter(NamedTuple):
-    """`tier` is "device" or "host"; times are `time.time()` seconds.
+    """`tier` is "device" or "host"; times are `time.time()` seconds. `num_not_finite` counts
+    requests and loads that ended because values with it were not finite, since the start.
 
     A tuple, since the engine pickles hundreds of them between two steps."""
 
@@ -23,6 +24,7 @@ class ResidentAdapter(NamedTuple):
     running_requests: int
     last_used_time_s: float
     load_seconds: float
+    num_not_finite: int = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -86,6 +86,11 @@ class TenantQueue:
         """The oldest of the sequences with an adapter."""
         return self._by_age[0][2].sequences[0] if self._by_age else None
 
+    @property
+    def oldest_ready_s(self) -> float:
+        """When the oldest sequence that may start arrived; there is one."""
+        return self._ready_by_age[0][0]
+
     def flow(self, priority: int, digest: str) -> Flow | None:
         return self._flows.get((priority, digest))
 

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from inference_svc.adapters.pull import PullEvent
 from inference_svc.core import EngineConfig
 from inference_svc.engine.build import build_engine
 from inference_svc.engine.messages import Call, Message, Output, Reply, StepOutputs, Stop, Submit
-from inference_svc.errors import EngineFailed
+from inference_svc.host.device_faults import engine_failed, fault_fields, start_failed
 from inference_svc.model.description import Decoder
 from servicekit.errors import Draining
 
@@ -33,12 +35,19 @@ class EngineThread:
     """Loads the model when made; serves from `start` to `stop`.
 
     `store` is used from pull threads. Raises UnsupportedModel for a model that no backend computes,
-    and ValueError for memory that does not suffice.
+    ValueError for memory that does not suffice, and EngineFailed for a device that fails.
     """
 
     def __init__(self, config: EngineConfig, store: AdapterStore) -> None:
         self._inbox: queue.SimpleQueue[Message | PullEvent] = queue.SimpleQueue()
-        self.built = build_engine(config, store, self._inbox.put)
+        try:
+            self.built = build_engine(config, store, self._inbox.put)
+        except RuntimeError as error:
+            failure = start_failed(error)
+            if failure is None:
+                raise
+            logger.error("%s", failure.message, exc_info=error, extra=fault_fields(failure))
+            raise failure from error
         self._thread = threading.Thread(target=self._serve, name="loadout-engine", daemon=True)
         self._on_outputs: Callable[[StepOutputs], None] = lambda outputs: None
         self._failed = False
@@ -66,6 +75,10 @@ class EngineThread:
     def send(self, message: Message) -> None:
         """Queues a message. Never blocks; may be called from any thread."""
         self._inbox.put(message)
+
+    def dump_stacks(self) -> None:
+        """Writes to standard error where all threads are."""
+        faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
 
     def stop(self, timeout_s: float = END_S) -> None:
         """Ends open requests with Draining, and the threads: one that hangs for this long is left
@@ -95,11 +108,11 @@ class EngineThread:
                         self._on_outputs(outputs)
             error: Exception = Draining("the server is shutting down")
             self._on_outputs(engine.end_all(error))
-        except Exception:
-            logger.exception("the engine failed")
+        except Exception as cause:
             self._failed = True
-            error = EngineFailed.because("a step failed")
-            self._on_outputs(engine.give_up(error))
+            error = failure = engine_failed(cause, "a step")
+            logger.exception("%s", failure.for_operator, extra=fault_fields(failure))
+            self._on_outputs(engine.give_up(failure))
             self.built.residency.cancel_all()
             engine.commands.profiler.close()
         self.built.puller.close()  # no thread writes into the memory of adapters afterwards

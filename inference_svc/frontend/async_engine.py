@@ -186,19 +186,23 @@ class AsyncEngine:
 
     # --- commands -------------------------------------------------------------------------------
 
-    async def load(self, digest: str, pin: bool, adapter: str = "") -> ResidentAdapter:
-        """Returns once the adapter, which errors call `adapter`, is resident."""
-        return await self._call(Command.LOAD, digest, pin, adapter=adapter)
+    async def load(
+        self, digest: str, pin: bool, adapter: str = "", account: str = ""
+    ) -> ResidentAdapter:
+        """Returns once the adapter, which errors call `adapter`, is resident, and pinned by the
+        account."""
+        return await self._call(Command.LOAD, digest, pin, adapter=adapter, account=account)
 
     async def unload(self, digest: str) -> int:
         """Returns the bytes freed, once they are free."""
         return await self._call(Command.UNLOAD, digest)
 
-    async def pin(self, digest: str) -> ResidentAdapter:
-        return await self._call(Command.PIN, digest)
+    async def pin(self, digest: str, account: str = "") -> ResidentAdapter:
+        return await self._call(Command.PIN, digest, account=account)
 
-    async def unpin(self, digest: str) -> ResidentAdapter:
-        return await self._call(Command.UNPIN, digest)
+    async def unpin(self, digest: str, account: str = "") -> ResidentAdapter:
+        """Takes back the account's pin, or with "" all; it is pinned still if others pin it."""
+        return await self._call(Command.UNPIN, digest, account=account)
 
     async def reset_prefix_cache(self) -> None:
         """Later prompts share nothing with earlier ones."""
@@ -350,7 +354,7 @@ class AsyncEngine:
         for reply in outputs.replies:
             self._reply(reply)
         if outputs.failure is not None:
-            self._fail(outputs.failure)
+            self.fail(outputs.failure)
 
     def _notify_finished(self, output: Output) -> None:
         observer = self._observers.pop(output.request_id, None)
@@ -368,7 +372,11 @@ class AsyncEngine:
         else:
             future.set_result(reply.result)
 
-    def _fail(self, failure: EngineFailed) -> None:
+    def fail(self, failure: EngineFailed) -> None:
+        """Ends everything that is open: the engine has died, or is given up. The first failure
+        counts."""
+        if self.failure is not None:
+            return
         self.failure = failure
         self.failed.set()
         for generation in self._generations.values():

@@ -1,4 +1,4 @@
-"""What is free on the CUDA device, asked for by a process that ends at once.
+"""What is free on the CUDA device, asked for by a process that ends at once; and who has the rest.
 
 Run as a program, this file prints free and total bytes. A context of CUDA takes half a gigabyte of
 the device, and as much of the host, for as long as its process lives; the one that serves calls
@@ -8,12 +8,25 @@ computes nothing there.
 from __future__ import annotations
 
 import ctypes
+import logging
 import subprocess
 import sys
 from typing import NamedTuple
 
+logger = logging.getLogger(__name__)
+
 LIBRARY = "libcuda.so.1"
 TIMEOUT_S = 60.0
+PROGRAMS_COMMAND = (
+    "nvidia-smi",
+    "--query-compute-apps=pid,process_name,used_gpu_memory",
+    "--format=csv,noheader",
+)
+PROGRAMS_TIMEOUT_S = 10.0
+"""A driver that hangs does not answer its tool either."""
+MAX_PROGRAMS = 16
+"""Listed in a message; the tool lists all."""
+UNKNOWN_PROGRAMS = "`nvidia-smi` on the node lists them"
 
 
 class CudaMemory(NamedTuple):
@@ -44,6 +57,15 @@ def ask_memory() -> CudaMemory:
     return CudaMemory(int(free_bytes), int(total_bytes))
 
 
+def has_driver() -> bool:
+    """Whether the driver's library is installed, whatever it answers."""
+    try:
+        ctypes.CDLL(LIBRARY)
+    except OSError:
+        return False
+    return True
+
+
 def read_memory() -> CudaMemory:
     """Asks the driver in this process. Raises OSError without a driver, CudaUnavailable with the
     driver's error."""
@@ -59,8 +81,44 @@ def read_memory() -> CudaMemory:
     )
     for name, *arguments in calls:
         if status := getattr(driver, name)(*arguments):
-            raise CudaUnavailable(f"{name}: CUDA error {status}")
+            raise CudaUnavailable(f"{name}: CUDA error {status}{_words(driver, status)}")
     return CudaMemory(free_bytes.value, total_bytes.value)
+
+
+def _words(driver: ctypes.CDLL, status: int) -> str:
+    """Returns the driver's own words for an error; "" if it has none."""
+    text = ctypes.c_char_p()
+    try:
+        driver.cuGetErrorString(status, ctypes.byref(text))
+    except AttributeError:
+        return ""
+    return f" ({text.value.decode(errors='replace')})" if text.value else ""
+
+
+def describe_programs() -> str:
+    """Returns a line for each program with its process id and memory; where the tool is missing or
+    lists none, who can tell: a container does not see the programs of others. Blocks."""
+    try:
+        done = subprocess.run(
+            PROGRAMS_COMMAND,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PROGRAMS_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        logger.debug("the programs on the device are not listed", exc_info=error)
+        return UNKNOWN_PROGRAMS
+    rows = [line.split(",") for line in done.stdout.splitlines() if line.count(",") >= 2]
+    if done.returncode or not rows:
+        return UNKNOWN_PROGRAMS
+    lines = [
+        f"  process {row[0].strip()}: {row[-1].strip()}, {','.join(row[1:-1]).strip()}"
+        for row in rows[:MAX_PROGRAMS]
+    ]
+    if len(rows) > MAX_PROGRAMS:
+        lines.append(f"  and {len(rows) - MAX_PROGRAMS} more")
+    return "programs on the device:\n" + "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ of it.
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,27 +14,57 @@ from typing import TYPE_CHECKING
 import torch
 
 from inference_svc.host.cpus import usable_cpus
-from inference_svc.host.cuda_memory import ask_memory
+from inference_svc.host.cuda_memory import CudaUnavailable, ask_memory, has_driver
+from inference_svc.host.device_faults import start_failed
 from inference_svc.host.memory import available_bytes, resident_bytes
 
 if TYPE_CHECKING:
     from inference_svc.config import InferenceSettings, Machine
+
+logger = logging.getLogger(__name__)
 
 CPU_INFO = Path("/proc/cpuinfo")
 _MODEL_KEYS = ("model name", "Model", "cpu model")
 
 
 def find_machine(settings: InferenceSettings) -> Machine:
-    """Returns what decides the settings that are left open. Raises CudaUnavailable where the driver
-    does not answer."""
+    """Returns what decides the settings that are left open. Raises EngineFailed, or CudaUnavailable
+    for what has no name, where the driver does not answer or has no device that was asked for."""
+    try:
+        return _find_machine(settings)
+    except CudaUnavailable as error:
+        failure = start_failed(error)
+        raise error if failure is None else failure from error
+
+
+def _find_machine(settings: InferenceSettings) -> Machine:
     from inference_svc.config import Machine  # an engine runs without pydantic, too
 
-    if settings.device == "cpu" or not torch.cuda.is_available():
+    if settings.device == "cpu" or not _has_device(settings.device):
         return Machine(has_cuda=False, host_free_bytes=available_bytes())
     host_bytes = available_bytes()
     if settings.host_memory_limit is not None:
         host_bytes = max(0, settings.host_memory_limit - resident_bytes())
     return Machine(True, *ask_memory(), host_bytes)
+
+
+def _has_device(setting: str) -> bool:
+    """Asks the driver, where there is one, why torch finds no device: of one that has vanished
+    nobody should learn from tokens that come slowly."""
+    if torch.cuda.is_available():
+        return True
+    if has_driver():
+        try:
+            ask_memory()
+        except CudaUnavailable as error:
+            if setting == "cuda":
+                raise
+            logger.warning(
+                "no device is used, though there is a driver: %s; the CPU computes (--device cuda "
+                "refuses to start then)",
+                error,
+            )
+    return False
 
 
 @cache

@@ -32,7 +32,7 @@ REQUESTS = (
         "finish_reason",
     ),
     _OWN.counter("prompt_tokens", "Prompt tokens, counted when their request finishes."),
-    _OWN.counter("cached_prompt_tokens", "Prompt tokens that the prefix cache had."),
+    _OWN.counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache."),
     _OWN.counter("generated_tokens", "Tokens sent to clients, counted when their request ends."),
     _OWN.counter("sampled_tokens", "Tokens, counted when the engine samples them."),
     _OWN.histogram(
@@ -63,8 +63,9 @@ REQUESTS = (
     ),
     _OWN.gauge(
         "snapshot_age_seconds",
-        "Age of the engine's last report: about 0, and growing while the engine does not answer. "
-        "Everything not counted where calls end is as old, including the metrics for gateways.",
+        "Age of the engine's last report: about 0, and growing while the engine does "
+        "not answer. All metrics from the engine are as old, including the metrics "
+        "for gateways.",
     ),
     _OWN.gauge("requests_running", "Requests in the batch."),
     _OWN.gauge("requests_waiting", "Requests in the queue."),
@@ -105,8 +106,9 @@ TIERS = (
     _OWN.counter("tier_misses", "Requests that did not find their adapter in this tier.", "tier"),
     _OWN.counter(
         "tier_evictions",
-        "Adapters evicted, by reason: request (for an adapter that a request needs), aged (for "
-        "one that a request has waited for too long), prefetch, or unload (an operator's call).",
+        "Adapters evicted, by reason: request (a request needs another adapter), aged"
+        " (a request has waited too long for another adapter), prefetch, or unload "
+        "(an operator's call).",
         "tier",
         "reason",
     ),
@@ -136,11 +138,12 @@ LOADS = (
     _OWN.gauge(
         "text_cache_entries", "Tokenizers and chat templates of adapters that are ready to use."
     ),
-    _OWN.gauge("text_cache_used_bytes", "About the bytes that they take."),
+    _OWN.gauge("text_cache_used_bytes", "Their approximate size in bytes."),
     _OWN.counter(
         "text_loads",
-        "Tokenizers and chat templates of adapters that were fetched from the store: made, refused "
-        "(the tokenizer changes more than it may), failed (the store did not answer).",
+        "Tokenizers and chat templates of adapters fetched from the store: made, "
+        "refused (the tokenizer makes changes that are not allowed), failed (the "
+        "store did not answer).",
         "result",
     ),
     _OWN.histogram(
@@ -151,9 +154,9 @@ LOADS = (
     ),
     _OWN.histogram(
         "load_phase_seconds",
-        "Time of each phase of loads: resolve (asking the store what a name points to), wait (for "
-        "a pull thread and for memory), pull (from the store), copy (from the host tier to the "
-        "device).",
+        "Time of each phase of loads: resolve (look up the name in the store), wait "
+        "(for a pull thread and for memory), pull (from the store), copy (from the "
+        "host tier to the device).",
         "phase",
     ),
     _OWN.gauge("loads_in_progress", "Adapters being loaded, by their next phase.", "state"),
@@ -197,13 +200,30 @@ STEPS = (
     _OWN.counter("lora_steps", "Steps whose batch used an adapter."),
     _OWN.counter(
         "step_out_of_memory",
-        "Times that the device's memory did not suffice for a step, which was then computed in "
-        "parts.",
+        "Steps for which the device's memory did not suffice; they were computed in parts.",
+    ),
+    _OWN.counter(
+        "not_finite_requests",
+        "Requests that ended because the model's values were not finite, and loads of adapters "
+        "whose DoRA magnitudes are not: an adapter's weights are too large. `loadout residents` "
+        "and `loadout top` name the adapters.",
+    ),
+    _OWN.counter(
+        "faulty_requests",
+        "Requests that ended because computing them failed, alone and with others: a "
+        "bug, which the log shows.",
+    ),
+    _OWN.counter(
+        "device_faults",
+        "Faults of the device or its driver that ended the engine or its start: "
+        "memory (other programs use it), hardware, lost, driver, kernel, hung, busy. "
+        "The server answers scrapes for --fault-hold-seconds, then exits.",
+        "kind",
     ),
     _OWN.gauge(
         "step_token_limit",
-        "Tokens that are computed at once: fewer than --max-batch-tokens after the device's "
-        "memory did not suffice for a step.",
+        "Maximum tokens computed at once: fewer than --max-batch-tokens after the "
+        "device's memory did not suffice for a step.",
     ),
     _OWN.gauge("kv_pages_used", "KV cache pages that requests hold."),
     _OWN.gauge("kv_pages_known", "KV cache pages, held or free, whose content a prefix can match."),
@@ -216,7 +236,9 @@ STEPS = (
 )
 
 ABOUT = (
-    _OWN.gauge("info", "Always 1; the labels are what is served.", "base_model", "dtype", "device"),
+    _OWN.gauge(
+        "info", "Always 1; the labels describe the served model.", "base_model", "dtype", "device"
+    ),
     _OWN.gauge(
         "build_info",
         "Always 1; the labels are the software's versions.",
@@ -242,8 +264,8 @@ GATEWAYS = (
     ),
     _GATEWAY.gauge(
         "vllm:lora_adapter_loaded",
-        "1 for each name of each resident adapter, as clients write it: of all on the device (gpu) "
-        "and the most recently used ones in host memory (cpu).",
+        "1 for each name of each resident adapter, as clients write it: all adapters "
+        "on the device (gpu) and the most recently used ones in host memory (cpu).",
         "adapter_name",
         "level",
         "pinned",

@@ -14,9 +14,10 @@ from prometheus_client.core import Metric
 
 from inference_svc.core import FinishReason
 from inference_svc.engine.messages import Timings, Usage
-from inference_svc.errors import QueueFull
+from inference_svc.errors import DeviceFault, QueueFull
 from inference_svc.metrics.definitions import DEFINITIONS
 from inference_svc.metrics.engine import Snapshot, engine_metrics, snapshot_gateway_metrics
+from inference_svc.metrics.fault_report import count_faults
 from inference_svc.metrics.top_adapters import AdapterCounts, TopAdapters
 from servicekit.telemetry.exposition import exposition
 from servicekit.telemetry.histogram import WAIT_BOUNDS_S, Histogram
@@ -77,6 +78,7 @@ class Metrics:
         self._adapter_wait_seconds = made.histogram("adapter_wait_seconds")
         self._first_token_seconds = made.histogram("first_token_seconds")
         self._request_seconds = made.histogram("request_seconds")
+        self._device_faults = count_faults(made)
         self._info = made.gauge("info")
         self._build_info = made.gauge("build_info")
         made.collect_families(self.adapters.families)
@@ -103,6 +105,10 @@ class Metrics:
         self._info.labels(base_model, dtype, device).set(1)
         found = (versions.get("loadout", ""), platform.python_version(), versions.get("torch", ""))
         self._build_info.labels(*found).set(1)
+
+    def count_fault(self, fault: DeviceFault) -> None:
+        """Counts a fault of the device, which ends the engine."""
+        self._device_faults.labels(fault.value).inc()
 
     def exposition(self) -> tuple[bytes, str]:
         """Returns a scrape and its media type. Blocks: not for the event loop's thread."""

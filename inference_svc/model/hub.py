@@ -2,7 +2,8 @@
 the hub's cache folder, or by a download into it.
 
 The hub's library decides where cache, server and token are, by its own variables: HF_HOME and
-HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE.
+HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE. Where the hub may send it besides, says
+LOADOUT_HF_REDIRECT_HOSTS.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,10 @@ from inference_svc.model.files import (
 )
 from inference_svc.model.generation_config import FILE_NAME as GENERATION_CONFIG
 from servicekit.errors import InvalidSetting
+from servicekit.hub_client import REDIRECT_HOSTS, ForeignHost, HubHosts
+from servicekit.telemetry.redact import redact
 
+REDIRECT_HOSTS_VARIABLE = "LOADOUT_HF_REDIRECT_HOSTS"
 SMALL_FILES = (
     *(CONFIG, GENERATION_CONFIG, INDEX, *VOCABULARIES, TOKENIZER_CONFIG),
     *("merges.txt", "special_tokens_map.json", "added_tokens.json"),
@@ -69,9 +73,16 @@ def cached_folder(name: str) -> Path | None:
     return None if missing_files(folder) else folder
 
 
-def download(name: str, say: Callable[[str], None], *, or_folder: bool = False) -> Path:
+def download(
+    name: str,
+    say: Callable[[str], None],
+    *,
+    or_folder: bool = False,
+    redirect_hosts: Iterable[str] = REDIRECT_HOSTS,
+) -> Path:
     """Returns the folder of a model of the hub, after downloading what of it is served and not in
-    the hub's cache; `say` gets a line that tells of it.
+    the hub's cache; `say` gets a line that tells of it. Besides its own host the hub may send the
+    download to the `redirect_hosts`.
 
     Raises UnsupportedModel for a model that is not served, before its weights are downloaded, and
     InvalidSetting with the command to run where it cannot be downloaded. `or_folder`: the name was
@@ -82,24 +93,34 @@ def download(name: str, say: Callable[[str], None], *, or_folder: bool = False) 
     except ValueError as error:
         raise InvalidSetting(str(error)) from None
     try:
-        return cached_folder(name) or _download(name, say)
+        return cached_folder(name) or _download(name, say, redirect_hosts)
     except InvalidSetting as error:
         if or_folder:
             raise InvalidSetting(f"no folder {name} here, and {error}") from error
         raise
 
 
-def _download(name: str, say: Callable[[str], None]) -> Path:
-    repo, revision = split_hub_name(name)
+def _download(name: str, say: Callable[[str], None], redirect_hosts: Iterable[str]) -> Path:
     with _explained(name):
-        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub import constants
 
         if constants.HF_HUB_OFFLINE:
             raise InvalidSetting(
                 f"{name} is not complete in the hub's cache, {_cache_dir()}, and HF_HUB_OFFLINE is "
                 f"set; to download it: HF_HUB_OFFLINE=0 loadout download {name}"
             )
-        say(f"downloading {name} from {constants.ENDPOINT} into {_cache_dir()}")
+        say(f"downloading {name} from {redact(constants.ENDPOINT)} into {_cache_dir()}")
+        hosts = HubHosts(constants.ENDPOINT, redirect_hosts)
+    with hosts.in_use():
+        return _fetch(name)
+
+
+def _fetch(name: str) -> Path:
+    """Downloads what is served of a model, its weights last."""
+    repo, revision = split_hub_name(name)
+    with _explained(name):
+        from huggingface_hub import snapshot_download
+
         commit, on_the_hub = _find_commit(repo, revision)
         bars = _bars(are_shown=False)
         folder = Path(
@@ -194,27 +215,33 @@ def _explained(name: str) -> Iterator[None]:
     except ValueError as error:
         raise InvalidSetting(
             f"{name}: the hub's library does not take its variables, HF_ENDPOINT and others, as "
-            f"they are ({error}); when they are right: loadout download {name}"
+            f"they are ({redact(str(error))}); when they are right: loadout download {name}"
         ) from error
+    endpoint = redact(constants.ENDPOINT)
     # The base class of the errors of the HTTP library underneath, whichever that is.
     transport_error: type[Exception] = errors.HfHubHTTPError.__bases__[0]
     # Those of the hub's library are OSErrors, too.
     of_the_hub = (transport_error, errors.EntryNotFoundError, errors.HFValidationError)
     try:
         yield
+    except ForeignHost as error:
+        raise InvalidSetting(
+            f"{name} cannot be downloaded from {endpoint}: {error}; if you trust that host, set "
+            f"{REDIRECT_HOSTS_VARIABLE} to a list with it (default: {','.join(REDIRECT_HOSTS)})"
+        ) from error
     except errors.GatedRepoError as error:
         raise InvalidSetting(
-            f"{name} is gated: ask for access at {constants.ENDPOINT}/{split_hub_name(name)[0]}, "
+            f"{name} is gated: ask for access at {endpoint}/{split_hub_name(name)[0]}, "
             "then run: "
             "hf auth login"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise InvalidSetting(
-            f"{name}: the model has no such commit, tag or branch at {constants.ENDPOINT}"
+            f"{name}: the model has no such commit, tag or branch at {endpoint}"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise InvalidSetting(
-            f"there is no model {name} at {constants.ENDPOINT}, or it is private; for a private "
+            f"there is no model {name} at {endpoint}, or it is private; for a private "
             "one run: hf auth login"
         ) from error
     except Exception as error:
@@ -222,8 +249,8 @@ def _explained(name: str) -> Iterator[None]:
         if is_ours and not isinstance(error, of_the_hub):
             raise
         cause = error.__cause__ or error
-        reason = f"{type(cause).__name__}: {cause}".partition("\n")[0]
+        reason = redact(f"{type(cause).__name__}: {cause}".partition("\n")[0])
         raise InvalidSetting(
-            f"{name} cannot be downloaded from {constants.ENDPOINT} now ({reason}); to try again: "
+            f"{name} cannot be downloaded from {endpoint} now ({reason}); to try again: "
             f"loadout download {name}"
         ) from error

@@ -16,9 +16,10 @@ from kernels.attention import AttentionPlan
 class StepInputs:
     """The decoder's inputs of one step: T tokens, in the order of the batch's rows.
 
-    `token_ids` and `positions` are int64 [T]. `logit_rows` int64 holds, for each row that samples,
-    in row order, the index of its last token: only these get logits. `attention` holds where keys
-    and values are stored and what each token attends to.
+    `token_ids` and `positions` are int64 [T]. `logit_rows`, int64 [rows], holds the index of each
+    row's last token: only these get logits, which say whether the row is computed soundly, also
+    where it does not sample. `attention` holds where keys and values are stored and what each token
+    attends to.
     """
 
     token_ids: Tensor
@@ -36,11 +37,10 @@ class StepInputs:
         ends = np.cumsum(counts)
         assert len(token_ids) == ends[-1], "a row has tokens that are not known yet"
         positions = np.arange(len(token_ids)) + np.repeat(starts - (ends - counts), counts)
-        samples = np.asarray([row.samples for row in batch.rows], dtype=np.bool_)
         return cls(
             token_ids=torch.tensor(token_ids, dtype=torch.int64).to(device),
             positions=torch.from_numpy(positions).to(device),
-            logit_rows=torch.from_numpy(ends[samples] - 1).to(device),
+            logit_rows=torch.from_numpy(ends - 1).to(device),
             attention=AttentionPlan.build(
                 starts, counts, [row.sequence.page_ids for row in batch.rows], page_size, device
             ),

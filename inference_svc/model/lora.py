@@ -53,6 +53,6 @@ class Lora(Protocol):
         """x: [number of logit rows, hidden_size], out: [number of logit rows, vocab_size and
         `num_added_tokens`]; row i belongs to token `logit_rows[i]` of the step."""
 
-    def norm(self, module: str, norm: NormWeight, *, samples_only: bool = False) -> NormWeight:
+    def norm(self, module: str, norm: NormWeight, *, logits_only: bool = False) -> NormWeight:
         """Returns the norm with a weight for each token, [T, size], or for each logit row, where an
         adapter has one; else the norm itself."""

@@ -382,7 +382,7 @@ class Transformer:
         head = self.description.head
         norm = self.weights.norm
         if lora is not None:
-            norm = lora.norm(self.description.final_norm.module, norm, samples_only=True)
+            norm = lora.norm(self.description.final_norm.module, norm, logits_only=True)
         normed = replace(last).normed(norm, rows)
         logits = self.weights.head(normed)
         if lora is None:

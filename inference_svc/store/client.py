@@ -226,6 +226,7 @@ class ReplicaSession:
             response.adapter.base_model,
             response.base_model_reason,
             tuple(response.ignored_config_keys),
+            tuple(response.warnings),
         )
 
     async def get_revision(self) -> int:

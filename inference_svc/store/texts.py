@@ -22,13 +22,14 @@ from inference_svc.text.template_process import TemplateProcesses
 from inference_svc.text.text_model import TextModel
 from servicekit.telemetry.metrics import Sample
 from servicekit.tokenizer_extract import InvalidTokenizer, TokenizerExtract
+from servicekit.work_budget import WorkBudget
 
 MAX_ENTRIES = 4096
 MAX_BYTES = 256 << 20
 ENTRY_BYTES = 16 << 10
 """What the text of an adapter takes that adds no token."""
 BYTES_PER_BYTE = 12
-"""What each byte of an extract or a template takes, as objects and in the library's tables."""
+"""What each byte of an extract or a template takes as objects."""
 RESULTS = ("made", "refused", "failed")
 
 Key = tuple[str, str]
@@ -48,9 +49,11 @@ class _Entry:
 class AdapterTexts:
     """Lives on one event loop."""
 
-    def __init__(self, base: BaseTokenizer, source: TextSource) -> None:
+    def __init__(self, base: BaseTokenizer, source: TextSource, work: WorkBudget) -> None:
+        """What makes a text is charged to `work`."""
         self._base = base
         self._source = source
+        self._work = work
         self._processes = TemplateProcesses()
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._bytes: Counter[str] = Counter()
@@ -62,28 +65,44 @@ class AdapterTexts:
         """Ends the processes that render templates."""
         self._processes.close()
 
-    async def get(self, adapter: Binding, threads: Executor) -> TextModel:
+    async def get(self, adapter: Binding, account: str, threads: Executor) -> TextModel:
         """Returns what an adapter's requests are tokenised with; the model's own for one that
-        brings nothing else. What is new is made by one of the `threads`.
+        brings nothing else. What is new is made by one of the account's `threads`, once its work
+        allows that.
 
         Raises AdapterUnusable for a tokenizer that changes more than it may, AdapterNotFound,
-        CorruptImage, StoreUnavailable."""
+        CorruptImage, StoreUnavailable, ShareExceeded where the account's earlier texts took too
+        much work."""
         tokenizer = adapter.tokenizer_digest
         key = "" if tokenizer == self._base.digest else tokenizer, adapter.chat_template_digest
         if key == ("", ""):
             return self._base.text
-        entry = self._entries.get(key)
-        if entry is not None:
-            self._entries.move_to_end(key)
+        if key not in self._entries and key not in self._making:
+            # One at a time: what is being made is charged only once it is.
+            async with self._work.turn(account):
+                entry = await self._made(key, adapter.tenant, account, threads)
         else:
-            making = self._making.get(key) or self._start(key, adapter.tenant, threads)
-            # A caller that is cancelled must not cancel the others'.
-            entry = await asyncio.shield(making)
+            entry = await self._made(key, adapter.tenant, account, threads)
         if isinstance(entry.text, AdapterUnusable):
             error = entry.text
             message = f"adapter {adapter.label}: {error.message}"
             raise type(error)(message, subject=error.subject)
         return entry.text
+
+    async def _made(self, key: Key, tenant: str, account: str, threads: Executor) -> _Entry:
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._entries.move_to_end(key)
+            return entry
+        making = self._making.get(key)
+        if making is None:
+            making = self._start(key, tenant, self._work.measured(account, threads))
+        try:
+            # A caller that is cancelled must not cancel the others'.
+            return await asyncio.shield(making)
+        finally:
+            # Nor end its account's turn before what it began is charged.
+            await asyncio.wait({making})
 
     def samples(self) -> Iterator[Sample]:
         """Returns the metrics, in any thread."""
@@ -130,4 +149,5 @@ class AdapterTexts:
             refusal = AdapterUnusable(str(error), subject="tokenizer.json")
             return _Entry(refusal, ENTRY_BYTES, tenant)
         num_bytes = ENTRY_BYTES + BYTES_PER_BYTE * (len(tokenizer) + len(template))
+        num_bytes += text.automaton_bytes
         return _Entry(text, num_bytes, tenant)

@@ -56,13 +56,14 @@ class Source:
 @dataclass(frozen=True, slots=True)
 class Registered:
     """A registration: the revision from which the name points to the adapter, its base model, how
-    the store chose that, in words, and the unknown keys of the adapter's config that the store's
-    operator lets pass."""
+    the store chose that, in words, the unknown keys of the adapter's config that the store's
+    operator lets pass, and what its trainer should know."""
 
     revision: int
     base_model: str
     base_model_reason: str
     ignored_config_keys: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ with what transformers makes of them, which some releases save in their place.
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,14 @@ from servicekit.tokenizer_extract import (
     make_extract,
     show,
 )
+
+MAX_NEW_BYTES = 96 << 10
+"""What the texts of the tokens that an adapter adds may have together, in UTF-8, as the model's
+normalizer makes them. The `tokenizers` library builds automata of them and of the model's own, and
+holds Python's interpreter meanwhile: up to a microsecond a byte. It cannot do so in steps."""
+AUTOMATON_BYTES = 64
+"""What the automata of added tokens take for each byte of their texts, as measured with tokenizers
+0.23: 15 of long tokens, 61 of single characters."""
 
 _WORDS = {
     "vocabulary": "the vocabulary",
@@ -69,14 +77,16 @@ class BaseTokenizer:
         extract: TokenizerExtract | None,
         template: str,
         processes: TemplateProcesses,
-    ) -> BackendText:
+    ) -> AdapterText:
         """Returns the text of an adapter with this tokenizer (None: the model's) and chat template
-        ("": the model's). Raises TokenizerChanged, naming the token or the part."""
+        ("": the model's).
+
+        Raises TokenizerChanged, naming the token, the part, or the limit."""
         base = self.text
         if extract is None:
             return self._text(base.backend, (), base.specials, template, processes)
         new = self._check(extract)
-        backend = self._build(new) if new else base.backend
+        backend, num_bytes = self._build(new) if new else (base.backend, 0)
         given = {**base.specials, **extract.roles}
         specials = {role: token for role, token in given.items() if token is not None}
         end_ids: tuple[int, ...] = ()
@@ -84,8 +94,10 @@ class BaseTokenizer:
         if eos is not None and eos != base.specials.get("eos_token"):
             eos_id = backend.token_to_id(eos)
             end_ids = () if eos_id is None else (eos_id,)
-        refusal = self._prompt_refusal(extract)
-        return self._text(backend, new, specials, template, processes, end_ids, refusal)
+        text = self._text(backend, new, specials, template, processes, end_ids)
+        text.prompt_refusal = self._prompt_refusal(extract)
+        text.automaton_bytes = num_bytes
+        return text
 
     def _text(
         self,
@@ -95,8 +107,7 @@ class BaseTokenizer:
         template: str,
         processes: TemplateProcesses,
         end_ids: tuple[int, ...] = (),
-        refusal: str = "",
-    ) -> BackendText:
+    ) -> AdapterText:
         base = self.text
         renderer: Renderer | None = base.template
         if template:
@@ -106,7 +117,7 @@ class BaseTokenizer:
         num_chars = base.max_chars_per_token
         if new:
             num_chars = max(num_chars, max_chars_per_token((each.content for each in new), backend))
-        text = _AdapterText(
+        text = AdapterText(
             backend,
             _VisibleIds(base.visible_ids, new) if new else base.visible_ids,
             base.byte_ids,
@@ -115,7 +126,6 @@ class BaseTokenizer:
             renderer,
             end_ids,
         )
-        text.prompt_refusal = refusal
         text.pieces = Pieces(text, base.pieces, frozenset(each.id for each in new))
         return text
 
@@ -161,8 +171,18 @@ class BaseTokenizer:
                 raise _changed(f"id {own.id} of the model's token {show(taken)}", content)
             yield own
 
-    def _build(self, new: Sequence[AddedToken]) -> Any:
+    def _build(self, new: Sequence[AddedToken]) -> tuple[Any, int]:
+        """Returns the backend, and about the bytes that it takes beside the model's. Raises
+        TokenizerChanged."""
         import tokenizers
+
+        num_bytes = self._num_bytes(new)
+        if num_bytes > MAX_NEW_BYTES:
+            raise TokenizerChanged(
+                f"the {len(new)} tokens that the adapter's tokenizer adds have {num_bytes} bytes "
+                f"of text, more than {MAX_NEW_BYTES}: add fewer tokens, or shorter ones",
+                subject="tokenizer.json",
+            )
 
         base = self.text.backend
         backend = tokenizers.Tokenizer(base.model)
@@ -180,7 +200,17 @@ class BaseTokenizer:
                     "one another",
                     subject=show(each.content),
                 )
-        return backend
+        return backend, AUTOMATON_BYTES * (num_bytes + self._num_bytes(self.tokens.values()))
+
+    def _num_bytes(self, tokens: Iterable[AddedToken]) -> int:
+        """Returns the bytes of their texts in which they are looked for."""
+        normalizer = self.text.backend.normalizer
+        return sum(
+            len(each.content.encode())
+            if normalizer is None or not each.normalized
+            else len(normalizer.normalize_str(each.content).encode())
+            for each in tokens
+        )
 
     def _prompt_refusal(self, extract: TokenizerExtract) -> str:
         """Returns what of text prompts, not of chats, would change; "" for nothing."""
@@ -205,8 +235,12 @@ class BaseTokenizer:
         return extract.settings[name] not in (in_files, self._is_set[name])
 
 
-class _AdapterText(BackendText):
+class AdapterText(BackendText):
+    """`prompt_refusal` says what of text prompts would change, "" for nothing; `automaton_bytes`
+    are those that its added tokens take, 0 where they are the model's."""
+
     prompt_refusal = ""
+    automaton_bytes = 0
 
     def encode(self, text: str) -> list[int]:
         """Raises TokenizerChanged where texts would begin or end otherwise than the model's do."""

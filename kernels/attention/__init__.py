@@ -7,7 +7,7 @@ kv_cache        the memory of keys and values
 native          attention in C++, as operations of a program
 native_memory   the workspace of attention in C++, whose size is known before it runs
 plan            one step's attention: which queries see which cells
-reference       the definitions: one query at a time, in fp32, and what comes before
+reference       the definitions: one query at a time, in fp32, after norms and rotation
 triton_kernels  the Triton kernels: angles, store, decode, combine, prefill
 triton_ops      their launches; grids follow from the plan's sizes alone
 """
@@ -47,8 +47,22 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """What `reference.attend` defines. q: [T, num_heads, head_dim]; tokens may be apart, a token's
-    heads lie side by side."""
+    """Attends from each query to the keys and values of its own sequence; see `reference.attend`.
+
+    Args:
+        q: Queries [T, num_heads, head_dim] of the cache's dtype. Tokens may be strided; the heads
+            of a token are contiguous.
+        cache: The cache, which already has the step's own keys and values.
+        layer: Index of the layer in the cache.
+        plan: Which queries see which cells.
+        scale: Factor of the scores.
+        window: Most recent positions that a query sees, with its own. None: all.
+        softcap: Bound of the scores. None: none.
+        sinks: Extra score of each head, float32 [num_heads]. None: none.
+
+    Returns:
+        [T, num_heads, head_dim] of q's dtype, contiguous.
+    """
     compute = cpu.attend
     if uses_triton(q):
         from kernels.attention import triton_ops  # Triton is an extra that the CPU does without
@@ -60,7 +74,17 @@ def attend(
 def rotary_angles(
     positions: Tensor, inverse_frequencies: Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.rotary_angles`."""
+    """Computes cos and sin of rotary embedding; see `reference.rotary_angles`.
+
+    Args:
+        positions: int64 [T].
+        inverse_frequencies: float32 [D / 2], in radians per position.
+        scaling: Factor of cos and sin.
+        dtype: The dtype of the result.
+
+    Returns:
+        cos and sin, [T, 1, D] of `dtype`; sin has the sign of the rotation.
+    """
     if uses_triton(positions):
         from kernels.attention import triton_ops
 
@@ -81,7 +105,21 @@ def rotate_and_store(
     is_interleaved: bool = False,
     q_scale: Tensor | None = None,
 ) -> None:
-    """See `reference.rotate_and_store`."""
+    """Norms and rotates a step's heads, and stores keys and values; see
+    `reference.rotate_and_store`.
+
+    Args:
+        qkv: [T, size] of the cache's dtype: q, then k and v, of all heads. Overwritten.
+        cache: The cache to write to.
+        layer: Index of the layer in the cache.
+        cells: Cell of each token, int64 [T].
+        cos: [T, 1, <= head_dim] from `rotary_angles`. None: no rotation.
+        sin: As cos.
+        norms: Weights of the norms of heads.
+        num_heads: Number of query heads.
+        is_interleaved: Whether neighbouring elements are rotated together, not halves.
+        q_scale: Factor of each token's queries, [T]. None: 1.
+    """
     compute = reference.rotate_and_store
     if uses_triton(qkv):
         from kernels.attention import triton_ops

@@ -62,8 +62,8 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """What `reference.attend` defines. q may be a strided view with unit stride in its last
-    dimension."""
+    """Computes `reference.attend`: q [T, num_heads, head_dim] and sinks float32 [num_heads] give
+    [T, num_heads, head_dim]. q may be a strided view with unit stride in its last dimension."""
     schedule = _schedule(plan, window, q.dtype)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in schedule.groups:

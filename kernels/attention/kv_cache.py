@@ -29,12 +29,12 @@ TILE_CELLS = 16
 def page_bytes(
     *, num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> int:
-    """Bytes of one page, over all layers."""
+    """Returns the bytes of one page, over all layers."""
     return num_layers * page_size * 2 * num_kv_heads * head_dim * dtype.itemsize
 
 
 def can_tile(page_size: int, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether a cache of this shape can be tiled."""
+    """Returns whether a cache of this shape can be tiled."""
     is_whole = page_size % TILE_CELLS == 0 and head_dim % TILE_CELLS == 0
     return is_whole and dtype in (torch.float32, torch.bfloat16)
 
@@ -64,7 +64,7 @@ class KVCache:
         device: torch.device | str = "cpu",
         is_tiled: bool = False,
     ) -> KVCache:
-        """`is_tiled` needs what `can_tile` asks for."""
+        """Creates an empty cache. `is_tiled` needs a shape that `can_tile` accepts."""
         assert not is_tiled or can_tile(page_size, head_dim, dtype), (page_size, head_dim, dtype)
         shape = (num_layers, num_pages, num_kv_heads, 2, page_size * head_dim)
         if torch.device(device).type == "cpu":
@@ -86,8 +86,13 @@ class KVCache:
         return self.data.numel() * self.data.element_size()
 
     def write(self, layer: int, cells: Tensor, kv: Tensor) -> None:
-        """Cell `cells[t]` gets `kv[t]`. `kv` is `[T, 2 * num_kv_heads * head_dim]`, keys first;
-        `cells` is int64 `[T]`, all different."""
+        """Writes `kv[t]` to cell `cells[t]`.
+
+        Args:
+            layer: Index of the layer.
+            cells: int64 `[T]`, all different.
+            kv: `[T, 2 * num_kv_heads * head_dim]` of the cache's dtype, keys first.
+        """
         pairs = kv.view(len(kv), 2, self.num_kv_heads, self.head_dim)
         if not self.is_tiled:
             vectors = pairs.reshape(-1, self.head_dim)
@@ -101,8 +106,16 @@ class KVCache:
         values[pages, offsets // share, offsets % share] = v
 
     def gather(self, layer: int, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of `cells` (int64, any shape S), `[*S, num_kv_heads, head_dim]` both, of
-        fresh memory with unit stride in the last dimension."""
+        """Reads cells into new memory.
+
+        Args:
+            layer: Index of the layer.
+            cells: int64 of any shape S.
+
+        Returns:
+            Keys and values, `[*S, num_kv_heads, head_dim]` both, of the cache's dtype, with unit
+            stride in the last dimension.
+        """
         if not self.is_tiled:
             numbers = self._vector_numbers(cells)
             vectors = self._vectors(layer).index_select(0, numbers.flatten())

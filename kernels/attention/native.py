@@ -158,7 +158,7 @@ class StepRows:
 
     @classmethod
     def of(cls, plan: AttentionPlan) -> StepRows:
-        """Those of one step."""
+        """Returns the rows of one step's plan."""
         return cls(
             torch.tensor([plan.num_rows], dtype=torch.int32),
             torch.tensor([len(plan.cells)], dtype=torch.int32),
@@ -180,7 +180,7 @@ def rotary_angles_op(
 ) -> NativeOp:
     """cos, sin of positions[t] * inverse_frequencies, times `scaling`, for t < num_tokens.
 
-    positions: int64 [T], inverse_frequencies: fp32 [half of what is turned of a head], cos and sin:
+    positions: int64 [T], inverse_frequencies: fp32 [half of a head's rotated size], cos and sin:
     [T, half] in the model's dtype, num_tokens: int32 [1].
     """
     assert positions.dtype == torch.int64
@@ -228,11 +228,20 @@ def rope_and_store_op(
     is_interleaved: bool = False,
     q_scale: Tensor | None = None,
 ) -> NativeOp:
-    """What `reference.rotate_and_store` defines, of the step's tokens: q stays in `qkv`, k and v go
-    to the tokens' cells.
+    """Builds the operation of `reference.rotate_and_store` for a step's tokens: q stays in `qkv`, k
+    and v go to the tokens' cells.
 
-    qkv: its rows have unit stride; cos and sin as `rotary_angles_op` writes them; q_scale: [T]
-    of qkv's dtype.
+    Args:
+        qkv: [T, size] of the cache's dtype, with rows of unit stride.
+        cache: The cache to write to.
+        layer: Index of the layer in the cache.
+        cos: [T, 1, <= head_dim] of qkv's dtype, as `rotary_angles_op` writes it. None: no rotation.
+        sin: As cos.
+        rows: The step's rows of tokens.
+        norms: Weights of the norms of heads.
+        num_heads: Number of query heads.
+        is_interleaved: As in `reference.rotate`.
+        q_scale: [T] of qkv's dtype. None: 1.
     """
     assert qkv.dtype == cache.data.dtype
     for each in (cos, q_scale):
@@ -329,7 +338,7 @@ class NativeAttention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> NativeOp:
-        """out = what `reference.attend` defines, of the step's tokens.
+        """out = `reference.attend` for the step's tokens.
 
         q and out: [T, at least num_heads * head_dim] with unit stride in the last dimension; the
         heads lie at the start of each row. sinks: float32 [num_heads].
@@ -393,8 +402,9 @@ def attend(
     sinks: Tensor | None = None,
     library: Library | None = None,
 ) -> Tensor:
-    """What `reference.attend` defines, as a program of its own, by the best library or this one.
-    q may be a strided view with unit stride in a token's heads."""
+    """Runs `reference.attend` as a program of its own: q [T, num_heads, head_dim] and sinks float32
+    [num_heads] give [T, num_heads, head_dim]. q may be a strided view with unit stride in a token's
+    heads. `library` None: the best one for this processor."""
     library = library or load()
     assert library is not None, "no native kernels here"
     out = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -95,8 +95,8 @@ class AttentionShape:
 
 
 class AttentionScratch:
-    """What work items are computed in, by up to `max_threads` threads: further ones take no part.
-    Operations run one after the other, so those of every layer and window use the same."""
+    """The workspace of work items, for up to `max_threads` threads; further threads take no part.
+    Operations run one after the other, so those of every layer and window share it."""
 
     def __init__(self, shape: AttentionShape, max_threads: int | None = None) -> None:
         self.shape = shape

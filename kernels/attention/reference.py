@@ -1,4 +1,4 @@
-"""The definitions: paged attention one query at a time, in fp32, and what comes before it."""
+"""The definitions: paged attention one query at a time in fp32, after norms and rotation."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kernels.elementwise.reference import rms_norm
 
 
 class HeadNorms(NamedTuple):
-    """Weights of RMSNorms of queries, keys and values: each over a head, [head_dim], or over all
-    heads, or of each token, [T, the same], or None. `are_rotated`: norms of q and k come behind the
-    rotation."""
+    """Weights of RMSNorms of queries, keys and values. Each is [head_dim] over a head, [size] over
+    all heads, [T, the same] with one per token, or None. `are_rotated`: q and k are normed after
+    the rotation."""
 
     q: Tensor | None = None
     k: Tensor | None = None
@@ -40,15 +40,25 @@ def attend(
 ) -> Tensor:
     """out[t, h] = sum_j softmax_j(score(q[t, h], K[j, h // group])) V[j, h // group]
 
-    over the positions j of t's own sequence with j <= p and, under a sliding `window`,
-    j > p - window, where p is t's position. group = num_heads / num_kv_heads; score(q, k) = scale *
-    q . k, or, with a cap (Bello et al., 2016), softcap * tanh(scale * q . k / softcap).
+    The sum is over the positions j <= p of t's own sequence, where p is t's position. With a
+    sliding `window`, j > p - window as well. group = num_heads / num_kv_heads. score(q, k) = scale
+    * q . k; with a cap (Bello et al., 2016), softcap * tanh(scale * q . k / softcap).
 
-    With `sinks` (GPT-OSS) the softmax of head h has one more score, sinks[h], neither scaled nor
-    capped, which has no value: where all others are far below it, out is nearly zero.
+    With `sinks` (GPT-OSS) the softmax of head h has one more score, sinks[h]. It is neither scaled
+    nor capped and has no value: if all other scores are far below it, out is nearly zero.
 
-    q: [T, num_heads, head_dim]; sinks: float32 [num_heads]; returns [T, num_heads, head_dim] in q's
-    dtype. The step's own keys and values must have been written to the cache before.
+    Args:
+        q: [T, num_heads, head_dim].
+        cache: The cache, which already has the step's own keys and values.
+        layer: Index of the layer in the cache.
+        plan: Which queries see which cells.
+        scale: Factor of the scores.
+        window: Most recent positions that a query sees, with its own. None: all.
+        softcap: Bound of the scores. None: none.
+        sinks: float32 [num_heads]. None: none.
+
+    Returns:
+        [T, num_heads, head_dim] of q's dtype.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     group = q.shape[1] // cache.num_kv_heads
@@ -76,10 +86,17 @@ def attend(
 def rotary_angles(
     positions: Tensor, inverse_frequencies: Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin [T, 1, D] of rotary embedding (Su et al., 2021), computed in fp32, times
-    `scaling`, in `dtype`; both halves side by side, sin with the sign of the rotation.
+    """Computes cos and sin of rotary embedding (Su et al., 2021) in fp32, times `scaling`.
 
-    positions: int64 [T]; inverse_frequencies: fp32 [D / 2].
+    Args:
+        positions: int64 [T].
+        inverse_frequencies: float32 [D / 2], in radians per position.
+        scaling: Factor of cos and sin.
+        dtype: The dtype of the result.
+
+    Returns:
+        cos and sin, [T, 1, D] of `dtype`, with both halves next to each other. sin has the sign of
+        the rotation.
     """
     angles = positions[:, None, None].float() * inverse_frequencies
     cos, sin = ((wave * scaling).to(dtype) for wave in (angles.cos(), angles.sin()))
@@ -87,8 +104,18 @@ def rotary_angles(
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False) -> Tensor:
-    """Returns heads [T, num_heads, D] of whose first elements, as many as `cos` has, element i is
-    rotated with element i + half of them, or, interleaved, with its neighbour."""
+    """Rotates the first elements of each head, as many as `cos` has.
+
+    Args:
+        heads: [T, num_heads, D].
+        cos: [T, 1, <= D] of heads' dtype.
+        sin: As cos.
+        is_interleaved: Whether element i is rotated with its neighbour; otherwise with element i +
+            half of the rotated size.
+
+    Returns:
+        [T, num_heads, D] of heads' dtype.
+    """
     size = cos.shape[-1]
     turned = heads[..., :size]
     if is_interleaved:
@@ -114,11 +141,20 @@ def rotate_and_store(
     q_scale: Tensor | None = None,
 ) -> None:
     """q[t] = q_scale[t] * rotate(norm(q[t])) in place; cell cells[t] gets rotate(norm(k[t])) and
-    norm(v[t]); with `norms.are_rotated` they are rotated first.
+    norm(v[t]). With `norms.are_rotated`, the rotation comes first.
 
-    qkv: [T, q | k | v of all heads], of whose k and v nothing is said afterwards; [T, q | k]: v is
-    what k is before its norm; [T, q]: nothing is stored. cells: int64 [T]; cos, sin: [T, 1, at most
-    D] of `rotary_angles`, None: nothing is rotated; q_scale: [T], None: 1.
+    Args:
+        qkv: [T, q | k | v of all heads]; the values of k and v are undefined afterwards. With
+            [T, q | k], v is k before its norm. With [T, q], nothing is stored.
+        cache: The cache to write to.
+        layer: Index of the layer in the cache.
+        cells: int64 [T].
+        cos: [T, 1, <= head_dim] from `rotary_angles`. None: no rotation.
+        sin: As cos.
+        norms: Weights of the norms of heads.
+        num_heads: Number of query heads.
+        is_interleaved: As in `rotate`.
+        q_scale: [T]. None: 1.
     """
     head_dim = cache.head_dim
     num_keys = min(cache.num_kv_heads, qkv.shape[1] // head_dim - num_heads)
@@ -126,7 +162,7 @@ def rotate_and_store(
     q, k = turned.split((num_heads, num_keys), dim=1)
     kv = qkv[:, num_heads * head_dim :]
     if kv.shape[1] == num_keys * head_dim:
-        kv = torch.cat((kv, kv), dim=1)  # what k is at first, where norms of k do not reach it
+        kv = torch.cat((kv, kv), dim=1)  # a copy of k that the norms of k do not reach
     v = kv[:, num_keys * head_dim :].unflatten(1, (-1, head_dim))
 
     def rotate_all() -> None:

@@ -21,7 +21,8 @@ MIN_BLOCK_ROWS = 32
 def rotary_angles(
     positions: Tensor, inverse_frequencies: Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.rotary_angles`."""
+    """Launches `reference.rotary_angles`: positions int64 [T] and inverse_frequencies float32 [D /
+    2] give cos and sin [T, 1, D] of `dtype`."""
     num_tokens, half = len(positions), len(inverse_frequencies)
     cos, sin = (
         torch.empty((num_tokens, 1, 2 * half), dtype=dtype, device=positions.device)
@@ -53,7 +54,8 @@ def rotate_and_store(
     is_interleaved: bool = False,
     q_scale: Tensor | None = None,
 ) -> None:
-    """See `reference.rotate_and_store`. Rows of qkv have unit stride."""
+    """Launches `reference.rotate_and_store`: qkv [T, size] of the cache's dtype with rows of unit
+    stride, cells int64 [T], cos and sin [T, 1, <= head_dim], q_scale [T]."""
     assert not cache.is_tiled, "the kernels read caches in rows"
     head_dim, num_kv_heads = cache.head_dim, cache.num_kv_heads
     num_tokens, num_stored = len(qkv), qkv.shape[1] // head_dim - num_heads
@@ -152,7 +154,8 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `reference.attend`. Heads of a token lie side by side; tokens may be apart."""
+    """Launches `reference.attend`: q [T, num_heads, head_dim] and sinks float32 [num_heads] give
+    [T, num_heads, head_dim]. Heads of a token are contiguous; tokens may be strided."""
     assert not cache.is_tiled, "the kernels read caches in rows"
     assert q.stride(1) == q.shape[2], "heads lie side by side"
     assert q.stride(2) == 1

@@ -1,4 +1,4 @@
-"""What the decoder computes between its projections: norms, activations, gathers.
+"""Operations of the decoder between its projections: norms, activations, gathers.
 
 The functions below run `reference` on CPUs and `triton_ops` on CUDA.
 
@@ -44,8 +44,8 @@ __all__ = [
 
 
 class NormWeight(NamedTuple):
-    """A norm over the last dimension; see `reference.rms_norm`. `offset` is what `weight` has in
-    addition to what the checkpoint has."""
+    """A norm over the last dimension; see `reference.rms_norm`. `offset` is added to the
+    checkpoint's values in `weight`, [size]."""
 
     weight: Tensor
     eps: float
@@ -54,7 +54,15 @@ class NormWeight(NamedTuple):
 
 
 def rms_norm(x: Tensor, norm: NormWeight) -> Tensor:
-    """See `reference.rms_norm`."""
+    """Norms the last dimension; see `reference.rms_norm`.
+
+    Args:
+        x: [..., size].
+        norm: Weight [size] or [N, size], and how to norm.
+
+    Returns:
+        [..., size] of x's dtype.
+    """
     if uses_triton(x):
         from kernels.elementwise import triton_ops
 
@@ -74,7 +82,19 @@ def add_rms_norm(
     delta_scale: float = 1.0,
     sum_scale: float = 1.0,
 ) -> Tensor:
-    """See `reference.add_rms_norm`."""
+    """Adds `delta` to `hidden` and norms the sum; see `reference.add_rms_norm`.
+
+    Args:
+        hidden: [T, size]. Gets the sum, except with `rows`.
+        delta: [T, size] of hidden's dtype; may be overwritten. None: nothing is added.
+        norm: The norm. None: return the sum.
+        rows: Rows to compute, int64 [N]. None: all.
+        delta_scale: Factor of `delta`.
+        sum_scale: Factor of the sum.
+
+    Returns:
+        [T, size], or [N, size] with `rows`, of hidden's dtype.
+    """
     weight, eps, is_centred, _ = norm or (None, 0.0, False, 0.0)
     compute = reference.add_rms_norm
     if uses_triton(hidden):
@@ -90,7 +110,15 @@ def add_rms_norm(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """See `reference.swiglu`; rows may be apart."""
+    """Returns silu(gate) * up; see `reference.swiglu`.
+
+    Args:
+        gate: [T, size]. Rows have unit stride and may be apart.
+        up: As gate.
+
+    Returns:
+        [T, size] of gate's dtype.
+    """
     if uses_triton(gate):
         from kernels.elementwise import triton_ops
 
@@ -99,7 +127,15 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """See `reference.geglu`; rows may be apart."""
+    """Returns gelu(gate) * up; see `reference.geglu`.
+
+    Args:
+        gate: [T, size]. Rows have unit stride and may be apart.
+        up: As gate.
+
+    Returns:
+        [T, size] of gate's dtype.
+    """
     if uses_triton(gate):
         from kernels.elementwise import triton_ops
 
@@ -108,7 +144,18 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
-    """See `reference.clamped_swiglu`; rows may be apart."""
+    """Returns (up + 1) * gate * sigmoid(alpha * gate), with clamped gate and up; see
+    `reference.clamped_swiglu`.
+
+    Args:
+        gate: [T, size]. Rows have unit stride and may be apart.
+        up: As gate.
+        alpha: Slope of the sigmoid.
+        limit: Largest gate, and largest absolute value of up.
+
+    Returns:
+        [T, size] of gate's dtype.
+    """
     if uses_triton(gate):
         from kernels.elementwise import triton_ops
 

@@ -130,22 +130,28 @@ def rms_norm_op(
 
 
 def swiglu_op(gate: Tensor, up: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
-    """out = silu(gate) * up for the first num_tokens (int32 [1]) rows.
+    """Builds out = silu(gate) * up for the first `num_tokens` rows.
 
-    gate, up: [T, size], of unit stride in their rows; out: [T, size].
+    Args:
+        gate: [T, size] of out's dtype, with rows of unit stride.
+        up: As gate.
+        out: [T, size], contiguous.
+        num_tokens: int32 [1], read when the program runs.
     """
     return _gated_op("swiglu", gate, up, out, num_tokens)
 
 
 def geglu_op(gate: Tensor, up: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
-    """out = gelu(gate) * up, approximated by tanh; arguments as of `swiglu_op`."""
+    """Builds out = gelu(gate) * up, approximated by tanh. gate, up, out: [T, size], num_tokens:
+    int32 [1], as in `swiglu_op`."""
     return _gated_op("geglu", gate, up, out, num_tokens)
 
 
 def clamped_swiglu_op(
     gate: Tensor, up: Tensor, out: Tensor, num_tokens: Tensor, *, alpha: float, limit: float
 ) -> NativeOp:
-    """See `reference.clamped_swiglu`; arguments as of `swiglu_op`."""
+    """Builds `reference.clamped_swiglu`. gate, up, out: [T, size], num_tokens: int32 [1], as in
+    `swiglu_op`."""
     args = _ClampedSwigluArgs(_gated_args(gate, up, out, num_tokens), alpha, limit)
     name = f"clamped_swiglu_{dtype_name(out.dtype)}"
     return NativeOp(name, args, (gate, up, out, num_tokens))
@@ -168,7 +174,14 @@ def _gated_op(name: str, gate: Tensor, up: Tensor, out: Tensor, num_tokens: Tens
 def scale_rows_op(
     x: Tensor, count: Tensor, *, scale: float, softcap: float | None = None
 ) -> NativeOp:
-    """x = bound_logits(x, scale, softcap) for the first `count` (int32 [1]) rows of x [N, size]."""
+    """Builds x = bound_logits(x, scale, softcap), in place.
+
+    Args:
+        x: [N, size], contiguous.
+        count: Number of rows to compute, from the first: int32 [1], read when the program runs.
+        scale: Factor of x.
+        softcap: Bound of the result, above 0. None: none.
+    """
     _check(count, x)
     assert softcap is None or softcap > 0
     args = _ScaleArgs(x.data_ptr(), count.data_ptr(), x.shape[1], scale, softcap or 0.0)

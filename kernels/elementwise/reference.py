@@ -9,10 +9,19 @@ from torch import Tensor
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centred: bool = False) -> Tensor:
     """Returns weight * x / sqrt(mean(x^2) + eps) over the last dimension (Zhang and Sennrich,
-    2019), in fp32 up to the product with the weight, which is in the weight's dtype: x's, or fp32.
+    2019).
 
-    weight: [size], or [N, size]: of each row of x, or of each of its first dimension, [N, K, size].
-    `is_centred`: of x - mean(x), a LayerNorm (Ba et al., 2016) without bias.
+    It computes in fp32 up to the product with the weight, which is in the weight's dtype.
+
+    Args:
+        x: [..., size].
+        weight: [size], or [N, size] for each row of x or each of its first dimension, [N, K, size].
+            Of x's dtype or float32.
+        eps: Added to the mean square.
+        is_centred: Norm x - mean(x), a LayerNorm (Ba et al., 2016) without bias.
+
+    Returns:
+        [..., size] of x's dtype.
     """
     if weight.dim() == 2 and x.dim() == 3:
         weight = weight[:, None]
@@ -36,11 +45,21 @@ def add_rms_norm(
     sum_scale: float = 1.0,
     is_centred: bool = False,
 ) -> Tensor:
-    """hidden = sum_scale * round(hidden + round(delta_scale * delta)), rounded to their dtype;
-    returns the norm of it, or, without a weight, `hidden` itself. `delta` may be overwritten.
+    """hidden = sum_scale * round(hidden + round(delta_scale * delta)), rounded to their dtype.
 
-    hidden, delta: [T, size]; weight: [size], or [T, size]. With `rows` (int64 [N]) only these are
-    computed: returns [N, size], of weights [size] or [N, size], and `hidden` stays as it is.
+    Args:
+        hidden: [T, size]. Gets the sum, except with `rows`.
+        delta: [T, size]; may be overwritten. None: nothing is added.
+        weight: [size], or [T, size]; with `rows`, [size] or [N, size]. None: no norm.
+        eps: As in `rms_norm`.
+        rows: Rows to compute, int64 [N]. None: all.
+        delta_scale: Factor of `delta`.
+        sum_scale: Factor of the sum.
+        is_centred: As in `rms_norm`.
+
+    Returns:
+        The norm of the sum, or the sum itself without a weight: [T, size], or [N, size] with
+        `rows`.
     """
     if rows is not None:
         chosen = hidden.index_select(0, rows)
@@ -55,26 +74,33 @@ def add_rms_norm(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Returns silu(gate), rounded, * up (Shazeer, 2020). gate, up: [T, size] -> [T, size]."""
+    """Returns silu(gate), rounded, * up (Shazeer, 2020). gate, up: [T, size] -> [T, size], of one
+    dtype.
+    """
     return F.silu(gate).mul_(up)
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Returns gelu(gate), in its approximation by tanh (Hendrycks and Gimpel, 2016), rounded, * up.
-    Shapes as of `swiglu`."""
+    """Returns gelu(gate), approximated by tanh (Hendrycks and Gimpel, 2016) and rounded, * up.
+    gate, up: [T, size] -> [T, size], of one dtype.
+    """
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
-    """Returns (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up between
-    -limit and limit, as GPT-OSS computes it; in fp32, rounded once. Shapes as of `swiglu`."""
+    """Returns (up + 1) * gate * sigmoid(alpha * gate), as GPT-OSS computes it, in fp32 and rounded
+    once. gate is at most `limit`, and up between -limit and limit. gate, up: [T, size] -> [T,
+    size], of one dtype.
+    """
     bounded = gate.float().clamp(max=limit)
     active = bounded * torch.sigmoid(alpha * bounded)
     return ((up.float().clamp(-limit, limit) + 1) * active).to(gate.dtype)
 
 
 def bound_logits(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Returns scale * logits, or, if there is a cap, cap * tanh(scale * logits / cap)."""
+    """Returns scale * logits, or, with a cap, cap * tanh(scale * logits / cap).
+    logits: [N, size], a float dtype -> the same.
+    """
     if scale != 1.0:
         logits = logits * scale
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)

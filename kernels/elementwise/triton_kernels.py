@@ -78,7 +78,7 @@ def clamped_swiglu_kernel(
     # [BLOCK]
     b_gate = tl.load(gate + i_token * gate_stride + o, mask=m, other=0.0).to(tl.float32)
     b_up = tl.load(up + i_token * up_stride + o, mask=m, other=0.0).to(tl.float32)
-    b_gate = tl.minimum(b_gate, limit)
-    b_up = tl.minimum(tl.maximum(b_up, -limit), limit)
+    b_gate = tl.minimum(b_gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    b_up = tl.clamp(b_up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     b_out = (b_up + 1.0) * (b_gate / (1.0 + tl.exp(-alpha * b_gate)))
     tl.store(out + i_token * SIZE + o, b_out.to(out.dtype.element_ty), mask=m)

@@ -21,7 +21,8 @@ def add_rms_norm(
     sum_scale: float = 1.0,
     is_centred: bool = False,
 ) -> Tensor:
-    """See `reference.add_rms_norm`. Tensors are contiguous."""
+    """Launches `reference.add_rms_norm`: hidden and delta [T, size], weight [size] or [T, size],
+    rows int64 [N] give [T, size] or [N, size]. Tensors are contiguous."""
     assert hidden.is_contiguous()
     assert weight is None or weight.is_contiguous()
     if weight is None:
@@ -54,12 +55,12 @@ def add_rms_norm(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """See `reference.swiglu`. Rows have unit stride."""
+    """Launches `reference.swiglu`: gate, up [T, size] -> [T, size]. Rows have unit stride."""
     return _gated(gate, up, is_gelu=False)
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """See `reference.geglu`. Rows have unit stride."""
+    """Launches `reference.geglu`: gate, up [T, size] -> [T, size]. Rows have unit stride."""
     return _gated(gate, up, is_gelu=True)
 
 
@@ -72,7 +73,8 @@ def _gated(gate: Tensor, up: Tensor, *, is_gelu: bool) -> Tensor:
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
-    """See `reference.clamped_swiglu`. Rows have unit stride."""
+    """Launches `reference.clamped_swiglu`: gate, up [T, size] -> [T, size] with rows of unit
+    stride."""
     out, grid, sizes = _gated_launch(gate, up)
     kernels.clamped_swiglu_kernel[grid](
         out, gate, up, gate.stride(0), up.stride(0), float(alpha), float(limit), **sizes

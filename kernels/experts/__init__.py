@@ -1,4 +1,4 @@
-"""Mixtures of experts: what a token's experts make of it, and which they are.
+"""Mixtures of experts: the choice of a token's experts, and their outputs.
 
 The functions below run `reference` and `cpu` on CPUs and `triton_ops` on CUDA.
 
@@ -46,7 +46,18 @@ def route(
     expert_scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Routing:
-    """See `reference.route`."""
+    """Chooses each token's experts; see `reference.route`.
+
+    Args:
+        logits: The router's logits, float32 [T, experts].
+        choice: How experts are chosen and weighed.
+        bias: Added to scores for the choice only, float32 [experts].
+        expert_scales: Factors of the weights, float32 [experts].
+        out: Gets the experts, int32 [T, num_chosen]. None: a new tensor.
+
+    Returns:
+        The experts, int32 [T, num_chosen], and their weights, float32 [T, num_chosen].
+    """
     if uses_triton(logits):
         from kernels.experts import triton_ops  # Triton is an extra that the CPU does without
 
@@ -55,7 +66,13 @@ def route(
 
 
 def sort_pairs(experts: Tensor, num_experts: int, order: Tensor | None = None) -> Pairs:
-    """See `reference.sort_pairs`."""
+    """Sorts pairs of tokens and experts by expert; see `reference.sort_pairs`.
+
+    Args:
+        experts: int32 [T, num_chosen].
+        num_experts: Number of experts.
+        order: Order of tokens within an expert, int64 [T]. None: as they come.
+    """
     if uses_triton(experts):
         from kernels.experts import triton_ops
 
@@ -70,7 +87,18 @@ def experts_linear(
     bias: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """See `reference.experts_linear`; experts and their rows may be apart."""
+    """Multiplies each pair's row by its expert's weight; see `reference.experts_linear`.
+
+    Args:
+        x: [P, in]; with `rows`, any number of rows.
+        weight: [experts, out, in] of x's dtype. Experts and their rows may be apart.
+        pairs: The pairs, in the order of experts.
+        bias: [experts, out]. None: none.
+        rows: Row of x for each pair, int64 [P]. None: row p for pair p.
+
+    Returns:
+        [P, out] of x's dtype.
+    """
     if uses_triton(x):
         from kernels.experts import triton_ops
 
@@ -85,7 +113,18 @@ def combine(
     shared: Tensor | None = None,
     shared_logits: Tensor | None = None,
 ) -> Tensor:
-    """See `reference.combine`."""
+    """Sums each token's pairs by their weights; see `reference.combine`.
+
+    Args:
+        x: Outputs of the pairs, [P, size].
+        pairs: The pairs.
+        weights: float32 [T, num_chosen].
+        shared: Outputs of the shared expert, [T, size]. None: there is none.
+        shared_logits: Its gate before the sigmoid, float32 [T, 1]. None: the factor is 1.
+
+    Returns:
+        [T, size] of x's dtype.
+    """
     if uses_triton(x):
         from kernels.experts import triton_ops
 
@@ -96,8 +135,14 @@ def combine(
 def sizes_to_warm_up(
     max_tokens: int, num_experts: int, num_chosen: int, itemsize: int
 ) -> list[int]:
-    """Returns numbers of tokens, up to `max_tokens`, that launch on a device whatever any number
-    launches."""
+    """Returns numbers of tokens whose launches on a device are the launches of any number.
+
+    Args:
+        max_tokens: Most tokens of a step.
+        num_experts: Number of experts.
+        num_chosen: Experts per token.
+        itemsize: Bytes of a weight's element.
+    """
     from kernels.experts import triton_ops
 
     return triton_ops.sizes_to_warm_up(max_tokens, num_experts, num_chosen, itemsize)

@@ -17,7 +17,8 @@ def experts_linear(
     bias: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """See `reference.experts_linear`."""
+    """Computes `reference.experts_linear`: x [P, in] (with rows int64 [P], any number of rows),
+    weight [experts, out, in] and bias [experts, out] give [P, out]."""
     out = x.new_empty(len(x if rows is None else rows), weight.shape[1])
     starts = pairs.starts.tolist()
     for expert, (start, end) in enumerate(pairwise(starts)):

@@ -98,12 +98,13 @@ class PairsBuffer:
 
     @staticmethod
     def bytes_of(max_tokens: int, num_experts: int, num_chosen: int) -> int:
-        """Returns what `allocate` takes but for `experts`."""
+        """Returns the bytes that `allocate` takes, except for `experts`."""
         return 16 * max_tokens * num_chosen + 4 * (num_experts + 2)
 
     def with_experts(self, experts: Tensor) -> PairsBuffer:
-        """Returns one that shares all of this but which experts were chosen, and may be filled when
-        this is not needed any more."""
+        """Returns a buffer with other memory for the chosen experts, int32 [max_tokens,
+        num_chosen]. It shares the rest, and may be filled when this buffer is no longer needed.
+        """
         assert experts.is_contiguous()
         assert experts.shape == self.experts.shape
         assert experts.dtype == self.experts.dtype
@@ -122,8 +123,16 @@ def route_op(
     bias: Tensor | None = None,
     expert_scales: Tensor | None = None,
 ) -> NativeOp:
-    """See `reference.route`, for the first `count` (int32 [1]) rows of `logits`, fp32
-    [T, experts]."""
+    """Builds `reference.route` for the first `count` rows.
+
+    Args:
+        logits: float32 [T, experts], contiguous.
+        choice: How experts are chosen and weighed.
+        out: Gets the experts and their weights.
+        count: Number of tokens, int32 [1], read when the program runs.
+        bias: float32 [experts]. None: none.
+        expert_scales: float32 [experts]. None: none.
+    """
     assert logits.dtype == torch.float32
     assert logits.is_contiguous()
     assert logits.shape[1] == out.num_experts <= MAX_EXPERTS
@@ -141,7 +150,8 @@ def route_op(
 
 
 def sort_pairs_op(out: PairsBuffer, count: Tensor) -> NativeOp:
-    """See `reference.sort_pairs`, of the experts of the first `count` tokens."""
+    """Builds `reference.sort_pairs` for the experts of the first `count` (int32 [1]) tokens, in
+    out.experts [T, num_chosen]."""
     tokens, starts, rows = out.pairs
     args = _SortPairsArgs(
         *(out.experts.data_ptr(), tokens.data_ptr(), starts.data_ptr(), rows.data_ptr()),
@@ -153,8 +163,14 @@ def sort_pairs_op(out: PairsBuffer, count: Tensor) -> NativeOp:
 def experts_linear_op(
     x: Tensor, packed: PackedLinear, out: Tensor, routing: PairsBuffer
 ) -> NativeOp:
-    """See `reference.experts_linear`. x: [P, in], out: [P, out], of the weights' dtype. `packed`
-    has the experts below each other, each in whole panels: see `padded_rows`."""
+    """Builds `reference.experts_linear`.
+
+    Args:
+        x: [P, in] of the weights' dtype.
+        packed: Weights of all experts below each other, each in whole panels; see `padded_rows`.
+        out: [P, out] of the weights' dtype.
+        routing: The pairs.
+    """
     padded = packed.out_features // routing.num_experts
     assert packed.out_features == routing.num_experts * padded
     assert padded == padded_rows(out.shape[1])
@@ -174,7 +190,16 @@ def combine_op(
     shared: Tensor | None = None,
     shared_logits: Tensor | None = None,
 ) -> NativeOp:
-    """See `reference.combine`, for the first `count` tokens. `out` [T, size] may be `shared`."""
+    """Builds `reference.combine` for the first `count` tokens.
+
+    Args:
+        x: [P, size], contiguous.
+        routing: The pairs and their weights.
+        out: [T, size] of x's dtype; may be `shared`.
+        count: Number of tokens, int32 [1], read when the program runs.
+        shared: [T, size] of x's dtype. None: there is none.
+        shared_logits: float32 [T, 1]. None: the factor of `shared` is 1.
+    """
     for tensor in (out, shared):
         assert tensor is None or (tensor.dtype == x.dtype and tensor.is_contiguous())
     assert x.is_contiguous()

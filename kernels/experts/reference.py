@@ -16,23 +16,23 @@ import torch
 from torch import Tensor
 
 MAX_EXPERTS = 1024
-"""Experts of one layer, at most."""
+"""Most experts of one layer."""
 LEAST_SUM = 1e-20
-"""What is added to the sum that weights are divided by, as DeepSeek-V3 does."""
+"""Added to the sum by which weights are divided, as in DeepSeek-V3."""
 
 
 EXPERT_ROWS = 32
-"""Rows of weights that an expert takes a multiple of, where experts lie below each other: those
-that the CPU's products read together."""
+"""An expert takes a multiple of this many rows where experts are stacked below each other. The
+CPU's products read so many rows together."""
 
 
 def padded_rows(out_features: int) -> int:
-    """Returns the rows that each expert takes of weights that lie below each other."""
+    """Returns the rows that each expert takes in weights that are stacked below each other."""
     return -(-out_features // EXPERT_ROWS) * EXPERT_ROWS
 
 
 class Scoring(enum.Enum):
-    """How a router's logits become scores: of all experts, or of those that are chosen."""
+    """How a router's logits become scores, over all experts or over the chosen ones."""
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
@@ -41,11 +41,11 @@ class Scoring(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How a token chooses its `num_chosen` experts, and what it weighs them by.
+    """How a token chooses and weighs its `num_chosen` experts.
 
-    Experts are in `num_groups` of neighbours. Of these the `num_chosen_groups` are considered whose
-    two best experts have the largest sum of scores. Weights are the scores, divided by their sum if
-    they are `normalised`, times `scale`.
+    Experts are in `num_groups` of neighbours. Only the `num_chosen_groups` whose two best experts
+    have the largest sum of scores are considered. Weights are the scores times `scale`; with
+    `normalised`, the scores are first divided by their sum.
     """
 
     num_chosen: int
@@ -57,17 +57,17 @@ class Choice:
 
 
 class Routing(NamedTuple):
-    """The experts of each token, int32 [T, num_chosen], the best first, and what each is weighed
-    by, fp32 [T, num_chosen]."""
+    """Each token's experts, int32 [T, num_chosen], the best first, and their weights, float32
+    [T, num_chosen]."""
 
     experts: Tensor
     weights: Tensor
 
 
 class Pairs(NamedTuple):
-    """Pairs of tokens and experts in the order of experts. `tokens`: int64 [P], of each pair its
-    token. `starts`: int32 [experts + 1], the first pair of each, and the number of all. `rows`:
-    int32 [T, num_chosen], where the pairs of each token are."""
+    """Pairs of tokens and experts in the order of experts. `tokens` is each pair's token, int64
+    [P]. `starts` is the first pair of each expert, and the number of pairs, int32 [experts + 1].
+    `rows` has the places of each token's pairs, int32 [T, num_chosen]."""
 
     tokens: Tensor
     starts: Tensor
@@ -81,11 +81,17 @@ def route(
     expert_scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Routing:
-    """Chooses experts by logits, fp32 [T, experts]; of equal ones the first.
+    """Chooses experts by logits; among equal ones, the first.
 
-    `bias` [experts] is added to scores to choose by, and does not enter weights; `expert_scales`
-    [experts] multiply the weights. Both are fp32. With `out`, int32 [T, num_chosen], the experts
-    are there.
+    Args:
+        logits: float32 [T, experts].
+        choice: How experts are chosen and weighed.
+        bias: Added to scores for the choice only, float32 [experts].
+        expert_scales: Factors of the weights, float32 [experts].
+        out: Gets the experts, int32 [T, num_chosen]. None: a new tensor.
+
+    Returns:
+        The experts, int32 [T, num_chosen], and their weights, float32 [T, num_chosen].
     """
     scores = {
         Scoring.SOFTMAX: lambda: logits.softmax(dim=-1),
@@ -109,7 +115,7 @@ def route(
 
 
 def _of_best_groups(ranked: Tensor, choice: Choice) -> Tensor:
-    """Returns scores [T, experts] with those of other groups at -inf."""
+    """Returns scores [T, experts], with -inf for experts of other groups."""
     grouped = ranked.unflatten(1, (choice.num_groups, -1))
     best = grouped.topk(2, dim=-1).values.sum(dim=-1)
     order = best.sort(dim=-1, descending=True, stable=True).indices
@@ -119,8 +125,14 @@ def _of_best_groups(ranked: Tensor, choice: Choice) -> Tensor:
 
 
 def sort_pairs(experts: Tensor, num_experts: int, order: Tensor | None = None) -> Pairs:
-    """Puts pairs in the order of experts, which are int32 [T, num_chosen]; those of one expert in
-    the order of tokens, or in `order`, int64 [T], which has each token once."""
+    """Sorts pairs of tokens and experts by expert.
+
+    Args:
+        experts: int32 [T, num_chosen].
+        num_experts: Number of experts.
+        order: Order of tokens within an expert, int64 [T], with each token once. None: as they
+            come.
+    """
     ordered = experts if order is None else experts[order]
     flat = ordered.flatten().long()
     places = flat.argsort(stable=True)
@@ -141,11 +153,18 @@ def experts_linear(
     bias: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """out[p] = x[p] @ weight[e]^T + bias[e], of each pair's expert e, summed in fp32 and rounded
-    once. With `rows`, int64 [P], x[rows[p]] takes the place of x[p].
+    """out[p] = x[p] @ weight[e]^T + bias[e] with each pair's expert e, summed in fp32 and rounded
+    once.
 
-    x: [P, in], with `rows` any number of rows; weight: [experts, out, in], bias: [experts, out];
-    returns [P, out].
+    Args:
+        x: [P, in]; with `rows`, any number of rows.
+        weight: [experts, out, in].
+        pairs: The pairs, in the order of experts.
+        bias: [experts, out]. None: none.
+        rows: int64 [P]: x[rows[p]] in place of x[p].
+
+    Returns:
+        [P, out] of x's dtype.
     """
     out = x.new_empty(len(x if rows is None else rows), weight.shape[1])
     starts = pairs.starts.tolist()
@@ -163,12 +182,19 @@ def combine(
     shared: Tensor | None = None,
     shared_logits: Tensor | None = None,
 ) -> Tensor:
-    """Adds up what a token's experts have made, the best first, in fp32, rounded once:
+    """Sums the outputs of a token's experts, the best first, in fp32, rounded once:
 
     out[t] = sum_j weights[t, j] * x[rows[t, j]] + sigmoid(shared_logits[t]) * shared[t]
 
-    x: [P, size], weights: fp32 [T, num_chosen], shared: [T, size] or None: there is none,
-    shared_logits: fp32 [T, 1] or None: 1 is what it is multiplied by. Returns [T, size].
+    Args:
+        x: [P, size].
+        pairs: The pairs, which have `rows`.
+        weights: float32 [T, num_chosen].
+        shared: [T, size]. None: there is none.
+        shared_logits: float32 [T, 1]. None: the factor of `shared` is 1.
+
+    Returns:
+        [T, size] of x's dtype.
     """
     total = torch.zeros(len(weights), x.shape[1], device=x.device)
     for j in range(weights.shape[1]):

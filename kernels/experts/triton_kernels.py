@@ -1,12 +1,11 @@
-"""The Triton kernels of mixtures: which experts a token chooses, where its pairs lie, products of
-each with its expert, and their sum.
+"""The Triton kernels of mixtures: the choice of experts, the places of pairs, the products of pairs
+with their experts, and their sum.
 
-What depends on the routing is read on the device: grids follow from how many tokens, choices and
-experts there are, and from nothing else. Pairs are put in their order by counting, without atomics,
-so that the same step gives the same pairs.
+Kernels read the routing on the device. Grids follow only from the numbers of tokens, choices and
+experts. Pairs are sorted by counting, without atomics, so that the same step gives the same pairs.
 
-A pair's numbers do not depend on the others: a product's terms are added by `tl.dot`, those of `in`
-in their order, whatever rows share its tile and however many there are.
+A pair's numbers do not depend on other pairs: `tl.dot` adds a product's terms in the order of `in`,
+whichever rows share its tile, and however many there are.
 
 Names: p_ pointer, o_ offsets, m_ mask, b_ block, i_ index. Sizes: T tokens, P pairs, E experts.
 """
@@ -21,8 +20,9 @@ from .reference import LEAST_SUM as LEAST
 LEAST_SUM = tl.constexpr(LEAST)
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 TAKEN, WORST = tl.constexpr(-(1 << 31)), tl.constexpr(1 - (1 << 31))
-"""Ranks below all numbers: of what is not there, or chosen already, and of what is no number."""
-MANY = tl.constexpr((1 << 31) - 1)
+"""Ranks below all numbers: absent or already chosen experts, and experts of other groups."""
+MANY = BEST = tl.constexpr((1 << 31) - 1)
+"""Above all numbers; it is the rank of NaN, so that the token becomes NaN."""
 
 # Their values change from step to step: none is worth a compilation.
 VARYING = ("num_pairs", "num_blocks", "num_tiles", "num_k")
@@ -32,7 +32,7 @@ VARYING = ("num_pairs", "num_blocks", "num_tiles", "num_k")
 def ranked(b_x):
     """Whole numbers in the order of fp32 ones, of which zeros are equal."""
     bits = tl.where(b_x == 0.0, 0.0, b_x).to(tl.int32, bitcast=True)
-    return tl.where(b_x == b_x, bits ^ ((bits >> 31) & 0x7FFFFFFF), WORST)
+    return tl.where(b_x == b_x, bits ^ ((bits >> 31) & 0x7FFFFFFF), BEST)
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def rank_groups(
     b_rank, b_score, m_g, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Ranks [BLOCK_G, BLOCK_E] with those of other groups at the worst; of a group counts the sum
+    """Ranks [BLOCK_G, BLOCK_E], with WORST for experts of other groups. A group counts by the sum
     of its two best scores."""
     o_g = tl.arange(0, BLOCK_G)
     o_e = tl.arange(0, BLOCK_E)
@@ -214,8 +214,8 @@ def place_pairs_kernel(
     tokens, rows, experts, order, starts, counts, num_pairs,
     NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """A pair's place is behind those of the experts before, those of its own in the blocks before,
-    and those in its block. Grid: (blocks,)."""
+    """place = pairs of earlier experts + same expert in earlier blocks + earlier in this block.
+    Grid: (blocks,)."""
     i_block = tl.program_id(0)
     o = i_block * BLOCK + tl.arange(0, BLOCK)
     m = o < num_pairs
@@ -239,11 +239,11 @@ def find_tile(
     NUM_EXPERTS: tl.constexpr, OF_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Expert, first pair and number of pairs of a tile, which may have none. No tile has pairs of
-    two experts, and which tiles an expert's pairs are in follows from where they start.
+    two experts. The tiles of an expert's pairs follow from the start of these pairs.
 
-    OF_PAIRS: a tile begins with each pair whose number among its expert's is a multiple of BLOCK_M,
-    and its index is that pair's. Otherwise expert e's tiles begin with number starts[e] // BLOCK_M
-    + e: those of the experts before, each of which has a last tile of its own, are all below.
+    OF_PAIRS: if a pair's number within its expert is a multiple of BLOCK_M, a tile begins with the
+    pair and has its index. Otherwise expert e's tiles begin with number starts[e] // BLOCK_M + e,
+    after the tiles of earlier experts, each of which may end with a tile that is not full.
     """
     o_e = tl.arange(0, BLOCK_E)
     m_e = o_e < NUM_EXPERTS
@@ -272,10 +272,10 @@ def experts_linear_kernel(
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """See `reference.experts_linear`. out: [P, OUT]. `num_k`: how many times BLOCK_K there is in
-    IN; the compiler, if it knew, would write as many copies of what it then loads but once. Grid:
-    (tiles * blocks of OUT,), of each GROUP of tiles those of one block first: they may share an
-    expert's weights.
+    """See `reference.experts_linear`. out: [P, OUT]. `num_k` is the number of BLOCK_K in IN. It is
+    no constant, because the compiler would then unroll the loop. Grid: (tiles * blocks of OUT,); in
+    each GROUP of tiles, the tiles of one block come first, because they may share an expert's
+    weights.
 
     The weights are the left side of the product, whose 64 rows at a time an instruction of the
     tensor cores takes however few pairs there are on its right: few pairs and many are added up by

@@ -23,7 +23,8 @@ def route(
     expert_scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Routing:
-    """See `reference.route`. One launch."""
+    """Launches `reference.route` once: logits float32 [T, experts], bias and expert_scales float32
+    [experts], out int32 [T, num_chosen]."""
     num_tokens, num_experts = logits.shape
     assert logits.dtype == torch.float32
     assert logits.is_contiguous()
@@ -64,8 +65,8 @@ def route(
 
 
 def sort_pairs(experts: Tensor, num_experts: int, order: Tensor | None = None) -> Pairs:
-    """See `reference.sort_pairs`. One launch that compares each pair with each, or, for many pairs,
-    three that count them."""
+    """Launches `reference.sort_pairs`: experts int32 [T, num_chosen], order int64 [T]. One launch
+    compares each pair with each; for many pairs, three launches count them."""
     assert experts.is_contiguous()
     assert order is None or (order.is_contiguous() and len(order) == len(experts))
     num_pairs, device = experts.numel(), experts.device
@@ -81,8 +82,9 @@ def sort_pairs(experts: Tensor, num_experts: int, order: Tensor | None = None) -
 
 
 def stable_order(keys: Tensor) -> Tensor:
-    """Returns the indices, int64 [T], that sort keys, int32 [T], and leave equal ones as they are.
-    One launch, which compares each with each."""
+    """Returns the indices, int64 [T], that sort keys, int32 [T], and keep the order of equal ones.
+    One launch compares each with each.
+    """
     assert keys.is_contiguous()
     order = torch.empty(len(keys), dtype=torch.int64, device=keys.device)
     _rank_pairs(order, None, None, keys[:, None], None)
@@ -162,8 +164,12 @@ def experts_linear(
     bias: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """See `reference.experts_linear`. Rows of x and of weights have unit stride; experts and their
-    rows may be apart. One launch, of as many tiles as any routing of so many pairs has."""
+    """Launches `reference.experts_linear` once: x [P, in] (with rows int64 [P], any number of
+    rows), weight [experts, out, in] and bias [experts, out] give [P, out].
+
+    Rows of x and of weights have unit stride; experts and their rows may be apart. The launch has
+    as many tiles as any routing of so many pairs.
+    """
     num_pairs = len(x if rows is None else rows)
     num_experts, num_out, num_in = weight.shape
     assert x.shape[1] == num_in
@@ -243,7 +249,8 @@ def combine(
     shared: Tensor | None = None,
     shared_logits: Tensor | None = None,
 ) -> Tensor:
-    """See `reference.combine`. Tensors are contiguous. One launch."""
+    """Launches `reference.combine` once: x [P, size], weights float32 [T, num_chosen], shared [T,
+    size] and shared_logits float32 [T, 1] give [T, size]. Tensors are contiguous."""
     for tensor in (x, weights, shared, shared_logits):
         assert tensor is None or tensor.is_contiguous()
     assert weights.dtype == torch.float32

@@ -28,10 +28,13 @@ class LinearArgs(ctypes.Structure):
 
 
 def linear_op(x: Tensor, packed: PackedLinear, out: Tensor, num_tokens: Tensor) -> NativeOp:
-    """out[t] = x[t] @ weight^T + bias for t < num_tokens (int32 [1], read when the program runs).
+    """Builds out[t] = x[t] @ weight^T + bias for t < num_tokens.
 
-    x: [T, in_features] of the weights' dtype; out: [T, out_features] of the same, or of float32.
-    Rows may be further apart than they are long.
+    Args:
+        x: [T, in_features] of the weights' dtype, with rows of unit stride that may be apart.
+        packed: The weight and the bias.
+        out: [T, out_features] of the weights' dtype or float32; rows as of x.
+        num_tokens: int32 [1], read when the program runs.
     """
     assert num_tokens.dtype == torch.int32
     assert out.shape[1] == packed.out_features
@@ -44,7 +47,9 @@ def linear_op(x: Tensor, packed: PackedLinear, out: Tensor, num_tokens: Tensor) 
 
 
 def linear_args(x: Tensor, packed: PackedLinear, out: Tensor) -> LinearArgs:
-    """Returns arguments without a number of tokens."""
+    """Returns the arguments of a product, without a number of tokens. x: [T, in_features] of the
+    weights' dtype; out: [T, out_features]. Rows have unit stride.
+    """
     assert x.dtype == packed.dtype
     assert x.shape[1] == packed.in_features
     assert x.stride(1) == out.stride(1) == 1
@@ -64,7 +69,8 @@ def linear_args(x: Tensor, packed: PackedLinear, out: Tensor) -> LinearArgs:
 def linear(
     library: Library, x: Tensor, packed: PackedLinear, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """See `reference.linear`. x: [T, in_features] -> [T, out_features] of `dtype`, or of x's."""
+    """Runs `reference.linear`: x [T, in_features] of the weights' dtype -> [T, out_features] of
+    `dtype`, or of x's dtype if it is None."""
     out = torch.empty(len(x), packed.out_features, dtype=dtype or x.dtype)
     library.run(linear_op(x, packed, out, torch.tensor([len(x)], dtype=torch.int32)))
     return out

@@ -10,9 +10,16 @@ from torch import Tensor
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """out[t] = x[t] @ weight^T + bias, summed in fp32 and rounded once, to `dtype` (x's if None).
+    """out[t] = x[t] @ weight^T + bias, summed in fp32 and rounded once.
 
-    x: [T, in], weight: [out, in], bias: [out]; returns [T, out].
+    Args:
+        x: [T, in].
+        weight: [out, in].
+        bias: [out]. None: none.
+        dtype: The dtype of the result. None: x's.
+
+    Returns:
+        [T, out].
     """
     sums = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     return sums.to(dtype or x.dtype)

@@ -69,8 +69,18 @@ def add_lora(
     group: LoraGroup,
     base_bias: torch.Tensor | None = None,
 ) -> None:
-    """out[t, o_k : o_k + n_k] += scale * (x[t] @ A_k.T) @ B_k, and what there is of vectors over
-    the outputs; see `reference.add_lora`."""
+    """out[t, o_k : o_k + n_k] += scale * (x[t] @ A_k.T) @ B_k, with the adapter's vectors over the
+    outputs, if it has any; see `reference.add_lora`.
+
+    Args:
+        out: [T, >= group.out_end], of the arena's dtype or float32. Gets the sum.
+        x: [T, in_features] of the arena's dtype.
+        arena: The adapters' bytes, [arena_bytes // itemsize]; `table.arena`.
+        table: The adapters' rows.
+        plan: Tokens by slot.
+        group: Targets with the same input.
+        base_bias: The base's bias in `out`, [>= group.out_end]. None: none.
+    """
     assert not plan.has_experts
     _add_lora(out, x, arena, table, plan, group, base_bias)
 
@@ -83,8 +93,17 @@ def add_lora_experts(
     plan: LoraPlan,
     group: LoraGroup,
 ) -> None:
-    """out[t, o_k : o_k + n_k] += scale * (x[t] @ A_k[e].T) @ B_k[e], of t's expert e; see
-    `reference.add_lora_experts`."""
+    """out[t, o_k : o_k + n_k] += scale * (x[t] @ A_k[e].T) @ B_k[e], with t's expert e; see
+    `reference.add_lora_experts`.
+
+    Args:
+        out: [T, >= group.out_end], of the arena's dtype or float32. Gets the sum.
+        x: [T, in_features] of the arena's dtype.
+        arena: The adapters' bytes, [arena_bytes // itemsize]; `table.arena`.
+        table: The adapters' rows.
+        plan: Tokens by slot. Each token has an expert.
+        group: Targets with the same input.
+    """
     assert plan.has_experts, "each token has an expert"
     _add_lora(out, x, arena, table, plan, group)
 
@@ -122,7 +141,16 @@ def add_lora_embedding(
     plan: LoraPlan,
     target: int,
 ) -> None:
-    """out[t] += scale * A[token_ids[t]] @ B; see `reference.add_lora_embedding`."""
+    """out[t] += scale * A[token_ids[t]] @ B; see `reference.add_lora_embedding`.
+
+    Args:
+        out: [T, out_features] of the arena's dtype. Gets the sum.
+        token_ids: Integers [T] in [0, vocabulary).
+        arena: The adapters' bytes, [arena_bytes // itemsize]; `table.arena`.
+        table: The adapters' rows.
+        plan: Tokens by slot.
+        target: Index of the embedding in the table.
+    """
     assert token_ids.shape == (plan.num_tokens,), "token_ids is [T]"
     assert out.shape[0] == plan.num_tokens, "out is [T, out]"
     assert arena is table.arena
@@ -139,7 +167,12 @@ def add_lora_embedding(
 
 
 def order_tokens(plan: LoraPlan, num_slots: int | None = None) -> TokenOrder:
-    """See `pair_plan.order_tokens`."""
+    """Sorts a step's tokens by slot; see `pair_plan.order_tokens`.
+
+    Args:
+        plan: The step's plan.
+        num_slots: Most slots that rows of several tokens use. None: unknown.
+    """
     if uses_triton(plan.token_slots):
         from . import triton_ops
 
@@ -148,7 +181,14 @@ def order_tokens(plan: LoraPlan, num_slots: int | None = None) -> TokenOrder:
 
 
 def plan_pairs(plan: LoraPlan, order: TokenOrder, experts: torch.Tensor, pairs: Pairs) -> LoraPlan:
-    """See `pair_plan.plan_pairs`."""
+    """Plans a step's pairs of tokens and experts; see `pair_plan.plan_pairs`.
+
+    Args:
+        plan: The step's plan.
+        order: Its tokens by slot.
+        experts: int32 [T, num_chosen].
+        pairs: The pairs, sorted in `order`.
+    """
     if uses_triton(experts):
         from . import triton_ops
 

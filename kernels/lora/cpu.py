@@ -28,7 +28,7 @@ Product: TypeAlias = tuple[_Tokens, int, TargetWeights, torch.Tensor]
 
 
 class Shrunk(NamedTuple):
-    """What the first products make."""
+    """The results of the products with A."""
 
     segments: list[Product[slice]]
     """y is `[tokens, a_rank]`."""
@@ -37,13 +37,13 @@ class Shrunk(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """One target's: `[T, out]`, and what they have of the base's bias."""
+    """One target's columns, `[T, out]`, and the base's bias in them."""
 
     out: torch.Tensor
     base_bias: torch.Tensor | None
 
     def add(self, tokens: slice | int, weights: TargetWeights, y: torch.Tensor) -> None:
-        """Adds what an adapter with vectors makes of y, which has a row for each token."""
+        """Adds the change of an adapter with vectors, from y with a row for each token."""
         rows, vectors = self.out[tokens], weights.vectors
         assert vectors is not None
         products = y.float() @ weights.b.float()
@@ -52,7 +52,7 @@ class _Columns(NamedTuple):
 
 
 _Segment: TypeAlias = tuple[int, int, list[tuple[int, TargetWeights]]]
-"""First token, end, and what its adapter has of a group, by place in the group."""
+"""First token, end, and its adapter's weights of a group, by place in the group."""
 
 
 def add_lora(
@@ -63,8 +63,12 @@ def add_lora(
     group: LoraGroup,
     base_bias: torch.Tensor | None = None,
 ) -> None:
-    """See `reference.add_lora` and `reference.add_lora_experts`. The shrunk rows are rounded to the
-    model's dtype. Each is expanded as soon as it is there: `expand` of what `shrink` returns."""
+    """Computes `reference.add_lora` and `reference.add_lora_experts`: out [T, >= group.out_end], x
+    [T, in_features], base_bias [>= group.out_end].
+
+    The shrunk rows are rounded to the model's dtype. Each is expanded as soon as it is there:
+    `expand` of the result of `shrink`.
+    """
     assert table.rank_parts == 1, "others have parts of the shrunk rows"
     segments, short = _segments(x.dtype, table, plan, group)
     parts = _parts(out, plan, group, base_bias)
@@ -82,7 +86,7 @@ def add_lora(
 def add_lora_embedding(
     out: torch.Tensor, token_ids: torch.Tensor, table: LoraTable, plan: LoraPlan, target: int
 ) -> None:
-    """See `reference.add_lora_embedding`."""
+    """Computes `reference.add_lora_embedding`: out [T, out_features], token_ids integers [T]."""
     assert table.rank_parts == 1, "others have parts of the shrunk rows"
     group = LoraGroup((target,), 0, (0,), (out.shape[1],))
     parts = _parts(out, plan, group, None)
@@ -94,7 +98,7 @@ def add_lora_embedding(
 
 
 def shrink(x: torch.Tensor, table: LoraTable, plan: LoraPlan, group: LoraGroup) -> Shrunk:
-    """See `reference.shrink`."""
+    """Computes `reference.shrink` of x [T, in_features], of the arena's dtype."""
     segments, short = _segments(x.dtype, table, plan, group)
     shrunk = Shrunk(list(_shrink_segments(x, segments)), [])
     if short:
@@ -104,7 +108,7 @@ def shrink(x: torch.Tensor, table: LoraTable, plan: LoraPlan, group: LoraGroup) 
 
 
 def gather(token_ids: torch.Tensor, table: LoraTable, plan: LoraPlan, target: int) -> Shrunk:
-    """See `reference.gather`."""
+    """Computes `reference.gather` of token_ids, integers [T]."""
     group = LoraGroup((target,), 0, (0,), (0,))
     shrunk = Shrunk([], [])
     segments, short = _segments(table.arena.dtype, table, plan, group)
@@ -139,8 +143,8 @@ def expand(
 def _segments(
     dtype: torch.dtype, table: LoraTable, plan: LoraPlan, group: LoraGroup
 ) -> tuple[list[_Segment], list[_Segment]]:
-    """Returns the segments of single adapters that have any of the group's targets, and those of
-    them that go row by row."""
+    """Returns the segments of single adapters with any of the group's targets: long ones, and short
+    ones that go row by row."""
     max_short = 0 if dtype == torch.float32 else MAX_SHORT_TOKENS
     segments: list[_Segment] = []
     short: list[_Segment] = []
@@ -175,8 +179,8 @@ def _mixed(
     group: LoraGroup,
     rows: torch.Tensor,
 ) -> Iterator[tuple[int, TargetWeights, torch.Tensor]]:
-    """Yields the products of a mix's parts with A, or the rows of A with these ids; those of one
-    target in the order of the parts."""
+    """Yields the products of a mix's parts with A, or the rows of A with these ids. For one target
+    they come in the order of the parts."""
     for k, target in enumerate(group.targets):
         for slot in table.part_slots(segment.slot):
             w = table.weights(slot, segment.expert).get(target)

@@ -81,8 +81,8 @@ class NativeLoraPlan:
 
     An item is up to TILE_TOKENS tokens of one slot and expert, wherever they stand in the batch:
     they share one read of A and B. `slots` is int32 [max_tokens], of which the first `num_tokens`
-    (int32 [1]) are the step's, in batch order. Tokens of a mix, a slot of `table`'s behind those of
-    the adapters, are in an item for each part: `max_pairs` is how many they may be in together.
+    (int32 [1]) are the step's, in batch order. Tokens of a mix, whose slot in `table` comes after
+    the adapters', are in an item for each part. `max_pairs` is the most places of tokens in items.
     """
 
     def __init__(
@@ -162,8 +162,8 @@ class NativeLoraPlan:
     def of_pairs_op(
         self, token_plan: NativeLoraPlan, pair_tokens: Tensor, starts: Tensor
     ) -> NativeOp:
-        """Fills this plan, of pairs, within a program: those of tokens that `token_plan` has an
-        adapter for.
+        """Fills this plan of pairs within a program, for tokens that have an adapter in
+        `token_plan`.
 
         pair_tokens: int64 [max_tokens], the token of each pair, in the order of experts; starts:
         int32 [experts + 1], the first pair of each, and the number of all.
@@ -204,8 +204,8 @@ class NativeLora:
     table: LoraTable
     plan: NativeLoraPlan
     shrunk: Tensor
-    """Workspace `[targets of a group * max_pairs * rank]` of the arena's dtype; what is where in
-    it, `native/src/lora.h` says."""
+    """Workspace `[targets of a group * max_pairs * rank]` of the arena's dtype; `native/src/lora.h`
+    has its layout."""
 
     @classmethod
     def create(
@@ -308,7 +308,8 @@ def add_lora(
     group: LoraGroup,
     base_bias: Tensor | None = None,
 ) -> None:
-    """See `reference.add_lora`. float32 and bfloat16; `out` may be float32 beside a bf16 arena."""
+    """Runs `reference.add_lora` in float32 or bfloat16: out [T, >= group.out_end], x [T,
+    in_features], base_bias [>= group.out_end]. `out` may be float32 with a bfloat16 arena."""
     lora = _once(table, plan, len(group.targets))
     base_bias = None if base_bias is None else base_bias.float()
     library.run(*lora.add_ops(group, x, out, base_bias))
@@ -317,7 +318,8 @@ def add_lora(
 def add_lora_experts(
     library: Library, out: Tensor, x: Tensor, table: LoraTable, plan: LoraPlan, group: LoraGroup
 ) -> None:
-    """See `reference.add_lora_experts`; dtypes as of `add_lora`."""
+    """Runs `reference.add_lora_experts`: out [T, >= group.out_end], x [T, in_features], with dtypes
+    as in `add_lora`."""
     assert plan.has_experts
     add_lora(library, out, x, table, plan, group)
 
@@ -325,7 +327,8 @@ def add_lora_experts(
 def add_lora_embedding(
     library: Library, out: Tensor, token_ids: Tensor, table: LoraTable, plan: LoraPlan, target: int
 ) -> None:
-    """See `reference.add_lora_embedding`. float32 and bfloat16."""
+    """Runs `reference.add_lora_embedding` in float32 or bfloat16: out [T, out_features], token_ids
+    integers [T]."""
     lora = _once(table, plan, 1)
     library.run(*lora.add_embedding_ops(target, token_ids, out))
 

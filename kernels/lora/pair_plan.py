@@ -21,8 +21,8 @@ from .plan import BASE_SLOT, ITEM_TILE, ITEM_TOKEN, TILE_TOKENS, LoraPlan, plan_
 
 
 class TokenOrder(NamedTuple):
-    """The tokens of a step in the order of their slots. A pair is an item of its own if its token
-    is a row of one token, so that its numbers do not depend on the batch; pairs of longer rows
+    """The tokens of a step in the order of their slots. If a token is a row of one token, its pairs
+    are items of their own, so that their numbers do not depend on the batch. Pairs of longer rows
     share tiles."""
 
     tokens: Tensor
@@ -36,14 +36,27 @@ class TokenOrder(NamedTuple):
 
     @classmethod
     def of(cls, plan: LoraPlan, tokens: Tensor, keys: Tensor, num_slots: int | None) -> TokenOrder:
-        """`num_slots`: as in `order_tokens`."""
+        """Returns the order of a plan.
+
+        Args:
+            plan: The step's plan.
+            tokens: int64 [T], by key.
+            keys: int32 [T]; see `keys`.
+            num_slots: As in `order_tokens`.
+        """
         num_items = len(plan.items)
         num_slots = num_items if num_slots is None else min(num_slots, num_items)
         return cls(tokens, keys, num_items, num_slots if plan.has_tiles else 0)
 
     def max_items(self, num_pairs: int, num_chosen: int, num_experts: int) -> int:
-        """Returns how many items `num_chosen` pairs of each token have at most. Without longer rows
-        there is a place for each pair."""
+        """Returns the most items of a step's pairs. Without longer rows there is a place for each
+        pair.
+
+        Args:
+            num_pairs: Number of pairs.
+            num_chosen: Experts per token.
+            num_experts: Number of experts.
+        """
         if self.num_slots == 0:
             return num_pairs
         num_tiles = -(-num_pairs // TILE_TOKENS) + num_experts * self.num_slots
@@ -51,8 +64,12 @@ class TokenOrder(NamedTuple):
 
 
 def order_tokens(plan: LoraPlan, num_slots: int | None = None) -> TokenOrder:
-    """Puts the tokens of a step's plan in order. `num_slots`: how many slots its longer rows use at
-    most, if that is known: items are as many more as there are experts for each."""
+    """Sorts the tokens of a step's plan by slot.
+
+    Args:
+        plan: The step's plan.
+        num_slots: Most slots that its longer rows use. Each adds an item per expert. None: unknown.
+    """
     keys = 2 * plan.token_slots
     for start, count, _, kind, *_ in plan.items.tolist():
         keys[start : start + count] += kind == ITEM_TILE
@@ -60,11 +77,20 @@ def order_tokens(plan: LoraPlan, num_slots: int | None = None) -> TokenOrder:
 
 
 def plan_pairs(plan: LoraPlan, order: TokenOrder, experts: Tensor, pairs: Pairs) -> LoraPlan:
-    """Returns the plan of `pairs`, sorted in `order`, of the step whose plan is `plan`.
+    """Plans a step's pairs of tokens and experts.
 
-    experts: int32 [T, num_chosen]. Without longer rows item p is pair p, or nothing if it is
-    base's. Otherwise pairs of longer rows with one slot and expert are cut where their number is a
-    multiple of TILE_TOKENS, and items follow each other.
+    Without longer rows item p is pair p, or nothing if the pair is the base model's. Otherwise
+    pairs of longer rows with one slot and expert are cut at multiples of TILE_TOKENS, and items
+    follow each other.
+
+    Args:
+        plan: The step's plan.
+        order: Its tokens by slot.
+        experts: int32 [T, num_chosen].
+        pairs: The pairs, sorted in `order`.
+
+    Returns:
+        The plan of the pairs.
     """
     num_pairs = len(pairs.tokens)
     keys = order.keys[pairs.tokens]

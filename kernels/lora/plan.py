@@ -1,11 +1,11 @@
 """The plan: which tokens of one step use which slot, and where targets are mixtures, which expert.
 
-Built once per step from host data and read by every layer. The host part (segments, which targets
-occur) serves the CPU and lets the engine skip what no adapter of the batch has; the device part
-(token slots, work items) is all that the kernels read.
+Built once per step from host data and read by every layer. The host part (segments, targets that
+occur) serves the CPU, and lets the engine skip targets that no adapter of the batch has. The
+kernels read only the device part (token slots, work items).
 
-The tokens of a mixture of experts are pairs: as many of a token as it has experts, sorted so that
-those of one slot and expert are neighbours.
+For a mixture of experts, the tokens are pairs of a token and one of its experts, sorted so that
+pairs with the same slot and expert are neighbours.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LoraGroup:
 
 
 class LoraContents(NamedTuple):
-    """What the adapters of a step have together; see LoraPlan."""
+    """The union of a step's adapters; see LoraPlan."""
 
     targets: frozenset[int]
     weights: frozenset[int] = frozenset()
@@ -73,7 +73,7 @@ class LoraContents(NamedTuple):
 
     @classmethod
     def of(cls, table: LoraTable, slots: Iterable[int]) -> LoraContents:
-        """Returns those of adapters and mixes of `table` as it is now."""
+        """Returns the union of the adapters and mixes in these slots of `table`."""
         used = {slot for slot in slots if slot != BASE_SLOT}
         adapters = [table.adapters[part] for slot in used for part in table.part_slots(slot)]
         return cls(
@@ -86,7 +86,7 @@ class LoraContents(NamedTuple):
 
     @classmethod
     def everything(cls, table: LoraTable) -> LoraContents:
-        """Returns those of adapters that have whatever one can have, and of their sums."""
+        """Returns the union of all that adapters and their sums can have."""
         return cls(
             frozenset(range(table.num_targets)),
             frozenset(range(table.num_weights)),
@@ -100,8 +100,8 @@ class LoraContents(NamedTuple):
 class LoraPlan:
     """One step's tokens by slot.
 
-    `segments` cover exactly the tokens that use an adapter, in order. `targets` are those that any
-    adapter of the batch has. A row of one token is always an item of its own, whatever runs
+    `segments` cover exactly the tokens that use an adapter, in order. `targets` are the targets of
+    any adapter of the batch. A row of one token is always an item of its own, whatever runs
     beside it, so its numbers do not depend on the batch.
     """
 

@@ -1,15 +1,14 @@
 """The definition of the LoRA operations: plain torch, fp32, a loop over tokens and targets.
 
 Every fast implementation must agree with these up to the rounding of the model's dtype. They read
-only what the kernels read: the arena, the table's rows and the plan's tokens.
+only the kernels' inputs: the arena, the table's rows and the plan's tokens.
 
-A token whose slot is a mix gets what stands in for the base's outputs, which one of its parts may
-have, and then what its parts add, one after the other, in fp32, and is rounded once, when the last
-is added.
+For a token whose slot is a mix, the parts first replace the base's outputs, if one of them does so.
+Then each part adds its products, one after the other, in fp32. The sum is rounded once, at the end.
 
-`add_lora` is `shrink`, then `expand`; `add_lora_embedding` is `gather`, then `expand`. Where
-devices share A's rank, each has a part of the shrunk rows: those of all parts, one after the other,
-are what `expand` reads.
+`add_lora` is `shrink`, then `expand`; `add_lora_embedding` is `gather`, then `expand`. If devices
+share A's rank, each has a part of the shrunk rows, and `expand` reads all parts, one after the
+other.
 """
 
 from __future__ import annotations
@@ -36,14 +35,13 @@ def add_lora(
     Semantics, for every token t with slot s >= 0 and every k with rank[s, targets[k]] = r > 0:
       out[t, o_k : o_k + n_k] += scale * (x[t] @ A.T) @ B
 
-    and where it has vectors over the outputs of targets[k], whatever its rank, with b the base's
-    bias of these (or 0), b' the adapter's in its place (or b), m its magnitude (or 1) and c its
-    bias (or 0):
+    If it has vectors over the outputs of targets[k], of whatever rank, with the base's bias b (or
+    0), the adapter's bias b' in its place (or b), its magnitude m (or 1) and its own bias c (or 0):
       out = m * (out - b) + b' + scale * (m * (x[t] @ A.T) @ B + c)
 
-    which is DoRA (Liu et al., 2024) with the magnitude divided by the norms of W + scale * (A B).T.
-    In a mix m and b' of any part apply to what the base has made, m besides to that part's own
-    product. So a sum of adapters is the base's outputs and what each changes of them.
+    This is DoRA (Liu et al., 2024) with the magnitude divided by the norms of W + scale * (A B).T.
+    In a mix, m and b' of any part apply to the base's outputs, and m also to that part's own
+    product. So a sum of adapters is the base's outputs plus the change of each adapter.
 
     Args:
       out: Shape: `[T, >= group.out_end]`. In place; rounded once, when added.
@@ -53,7 +51,7 @@ def add_lora(
       table: Rows of the slots in `plan`, with A and B of equal ranks.
       plan: Tokens t = 0..T-1 by slot; rows without an adapter stay bitwise as they are.
       group: The targets k, their columns o_k and n_k, and in_features.
-      base_bias: Shape: `[>= group.out_end]`. What `out` has of the base's bias, in its dtype.
+      base_bias: Shape: `[>= group.out_end]`. The base's bias in `out`, of its dtype.
     """
     assert table.rank_parts == 1, "others have parts of the shrunk rows"
     assert not plan.has_experts
@@ -76,16 +74,16 @@ def add_lora_experts(
 ) -> None:
     """
     Semantics, for every token t with slot s >= 0 and expert e, and every k with
-    rank[s, targets[k]] > 0, if the indices of its segments A and B say rank r > 0 of e:
+    rank[s, targets[k]] > 0, if e has rank r > 0 in the indices of segments A and B:
       out[t, o_k : o_k + n_k] += scale * (x[t] @ A[e].T) @ B[e]
 
     Args:
-      As of `add_lora`, but:
-      arena: Holds the segments at the table's granules; A[e] `[r, in_features]` and B[e] `[r, n_k]`
-        as many granules after the start of these as their indices say. The scale is the row's
-        times that of B's index; that of A's is 1.
-      plan: Has an expert of each token, which is a pair of a token of the step and one of its
-        experts: `x` and `out` have a row for each.
+      As in `add_lora`, except:
+      arena: Holds the segments at the table's granules. Their indices have the granules of A[e]
+        `[r, in_features]` and B[e] `[r, n_k]`, from the segment's start. The scale is the row's
+        scale times the scale in B's index; the scale in A's index is 1.
+      plan: Has an expert per token. A token here is a pair of a token of the step and one of its
+        experts; `x` and `out` have a row for each pair.
     """
     assert table.rank_parts == 1, "others have parts of the shrunk rows"
     assert plan.has_experts
@@ -129,7 +127,9 @@ def add_lora_embedding(
 def shrink(
     x: torch.Tensor, arena: torch.Tensor, table: LoraTable, plan: LoraPlan, group: LoraGroup
 ) -> torch.Tensor:
-    """Returns y, fp32 `[T, K, max_rank]`: y[t, k, :r] = x[t] @ A.T, of A's rank r; else 0."""
+    """Returns y, float32 `[T, K, max_rank]`: y[t, k, :r] = x[t] @ A.T, with A's rank r; else 0.
+    x: `[T, in_features]`, arena: `[arena_bytes // itemsize]`, both of one dtype.
+    """
     y = torch.zeros(plan.num_tokens, len(group.targets), table.max_rank)
     for t, slot, expert in _tokens(plan):
         for k, target in enumerate(group.targets):
@@ -141,7 +141,9 @@ def shrink(
 def gather(
     token_ids: torch.Tensor, arena: torch.Tensor, table: LoraTable, plan: LoraPlan, target: int
 ) -> torch.Tensor:
-    """Returns y, fp32 `[T, 1, max_rank]`: y[t, 0, :r] = A[token_ids[t]], of A's rank r; else 0."""
+    """Returns y, float32 `[T, 1, max_rank]`: y[t, 0, :r] = A[token_ids[t]], with A's rank r; else
+    0. token_ids: integers `[T]`, arena: `[arena_bytes // itemsize]`.
+    """
     y = torch.zeros(plan.num_tokens, 1, table.max_rank)
     for t, slot, expert in _tokens(plan):
         a = _place_of_a(arena, table, slot, expert, target)
@@ -159,8 +161,12 @@ def expand(
     group: LoraGroup,
     base_bias: torch.Tensor | None = None,
 ) -> None:
-    """out[t, o_k : o_k + n_k] += scale * y[t, k, :r] @ B, of B's rank r; and what the adapter has
-    of vectors, as `add_lora` says."""
+    """out[t, o_k : o_k + n_k] += scale * y[t, k, :r] @ B, with B's rank r, and the adapter's
+    vectors as in `add_lora`.
+
+    out: `[T, >= group.out_end]`, y: float32 `[T, K, max_rank]`, arena: `[arena_bytes // itemsize]`,
+    base_bias: `[>= group.out_end]` of out's dtype.
+    """
     total = out.float()
     _replace_base(total, arena, table, plan, group, base_bias)
     _add_products(total, y, arena, table, plan, group)
@@ -215,7 +221,8 @@ def _vectors(
 
 
 def _parts(plan: LoraPlan, table: LoraTable) -> Iterator[LoraPlan]:
-    """Yields plans of the first parts of all tokens, of the second parts of mixes, and so on."""
+    """Yields a plan of the first parts of all tokens, then of the second parts of mixes, and so
+    on."""
     rows = [
         [] if slot == BASE_SLOT else table.part_slots(slot) for slot in plan.token_slots.tolist()
     ]
@@ -225,7 +232,7 @@ def _parts(plan: LoraPlan, table: LoraTable) -> Iterator[LoraPlan]:
 
 
 def _tokens(plan: LoraPlan) -> Iterator[tuple[int, int, int | None]]:
-    """Yields those that use an adapter: index, slot and expert, if they have any."""
+    """Yields index, slot and expert (or None) of each token that uses an adapter."""
     experts = (
         [None] * plan.num_tokens if plan.token_experts is None else plan.token_experts.tolist()
     )

@@ -1,17 +1,17 @@
-"""The table: where each adapter's weights lie in the arena.
+"""The table of the adapters' weights in the arena.
 
-The arena is one flat tensor. What is in it starts on a granule of 256 bytes, so that its position
-fits in an int32 and every kernel can prove its loads aligned. Row `slot` of the table holds, for
-each target, the granules of A and B, the rank of each, a scale, and the granules of vectors over
-its outputs: see OutputVectors. A B of rank 0 means that the adapter has no LoRA of the target. The
-ranks differ where devices share the first product: each has a part of A's rank, and the whole of
-B's. Beside it is a row of the weights of the base that the adapter replaces: see ReplacedWeight.
+The arena is one flat tensor. Each matrix or vector in it starts on a granule of 256 bytes, so that
+its position fits in an int32 and every kernel can prove its loads aligned. Row `slot` of the table
+holds, for each target, the granules of A and B, the rank of each, a scale, and the granules of
+vectors over its outputs (see OutputVectors). A B of rank 0 means that the adapter has no LoRA for
+the target. The ranks differ if devices share the first product: each has a part of A's rank, and
+the whole of B's. Another row has the base's weights that the adapter replaces (see ReplacedWeight).
 The table's memory never moves, so a captured graph sees every later write.
 
-Of a target that is a mixture of experts A and B are segments of an image. Each begins with an
-index, int32 `[experts, 4]`: the granule of the expert's matrix within the segment, its rank (0 =
-the adapter lacks the expert), bits of an fp32 scale, 0. B's is multiplied with the row's scale;
-A's is 1.
+For a target that is a mixture of experts, A and B are segments of an image. Each begins with an
+index, int32 `[experts, 4]`: the granule of the expert's matrix within the segment, its rank (0: the
+adapter lacks the expert), the bits of an fp32 scale, and 0. The scale in B's index multiplies the
+row's scale; the scale in A's index is 1.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from kernels.streams import Stream, Streams
 
 GRANULE_BYTES = 256
 NUM_FIELDS = 8
-"""Numbers of a target in a row: granules of A and B, ranks of A and B, bits of the scale, and each
-one more than the granule, 0 where there is none, of magnitude, bias and base bias."""
+"""Numbers of a target in a row: granules of A and B, ranks of A and B, bits of the scale, and the
+granules of magnitude, bias and base bias, each plus 1, or 0 if there is none."""
 NUM_WEIGHT_FIELDS = 4
-"""Numbers of a weight of the base in a row: one more than the granule, 0 where there is none, of
-the whole weight, of row ids and of rows, and how many rows these are."""
+"""Numbers of a base weight in a row: the granules of the whole weight, of row ids and of rows, each
+plus 1, or 0 if there is none, and the number of rows."""
 ABSENT = -1
-"""Stands for the granule of what an adapter does not have."""
+"""Granule of a matrix or vector that the adapter does not have."""
 
 NO_EXPERT = -1
-"""Stands for the expert where a target is one weight, and not a mixture's."""
+"""Expert of a target that is not a mixture."""
 INDEX_FIELDS = 4
 INDEX_BYTES = 4 * INDEX_FIELDS
-"""What an expert takes of an index."""
+"""Bytes of an expert in an index."""
 
 
 class OutputVectors(NamedTuple):
     """Granules of vectors over the outputs of one target of one adapter; see `reference.add_lora`.
 
-    `magnitude` (DoRA's, divided by the norms of what it scales) and `bias` are fp32 `[out]`;
-    `base_bias`, which stands in for the base's, is of the arena's dtype.
+    `magnitude` (DoRA's, divided by the norms of the rows that it scales) and `bias` are fp32
+    `[out]`. `base_bias`, which replaces the base's bias, is of the arena's dtype.
     """
 
     magnitude: int = ABSENT
@@ -56,15 +56,15 @@ class OutputVectors(NamedTuple):
 
 NO_VECTORS = OutputVectors()
 _SCALING = [OutputVectors._fields.index(name) for name in ("magnitude", "base_bias")]
-"""The vectors that change what the base has made, and do not only add to it."""
+"""The vectors that change the base's outputs, and do not only add to them."""
 
 
 class ReplacedWeight(NamedTuple):
-    """A weight of the base that one adapter has in part or as a whole: an embedding, the head, or a
-    norm's. `weight` is its index among those of the table; the others are granules.
+    """A base weight that one adapter replaces in part or as a whole: an embedding, the head, or a
+    norm's weight. `weight` is its index in the table; the other fields are granules.
 
     `full` is the whole weight, `[rows, features]` or `[features]`. `row_ids` are int32
-    `[num_rows]`, ascending, and `rows` `[num_rows, features]` takes their place. All but the ids
+    `[num_rows]`, ascending; `rows` `[num_rows, features]` replaces these rows. All except the ids
     are of the arena's dtype.
     """
 
@@ -76,11 +76,11 @@ class ReplacedWeight(NamedTuple):
 
 
 MAX_PARTS = 8
-"""Adapters of one mix, at most."""
+"""Most adapters of one mix."""
 
 
 class MixPart(NamedTuple):
-    """An adapter of a mix: its slot, and what it is multiplied with."""
+    """An adapter of a mix: its slot and its factor."""
 
     slot: int
     scale: float
@@ -151,7 +151,7 @@ class TableRow:
 
     @property
     def replaces(self) -> bool:
-        """Whether it changes what the base has made, and does not only add to it."""
+        """Returns whether it changes the base's outputs, and does not only add to them."""
         return bool(self.scaled_set or self.replaced)
 
     @classmethod
@@ -217,7 +217,9 @@ class Place(NamedTuple):
     scale: float = 1.0
 
     def of_expert(self, arena: torch.Tensor, expert: int) -> Place:
-        """Returns the place of one expert's matrix, where this is a segment of a mixture's."""
+        """Returns the place of one expert's matrix, if this is a segment of a mixture. arena:
+        [arena_bytes // itemsize].
+        """
         if self.rank == 0:  # of all of them, or there is no segment
             return self
         start = self.granule * (GRANULE_BYTES // arena.itemsize)
@@ -235,15 +237,15 @@ class Place(NamedTuple):
 
 
 class VectorValues(NamedTuple):
-    """The values of OutputVectors, `[out]`, of those that there are."""
+    """The values of OutputVectors, each `[out]`, or None if there is none."""
 
     magnitude: torch.Tensor | None
     bias: torch.Tensor | None
     base_bias: torch.Tensor | None
 
     def of_base(self, out: torch.Tensor, base_bias: torch.Tensor | None) -> torch.Tensor:
-        """Returns what stands in for outputs of the base, fp32 `[..., out]`, which have this bias:
-        m * (out - b) + b' of `reference.add_lora`."""
+        """Returns the replacement of the base's outputs, fp32 `[..., out]`, which contain this
+        bias: m * (out - b) + b' of `reference.add_lora`."""
         if self.magnitude is None and self.base_bias is None:
             return out
         old = out.new_zeros(()) if base_bias is None else base_bias.float()
@@ -251,7 +253,7 @@ class VectorValues(NamedTuple):
         return scaled + (old if self.base_bias is None else self.base_bias.float())
 
     def of_added(self, products: torch.Tensor, scale: float) -> torch.Tensor:
-        """Returns what is added to these, of the products with A and B, fp32 `[..., out]`:
+        """Returns the sum to add, from the products with A and B, fp32 `[..., out]`:
         scale * (m * products + c)."""
         if self.magnitude is not None:
             products = products * self.magnitude
@@ -275,16 +277,16 @@ class TargetWeights:
 class LoraTable:
     """Rows of adapters, `[max_loras, num_targets]`, at a fixed address on `device`.
 
-    `rows` is int32 `[max_loras, NUM_FIELDS, num_targets]`, and `weight_rows` int32
-    `[max_loras, NUM_WEIGHT_FIELDS, num_weights]`; one row of each is one copy. `adapters[slot]`
-    says the same to the host.
-    `rank_parts` is how many devices share A's rank: this one has the whole of it, or a part that is
-    rounded up. With 1 the ranks of A and B are equal, and what shrink writes is what expand reads.
+    `rows` is int32 `[max_loras, NUM_FIELDS, num_targets]`, and `weight_rows` int32 `[max_loras,
+    NUM_WEIGHT_FIELDS, num_weights]`; one row of each is one copy. `adapters[slot]` has the same for
+    the host. `rank_parts` is the number of devices that share A's rank: this one has the whole
+    rank, or a part that is rounded up. With 1 the ranks of A and B are equal, and expand reads
+    shrink's result.
 
-    Behind the adapters are `num_mixes` mixes of MAX_PARTS rows each. A mix is a sum of adapters.
-    Its slot is that of its first part, and its parts, in order, are rows that say what those of
-    the adapters do, with their scales multiplied; those behind its parts say nothing. What the
-    parts have in place of weights of the base, each weight once, its first row says.
+    After the adapters come `num_mixes` mixes of MAX_PARTS rows each. A mix is a sum of adapters.
+    Its slot is its first row. Its rows are copies of its adapters' rows, in order, with their
+    scales multiplied; the rest are empty. Its first row has the base weights that its parts
+    replace, each weight once.
     """
 
     max_loras: int
@@ -313,10 +315,18 @@ class LoraTable:
         num_weights: int = 0,
         num_mixes: int = 0,
     ) -> LoraTable:
-        """An empty table over `arena` `[arena_bytes // itemsize]` of the layout's dtype, written on
-        `stream`; None: the one that computes.
+        """Creates an empty table.
 
-        `max_rank` bounds the rank of any entry; kernels size their workspace with it, nothing else.
+        Args:
+            max_loras: Most adapters.
+            num_targets: Targets of the layout.
+            arena: `[arena_bytes // itemsize]` of the layout's dtype.
+            device: Device of the table's rows.
+            max_rank: Highest rank of any entry; kernels size their workspace with it.
+            stream: Stream that writes the table. None: the computing stream.
+            rank_parts: Devices that share A's rank.
+            num_weights: Base weights that adapters may replace.
+            num_mixes: Most sums of adapters.
         """
         assert arena.dim() == 1, "the arena is one flat tensor"
         assert arena.is_contiguous()
@@ -412,9 +422,11 @@ class LoraTable:
         return range(slot, slot + self._mix_sizes.get(slot, 1))
 
     def weights(self, slot: int, expert: int = NO_EXPERT) -> dict[int, TargetWeights]:
-        """What the adapter of `slot` has of each of its targets, or of this expert of those that
-        are mixtures; for kernels that run on tensors. Native ones and those of a GPU read `rows`,
-        and loading for them makes no tensors."""
+        """Returns the weights of the adapter in `slot` by target, for kernels that run on tensors.
+
+        For targets that are mixtures, they are the weights of `expert`. Native and GPU kernels read
+        `rows` instead, so that loading makes no tensors for them.
+        """
         views = self._weights[slot].get(expert)
         if views is None:
             adapter = self.adapters[slot]
@@ -508,7 +520,9 @@ class LoraTable:
 
 
 def vectors_at(arena: torch.Tensor, vectors: OutputVectors, size: int) -> VectorValues | None:
-    """Returns views of the values of a target with `size` outputs; None if it has none."""
+    """Returns views of a target's vectors, None if it has none. arena: [arena_bytes // itemsize];
+    views: [size], float32 or, for the base's bias, of the arena's dtype.
+    """
     if vectors == NO_VECTORS:
         return None
     return VectorValues(
@@ -521,7 +535,9 @@ def vectors_at(arena: torch.Tensor, vectors: OutputVectors, size: int) -> Vector
 def vector_at(
     arena: torch.Tensor, granule: int, size: int, dtype: torch.dtype | None = None
 ) -> torch.Tensor | None:
-    """Returns a view of `size` values, of the arena's dtype or this; None for an absent granule."""
+    """Returns a view [size] of `dtype`, or of the arena's dtype; None for an absent granule. arena:
+    [arena_bytes // itemsize].
+    """
     if granule == ABSENT:
         return None
     dtype = dtype or arena.dtype

@@ -5,15 +5,15 @@ launch depends on an adapter; ranks and positions are loaded on the device. Prog
 item i: a single token, computed by products and sums, or a tile of tokens of one slot, computed by
 `tl.dot`. An item of kind 0 ends at once, and so does an item whose slot lacks the target.
 
-Shrink has A's rank, expand B's: y between them has as many numbers of each token. Where devices
-share the first product, A has a part of the ranks, and what they have written, one part after the
-other, is what expand reads. `gather` writes y of an embedding then; where A is whole, expand itself
-looks up its rows. With EXPERTS targets are mixtures, whose items name an expert: A and B are
-segments that begin with an index.
+Shrink has A's rank, expand B's rank; y between them has as many numbers per token. If devices share
+the first product, A has a part of the ranks, and expand reads the parts of all devices, one after
+the other. `gather` then writes y of an embedding; if A is whole, expand itself looks up its rows.
+With EXPERTS, targets are mixtures and items name an expert: A and B are segments that begin with an
+index.
 
-A slot from FIRST_MIX on is the first row of a mix, if PARTS, which is 1 of steps without any, says
-that there are some. Both kernels walk the rows of its parts, of which absent ones have rank 0: what
-stands in for the base's outputs, then what each part adds, in fp32, rounded once.
+With PARTS > 1, a slot from FIRST_MIX on is the first row of a mix; PARTS is 1 in steps without
+mixes. Both kernels walk the rows of its parts; absent parts have rank 0. The parts first replace
+the base's outputs, then each adds its products, in fp32, rounded once.
 
 A token's numbers do not depend on the batch: a sum over `in` is cut into chunks of fixed size that
 are added in a fixed order, whether one program walks all of them or each has a program of its own.
@@ -233,8 +233,8 @@ def load_outputs(
     arena, rows, slot, target, base_bias, offset, o_n, m_n,
     TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr,
 ):  # fmt: skip
-    """What is subtracted from outputs, what their sums are multiplied by, and what is added behind
-    that: [BLOCK_N] each. See `reference.add_lora`."""
+    """The vectors to subtract from outputs, to multiply sums by, and to add after that: [BLOCK_N]
+    each. See `reference.add_lora`."""
     p_row = rows + slot.to(tl.int64) * (FIELDS * TABLE_TARGETS) + target
     F32: tl.constexpr = GRANULE * arena.dtype.element_ty.primitive_bitwidth // 32
     p_wide = arena.to(tl.pointer_type(tl.float32))

@@ -27,8 +27,9 @@ def add_lora(
     group: LoraGroup,
     base_bias: torch.Tensor | None = None,
 ) -> None:
-    """See `reference.add_lora` and, for a plan with experts, `reference.add_lora_experts`. Two
-    launches for all targets of the group."""
+    """Launches `reference.add_lora`, or `reference.add_lora_experts` for a plan with experts: out
+    [T, >= group.out_end], x [T, in_features], arena [arena_bytes // itemsize], base_bias
+    [>= group.out_end]. Two launches for all targets of the group."""
     assert table.rank_parts == 1, "others have parts of the shrunk rows"
     expand(out, shrink(x, arena, table, plan, group), arena, table, plan, group, base_bias)
 
@@ -41,8 +42,9 @@ def add_lora_embedding(
     plan: LoraPlan,
     target: int,
 ) -> None:
-    """See `reference.add_lora_embedding`. One launch: the shrunk rows are rows of A, and where A
-    and B are of one rank, expand reads them there."""
+    """Launches `reference.add_lora_embedding` once: out [T, out_features], token_ids integers [T],
+    arena [arena_bytes // itemsize]. The shrunk rows are rows of A. If A and B are of one rank,
+    expand reads them there."""
     assert table.rank_parts == 1, "others have parts of the shrunk rows"
     group = LoraGroup((target,), 0, (0,), (out.shape[1],))
     _expand(out, None, token_ids, None, arena, table, plan, group)
@@ -51,8 +53,9 @@ def add_lora_embedding(
 def shrink(
     x: torch.Tensor, arena: torch.Tensor, table: LoraTable, plan: LoraPlan, group: LoraGroup
 ) -> torch.Tensor:
-    """See `reference.shrink`. Returns y `[S, P, T, K, Y_RANK]`, to be added over S, of P parts of a
-    mix or 1. Beyond A's rank it is 0 up to the end of a block of ranks, and then anything."""
+    """Launches `reference.shrink`: x `[T, in_features]` and arena `[arena_bytes // itemsize]` give
+    y `[S, P, T, K, Y_RANK]`, to be summed over S, with P parts of a mix, or 1. Beyond A's rank y is
+    0 up to the end of a block of ranks, and undefined after it."""
     assert x.stride(1) == 1, "rows are contiguous"
     num_targets, tuned = len(group.targets), tuning.constants("shrink")
     # Chunks are added in order: having programs of their own, so that few tokens fill the device,
@@ -87,7 +90,8 @@ def shrink(
 def gather(
     token_ids: torch.Tensor, arena: torch.Tensor, table: LoraTable, plan: LoraPlan, target: int
 ) -> torch.Tensor:
-    """See `reference.gather`. Returns y `[1, 1, T, 1, Y_RANK]`, as `shrink`."""
+    """Launches `reference.gather`: token_ids `[T]` and arena `[arena_bytes // itemsize]` give y
+    `[1, 1, T, 1, Y_RANK]`, as `shrink`."""
     assert token_ids.is_contiguous()
     assert not plan.has_experts
     assert not plan.has_mixes, "expand looks up the rows of each part"
@@ -121,8 +125,9 @@ def expand(
     group: LoraGroup,
     base_bias: torch.Tensor | None = None,
 ) -> None:
-    """See `reference.expand`. y: `[S, P, T, K, Y_RANK]`; beyond B's rank it is 0 up to the end of a
-    block of ranks."""
+    """Launches `reference.expand`: out `[T, >= group.out_end]`, arena `[arena_bytes // itemsize]`,
+    base_bias `[>= group.out_end]`. y is `[S, P, T, K, Y_RANK]`; beyond B's rank it is 0 up to the
+    end of a block of ranks."""
     tokens = (plan.num_tokens, len(group.targets), _y_rank(table))
     assert y.shape[1:] == (_num_parts(plan), *tokens)
     assert y.is_contiguous()
@@ -219,7 +224,8 @@ def order_tokens(plan: LoraPlan, num_slots: int | None = None) -> TokenOrder:
 
 
 def plan_pairs(plan: LoraPlan, order: TokenOrder, experts: torch.Tensor, pairs: Pairs) -> LoraPlan:
-    """See `pair_plan.plan_pairs`; segments are for CPUs alone. One launch, or two with tiles."""
+    """Launches `pair_plan.plan_pairs` for experts int32 [T, num_chosen], without the segments,
+    which only CPUs use. One launch, or two with tiles."""
     assert experts.is_contiguous()
     num_tokens, num_chosen = experts.shape
     assert num_tokens == plan.num_tokens

@@ -1,8 +1,7 @@
-"""Weights of the base that adapters have of their own: rows of an embedding or a head, all of it,
-or a norm's.
+"""Base weights that adapters replace: rows of an embedding or head, all of it, or a norm's weight.
 
-The functions below run `reference` on CPUs and `triton_ops` on CUDA. They compute what tokens of
-adapters that have such a weight get in place of what the base has made; others stay as they are.
+The functions below run `reference` on CPUs and `triton_ops` on CUDA. They replace the base's
+results for tokens of adapters that have such a weight; other tokens stay unchanged.
 
 native          the operations in C++, for programs
 reference       the definitions, in torch, segment by segment
@@ -24,7 +23,19 @@ __all__ = ["replace_embeddings", "replace_logits", "token_weights"]
 def token_weights(
     weight: torch.Tensor, table: LoraTable, plan: LoraPlan, index: int, offset: float = 0.0
 ) -> torch.Tensor:
-    """See `reference.token_weights`."""
+    """Returns a norm's weight for each token: the adapter's own weight `index`, plus `offset`, or
+    `weight`.
+
+    Args:
+        weight: [size] of the arena's dtype or float32, with the offset in it.
+        table: The adapters' rows.
+        plan: Tokens by slot.
+        index: Index of the replaced weight.
+        offset: Added to the adapter's values.
+
+    Returns:
+        [T, size] of weight's dtype.
+    """
     if uses_triton(weight):
         from kernels.replaced import triton_ops  # Triton is an extra that the CPU does without
 
@@ -35,7 +46,16 @@ def token_weights(
 def replace_embeddings(
     out: torch.Tensor, token_ids: torch.Tensor, table: LoraTable, plan: LoraPlan, index: int
 ) -> None:
-    """See `reference.replace_embeddings`."""
+    """out[t] = row token_ids[t] of the weight that t's adapter has in place of embedding `index`,
+    if it has the row. See `reference.replace_embeddings`.
+
+    Args:
+        out: [T, features] of the arena's dtype.
+        token_ids: Integers [T]. An adapter's own tokens may lie beyond the base's.
+        table: The adapters' rows.
+        plan: Tokens by slot.
+        index: Index of the replaced weight.
+    """
     if uses_triton(out):
         from kernels.replaced import triton_ops
 
@@ -52,7 +72,17 @@ def replace_logits(
     index: int,
     vocab_size: int,
 ) -> None:
-    """See `reference.replace_logits`."""
+    """out[t, i] = x[t] . (row i of the weight that t's adapter has in place of head `index`), if it
+    has row i. See `reference.replace_logits`.
+
+    Args:
+        out: [T, >= vocab_size], as wide as the highest row; of the arena's dtype or float32.
+        x: [T, features] of the arena's dtype.
+        table: The adapters' rows.
+        plan: Tokens by slot.
+        index: Index of the replaced weight.
+        vocab_size: Size of the base's vocabulary.
+    """
     if uses_triton(out):
         from kernels.replaced import triton_ops
 

@@ -67,7 +67,7 @@ def token_weights_op(
     index: int,
     offset: float = 0.0,
 ) -> NativeOp:
-    """out[t] = what `reference.token_weights` returns, for the tokens of the plan.
+    """out[t] = `reference.token_weights`, for the tokens of the plan.
 
     weight: [size], of the arena's dtype or fp32; out: [max_tokens, size] of the same.
     """
@@ -122,7 +122,7 @@ def token_weights(
     index: int,
     offset: float = 0.0,
 ) -> Tensor:
-    """See `reference.token_weights`. float32 and bfloat16, as the two below."""
+    """Runs `reference.token_weights`: weight [size] -> [T, size]. float32 and bfloat16."""
     out = weight.new_empty(plan.num_tokens, len(weight))
     library.run(token_weights_op(weight, out, table, _native(plan), index, offset))
     return out
@@ -131,7 +131,7 @@ def token_weights(
 def replace_embeddings(
     library: Library, out: Tensor, token_ids: Tensor, table: LoraTable, plan: LoraPlan, index: int
 ) -> None:
-    """See `reference.replace_embeddings`."""
+    """Runs `reference.replace_embeddings`: out [T, features], token_ids [T]. float32, bfloat16."""
     library.run(replace_embeddings_op(token_ids, out, table, _native(plan), index))
 
 
@@ -144,7 +144,8 @@ def replace_logits(
     index: int,
     vocab_size: int,
 ) -> None:
-    """See `reference.replace_logits`. `out` may be float32 beside a bf16 arena."""
+    """Runs `reference.replace_logits`: out [T, >= vocab_size], x [T, features]. `out` may be
+    float32 with a bfloat16 arena."""
     library.run(replace_logits_op(x, out, table, _native(plan), index, vocab_size))
 
 

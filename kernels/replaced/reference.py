@@ -1,7 +1,6 @@
 """The definitions: plain torch, a loop over segments of tokens of one adapter.
 
-They read `table.weight_rows` and the arena, as the kernels do; see `table.ReplacedWeight` for what
-lies where.
+They read `table.weight_rows` and the arena, as the kernels do; see `table.ReplacedWeight`.
 """
 
 from __future__ import annotations
@@ -17,10 +16,18 @@ from kernels.lora.table import ABSENT, vector_at
 def token_weights(
     weight: torch.Tensor, table: LoraTable, plan: LoraPlan, index: int, offset: float = 0.0
 ) -> torch.Tensor:
-    """Returns the weight of a norm for each token, [T, size]: offset + what the token's adapter has
-    in place of weight `index`, or, where it has nothing, `weight`.
+    """Returns a norm's weight for each token: the adapter's own weight `index`, plus `offset`, or
+    `weight`.
 
-    weight: [size], of the arena's dtype or fp32, with the offset in it.
+    Args:
+        weight: [size] of the arena's dtype or float32, with the offset in it.
+        table: The adapters' rows.
+        plan: Tokens by slot.
+        index: Index of the replaced weight.
+        offset: Added to the adapter's values.
+
+    Returns:
+        [T, size] of weight's dtype.
     """
     found = weight.repeat(plan.num_tokens, 1)
     for start, end, own in _replaced(table, plan, index):
@@ -33,11 +40,15 @@ def token_weights(
 def replace_embeddings(
     out: torch.Tensor, token_ids: torch.Tensor, table: LoraTable, plan: LoraPlan, index: int
 ) -> None:
-    """out[t] = row token_ids[t] of what t's adapter has in place of weight `index`, an embedding,
-    where it has that row.
+    """out[t] = row token_ids[t] of the weight that t's adapter has in place of embedding `index`,
+    if it has the row.
 
-    out: [T, features] of the arena's dtype; token_ids: [T], which of adapters with tokens of their
-    own may lie behind the base's.
+    Args:
+        out: [T, features] of the arena's dtype.
+        token_ids: Integers [T]. An adapter's own tokens may lie beyond the base's.
+        table: The adapters' rows.
+        plan: Tokens by slot.
+        index: Index of the replaced weight.
     """
     for start, end, own in _replaced(table, plan, index):
         ids, rows = token_ids[start:end], out[start:end]
@@ -60,11 +71,16 @@ def replace_logits(
     index: int,
     vocab_size: int,
 ) -> None:
-    """out[t, i] = x[t] . (row i of what t's adapter has in place of weight `index`, a head), where
-    it has row i.
+    """out[t, i] = x[t] . (row i of the weight that t's adapter has in place of head `index`), if it
+    has row i.
 
-    out: [T, >= vocab_size], as wide as the highest row; x: [T, features] of the arena's dtype.
-    `vocab_size` is the base's.
+    Args:
+        out: [T, >= vocab_size], as wide as the highest row; of the arena's dtype or float32.
+        x: [T, features] of the arena's dtype.
+        table: The adapters' rows.
+        plan: Tokens by slot.
+        index: Index of the replaced weight.
+        vocab_size: Size of the base's vocabulary.
     """
     for start, end, own in _replaced(table, plan, index):
         rows, features = x[start:end], x.shape[1]

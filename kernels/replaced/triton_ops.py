@@ -13,7 +13,7 @@ from kernels.replaced import triton_kernels as kernels
 def token_weights(
     weight: torch.Tensor, table: LoraTable, plan: LoraPlan, index: int, offset: float = 0.0
 ) -> torch.Tensor:
-    """See `reference.token_weights`."""
+    """Launches `reference.token_weights`: weight [size] -> [T, size]."""
     assert weight.is_contiguous()
     size = len(weight)
     out = weight.new_empty(plan.num_tokens, size)
@@ -37,7 +37,7 @@ def token_weights(
 def replace_embeddings(
     out: torch.Tensor, token_ids: torch.Tensor, table: LoraTable, plan: LoraPlan, index: int
 ) -> None:
-    """See `reference.replace_embeddings`."""
+    """Launches `reference.replace_embeddings`: out [T, features], token_ids [T]."""
     assert out.is_contiguous()
     assert token_ids.is_contiguous()
     size = out.shape[1]
@@ -64,11 +64,12 @@ def replace_logits(
     index: int,
     vocab_size: int,
 ) -> None:
-    """See `reference.replace_logits`. Rows of `out` have unit stride."""
+    """Launches `reference.replace_logits`: out [T, >= vocab_size], x [T, features]. Rows of `out`
+    have unit stride."""
     assert out.stride(1) == 1
     assert x.is_contiguous()
     tuned = tuning.constants("replaced")
-    # An adapter may have every row of the base, and those of tokens that it adds.
+    # An adapter may have every row of the base, and rows of tokens that it adds.
     num_blocks = -(-out.shape[1] // tuned["block_n"])
     kernels.replace_logits_kernel[(-(-plan.num_tokens // tuned["block_m"]), num_blocks)](
         out,

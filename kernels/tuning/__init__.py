@@ -1,14 +1,14 @@
 """The constants of the Triton kernels: block sizes, warps, stages, programs.
 
-The JSON files beside this one are tables. default.json has every kernel; the file of a device, its
-name with underscores for spaces, has those that were measured there and wins. A table gives for
-each kernel rules, of which the first that fits counts:
+The JSON files in this folder are tables. default.json has every kernel. A device's file, named
+after the device with underscores for spaces, has the kernels that were measured there, and wins. A
+table has rules for each kernel; the first rule that fits counts:
 
     {"prefill": [{"where": {"head_dim": [129, 1024]}, "block_n": 32, ...}, {"block_n": 64, ...}]}
 
-`where` gives the lowest and the highest value of what `constants` is asked for. That is of a model,
-never of a batch: a constant may change in which order numbers are added, and a token's bits must
-not depend on who else is in the batch.
+`where` has the lowest and the highest value of each argument of `constants`. The arguments describe
+a model, never a batch: a constant may change the order of additions, and a token's bits must not
+depend on the other requests in the batch.
 """
 
 from __future__ import annotations
@@ -28,13 +28,20 @@ Table = dict[str, Rules]
 
 
 def path_of(device_name: str) -> Path:
-    """Returns where the table of a device lies, if there is one."""
+    """Returns the path of a device's table, which need not exist."""
     return FOLDER / f"{device_name.replace(' ', '_')}.json"
 
 
 def read_table(path: Path, default: Table | None = None) -> Table:
-    """Reads a table. Raises ValueError, with file and kernel, where it is not one; with `default`,
-    also where a rule's constants are not those that `default` has for the kernel."""
+    """Reads a table.
+
+    Args:
+        path: File of the table.
+        default: Table that every rule must match in its constants. None: no check.
+
+    Raises:
+        ValueError: It is not a table, or does not match. The message names file and kernel.
+    """
     table = json.loads(path.read_text())
     for kernel, rules in table.items():
         for rule in rules:
@@ -86,8 +93,8 @@ def constants(kernel: str, **model: int) -> Mapping[str, int]:
 
 
 def all_constants(kernel: str) -> list[Mapping[str, int]]:
-    """Returns the constants of every rule of `kernel` in any table: what it may run with on a
-    device that is not known yet."""
+    """Returns the constants of every rule of `kernel` in any table: all constants with which it may
+    run on a device that is not known yet."""
     tables = (read_table(path, _default) for path in sorted(FOLDER.glob("*.json")))
     return [rule for table in (*tables, _table) for rule in table.get(kernel, [])]
 

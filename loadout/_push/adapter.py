@@ -1,7 +1,7 @@
 """Names and shapes of an adapter's tensors, and its config, checked before they are sent.
 
-Tensors may be named as PEFT saves them, or as in the state dict of a model in training: with the
-adapter's name, and with what torch's wrappers add.
+Tensors may have PEFT's names, or those in the state dict of a model in training, which contain the
+adapter's name and parts from torch's wrappers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _FACTOR = re.compile(r"(.*\.)?lora_(embedding_)?([AB])(\.weight)?")
 
 
 def read_tensors(tensors: Mapping[str, Any]) -> list[Tensor]:
-    """Returns the tensors by the names that PEFT saves them by. Raises InvalidArgument, naming the
-    tensor, for one that cannot be sent, or whose partner is missing or does not fit."""
+    """Returns the tensors by PEFT's names. Raises InvalidArgument, naming the tensor, if a tensor
+    cannot be sent."""
     if not isinstance(tensors, Mapping):
         raise InvalidArgument(
             f"tensors: a {type(tensors).__name__} is not a mapping of names to tensors",
@@ -32,7 +32,7 @@ def read_tensors(tensors: Mapping[str, Any]) -> list[Tensor]:
         )
     if not tensors:
         raise InvalidArgument(
-            "tensors: there are none; pass get_peft_model_state_dict(model)",
+            "tensors: the mapping is empty; pass get_peft_model_state_dict(model)",
             code="INVALID_ARGUMENT",
             subject="tensors",
         )
@@ -62,9 +62,8 @@ def saved_name(name: str) -> str:
 
 
 def check_pairs(tensors: Iterable[Tensor], config: Mapping[str, Any]) -> None:
-    """Raises InvalidArgument, naming the tensor, for an A without its B, or the other way, and for
-    two-dimensional ones whose ranks differ from each other's or from the config's. What else there
-    may be, the store knows."""
+    """Checks that each A has its B, and that two-dimensional ones have equal ranks, which match the
+    config. The store checks the rest. Raises InvalidArgument, naming the tensor."""
     pairs: dict[str, dict[str, Tensor]] = {}
     for tensor in tensors:
         if match := _FACTOR.fullmatch(tensor.name):
@@ -93,7 +92,7 @@ def check_pairs(tensors: Iterable[Tensor], config: Mapping[str, Any]) -> None:
 
 
 def read_config(config: Any) -> dict[str, Any]:
-    """Returns what is to be in adapter_config.json: of a mapping, a LoraConfig of PEFT, or JSON.
+    """Returns the content of adapter_config.json, from a mapping, PEFT's LoraConfig, or JSON.
     Raises InvalidArgument."""
     if hasattr(config, "to_dict"):
         config = config.to_dict()
@@ -104,7 +103,7 @@ def read_config(config: Any) -> dict[str, Any]:
             raise _invalid_config(f"is not JSON: {error}") from None
     if not isinstance(config, Mapping):
         raise _invalid_config(
-            f"a {type(config).__name__} is no config: pass a mapping, PEFT's LoraConfig, or JSON"
+            f"a {type(config).__name__} is not a config: pass a mapping, PEFT's LoraConfig, or JSON"
         )
     return {str(key): _plain(str(key), value) for key, value in config.items()}
 
@@ -114,7 +113,7 @@ def dump_config(config: Mapping[str, Any]) -> bytes:
 
 
 def any_sharded(tensors: object) -> bool:
-    """Returns whether other ranks take part, of whatever was given: it may not be valid."""
+    """Returns whether other ranks take part. The argument may be invalid."""
     return isinstance(tensors, Mapping) and any(map(is_sharded, tensors.values()))
 
 
@@ -130,7 +129,7 @@ def _plain(key: str, value: Any) -> Any:
         return [_plain(key, each) for each in value]
     if value is None or isinstance(value, str | bool | int | float):
         return value
-    raise _invalid_config(f"{key} is a {type(value).__name__}, which JSON has not", key)
+    raise _invalid_config(f"{key} is a {type(value).__name__}, which JSON cannot store", key)
 
 
 def _invalid_config(why: str, subject: str = "config") -> InvalidArgument:

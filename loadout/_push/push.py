@@ -29,8 +29,16 @@ OTHER_BASE = "base_model"
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """One push by a client: `upload` sends it, `load` has one replica, by its address, load a name
-    at a revision; each within a number of seconds. `replicas` returns what is known of these."""
+    """One push by a client.
+
+    Args:
+        meta: The adapter to record.
+        wait: Which replicas to wait for.
+        timeout_s: Deadline in seconds. None: none.
+        upload: Sends an upload within a number of seconds.
+        load: Has the replica at an address load a name at a revision, within a number of seconds.
+        replicas: Returns the known replicas.
+    """
 
     meta: store_pb.UploadMeta
     wait: Wait
@@ -40,8 +48,20 @@ class Push:
     replicas: Callable[[], Sequence[types.Replica]]
 
     def run(self, tensors: Mapping[str, Any], config: Any, group: Any = None) -> Pushed:
-        """Sends the tensors, and waits for replicas. Of tensors that are sharded, or with a group,
-        all ranks call this; one sends, and all get its result or raise its error."""
+        """Sends the tensors, and waits for replicas.
+
+        If tensors are sharded, or with a group, all ranks call this. One sends; all return its
+        result or raise its error.
+
+        Args:
+            tensors: Tensors of torch or numpy by name.
+            config: PEFT's LoraConfig, a mapping, or JSON.
+            group: Process group of the ranks. None: all.
+
+        Raises:
+            InvalidArgument: A tensor or the config is invalid.
+            NotLoaded: A replica cannot load the version.
+        """
         found: list[Tensor] = []
         error: Exception | None = None
         settings: dict[str, Any] = {}
@@ -49,7 +69,7 @@ class Push:
             found = read_tensors(tensors)
             settings = read_config(config)
             check_pairs(found, settings)
-        except Exception as raised:  # whatever it is, other ranks have to hear of it
+        except Exception as raised:  # other ranks have to raise it as well
             error = raised
         if group is None and not any_sharded(tensors):
             if error is not None:
@@ -80,7 +100,7 @@ class Push:
 
     def _wait(self, registration: types.Registration, start_s: float) -> Pushed:
         """Raises NotLoaded."""
-        # Also those that seem to be down: one that was restarted meanwhile is not known to be up.
+        # Replicas that seem to be down may have been restarted meanwhile, so they are included.
         addresses = [each.address for each in self.replicas()]
         loads = [partial(self._load, each, registration, start_s) for each in addresses]
         skipped: dict[str, str] = {}
@@ -99,7 +119,7 @@ class Push:
         if not loaded:
             reasons = "; ".join(f"{address}: {why}" for address, why in skipped.items())
             raise NotLoaded(
-                f"{_recorded(registration)}, and no replica serves it: {reasons}",
+                f"{_recorded(registration)}, but no replica serves it: {reasons}",
                 code="UNAVAILABLE",
                 reason="NO_REPLICA",
             )
@@ -117,7 +137,7 @@ class Push:
             self.load(address, name, registration.revision, left_s)
         except LoadoutError as error:
             raise NotLoaded(
-                f"{_recorded(registration)}, and replica {address} cannot load it: {error.message}",
+                f"{_recorded(registration)}, but replica {address} cannot load it: {error.message}",
                 code=error.code,
                 reason=error.reason,
                 subject=address,
@@ -129,12 +149,14 @@ def check_wait(wait: object) -> None:
     """Raises InvalidArgument."""
     if wait not in (None, "any", "all"):
         raise InvalidArgument(
-            f"wait: {wait!r} is none of None, 'any', 'all'", code="INVALID_ARGUMENT", subject="wait"
+            f"wait: must be None, 'any' or 'all', not {wait!r}",
+            code="INVALID_ARGUMENT",
+            subject="wait",
         )
 
 
 def _is_skipped(failure: NotLoaded) -> bool:
-    """Returns whether a replica that failed need not be waited for: it is down or going down, it
+    """Returns whether the push need not wait for a failed replica: it is down or going down, it
     sleeps, or it serves another base model."""
     cause = _cause_of(failure)
     is_down = isinstance(cause, StreamLost) or cause.reason in (DRAINING, ASLEEP)
@@ -142,7 +164,7 @@ def _is_skipped(failure: NotLoaded) -> bool:
 
 
 def _cause_of(failure: NotLoaded) -> LoadoutError:
-    """Returns what the replica has said."""
+    """Returns the replica's error."""
     assert isinstance(failure.__cause__, LoadoutError)
     return failure.__cause__
 

@@ -1,8 +1,8 @@
-"""Tensors that lie sharded over the ranks of a training run: all take part, the first one sends.
+"""Tensors that are sharded over the ranks of a training run: all take part, the first one sends.
 
-To gather a tensor all ranks have to call for it at the same time. The first one says which comes
-next, as its upload needs it, and at the end how the push went; the others follow. So they also stay
-together when an upload is tried again, or ends in the middle, and all raise the same error.
+All ranks have to gather a tensor at the same time. The first rank announces the tensor that its
+upload needs next, and at the end the outcome of the push; the others follow. So they stay together
+even if an upload is retried or ends in the middle, and all raise the same error.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Ranks:
         self._distributed = torch.distributed
         if not torch.distributed.is_available() or not torch.distributed.is_initialized():
             raise InvalidArgument(
-                "tensors: some are sharded (DTensor), or there is a group, and torch.distributed "
-                "is not initialised",
+                "tensors: a sharded tensor (DTensor) or a group needs torch.distributed, which is "
+                "not initialised",
                 code="INVALID_ARGUMENT",
                 subject="tensors",
             )
@@ -63,13 +63,13 @@ class Ranks:
             if theirs != found[0][1]:
                 different = set(map(str, theirs)) ^ set(map(str, found[0][1]))
                 raise InvalidArgument(
-                    f"tensors: those of rank {rank} are not those of rank 0: {min(different)}",
+                    f"tensors: rank {rank} and rank 0 have different tensors: {min(different)}",
                     code="INVALID_ARGUMENT",
                     subject="tensors",
                 )
 
     def reader(self, tensors: Sequence[Tensor]) -> Read:
-        """Returns what reads tensors on the first rank, in any thread, while the others follow."""
+        """Returns a function that reads tensors on the first rank, in any thread."""
         places = {id(each.values): place for place, each in enumerate(in_order(tensors))}
 
         def read_whole(values: Any) -> memoryview:
@@ -84,8 +84,8 @@ class Ranks:
         return read_whole
 
     def follow(self, tensors: Sequence[Tensor]) -> Any:
-        """Takes part in what the first rank gathers, until it has ended; returns its result, or
-        raises its error."""
+        """Gathers with the first rank until the push ends. Returns its result, or raises its
+        error."""
         ordered = in_order(tensors)
         with self._on_device():
             while True:
@@ -95,7 +95,7 @@ class Ranks:
                 _gather(ordered[subject].values)
 
     def end(self, result: Any, error: BaseException | None) -> None:
-        """Tells the other ranks how it went. Called by the first one, once."""
+        """Sends the outcome to the other ranks. The first rank calls it once."""
         told = None if error is None else _told(error, 0)
         with self._one_at_a_time, self._on_device():
             self._has_ended = True

@@ -1,7 +1,7 @@
 """Tensors of torch and numpy as the bytes of a .safetensors file, one tensor at a time.
 
-Neither library is imported here: who has a tensor has its library. The bytes are those that
-`safetensors.torch.save` would return, without ever being in memory together.
+Neither library is imported here, because a caller with a tensor has imported its library. The bytes
+equal the result of `safetensors.torch.save`, but are never in memory all at once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Tensor:
 
 
 def describe(name: str, values: Any) -> Tensor:
-    """Raises InvalidArgument, naming the tensor, for one whose values cannot be sent."""
+    """Returns the description of a tensor. Raises InvalidArgument if its values cannot be sent."""
     if is_torch(values):
         _check_torch(name, values)
         dtype = str(values.dtype).removeprefix("torch.")
@@ -78,7 +78,7 @@ def is_sharded(values: Any) -> bool:
 
 
 def read(values: Any) -> memoryview:
-    """Returns the raw bytes of a tensor: a copy of one that is on a device, or not contiguous."""
+    """Returns the raw bytes of a tensor; a copy if it is on a device or not contiguous."""
     if is_torch(values):
         torch = sys.modules["torch"]
         host = values.detach().to("cpu").contiguous()
@@ -94,7 +94,7 @@ def in_order(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def header(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
-    """Returns what comes before the data of these tensors, which are in order."""
+    """Returns the bytes of the file before the data of these tensors, which are in order."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for tensor in tensors:
@@ -143,7 +143,7 @@ def invalid(name: str, why: str) -> InvalidArgument:
 
 def _check_torch(name: str, values: Any) -> None:
     if values.device.type == "meta":
-        raise invalid(name, "is on the device meta, and has no values")
+        raise invalid(name, "is on the device meta, which has no values")
     if values.layout != sys.modules["torch"].strided:
         raise invalid(name, f"has the layout {values.layout}; make it dense")
     if type(values).__name__ in ("ShardedTensor", "FlatParameter"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from contract.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from loadout._push.adapter import dump_config
 from loadout._push.tensors import Read, Tensor, in_order, pieces, read
 from loadout._rpc.calls import build, ttl_seconds
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
-from loadout.upload import CONFIG, chunk_message
+from loadout.upload import chunk_message
 
-WEIGHTS = "adapter_model.safetensors"
 CHUNK_BYTES = 1 << 20
 METADATA = {"format": "pt"}
 
@@ -65,11 +65,11 @@ class PushUpload:
     def messages(self) -> Iterator[store_pb.UploadAdapterRequest]:
         self.failure = None
         yield self._meta
-        yield chunk_message(CONFIG, 0, self._config)
+        yield chunk_message(CONFIG_FILE, 0, self._config)
         offset = 0
         try:
             for data in pieces(self._tensors, METADATA, CHUNK_BYTES, self._read):
-                yield chunk_message(WEIGHTS, offset, data)
+                yield chunk_message(WEIGHTS_FILE, offset, data)
                 offset += len(data)
         except Exception as error:
             self.failure = error

@@ -1,5 +1,4 @@
-"""What the address of a service stands for: one target, several, or a name that resolves to
-several."""
+"""Resolves the address of a service: one target, several, or a name that resolves to several."""
 
 from __future__ import annotations
 
@@ -18,13 +17,14 @@ RESOLVE_S = 5.0
 """How long a resolved name is used: about as long as clusters cache the addresses of pods."""
 
 _URL = re.compile(r"(?i:https?)://(?P<host>[^/]*).*")
+_USER = re.compile(r"(?<=://)[^\s,]*@")
+"""User and password before the host of a web address."""
 _NO_PORT = re.compile(r"[\w.-]+|\[[^]]*\]")  # gRPC would take 443
 _SCHEME = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):")
 
 
 def split(argument: str, address: str | Sequence[str]) -> list[str]:
-    """Returns the given targets, each once: a sequence, or a text with commas between them.
-    Raises InvalidArgument, naming the argument."""
+    """Returns the targets of an address, each once. Raises InvalidArgument, naming the argument."""
     if isinstance(address, str):
         # gRPC writes one target of several IP addresses with commas, too.
         targets = [address] if _SCHEME.match(address) else address.split(",")
@@ -33,15 +33,15 @@ def split(argument: str, address: str | Sequence[str]) -> list[str]:
     targets = [target.strip() for target in targets]
     if not all(targets):
         raise InvalidArgument(
-            f"{argument}: {address!r} has an empty address",
+            f"{argument}: {_USER.sub('', repr(address))} has an empty address",
             code="INVALID_ARGUMENT",
             subject=argument,
         )
     for target in targets:
-        url = _URL.fullmatch(target)
+        url = _URL.fullmatch(_USER.sub("", target))
         if url is not None:
             raise InvalidArgument(
-                f"{argument}: {target} is the form of a web address; give the address of gRPC as "
+                f"{argument}: {url[0]} is a web address; give the gRPC address as "
                 f"HOST:PORT, without http://, such as {url['host']}",
                 code="INVALID_ARGUMENT",
                 subject=argument,
@@ -67,7 +67,7 @@ def resolve(target: str) -> list[Endpoint]:
     the former has failed, and not more often than twice a minute.
 
     Where a name has addresses of both families, the IPv4 ones are taken: two families are not two
-    replicas. Raises OSError, or ValueError for what no resolver takes for a name. Blocks.
+    replicas. Raises OSError, or ValueError for an invalid name. Blocks.
     """
     host, _, port = target.rpartition(":")
     ips = set(lookup(host, port))

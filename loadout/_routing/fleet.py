@@ -23,8 +23,8 @@ RESOLVE_TIMEOUT_S = 5.0
 """How long the first call waits until a name is resolved; then gRPC resolves it."""
 
 FLEET_OPTIONS: ChannelOptions = (
-    # In spite of its name, this bounds how long an attempt to connect may take: what a machine
-    # that is gone costs the first call that is sent to it.
+    # In spite of its name, this bounds how long an attempt to connect may take, and so the delay
+    # of the first call to a machine that is gone.
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 1000),
     # Streams of a machine that vanished without closing its connections end.
@@ -32,7 +32,7 @@ FLEET_OPTIONS: ChannelOptions = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
-"""Added to those of every channel where there are several replicas."""
+"""Options of every channel if there are several replicas."""
 
 
 class Transport(Protocol):
@@ -60,7 +60,7 @@ class ReplicaChannel:
 
 class Fleet:
     """The replicas of the service that `stub` calls. Every `acquire` has its `release`. `targets`
-    are gRPC's; one that is a name may turn out to stand for several replicas."""
+    are gRPC targets; a name among them may resolve to several replicas."""
 
     def __init__(
         self,
@@ -111,9 +111,8 @@ class Fleet:
         self.replicas.update_load(channel.address, read_load(trailers))
 
     def refresh(self) -> Future[None] | None:
-        """Renews what is known of the replicas, if that is old, without waiting for it. Returns the
-        resolution of their addresses, done once they are known as they are now; None: they cannot
-        change."""
+        """Starts new probes and a new resolution of addresses if the last ones are old, without
+        waiting. Returns the resolution of addresses; None if they cannot change."""
         resolution = None if self._resolver is None else self._resolver.refresh()
         for unused in self._pop_unused():
             self._transport.close_channel(unused)

@@ -41,8 +41,8 @@ def adapter_key(ref: str, tenant: str = DEFAULT_TENANT) -> str:
     """Returns one key for every way to write an adapter's name: "tenant/name", without version, so
     that an adapter's versions stay together. A digest is its own key.
 
-    `tenant` completes a name without one. "" stands for the base model, and for what is no
-    reference: any replica may refuse that.
+    `tenant` completes a name without one. The result is "" for the base model and for an invalid
+    reference, which any replica may refuse.
     """
     if _DIGEST.fullmatch(ref):
         return ref

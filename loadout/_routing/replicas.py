@@ -43,9 +43,13 @@ NEVER_S = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """`address` is a gRPC target, and the identity of the replica. `server_name` is the name that
-    its certificate is for, where that is not the address's own host. `ip` is what a name stands for
-    that stands for one address only."""
+    """The address of a replica.
+
+    Args:
+        address: gRPC target, and identity of the replica.
+        server_name: Name in its certificate, if that is not the address's own host.
+        ip: The IP address, if `address` is a name with only one.
+    """
 
     address: str
     server_name: str = ""
@@ -108,7 +112,7 @@ class Replicas:
             return [replica.endpoint for replica in self._replicas.values()]
 
     def replace(self, endpoints: Iterable[Endpoint]) -> None:
-        """Sets the endpoints, at least one. What is known of those that stay is kept."""
+        """Sets the endpoints, at least one. Keeps health and load of endpoints that stay."""
         with self.lock:
             known, self._replicas = self._replicas, {}
             for endpoint in endpoints:
@@ -167,15 +171,15 @@ class Replicas:
                 replica.failed_s = self._clock()
 
     def mark_healthy(self, address: str) -> None:
-        """Takes a replica in again that has just done what was asked of it: a single one is not
+        """Marks a replica as healthy that has just answered, because a single replica is not
         probed."""
         with self.lock:
             if replica := self._replicas.get(address):
                 replica.is_healthy = True
 
     def pop_due(self) -> list[Endpoint]:
-        """Returns those to be probed now; each ends with `record_probe`. None while there is no
-        choice."""
+        """Returns the endpoints to probe now; each probe ends with `record_probe`. Returns none
+        if there is only one replica."""
         now_s = self._clock()
         with self.lock:
             if len(self._replicas) < 2:

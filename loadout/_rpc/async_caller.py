@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class AsyncCaller:
-    """What AsyncClient is made of. Everything is for one event loop."""
+    """How AsyncClient makes its calls. Everything is for one event loop."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class AsyncCaller:
         self._retry = retry or RetryPolicy()
 
     async def close(self) -> None:
-        """Ends the connections; calls still running end Cancelled."""
+        """Closes the connections. Running calls end with Cancelled."""
         await self._transport.end()
         for channel in self._channels.opened():
             await channel.close()
@@ -115,8 +115,8 @@ class AsyncCaller:
         return Attempts(self._retry, seconds, waits_if_gone=waits_if_gone)
 
     async def _at_each(self, call: Call[T], replica: str, timeout_s: float | None) -> list[T]:
-        """Makes a call at this replica, or at every one that there is now: at all of them,
-        whichever fails. Raises the first error, which names its replica."""
+        """Makes a call at one replica, or at every replica that there is now, even if one fails.
+        Raises the first error, with a note that names its replica."""
         await tasks.wait(self._channels.fleet.refresh(), RESOLVE_TIMEOUT_S)
         addresses = [each.address for each in self._channels.fleet.replicas.statuses()]
         if replica:

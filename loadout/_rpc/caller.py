@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Caller:
-    """What Client is made of. Safe to share between threads."""
+    """How Client makes its calls. Safe to share between threads."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Caller:
         self._retry = retry or RetryPolicy()
 
     def close(self) -> None:
-        """Ends the connections; calls still running end Cancelled."""
+        """Closes the connections. Running calls end with Cancelled."""
         self._transport.end()
         for channel in self._channels.opened():
             channel.close()
@@ -116,8 +116,8 @@ class Caller:
         return Attempts(self._retry, seconds, waits_if_gone=waits_if_gone)
 
     def _at_each(self, call: Call[T], replica: str, timeout_s: float | None) -> list[T]:
-        """Makes a call at this replica, or at every one that there is now: at all of them,
-        whichever fails. Raises the first error, which names its replica."""
+        """Makes a call at one replica, or at every replica that there is now, even if one fails.
+        Raises the first error, with a note that names its replica."""
         threads.wait(self._channels.fleet.refresh(), RESOLVE_TIMEOUT_S)
         addresses = [each.address for each in self._channels.fleet.replicas.statuses()]
         if replica:

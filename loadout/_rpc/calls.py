@@ -1,7 +1,7 @@
 """One function per RPC: its request, the conversion of its response, whether it may be repeated.
 
-Both clients are thin layers over these. Arguments that do not fit into a request raise
-InvalidArgument here, before anything is sent.
+Both clients are thin layers over these functions. They raise InvalidArgument for arguments that do
+not fit into a request, before anything is sent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from loadout.inference.v1 import inference_pb2 as inference_pb
 T = TypeVar("T")
 
 Adapters = Sequence[str | tuple[str, float]]
-"""Adapters whose sum a request runs with, and what each is multiplied with."""
+"""Adapters that a request sums: references, or pairs of reference and scale."""
 Prompt = str | Sequence[int] | Sequence[types.ChatMessage]
 """Text, token ids, or chat messages."""
 
@@ -68,11 +68,11 @@ class StreamCall(Generic[T]):
     resume: Callable[[T | None], Message | None]
     adapter: str = ""
     may_spill: ClassVar[bool] = True
-    """Another replica takes what the adapter's own has no capacity for."""
+    """Another replica takes requests for which the adapter's own has no capacity."""
 
 
 def build(kind: type[Message], field: str = "", **values: Any) -> Any:
-    """Returns `kind(**values)`; raises InvalidArgument naming `field` and what does not fit."""
+    """Returns `kind(**values)`. Raises InvalidArgument that names the value that does not fit."""
     message = kind()
     for name, value in values.items():
         try:
@@ -95,10 +95,10 @@ def signature_message(signature: types.Signature | None) -> Message | None:
 
 
 def check_upload(ephemeral: bool) -> None:
-    """Raises InvalidArgument for an ephemeral registration of what the store fetches."""
+    """Raises InvalidArgument if a source that the store fetches is to be ephemeral."""
     if ephemeral:
         raise InvalidArgument(
-            "ephemeral: only what is uploaded can be: give a local folder, or push",
+            "ephemeral: only an upload can be ephemeral: give a local folder, or use push",
             code="INVALID_ARGUMENT",
             subject="ephemeral",
         )
@@ -110,7 +110,7 @@ def ttl_seconds(ttl_s: float | None) -> int:
         return 0
     if not 0 < ttl_s < 2**32 - 1:
         raise InvalidArgument(
-            f"ttl: {ttl_s} is no number of seconds above 0; None: no end",
+            f"ttl: {ttl_s} is not a number of seconds above 0; None means never",
             code="INVALID_ARGUMENT",
             subject="ttl",
         )
@@ -171,7 +171,7 @@ def list_page(page_size: int, page_token: str, filter: str) -> Call[types.Adapte
 
 def delete(name: str, version: int) -> Call[int]:
     request = build(store_pb.DeleteAdapterRequest, name=name, version=version)
-    # Repeated, it could delete what somebody registered in between.
+    # Repeated, it could delete a version that somebody registered in between.
     return Call(Service.STORE, "DeleteAdapter", request, convert.revision, repeatable=False)
 
 
@@ -229,7 +229,7 @@ def layout_page(page_token: str) -> Call[types.LayoutPage]:
 
 def forget_layout(layout_id: str) -> Call[int]:
     request = build(store_pb.ForgetLayoutRequest, layout_id=layout_id)
-    # Repeated, it would not find what it has forgotten.
+    # Repeated, it would not find the layout that it has forgotten.
     return Call(Service.STORE, "ForgetLayout", request, convert.num_images, repeatable=False)
 
 
@@ -296,7 +296,8 @@ def _prompt(prompt: Prompt) -> dict[str, Any]:
 
 
 def _message(values: dict[str, Any]) -> inference_pb.ChatMessage:
-    """Raises InvalidArgument for content in parts, without quoting it: an image is long."""
+    """Returns a chat message. Raises InvalidArgument for content in parts, without quoting it,
+    because an image is long."""
     content = values.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
         kinds = {str(part.get("type")) for part in content if isinstance(part, Mapping)}

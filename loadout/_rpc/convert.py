@@ -184,6 +184,7 @@ def registration(
     return types.Registration(
         *(adapter(message.adapter), message.revision, tuple(message.deleted_versions)),
         *(source, message.base_model_reason, tuple(message.ignored_config_keys)),
+        warnings=tuple(message.warnings),
     )
 
 
@@ -421,6 +422,7 @@ def resident(message: inference_pb.ResidentAdapter) -> types.ResidentAdapter:
         last_used_time=_time(message.last_used_time),
         load_seconds=message.load_seconds,
         superseded=message.superseded,
+        not_finite_requests=message.not_finite_requests,
     )
 
 

@@ -27,7 +27,7 @@ class Route(Protocol):
 
     @property
     def service(self) -> str:
-        """What the address is of, such as "the adapter store"."""
+        """Returns the service's name in messages, such as "the adapter store"."""
 
     @property
     def resolving(self) -> Future[None] | None:
@@ -46,10 +46,10 @@ class Route(Protocol):
 
 
 def check_known(replica: str, addresses: Collection[str]) -> None:
-    """Raises InvalidArgument for a replica that is none of these."""
+    """Raises InvalidArgument for an unknown replica."""
     if replica not in addresses:
         raise InvalidArgument(
-            f"replica: {replica!r} is none of {', '.join(addresses)}",
+            f"replica: {replica!r} is not one of {', '.join(addresses)}",
             code="INVALID_ARGUMENT",
             subject="replica",
         )

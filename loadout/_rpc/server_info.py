@@ -1,4 +1,4 @@
-"""What an inference server says of itself."""
+"""The types that describe an inference server."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ GenerationState = Literal["running", "paused", "asleep"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
+    """One use of memory; docs/api.md lists the names."""
+
     name: str
     used_bytes: int
     capacity_bytes: int
@@ -18,21 +20,28 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
+    """Limits of a server."""
+
     max_model_len: int
+    """Longest prompt plus output, in tokens."""
     max_loras: int
+    """Most adapters resident at once."""
     max_lora_rank: int
     max_sequences: int
+    """Most requests that run at once."""
     max_batch_tokens: int
+    """Most tokens in one step."""
     max_queue: int
+    """Most requests that wait."""
     memory_bytes: int = 0
-    """Limit of all memory together on the computing device; 0: unknown."""
+    """Total memory that the server may use on the computing device; 0: unknown."""
     lora_targets: tuple[str, ...] = ()
-    """What adapters may change, by last components of modules' names; none: every target."""
+    """Targets that adapters may change, by the last components of their names. Empty: all."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What requests get that do not say otherwise; `top_k` 0 and `top_p` 1 are off."""
+    """Defaults of sampling parameters; `top_k` 0 and `top_p` 1 are off."""
 
     temperature: float
     top_k: int
@@ -42,28 +51,34 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayers:
-    """The layers that are mixtures of experts, how many experts each has, and how many of these a
-    token chooses."""
+    """The mixture-of-experts layers of a model."""
 
     layers: tuple[int, ...]
+    """The layers' numbers, ascending."""
     num_experts: int
+    """Experts per layer."""
     num_chosen: int
+    """Experts that a token chooses per layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """`layout_id` is empty until the store has accepted the layout; `kernels` says what computes,
-    such as "native avx512_bf16"."""
+    """The model of a server, its limits, and its use of memory."""
 
     base_model: str
+    """Name by which adapters know the model."""
     architecture: str
     dtype: str
     device: str
+    """Either "cpu" or "cuda"."""
     layout_id: str
+    """Empty until the store has accepted the layout."""
     limits: ServerLimits
     memory: tuple[MemoryUse, ...]
     versions: Mapping[str, str]
+    """Versions of Loadout and its dependencies."""
     kernels: str
+    """The kernels that compute, such as "native avx512_bf16"."""
     machine: str = ""
     """The computing device, such as "NVIDIA H200"; "": the server is too old to report it."""
     sampling_defaults: SamplingDefaults | None = None

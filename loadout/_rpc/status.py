@@ -1,4 +1,4 @@
-"""gRPC's errors as this client's: one table, and the google.rpc details."""
+"""Turns gRPC's errors into the client's, with the google.rpc details."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LOST_CODES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What an error carries beyond code and message."""
+    """The details of an error besides code and message."""
 
     reason: str = ""
     subject: str = ""

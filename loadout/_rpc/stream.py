@@ -20,8 +20,8 @@ T = TypeVar("T")
 class Stream(Generic[T]):
     """An iterator; iterating raises LoadoutError.
 
-    Leaving it cancels the RPC: `close()`, the end of a `with` block, or dropping the last
-    reference, as `break` in a loop over `client.generate(...)` does.
+    Leaving the iterator cancels the RPC: by `close()`, by the end of a `with` block, or when you
+    drop the last reference, as `break` in a loop over `client.generate(...)` does.
     """
 
     def __init__(self, route: Route, call: StreamCall[T], attempts: Attempts) -> None:
@@ -51,7 +51,7 @@ class Stream(Generic[T]):
         raise StopIteration
 
     def _read(self) -> Any:
-        """The next message; None: the stream is closed, or another attempt is under way."""
+        """Returns the next message; None if the stream is closed or another attempt has started."""
         try:
             if self._rpc is None:
                 threads.wait(self._route.resolving, RESOLVE_TIMEOUT_S)
@@ -71,7 +71,7 @@ class Stream(Generic[T]):
             return None
 
     def close(self) -> None:
-        """Cancels the RPC; the iteration ends. Does nothing the second time."""
+        """Cancels the RPC, and ends the iteration. A second call does nothing."""
         self._is_closed = True
         self._route.done()
         if self._rpc is not None:

@@ -1,4 +1,4 @@
-"""What `AsyncClient` does with asyncio tasks; `threads` has the same names for `Client`."""
+"""Asyncio tasks for `AsyncClient`; `threads` has the same names for `Client`."""
 
 from __future__ import annotations
 
@@ -57,13 +57,12 @@ async def iterate(items: Iterator[T]) -> AsyncIterator[T]:
 
 
 async def gather(functions: Sequence[Callable[[], Awaitable[T]]]) -> list[T | LoadoutError]:
-    """Runs all at the same time; returns what each returned or raised."""
+    """Runs all at the same time. Returns the result of each, or its LoadoutError."""
     return await asyncio.gather(*(_outcome(function) for function in functions))
 
 
 async def first(functions: Sequence[Callable[[], Awaitable[T]]]) -> list[T | LoadoutError]:
-    """Runs all at the same time; returns the outcomes up to the first that is no error, while the
-    others go on."""
+    """Runs all at the same time. Returns the outcomes up to the first success; the others go on."""
     outcomes: list[T | LoadoutError] = []
     pending = {asyncio.create_task(_outcome(function)) for function in functions}
     try:
@@ -80,7 +79,7 @@ async def first(functions: Sequence[Callable[[], Awaitable[T]]]) -> list[T | Loa
 
 
 _LEFT: set[asyncio.Task[Any]] = set()
-"""What goes on without being waited for: the loop itself holds tasks weakly."""
+"""Tasks that nobody waits for; the loop itself holds tasks weakly."""
 
 
 async def _outcome(function: Callable[[], Awaitable[T]]) -> T | LoadoutError:
@@ -91,7 +90,7 @@ async def _outcome(function: Callable[[], Awaitable[T]]) -> T | LoadoutError:
 
 
 class Transport:
-    """Opens channels, and runs on one event loop what no call waits for."""
+    """Opens channels, and makes calls on one event loop that nobody waits for."""
 
     def __init__(self, factory: ChannelFactory | None) -> None:
         self.open_channel: ChannelFactory = factory or open_channel
@@ -117,7 +116,7 @@ class Transport:
         self._start(channel.close())
 
     async def end(self) -> None:
-        """Ends what runs: it would outlive the loop."""
+        """Cancels running tasks, which would outlive the loop."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

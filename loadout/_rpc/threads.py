@@ -1,4 +1,4 @@
-"""What `Client` does with blocking calls; `tasks` has the same names for `AsyncClient`."""
+"""Blocking calls and threads for `Client`; `tasks` has the same names for `AsyncClient`."""
 
 from __future__ import annotations
 
@@ -55,13 +55,12 @@ def iterate(items: Iterator[T]) -> Iterator[T]:
 
 
 def gather(functions: Sequence[Callable[[], T]]) -> list[T | LoadoutError]:
-    """Runs all at the same time; returns what each returned or raised."""
+    """Runs all at the same time. Returns the result of each, or its LoadoutError."""
     return [each.result() for each in _start(functions)]
 
 
 def first(functions: Sequence[Callable[[], T]]) -> list[T | LoadoutError]:
-    """Runs all at the same time; returns the outcomes up to the first that is no error, while the
-    others go on."""
+    """Runs all at the same time. Returns the outcomes up to the first success; the others go on."""
     outcomes: list[T | LoadoutError] = []
     for future in as_completed(_start(functions)):
         outcome = future.result()
@@ -72,7 +71,7 @@ def first(functions: Sequence[Callable[[], T]]) -> list[T | LoadoutError]:
 
 
 def _start(functions: Sequence[Callable[[], T]]) -> list[Future[T | LoadoutError]]:
-    """Starts a thread for each: what is not waited for may still run at the program's end."""
+    """Starts a daemon thread for each, because some may still run at the program's end."""
     futures: list[Future[T | LoadoutError]] = []
     for function in functions:
         future: Future[T | LoadoutError] = Future()
@@ -91,7 +90,7 @@ def _settle(future: Future[T | LoadoutError], function: Callable[[], T]) -> None
 
 
 class Transport:
-    """Opens channels, and runs in gRPC's threads what no call waits for."""
+    """Opens channels, and makes calls in gRPC's threads that nobody waits for."""
 
     def __init__(self, factory: ChannelFactory | None) -> None:
         self.open_channel: ChannelFactory = factory or open_channel
@@ -112,4 +111,4 @@ class Transport:
         channel.close()
 
     def end(self) -> None:
-        """Does nothing: closing the channels ends what runs."""
+        """Does nothing, because closing the channels ends running calls."""

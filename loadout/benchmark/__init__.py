@@ -3,5 +3,5 @@
 workload  the requests of a round, the same for the same settings
 measure   runs a workload, and computes the metrics
 result    a measurement as a file
-compare   conditions that differ, tolerances, and what has become worse
+compare   compares two measurements: conditions, tolerances, regressions
 """

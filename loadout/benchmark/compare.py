@@ -1,4 +1,4 @@
-"""Compares two measurements: conditions that differ, tolerances, and what has become worse."""
+"""Compares two measurements: different conditions, tolerances, and regressions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`worse_by` is a share of the baseline, negative if it is better."""
+    """One metric before and now, with the share by which it may be worse."""
 
     metric: str
     before: float
@@ -31,16 +31,23 @@ class Verdict:
 
     @property
     def worse_by(self) -> float:
+        """Returns the change for the worse as a share of the baseline; negative if it is better."""
         change = (self.now - self.before) / self.before
         return -change if METRICS[self.metric].is_more_better else change
 
     @property
     def is_regression(self) -> bool:
+        """Returns whether the metric is worse by more than its tolerance."""
         return self.worse_by > self.tolerance
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Returns the conditions that differ, in the order of `now`."""
+    """Returns the conditions that differ, in the order of `now`.
+
+    Args:
+        before: Conditions of the baseline.
+        now: Conditions of the new measurement.
+    """
     flat_before, flat_now = dict(_flat(before)), dict(_flat(now))
     paths = dict.fromkeys([*flat_now, *flat_before])
     return [
@@ -63,7 +70,13 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def verdicts(before: Figures, now: Figures, tolerances: Mapping[str, float]) -> list[Verdict]:
-    """Returns a verdict per metric that both have; `tolerances` are by name."""
+    """Returns a verdict for each metric that both measurements have.
+
+    Args:
+        before: Figures of the baseline.
+        now: Figures of the new measurement.
+        tolerances: Share by which each metric may be worse, by name.
+    """
     return [
         Verdict(name, before[name], now[name], tolerances[name])
         for name in METRICS
@@ -72,10 +85,14 @@ def verdicts(before: Figures, now: Figures, tolerances: Mapping[str, float]) -> 
 
 
 def read_tolerances(texts: Iterable[str]) -> dict[str, float]:
-    """Returns the tolerance of each metric. A text is a share such as "10%" or "0.1", for all
-    metrics, or "METRIC=SHARE", which goes before, whatever the order.
+    """Returns the tolerance of each metric.
 
-    Raises InvalidArgument.
+    Args:
+        texts: Shares for all metrics, such as "10%" or "0.1", or "METRIC=SHARE" for one metric,
+            which takes precedence in any order.
+
+    Raises:
+        InvalidArgument: A text has neither form, or names an unknown metric.
     """
     found = {metric.name: metric.tolerance for metric in METRICS.values()}
     named: dict[str, float] = {}

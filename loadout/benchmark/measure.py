@@ -1,4 +1,4 @@
-"""Runs a workload against a server, and computes the metrics that its callers observed."""
+"""Runs a workload against a server, and computes metrics from the callers' observations."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from loadout.errors import NotFound, ServerError
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`tolerance` is the default share by which it may be worse than the baseline: rare events, as
-    in a 99th percentile, vary more."""
+    """A metric. `tolerance` is the default share by which it may be worse than the baseline. It is
+    larger for rare events, such as a 99th percentile, because they vary more."""
 
     name: str
     unit: str
@@ -44,7 +44,7 @@ Figures = dict[str, float]
 
 @dataclass(slots=True)
 class _Round:
-    """What callers observed: seconds, and the number of tokens."""
+    """The callers' observations: seconds, and the number of tokens."""
 
     first_token_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
@@ -58,8 +58,21 @@ async def run(
     loaded: list[str],
     on_round: Callable[[int], None],
 ) -> list[Figures]:
-    """Runs a warm-up round, then `num_rounds`, each with all `adapters`; those in `loaded` are
-    loaded again in each. Raises LoadoutError: a failed request is no measurement."""
+    """Runs a warm-up round, then `workload.num_rounds` rounds.
+
+    Args:
+        client: Client of the inference service.
+        workload: The requests of a round.
+        adapters: References of the adapters that each round uses.
+        loaded: References of adapters to load again in each round.
+        on_round: Called with the number of each finished round, 0 for the warm-up.
+
+    Returns:
+        The metrics of each round.
+
+    Raises:
+        LoadoutError: A request failed, so that there is no measurement.
+    """
     rounds = []
     for number in range(workload.num_rounds + 1):
         figures = await _round(client, workload, plan(workload, number, adapters))
@@ -84,7 +97,7 @@ async def _round(client: AsyncClient, workload: Workload, requests: list[BenchRe
         raise errors.exceptions[0] from None
     seconds = time.perf_counter() - start_s
     if not observed.gaps_s:
-        raise ServerError("no answer had two tokens: request more", code="UNKNOWN")
+        raise ServerError("no answer had two tokens: request more tokens", code="UNKNOWN")
     return {
         "tokens_per_second": observed.num_tokens / seconds,
         "first_token_p50_seconds": percentile(observed.first_token_s, 50),
@@ -133,7 +146,7 @@ async def _generate(
 
 
 async def _load(client: AsyncClient, ref: str) -> float:
-    """Returns seconds until an adapter that was not in the server is resident."""
+    """Unloads an adapter, and returns the seconds until it is resident again."""
     with contextlib.suppress(NotFound):  # it was not resident
         await client.unload(ref)
     start_s = time.perf_counter()
@@ -142,12 +155,21 @@ async def _load(client: AsyncClient, ref: str) -> float:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """Returns the nearest-rank percentile of at least one value; `share` is from 0 to 100."""
+    """Returns the nearest-rank percentile.
+
+    Args:
+        values: At least one value.
+        share: The percentile, 0 to 100.
+    """
     ordered = sorted(values)
     rank = -(-len(ordered) * share // 100)
     return ordered[max(0, int(rank) - 1)]
 
 
 def medians(rounds: list[Figures]) -> Figures:
-    """Returns the medians over rounds, which have the same metrics."""
+    """Returns the median of each metric.
+
+    Args:
+        rounds: Figures of rounds with the same metrics.
+    """
     return {name: median(each[name] for each in rounds) for name in METRICS if name in rounds[0]}

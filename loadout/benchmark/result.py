@@ -1,4 +1,4 @@
-"""A measurement as a file: what was measured, on what, and the figures of each round."""
+"""A measurement as a file: workload, server, and the figures of each round."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class BadResult(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """`conditions` must be equal for two measurements to be compared; `facts` are informative.
-    `rounds` have the same metrics."""
+    """A measurement. Two measurements are comparable if their `conditions` are equal; `facts` are
+    informative. All `rounds` have the same metrics."""
 
     conditions: dict[str, Any]
     facts: dict[str, Any]
@@ -29,9 +29,11 @@ class Result:
 
     @property
     def figures(self) -> Figures:
+        """Returns the median of each metric over the rounds."""
         return medians(self.rounds)
 
     def to_json(self) -> str:
+        """Returns the content of the measurement's file."""
         document = {
             "format": FORMAT,
             "conditions": self.conditions,
@@ -45,7 +47,13 @@ class Result:
 def conditions_of(
     workload: Workload, server: ServerInfo, adapters: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Returns what the metrics depend on. `adapters` are the properties of each."""
+    """Returns the conditions that the metrics depend on.
+
+    Args:
+        workload: The requests.
+        server: The measured server.
+        adapters: Properties of each adapter.
+    """
     limits = server.limits
     return {
         "workload": asdict(workload),
@@ -65,7 +73,14 @@ def conditions_of(
 
 
 def parse(text: str) -> Result:
-    """Reads what `to_json` wrote. Raises BadResult."""
+    """Reads a measurement.
+
+    Args:
+        text: Text from `Result.to_json`.
+
+    Raises:
+        BadResult: The text is not a measurement.
+    """
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:

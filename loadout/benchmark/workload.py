@@ -6,13 +6,14 @@ import random
 from dataclasses import dataclass
 
 BASE = ""
-"""Stands for the base model among adapters."""
+"""The base model, in a list of adapters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`num_requests` in each of `num_rounds`, `num_in_flight` at a time. Each has a prompt of
-    `prompt_chars` characters of its own, and generates exactly `num_tokens`."""
+    """The settings of a measurement: `num_requests` in each of `num_rounds`, `num_in_flight` at a
+    time. Each request has its own prompt of `prompt_chars` characters, and generates exactly
+    `num_tokens`."""
 
     num_requests: int = 64
     num_in_flight: int = 8
@@ -26,14 +27,20 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """`adapter` is a reference, or BASE."""
+    """One request; `adapter` is a reference, or BASE."""
 
     adapter: str
     prompt: str
 
 
 def plan(workload: Workload, round_number: int, adapters: list[str]) -> list[BenchRequest]:
-    """Returns one round: the base model and every adapter equally often, in mixed order."""
+    """Returns the requests of one round: the base model and every adapter equally often, shuffled.
+
+    Args:
+        workload: The settings.
+        round_number: Number of the round; each has other prompts.
+        adapters: References of adapters.
+    """
     chooser = random.Random(f"{workload.seed}/{round_number}")
     names = [BASE, *adapters]
     chosen = [names[index % len(names)] for index in range(workload.num_requests)]
@@ -42,7 +49,7 @@ def plan(workload: Workload, round_number: int, adapters: list[str]) -> list[Ben
 
 
 def _prompt(chooser: random.Random, num_chars: int) -> str:
-    """Returns words of letters: about as many tokens whatever the tokenizer."""
+    """Returns words of random letters, which have about as many tokens in any tokenizer."""
     words: list[str] = []
     length = 0
     while length <= num_chars:

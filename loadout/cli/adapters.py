@@ -56,36 +56,41 @@ Examples:
 BaseModel = Annotated[
     str,
     typer.Option(
-        metavar="NAME", help="Base model, where neither the config nor the servers say which."
+        metavar="NAME",
+        help="Base model of the adapter. Needed only if neither its config nor the connected"
+        " servers show it.",
     ),
 ]
 RequireServable = Annotated[
     bool,
     typer.Option(
         "--require-servable",
-        help="Fail unless a server that is connected to the store now can serve it. It stays "
-        "registered. A server that has stopped counts for half a minute where replicas of the "
-        "store share a catalog, else for a few seconds.",
+        help="Fail unless a connected server can serve the adapter, which stays registered "
+        "in any case. A server that stopped a few seconds ago (half a minute with store"
+        " replicas) still counts.",
     ),
 ]
 ModelFolder = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="The base model's folder: says whether a tokenizer beside the adapter is the same. "
-        "Default: what its config names, if it is on this machine.",
+        help="Folder of the base model, to compare its tokenizer with the adapter's. "
+        "Default: the folder in the adapter's config, if it is on this machine.",
     ),
 ]
 Description = Annotated[str, typer.Option(metavar="TEXT", help="Description of the adapter.")]
 Labels = Annotated[
-    list[str] | None, typer.Option(metavar="KEY=VALUE", help="Label; may be repeated.")
+    list[str] | None, typer.Option(metavar="KEY=VALUE", help="Label. You can repeat this option.")
 ]
 SignatureFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="File with the output of `loadout sign`.")
 ]
 SignKeyFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Key to sign it with; a URI needs --expected-digest."),
+    typer.Option(
+        metavar="FILE",
+        help="Private key to sign the adapter with. For a URI, also give --expected-digest.",
+    ),
 ]
 
 Keep = Annotated[
@@ -93,24 +98,26 @@ Keep = Annotated[
     typer.Option(
         metavar="N",
         min=1,
-        help="Versions that stay; older ones are deleted, but not the current and pinned ones. "
-        "Default: as many as the store's policy says.",
+        help="Number of versions to keep. Older ones are deleted, except the current one and"
+        " pinned ones. Default: the number in the store's policy.",
     ),
 ]
 
+
+MAX_SIGNATURE_BYTES = 4 << 10
+"""What is read of a signature's file, which has one short line, and may be a pipe."""
 
 Ephemeral = Annotated[
     bool,
     typer.Option(
         "--ephemeral",
-        help="Keep an upload in the store's memory alone: it is gone when the store ends, and soon "
-        "after it is deleted.",
+        help="Keep the upload only in the store's memory, until it is deleted or the store stops.",
     ),
 ]
 Ttl = Annotated[
     float | None,
     typer.Option(
-        metavar="SECONDS", min=1, help="Time after which this version is deleted. Default: never."
+        metavar="SECONDS", min=1, help="Delete this version after this time. Default: never."
     ),
 ]
 
@@ -127,12 +134,14 @@ def register(
     base_model: BaseModel = "",
     model: ModelFolder = None,
     expected_digest: Annotated[
-        str, typer.Option(metavar="DIGEST", help="Digest that the content must have.")
+        str, typer.Option(metavar="DIGEST", help="Fail unless the content has this digest.")
     ] = "",
     if_current_digest: Annotated[
-        str, typer.Option(metavar="DIGEST", help="Digest that the name must point to now.")
+        str, typer.Option(metavar="DIGEST", help="Fail unless the name points to this digest now.")
     ] = "",
-    pin: Annotated[bool, typer.Option("--pin", help="Pin it in the store's memory.")] = False,
+    pin: Annotated[
+        bool, typer.Option("--pin", help="Pin the adapter in the store's memory.")
+    ] = False,
     description: Description = "",
     label: Labels = None,
     signature: SignatureFile = None,
@@ -148,7 +157,7 @@ def register(
 ) -> None:
     """Register an adapter with the store.
 
-    Returns when it is durably recorded, and it is known which servers can serve it.
+    Returns when the adapter is stored durably and the store knows which servers can serve it.
     """
     labels = dict(_label(each) for each in label or ())
     _print_tokenizer(source, name, model, base_model)
@@ -208,10 +217,14 @@ def _print_registration(result: Registration) -> None:
         typer.echo(f"base model {adapter.base_model}: {result.base_model_reason}")
     own = {"tokenizer": adapter.tokenizer_digest, "chat template": adapter.chat_template_digest}
     if any(own.values()):
-        typer.echo(f"of its own: {', '.join(what for what, digest in own.items() if digest)}")
+        typer.echo(
+            f"the adapter's own: {', '.join(what for what, digest in own.items() if digest)}"
+        )
     if result.ignored_config_keys:
         keys = ", ".join(result.ignored_config_keys)
-        typer.echo(f"keys of its config that are not known, and allowed by the operator: {keys}")
+        typer.echo(f"unknown config keys that the operator allows: {keys}")
+    for warning in result.warnings:
+        typer.echo(f"warning: {warning}", err=True)
 
 
 def _digest_to_sign(source: str) -> str:
@@ -223,9 +236,11 @@ def _digest_to_sign(source: str) -> str:
 
 def _signature(file: Path | None, sign_key: Path | None, digest: str) -> Signature | None:
     if file is not None and sign_key is not None:
-        raise typer.BadParameter("excludes --sign-key", param_hint="--signature")
+        raise typer.BadParameter("cannot be combined with --sign-key", param_hint="--signature")
     if file is not None:
-        return parse_signature(file.read_text(encoding="utf-8", errors="replace"), str(file))
+        with file.open("rb") as opened:
+            line = opened.read(MAX_SIGNATURE_BYTES)
+        return parse_signature(line.decode(errors="replace"), str(file))
     return SigningKey.load(sign_key).sign(digest) if sign_key is not None else None
 
 
@@ -260,7 +275,8 @@ def list_adapters(
         str,
         typer.Option(
             metavar="TERMS",
-            help="Terms that must all hold: tenant=T base_model=B name=PREFIX label.KEY=VALUE.",
+            help="List only adapters that match all terms: tenant=T base_model=B name=PREFIX "
+            "label.KEY=VALUE.",
         ),
     ] = "",
     as_json: options.Json = False,

@@ -29,7 +29,7 @@ from loadout.cli import (
     top,
     versions,
 )
-from loadout.cli.help import HelpCommand
+from loadout.cli.help import HELP_ALL, HelpCommand
 
 
 class Commands(typer.Typer):
@@ -43,7 +43,7 @@ class Commands(typer.Typer):
 app = Commands(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={"help_option_names": ["-h", "--help", HELP_ALL], "max_content_width": 100},
 )
 
 

@@ -43,12 +43,14 @@ DEFAULTS = Workload()
 
 AdapterRefs = Annotated[
     list[str] | None,
-    typer.Option(metavar="REF", help="Adapter to send requests for; may be repeated."),
+    typer.Option(metavar="REF", help="Adapter to send requests for. You can repeat this option."),
 ]
 NumAdapters = Annotated[
     int,
     typer.Option(
-        metavar="N", min=0, help="Without --adapter: number of adapters, the first that are ready."
+        metavar="N",
+        min=0,
+        help="Number of adapters if you give no --adapter: the first that are ready.",
     ),
 ]
 NumRequests = Annotated[int, typer.Option(metavar="N", min=1, help="Number of requests per round.")]
@@ -56,7 +58,8 @@ NumInFlight = Annotated[
     int, typer.Option(metavar="N", min=1, help="Number of concurrent requests.")
 ]
 NumRounds = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Number of measured rounds, after one for warm-up.")
+    int,
+    typer.Option(metavar="N", min=1, help="Number of measured rounds, after one warm-up round."),
 ]
 PromptChars = Annotated[
     int, typer.Option(metavar="N", min=1, help="Number of characters per prompt.")
@@ -67,29 +70,37 @@ NumLoads = Annotated[
     typer.Option(
         metavar="N",
         min=0,
-        help="Number of adapters to unload and load again per round, except pinned ones; needs the "
-        "role operator.",
+        help="Number of unpinned adapters to unload and load again per round. Needs the role"
+        " operator.",
     ),
 ]
 BaselineFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Fail if a metric is worse than in this file of --out."),
+    typer.Option(
+        metavar="FILE", help="Fail if a metric is worse than in this file, which --out wrote."
+    ),
 ]
 Tolerances = Annotated[
     list[str] | None,
     typer.Option(
         metavar="[METRIC=]SHARE",
-        help="How much worse a metric may be, such as 10%; may be repeated.",
+        help="Allowed worsening of a metric, such as 10%. You can repeat this option.",
     ),
 ]
 Force = Annotated[
-    bool, typer.Option("--force", help="Compare with a baseline of other conditions.")
+    bool,
+    typer.Option(
+        "--force", help="Compare even if the baseline was measured under other conditions."
+    ),
 ]
 OutFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write the result to this file, as JSON.")
 ]
 Demo = Annotated[
-    bool, typer.Option("--demo", help="Start the demo's services for it, and stop them afterwards.")
+    bool,
+    typer.Option(
+        "--demo", help="Measure the demo's services, which are started and stopped for this."
+    ),
 ]
 
 
@@ -123,10 +134,10 @@ def bench(
     *,
     connection: Connection,
 ) -> None:
-    """Measure a running server, and compare with a baseline.
+    """Measure a running server and compare with a baseline.
 
-    Sends mixed requests for the base model and adapters; nothing else should run. Fails if a metric
-    is worse than the baseline by more than its tolerance, or if the baseline is of another
+    Sends mixed requests for the base model and adapters; run nothing else meanwhile. Fails if a
+    metric is worse than the baseline by more than its tolerance, or if the baseline is of another
     workload, model or machine.
     """
     workload = Workload(requests, in_flight, rounds, prompt_chars, max_tokens, loads)
@@ -227,7 +238,9 @@ def _compare(
         table_console().print(_comparison_table(found))
     worse = [each.metric for each in found if each.is_regression]
     if missing:
-        raise CommandFailed(f"the baseline has {', '.join(missing)}, which was not measured now")
+        raise CommandFailed(
+            f"the baseline has {', '.join(missing)}, which this run did not measure"
+        )
     if worse:
         listed = ", ".join(
             f"{each.metric} by {each.worse_by:.0%}" for each in found if each.is_regression

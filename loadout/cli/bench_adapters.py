@@ -41,7 +41,7 @@ def choose(client: Client, layout_id: str, named: list[str], count: int) -> list
     found = list(islice(servable, count))
     if not found:
         raise CommandFailed(
-            "the store has no adapter for this model: name some, or --num-adapters 0"
+            "the store has no adapter for this model: give --adapter, or --num-adapters 0"
         )
     return [Chosen(each.name, each) for each in found]
 
@@ -54,16 +54,16 @@ def loadable(client: Client, chosen: list[Chosen], count: int) -> list[str]:
     try:
         pinned = {each.digest for each in client.residents() if each.pinned}
     except PermissionDenied as error:
-        raise CommandFailed(f"--loads: {error} (--loads 0 measures all but loads)") from error
+        raise CommandFailed(f"--loads: {error} (--loads 0 leaves loads out)") from error
     left_out = [each.ref for each in chosen if each.adapter.digest in pinned]
     found = [each.ref for each in chosen if each.adapter.digest not in pinned]
     if not found:
         raise CommandFailed(
-            "--loads: all these adapters are pinned in the server, which keeps them loaded "
-            "(--loads 0 measures all but loads)"
+            "--loads: all these adapters are pinned, so the server keeps them loaded "
+            "(--loads 0 leaves loads out)"
         )
     if left_out:
-        typer.echo(f"pinned, and so not loaded again: {', '.join(left_out)}", err=True)
+        typer.echo(f"not reloaded, because pinned: {', '.join(left_out)}", err=True)
     return found[:count]
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.filesize import decimal
 
+from contract.folders import shown
 from loadout.cli import options
 from loadout.cli.engines import ENGINES, Engine, notes_on
 from loadout.cli.output import (
@@ -42,6 +43,7 @@ _NOTHING: Report = {
     **dict.fromkeys(("tokenizer_digest", "chat_template_digest"), ""),
     **dict.fromkeys(("source_bytes", "rank"), 0),
     **dict.fromkeys(("invocation_tokens", "ignored_config_keys", "features", "modules"), ()),
+    "warnings": (),
     "server": None,
 }
 """What there is to say of a folder that is no adapter's."""
@@ -59,43 +61,45 @@ _KIND_WORDS = {
 
 def check(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="A folder as a trainer saves an adapter.")
+        Path,
+        typer.Argument(metavar="FOLDER", help="Folder of the adapter, as the trainer saved it."),
     ],
     model: Annotated[
         str,
         typer.Option(
             metavar="MODEL",
-            help="Folder of the base model, or its name on the hub if it is in the hub's cache: "
-            "says what a server of it would apply.",
+            help="Also check as a server of this base model: a folder, or a name in the Hub's "
+            "cache.",
         ),
     ] = "",
     max_rank: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="That server's --max-rank.")
+        int | None, typer.Option(metavar="N", min=1, help="--max-rank of that server.")
     ] = None,
     lora_targets: Annotated[
-        str, typer.Option(metavar="NAMES", help="That server's --lora-targets.")
+        str, typer.Option(metavar="NAMES", help="--lora-targets of that server.")
     ] = "",
     allow_config_keys: Annotated[
-        str, typer.Option(metavar="KEYS", help="The store's --allow-config-keys.")
+        str, typer.Option(metavar="KEYS", help="--allow-config-keys of the store.")
     ] = "",
     engine: Annotated[
         Engine | None,
         typer.Option(
-            metavar="|".join(Engine), help="Say also what this engine does not apply of it."
+            metavar="|".join(Engine), help="Also list what this engine would ignore or refuse."
         ),
     ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Check an adapter's folder without any service.
 
-    Says what it changes, at which ranks and with which bytes, and what is refused and why.
-    Runs the checks of a store's registration and, with --model, of a server of that model. Fails if
-    one of them refuses the adapter.
+    Lists the modules that the adapter changes, with ranks and sizes, and everything that would be
+    refused, with reasons. Runs the same checks as a store at registration and, with --model, as a
+    server of that model. Fails if one of them refuses the adapter. You can check a folder that you
+    do not trust.
     """
     flags = {"--max-rank": max_rank, "--lora-targets": lora_targets}
     given = {flag: str(value) for flag, value in flags.items() if value}
     if given and not model:
-        raise typer.BadParameter("is a server's: name its --model", param_hint=next(iter(given)))
+        raise typer.BadParameter("needs --model", param_hint=next(iter(given)))
     report = _check(folder, [f"--allow-config-keys={allow_config_keys}"], model, given)
     if as_json:
         print_json({**report, "engine": None if engine is None else _engine_json(report, engine)})
@@ -130,11 +134,13 @@ def _print(report: Report, folder: Path, model: str) -> None:
     if report["refusal"]:
         return
     base = report["base_model"] or "a base model that it does not name"
-    typer.echo(f"{folder}: saved as {report['saved_by']} does, for {base}")
+    typer.echo(f"{shown(folder)}: saved as {report['saved_by']} does, for {base}")
     typer.echo(f"{report['digest']}, rank {report['rank']}, {decimal(report['source_bytes'])}")
     if report["ignored_config_keys"]:
         keys = ", ".join(report["ignored_config_keys"])
-        typer.echo(f"keys of its config that are not known, and allowed: {keys}")
+        typer.echo(f"unknown config keys, allowed: {keys}")
+    for warning in report["warnings"]:
+        typer.echo(f"warning: {warning}", err=True)
     server = report["server"]
     targets = server["targets"] if server and server["targets"] else report["modules"]
     typer.echo()
@@ -143,12 +149,12 @@ def _print(report: Report, folder: Path, model: str) -> None:
         typer.echo(note, err=True)
     typer.echo()
     if not server:
-        typer.echo("a store registers it; --model MODEL says whether a server applies it")
+        typer.echo("a store would register it; give --model MODEL to check it for a server")
         return
     if not _may_be_same(report["base_model"], server["base_model"]):
         typer.echo(
-            f"note: it is registered for {report['base_model']}, and is used only by servers that "
-            "call their model so, unless `loadout register --base-model NAME` says another"
+            f"note: its base model is {report['base_model']}; for servers of another name, "
+            "register it with `loadout register --base-model NAME`"
         )
     where = f"a server of {model}, ranks up to {server['max_rank']}"
     if server["refusals"]:
@@ -156,12 +162,13 @@ def _print(report: Report, folder: Path, model: str) -> None:
             typer.echo(f"refused by {where}: {_text(refusal)}")
         return
     if copies := _copies(report):
-        typer.echo(f"equal to the base's, and left out: {', '.join(copies)}")
+        typer.echo(f"left out, because equal to the base model's: {', '.join(copies)}")
     much = "all of it"
     if unused := server["unused"]:
         much = "the rest of it"
         typer.echo(
-            f"not used, as no request passes through them: {', '.join(_without_layers(unused))}"
+            "not used, because no request passes through them: "
+            f"{', '.join(_without_layers(unused))}"
         )
     typer.echo(f"applied by {where}, {much}; image of {decimal(server['image_bytes'])}")
 
@@ -210,7 +217,7 @@ def _print_engine(report: Report, engine: Engine) -> None:
     notes = notes_on(report["features"], engine)
     typer.echo()
     if not notes:
-        typer.echo(f"{ENGINES[engine]}: nothing of it is known to be left out")
+        typer.echo(f"{ENGINES[engine]}: no part is known to be ignored or refused")
     for note in notes:
         line = f"{note.feature}: {ENGINES[engine]} {note.does.value}: {note.what} ({note.where})"
         typer.echo(line)
@@ -238,7 +245,7 @@ def _raise_refusal(report: Report) -> None:
         raise CommandFailed(_text(report["refusal"]))
     server = report["server"]
     if server and server["refusals"]:
-        raise CommandFailed("it would be registered, but not be served")
+        raise CommandFailed("a store would register it, but the server would refuse it")
 
 
 def _text(refusal: Mapping[str, str]) -> str:

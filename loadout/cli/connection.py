@@ -106,8 +106,8 @@ def only_replica(inference: str) -> str:
     found = [each.address for each in replicas_of(inference)]
     if len(found) > 1:
         raise CommandFailed(
-            f"--inference: {inference} stands for {len(found)} replicas, and this is about one: "
-            f"name one of {', '.join(found)}"
+            f"--inference: {inference} has {len(found)} replicas, but this command needs one: "
+            f"choose one of {', '.join(found)}"
         )
     return inference
 
@@ -118,8 +118,8 @@ _OPTIONS: dict[str, Any] = {
         typer.Option(
             envvar="LOADOUT_TENANT",
             metavar="TENANT",
-            help="Tenant of adapter names without one, for the choice of a replica: the token's "
-            "first tenant.",
+            help="Tenant for adapter names without one. It only helps to choose a replica: give "
+            "the token's first tenant.",
             rich_help_panel=CONNECTION,
         ),
     ],
@@ -128,7 +128,7 @@ _OPTIONS: dict[str, Any] = {
         typer.Option(
             envvar="LOADOUT_TOKEN_FILE",
             metavar="FILE",
-            help="File with the bearer token. Default: the token in LOADOUT_TOKEN, if it is set.",
+            help="File with the bearer token. Default: the token in LOADOUT_TOKEN.",
             rich_help_panel=SECURITY,
         ),
     ],
@@ -137,7 +137,7 @@ _OPTIONS: dict[str, Any] = {
         typer.Option(
             "--tls",
             envvar="LOADOUT_TLS",
-            help="Connect with TLS and trust public authorities.",
+            help="Use TLS and trust public certificate authorities.",
             rich_help_panel=SECURITY,
         ),
     ],
@@ -146,7 +146,7 @@ _OPTIONS: dict[str, Any] = {
         typer.Option(
             envvar="LOADOUT_TLS_CA_FILE",
             metavar="FILE",
-            help="Connect with TLS and trust these CA certificates, PEM.",
+            help="Use TLS and trust these CA certificates, PEM.",
             rich_help_panel=SECURITY,
         ),
     ],
@@ -155,7 +155,7 @@ _OPTIONS: dict[str, Any] = {
         typer.Option(
             envvar="LOADOUT_TLS_CERT_FILE",
             metavar="FILE",
-            help="Client certificate, for services that require one, PEM.",
+            help="Client certificate, PEM, for services that require one.",
             rich_help_panel=SECURITY,
         ),
     ],
@@ -164,7 +164,7 @@ _OPTIONS: dict[str, Any] = {
         typer.Option(
             envvar="LOADOUT_TLS_KEY_FILE",
             metavar="FILE",
-            help="Key of --tls-cert-file, PEM.",
+            help="Private key of --tls-cert-file, PEM.",
             rich_help_panel=SECURITY,
         ),
     ],
@@ -172,7 +172,7 @@ _OPTIONS: dict[str, Any] = {
         bool,
         typer.Option(
             "--allow-insecure-token",
-            help="Send the token without TLS to any address.",
+            help="Allow the token to be sent without TLS to any address.",
             rich_help_panel=SECURITY,
         ),
     ],

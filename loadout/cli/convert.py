@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.filesize import decimal
 
+from contract.folders import shown
 from loadout.cli.service_code import run_service_code
 from loadout.upload import open_folder
 
@@ -22,30 +23,36 @@ Examples:
 
 def convert(
     source: Annotated[
-        Path, typer.Argument(metavar="IN", help="A folder as PEFT saves one; it stays as it is.")
+        Path,
+        typer.Argument(
+            metavar="IN", help="Folder of the adapter in PEFT's format. It is not changed."
+        ),
     ],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
     model: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="The base model's folder: what PiSSA and OLoRA began with is computed from it.",
+            help="Folder of the base model, to compute the initial adapter of PiSSA and OLoRA.",
         ),
     ] = None,
     initial: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="The adapter as it was saved before training."),
+        typer.Option(metavar="DIR", help="Folder of the adapter as saved before training."),
     ] = None,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Convert even if training seems to have begun otherwise."),
+        typer.Option(
+            "--force",
+            help="Convert even if training seems to have started from another initial adapter.",
+        ),
     ] = False,
 ) -> None:
-    """Make an adapter of a changed base a plain LoRA.
+    """Convert an adapter with a changed base to a plain LoRA.
 
-    PiSSA, OLoRA, CorDA, LoRA-GA and LoftQ change the base weights before training. Subtracts what
-    they began with, which takes twice the rank. PiSSA and OLoRA need --initial or --model, the
-    others --initial.
+    PiSSA, OLoRA, CorDA, LoRA-GA and LoftQ change the base weights before training. The command
+    subtracts the initial adapter, which doubles the rank. PiSSA and OLoRA need --initial or
+    --model, the others --initial.
     """
     arguments = [str(open_folder(source).path), str(target)]
     if model is not None:
@@ -65,14 +72,14 @@ def _lines(report: Mapping[str, Any], target: Path) -> list[str]:
     began = "it" if method == "true" else method
     base = report["base_model"] or "a base model that it does not name"
     lines = [
-        f"{target}: a plain LoRA of {base}",
+        f"{shown(target)}: a plain LoRA of {base}",
         f"{report['num_modules']} modules, rank {rank} -> {new_rank}, {size} -> {new_size}; "
         f"training changed {100 * report['change']:.2g} % of what {began} began with",
     ]
     if report["kept"]:
-        lines.append(f"as they were, since nothing was taken out: {', '.join(report['kept'])}")
+        lines.append(f"unchanged, because nothing was subtracted: {', '.join(report['kept'])}")
     if report["left_out"]:
-        lines.append(f"left out, base weights saved along: {', '.join(report['left_out'])}")
+        lines.append(f"left out, because they are base weights: {', '.join(report['left_out'])}")
     if method == "loftq":
         lines.append(
             "note: it was trained over quantised weights; over plain ones it computes the same but "

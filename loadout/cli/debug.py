@@ -70,11 +70,11 @@ def debug(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Archive to write. Default: loadout-debug-TIME.tar.gz in this folder.",
+            help="Archive to write. Default: loadout-debug-TIME.tar.gz in the current folder.",
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=1, metavar="SECONDS", help="Timeout of each service.")
+        float, typer.Option(min=1, metavar="SECONDS", help="Timeout per service.")
     ] = TIMEOUT_S,
     inference: options.Inference = options.DEFAULT_INFERENCE,
     store: options.Store = options.DEFAULT_STORE,
@@ -83,9 +83,9 @@ def debug(
 ) -> None:
     """Collect diagnostics of both services in one archive.
 
-    Settings, versions, slots and extents, residency, queue, work in progress, metrics and the last
-    errors of every replica that is named; neither secrets nor prompts. Needs the roles operator and
-    admin for all tenants. Where a service does not answer, the archive says why.
+    The archive contains settings, versions, metrics, recent errors, resident adapters, queue and
+    running work of every replica that you name. It contains no secrets and no prompts. If a service
+    does not answer, the archive has the reason. Needs the roles operator and admin for all tenants.
     """
     name = f"loadout-debug-{time_stamp()}"
     path = out or Path(f"{name}.tar.gz")
@@ -98,7 +98,7 @@ def debug(
         if each.why:
             typer.echo(f"{each.folder} at {each.address}: {each.why}", err=True)
     if all(each.why for each in reports):
-        raise CommandFailed("no service answered; the archive says why")
+        raise CommandFailed("no service answered; the archive has the reasons")
 
 
 def _collect_all(

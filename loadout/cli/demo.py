@@ -52,7 +52,7 @@ def run_demo(
     ] = NUM_IN_FLIGHT,
     work_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder for logs and data. Default: a temporary one."),
+        typer.Option(metavar="DIR", help="Folder for logs and data. Default: a temporary folder."),
     ] = None,
 ) -> None:
     """Run the whole system once and check it.
@@ -72,40 +72,40 @@ def run_up(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="Your own model: a folder as Hugging Face saves one, or a name on the hub, which "
-            "is downloaded if it is not in the hub's cache. Default: LOADOUT_INFERENCE_MODEL, and "
-            "without that the demo with its adapters.",
+            help="Your model: a folder in Hugging Face format or a name on the Hub, which is "
+            "downloaded if it is not in the Hub's cache. Default: LOADOUT_INFERENCE_MODEL, "
+            "or the demo model with its adapters.",
         ),
     ] = None,
     base_model: Annotated[
         str,
-        typer.Option(metavar="NAME", help="Name that adapters know the model by, if not MODEL's."),
+        typer.Option(metavar="NAME", help="Base-model name used by adapters. Default: MODEL's."),
     ] = "",
     source_roots: Annotated[
         str,
-        typer.Option(metavar="DIR,...", help="Folders that file:// sources may lie in."),
+        typer.Option(metavar="DIR,...", help="Folders that file:// sources may be in."),
     ] = "",
     http: Annotated[
         str,
         typer.Option(
-            metavar="HOST:PORT", help="Address of the HTTP server, compatible with OpenAI's API."
+            metavar="HOST:PORT", help="Address of the HTTP server with an OpenAI-compatible API."
         ),
     ] = "",
     store_flags: Annotated[
-        str, typer.Option(metavar="FLAGS", help="Further flags, as `loadout store` takes them.")
+        str, typer.Option(metavar="FLAGS", help="More flags for `loadout store`.")
     ] = "",
     serve_flags: Annotated[
-        str, typer.Option(metavar="FLAGS", help="Further flags, as `loadout serve` takes them.")
+        str, typer.Option(metavar="FLAGS", help="More flags for `loadout serve`.")
     ] = "",
     work_dir: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where logs and the store's data lie.")
+        Path, typer.Option(metavar="DIR", help="Folder for logs and the store's data.")
     ] = Path(".loadout/up"),
 ) -> None:
     """Run both services until Ctrl-C.
 
-    They take the usual ports (7070 and 7080) if those are free, and any free ones if not. All
-    settings of the services count: LOADOUT_STORE_* and LOADOUT_INFERENCE_* in the environment, the
-    files that they name, and the flags that --store-flags and --serve-flags hand on.
+    They use ports 7070 and 7080 if those are free, otherwise any free ports. You can set all
+    settings of the services: by LOADOUT_STORE_* and LOADOUT_INFERENCE_* in the environment, by the
+    files that these name, and by --store-flags and --serve-flags.
     """
     settings = up_settings(
         model=model,
@@ -157,8 +157,8 @@ def _run_until_interrupted(settings: SystemSettings, work_dir: Path) -> None:
     system = System(settings, work_dir)
     if is_demo and system.other_store:
         raise CommandFailed(
-            f"the demo needs a store of its own, and LOADOUT_INFERENCE_STORE or --store names "
-            f"{system.other_store}: unset it, or name a --model"
+            f"the demo needs its own store, but LOADOUT_INFERENCE_STORE or --store names "
+            f"{system.other_store}: unset it, or give --model"
         )
     _check_ports(system)
     _check_token(system)
@@ -190,7 +190,7 @@ def _store_ended(system: System, failure: ProcessFailed) -> str:
     names = system.given_store.variables()
     where = f" (with {', '.join(names)} as here)" if names else ""
     return (
-        f"loadout: {failure}\nThe inference service goes on with the adapters that it knows. "
+        f"loadout: {failure}\nThe inference service continues with the adapters that it knows. "
         f"Start the store again{where}:\n  {system.store_again()}"
     )
 
@@ -263,8 +263,8 @@ def _check_ports(system: System) -> None:
     for what, address in system.listens().items():
         if _if_free(address) != address:
             raise CommandFailed(
-                f"{what}: {address} is in use already; stop what listens there, or choose another "
-                "port"
+                f"{what}: {address} is already in use; stop the program that uses it, or choose "
+                "another port"
             )
 
 
@@ -274,8 +274,8 @@ def _check_token(system: System) -> None:
     policy = system.given_store.find("policy-file")
     if policy and not (system.other_store or system.given_inference.find("store-token-file")):
         raise CommandFailed(
-            f"the store's policy {policy} needs a token of the inference service: put one with the "
-            'role server into a file, and name that in --serve-flags "--store-token-file FILE" '
+            f"with the store's policy {policy}, the inference service needs a token: write a token "
+            'with the role server to a file, and give --serve-flags "--store-token-file FILE" '
             "(docs/security.md)"
         )
 

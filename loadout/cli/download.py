@@ -22,19 +22,19 @@ def download(
         str,
         typer.Argument(
             metavar="NAME[@REVISION]",
-            help="The model's name, such as Qwen/Qwen3-0.6B. "
-            "With a revision, a certain commit, tag or branch of it.",
+            help="Name of the model, such as Qwen/Qwen3-0.6B. REVISION is a commit, tag or branch.",
         ),
     ],
 ) -> None:
-    """Download a model of the Hugging Face Hub.
+    """Download a model from the Hugging Face Hub.
 
-    Puts what of it is served, config, tokenizer and safetensors, into the hub's cache, unless it is
-    there, and prints the folder. `loadout serve --model NAME` then finds it. The hub's variables
-    count: HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
+    Downloads config, tokenizer and safetensors files to the Hub's cache, unless they are there, and
+    prints the folder. `loadout serve --model NAME` then finds the model. HF_HOME, HF_ENDPOINT,
+    HF_TOKEN and HF_HUB_OFFLINE work as usual. The Hub may redirect the download to huggingface.co,
+    hf.co and their subdomains, or to the hosts in LOADOUT_HF_REDIRECT_HOSTS instead.
 
-    Without a revision it is the newest; what is downloaded stays as it is until it is removed. To
-    pin a model, name its commit, here and for `loadout serve --model NAME@COMMIT`.
+    Without a revision you get the newest one, and it stays in the cache unchanged. To pin a model,
+    name its commit, here and in `loadout serve --model NAME@COMMIT`.
     """
     with sigterm_is_ctrl_c():
         typer.echo(fetch_model(name))

@@ -1,7 +1,7 @@
-"""What other engines do with parts of an adapter, where it is known: a source per line.
+"""Known differences of other engines in applying adapters, each with its source.
 
-Found by reading these releases and by running their loaders on adapters that PEFT 0.21 saved; no
-server of theirs was run.
+We read these releases and ran their loaders on adapters that PEFT 0.21 saved. We did not run
+their servers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Does(enum.StrEnum):
     """What becomes of it. Of what is dropped, or computed otherwise, a caller learns nothing."""
 
     DROPS = "drops it"
-    CHANGES = "computes it otherwise"
+    CHANGES = "computes it differently"
     FAILS = "accepts it, and fails at the first request"
     REFUSES = "refuses it"
     REFUSES_FOR_SOME = "refuses it for some models"
@@ -42,7 +42,7 @@ class Note:
 
     @property
     def where(self) -> str:
-        """The source, with what its path is below."""
+        """The source with its full path."""
         return _FOLDERS[self.engine] + self.source
 
 
@@ -51,27 +51,27 @@ _V, _S = Engine.VLLM, Engine.SGLANG
 NOTES = (
     Note(
         *(_V, "rank_pattern", Does.CHANGES),
-        "before 0.32 every module has the scale of the config's one rank",
+        "before 0.32 every module has the scale of the config's single rank",
         "peft_helper.py, get_rank_and_scaling",
     ),
     Note(
         *(_V, "alpha_pattern", Does.CHANGES),
-        "before 0.32 every module has the scale of the config's one alpha",
+        "before 0.32 every module has the scale of the config's single alpha",
         "peft_helper.py, get_rank_and_scaling",
     ),
     Note(
         *(_V, "embedding", Does.REFUSES_FOR_SOME),
-        "those without `embedding_modules`, such as Qwen2, Gemma and Mistral",
+        "models without `embedding_modules`, such as Qwen2, Gemma and Mistral",
         "lora_model.py, check_unexpected_modules; vllm-project/vllm#48934",
     ),
     Note(
         *(_V, "head", Does.REFUSES_FOR_SOME),
-        "those without `embedding_modules`, such as Qwen2, Gemma and Mistral",
+        "models without `embedding_modules`, such as Qwen2, Gemma and Mistral",
         "lora_model.py, check_unexpected_modules; vllm-project/vllm#48934",
     ),
     Note(
         *(_V, "fused", Does.REFUSES_FOR_SOME),
-        "those whose checkpoints have the parts, such as Llama and Qwen",
+        "models whose checkpoints have separate parts, such as Llama and Qwen",
         "worker_manager.py, _load_adapter",
     ),
     Note(*(_V, "lora_bias", Does.REFUSES), "before 0.32 it drops it", "peft_helper.py"),
@@ -89,7 +89,7 @@ NOTES = (
     ),
     Note(
         *(_V, "saved_along", Does.DROPS),
-        "`base_layer.weight`, equal to the base's or not; the others are refused",
+        "`base_layer.weight`, equal to the base's or not; other copies are refused",
         "utils.py, is_base_embedding_weights; huggingface/peft#2092",
     ),
     Note(
@@ -99,12 +99,12 @@ NOTES = (
     ),
     Note(
         *(_V, "experts", Does.REFUSES_FOR_SOME),
-        "those that keep all experts in one tensor; and if an expert lacks one of its three",
+        "models that keep all experts in one tensor; and if an expert lacks one of its three",
         "lora_model.py, lora_weights.py; vllm-project/vllm#40005",
     ),
     Note(
         *(_V, "expert_parameters", Does.REFUSES_FOR_SOME),
-        "those that keep each expert by itself, such as Qwen3-MoE and Mixtral",
+        "models that keep each expert by itself, such as Qwen3-MoE and Mixtral",
         "model_manager.py; vllm-project/vllm#42242",
     ),
     Note(
@@ -112,11 +112,13 @@ NOTES = (
         "before 0.32 it applies it to every token",
         "peft_helper.py; vllm-project/vllm#19710",
     ),
-    Note(*(_V, "mlx", Does.REFUSES), "as another config", "peft_helper.py, from_dict"),
-    Note(*(_V, "shards", Does.REFUSES), "as a folder without tensors", "lora_model.py"),
+    Note(*(_V, "mlx", Does.REFUSES), "because the config is another", "peft_helper.py, from_dict"),
+    Note(
+        *(_V, "shards", Does.REFUSES), "because it finds no tensors in the folder", "lora_model.py"
+    ),
     Note(
         *(_S, "rslora", Does.CHANGES),
-        "the scale is alpha / r: the square root of r too weak",
+        "the scale is alpha / r, too small by the square root of r",
         "lora.py; sgl-project/sglang#40835",
     ),
     Note(
@@ -124,7 +126,9 @@ NOTES = (
         "the buffers have the config's one rank",
         "mem_pool.py, load_lora_weight_to_buffer",
     ),
-    Note(*(_S, "alpha_pattern", Does.CHANGES), "all have the scale of one alpha", "lora.py"),
+    Note(
+        *(_S, "alpha_pattern", Does.CHANGES), "all modules have the scale of one alpha", "lora.py"
+    ),
     Note(
         *(_S, "lora_bias", Does.DROPS),
         "B's weight takes its place in the buffer",
@@ -138,7 +142,7 @@ NOTES = (
     Note(*(_S, "biases", Does.DROPS), "B's weight takes its place", "mem_pool.py"),
     Note(
         *(_S, "norms", Does.DROPS),
-        "the last norm; with norms of layers it fails at the first request",
+        "the last norm; with norms of layers the first request fails",
         "lora.py, _process_weight; mem_pool.py",
     ),
     Note(*(_S, "whole_weights", Does.DROPS), "the base's are used", "lora.py, _process_weight"),
@@ -154,7 +158,7 @@ NOTES = (
         "it applies to every token",
         "lora_config.py; sgl-project/sglang#16942",
     ),
-    Note(*(_S, "mlx", Does.REFUSES), "as another config", "lora_config.py"),
+    Note(*(_S, "mlx", Does.REFUSES), "because the config is another", "lora_config.py"),
 )
 
 

@@ -25,8 +25,8 @@ AdapterRefs = Annotated[
     list[str] | None,
     typer.Option(
         metavar="REF[*SCALE]",
-        help="[tenant/]name[@version] or sha256:<hex>. Default: the base model. Repeated, up to 8 "
-        "times: the sum of these adapters, each multiplied with its scale.",
+        help="Adapter: [tenant/]name[@version] or sha256:<hex>. Repeat it up to 8 times to "
+        "add adapters, each multiplied by its scale. Default: the base model.",
         autocompletion=adapter_names,
     ),
 ]
@@ -38,7 +38,7 @@ MaxTokens = Annotated[
     typer.Option(
         metavar="N",
         min=1,
-        help="Most tokens to generate, cut to what the context leaves. Default: the server's, 256.",
+        help="Maximum number of tokens to generate, within the model's context. Default: 256.",
     ),
 ]
 Temperature = Annotated[
@@ -50,18 +50,16 @@ TopP = Annotated[
 ]
 Seed = Annotated[
     int | None,
-    typer.Option(
-        metavar="N", min=0, help="Seed of the sampling: the same seed gives the same text."
-    ),
+    typer.Option(metavar="N", min=0, help="Seed for sampling. The same seed gives the same text."),
 ]
 Stop = Annotated[
     list[str] | None,
-    typer.Option(metavar="TEXT", help="Text that ends the generation; may be repeated."),
+    typer.Option(metavar="TEXT", help="Text that ends the generation. You can repeat this option."),
 ]
 MinRevision = Annotated[
     int,
     typer.Option(
-        metavar="N", min=0, help="Least revision of the catalog to use, as `register` printed it."
+        metavar="N", min=0, help="Minimum catalog revision to use, as printed by `register`."
     ),
 ]
 Stats = Annotated[bool, typer.Option("--stats", help="Print usage and timings to stderr.")]
@@ -87,7 +85,7 @@ def generate(
     *,
     connection: Connection,
 ) -> None:
-    """Generate text, streamed as it comes."""
+    """Generate text and print it as it arrives."""
     sampling: SamplingParams = {}
     given = {
         "max_tokens": max_tokens,

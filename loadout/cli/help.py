@@ -7,14 +7,20 @@ from typing import Any
 from typer.core import TyperCommand
 
 CONNECTION, SECURITY = "Connection", "Security"
-"""Titles of options that say which service is called, and how it is protected."""
+"""Titles of the options that name the services, and of those for the token and TLS."""
+HELP_ALL = "--help-all"
 _OPTIONS, _ARGUMENTS = "Options", "Arguments"
 _ORDER = (_ARGUMENTS, _OPTIONS, CONNECTION, SECURITY)
 _MAX_NAME_WIDTH = 30
 
 
 class HelpCommand(TyperCommand):
-    """A command whose help is grouped by its options' `rich_help_panel`."""
+    """A command whose help is grouped by its options' `rich_help_panel`. --help leaves the group
+    Security out, --help-all shows it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[HELP_ALL] = HELP_ALL in args
+        return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[OPTIONS]", *(usage_of(each) for each in self.params if is_argument(each))]
@@ -25,10 +31,14 @@ class HelpCommand(TyperCommand):
             usual = _ARGUMENTS if is_argument(parameter) else _OPTIONS
             title = getattr(parameter, "rich_help_panel", None) or usual
             groups[title].append((name_of(parameter), _meaning(parameter)))
+        hidden = () if ctx.meta.get(HELP_ALL) else groups.pop(SECURITY)
         for title, rows in groups.items():
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows, col_max=_MAX_NAME_WIDTH)
+        if hidden:
+            formatter.write_paragraph()
+            formatter.write_text(f"{HELP_ALL} adds {len(hidden)} options for the token and TLS.")
 
 
 def is_argument(parameter: Any) -> bool:

@@ -27,9 +27,10 @@ def info(
     *,
     connection: Connection,
 ) -> None:
-    """Show what one replica and the store are.
+    """Show the configuration of one replica and the store.
 
-    Model, device, layout, limits, memory and versions. Fails if one of them does not answer.
+    Shows model, device, layout, limits, memory and versions. Fails if one of the services does not
+    answer.
     """
     server: ServerInfo | LoadoutError
     status: StoreStatus | LoadoutError

@@ -53,7 +53,7 @@ def inspect(
         bool,
         typer.Option(
             "--every-replica",
-            help="Show it at every replica. Default: at the one that its requests go to.",
+            help="Show it on every replica. Default: on the replica that gets its requests.",
         ),
     ] = False,
     as_json: options.Json = False,
@@ -61,10 +61,10 @@ def inspect(
     *,
     connection: Connection,
 ) -> None:
-    """Show what a resident adapter consists of.
+    """Show the modules of a resident adapter.
 
-    Its modules with their ranks and sizes, where they lie in the server's memory, and what a decode
-    step launches for it. `loadout load` makes an adapter resident. Needs the role operator.
+    Shows ranks and sizes of its modules, their places in the server's memory, and the operations of
+    a decode step. Run `loadout load` first if the adapter is not resident. Needs the role operator.
     """
     found: list[tuple[str, InspectedAdapter]] = []
     at = Targets(inference, connection, every_replica=every_replica)

@@ -26,7 +26,7 @@ Examples:
 @connects
 def layouts(
     forget: Annotated[
-        str, typer.Option(metavar="ID", help="Forget the layout with this id, and its images.")
+        str, typer.Option(metavar="ID", help="Forget this layout and remove its images.")
     ] = "",
     as_json: options.Json = False,
     store: options.Store = options.DEFAULT_STORE,
@@ -35,9 +35,9 @@ def layouts(
 ) -> None:
     """List the layouts of base models, or forget one.
 
-    A layout is a base model as some servers compute it; adapters are compiled for each. Needs the
-    role admin or server; to forget one, admin for all tenants. A server that is connected
-    registers its layout again.
+    A layout describes a base model as some servers compute it; adapters are compiled for each
+    layout. A connected server registers its layout again. Needs the role admin or server; to forget
+    a layout, admin for all tenants.
     """
     with connection.client(store=store) as client:
         known = list(client.layouts())

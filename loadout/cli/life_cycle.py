@@ -52,22 +52,25 @@ def pause(
         Mode,
         typer.Option(
             metavar="|".join(Mode),
-            help="Hold what runs, let it end first, or end everything.",
+            help="Running requests are held (keep), finish first (wait) or end with an error "
+            "(abort).",
         ),
     ] = Mode.KEEP,
     resume_after: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", min=0, help="Resume by itself. Default: never."),
+        typer.Option(
+            metavar="SECONDS", min=0, help="Resume automatically after this time. Default: never."
+        ),
     ] = None,
     as_json: options.Json = False,
     inference: options.Inference = options.DEFAULT_INFERENCE,
     *,
     connection: Connection,
 ) -> None:
-    """Pause generation at every replica.
+    """Pause generation on every replica.
 
-    Requests, also new ones, wait; adapters are loaded meanwhile. Needs the role operator for all
-    tenants.
+    All requests wait, including new ones. Adapters are still loaded. Needs the role operator for
+    all tenants.
     """
 
     def ask(client: Client) -> dict[str, Any]:
@@ -84,9 +87,9 @@ def resume(
     *,
     connection: Connection,
 ) -> None:
-    """Resume generation at every replica.
+    """Resume generation on every replica.
 
-    Requests go on where they were. Needs the role operator for all tenants.
+    Requests continue where they stopped. Needs the role operator for all tenants.
     """
 
     def ask(client: Client) -> dict[str, Any]:
@@ -100,17 +103,17 @@ def resume(
 @connects
 def sleep(
     weights: Annotated[
-        bool, typer.Option("--weights", help="Free the weights, too, not only keys and values.")
+        bool, typer.Option("--weights", help="Also free the weights, not only keys and values.")
     ] = False,
     as_json: options.Json = False,
     inference: options.Inference = options.DEFAULT_INFERENCE,
     *,
     connection: Connection,
 ) -> None:
-    """Free the memory of every replica, until it is woken.
+    """Free the memory of every replica until you wake it.
 
-    Requests that run are computed anew then; new ones are refused. Needs the role operator for all
-    tenants.
+    Running requests are computed again after waking; new requests are refused. Needs the role
+    operator for all tenants.
     """
 
     def ask(client: Client) -> dict[str, Any]:
@@ -127,7 +130,7 @@ def wake(
     *,
     connection: Connection,
 ) -> None:
-    """Wake every replica that sleeps.
+    """Wake every sleeping replica.
 
     Needs the role operator for all tenants.
     """

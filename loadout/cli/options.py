@@ -18,7 +18,7 @@ Store = Annotated[
     typer.Option(
         envvar="LOADOUT_STORE",
         metavar="ADDR",
-        help="Address of the adapter store; several replicas are separated by commas.",
+        help="Address of the adapter store. Separate replicas by commas.",
         rich_help_panel=CONNECTION,
     ),
 ]
@@ -27,7 +27,7 @@ Inference = Annotated[
     typer.Option(
         envvar="LOADOUT_INFERENCE",
         metavar="ADDR",
-        help="Address of the inference service; several replicas are separated by commas.",
+        help="Address of the inference service. Separate replicas by commas.",
         rich_help_panel=CONNECTION,
     ),
 ]

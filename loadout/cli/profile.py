@@ -34,13 +34,13 @@ def profile(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Trace to write. Default: loadout-profile-TIME.json.gz in this folder.",
+            help="Trace to write. Default: loadout-profile-TIME.json.gz in the current folder.",
         ),
     ] = None,
     wait: Annotated[
         float,
         typer.Option(
-            min=0.1, max=300, metavar="SECONDS", help="Time to wait for the steps to run."
+            min=0.1, max=300, metavar="SECONDS", help="Maximum time to wait for the steps."
         ),
     ] = 30.0,
     inference: options.Inference = options.DEFAULT_INFERENCE,
@@ -49,8 +49,8 @@ def profile(
 ) -> None:
     """Trace steps of one replica's running engine.
 
-    Writes Chrome's JSON, which ui.perfetto.dev opens: each step with its parts, its operators, and
-    on a GPU its kernels. Requests go on meanwhile. Needs the role operator for all tenants.
+    Writes a file for ui.perfetto.dev with the parts and operators of each step, and on a GPU the
+    kernels. Requests continue meanwhile. Needs the role operator for all tenants.
     """
     replica = only_replica(inference)
     path = out or Path(f"loadout-profile-{time_stamp()}.json.gz")

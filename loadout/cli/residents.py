@@ -60,7 +60,7 @@ class Where(enum.StrEnum):
     BOTH = "both"
 
 
-REF_HELP = "[tenant/]name[@version] or sha256:<hex>; may be several."
+REF_HELP = "[tenant/]name[@version] or sha256:<hex>. You can give several."
 StoreRefs = Annotated[
     list[str],
     typer.Argument(metavar="REF", help=REF_HELP, autocompletion=adapter_names),
@@ -74,17 +74,17 @@ In = Annotated[
     typer.Option(
         "--in",
         metavar="|".join(Where),
-        help="The inference service's device memory, the store's memory, or both.",
+        help="Where: in the inference service's device memory, the store's memory, or both.",
     ),
 ]
 EveryReplica = Annotated[
     bool,
     typer.Option(
         "--every-replica",
-        help="Do it at every replica. Default: at the one that the adapter's requests go to.",
+        help="Run on every replica. Default: on the replica that gets the adapter's requests.",
     ),
 ]
-Timeout = Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Timeout of each adapter.")]
+Timeout = Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Timeout per adapter.")]
 TIMEOUT_S = 300.0
 ROUTED = "the adapter's replica"
 """Stands for the replica of several that the adapter's requests go to."""
@@ -93,7 +93,9 @@ ROUTED = "the adapter's replica"
 @connects
 def load(
     ref: StoreRefs,
-    pin: Annotated[bool, typer.Option("--pin", help="Also pin it on the device.")] = False,
+    pin: Annotated[
+        bool, typer.Option("--pin", help="Also pin the adapters on the device.")
+    ] = False,
     every_replica: EveryReplica = False,
     timeout: Timeout = TIMEOUT_S,
     as_json: options.Json = False,
@@ -101,7 +103,7 @@ def load(
     *,
     connection: Connection,
 ) -> None:
-    """Load adapters ahead of their first request.
+    """Load adapters before their first request.
 
     Returns when they are resident. Needs the role operator.
     """
@@ -131,14 +133,14 @@ def unload(
 ) -> None:
     """Unload adapters and free their memory.
 
-    Running requests finish first; requests that come meanwhile load the adapter again. Needs the
-    role operator.
+    Running requests finish first. A request that arrives meanwhile loads the adapter again. Needs
+    the role operator.
     """
     if bool(ref) == every:
         raise typer.BadParameter("give either adapters or --all", param_hint="REF")
     at = Targets(inference, connection, every_replica=every_replica)
     if every and not every_replica and len(at.replicas) > 1:
-        raise CommandFailed("--all of several replicas needs --every-replica")
+        raise CommandFailed("--all with several replicas needs --every-replica")
     freed: list[dict[str, Any]] = []
     kept: list[str] = []
     for replica, client in at:
@@ -175,10 +177,10 @@ def pin(
     *,
     connection: Connection,
 ) -> None:
-    """Pin adapters, so that they are not evicted.
+    """Pin adapters so that they are not evicted.
 
     In the inference service an adapter must be resident: see `loadout load --pin`. Needs the role
-    operator there, and admin in the store.
+    operator in the inference service and admin in the store.
     """
     places = (inference, store, where)
     _change_pins(ref, places, connection, True, every_replica=every_replica, as_json=as_json)
@@ -195,9 +197,9 @@ def unpin(
     *,
     connection: Connection,
 ) -> None:
-    """Unpin adapters, so that they may be evicted.
+    """Unpin adapters so that they can be evicted.
 
-    Needs the role operator in the inference service, and admin in the store.
+    Needs the role operator in the inference service and admin in the store.
     """
     places = (inference, store, where)
     _change_pins(ref, places, connection, False, every_replica=every_replica, as_json=as_json)
@@ -206,10 +208,10 @@ def unpin(
 @connects
 def residents(
     limit: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Most adapters to list. 0: all.")
+        int, typer.Option(metavar="N", min=0, help="Maximum number of adapters to list. 0: all.")
     ] = 0,
     every_replica: Annotated[
-        bool, typer.Option("--every-replica", help="List those of every replica.")
+        bool, typer.Option("--every-replica", help="List the adapters of every replica.")
     ] = False,
     as_json: options.Json = False,
     inference: options.Inference = options.DEFAULT_INFERENCE,
@@ -218,7 +220,7 @@ def residents(
 ) -> None:
     """List the adapters in the inference service's memory.
 
-    Those on the device come first. Needs the role operator.
+    Lists adapters on the device first. Needs the role operator.
     """
     found: list[tuple[str, ResidentAdapter]] = []
     if not every_replica:
@@ -326,7 +328,7 @@ def _print_residents(found: list[tuple[str, ResidentAdapter]], *, as_json: bool)
     has_several = len({replica for replica, _ in found}) > 1
     numbers = ("rank", "size", "requests", "idle", "loaded in")
     first = ("replica", "adapter", "tier") if has_several else ("adapter", "tier")
-    table = new_table(*first, *numbers, "pinned", right=numbers)
+    table = new_table(*first, *numbers, "notes", right=numbers)
     for replica, each in found:
         cells = (
             each.label,
@@ -336,7 +338,7 @@ def _print_residents(found: list[tuple[str, ResidentAdapter]], *, as_json: bool)
             str(each.running_requests),
             f"{idle_s(each):.0f} s",
             f"{each.load_seconds * 1000:.0f} ms",
-            "yes" if each.pinned else "",
+            each.notes,
         )
         table.add_row(*((replica, *cells) if has_several else cells))
     table_console().print(table)

@@ -19,7 +19,7 @@ PASS_ON = {
 def run_store(context: typer.Context) -> None:
     """Run the adapter store.
 
-    It fetches, validates and stores adapters, and compiles and streams their images.
+    It fetches, checks and stores adapters, compiles them and streams them to inference services.
     """
     _become("adapter_store", context.args)
 
@@ -27,7 +27,7 @@ def run_store(context: typer.Context) -> None:
 def run_serve(context: typer.Context) -> None:
     """Run the inference service.
 
-    It serves one base model, and any mix of its adapters in one batch.
+    It serves one base model and any mix of its adapters in one batch.
     """
     _become("inference_svc", context.args)
 

@@ -44,20 +44,22 @@ KeyId = Annotated[
 def keygen(
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE", help="File to write the private key to; names the key."),
+        typer.Argument(
+            metavar="FILE", help="File to write the private key to. Its name is the key's name."
+        ),
     ],
     tenant: Annotated[
         list[str] | None,
         typer.Option(
             metavar="TENANT",
-            help='Tenant whose adapters it may sign; may be repeated; "*" is all. '
-            "Default: default.",
+            help='Tenant whose adapters the key may sign; "*" means all. You can repeat this '
+            "option. Default: default.",
         ),
     ] = None,
 ) -> None:
-    """Make a key to sign adapters with.
+    """Create a key to sign adapters with.
 
-    Prints the lines for the store's policy file; the private key is not printed.
+    Prints the lines for the store's policy file, without the private key.
     """
     tenants = tenant or ["default"]
     check_tenants(tenants)
@@ -72,31 +74,36 @@ def keygen(
 
 
 def digest(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder as PEFT saves one.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder of the adapter in PEFT's format.")
+    ],
 ) -> None:
     """Print the digest of a local adapter.
 
-    The files are checked as the store checks them, but for unknown keys of the config, which its
-    operator may allow.
+    Runs the store's checks first, except for unknown config keys, which the store's operator may
+    allow.
     """
     typer.echo(compute_digest(folder))
 
 
 def sign(
     what: Annotated[
-        str, typer.Argument(metavar="DIR|DIGEST", help="A folder as PEFT saves one, or a digest.")
+        str,
+        typer.Argument(
+            metavar="DIR|DIGEST", help="Folder of the adapter in PEFT's format, or a digest."
+        ),
     ],
     key: Annotated[Path, typer.Option(metavar="FILE", help="Private key, from `loadout keygen`.")],
     key_id: KeyId = "",
 ) -> None:
     """Sign an adapter.
 
-    Prints one line, which `loadout register --signature` reads from a file.
+    Prints one line; save it to a file for `loadout register --signature`.
     """
     if is_uri(what):
         raise CommandFailed(
-            f"{what}: signing needs a local folder, or the digest of one: sign the folder before "
-            "it is copied there, or copy it from there first"
+            f"{what}: signing needs a local folder or its digest: sign the folder before you copy "
+            "it there, or copy it to this machine first"
         )
     signing_key = SigningKey.load(key, key_id)
     value = what if re.match(r"sha256:", what) else compute_digest(Path(what))

@@ -19,22 +19,25 @@ Examples:
 
 def strip(
     source: Annotated[
-        Path, typer.Argument(metavar="IN", help="A folder as PEFT saves one; it stays as it is.")
+        Path,
+        typer.Argument(
+            metavar="IN", help="Folder of the adapter in PEFT's format. It is not changed."
+        ),
     ],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
     model: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="The base model's folder, to compare the weights with."),
+        typer.Option(metavar="DIR", help="Folder of the base model, to compare the weights."),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Strip what differs from the base model too.")
+        bool, typer.Option("--force", help="Also strip weights that differ from the base model's.")
     ] = False,
 ) -> None:
     """Copy an adapter without its base weights.
 
-    PEFT saves the embedding and the head along when they are adapted or were resized. With --model,
-    says whether each equals the base model's, and makes no copy if one differs: without it the
-    adapter would compute something else.
+    PEFT also saves the embedding and the head if they were adapted or resized. With --model, the
+    command compares each with the base model's weights. It makes no copy if one differs, because
+    the copy would compute something else.
     """
     paths = [open_folder(source).path, target, *([] if model is None else [model])]
     arguments = [*map(str, paths), *(["--force"] if force else [])]

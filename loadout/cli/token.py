@@ -42,33 +42,35 @@ class Role(StrEnum):
 
 def token(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Name of the token; it appears in audit logs.")
+        str, typer.Argument(metavar="NAME", help="Name of the token, which appears in audit logs.")
     ],
     role: Annotated[
         list[Role] | None,
-        typer.Option(metavar="|".join(Role), help="Role; may be repeated. Default: reader."),
+        typer.Option(
+            metavar="|".join(Role), help="Role. You can repeat this option. Default: reader."
+        ),
     ] = None,
     tenant: Annotated[
         list[str] | None,
         typer.Option(
             metavar="TENANT",
-            help='Tenant; may be repeated; "*" is all. The first completes names without one. '
-            "Default: default.",
+            help='Tenant; "*" means all. You can repeat this option; the first tenant is added '
+            "to names without one. Default: default.",
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="File to write the token to, for --token-file; only its owner may read it. "
+            help="File to write the token to, for --token-file. Only its owner may read it. "
             "Default: stderr.",
         ),
     ] = None,
 ) -> None:
-    """Make a bearer token.
+    """Create a bearer token.
 
-    The lines for the policy file go to stdout, the token to stderr or a file of its own. It is
-    stored nowhere else.
+    The lines for the policy file go to stdout, the token to stderr or to --out. The token is not
+    stored anywhere else.
     """
     if not _NAME.fullmatch(name):
         raise typer.BadParameter(f"{name!r} is not of the form {_NAME.pattern}", param_hint="NAME")

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from filecmp import cmp
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from loadout.upload import CONFIG
+from contract.adapter_files import CONFIG_FILE, TEMPLATE_FILE, TOKENIZER_FILE
+from contract.folders import GivenFolder, shown
 
 MAX_FILE_BYTES = 64 << 20
 MAX_SHOWN = 3
@@ -23,35 +24,34 @@ MAX_SHOWN = 3
 MAX_TOKEN_CHARS = 40
 MAX_ID_DIGITS = 18
 
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 VOCABULARY_FILES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 """What has the tokens of tokenizers without a tokenizer.json."""
 ADDED_TOKENS = "added_tokens.json"
-TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """What a folder has of a tokenizer. `tokens` are ids by token; none where neither
+    """What an open folder has of a tokenizer. `tokens` are ids by token; none where neither
     tokenizer.json nor vocab.json says which there are."""
 
-    folder: Path
+    folder: GivenFolder
     tokens: Mapping[str, int]
     template: str
 
     @property
     def has_tokens(self) -> bool:
-        return has_tokenizer(self.folder)
+        return any(map(self.folder.has, (TOKENIZER_FILE, *VOCABULARY_FILES)))
 
     @property
     def is_used(self) -> bool:
         """Whether the store reads it."""
-        return _is_file(self.folder / TOKENIZER)
+        return self.folder.has(TOKENIZER_FILE)
 
     @property
     def has_added_alone(self) -> bool:
         """Whether only the tokens that were added are there."""
-        return not self.has_tokens and _is_file(self.folder / ADDED_TOKENS)
+        return not self.has_tokens and self.folder.has(ADDED_TOKENS)
 
     @property
     def used_parts(self) -> list[str]:
@@ -72,39 +72,41 @@ class Tokenizer:
 def describe_tokenizer(folder: Path, model: Path | None, base_model: str) -> str:
     """Returns a line on what lies beside the adapter in `folder`, compared with the base model in
     the folder `model`, or where the adapter's config or `base_model` leads to one on this machine;
-    "" if there is nothing."""
-    saved = read_tokenizer(folder)
-    used, unused = saved.used_parts, saved.unused_parts
-    if not (used or unused):
-        return ""
-    said = []
-    if used:
-        said.append(f"{_joined(used)} beside the adapter {_are(used)} used for its requests")
-    if unused:
-        said.append(f"{_joined(unused)} beside the adapter {_are(unused)} not used")
-    found = _find_model(folder, base_model) if model is None else model
-    if found is None:
-        differ = "it differs" if len(used + unused) == 1 else "they differ"
-        said.append(f"--model DIR, the base model's folder, says whether {differ}")
-        return f"note: {'; '.join(said)}"
-    return _compare(saved, read_tokenizer(found), said)
+    "" if there is nothing. Raises FileRefused for a folder that cannot be read."""
+    with ExitStack() as stack:
+        saved = read_tokenizer(stack.enter_context(GivenFolder(folder)))
+        used, unused = saved.used_parts, saved.unused_parts
+        if not (used or unused):
+            return ""
+        said = []
+        if used:
+            said.append(f"the adapter's {_joined(used)} {_are(used)} used for its requests")
+        if unused:
+            said.append(f"the adapter's {_joined(unused)} {_are(unused)} not used")
+        found = _find_model(saved.folder, base_model) if model is None else model
+        if found is None:
+            differ = "it differs" if len(used + unused) == 1 else "they differ"
+            said.append(f"give --model DIR, the base model's folder, to see whether {differ}")
+            return f"note: {'; '.join(said)}"
+        base = stack.enter_context(GivenFolder(found, is_trusted=True))
+        return _compare(saved, read_tokenizer(base), said)
 
 
 def _compare(saved: Tokenizer, base: Tokenizer, said: list[str]) -> str:
     """Returns the line of a folder that has one of the parts, which begins with what is `said`."""
-    model, is_bad, same = _printable(base.folder), False, []
+    model, is_bad, same = shown(base.folder.path), False, []
     if saved.has_tokens or (saved.has_added_alone and base.tokens):
         changes, added = _compare_tokens(saved, base)
         is_bad = bool(changes or (added and not saved.is_used))
         if changes is None:
-            said.append(f"the tokenizer in {model} is of another form, and not compared")
+            said.append(f"the tokenizer in {model} has another form and was not compared")
         elif changes and saved.is_used:
             said.append(
                 f"compared with the base model's in {model} {'; '.join(changes)}: requests for the "
                 "adapter are refused"
             )
         elif changes or added:
-            what = "it adds" if saved.is_used else "servers take for other text"
+            what = "it adds" if saved.is_used else "servers read as ordinary text:"
             clauses = [f"{what} {added}"] if added else []
             clauses += changes or ()
             said.append(f"compared with the base model's in {model} {'; '.join(clauses)}")
@@ -114,30 +116,30 @@ def _compare(saved: Tokenizer, base: Tokenizer, said: list[str]) -> str:
         if saved.template.strip() == base.template.strip():
             same.append("chat template")
         else:
-            said.append("chats are formatted otherwise than the base model's")
+            said.append("chats are formatted differently from the base model's")
     if same:
         said.append(f"the base model in {model} has the same {_joined(same)}")
     return f"{'warning' if is_bad else 'note'}: {'; '.join(said)}"
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Returns whether a folder has what makes up a tokenizer."""
-    return any(_is_file(folder / name) for name in (TOKENIZER, *VOCABULARY_FILES))
+def has_tokenizer(model: Path) -> bool:
+    """Returns whether a model's folder has what makes up a tokenizer."""
+    return any(os.path.isfile(model / name) for name in (TOKENIZER_FILE, *VOCABULARY_FILES))
 
 
-def read_tokenizer(folder: Path) -> Tokenizer:
+def read_tokenizer(folder: GivenFolder) -> Tokenizer:
     """Reads what is there and well-formed."""
-    whole, config = _read_json(folder / TOKENIZER), _read_json(folder / TOKENIZER_CONFIG)
-    model = _mapping(whole.get("model"))
-    tokens = _vocabulary(model.get("vocab")) or _vocabulary(_read_json(folder / "vocab.json"))
+    whole, config = _read_json(folder, TOKENIZER_FILE), _read_json(folder, TOKENIZER_CONFIG)
+    tokenizer = Tokenizer(folder, {}, _read_template(folder, config))
+    model, added = _mapping(whole.get("model")), _vocabulary(_read_json(folder, ADDED_TOKENS))
+    tokens = _vocabulary(model.get("vocab")) or _vocabulary(_read_json(folder, "vocab.json"))
     if tokens:
-        tokens |= _vocabulary(_read_json(folder / ADDED_TOKENS))
-        tokens |= _added(whole.get("added_tokens"))
+        tokens |= added | _added(whole.get("added_tokens"))
         decoder = _mapping(config.get("added_tokens_decoder"))
         tokens |= _added([{**_mapping(each), "id": _number(key)} for key, each in decoder.items()])
-    elif not has_tokenizer(folder):
-        tokens = _vocabulary(_read_json(folder / ADDED_TOKENS))
-    return Tokenizer(folder, tokens, _read_template(folder, config))
+    elif not tokenizer.has_tokens:
+        tokens = added
+    return replace(tokenizer, tokens=tokens)
 
 
 def _compare_tokens(saved: Tokenizer, base: Tokenizer) -> tuple[list[str] | None, str]:
@@ -165,21 +167,21 @@ def _added_tokens(saved: Tokenizer, base: Tokenizer) -> str:
     return f"{_count(added)} ({shown})" if added else ""
 
 
-def _compare_files(saved: Path, base: Path) -> list[str] | None:
-    both = [name for name in VOCABULARY_FILES if _is_file(saved / name) and _is_file(base / name)]
+def _compare_files(saved: GivenFolder, base: GivenFolder) -> list[str] | None:
+    both = [name for name in VOCABULARY_FILES if saved.has(name) and base.has(name)]
     if not both:
         return None
     try:
-        others = [each for each in both if not cmp(saved / each, base / each, shallow=False)]
+        others = [each for each in both if _read(saved, each) != _read(base, each)]
     except OSError:
         return None
     return [f"it has another {name}" for name in others]
 
 
-def _find_model(folder: Path, base_model: str) -> Path | None:
+def _find_model(folder: GivenFolder, base_model: str) -> Path | None:
     """Returns the base model's folder if it is on this machine: the path that is its name, or the
     hub's cache of it."""
-    config = _read_json(folder / CONFIG)
+    config = _read_json(folder, CONFIG_FILE)
     # PEFT's name of it, and MLX-LM's
     for name in (base_model, config.get("base_model_name_or_path"), config.get("model")):
         if not isinstance(name, str) or not name:
@@ -202,32 +204,27 @@ def _cached(name: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
-    """Returns a file's object; an empty one where there is none."""
+def _read_json(folder: GivenFolder, name: str) -> Mapping[str, Any]:
+    """Returns a file's object; an empty one where there is none that can be read."""
     try:
-        return _mapping(json.loads(_read(path)))
+        return _mapping(json.loads(_read(folder, name)))
     except (OSError, ValueError, RecursionError):
         return {}
 
 
-def _read(path: Path) -> bytes:
-    """Raises OSError, and ValueError for what is no file, or a larger one than is read."""
-    if not _is_file(path):  # but a pipe, which might never end
-        raise ValueError(f"{path} is no file")
-    with path.open("rb") as file:
-        data = file.read(MAX_FILE_BYTES + 1)
-    if len(data) > MAX_FILE_BYTES:
-        raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes")
-    return data
+def _read(folder: GivenFolder, name: str) -> bytes:
+    """Raises FileRefused, also for a larger file than is read, and OSError."""
+    with folder.open(name) as file:
+        return file.read_all(MAX_FILE_BYTES)
 
 
-def _read_template(folder: Path, config: Mapping[str, Any]) -> str:
+def _read_template(folder: GivenFolder, config: Mapping[str, Any]) -> str:
     """Returns the default chat template, as transformers finds it."""
-    try:
-        if _is_file(folder / TEMPLATE):
-            return _read(folder / TEMPLATE).decode()
-    except (OSError, ValueError):
-        return ""
+    if folder.has(TEMPLATE_FILE):
+        try:
+            return _read(folder, TEMPLATE_FILE).decode()
+        except (OSError, ValueError):
+            return ""
     found = config.get("chat_template")
     for each in _sequence(found):  # several, by name
         if _mapping(each).get("name") == "default":
@@ -256,10 +253,6 @@ def _added(value: object) -> dict[str, int]:
     }
 
 
-def _is_file(path: Path) -> bool:
-    return os.path.isfile(path)  # also where a folder may not be read
-
-
 def _mapping(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
@@ -274,11 +267,6 @@ def _number(text: str) -> int:
 
 def _shown(token: str) -> str:
     return ascii(token[:MAX_TOKEN_CHARS]) + "..." * (len(token) > MAX_TOKEN_CHARS)
-
-
-def _printable(path: Path) -> str:
-    """Returns a path as it can be printed: its name may be of an adapter's making."""
-    return str(path) if str(path).isprintable() else ascii(str(path))
 
 
 def _are(parts: Collection[str]) -> str:

@@ -38,13 +38,13 @@ T = TypeVar("T")
 @connects
 def top(
     once: Annotated[
-        bool, typer.Option("--once", help="Print one view and end, as in a pipe.")
+        bool, typer.Option("--once", help="Print one view and exit, as in a pipe.")
     ] = False,
     interval: Annotated[
         float, typer.Option(min=0.1, metavar="SECONDS", help="Time between two samples.")
     ] = 1.0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one sample as JSON and end.")
+        bool, typer.Option("--json", help="Print one sample as JSON and exit.")
     ] = False,
     inference: options.Inference = options.DEFAULT_INFERENCE,
     inference_metrics: Annotated[
@@ -52,8 +52,8 @@ def top(
         typer.Option(
             envvar="LOADOUT_INFERENCE_METRICS",
             metavar="ADDR",
-            help="Prometheus address of the inference service. Default: the port that the service "
-            "says, on the host of --inference.",
+            help="Prometheus address of the inference service. Default: the port that the "
+            "service reports, on the host of --inference.",
             rich_help_panel=CONNECTION,
         ),
     ] = None,
@@ -63,8 +63,8 @@ def top(
 ) -> None:
     """Watch one replica and the store live.
 
-    Throughput, queue, latencies, memory, tiers, loads in progress, the busiest resident adapters,
-    and the store with its replicas. Rates are of the time between two samples.
+    Shows throughput, queue, latencies, memory, tiers, loads in progress, the busiest resident
+    adapters, and the store with its replicas. Rates cover the time between two samples.
     """
     console = table_console()
     replica = only_replica(inference)

@@ -382,7 +382,7 @@ class Row:
                 "size": Text(decimal(resident.num_bytes)),
                 "running": Text(str(running), style=f"bold {GOOD}" if running else DIM),
                 "idle": Text(f"{idle_s(resident):,.0f} s"),
-                "": Text("pinned" if resident.pinned else "", style=BUSY),
+                "": Text(resident.notes, style=BAD if resident.not_finite_requests else BUSY),
             }
         return cells
 

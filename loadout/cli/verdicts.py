@@ -17,7 +17,7 @@ WAIT_S = 5.0
 REQUIRED_WAIT_S = 60.0
 """And how long if its exit code depends on them."""
 SERVABLE, NOT_SERVABLE, AS_FAR_AS_KNOWN = "servable", "not servable", "as far as is known"
-SERVERS_NOT_SAID = "this store, of an earlier release, does not say which servers can serve it"
+SERVERS_NOT_SAID = "this store, of an earlier release, does not report which servers can serve it"
 MIN_DELAY_S, MAX_DELAY_S = 0.05, 1.0
 
 
@@ -58,7 +58,7 @@ def short_verdicts(adapter: Adapter) -> str:
     states = adapter.layout_states
     if _is_of_earlier_store(adapter):
         images = ", ".join(dict.fromkeys(state.state.value for state in states))
-        return f"not said by this store (images: {images})"
+        return f"unknown to this store (images: {images})"
     counts = Counter(_summary(state, server) for state in states for server in state.servers)
     words = (text if count == 1 else f"{count} {text}" for text, count in counts.items())
     return ", ".join(words) or "no server"
@@ -73,7 +73,7 @@ def check_servable(adapter: Adapter) -> None:
     if any(server.servable for state in settled for server in state.servers):
         return
     if len(settled) < len(states):
-        why = f"whether a server can serve it was not known within {REQUIRED_WAIT_S:.0f} seconds"
+        why = f"it is not known after {REQUIRED_WAIT_S:.0f} seconds whether a server can serve it"
     elif states:
         why = "no server of its base model can serve it"
     else:

@@ -48,7 +48,7 @@ def versions(
 ) -> None:
     """List an adapter's versions, newest first.
 
-    Deleted ones are listed as long as `loadout rollback` can restore them.
+    Deleted versions are listed as long as `loadout rollback` can restore them.
     """
     with connection.client(store=store) as client:
         pages = [client.version_page(name)]
@@ -73,7 +73,7 @@ def rollback(
         int, typer.Argument(metavar="VERSION", min=1, help="Version to make current.")
     ],
     if_current_digest: Annotated[
-        str, typer.Option(metavar="DIGEST", help="Digest that the name must point to now.")
+        str, typer.Option(metavar="DIGEST", help="Fail unless the name points to this digest now.")
     ] = "",
     as_json: options.Json = False,
     store: options.Store = options.DEFAULT_STORE,
@@ -82,7 +82,7 @@ def rollback(
 ) -> None:
     """Make an older version current again.
 
-    A deleted version can be restored until its grace period ends.
+    You can restore a deleted version until its grace period ends.
     """
     with connection.client(store=store) as client:
         result = client.rollback(name, version, if_current_digest=if_current_digest)
@@ -96,7 +96,7 @@ def rollback(
 def prune(
     name: AdapterName,
     keep: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Number of the newest versions that stay.")
+        int, typer.Option(metavar="N", min=1, help="Number of newest versions to keep.")
     ],
     as_json: options.Json = False,
     store: options.Store = options.DEFAULT_STORE,
@@ -105,8 +105,8 @@ def prune(
 ) -> None:
     """Delete an adapter's old versions.
 
-    The newest ones stay, and so do the current one and pinned ones. Running requests finish;
-    `loadout rollback` restores a version until its grace period ends.
+    Keeps the newest versions, the current one and pinned ones. Running requests finish. `loadout
+    rollback` restores a version until its grace period ends.
     """
     with connection.client(store=store) as client:
         deleted = client.prune(name, keep)
@@ -122,7 +122,8 @@ def prune(
 def delete(
     name: AdapterName,
     version: Annotated[
-        int, typer.Option(metavar="VERSION", min=0, help="Version to delete. Default: all.")
+        int,
+        typer.Option(metavar="VERSION", min=0, help="Version to delete. 0: all versions."),
     ] = 0,
     store: options.Store = options.DEFAULT_STORE,
     *,
@@ -130,7 +131,7 @@ def delete(
 ) -> None:
     """Delete an adapter, or one version of it.
 
-    Running requests finish; `loadout rollback` restores it until its grace period ends.
+    Running requests finish. `loadout rollback` restores it until its grace period ends.
     """
     with connection.client(store=store) as client:
         revision = client.delete(name, version)

@@ -36,8 +36,11 @@ class Process:
         self.log_path = work_dir / f"{name}.log"
         self._ready_file = ready_file
         ready_file.unlink(missing_ok=True)
+        self._popen = self._begin(command)
+
+    def _begin(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         with self.log_path.open("wb") as log:
-            self._popen = subprocess.Popen(
+            return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Parses the command's arguments. Raises SystemExit with 2 if they are invalid."""
     parser = argparse.ArgumentParser(prog="python -m loadout.health", description=__doc__)
     parser.add_argument("address", help="host:port of the gRPC server")
     parser.add_argument("--service", default="", help="name of one service; default: the server")
@@ -36,11 +37,18 @@ def is_serving(
     server_name: str = "",
     timeout_s: float = 5.0,
 ) -> bool:
-    """Returns whether the server at `address` (host:port) is SERVING `service`; "" means all.
+    """Returns whether a server reports SERVING.
 
-    `ca` None means without TLS. `identity` is a client certificate chain and its key, PEM.
-    `server_name` is the name that the certificate must be for, if not the address's host. Raises
-    grpc.RpcError where nothing answers, or the service is unknown.
+    Args:
+        address: Address of the gRPC server, "host:port".
+        service: Name of one service. "": the server as a whole.
+        ca: Certificates of trusted authorities, PEM. None: without TLS.
+        identity: This client's certificate chain and its key, PEM.
+        server_name: Name that the certificate must have. "": the address's host.
+        timeout_s: Deadline in seconds.
+
+    Raises:
+        grpc.RpcError: Nothing answers, or the service is unknown.
     """
     options: list[tuple[str, str | int]] = [("grpc.enable_http_proxy", 0)]
     if server_name:
@@ -58,6 +66,7 @@ def is_serving(
 
 
 def main(arguments: list[str]) -> int:
+    """Runs the command, and returns its exit code."""
     options = parse_arguments(arguments)
     try:
         serves = is_serving(

@@ -1,4 +1,4 @@
-"""Trainers of others on Loadout. Each module needs the package that it is named for.
+"""Trainers of other projects on Loadout. Each module needs the package that it is named after.
 
-trl  TRL's asynchronous GRPO: policies are pushed to the store, samples come from every replica
+trl  TRL's asynchronous GRPO: it pushes policies to the store, and samples from every replica
 """

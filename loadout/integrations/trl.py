@@ -1,7 +1,7 @@
-"""TRL's asynchronous GRPO on Loadout's replicas, without a folder or a proxy that they share.
+"""Runs TRL's asynchronous GRPO on Loadout's replicas, without a shared folder or proxy.
 
-TRL saves its policy to a folder which one server is to read. Here it is pushed to the adapter store
-instead, and rollouts come from every replica in turn. Written for TRL 1.16.
+TRL saves its policy to a folder for one server to read. This module pushes the policy to the
+adapter store instead, and rollouts come from every replica in turn. Written for TRL 1.16.
 """
 
 from __future__ import annotations
@@ -21,19 +21,27 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer as TrlTrainer
 from trl.experimental.async_grpo import async_rollout_worker as trl_worker
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 
+from contract.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from loadout.client import Client
 from loadout.errors import NotFound, NotLoaded
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 CONTROL_SECONDS = 30.0
 RETRY_SECONDS = 1.0
 NO_REPLICA = "NO_REPLICA"
-"""The reason of a push for which no replica was up."""
+"""Reason of a push that found no replica up."""
 
 
 class PolicyClient(VLLMClient):
-    """What AsyncGRPOTrainer publishes its policies by. A policy is ephemeral: it is gone `ttl_s`
-    after its registration, at the latest with the store, and before that when TRL unloads it."""
+    """Publishes the policies of AsyncGRPOTrainer. A policy is ephemeral: it is deleted when TRL
+    unloads it, after `ttl_s`, or when the store ends.
+
+    Args:
+        client: Client of the store and of all replicas.
+        urls: HTTP URLs of the replicas, "http://host:port".
+        token: Bearer token for the replicas' HTTP API. None: none.
+        ttl_s: Seconds after which the store deletes a policy. None: never.
+        server_timeout: Seconds to wait for the replicas to be ready.
+    """
 
     def __init__(
         self,
@@ -51,22 +59,40 @@ class PolicyClient(VLLMClient):
         self._ttl_s = ttl_s
 
     def wait_for_server_ready(self, poll_interval_s: float = 2.0) -> None:
-        """Returns once every replica serves. Raises TimeoutError."""
+        """Returns when every replica serves.
+
+        Args:
+            poll_interval_s: Seconds between two checks.
+
+        Raises:
+            TimeoutError: A replica is not ready within `server_timeout` seconds.
+        """
         for url in self._urls:
             VLLMClient(url, self.server_timeout).wait_for_server_ready(poll_interval_s)
 
     def get_server_info(self) -> dict[str, Any]:
+        """Returns the first replica's configuration in vLLM's form."""
         return self._get("/server_info?config_format=json")["vllm_config"]
 
     def get_dtype(self) -> str:
+        """Returns the dtype of the first replica's model."""
         return self.get_server_info()["model_config"]["dtype"]
 
     def get_max_model_len(self) -> int:
+        """Returns the first replica's longest prompt plus output, in tokens."""
         return self.get_server_info()["model_config"]["max_model_len"]
 
     def load_lora_adapter(self, lora_name: str, lora_path: str, timeout: int = 1800) -> None:
-        """Pushes the adapter in this process' folder `lora_path`; returns once every replica can
-        sample from it at once. Raises LoadoutError."""
+        """Pushes an adapter. Returns when every replica can sample from it.
+
+        Args:
+            lora_name: Name of the adapter.
+            lora_path: Folder of this process that has the adapter.
+            timeout: Deadline in seconds.
+
+        Raises:
+            LoadoutError: The push failed.
+        """
         folder = Path(lora_path)
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -87,20 +113,28 @@ class PolicyClient(VLLMClient):
                 )
                 return
             except NotLoaded as error:
-                # The same again is the same version: a run outlives replicas that start again.
+                # Pushing the same content gives the same version, so a run survives restarts.
                 if error.reason != NO_REPLICA or time.monotonic() + RETRY_SECONDS >= end_s:
                     raise
             time.sleep(RETRY_SECONDS)
 
     def unload_lora_adapter(self, lora_name: str, timeout: int = 1800) -> None:
-        """Deletes the adapter. Requests that run with it end as they began."""
+        """Deletes an adapter. Running requests finish with it.
+
+        Args:
+            lora_name: Name of the adapter.
+            timeout: Deadline in seconds.
+
+        Raises:
+            LoadoutError: The deletion failed.
+        """
         try:
             self._client.delete(lora_name, timeout_s=timeout)
         except NotFound:
             return
 
     def pause(self, timeout: int = 1800) -> None:
-        """Does nothing: a request ends with the weights that it began with."""
+        """Does nothing, because a request ends with the weights that it began with."""
 
     def resume(self, timeout: int = 1800) -> None:
         """Does nothing, see `pause`."""
@@ -114,7 +148,7 @@ class PolicyClient(VLLMClient):
 
 
 class RolloutLoop(trl_worker._AsyncRolloutLoop):
-    """TRL's loop of rollouts, each request of which goes to the next replica."""
+    """TRL's loop of rollouts; each request goes to the next replica."""
 
     def __init__(self, *, urls: Sequence[str], token: str | None, **fields: Any) -> None:
         super().__init__(**fields)
@@ -125,7 +159,7 @@ class RolloutLoop(trl_worker._AsyncRolloutLoop):
         self, path: str, payload: dict[str, Any], timeout: float, max_retries: int = 3
     ) -> dict[str, Any]:
         total = aiohttp.ClientTimeout(total=timeout)
-        # The trainer's own are of the distribution that tokens are drawn from, too.
+        # The trainer's log probabilities are of the distribution that tokens are drawn from.
         body = {"logprobs_mode": "processed_logprobs", **payload}
 
         async def post() -> dict[str, Any]:
@@ -145,7 +179,7 @@ class RolloutWorker(trl_worker.AsyncRolloutWorker):
     _loop_cls = RolloutLoop
 
     def __init__(self, **fields: Any) -> None:
-        # TRL asks whether vLLM is installed, of which the worker uses nothing.
+        # TRL checks that vLLM is installed, although the worker does not use it.
         asked, trl_worker.is_vllm_available = trl_worker.is_vllm_available, lambda: True
         try:
             super().__init__(**fields)
@@ -153,16 +187,30 @@ class RolloutWorker(trl_worker.AsyncRolloutWorker):
             trl_worker.is_vllm_available = asked
 
     def configure(self, **fields: Any) -> None:
-        """Sets what the loop is made with, before `start`."""
+        """Sets arguments of the loop; call it before `start`.
+
+        Args:
+            **fields: Arguments of RolloutLoop.
+        """
         self._loop_kwargs |= fields
 
 
 class AsyncGRPOTrainer(TrlTrainer):
-    """TRL's AsyncGRPOTrainer, whose policies the replicas at `urls` sample from.
+    """TRL's AsyncGRPOTrainer with Loadout's replicas as its servers. Every rank creates it.
 
-    `client` knows the store and the same replicas, by their gRPC addresses. `policy` is what the
-    policies' names begin with: two runs on one store need two. `args.vllm_server_base_url` and what
-    else of `args` is about a server's URL counts for nothing. Every rank calls this.
+    Args:
+        model: Model to train, as in TRL.
+        reward_funcs: Reward functions, as in TRL.
+        args: TRL's configuration. Its settings about a server's URL have no effect.
+        client: Client of the store and of the same replicas, by their gRPC addresses.
+        urls: HTTP URLs of the replicas, "http://host:port".
+        policy: Start of the policies' names. Two runs on one store need different ones.
+        token: Bearer token for the replicas' HTTP API. None: none.
+        ttl_s: Seconds after which the store deletes a policy. None: never.
+        **fields: Further arguments of TRL's trainer; `peft_config` is required.
+
+    Raises:
+        ValueError: `peft_config` or `urls` is missing, or TRL cannot publish such an adapter.
     """
 
     def __init__(
@@ -179,9 +227,9 @@ class AsyncGRPOTrainer(TrlTrainer):
         **fields: Any,
     ) -> None:
         if fields.get("peft_config") is None:
-            raise ValueError("peft_config: is needed, as LoRA adapters are what can be pushed")
+            raise ValueError("peft_config: is required, because only LoRA adapters can be pushed")
         if not urls:
-            raise ValueError("urls: at least one replica's, as http://host:port")
+            raise ValueError("urls: give at least one replica, as http://host:port")
         args = args or AsyncGRPOConfig(f"{model.split('/')[-1]}-AsyncGRPO")
         urls = [url.rstrip("/") for url in urls]
         self._policies = PolicyClient(
@@ -194,17 +242,17 @@ class AsyncGRPOTrainer(TrlTrainer):
             worker.configure(urls=urls, token=token, **self._loop_fields(reward_funcs, fields))
 
     def _init_lora_sync(self, model: Any) -> bool:
-        """Called by TRL before it chooses how policies are published."""
+        """TRL calls this before it chooses how to publish policies."""
         self.vllm_client = self._policies
         if not super()._init_lora_sync(model):
             raise ValueError(
-                "peft_config: TRL publishes no such adapter, its warning says why; the servers "
-                "need a store (--store)"
+                "peft_config: TRL does not publish such an adapter; its warning says why. The "
+                "servers need a store (--store)"
             )
         return True
 
     def _loop_fields(self, reward_funcs: Any, fields: dict[str, Any]) -> dict[str, Any]:
-        """Returns what TRL makes its own loop with."""
+        """Returns the arguments of TRL's own loop."""
         args = self.args
         is_list = isinstance(reward_funcs, list)
         return {
@@ -227,7 +275,7 @@ _SAME_FIELDS = (
     *("max_tool_calling_iterations", "log_completions", "num_completions_to_print"),
     "fork_threshold_tokens",
 )
-"""Fields of AsyncGRPOConfig that TRL's loop has by the same names, and their values are."""
+"""Fields of AsyncGRPOConfig that TRL's loop takes under the same names."""
 
 
 def _headers(token: str | None) -> dict[str, str]:

@@ -8,10 +8,11 @@ with the result "started" before it does, and without it is refused.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
@@ -120,6 +121,8 @@ class Audit(Generic[EntryT]):
         self._file: int | None = None
         self._is_torn = False
         """Whether the file ends with a part of a line, as a full disk leaves it."""
+        self.make_room: Callable[[], None] = lambda: None
+        """Called when the file's volume is full, before a line is written once more."""
         self.reopen()
 
     def reopen(self) -> None:
@@ -194,7 +197,13 @@ class Audit(Generic[EntryT]):
         if self._file is None:
             return
         data = b"\n" * self._is_torn + json.dumps(facts).encode() + b"\n"
-        num_written = os.write(self._file, data)
+        try:
+            num_written = os.write(self._file, data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self.make_room()
+            num_written = os.write(self._file, data)
         self._is_torn = num_written != len(data)
         if self._is_torn:
             raise OSError("only a part of the line was written")

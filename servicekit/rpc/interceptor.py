@@ -21,7 +21,7 @@ from servicekit.auth.authenticator import Authenticator
 from servicekit.errors import Draining, ServiceError, Unauthenticated
 from servicekit.rpc import call_context
 from servicekit.rpc.call import Call, Serialize, Trailers, abort
-from servicekit.rpc.places import CALLER, CallPlaces, wait_for
+from servicekit.rpc.places import CALLER, IS_KNOWN, CallPlaces, wait_for
 from servicekit.rpc.requests import RequestBounds, RequestReader, RequestTable, largest_request
 from servicekit.rpc.status import code_for, service_error, to_status
 from servicekit.telemetry.recent_errors import CallEnd
@@ -311,6 +311,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         try:
             metadata = handler_call_details.invocation_metadata
             CALLER.set(self._authenticator.authenticate(metadata).account)
+            IS_KNOWN.set(True)
         except Unauthenticated as error:
             return self._refusing(path, error)
         return handler

@@ -17,6 +17,9 @@ ANSWER_PACE = Pace(bytes_per_second=64 << 10, stall_seconds=30.0)
 
 CALLER: ContextVar[str] = ContextVar("caller", default="")
 """The account of the caller of the call in progress, "" without a token."""
+IS_KNOWN: ContextVar[bool] = ContextVar("is_known", default=False)
+"""Whether the caller of the call in progress has a token that the policy knows, or there is no
+policy."""
 
 
 class CallPlaces:

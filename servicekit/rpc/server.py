@@ -17,6 +17,8 @@ from grpc_reflection.v1alpha import reflection
 from servicekit.rpc.call import Trailers
 from servicekit.rpc.health import Health
 from servicekit.rpc.requests import RequestTable, largest_request
+from servicekit.rpc.stranger_calls import StrangerInterceptor
+from servicekit.rpc.strangers import Strangers
 from servicekit.rpc.tls import CertificateFiles, Certificates
 from servicekit.settings.types import split_address
 
@@ -27,6 +29,10 @@ ANSWER_SECONDS = 1.0
 
 MAX_CONNECTIONS = 2048
 MAX_CALLS_PER_CONNECTION = 2048
+MAX_WAITING_CALLS = 1 << 16
+"""Calls that have arrived and that no code of ours has seen yet. gRPC ends further ones CANCELLED,
+whoever makes them: so there are to be none, and strangers' connections are closed before."""
+MAX_METADATA_BYTES = 8 << 10
 HANDSHAKE_SECONDS = 10
 IDLE_SECONDS = 600
 
@@ -42,6 +48,10 @@ OPTIONS = (
     ("grpc.http2.bdp_probe", 0),
     # Uploads come in large messages: with the default frames of 16 KiB callers work twice as long.
     ("grpc.http2.max_frame_size", 1 << 20),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.server.max_pending_requests", MAX_WAITING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_WAITING_CALLS),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
@@ -69,11 +79,14 @@ class RpcServer:
     ) -> None:
         self._service = service
         size = ("grpc.max_receive_message_length", largest_request(requests))
+        callers = StrangerInterceptor()
         self._server = grpc.aio.server(
-            interceptors=interceptors, options=(*OPTIONS, size, *options)
+            interceptors=(callers, *interceptors), options=(*OPTIONS, size, *options)
         )
         self._health = Health((service, health.SERVICE_NAME, reflection.SERVICE_NAME), trailers)
         self.address = _listen(self._server, address, certificates)
+        self._strangers = Strangers(split_address(self.address)[1])
+        callers.strangers = self._strangers
 
     async def start(self, add_servicer: Callable[[grpc.aio.Server], None]) -> None:
         """Answers from now on; NOT_SERVING until `set_serving`."""
@@ -82,6 +95,7 @@ class RpcServer:
         names = (self._service, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         await self._server.start()
+        self._strangers.start()
 
     def set_serving(self, is_serving: bool) -> None:
         """Sets the answer to health checks; has no effect after `announce_end`."""
@@ -93,6 +107,7 @@ class RpcServer:
 
     async def close(self) -> None:
         await self._server.stop(ANSWER_SECONDS)
+        await asyncio.to_thread(self._strangers.close)
 
 
 def stop_on_signals() -> asyncio.Event:

@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -15,7 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from servicekit.settings.service import BASICS, ServiceSettings
-from servicekit.settings.types import Group, Metavar
+from servicekit.settings.types import Group, Level, Metavar
 
 _HELP_WIDTH = 100
 
@@ -31,6 +32,7 @@ class Setting:
     name: str
     variable: str
     group: Group
+    level: Level
     metavar: str
     bounds: tuple[str, ...]
     default: str
@@ -56,7 +58,14 @@ class Setting:
         return duration(float(self.default)) if self.metavar == "SECONDS" else self.default
 
     @property
+    def has_flag(self) -> bool:
+        return self.level is not Level.FILE
+
+    @property
     def flags(self) -> tuple[str, ...]:
+        """Returns its flags: none for a setting of the file, two for a switch."""
+        if not self.has_flag:
+            return ()
         return (self.flag, f"--no-{self.key}") if self.is_switch else (self.flag,)
 
 
@@ -88,6 +97,7 @@ def _setting(name: str, prefix: str, field: FieldInfo) -> Setting:
         name=name,
         variable=f"{prefix}{name}".upper(),
         group=next(each for each in metadata if isinstance(each, Group)),
+        level=next((each for each in metadata if isinstance(each, Level)), Level.FLAG),
         metavar=metavar,
         bounds=_bounds(metadata, size if metavar == "SIZE" else "{:g}".format),
         default=_default(field.default),
@@ -151,11 +161,14 @@ def _default(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, ByteSize):
         return size(value)
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def help_text(service: type[ServiceSettings]) -> str:
-    """Returns what --help prints."""
+def help_text(service: type[ServiceSettings], *, show_all: bool = False) -> str:
+    """Returns the text that --help prints: the common flags; with `show_all` every setting, as
+    --help-all prints it."""
     settings = describe(service)
     some = next(setting for setting in settings if setting.metavar)
     lines = [
@@ -165,24 +178,35 @@ def help_text(service: type[ServiceSettings]) -> str:
         *_wrapped(service.__doc__ or "", 0),
         "",
         *_wrapped(
-            f"Every flag is also an environment variable ({some.flag} is {some.variable}) and a "
-            f"key of the TOML file that --config names ({some.key}). A flag wins over the "
-            "variable, the variable over the file, the file over the default. A SIZE is a number "
-            "of bytes, such as 64GiB or 512MiB. The basics come first; many need nothing else.",
+            f"You can give a setting as a flag ({some.flag}), as an environment variable "
+            f"({some.variable}) or as a key ({some.key}) of the TOML file that --config names. "
+            "A flag overrides the variable, and the variable overrides the file. SIZE is a number "
+            "of bytes, such as 64GiB or 512MiB.",
             0,
         ),
     ]
-    group = None
-    for setting in settings:
-        if setting.group != group:
-            group = setting.group
-            lines += ["", f"{group.title}:"]
-        lines += [f"  {', '.join(setting.flags)} {setting.metavar}".rstrip()]
-        note = f" Default: {setting.default_words}." if setting.default else ""
-        note = " Required." if setting.is_required else note
-        lines += _wrapped(setting.meaning + note, 6)
+    with_flags = [each for each in settings if each.has_flag]
+    listed = [each for each in with_flags if show_all or each.level is Level.COMMON]
+    for group, members in groupby(listed, key=lambda setting: setting.group):
+        lines += ["", f"{group.title}:"]
+        for setting in members:
+            lines += _help_lines(", ".join(setting.flags), setting)
+    if show_all:
+        lines += ["", "Without a flag (key of the file, environment variable):"]
+        for setting in settings:
+            if not setting.has_flag:
+                lines += _help_lines(f"{setting.key}, {setting.variable}", setting)
+    else:
+        num_left = len(with_flags) - len(listed)
+        lines += ["", f"--help-all lists {num_left} more flags and the settings without a flag."]
     lines += ["", "Example:", textwrap.indent(service.example, "  ")]
     return "\n".join(lines) + "\n"
+
+
+def _help_lines(name: str, setting: Setting) -> list[str]:
+    note = f" Default: {setting.default_words}." if setting.default else ""
+    note = " Required." if setting.is_required else note
+    return [f"  {name} {setting.metavar}".rstrip(), *_wrapped(setting.meaning + note, 6)]
 
 
 def _wrapped(text: str, indent: int) -> list[str]:

@@ -12,7 +12,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 from servicekit.errors import InvalidSetting
 from servicekit.settings.describe import Setting, describe, help_text, size
 from servicekit.settings.service import ServiceSettings
-from servicekit.settings.types import check_endpoint
+from servicekit.settings.types import check_endpoint, shown
 
 _OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _OTLP_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -39,7 +39,8 @@ S = TypeVar("S", bound=ServiceSettings)
 def load_settings(service: type[S], arguments: Sequence[str]) -> S:
     """Returns the settings of flags, environment and file.
 
-    Raises InvalidSetting with a line per problem. Prints the help and exits for --help.
+    Raises InvalidSetting with a line per problem. Prints the help and exits for --help and
+    --help-all.
     """
     settings = {setting.name: setting for setting in describe(service)}
     flags = parse_flags(service, arguments)
@@ -53,7 +54,7 @@ def load_settings(service: type[S], arguments: Sequence[str]) -> S:
     except ValidationError as error:
         problems = error.errors(include_url=False)
 
-    def shown(problem: ErrorDetails) -> str:
+    def named(problem: ErrorDetails) -> str:
         """The problem behind the name that the wrong value was given under."""
         setting = settings.get(str(problem["loc"][0])) if problem["loc"] else None
         if setting is None:
@@ -65,7 +66,19 @@ def load_settings(service: type[S], arguments: Sequence[str]) -> S:
             name = f"{path}: {setting.key}"
         return f"{name}: {_explain(problem, setting)}"
 
-    raise InvalidSetting("\n".join(shown(problem) for problem in problems))
+    raise InvalidSetting("\n".join(named(problem) for problem in problems))
+
+
+class _HelpAll(argparse.Action):
+    """Prints the help of all settings and exits."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        assert isinstance(parser, _FlagParser)
+        print(parser.format_help(show_all=True), end="")
+        parser.exit()
 
 
 class _FlagParser(argparse.ArgumentParser):
@@ -74,9 +87,10 @@ class _FlagParser(argparse.ArgumentParser):
     def __init__(self, service: type[ServiceSettings]) -> None:
         super().__init__(prog=service.command, allow_abbrev=False, add_help=True)
         self._service = service
+        self.add_argument("--help-all", action=_HelpAll)
 
-    def format_help(self) -> str:
-        return help_text(self._service)
+    def format_help(self, *, show_all: bool = False) -> str:
+        return help_text(self._service, show_all=show_all)
 
     def error(self, message: str) -> NoReturn:
         raise InvalidSetting(message.removeprefix("argument "))
@@ -90,6 +104,8 @@ def parse_flags(service: type[ServiceSettings], arguments: Sequence[str]) -> dic
     settings = {setting.name: setting for setting in describe(service)}
     parser = _FlagParser(service)
     for name, setting in settings.items():
+        if not setting.has_flag:
+            continue
         if setting.is_switch:
             on, off = setting.flags
             parser.add_argument(on, dest=name, nargs="?", const="true")
@@ -102,9 +118,20 @@ def parse_flags(service: type[ServiceSettings], arguments: Sequence[str]) -> dic
     if unknown:
         flag = unknown[0].split("=")[0]
         _refuse_former(service, flag, flag.removeprefix("--"), lambda setting: setting.flag)
+        _refuse_file_setting(settings.values(), flag)
         known = [flag for setting in settings.values() for flag in setting.flags]
-        raise InvalidSetting(_no_such(flag, known, "flag"))
+        raise InvalidSetting(_no_such(shown(flag) if "@" in flag else flag, known, "flag"))
     return {name: value for name, value in vars(found).items() if value is not None}
+
+
+def _refuse_file_setting(settings: Iterable[Setting], flag: str) -> None:
+    """Raises InvalidSetting if this is the name of a setting that has no flag."""
+    for setting in settings:
+        if not setting.has_flag and flag in (setting.flag, f"--no-{setting.key}"):
+            raise InvalidSetting(
+                f"{flag}: there is no such flag; set {setting.key} in the file that --config "
+                f"names, or the variable {setting.variable}"
+            )
 
 
 def _refuse_former(
@@ -171,7 +198,7 @@ def _read_file(
 
 def _no_such(name: str, known: Sequence[str], kind: str) -> str:
     close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else "--help shows all"
+    hint = f"did you mean {close[0]}?" if close else "--help-all lists all"
     return f"{name}: there is no such {kind}; {hint}"
 
 
@@ -202,12 +229,12 @@ def _explain(problem: ErrorDetails, setting: Setting | None = None) -> str:
     rule = _RULES.get(problem["type"])
     if rule is None:
         return problem["msg"].removeprefix("Value error, ")
-    shown = size if setting and setting.metavar == "SIZE" else "{:g}".format
+    number = size if setting and setting.metavar == "SIZE" else "{:g}".format
     context = problem.get("ctx", {}).items()
     text = rule.format_map(
-        {key: shown(value) if isinstance(value, int | float) else value for key, value in context}
+        {key: number(value) if isinstance(value, int | float) else value for key, value in context}
     )
-    return text if setting and setting.is_secret else f"{text}, not {problem['input']!r}"
+    return text if setting and setting.is_secret else f"{text}, not {shown(problem['input'])}"
 
 
 def standard_endpoint(environment: Mapping[str, str]) -> str:

@@ -22,7 +22,7 @@ def check_ports(settings: ServiceSettings) -> None:
         if setting.metavar != _LISTENS or not address:
             continue
         if address in taken and split_address(address)[1]:
-            raise OSError(f"{setting.flag}: {address} is that of {taken[address]} too")
+            raise OSError(f"{setting.flag}: {address} is also the address of {taken[address]}")
         taken[address] = setting.flag
         _check(setting.flag, address)
 
@@ -38,5 +38,5 @@ def _check(flag: str, address: str) -> None:
     except OSError as error:
         why = error.strerror or str(error)
         if error.errno == errno.EADDRINUSE:
-            why = "it is in use already; stop what listens there, or choose another port"
+            why = "it is already in use; stop the program that uses it, or choose another port"
         raise OSError(f"{flag}: cannot listen on {address}: {why}") from None

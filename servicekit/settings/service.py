@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from servicekit.settings.types import Address, Endpoint, Group, Seconds, lower
+from servicekit.settings.types import Address, Endpoint, Group, Level, Seconds, lower
 
 BASICS = Group("Basics")
 NETWORK = Group("Network")
@@ -35,67 +35,71 @@ class ServiceSettings(BaseSettings):
     former: ClassVar[Mapping[str, str]] = {}
     """Former names of settings, which are refused, and what the settings are called now."""
 
-    listen: Annotated[Address, BASICS]
-    """Address of the gRPC server. Port 0 takes a free port: see --ready-file."""
+    listen: Annotated[Address, Level.COMMON, BASICS]
+    """Address of the gRPC server. Port 0 picks a free port; --ready-file shows which."""
 
-    metrics_listen: Annotated[Address, NETWORK]
-    """Address of the HTTP server for Prometheus metrics. Port 0 takes a free port."""
+    metrics_listen: Annotated[Address, Level.COMMON, NETWORK]
+    """Address of the HTTP server for Prometheus metrics. Port 0 picks a free port."""
 
-    policy_file: Annotated[Path | None, SECURITY] = None
-    """TOML file with tokens, roles, quotas and trusted keys. Without it every caller may do
+    policy_file: Annotated[Path | None, Level.COMMON, SECURITY] = None
+    """TOML file with tokens, roles, quotas and trusted keys. If unset, every caller may do
     everything."""
 
-    allow_open_access: Annotated[bool, SECURITY] = False
-    """Accept calls from other machines also without --policy-file."""
+    allow_open_access: Annotated[bool, Level.COMMON, SECURITY] = False
+    """Accept calls from other machines even without --policy-file."""
 
     audit_file: Annotated[Path | None, SECURITY] = None
-    """File to which one JSON line is appended for every change that a caller requests; opened again
-    on SIGHUP."""
+    """File that gets one JSON line for every change that a caller requests. SIGHUP reopens it."""
 
     audit_required: Annotated[bool, SECURITY] = False
-    """Refuse calls that change something while --audit-file cannot be written. Their first line,
-    with the result "started", is written before they begin. Off: a lost line is logged as an
-    error."""
+    """Refuse changes while --audit-file cannot be written. Each change then writes a line with the
+    result "started" before it begins. If off, a lost line is only logged as an error."""
 
-    tls_cert_file: Annotated[Path | None, SECURITY] = None
-    """Certificate chain of this service, PEM. Without it there is no TLS."""
+    tls_cert_file: Annotated[Path | None, Level.COMMON, SECURITY] = None
+    """Certificate chain of this service, PEM. If unset, the service does not use TLS."""
 
-    tls_key_file: Annotated[Path | None, SECURITY] = None
+    tls_key_file: Annotated[Path | None, Level.COMMON, SECURITY] = None
     """Private key of --tls-cert-file, PEM."""
 
     tls_client_ca_file: Annotated[Path | None, SECURITY] = None
-    """CA certificates, PEM. With it every caller needs a client certificate that one of them
+    """CA certificates, PEM. If set, every caller needs a client certificate that one of them
     signed."""
 
     reload_seconds: Annotated[Seconds, SECURITY] = 10.0
-    """Time within which changes of the files of --policy-file, --tls-cert-file, --tls-key-file and
-    --tls-client-ca-file are taken over. 0: on SIGHUP only."""
+    """Maximum time until the service applies changes to the files of --policy-file,
+    --tls-cert-file, --tls-key-file and --tls-client-ca-file. 0: only on SIGHUP."""
 
-    log_format: Annotated[Literal["text", "json"], BeforeValidator(lower), TELEMETRY] = "text"
-    """Form of a log line: text for people, json for machines."""
+    log_format: Annotated[
+        Literal["text", "json"], BeforeValidator(lower), Level.COMMON, TELEMETRY
+    ] = "text"
+    """Format of log lines: text for people, json for machines."""
 
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], BeforeValidator(lower), TELEMETRY
+        Literal["debug", "info", "warning", "error"],
+        BeforeValidator(lower),
+        Level.COMMON,
+        TELEMETRY,
     ] = "info"
     """Lowest level that is logged."""
 
     otlp_endpoint: Annotated[Endpoint, TELEMETRY] = ""
-    """Receiver of spans over OTLP with gRPC, http(s)://HOST:PORT; needs the extra `otel`. Unset:
-    OTEL_EXPORTER_OTLP_ENDPOINT, and without that there is no tracing."""
+    """Receiver of traces over OTLP/gRPC, http(s)://HOST:PORT; needs the extra `otel`. Default:
+    OTEL_EXPORTER_OTLP_ENDPOINT; if that is unset too, there is no tracing."""
 
     trace_sample_ratio: Annotated[float | None, Field(ge=0, le=1), TELEMETRY] = None
-    """Share of the calls that are traced, of those whose callers have not decided. Unset:
-    OTEL_TRACES_SAMPLER, and without that all."""
+    """Share of calls to trace, when the caller has not decided. Default: OTEL_TRACES_SAMPLER; if
+    that is unset too, all calls."""
 
-    config: Annotated[Path | None, BASICS] = None
-    """TOML file with settings, named as the flags are. Flags and the environment win over it."""
+    config: Annotated[Path | None, Level.COMMON, BASICS] = None
+    """TOML file with settings; its keys are the names of the flags. Flags and environment variables
+    override it."""
 
     ready_file: Annotated[Path | None, PROCESS] = None
-    """File that is written once the service is ready: JSON with the address of each server, such as
+    """File that the service writes once it is ready: JSON with the address of each server, such as
     "grpc" and "metrics"."""
 
     grace_seconds: Annotated[Seconds, PROCESS] = 30.0
-    """Time that calls in progress get to finish after SIGTERM."""
+    """Time that running calls get to finish after SIGTERM."""
 
     @model_validator(mode="after")
     def _check_audit(self) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,23 +12,33 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field
 from pydantic_settings import NoDecode
 
+from servicekit.telemetry.redact import HIDDEN
+
 _QUANTITY = re.compile(r"[0-9.]+\s*[KMGTPEkmgtpe][Ii]")
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\s\[\]]+):([0-9]{1,5})")
+
+
+def shown(value: object) -> str:
+    """Returns a value for an error, without what an address may have before its host: a password.
+    Whatever was meant: what is not valid may be half of an address."""
+    text = repr(value)
+    return text if "@" not in text else f"'{HIDDEN}{text[text.rindex('@') :]}"
 
 
 def split_address(address: str) -> tuple[str, int]:
     """Returns "HOST:PORT" or "[V6]:PORT" as (host, port). Raises ValueError."""
     match = _ADDRESS.fullmatch(address)
     if not match or int(match[2]) > 65535:
-        raise ValueError(f"{address!r} is not HOST:PORT")
+        raise ValueError(f"{shown(address)} is not HOST:PORT")
     return match[1].strip("[]"), int(match[2])
 
 
 def check_endpoint(value: str) -> str:
     """Returns the address of a receiver of spans, "" for none. Raises ValueError."""
     found = urlsplit(value)
-    if value and not (found.scheme in ("http", "https") and found.hostname and found.port):
-        raise ValueError(f"{value!r} is not http(s)://HOST:PORT")
+    is_one = found.scheme in ("http", "https") and found.hostname and found.port
+    if value and (not is_one or "@" in found.netloc):
+        raise ValueError(f"{shown(value)} is not http(s)://HOST:PORT")
     return value
 
 
@@ -67,6 +78,18 @@ def _complete_unit(value: object) -> object:
 
 def lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
+
+
+class Level(enum.Enum):
+    """How far up a setting is shown. A setting without a level has a flag that only --help-all
+    lists."""
+
+    COMMON = enum.auto()
+    """Listed by --help."""
+    FLAG = enum.auto()
+    """Listed by --help-all."""
+    FILE = enum.auto()
+    """Has no flag: it is set in the settings file or by its environment variable."""
 
 
 @dataclass(frozen=True, slots=True)

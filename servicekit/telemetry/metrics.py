@@ -104,8 +104,8 @@ FILES_REFUSED = "files_refused"
 def define_reloads(namespace: Namespace) -> Definition:
     return namespace.gauge(
         FILES_REFUSED,
-        "1 while the files of this setting hold what cannot be taken over, and their previous "
-        "contents stay in force; else 0.",
+        "1 while the service cannot use the changed files of this setting and keeps "
+        "their previous contents; else 0.",
         "setting",
     )
 

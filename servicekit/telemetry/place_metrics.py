@@ -10,15 +10,15 @@ def define_places(namespace: Namespace) -> tuple[Definition, ...]:
     return (
         namespace.gauge(
             "place_used",
-            "Units in use of what tenants share (docs/security.md): bytes of the places that are "
-            "named so, else calls, threads, images or connections.",
+            "Units in use of each resource that tenants share (docs/security.md): bytes "
+            "if the name says so, else calls, threads, images or connections.",
             "place",
         ),
-        namespace.gauge("place_capacity", "Units that there are.", "place"),
+        namespace.gauge("place_capacity", "Number of units.", "place"),
         namespace.gauge("place_waiting", "Calls, or images, that wait for their turn.", "place"),
         namespace.counter(
             "place_refusals",
-            "Calls that were refused because the place was full, or their tenant had its share.",
+            "Calls that were refused because the resource was full or their tenant used its share.",
             "place",
         ),
     )

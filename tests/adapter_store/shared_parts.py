@@ -12,6 +12,7 @@ import boto3
 from adapter_store.blobs.local import LocalBlobs
 from adapter_store.blobs.s3_prefix import Bucket
 from adapter_store.blobs.shared import SharedBlobs
+from adapter_store.blobs.volume import Volume
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.images.shared_tier import SharedTier
 from adapter_store.replication.lease_renewal import Leases
@@ -53,8 +54,9 @@ class SharedParts:
     ) -> SharedBlobs:
         folder = self._folder / name
         local = LocalBlobs(folder)
+        volume = Volume(folder, evict=lambda num_bytes: None)
         return SharedBlobs(
-            local, self.bucket, self.catalog, leases or self.leases(), folder, capacity
+            local, self.bucket, self.catalog, leases or self.leases(), volume, capacity
         )
 
     def keys(self, under: str) -> list[str]:

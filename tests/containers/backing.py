@@ -18,7 +18,8 @@ from tools.containers.bases import POSTGRES
 from tools.containers.engine import ContainersFailed, podman
 
 START_S = 60.0
-S3_PORT = 5959
+S3_PORT = 443
+"""The one that the policies name, though without TLS."""
 KEYS = {"AWS_ACCESS_KEY_ID": b"test", "AWS_SECRET_ACCESS_KEY": b"test"}
 SERVE_POSTGRES = """
 initdb --pgdata /tmp/data --encoding UTF8 --auth trust --username loadout &&

@@ -1,6 +1,6 @@
-"""A cluster of one node, as far as our manifests need one: its controllers, Services and DNS are
-here, its pods are Podman's. NetworkPolicies are not enforced, nothing is scheduled, and the address
-of a Service is that of a ready pod."""
+"""A cluster of one node, as far as our manifests need one: its controllers, Services, DNS and
+NetworkPolicies are here, its pods are Podman's. Nothing is scheduled, and the address of a Service
+is that of a ready pod."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from tests.containers import firewall
 from tests.containers.dns import GATEWAY, SUBNET, Dns
 from tests.containers.play import Provided
 from tests.containers.pods import NETWORK, Pod
 from tests.deploy.manifests import Manifests, Workload
+from tests.deploy.policies import Peer, visitors
 from tools.containers.engine import ContainersFailed, podman, run
 from tools.containers.images import CPU_IMAGE
 
@@ -21,6 +23,8 @@ START_S = 180.0
 NAMESPACE = "loadout-dev"
 GROUP = 65532
 """Of our pods, which may read Secrets."""
+PODS = "10.119.0.0/25"
+"""The addresses that pods are given; visitors choose theirs, by which policies know them."""
 
 
 class Cluster:
@@ -35,16 +39,19 @@ class Cluster:
         self._manifests: Manifests | None = None
         self._numbers = itertools.count()
         self._changed = threading.Lock()
+        self._blocks = firewall.blocks(visitors(""))
+        self._free = {kind: itertools.cycle(block) for kind, block in self._blocks.items()}
         _remove_all()
-        options = ("--disable-dns", "--subnet", SUBNET, "--gateway", GATEWAY)
+        options = ("--disable-dns", "--subnet", SUBNET, "--gateway", GATEWAY, "--ip-range", PODS)
         podman("network", "create", *options, NETWORK)
         _fix_gateway_address()
 
-    def run_options(self, token: str = "") -> list[str]:
-        """Options of `podman run` for a pod of a user's: the services' addresses, and with a token
-        what TLS needs."""
+    def run_options(self, token: str = "", visitor: str = "both") -> list[str]:
+        """Options of `podman run` for a pod of a user's: an address by which policies know what
+        kind of visitor it is, the services' addresses, and with a token what TLS needs."""
         resolv_conf = f"{self._dns.resolv_conf}:/etc/resolv.conf:ro"
         options = ["--rm", "--network", NETWORK, "--label", "loadout-test", "--volume", resolv_conf]
+        options += ["--ip", str(next(self._free[visitor]))]
         variables = {
             "LOADOUT_STORE": "adapter-store:7070",
             "LOADOUT_INFERENCE": "inference-replicas:7080",
@@ -85,6 +92,8 @@ class Cluster:
         name = f"{workload.name}-{index if stable else next(self._numbers)}"
         pod = Pod(workload, name, self.provided)
         self.pods[workload.name].append(pod)
+        self._enforce_policies()
+        pod.run()
         self.wait_ready(pod)
         return pod
 
@@ -102,6 +111,19 @@ class Cluster:
         self._publish(gone=pod)
         self.pods[pod.workload.name].remove(pod)
         pod.terminate()
+        if any(self.pods.values()):
+            self._enforce_policies()
+
+    def _enforce_policies(self) -> None:
+        """In every pod, as each that comes or goes changes whom the others may reach."""
+        assert self._manifests is not None
+        policies = self._manifests.of_kind("NetworkPolicy")
+        pods = {pod: Peer.of(pod.workload) for pods in self.pods.values() for pod in pods}
+        [namespace] = {peer.namespace for peer in pods.values()}
+        others = {str(self._blocks[kind]): peer for kind, peer in visitors(namespace).items()}
+        for own, peer in pods.items():
+            ours = {pod.ip: other for pod, other in pods.items() if pod is not own}
+            firewall.enforce(policies, own.infra_process_id, peer, {**others, **ours})
 
     def addresses(self, service: str) -> list[str]:
         """The addresses of the ready pods of a Service."""

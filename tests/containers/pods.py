@@ -20,22 +20,29 @@ RESTART_S = 60.0
 
 
 class Pod:
-    """A pod of `workload`, from its creation until it is terminated or removed."""
+    """A pod of `workload`, from its creation until it is terminated or removed. It has a network
+    before `run` starts its containers."""
 
     def __init__(self, workload: Workload, name: str, provided: Provided) -> None:
         self.workload, self.name = workload, name
         self.container = f"{name}-{workload.container['name']}"
         file = provided.folder / f"{name}.yaml"
         file.write_text(yaml.safe_dump_all(pod_objects(workload, name, provided)))
-        try:
-            podman("kube", "play", "--network", NETWORK, str(file))
-        except ContainersFailed as error:
-            names = [each["name"] for each in workload.all_containers]
-            logs = [_try("logs", f"{name}-{each}").stderr for each in names]
-            raise ContainersFailed("\n".join([str(error), *logs])) from None
+        podman("kube", "play", "--start=false", "--network", NETWORK, str(file))
         infra = podman("pod", "inspect", name, "--format", "{{.InfraContainerID}}").strip()
+        podman("start", infra)
         [found] = yaml.safe_load(podman("inspect", infra))
         self.ip = str(found["NetworkSettings"]["Networks"][NETWORK]["IPAddress"])
+        self.infra_process_id = int(found["State"]["Pid"])
+
+    def run(self) -> None:
+        """Starts what runs before, to its end, and then the container."""
+        try:
+            podman("pod", "start", self.name)
+        except ContainersFailed as error:
+            names = [each["name"] for each in self.workload.all_containers]
+            logs = [_try("logs", f"{self.name}-{each}").stderr for each in names]
+            raise ContainersFailed("\n".join([str(error), *logs])) from None
 
     def probe(self, kind: str) -> bool:
         """Asks once what the probe asks: "startup", "readiness" or "liveness"."""

@@ -12,6 +12,7 @@ from tests.containers.callers import Callers
 from tests.containers.cluster import Cluster
 from tests.containers.pod_checks import CHECKS
 from tests.containers.pods import Pod
+from tests.containers.reach_checks import check_pods, check_visitors
 from tests.deploy.manifests import overlay
 
 pytestmark = [pytest.mark.containers, pytest.mark.processes, pytest.mark.timeout(900)]
@@ -52,6 +53,11 @@ def test_answers_over_http(dev, adapters):
 @pytest.mark.parametrize("check", CHECKS)
 def test_containers_are_as_the_manifest_says(pod, check):
     check(pod)
+
+
+@pytest.mark.parametrize("check", [check_pods, check_visitors])
+def test_connections_are_those_of_the_policies(dev, check):
+    check(dev)
 
 
 def test_inference_goes_on_when_the_store_is_killed(dev, adapters):

@@ -22,7 +22,7 @@ TOKEN = "hf_ours"
 @pytest.fixture
 def hub() -> Iterator[HubServer]:
     """A hub with the demo's model, for a token only."""
-    hub = HubServer(GATEWAY)
+    hub = HubServer(GATEWAY, port=443)  # the one that the policy names
     hub.lfs_url = hub.url.replace(GATEWAY, MACHINE)  # another host, as a CDN is
     hub.repos[NAME] = repo = Repo(token=TOKEN)
     repo.commit({path.name: path.read_bytes() for path in MODEL.iterdir()})
@@ -31,7 +31,10 @@ def hub() -> Iterator[HubServer]:
 
 
 def test_a_gated_model_is_downloaded_and_served(cluster, command, hub):
-    literals = (f"LOADOUT_INFERENCE_MODEL={NAME}", f"HF_ENDPOINT={hub.url}")
+    literals = (
+        *(f"LOADOUT_INFERENCE_MODEL={NAME}", f"HF_ENDPOINT={hub.url}"),
+        f"LOADOUT_HF_REDIRECT_HOSTS={MACHINE}",
+    )
     settings = {"name": "inference-config", "behavior": "merge", "literals": list(literals)}
     manifests = compose(
         "dev", "kubernetes/components/model-download", configMapGenerator=[settings]

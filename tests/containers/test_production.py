@@ -16,6 +16,7 @@ from tests.containers.callers import Callers
 from tests.containers.cluster import Cluster
 from tests.containers.pod_checks import CHECKS
 from tests.containers.pods import Pod
+from tests.containers.reach_checks import check_pods, check_visitors
 from tests.deploy.manifests import ROOT, Manifests, compose
 
 pytestmark = [pytest.mark.containers, pytest.mark.processes, pytest.mark.timeout(900)]
@@ -105,6 +106,12 @@ def test_every_replica_is_there(production):
 def test_containers_are_as_the_manifest_says(pods, check):
     for pod in pods:
         check(pod)
+
+
+@pytest.mark.parametrize("check", [check_pods, check_visitors])
+def test_connections_are_those_of_the_policies(production, check):
+    """PostgreSQL and S3 are reached on the ports that they have everywhere."""
+    check(production)
 
 
 def test_trainers_register_and_backends_generate(production, command):

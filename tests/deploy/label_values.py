@@ -16,6 +16,7 @@ from adapter_store.metrics.metrics import Metrics as StoreMetrics
 from inference_svc.adapters.load_metrics import LoadSource
 from inference_svc.api.http import app
 from inference_svc.api.http.errors import CLIENT_CLOSED_REQUEST, ERROR_STATUSES
+from inference_svc.errors import DeviceFault
 from inference_svc.metrics.gateway import LEVELS
 from inference_svc.metrics.top_adapters import BASE, FORMER, OTHER
 from loadout.adapter_store.v1 import adapter_store_pb2
@@ -56,6 +57,7 @@ def _inference() -> Known:
     return {
         "adapter": {BASE, FORMER, OTHER},
         "code": _codes(),
+        "kind": _values(DeviceFault),
         "le": {floatToGoString(bound) for bound in IDLE_BOUNDS_S},
         "level": set(LEVELS.values()),
         "method": {method.name for method in service.methods} | routes,

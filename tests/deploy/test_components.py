@@ -8,8 +8,6 @@ import pytest
 
 from inference_svc.config import InferenceSettings
 from tests.deploy.manifests import COMPONENTS, EVERYTHING, Manifests, compose, overlay
-from tests.deploy.test_network_policies import allows, rules
-from tests.deploy.test_settings import CLASSES
 
 pytestmark = pytest.mark.processes  # kubectl builds what they read
 
@@ -42,22 +40,6 @@ def test_http_is_a_port_of_pods_and_services(everything):
     for name in ("adapter-store", "adapter-store-replicas"):
         ports = everything.named("Service", name)["spec"]["ports"]
         assert "http" not in [each["name"] for each in ports]
-
-
-def test_http_is_for_those_who_may_generate(everything):
-    [inference] = [each for each in everything.workloads if each.module == "inference_svc"]
-    into = list(rules(everything, inference, "ingress"))
-    label = {"loadout/inference-client": "true"}
-    for labels, is_let_in in ((label, True), ({"app": "stranger"}, False)):
-        assert any(allows(rule, "from", labels, "http") for rule in into) == is_let_in
-
-
-def test_spans_reach_the_collector(everything):
-    for workload in everything.workloads:
-        prefix, _ = CLASSES[workload.module]
-        port = int(workload.environment[f"{prefix}OTLP_ENDPOINT"].rpartition(":")[2])
-        out = list(rules(everything, workload, "egress"))
-        assert any(allows(rule, "to", {"app": "collector"}, port) for rule in out)
 
 
 def test_another_namespace_reaches_names_within_texts():

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.deploy.manifests import Manifests, Object, Workload, compose
-from tests.deploy.test_network_policies import allows, rules
+from tests.deploy.policies import Peer, lets_through
 from tests.deploy.test_schemas import (
     VERSIONS,
     is_custom,
@@ -94,11 +94,10 @@ def test_the_pool_is_the_front_of_the_replicas(built: Manifests) -> None:
 def test_the_picker_may_scrape_and_nobody_unasked(built: Manifests) -> None:
     inference, picker = inference_of(built), picker_of(built)
     assert inference.environment["LOADOUT_INFERENCE_HTTP_OPEN_METRICS"] == "true"
-    into = list(rules(built, inference, "ingress"))
-    for labels, is_let_in in ((picker.labels, True), ({"app": "stranger"}, False)):
-        assert any(allows(rule, "from", labels, "http") for rule in into) == is_let_in
-    out = list(rules(built, picker, "egress"))
-    assert any(allows(rule, "to", inference.labels, inference.ports["http"]) for rule in out)
+    policies, own = built.of_kind("NetworkPolicy"), Peer.of(inference)
+    stranger = Peer("stranger", own.namespace, {"app": "stranger"})
+    for other, is_let_in in ((Peer.of(picker), True), (stranger, False)):
+        assert lets_through(policies, other, own, own.ports["http"]) == is_let_in
 
 
 def test_the_picker_speaks_tls_where_replicas_do(dev: Manifests, production: Manifests) -> None:

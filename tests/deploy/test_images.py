@@ -14,6 +14,7 @@ import pytest
 
 from tests.deploy import dockerfile
 from tests.deploy.manifests import ROOT, all_workloads
+from tools import sbom_docs
 
 pytestmark = pytest.mark.processes  # kubectl builds what they read
 
@@ -83,9 +84,12 @@ def test_nothing_that_builds_is_in_what_runs(target):
 @pytest.mark.parametrize("target", TARGETS)
 def test_only_the_environment_is_taken_over(target):
     copies = [copy for stage in IMAGES.chain(target) for copy in stage.copies]
-    environment = f"installed-{target}", ["/opt/loadout"], "/opt/loadout"
-    assert environment in copies
-    others = [sources for stage, sources, _ in copies if stage != environment[0]]
+    taken = [
+        (f"installed-{target}", ["/opt/loadout"], "/opt/loadout"),
+        (f"sbom-{target}", ["/build/sbom.cdx.json"], "/opt/loadout/sbom.cdx.json"),
+    ]
+    others = [sources for stage, sources, _ in copies if (stage, sources, _) not in taken]
+    assert len(copies) - len(others) == len(taken)
     assert others in ([], [["deploy/images/with-triton-cache.sh"]])
 
 
@@ -130,7 +134,8 @@ def test_what_is_not_copied_is_ignored(path):
 
 
 def test_the_wheel_is_built_of_all_that_it_needs():
-    copied = {source for _, sources, _ in IMAGES.stages["wheel"].copies for source in sources}
+    stages = IMAGES.chain("wheel")
+    copied = {source for each in stages for _, sources, _ in each.copies for source in sources}
     packages = {
         each.rstrip("*") for each in PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
     }
@@ -139,20 +144,56 @@ def test_the_wheel_is_built_of_all_that_it_needs():
     assert {project["readme"], *project["license-files"]} <= copied
 
 
-@pytest.mark.parametrize(
-    ("extras", "also"),
-    [
-        (["postgres", "otel"], ["psycopg", "opentelemetry-sdk"]),
-        (["postgres", "otel", "gpu"], ["psycopg", "triton"]),
-    ],
-)
-def test_requirements_are_the_projects(extras, also):
-    command = [sys.executable, FOLDER / "requirements.py", ROOT / "pyproject.toml", *extras]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    names = [re.split(r"[\[<>=]", line)[0] for line in done.stdout.splitlines()]
-    assert {"torch", "grpcio", *also} <= set(names)
-    runs = " ".join(IMAGES.stages["requirements"].all("RUN"))
-    assert f"pyproject.toml {' '.join(extras)} >" in runs
+RUNS = " ".join(IMAGES.stages["toolchain"].all("RUN"))
+
+
+@pytest.mark.parametrize("image", sbom_docs.EXTRAS)
+def test_requirements_are_the_projects(image):
+    """Those of SBOMs in the documentation, too."""
+    extras = sbom_docs.EXTRAS[image]
+    assert f"requirements.py {' '.join(extras)} > {image.removeprefix('loadout-')}.txt" in RUNS
+    command = [sys.executable, ROOT / "tools/requirements.py", *extras]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    names = {re.split(r"[\[<>=]", line)[0] for line in done.stdout.splitlines()}
+    assert {"torch", "grpcio", "psycopg", "opentelemetry-sdk"} <= names
+    assert ("triton" in names) == ("gpu" in extras)
+
+
+def test_every_installation_checks_hashes():
+    """But that of our own wheel, which has just been built, without what it depends on."""
+    hashed = "--require-hashes --constraint constraints.txt"
+    assert IMAGES.environment("sbom")["HASHED"] == hashed
+    installed = [
+        command.strip()
+        for stage in IMAGES.stages.values()
+        for run in stage.all("RUN")
+        for command in run.split("&&")
+        if "pip install" in command
+    ]
+    assert len(installed) == 8
+    for command in installed:
+        assert (
+            "${HASHED}" in command
+            or "--require-hashes --requirement pip.txt" in command
+            or re.search(r"--no-deps /opt/wheels/loadout-\*\.whl$", command)
+        ), command
+    assert "pip wheel --no-deps --no-build-isolation" in " ".join(IMAGES.stages["wheel"].all("RUN"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_sbom_is_of_all_that_is_installed(target):
+    """Every report of pip's lies where the SBOM's stage takes them from."""
+    installed = " ".join(IMAGES.stages[f"installed-{target}"].all("RUN"))
+    assert installed.count("pip install") == len(re.findall(r"--report \w+\.json", installed))
+    stage = IMAGES.stages[f"sbom-{target}"]
+    assert stage.copies == [(f"installed-{target}", ["/build/*.json"], "./")]
+    assert f"sbom.py loadout-{target} --report *.json" in stage.last("RUN")
+
+
+def test_no_program_changes_its_user_and_none_installs():
+    run = IMAGES.stages["runtime"].last("RUN")
+    assert "find / -xdev -type f -perm /6000 -exec chmod a-s {} +" in run
+    assert "ensurepip" in run
 
 
 def test_tritons_modules_are_copied_to_where_it_may_write(tmp_path):
@@ -181,7 +222,7 @@ def test_make_builds_what_is_pinned():
     assert [line.partition("--target ")[2].split()[0] for line in commands] == list(TARGETS)
     tag = PYPROJECT["project"]["version"]
     for target, command in zip(TARGETS, commands, strict=True):
-        for name in (*IMAGES.arguments, "CPU_TORCH_INDEX", "CUDA_TRITON"):
+        for name in (*IMAGES.arguments, "CPU_TORCH_INDEX"):
             assert f"--build-arg {name}={versions()[name]}" in command
         assert f"--tag loadout-{target}:{tag} ." in command
 

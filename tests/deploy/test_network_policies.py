@@ -1,31 +1,49 @@
-"""Who reaches whom: nobody, but for what is needed."""
+"""Who reaches whom: nobody, but for the connections that services make."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 import pytest
 
-from tests.deploy.manifests import Labels, Manifests, Object, Workload
+from tests.deploy.manifests import Manifests, Object, Workload
+from tests.deploy.policies import ELSEWHERE, Peer, is_open, lets_through, may_enter, visitors
 from tests.deploy.test_references import matches
 
-
-def rules(manifests: Manifests, workload: Workload, direction: str) -> Iterator[Object]:
-    """The rules, all policies together, for a pod. `direction` is ingress or egress."""
-    for policy in manifests.of_kind("NetworkPolicy"):
-        spec = policy["spec"]
-        is_for_it = matches(spec["podSelector"], workload.labels)
-        if is_for_it and direction.capitalize() in spec["policyTypes"]:
-            yield from spec.get(direction, [])
+DNS, HTTPS, POSTGRES, OTLP = 53, 443, 5432, 4317
+OUTSIDE_PORTS = (22, 25, DNS, 80, HTTPS, OTLP, POSTGRES, 6443, 7070, 7080, 10250)
 
 
-def allows(rule: Object, peer: str, labels: Labels, port: str | int) -> bool:
-    """Whether a rule lets pods of this namespace with such labels through. `peer`: from or to."""
-    if port not in [each["port"] for each in rule["ports"]]:
-        return False
-    selectors = [each["podSelector"] for each in rule.get(peer, []) if "podSelector" in each]
-    return peer not in rule or any(matches(each, labels) for each in selectors)
+def policies(manifests: Manifests) -> list[Object]:
+    return manifests.of_kind("NetworkPolicy")
+
+
+def connections(workload: Workload) -> Iterator[tuple[str, int, str]]:
+    """What a pod opens by its configuration: the Service, or "" for what is outside, with port and
+    protocol. Names must be resolved first."""
+    settings = workload.environment
+    yield from (("", DNS, "UDP"), ("", DNS, "TCP"))
+    if store := settings.get("LOADOUT_INFERENCE_STORE"):
+        host, _, port = store.partition(":")
+        yield host, int(port), "TCP"
+    for name in ("LOADOUT_STORE_OTLP_ENDPOINT", "LOADOUT_INFERENCE_OTLP_ENDPOINT"):
+        if name in settings:
+            yield "", urlsplit(settings[name]).port or 0, "TCP"
+    if "LOADOUT_STORE_CATALOG_DSN" in workload.secret_variables:
+        yield "", POSTGRES, "TCP"
+    # S3 and the hub: sources and shared images of a store, the models of an init container.
+    if workload.module == "adapter_store" or workload.init_containers:
+        yield "", HTTPS, "TCP"
+
+
+def reached(manifests: Manifests, host: str) -> list[Peer]:
+    """The pods of a Service of the cluster, or a machine outside."""
+    if not host:
+        return [ELSEWHERE]
+    selector = manifests.named("Service", host)["spec"]["selector"]
+    return [Peer.of(each) for each in manifests.workloads_with(selector)]
 
 
 def test_every_pod_is_closed_by_default(manifests):
@@ -37,66 +55,45 @@ def test_every_pod_is_closed_by_default(manifests):
 
 
 def test_every_policy_is_for_somebody(manifests):
-    for policy in manifests.of_kind("NetworkPolicy"):
+    for policy in policies(manifests):
         selector = policy["spec"]["podSelector"]
         assert any(matches(selector, each.labels) for each in manifests.workloads)
 
 
-def test_named_ports_are_the_pods(manifests):
-    for workload in manifests.workloads:
-        for rule in rules(manifests, workload, "ingress"):
-            assert all(each["port"] in workload.ports for each in rule["ports"])
+def test_a_service_makes_its_connections(workload):
+    manifests = workload.manifests
+    for host, port, protocol in connections(workload):
+        found = reached(manifests, host)
+        assert found, f"it connects to {host}, which nobody is"
+        for peer in found:
+            allowed = lets_through(policies(manifests), Peer.of(workload), peer, port, protocol)
+            assert allowed, f"it does not reach {peer.name}:{port}"
 
 
-def test_inference_reaches_the_store_and_nobody_else_does_unasked(manifests):
-    services = [each for each in manifests.workloads if each.module == "inference_svc"]
-    stores = [each for each in manifests.workloads if each.module == "adapter_store"]
-    assert services
-    assert stores
-    for inference, store in itertools.product(services, stores):
-        out = list(rules(manifests, inference, "egress"))
-        assert any(allows(rule, "to", store.labels, store.ports["grpc"]) for rule in out)
-        into = list(rules(manifests, store, "ingress"))
-        assert any(allows(rule, "from", inference.labels, "grpc") for rule in into)
-        assert not any(allows(rule, "from", {"app": "stranger"}, "grpc") for rule in into)
+def test_a_service_makes_no_others(workload):
+    """Out of the cluster, and to other pods of ours."""
+    manifests, own = workload.manifests, Peer.of(workload)
+    wanted = {(port, protocol) for host, port, protocol in connections(workload) if not host}
+    for protocol, port in itertools.product(("TCP", "UDP"), OUTSIDE_PORTS):
+        allowed = lets_through(policies(manifests), own, ELSEWHERE, port, protocol)
+        assert allowed == ((port, protocol) in wanted), (port, protocol)
+    for other in manifests.workloads:
+        for name, port in other.ports.items():
+            allowed = lets_through(policies(manifests), own, Peer.of(other), port)
+            # A policy is for all stores alike, though a server asks those of one Service.
+            is_asked = other.module == "adapter_store" and name == "grpc"
+            assert allowed == (is_asked and workload.module == "inference_svc"), (other.name, name)
 
 
-@pytest.mark.parametrize(
-    ("module", "label"),
-    [
-        ("adapter_store", "loadout/adapter-store-client"),
-        ("inference_svc", "loadout/inference-client"),
-    ],
-)
-def test_clients_are_let_in_by_label(manifests, module, label):
-    for workload in [each for each in manifests.workloads if each.module == module]:
-        into = list(rules(manifests, workload, "ingress"))
-        assert any(allows(rule, "from", {label: "true"}, "grpc") for rule in into)
-        assert not any(allows(rule, "from", {label: "true"}, "metrics") for rule in into)
+def test_others_enter_by_label_and_prometheus_by_namespace(workload):
+    own = Peer.of(workload)
+    for kind, visitor in {**visitors(own.namespace), "elsewhere": ELSEWHERE}.items():
+        for name, port in own.ports.items():
+            allowed = lets_through(policies(workload.manifests), visitor, own, port)
+            assert allowed == may_enter(kind, workload.module, name), (kind, name)
 
 
-def test_everybody_resolves_names_and_is_scraped(manifests):
-    for workload in manifests.workloads:
-        out = list(rules(manifests, workload, "egress"))
-        assert any(allows(rule, "to", {}, 53) for rule in out)
-        scraped = [
-            peer["namespaceSelector"]["matchLabels"]
-            for rule in rules(manifests, workload, "ingress")
-            for peer in rule["from"]
-            if "metrics" in [each["port"] for each in rule["ports"]]
-        ]
-        assert scraped == [{"kubernetes.io/metadata.name": "monitoring"}]
-
-
-def test_a_store_with_a_catalog_elsewhere_reaches_it(workload):
-    if "LOADOUT_STORE_CATALOG_DSN" in workload.secret_variables:
-        out = list(rules(workload.manifests, workload, "egress"))
-        assert any(allows(rule, "to", {}, 5432) for rule in out)
-        assert any(allows(rule, "to", {}, 443) for rule in out), "S3"
-
-
-def test_inference_reaches_the_hub_only_where_it_downloads(workload):
-    if workload.module == "inference_svc":
-        out = list(rules(workload.manifests, workload, "egress"))
-        reaches = any(allows(rule, "to", {}, 443) for rule in out)
-        assert reaches == bool(workload.init_containers)
+@pytest.mark.parametrize("direction", ["ingress", "egress"])
+def test_a_pod_that_no_policy_selects_is_open(direction):
+    """So that what Kubernetes leaves open does not look closed here."""
+    assert is_open([], direction, Peer("a", "x"), ELSEWHERE, 1)

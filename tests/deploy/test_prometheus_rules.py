@@ -149,7 +149,7 @@ def test_an_alert_says_what_is_needed(alert: Rule):
     assert f"{{{{ $labels.{whose} }}}}" in annotations["summary"]
     assert f"{{{{ $labels.{whose} }}}}" in annotations["description"]
     # What counts events of the last minutes fires at once; what goes up and down waits.
-    looks_back = re.search(r"\b(increase|changes)\(.*\[(15|30)m\]\)", alert["expr"])
+    looks_back = re.search(r"\b(increase|changes|max_over_time)\(.*\[(15|30)m\]\)", alert["expr"])
     assert not re.search(r"\b(job|namespace|cluster)\s*[=!]", alert["expr"]), (
         "they are the reader's"
     )

@@ -1,9 +1,10 @@
-"""docs/api.md is what the protos and the code say, and the protos say something of everything."""
+"""The API pages follow the protos and the code, and the protos describe every declaration."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +12,11 @@ from loadout._rpc import calls
 from tests.adapter_store.service import access_calls as of_store
 from tests.servicekit.error_kinds import kinds_of
 from tests.system import test_access_table as of_inference
-from tools.api_docs import PATH, compile_protos, render
+from tools.api_docs import PATH, PROTOCOL_PATH, compile_protos, render
 from tools.api_facts import SERVICES, Service, exact_reasons, meanings, roles_of
 from tools.proto_comments import Comments, declarations
 
+PAGES = (PATH, PROTOCOL_PATH)
 ASKED = {"Adapter store": of_store.ALLOWED, "Inference service": of_inference.ALLOWED}
 """Who may, as tests ask the real services."""
 
@@ -28,8 +30,19 @@ def files():
     return compile_protos()
 
 
-def test_the_page_is_up_to_date() -> None:
-    assert PATH.read_text() == render(), "run `make docs`"
+def test_the_pages_are_up_to_date() -> None:
+    assert {path: path.read_text() for path in PAGES} == render(), "run `make docs`"
+
+
+def test_each_declaration_is_on_one_page(files) -> None:
+    headings = [each for path in PAGES for each in headings_of(path.read_text())]
+    for file in files.values():
+        [service] = file.service
+        prefix = file.package.removeprefix("loadout.")
+        types = {m.name for m in (*file.message_type, *file.enum_type)}
+        inline = {f"{m.name}{side}" for m in service.method for side in ("Request", "Response")}
+        for name in {m.name for m in service.method} | types - inline:
+            assert headings.count(f"{prefix}.{name}") == 1, name
 
 
 @pytest.mark.parametrize("service", SERVICES, ids=title)
@@ -71,17 +84,28 @@ def test_what_may_be_repeated_is_what_the_client_does() -> None:
 
 
 def test_exact_reasons_are_found() -> None:
-    [store, inference] = (exact_reasons(service.folder) for service in SERVICES)
-    assert {"DISK_FULL", "DIGEST_MISMATCH", "SHAPE_MISMATCH", "RANK_TOO_LARGE"} <= set(store)
+    store, inference = map(exact_reasons, SERVICES)
+    assert {"DIGEST_MISMATCH", "SHAPE_MISMATCH", "RANK_TOO_LARGE", "TOKEN_TWICE"} <= set(store)
     assert inference == []
 
 
-def test_every_link_leads_somewhere() -> None:
-    page = PATH.read_text()
-    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
-    anchors = Counter(re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings)
-    assert set(anchors.values()) == {1}
-    linked = set(re.findall(r"\]\(#([^)]+)\)", page))
-    assert linked
-    assert linked <= set(anchors)
-    assert all((PATH.parent / path).exists() for path in re.findall(r"\]\((?!#)([^)]+)\)", page))
+def headings_of(page: str) -> list[str]:
+    return re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+
+
+def anchors_of(page: str) -> Counter[str]:
+    return Counter(
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings_of(page)
+    )
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_every_link_leads_somewhere(path: Path) -> None:
+    page = path.read_text()
+    assert set(anchors_of(page).values()) == {1}
+    links = set(re.findall(r"\]\(([^)#]*)#([^)]+)\)", page))
+    assert any(name == "" for name, _ in links)
+    for name, anchor in links:
+        target = path.parent / name if name else path
+        assert anchor in anchors_of(target.read_text()), f"{name}#{anchor}"
+    assert all((path.parent / each).exists() for each in re.findall(r"\]\(([^)#]+)\)", page))

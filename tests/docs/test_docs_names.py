@@ -37,9 +37,10 @@ ELSEWHERE = {
     # Of programs that are not ours: kubectl, PostgreSQL's, docker, Envoy, pip.
     "--from-file", "--previous", "--format", "--file", "--exit-on-error", "--single-transaction",
     "--no-owner", "--dbname", "--env-file", "--build", "--config-yaml",
-    "--index-url", "--constraint", "--no-deps", "--upgrade",
+    "--index-url", "--constraint", "--no-deps", "--upgrade", "--require-hashes", "--requirement",
+    "--no-require-hashes", "--rm",
     # Of modules that are run with `python -m`; their own --help names them.
-    "--device-memory", "--rank", "--systems", "--help", "--cert", "--key", "--pid",
+    "--device-memory", "--rank", "--systems", "--help", "--help-all", "--cert", "--key", "--pid",
 }  # fmt: skip
 
 
@@ -72,7 +73,8 @@ def flags() -> set[str]:
 def variables() -> set[str]:
     """Returns the variables of the settings, and those that commands read."""
     names = {setting.variable for setting in settings()}
-    sources = [*(ROOT / "loadout").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
+    folders = [ROOT / name for name in ("loadout", "kernels", "inference_svc")]
+    sources = [path for folder in folders for path in folder.rglob("*.py")]
     quoted = re.compile(r"\"(LOADOUT_[A-Z_]+)\"")
     return names.union(*(quoted.findall(path.read_text()) for path in sources))
 

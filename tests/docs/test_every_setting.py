@@ -34,6 +34,7 @@ VALUES = {
     "DIR,...": "/one,/other",
     "NAME,...": "one,other",
     "KEY,...": "one,other",
+    "HOST,...": "one.test,other.test",
     "s3://BUCKET[/PREFIX]": "s3://bucket/prefix",
     "DSN": "postgresql+psycopg://loadout@host/name",
     "URL": "http://127.0.0.1:4317",
@@ -58,10 +59,14 @@ def value_of(setting: Setting) -> str:
     return str(MODEL) if setting.name == "model" else VALUES[setting.metavar]
 
 
-def values_of(service: Service) -> dict[str, str]:
-    """Returns a value for every setting but `config`, by which the others are given."""
-    found = {setting.name: setting for setting in describe(service)}
-    return {name: value_of(each) for name, each in found.items() if name != "config"}
+def values_of(service: Service, *, with_flag: bool) -> dict[str, str]:
+    """Returns a value for every setting but `config`, by which the others are given; only for
+    settings that have a flag, if `with_flag`."""
+    return {
+        setting.name: value_of(setting)
+        for setting in describe(service)
+        if setting.name != "config" and (setting.has_flag or not with_flag)
+    }
 
 
 def shown(value: Any) -> str:
@@ -132,8 +137,11 @@ def by_up(service: Service, flags: list[str], folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "service", [StoreSettings, InferenceSettings], ids=lambda service: service.module
 )
-def test_every_setting_counts(service: Service, give: Give, tmp_path: Path) -> None:
-    values = values_of(service)
+def test_every_setting_counts(
+    service: Service, give: Give, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    way = request.node.callspec.params["give"]
+    values = values_of(service, with_flag=way == "flag")
     flags = give(service, values)
     loaded = load_settings(service, flags)
     assert {name: shown(getattr(loaded, name)) for name in values} == values

@@ -32,7 +32,7 @@ def lines() -> dict[str, list[str]]:
 def all_tests() -> set[str]:
     found: set[str] = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
-        found.update(re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE))
+        found.update(re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE))
     return found
 
 
@@ -50,11 +50,21 @@ def test_every_line_names_its_bound_and_a_test() -> None:
 
 
 def test_every_place_of_the_store_names_its_bound_and_tests() -> None:
-    places, tests = rows("## What holds what in the store"), all_tests()
+    places, tests = rows("## Limits in the store"), all_tests()
     assert len(places) > 10
     for row in places:
         assert len(row) == 6, row[0]
         assert all(row), row[0]
+        named = re.findall(r"`(\w+)`", row[-1])
+        assert named, row[0]
+        assert tests.issuperset(named), row[0]
+
+
+def test_everything_that_a_folder_may_have_names_tests() -> None:
+    things, tests = rows("## Folders that somebody sends you"), all_tests()
+    assert len(things) > 5
+    for row in things:
+        assert len(row) == 3, row[0]
         named = re.findall(r"`(\w+)`", row[-1])
         assert named, row[0]
         assert tests.issuperset(named), row[0]

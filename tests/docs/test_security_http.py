@@ -12,7 +12,7 @@ from starlette.routing import Route
 from inference_svc.api.http.app import make_app
 
 ROOT = Path(__file__).parents[2]
-HEADING = "## What the HTTP API holds"
+HEADING = "## Limits in the HTTP API"
 
 
 def rows() -> list[list[str]]:

@@ -177,6 +177,7 @@ class FakeEngine:
     layout_ids: list[str] = field(default_factory=list)
     resident: dict[str, ResidentAdapter] = field(default_factory=dict)
     num_resets: int = 0
+    num_dumps: int = 0
 
     def __post_init__(self) -> None:
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -211,6 +212,9 @@ class FakeEngine:
         if self._thread.is_alive():
             self.send(Stop())
             self._thread.join()
+
+    def dump_stacks(self) -> None:
+        self.num_dumps += 1
 
     def _serve(self) -> None:
         stopping = False

@@ -27,18 +27,23 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 MAX_MODEL_LEN = 64
 
+SLOW_S = 2.0
+
 
 def digest_of(name: str) -> str:
     return "sha256:" + name.encode().hex().rjust(64, "0")
 
 
 class NameStore(store_pb_grpc.AdapterStoreServiceServicer):
-    """Every name is registered, at version 1, with a digest made of it; "gone" is not."""
+    """Every name is registered, at version 1, with a digest made of it; "gone" is not, and the
+    answer for "slow" takes SLOW_S."""
 
     async def GetAdapter(self, request: Any, context: Any) -> Any:  # noqa: N802
         name = request.ref.partition("@")[0].removeprefix("default/")
         if name == "gone":
             await context.abort(grpc.StatusCode.NOT_FOUND, "no adapter default/gone")
+        if name == "slow":
+            await asyncio.sleep(SLOW_S)
         adapter = store_pb.Adapter(
             name=f"default/{name}",
             version=1,
@@ -58,6 +63,7 @@ class NameStore(store_pb_grpc.AdapterStoreServiceServicer):
             revision=3,
             base_model_reason="the only one",
             ignored_config_keys=["note", "other"],
+            warnings=["q_proj: too large"],
         )
 
     async def RegisterLayout(self, request: Any, context: Any) -> Any:  # noqa: N802

@@ -7,7 +7,7 @@ import pytest
 
 from inference_svc.api.load_report import REFUSED_HEADER
 from inference_svc.app import SERVICE
-from inference_svc.errors import EngineFailed
+from inference_svc.errors import DeviceFault, EngineFailed
 from inference_svc.frontend import watchdog
 from loadout._rpc.status import read_details
 from loadout.inference.v1 import inference_pb2 as pb
@@ -71,6 +71,7 @@ def test_an_engine_that_hangs_is_not_serving_until_it_answers(serve, monkeypatch
         running.engine.stuck.set()
         await becomes(running, NOT_SERVING)
         monkeypatch.setattr(watchdog, "HANG_SECONDS", 30.0)
+        assert running.engine.num_dumps == 1, "the log says where it hangs"
         running.engine.stuck.clear()
         await becomes(running, SERVING)
         assert await running.generate()
@@ -78,6 +79,54 @@ def test_an_engine_that_hangs_is_not_serving_until_it_answers(serve, monkeypatch
         await ended
 
     serve(body)
+
+
+def test_an_engine_that_hangs_for_too_long_is_given_up(serve, monkeypatch) -> None:
+    monkeypatch.setattr(watchdog, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "CONFIRM_SECONDS", 0.1)
+
+    async def body(running: Running) -> None:
+        running.engine.hold.set()
+        call = asyncio.create_task(running.generate())
+        await until_async(lambda: running.engine.num_running == 1)
+        running.engine.stuck.set()
+        with pytest.raises(EngineFailed, match=r"not answered for 0\.2 s") as failed:
+            await running.server.run(running.stop)
+        assert failed.value.fault is DeviceFault.HUNG
+        assert "nvidia-smi" in failed.value.for_operator
+        error = await error_of(call)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert read_details(error.trailing_metadata()).reason == "ENGINE_FAILED"
+        assert "nvidia-smi" not in error.details()
+        assert await running.health_of() == NOT_SERVING
+        late = await error_of(running.generate())
+        assert dict(late.trailing_metadata())[REFUSED_HEADER] == "DRAINING", "for a proxy"
+        lines = (await asyncio.to_thread(running.scrape)).splitlines()
+        faults = {line for line in lines if line.startswith("loadout_inference_device_faults_t")}
+        assert 'loadout_inference_device_faults_total{kind="hung"} 1.0' in faults
+        assert len(faults) == len(DeviceFault), "the others are 0"
+
+    serve(body, step_timeout_seconds=0.2)
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 60.0])
+def test_an_engine_that_is_slow_is_not_given_up(serve, monkeypatch, timeout_s: float) -> None:
+    monkeypatch.setattr(watchdog, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "HANG_SECONDS", 0.05)
+    monkeypatch.setattr(watchdog, "CONFIRM_SECONDS", 0.05)
+
+    async def body(running: Running) -> None:
+        ended = asyncio.create_task(running.server.run(running.stop))
+        running.engine.stuck.set()
+        # As long as it would take to be given up with a timeout that is too short.
+        await until_async(lambda: running.engine.num_dumps > 0)
+        assert not (await asyncio.wait([ended], timeout=0.3))[0]
+        running.engine.stuck.clear()
+        assert await running.generate()
+        running.stop.set()
+        await ended
+
+    serve(body, step_timeout_seconds=timeout_s)
 
 
 def test_drain_finishes_what_runs_and_refuses_what_comes(serve) -> None:
@@ -185,3 +234,26 @@ def test_a_failed_engine_answers_all_and_ends_the_server(serve) -> None:
         assert dict(error.trailing_metadata())[REFUSED_HEADER] == "DRAINING", "for a proxy"
 
     serve(body)
+
+
+def test_a_failed_engine_refuses_what_is_still_being_resolved(serve) -> None:
+    """It has not reached the engine: its caller is told that another server may answer it."""
+
+    async def body(running: Running) -> None:
+        calls = [asyncio.create_task(running.generate(adapter="slow")) for _ in range(3)]
+        held = asyncio.create_task(running.generate())
+        running.engine.hold.set()
+        await until_async(lambda: running.engine.num_running == 1)
+        ended = asyncio.create_task(running.server.run(running.stop))
+        await asyncio.sleep(0)
+        running.engine.fail.set()
+        with pytest.raises(EngineFailed):
+            await ended
+        await running.server.close()
+        for call in calls:
+            error = await error_of(call)
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+            assert read_details(error.trailing_metadata()).reason == "DRAINING"
+        assert (await error_of(held)).code() is grpc.StatusCode.UNAVAILABLE
+
+    serve(body, store=True)

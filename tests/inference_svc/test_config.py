@@ -179,7 +179,6 @@ def test_dtype_that_is_not_computed(model: Path) -> None:
         (["--kv-memory", "1KiB"], CPU, "holds 0 tokens"),
         (["--max-model-len", "512", "--kv-memory", "1MiB"], GPU, "holds 496 tokens"),
         (["--kv-memory", "1KiB"], GPU, "holds 0 tokens"),
-        (["--host-memory-limit", "1GiB"], CPU, "--host-memory-limit: on a CPU"),
     ],
 )
 def test_impossible_settings(model: Path, args: list[str], machine: Machine, message: str) -> None:
@@ -187,17 +186,25 @@ def test_impossible_settings(model: Path, args: list[str], machine: Machine, mes
         resolve(parse(model, *args), machine, MODEL, fit)
 
 
-def test_adapters_of_experts_have_space_for_one_of_all_experts(model: Path) -> None:
+def test_a_limit_of_the_hosts_memory_is_for_a_gpu(model: Path, monkeypatch) -> None:
+    monkeypatch.setenv("LOADOUT_INFERENCE_HOST_MEMORY_LIMIT", "1GiB")
+    with pytest.raises(InvalidSetting, match=r"^host-memory-limit: on a CPU"):
+        resolve(parse(model), CPU, MODEL, fit)
+
+
+def test_adapters_of_experts_have_space_for_one_of_all_experts(model: Path, monkeypatch) -> None:
     """Up to a quarter of what the machine has left, or may use."""
     facts = dataclasses.replace(MODEL, expert_elements_per_rank=MIB)
     largest = 8 * MIB * 2  # of rank 8, in bf16
 
-    for machine, args, expected in (
-        (CPU, (), largest),
-        (Machine(False, host_free_bytes=32 * MIB), (), 8 * MIB),
-        (CPU, ("--memory-limit", "40MiB"), 10 * MIB),
+    for machine, limit, expected in (
+        (CPU, "", largest),
+        (Machine(False, host_free_bytes=32 * MIB), "", 8 * MIB),
+        (CPU, "40MiB", 10 * MIB),
     ):
-        settings = parse(model, "--device", "cpu", "--max-rank", "8", *args)
+        if limit:
+            monkeypatch.setenv("LOADOUT_INFERENCE_MEMORY_LIMIT", limit)
+        settings = parse(model, "--device", "cpu", "--max-rank", "8")
         found = resolve(settings, machine, facts).adapter_memory
         assert found == 256 * MIB + expected
     given = parse(model, "--device", "cpu", "--adapter-memory", "1MiB")

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -279,7 +280,8 @@ def test_an_engine_that_is_killed_while_it_loads_ends_the_start_in_one_line(mode
 
 def test_a_memory_limit_that_does_not_suffice_shows_the_arithmetic(model: Path) -> None:
     done = subprocess.run(
-        command(model, "--memory-limit", "600MiB"),
+        command(model),
+        env={**os.environ, "LOADOUT_INFERENCE_MEMORY_LIMIT": "600MiB"},
         capture_output=True,
         text=True,
         check=False,

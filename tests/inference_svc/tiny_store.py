@@ -77,6 +77,7 @@ class TinyStore(pb_grpc.AdapterStoreServiceServicer):
             revision=self.revision,
             base_model_reason="the only one",
             ignored_config_keys=["note"],
+            warnings=["q_proj: too large"],
         )
 
     async def GetStoreStatus(self, request: Any, context: Any) -> Any:  # noqa: N802

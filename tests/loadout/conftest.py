@@ -194,8 +194,9 @@ def adapter_folder(tmp_path: Path) -> Path:
     folder = tmp_path / "adapter"
     folder.mkdir()
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    weights = bytes(range(256)) * (2 * 2048 + 1024)
-    (folder / "adapter_model.safetensors").write_bytes(weights)
+    header = (2).to_bytes(8, "little") + b"{}"
+    weights = header + bytes(range(256)) * (2 * 2048 + 1024)
+    (folder / "adapter_model.safetensors").write_bytes(weights[: -len(header)])
     (folder / "README.md").write_text("not part of the adapter")
     return folder
 

@@ -33,5 +33,5 @@ def test_names_with_colons():
 
 
 def test_nobody_there():
-    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1: Connection refused; is it a "):
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1: Connection refused; is it the "):
         scrape("127.0.0.1:1")

@@ -237,7 +237,7 @@ def test_a_command_does_not_send_the_token_in_the_clear(run, monkeypatch):
     code, out, err = run("adapters", "--store", "loadout.example:7070")
     assert (code, out) == (1, "")
     assert err == (
-        "loadout: store: loadout.example:7070 would be sent the token without TLS: use TLS, or "
+        "loadout: store: the token would go to loadout.example:7070 without TLS: use TLS, or "
         "allow_insecure_token\n"
     )
 

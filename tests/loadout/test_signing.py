@@ -102,7 +102,7 @@ def test_keygen_prints_the_tenants_of_the_key(tmp_path, capfd) -> None:
 def test_a_place_is_not_signed(tmp_path, capfd) -> None:
     SigningKey.create(tmp_path / "k.pem")
     assert main(["sign", "s3://bucket/french", "--key", str(tmp_path / "k.pem")]) == 1
-    error = "loadout: s3://bucket/french: signing needs a local folder, or the digest of one: "
+    error = "loadout: s3://bucket/french: signing needs a local folder or its digest: "
     assert capfd.readouterr().err.startswith(error)
 
 

@@ -88,5 +88,7 @@ def test_without_any_the_last_is_named(replicas: Replicas) -> None:
 
 
 def test_each_address_is_checked(replicas: Replicas) -> None:
-    with pytest.raises(errors.InvalidArgument, match=r"store: 192\.0\.2\.1:1 would be sent"):
+    with pytest.raises(
+        errors.InvalidArgument, match=r"store: the token would go to 192\.0\.2\.1:1"
+    ):
         Client(store=[*replicas.addresses, "192.0.2.1:1"], token="t")

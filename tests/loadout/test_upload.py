@@ -7,16 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from contract.adapter_files import MAX_CONFIG_BYTES, MAX_FILES, MAX_HEADER_BYTES, TEXT_FILES
+from contract.folders import FileChanged, FileMissing, LinkFound
 from loadout import upload as upload_module
 from loadout.errors import InvalidArgument
 from loadout.upload import (
     CHUNK_BYTES,
     Upload,
-    file_chunks,
     find_adapters,
     is_uri,
     open_folder,
 )
+from tests.support.hub_cache import linked
+
+WEIGHTS = (2).to_bytes(8, "little") + b"{}"
 
 
 def upload(folder, progress=None, if_current_digest=""):
@@ -62,20 +66,21 @@ def test_shards_and_index(adapter_folder):
     (adapter_folder / "adapter_model.safetensors").unlink()
     shards = [f"adapter_model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     for name in [*shards, "adapter_model.safetensors.index.json", "adapter_model.bin"]:
-        (adapter_folder / name).write_bytes(b"x")
-    names = [name for name, _ in open_folder(adapter_folder).sizes]
+        (adapter_folder / name).write_bytes(WEIGHTS)
+    names = list(open_folder(adapter_folder).files)
     assert names == ["adapter_config.json", *shards, "adapter_model.safetensors.index.json"]
 
 
-def test_empty_file_still_arrives(tmp_path):
-    (tmp_path / "empty").touch()
-    chunks = [each.chunk for each in file_chunks(tmp_path / "empty")]
-    assert [(chunk.file_name, chunk.offset, chunk.data) for chunk in chunks] == [("empty", 0, b"")]
+def test_empty_file_still_arrives(adapter_folder):
+    (adapter_folder / "adapter_config.json").write_bytes(b"")
+    assert next(open_folder(adapter_folder).pieces()) == ("adapter_config.json", 0, b"")
 
 
-def test_exact_multiple_of_a_chunk_has_no_empty_tail(tmp_path):
-    (tmp_path / "f").write_bytes(bytes(2 * CHUNK_BYTES))
-    assert [len(each.chunk.data) for each in file_chunks(tmp_path / "f")] == [CHUNK_BYTES] * 2
+def test_exact_multiple_of_a_chunk_has_no_empty_tail(adapter_folder):
+    weights = WEIGHTS.ljust(2 * CHUNK_BYTES)
+    (adapter_folder / "adapter_model.safetensors").write_bytes(weights)
+    sizes = [len(data) for _, _, data in open_folder(adapter_folder).pieces()]
+    assert sizes[1:] == [CHUNK_BYTES] * 2
 
 
 def test_sent_again_from_the_beginning(adapter_folder):
@@ -88,12 +93,113 @@ def test_conditional_upload_is_not_repeatable(adapter_folder):
     assert not upload(adapter_folder, if_current_digest="sha256:00").repeatable
 
 
-def test_unreadable_file_is_remembered(adapter_folder):
+def gone(path):
+    path.unlink()
+
+
+def link(path):
+    path.unlink()
+    path.symlink_to("/etc/hostname")
+
+
+def another(path):
+    path.rename(path.with_name("before"))
+    path.write_bytes(path.with_name("before").read_bytes())
+
+
+def longer(path):
+    with path.open("ab") as file:
+        file.write(b"more")
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        (gone, FileMissing, "is missing"),
+        (link, LinkFound, "is a link"),
+        (another, FileChanged, "changed while it was read: try again"),
+        (longer, FileChanged, "changed while it was read: try again"),
+    ],
+)
+def test_a_file_that_is_not_what_it_was_is_not_sent(adapter_folder, change, kind, words):
+    weights = "adapter_model.safetensors"
     broken = upload(adapter_folder)
-    (adapter_folder / "adapter_model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError):
-        list(broken.messages())
-    assert isinstance(broken.failure, FileNotFoundError)
+    change(adapter_folder / weights)
+    sent = []
+    with pytest.raises(kind, match=f"{weights} {words}") as caught:
+        sent.extend(broken.messages())
+    assert broken.failure is caught.value
+    assert {each.chunk.file_name for each in sent[1:]} == {"adapter_config.json"}
+
+
+def test_a_file_that_grows_while_it_is_sent_ends(adapter_folder):
+    weights = adapter_folder / "adapter_model.safetensors"
+    growing = upload(adapter_folder, lambda sent, total: sent > CHUNK_BYTES and longer(weights))
+    size, sent = weights.stat().st_size, 0
+    with pytest.raises(FileChanged, match="changed while it was read"):  # noqa: PT012
+        for each in growing.messages():
+            sent += len(each.chunk.data)
+    assert sent == size + (adapter_folder / "adapter_config.json").stat().st_size
+
+
+def test_links_of_a_hubs_cache_are_sent_as_what_they_stand_for(adapter_folder, tmp_path):
+    expected = list(upload(adapter_folder).messages())
+    assert list(upload(linked(adapter_folder, tmp_path / "cache")).messages()) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "words"),
+    [
+        ("chat_template.jinja", lambda path: path.symlink_to("/etc/hostname"), "is a link"),
+        ("tokenizer.json", os.mkfifo, "is a pipe"),
+        ("special_tokens_map.json", Path.mkdir, "is a folder"),
+        (
+            "adapter_model-00001-of-00002.safetensors",
+            lambda path: path.write_bytes(WEIGHTS[:-1]),
+            "does not begin like a .safetensors file of this size",
+        ),
+        ("adapter_model.safetensors.\n", Path.touch, "has a name that the store does not accept"),
+        (
+            "adapter_model-00001-of-00001.safetensors",
+            lambda path: (path.write_bytes(WEIGHTS), os.truncate(path, 1 << 40)),
+            "has 1099511627776 bytes, more than any adapter has",
+        ),
+    ],
+)
+@pytest.mark.timeout(60)
+def test_a_hostile_file_is_refused_by_name(adapter_folder, name, make, words):
+    make(adapter_folder / name)
+    with pytest.raises(InvalidArgument) as caught:
+        open_folder(adapter_folder)
+    path = str(adapter_folder / name)
+    shown = path if path.isprintable() else ascii(path)
+    assert caught.value.message.startswith(f"{shown} ")
+    assert words in caught.value.message
+    assert caught.value.subject == shown
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        ("adapter_config.json", MAX_CONFIG_BYTES),
+        ("adapter_model.safetensors.index.json", MAX_HEADER_BYTES),
+        *TEXT_FILES.items(),
+    ],
+)
+def test_small_files_have_limits(adapter_folder, name, limit):
+    (adapter_folder / name).touch()
+    os.truncate(adapter_folder / name, limit)
+    assert name in open_folder(adapter_folder).files
+    os.truncate(adapter_folder / name, limit + 1)
+    with pytest.raises(InvalidArgument, match=f"{name} has more than {limit} bytes"):
+        open_folder(adapter_folder)
+
+
+def test_an_adapter_has_so_many_files(adapter_folder):
+    for number in range(MAX_FILES - 1):  # the config is one
+        (adapter_folder / f"adapter_model-{number:05}-of-00300.safetensors").write_bytes(WEIGHTS)
+    with pytest.raises(InvalidArgument, match=f"has {MAX_FILES + 1} files of an adapter"):
+        open_folder(adapter_folder)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,10 @@ def kinds_of(module: ModuleType) -> list[type[ServiceError]]:
     return [
         kind
         for _, kind in inspect.getmembers(module, inspect.isclass)
-        if kind.__module__ == module.__name__ and kind is not ServiceError and kind not in AT_START
+        if kind.__module__ == module.__name__
+        and issubclass(kind, ServiceError)
+        and kind is not ServiceError
+        and kind not in AT_START
     ]
 
 

@@ -43,8 +43,8 @@ def test_a_port_in_use(tmp_path: Path, taken: str, name: str) -> None:
         with pytest.raises(OSError) as caught:
             check_ports(each)
         assert str(caught.value) == (
-            f"--{name.replace('_', '-')}: cannot listen on {taken}: it is in use already; stop "
-            "what listens there, or choose another port"
+            f"--{name.replace('_', '-')}: cannot listen on {taken}: it is already in use; stop "
+            "the program that uses it, or choose another port"
         )
 
 
@@ -52,7 +52,7 @@ def test_two_addresses_of_ours_that_are_one(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         free = f"127.0.0.1:{server.getsockname()[1]}"
     for each in settings(tmp_path, listen=free, http=free):
-        with pytest.raises(OSError, match=rf"^--[a-z-]+: {free} is that of --[a-z-]+ too$"):
+        with pytest.raises(OSError, match=rf"^--[a-z-]+: {free} is also the address of --[a-z-]+$"):
             check_ports(each)
 
 

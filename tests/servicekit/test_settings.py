@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from servicekit.errors import InvalidSetting
 from servicekit.settings.describe import describe, duration, help_text, size
 from servicekit.settings.load import load_settings, standard_endpoint, unknown_variables
 from servicekit.settings.service import ServiceSettings
-from servicekit.settings.types import check_endpoint, split_address
+from servicekit.settings.types import Level, check_endpoint, split_address
 
 SERVICES = [StoreSettings, InferenceSettings]
 SWITCHES = {"adapter_store": "compile-ahead", "inference_svc": "prefetch"}
@@ -114,7 +115,7 @@ def test_every_boolean_has_both_flags(service: type[ServiceSettings]) -> None:
     for setting in describe(service):
         is_switch = service.model_fields[setting.name].annotation is bool
         assert setting.is_switch == is_switch
-        assert len(setting.flags) == 1 + is_switch
+        assert len(setting.flags) == (1 + is_switch if setting.has_flag else 0)
 
 
 @pytest.mark.parametrize("level", ["debug", "INFO", "Warning"])
@@ -148,7 +149,7 @@ def test_lists(service: type[ServiceSettings], load: Load, file: Callable[[str],
         ("--listen", "--listen: expected one argument"),
         ("--no-allow-open-access=x", "--no-allow-open-access: ignored explicit argument 'x'"),
         ("--lisen h:1", "--lisen: there is no such flag; did you mean --listen?"),
-        ("--xyzzy", "--xyzzy: there is no such flag; --help shows all"),
+        ("--xyzzy", "--xyzzy: there is no such flag; --help-all lists all"),
         ("--grace 1", "--grace: there is no such flag; "),
         ("word", "word: there is no such flag; "),
         ("--config nowhere.toml", "--config: nowhere.toml cannot be read: No such file"),
@@ -293,6 +294,64 @@ def test_secrets_stay_out_of_errors() -> None:
     assert "s3cr3t" not in str(caught.value)
 
 
+URLS = (
+    "https://us3r:s3cr3t@hub.test",
+    "https://us3r:s3cr3t@hub.test:443",
+    "https://us3r:s3/cr3t@hub.test/path and more",
+    "us3r:s3cr3t@hub.test",
+    "https//us3r:s3cr3t@hub.test",
+    "one,https://us3r:s3cr3t@[hub",
+    "bucket@https://us3r:s3cr3t@hub.test",
+)
+ADDRESSES = ("URL", "BUCKET[/PREFIX],...", "s3://BUCKET[/PREFIX]", "DSN")
+
+
+@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize("place", ["flag", "variable", "file"])
+def test_a_password_of_an_address_is_in_no_error(
+    service: type[ServiceSettings],
+    load: Load,
+    file: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    url: str,
+) -> None:
+    """Whichever setting it is given to: all at once, each of which has a line."""
+    settings = [each for each in describe(service) if each.name not in ("config", "model")]
+    if place == "flag":
+        settings = [each for each in settings if each.has_flag]
+    arguments = [f"{setting.flag}={url}" for setting in settings] if place == "flag" else []
+    for setting in settings if place == "variable" else ():
+        monkeypatch.setenv(setting.variable, url)
+    if place == "file":
+        text = "".join(f"{setting.key} = '{url}'\n" for setting in settings)
+        arguments = ["--config", file(text)]
+    with pytest.raises(InvalidSetting) as caught:
+        load(*arguments)
+    assert "cr3t" not in str(caught.value)
+    for setting in settings:
+        if setting.metavar in ADDRESSES:
+            name = {"flag": setting.flag, "variable": setting.variable, "file": setting.key}[place]
+            assert f"{name}: " in str(caught.value), "it is not an address"
+
+
+def test_a_password_of_an_unknown_flag_or_model_is_in_no_error(load: Load) -> None:
+    for arguments in (["https://us3r:s3cr3t@hub.test"], ["--hf", "us3r:s3cr3t@hub.test"]):
+        with pytest.raises(InvalidSetting) as caught:
+            load(*arguments)
+        assert "s3cr3t" not in str(caught.value)
+    with pytest.raises(InvalidSetting, match="neither a folder nor") as caught:
+        load_settings(InferenceSettings, ["--model", "https://us3r:s3cr3t@hub.test/model"])
+    assert "s3cr3t" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_a_password_of_a_standard_endpoint_is_in_no_error(url: str) -> None:
+    with pytest.raises(InvalidSetting) as caught:
+        standard_endpoint({"OTEL_EXPORTER_OTLP_ENDPOINT": url})
+    assert "cr3t" not in str(caught.value)
+
+
 def test_required() -> None:
     with pytest.raises(InvalidSetting, match="--model: is required"):
         load_settings(InferenceSettings, [])
@@ -311,23 +370,62 @@ def test_every_setting_is_described(service: type[ServiceSettings]) -> None:
 
 
 @pytest.mark.processes
-def test_help(service: type[ServiceSettings]) -> None:
-    """Has every flag, default and group, ends with an example, and loads neither torch nor grpc."""
-    code = f"import sys, runpy; sys.argv = ['{service.module}', '--help']\n"
+@pytest.mark.parametrize("flag", ["--help", "--help-all"])
+def test_help(service: type[ServiceSettings], flag: str) -> None:
+    """It ends with an example, and loads neither torch nor grpc."""
+    code = f"import sys, runpy; sys.argv = ['{service.module}', '{flag}']\n"
     code += f"try: runpy.run_module('{service.module}', run_name='__main__')\n"
     code += "except SystemExit as e: assert e.code == 0\n"
     code += "assert 'torch' not in sys.modules and 'grpc' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == help_text(service)
-    words = " ".join(done.stdout.split())
-    for setting in describe(service):
-        for flag in setting.flags:
-            assert f"  {flag}" in done.stdout or f", {flag}" in done.stdout
-        assert f"\n{setting.group.title}:\n" in done.stdout
-        assert not setting.default or f"Default: {setting.default_words}." in words
+    assert done.stdout == help_text(service, show_all=flag == "--help-all")
     assert done.stdout.endswith(f"\nExample:\n  {service.example}\n")
     assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+def test_help_all_has_every_setting(service: type[ServiceSettings]) -> None:
+    """With its flags, or its key and variable; and its group and default."""
+    text = help_text(service, show_all=True)
+    words = " ".join(text.split())
+    for setting in describe(service):
+        for flag in setting.flags:
+            assert f"  {flag}" in text or f", {flag}" in text
+        if setting.has_flag:
+            assert f"\n{setting.group.title}:\n" in text
+        else:
+            assert f"\n  {setting.key}, {setting.variable}" in text
+            assert setting.flag not in text
+        assert not setting.default or f"Default: {setting.default_words}." in words
+
+
+def test_help_has_the_common_settings(service: type[ServiceSettings]) -> None:
+    text = help_text(service)
+    common = [each for each in describe(service) if each.level is Level.COMMON]
+    assert 18 <= len(common) <= 25
+    listed = {word.strip(",") for word in re.findall(r"^  (--\S+)", text, re.MULTILINE)}
+    assert listed == {setting.flag for setting in common}
+    assert all(each in common for each in describe(service) if each.is_required)
+
+
+def test_a_setting_without_a_flag(
+    service: type[ServiceSettings], load: Load, file: Callable[[str], str], monkeypatch
+) -> None:
+    """A flag that somebody tries names the key and the variable, which both set it."""
+    settings = [each for each in describe(service) if not each.has_flag]
+    assert settings
+    for setting in settings:
+        for flag in (setting.flag, f"--no-{setting.key}"):
+            with pytest.raises(InvalidSetting) as caught:
+                load(f"{flag}=1")
+            assert str(caught.value) == (
+                f"{flag}: there is no such flag; set {setting.key} in the file that --config "
+                f"names, or the variable {setting.variable}"
+            )
+    numeric = next(each for each in settings if each.metavar == "SECONDS")
+    assert getattr(load("--config", file(f"{numeric.key} = 7")), numeric.name) == 7
+    monkeypatch.setenv(numeric.variable, "8")
+    assert getattr(load(), numeric.name) == 8
 
 
 @pytest.mark.processes

@@ -7,11 +7,10 @@ import random
 import threading
 import time
 from collections.abc import Mapping
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.support import forked_store
+from tests.support import forks
 
 START_S = 120.0
 BURIAL_S = 120.0
@@ -35,7 +34,7 @@ class Replica:
         self.log = folder / "store.log"
         self.life: Life | None = None
         self.settings = dict(settings)
-        self._process: BaseProcess | None = None
+        self._process: forks.Fork | None = None
         self._num_lives = 0
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -45,14 +44,14 @@ class Replica:
 
     @property
     def is_running(self) -> bool:
-        return self._process is not None and self._process.is_alive()
+        return self._process is not None and self._process.poll() is None
 
     def spawn(self) -> None:
         """Starts a process, without waiting for it to be ready."""
         self._num_lives += 1
         settings = self.settings | {"ready_file": self._ready_file}
-        flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
-        self._process = forked_store.start(flags, self.log)
+        environment = forks.variables("STORE", settings)
+        self._process = forks.start("adapter_store", [], self.log, environment)
 
     def wait_ready(self) -> Life:
         """Raises AssertionError with the end of its log if the store cannot start."""
@@ -68,18 +67,16 @@ class Replica:
     def kill(self) -> None:
         """kill -9. The life is buried by whoever knows that nothing comes after it."""
         assert self._process is not None
-        assert self._process.is_alive(), f"the store ended by itself:\n{self.log_tail()}"
+        assert self._process.poll() is None, f"the store ended by itself:\n{self.log_tail()}"
         self._process.kill()
-        self._process.join(BURIAL_S)
-        self._process.close()
+        self._process.wait(BURIAL_S)
         self._process = None
 
     def stop(self) -> None:
         """SIGTERM: an orderly end, with exit status 0."""
         assert self._process is not None
         self._process.terminate()
-        self._process.join(BURIAL_S)
-        assert self._process.exitcode == 0, self.log_tail()
+        assert self._process.wait(BURIAL_S) == 0, self.log_tail()
         self._process = None
 
     def log_tail(self) -> str:

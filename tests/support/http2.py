@@ -6,12 +6,14 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Mapping
 from typing import Self
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 END_STREAM, ACK, END_HEADERS = 1, 1, 4
 INITIAL_WINDOW_SIZE = 4
+CANCEL = 8
 MAX_FRAME_BYTES = 16_384
 HEADER_BYTES = 9
 
@@ -30,21 +32,44 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 def _literal(name: str, value: str) -> bytes:
     """Encodes a header for HPACK: neither indexed nor compressed."""
-    encoded = b"\0"
-    for text in (name, value):
-        assert len(text) < 127, "a length of one byte"
-        encoded += bytes([len(text)]) + text.encode()
-    return encoded
+    return b"\0" + b"".join(_length(len(text)) + text.encode() for text in (name, value))
+
+
+def _length(size: int) -> bytes:
+    """Encodes the length of a text, of which HPACK has seven bits in the first byte."""
+    if size < 127:
+        return bytes([size])
+    encoded, rest = bytearray(b"\x7f"), size - 127
+    while rest > 127:
+        encoded.append(rest & 127 | 128)
+        rest >>= 7
+    return bytes([*encoded, rest])
+
+
+def headers_of(path: str, headers: Mapping[str, str]) -> bytes:
+    """Returns the header block of a call."""
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": path,
+        ":authority": "test",
+        "te": "trailers",
+        "content-type": "application/grpc",
+        **headers,
+    }
+    return b"".join(_literal(name, value) for name, value in fields.items())
 
 
 class Connection:
     """A connection with any number of streams, of each of which the server may send `window` bytes,
-    64 KiB if None. `ended` has the streams that the server has ended,
-    and 0 once it ends the connection."""
+    64 KiB if None; from the address `source`, if one is given. `ended` has the streams that the
+    server has ended, and 0 once it ends the connection."""
 
-    def __init__(self, address: str, window: int | None = None) -> None:
+    def __init__(self, address: str, window: int | None = None, source: str = "") -> None:
         host, _, port = address.rpartition(":")
-        self._socket = socket.create_connection((host, int(port)), timeout=5)
+        self._socket = socket.create_connection(
+            (host, int(port)), timeout=5, source_address=(source, 0) if source else None
+        )
         self._received = b""
         self._initial_window = 65_535
         self._window = 65_535
@@ -67,18 +92,21 @@ class Connection:
         """Begins a call; returns its stream."""
         stream = 2 * len(self._windows) + 1
         self._windows[stream] = self._initial_window
-        fields = {
-            ":method": "POST",
-            ":scheme": "http",
-            ":path": path,
-            ":authority": "test",
-            "te": "trailers",
-            "content-type": "application/grpc",
-            **{name.replace("_", "-"): value for name, value in headers.items()},
-        }
-        block = b"".join(_literal(name, value) for name, value in fields.items())
-        self._send(_frame(HEADERS, END_HEADERS, stream, block))
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        self._send(_frame(HEADERS, END_HEADERS, stream, headers_of(path, named)))
         return stream
+
+    def storm(self, num_calls: int, path: str) -> None:
+        """Begins so many calls and resets each at once, without a look at what the server says."""
+        block = headers_of(path, {})
+        cancel = struct.pack(">I", CANCEL)
+        sent = bytearray()
+        for _ in range(num_calls):
+            stream = 2 * len(self._windows) + 1
+            self._windows[stream] = self._initial_window
+            sent += _frame(HEADERS, END_HEADERS, stream, block)
+            sent += _frame(RST_STREAM, 0, stream, cancel)
+        self._send(bytes(sent))
 
     def send(self, stream: int, data: bytes, *, end: bool = False, wait_s: float = 0.5) -> int:
         """Sends data as far as the server's windows let it, and returns the bytes sent: once all

@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 LFS_BYTES = 1000
 """From this size on, files are stored with LFS: their answers redirect to another place."""
+LFS_HOST = "localhost"
 HUB_VARIABLES = ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE")
 """Variables by which a program finds more than HF_HOME has; see `HubServer.environment`."""
 
@@ -38,14 +39,16 @@ class Repo:
 
 
 class HubServer:
-    def __init__(self, address: str = "127.0.0.1") -> None:
-        """`address` is that by which its clients reach this machine."""
+    def __init__(self, address: str = "127.0.0.1", port: int = 0) -> None:
+        """`address` is that by which its clients reach this machine; 0 is any free port."""
         self.repos: dict[str, Repo] = {}
         self.moved: dict[str, str] = {}
         self.requests: list[tuple[str, str]] = []
         self.answered_commit = ""
         self.tampered: dict[str, bytes] = {}
         self.raw_info: bytes | None = None
+        self.xet_headers: dict[str, str] = {}
+        """Sent with each large file, whose storage the hub's library then asks for by itself."""
         self._objects: dict[str, bytes] = {}
         hub = self
 
@@ -62,16 +65,21 @@ class HubServer:
                 pass
 
         self._server = ThreadingHTTPServer(
-            ("127.0.0.1" if address == "127.0.0.1" else "", 0), Handler
+            ("127.0.0.1" if address == "127.0.0.1" else "", port), Handler
         )
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
         self._thread.start()
         self.url = f"http://{address}:{self._server.server_port}"
-        self.lfs_url = f"http://localhost:{self._server.server_port}"  # another host, as a CDN is
+        self.lfs_url = f"http://{LFS_HOST}:{self._server.server_port}"  # another host, as a CDN is
 
     def environment(self, home: Path) -> dict[str, str]:
         """Returns the variables by which a program uses this hub, with its cache below `home`."""
-        return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1,localhost"}
+        return {
+            "HF_ENDPOINT": self.url,
+            "HF_HOME": str(home),
+            "LOADOUT_HF_REDIRECT_HOSTS": LFS_HOST,
+            "NO_PROXY": "127.0.0.1,localhost",
+        }
 
     def stop(self) -> None:
         self._server.shutdown()
@@ -83,6 +91,8 @@ class HubServer:
         self.requests.append((path, handler.headers.get("Authorization", "")))
         if path.startswith("/lfs/"):
             return self._lfs(handler, path.removeprefix("/lfs/"))
+        if path.startswith("/xet-token/"):
+            return _send(handler, 200, {"X-Xet-Cas-Url": unquote(path.removeprefix("/xet-token/"))})
         api = path.startswith("/api/models/")
         parts = path.removeprefix("/api/models" if api else "").strip("/").split("/")
         repo_id, kind, revision = "/".join(parts[:2]), parts[2] if len(parts) > 2 else "", ""
@@ -148,6 +158,7 @@ class HubServer:
             return _send_range(handler, headers, self.tampered.get(name, data))
         sha256 = hashlib.sha256(data).hexdigest()
         headers |= {"X-Linked-Etag": f'"{sha256}"', "X-Linked-Size": str(len(data))}
+        headers |= self.xet_headers
         self._objects[sha256] = self.tampered.get(name, data)
         return _send(handler, 302, {**headers, "Location": f"{self.lfs_url}/lfs/{sha256}"})
 

@@ -18,6 +18,11 @@ def grown_mib(pid: int) -> Iterator[list[float]]:
     grown.append((_status_kib(pid, "VmHWM") - before_kib) / 1024)
 
 
+def resident_mib(pid: int) -> float:
+    """Returns what of a running process is in memory."""
+    return _status_kib(pid, "VmRSS") / 1024
+
+
 def _status_kib(pid: int, name: str) -> int:
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith(f"{name}:"):

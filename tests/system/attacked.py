@@ -60,9 +60,9 @@ class Attacked:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
 
 
-def attacked_store(folder: Path) -> Attacked:
+def attacked_store(folder: Path, *flags: str) -> Attacked:
     data = ["--data-dir", str(folder / "data"), "--source-roots", str(folder)]
-    return Attacked("store", folder, ["adapter_store", *data])
+    return Attacked("store", folder, ["adapter_store", *data, *flags])
 
 
 def attacked_inference(folder: Path, model_dir: Path) -> Attacked:

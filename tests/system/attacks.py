@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import socket
+import ssl
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
@@ -13,6 +16,13 @@ from tests.support.http2 import Connection, message
 
 HEALTH = "/grpc.health.v1.Health"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+STRANGER = "127.0.0.2"
+"""Where they come from: not from the address of others, whom the service does not let wait."""
+NUM_STRANGERS = 60
+"""Addresses from there on."""
+NUM_METADATA, NUM_RESETTING, NUM_HALF = 64, 8, 1900
+METADATA_BYTES, NUM_RESETS = 15_000, 500
+CONNECT_S = 2.0
 SERVICES = {
     "store": store_pb.DESCRIPTOR.services_by_name["AdapterStoreService"],
     "inference": inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
@@ -37,9 +47,9 @@ def paths_of(name: str) -> list[str]:
 
 def stray_calls(address: str, path: str, dice: random.Random) -> Connection:
     """Makes up to a hundred calls of a method without a token within a second, and leaves them as
-    they are."""
+    they are. Raises OSError if the server lets it wait for a connection."""
     end_s = time.monotonic() + 1
-    connection = Connection(address)
+    connection = Connection(address, source=f"127.0.0.{dice.randrange(2, 2 + NUM_STRANGERS)}")
     connection.receive(0.05)
     for _ in range(dice.choice((1, 4, 100))):
         size = dice.choice((0, 100, 60_000, 1 << 20, (8 << 20) - 100, 60 << 20))
@@ -52,6 +62,66 @@ def stray_calls(address: str, path: str, dice: random.Random) -> Connection:
         if not connection.is_open or time.monotonic() > end_s:
             break
     return connection
+
+
+def metadata_storm(address: str, path: str, end_s: float) -> None:
+    """Calls with large metadata on many connections; what is closed is opened again."""
+    text = "x" * METADATA_BYTES
+
+    def call(connection: Connection) -> None:
+        for _ in range(10):
+            connection.call(path, x_large=text)
+
+    _storm(address, NUM_METADATA, call, end_s)
+
+
+def reset_storm(address: str, path: str, end_s: float) -> None:
+    """Begins calls and resets each at once; what is closed is opened again."""
+    _storm(address, NUM_RESETTING, lambda connection: connection.storm(NUM_RESETS, path), end_s)
+
+
+def _storm(
+    address: str, num_connections: int, act: Callable[[Connection], None], end_s: float
+) -> None:
+    """Acts on so many connections in turn until `end_s` of the monotonic clock."""
+    held: list[Connection] = []
+    while time.monotonic() < end_s:
+        while len(held) < num_connections and time.monotonic() < end_s:
+            try:
+                held.append(Connection(address, source=STRANGER))
+            except OSError:
+                break
+            held[-1].receive(0.02)
+        for connection in held:
+            act(connection)
+            connection.receive()
+        for connection in [each for each in held if not each.is_open]:
+            connection.__exit__()
+            held.remove(connection)
+    for connection in held:
+        connection.__exit__()
+
+
+def half_handshakes(address: str, rounds: int) -> int:
+    """Opens many connections at once and sends half of a hello of TLS on each, again and again.
+    Returns how many were opened."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = ssl.create_default_context().wrap_bio(incoming, outgoing, server_hostname="localhost")
+    with suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    hello = outgoing.read()
+    host, _, port = address.rpartition(":")
+    num_opened = 0
+    for _ in range(rounds):
+        with ExitStack() as stack, suppress(OSError):
+            for _ in range(NUM_HALF):
+                held = socket.create_connection(
+                    (host, int(port)), timeout=CONNECT_S, source_address=(STRANGER, 0)
+                )
+                stack.enter_context(held)
+                held.sendall(hello[: len(hello) // 2])
+                num_opened += 1
+    return num_opened
 
 
 def delimited(field: int, body: bytes) -> bytes:

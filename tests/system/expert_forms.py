@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapter_store.checkpoint.files import MLX_WEIGHTS_FILE
+from contract.adapter_files import MLX_WEIGHTS_FILE
 from inference_svc.model.architectures import load_description
 from tests.system.trained import CONFIG, PREFIX, WEIGHTS
 

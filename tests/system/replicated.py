@@ -17,6 +17,7 @@ from inference_svc.store.replicas import rank
 from loadout import Client
 from loadout.demo.process import Process
 from loadout.prometheus import Metrics, scrape
+from tests.support.forks import ForkedProcess
 from tests.support.postgres import PostgresServer
 from tests.system.services import GRACE_S, READY_S
 from tests.system.zoo import Zoo
@@ -37,7 +38,7 @@ class Replicated:
         self._sources = folder / "sources"
         self._sources.mkdir()
         self._flags = [
-            *("--shared-s3", "s3://shared", "--shared-s3-endpoint-url", s3_url),
+            *("--shared-s3", "s3://shared", "--s3-endpoint-url", s3_url),
             *("--source-roots", str(self._sources), "--compile-workers", "1"),
         ]
         self.stores: dict[str, Process] = {}
@@ -57,7 +58,7 @@ class Replicated:
             *("--kv-memory", "8MiB", "--adapter-memory", "8MiB", "--max-model-len", "256"),
             *("--adapter-wait-seconds", "30", "--ready-file", str(ready)),
         ]
-        self.inference = Process("inference", command, self._folder, ready)
+        self.inference = ForkedProcess("inference", command, self._folder, ready)
         found = self.inference.wait_ready(READY_S)
         self._metrics_address = found["metrics"]
         self.client = Client(inference=found["grpc"], store=next(iter(self.stores)))
@@ -73,7 +74,7 @@ class Replicated:
             *("--metrics-listen", "127.0.0.1:0", "--data-dir", str(self._folder / name)),
             *("--ready-file", str(ready), *self._flags),
         ]
-        return Process(name, command, self._folder, ready)
+        return ForkedProcess(name, command, self._folder, ready)
 
     def _await_store(self, number: int, process: Process) -> None:
         address = process.wait_ready(READY_S)["grpc"]

@@ -21,6 +21,7 @@ from loadout import AsyncClient, Client
 from loadout.demo.process import Process
 from loadout.errors import Unavailable
 from loadout.prometheus import Metrics, scrape
+from tests.support.forks import ForkedProcess
 from tests.system.services import GRACE_S, READY_S
 from tests.system.zoo import Zoo
 
@@ -50,7 +51,7 @@ class Routed:
             *("--metrics-listen", "127.0.0.1:0", "--data-dir", str(self.folder / "store")),
             *("--source-roots", str(sources), "--ready-file", str(ready)),
         ]
-        self._store = Process("store", command, self.folder, ready)
+        self._store = ForkedProcess("store", command, self.folder, ready)
         self.store_address = self._store.wait_ready(READY_S)["grpc"]
         started = [self._start(number, "127.0.0.1:0") for number in range(self._num_replicas)]
         for number, process in enumerate(started):
@@ -94,7 +95,7 @@ class Routed:
             # Hits are the routing's alone.
             *("--max-loras", str(MAX_LORAS), "--no-prefetch", "--ready-file", str(ready)),
         ]
-        return Process(name, command, self.folder, ready)
+        return ForkedProcess(name, command, self.folder, ready)
 
     def _await(self, number: int, process: Process) -> None:
         found = process.wait_ready(READY_S)

@@ -14,6 +14,7 @@ from loadout import Client, TlsConfig
 from loadout.demo.process import Process
 from loadout.prometheus import scrape
 from loadout.retry import RetryPolicy
+from tests.support.forks import ForkedProcess
 from tests.system.zoo import Zoo
 
 READY_S = 120.0
@@ -30,6 +31,7 @@ class Services:
     inference_flags: tuple[str, ...] = ("--adapter-wait-seconds", "3")
     exit_codes: list[int] = field(default_factory=list)
     store_listen: str = "127.0.0.1:0"
+    process: type[Process] = ForkedProcess
 
     def __enter__(self) -> Self:
         self.sources = self.folder / "sources"
@@ -53,7 +55,7 @@ class Services:
             *("--source-roots", str(self.sources), "--ready-file", str(self.folder / "store.json")),
             *self.store_flags,
         ]
-        self.store = Process("store", command, self.folder, self.folder / "store.json")
+        self.store = self.process("store", command, self.folder, self.folder / "store.json")
         found = self.store.wait_ready(READY_S)
         self.store_address, self.store_metrics = found["grpc"], found["metrics"]
         self.store_listen = self.store_address
@@ -67,7 +69,7 @@ class Services:
             *("--kv-memory", "8MiB", "--adapter-memory", "8MiB", "--max-model-len", "256"),
             *("--ready-file", str(ready), *self.inference_flags),
         ]
-        self.inference = Process("inference", command, self.folder, ready)
+        self.inference = self.process("inference", command, self.folder, ready)
         found = self.inference.wait_ready(READY_S)
         self.inference_address, self.inference_metrics = found["grpc"], found["metrics"]
 

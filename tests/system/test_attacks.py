@@ -10,7 +10,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -21,22 +22,39 @@ from google.protobuf.message_factory import GetMessageClass
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2
+from tests.adapter_store.certificates import Authority
 from tests.adapter_store.service.conftest import Client
 from tests.adapter_store.service.guarded import token_of
 from tests.support.http2 import Connection, message
 from tests.support.wait import until
 from tests.system.attacked import Attacked, attacked_inference, attacked_store
-from tests.system.attacks import HEALTH, MESSAGES, SERVICES, paths_of, stray_calls
+from tests.system.attacks import (
+    HEALTH,
+    MESSAGES,
+    NUM_HALF,
+    SERVICES,
+    STRANGER,
+    half_handshakes,
+    metadata_storm,
+    paths_of,
+    reset_storm,
+    stray_calls,
+)
 from tests.system.zoo import Zoo
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 MAX_GROWTH_MIB = 50
 """What all callers without a token together may make a service hold."""
+MAX_STORM_MIB = 120
+"""What is held of a storm until it is noticed, on a machine that does much else: 5 to 45 where it
+does not, and 250 to 1,000 without bounds."""
 MAX_TENANT_MIB = 300
 """What one tenant's calls may make a service hold: its half of --request-memory (64 MiB of the
 store's, 32 of the other's) with gRPC's copy and ours, and what they are parsed and converted to."""
-ATTACK_S = 10.0
+for_seconds = pytest.mark.parametrize(
+    "seconds", [2, pytest.param(10, marks=pytest.mark.long)], ids=["2 s", "10 s"]
+)
 NUM_PROBES = 60
 MAX_VICTIM_S = 2.0
 """Far above what is measured, for machines that do much else."""
@@ -69,18 +87,22 @@ both = pytest.mark.parametrize(
 )
 
 
+@for_seconds
 @both
-def test_strangers_hold_little(service: Attacked, name: str) -> None:
+def test_strangers_hold_little(service: Attacked, name: str, seconds: int) -> None:
     """Whatever they send and keep open, whole messages or parts, in whatever order."""
     dice = random.Random(14)
     with ExitStack() as stack, service.grown_mib() as grown:
-        held = [stack.enter_context(Connection(service.address)) for _ in range(200)]
+        held = [
+            stack.enter_context(Connection(service.address, source=STRANGER)) for _ in range(200)
+        ]
         # Each method at least once, the open ones often.
         plan = paths_of(name) + [f"{HEALTH}/Check", f"{HEALTH}/Watch"] * 5
-        end_s = time.monotonic() + ATTACK_S
+        end_s = time.monotonic() + seconds
         for path in itertools.chain(plan, iter(lambda: dice.choice(plan), None)):
-            held.append(stack.enter_context(stray_calls(service.address, path, dice)))
-            if time.monotonic() > end_s and len(held) > 200 + len(plan):
+            with suppress(OSError):
+                held.append(stack.enter_context(stray_calls(service.address, path, dice)))
+            if time.monotonic() > end_s and len(held) > 200:
                 break
     print(f"{name}: {len(held)} connections, {grown[0]:.1f} MiB")
     assert grown[0] <= MAX_GROWTH_MIB
@@ -92,7 +114,11 @@ def test_watches_of_strangers_keep_no_request(service: Attacked, name: str) -> N
     body = b"\x12" + b"\x80\x80\x80\x1e" + bytes(60 << 20)
     with ExitStack() as stack, service.grown_mib() as grown:
         for _ in range(12):
-            connection = stack.enter_context(Connection(service.address))
+            try:
+                connection = Connection(service.address, source=STRANGER)
+            except OSError:  # it lets its address wait
+                break
+            stack.enter_context(connection)
             connection.receive(0.05)
             stream = connection.call(f"{HEALTH}/Watch")
             connection.send(stream, message(body), end=True)
@@ -104,7 +130,7 @@ def test_watches_of_strangers_keep_no_request(service: Attacked, name: str) -> N
 def test_a_stranger_does_not_keep_probes_out(service: Attacked, name: str) -> None:
     with ExitStack() as stack:
         for path in (f"{HEALTH}/Check", f"{HEALTH}/Watch") * 20:
-            connection = stack.enter_context(Connection(service.address))
+            connection = stack.enter_context(Connection(service.address, source=STRANGER))
             connection.receive(0.05)
             for _ in range(5):
                 connection.send(connection.call(path), message(bytes(999), declared=1000))
@@ -113,15 +139,58 @@ def test_a_stranger_does_not_keep_probes_out(service: Attacked, name: str) -> No
     assert answer == b"\x08\x01"  # SERVING
 
 
+STORMS = {"metadata": metadata_storm, "resets": reset_storm}
+
+
+@for_seconds
+@pytest.mark.parametrize("storm", STORMS)
+@both
+def test_a_storm_of_strangers_takes_nothing_from_others(
+    service: Attacked, name: str, storm: str, seconds: int
+) -> None:
+    """Their calls ended CANCELLED, and a gigabyte was held."""
+    path = paths_of(name)[0]
+    with service.grown_mib() as grown, Probe(service.address, name) as probe:
+        until(lambda: len(probe.seconds) >= NUM_PROBES)
+        STORMS[storm](service.address, path, time.monotonic() + seconds)
+        count = len(probe.seconds)
+        until(lambda: len(probe.seconds) >= count + NUM_PROBES)
+    print(f"{name}, {storm}: {max(probe.seconds):.2f} s, {grown[0]:.1f} MiB")
+    assert grown[0] <= MAX_STORM_MIB
+
+
+def test_handshakes_that_are_half_sent_hold_little(tmp_path: Path) -> None:
+    """1,900 connections at once, of each half a hello of TLS, held 150 MiB, and left 100."""
+    authority = Authority(tmp_path)
+    cert, key = authority.issue("server")
+    store = attacked_store(tmp_path, "--tls-cert-file", str(cert), "--tls-key-file", str(key))
+    with (
+        store.grown_mib() as grown,
+        Probe(store.address, "store", grpc.ssl_channel_credentials(authority.pem)) as probe,
+    ):
+        until(lambda: len(probe.seconds) >= NUM_PROBES)
+        num_opened = half_handshakes(store.address, rounds=3)
+    print(f"{num_opened} handshakes, {grown[0]:.1f} MiB, {max(probe.seconds):.2f} s")
+    store.stop()
+    assert 200 <= num_opened < 3 * NUM_HALF  # some are let in, and others wait
+    assert grown[0] <= MAX_STORM_MIB
+
+
 # --- with a token ------------------------------------------------------------------------------
 
 
 class Probe:
     """Calls from another tenant while an attack runs; `seconds` has how long each took."""
 
-    def __init__(self, address: str, name: str) -> None:
+    def __init__(
+        self, address: str, name: str, credentials: grpc.ChannelCredentials | None = None
+    ) -> None:
         self.seconds: list[float] = []
-        self._channel = grpc.insecure_channel(address)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address)
+        else:
+            self._channel = grpc.secure_channel(address, credentials)
+        self._codes: set[grpc.StatusCode] = set()
         method, request = VICTIMS[name]
         self._call = self._channel.unary_unary(f"/{SERVICES[name].full_name}/{method}")
         self._request = request.SerializeToString()
@@ -136,13 +205,13 @@ class Probe:
         self._stop.set()
         self._thread.join()
         self._channel.close()
+        assert self._codes <= {grpc.StatusCode.OK, grpc.StatusCode.NOT_FOUND}
 
     def _run(self) -> None:
         metadata = (("authorization", f"Bearer {token_of('victim')}"),)
         while not self._stop.wait(0.01):
             start_s = time.monotonic()
-            code = self._call.future(self._request, metadata=metadata, timeout=60).code()
-            assert code in {grpc.StatusCode.OK, grpc.StatusCode.NOT_FOUND}
+            self._codes.add(self._call.future(self._request, metadata=metadata, timeout=60).code())
             self.seconds.append(time.monotonic() - start_s)
 
 

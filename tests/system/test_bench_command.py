@@ -77,10 +77,10 @@ def test_what_is_pinned_is_not_loaded_again(
         assert bench("--rounds", "1", "--json") == 0
         said = capfd.readouterr()
         assert "adapter_load_p50_seconds" in json.loads(said.out)["medians"]
-        assert said.err == "pinned, and so not loaded again: bench-r16\n"
+        assert said.err == "not reloaded, because pinned: bench-r16\n"
         services.client.load("bench-r64", pin=True)
         assert bench() == 1
-        assert "all these adapters are pinned in the server" in capfd.readouterr().err
+        assert "all these adapters are pinned, so the server" in capfd.readouterr().err
     finally:
         for name in ("bench-r16", "bench-r64"):
             services.client.unpin_resident(name)
@@ -95,7 +95,7 @@ def test_who_may_not_unload_hears_so_at_once(
     assert main(["bench", *QUICK, *places, "--adapter", "default/benched"]) == 1
     said = capfd.readouterr().err
     assert said.startswith("loadout: --loads: ")
-    assert said.endswith("(--loads 0 measures all but loads)\n")
+    assert said.endswith("(--loads 0 leaves loads out)\n")
 
 
 def test_what_is_no_baseline(bench: Callable[..., int], tmp_path: Path, capfd: Any) -> None:

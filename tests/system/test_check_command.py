@@ -12,8 +12,9 @@ import pytest
 from adapter_store.checkpoint.features import Feature
 from loadout.cli.__main__ import main
 from loadout.cli.engines import NOTES, Does, Engine
+from tests.support.hub_cache import linked
 from tests.support.whole_models import make_whole
-from tests.system.trained import Trainer, as_mlx, linked
+from tests.system.trained import Trainer, as_mlx
 from tests.system.zoo import AdapterSpec, make_zoo
 
 pytestmark = pytest.mark.processes
@@ -58,7 +59,7 @@ def test_what_equals_the_bases_is_named(trainer, tmp_path, capfd):
     folder = replace(trainer, folder=tmp_path).lora(target_modules=["q_proj", "embed_tokens"])
     code, out, _ = run(capfd, "check", folder, "--model", trainer.model_dir)
     assert code == 0
-    assert "\nequal to the base's, and left out: model.embed_tokens\napplied by " in out
+    assert "\nleft out, because equal to the base model's: model.embed_tokens\napplied by " in out
 
 
 def test_what_no_request_passes_through_is_named(tmp_path, capfd):
@@ -70,7 +71,7 @@ def test_what_no_request_passes_through_is_named(tmp_path, capfd):
     assert (code, err) == (0, "")
     unused, verdict = out.splitlines()[-2:]
     said, _, names = unused.partition(": ")
-    assert said == "not used, as no request passes through them"
+    assert said == "not used, because no request passes through them"
     assert "model.vision_tower.encoder.layers.*.self_attn.q_proj" in names.split(", ")
     assert ", the rest of it; image of " in verdict
 
@@ -79,14 +80,14 @@ def test_what_a_server_does_not_apply_fails(trainer, tmp_path, capfd):
     folder = replace(trainer, folder=tmp_path).lora(use_dora=True)
     code, out, _ = run(capfd, "check", folder)
     assert code == 0
-    assert out.endswith("a store registers it; --model MODEL says whether a server applies it\n")
+    assert out.endswith("a store would register it; give --model MODEL to check it for a server\n")
     code, out, err = run(capfd, "check", folder, "--model", trainer.model_dir)
     assert (code, err) == (0, "")
     assert "A, B, DoRA magnitude" in out
     code, out, err = run(capfd, "check", folder, "--model", trainer.model_dir, "--max-rank", "2")
     assert code == 1
     assert "rank 4 is above this server's limit 2 (--max-rank) (NOT_APPLIED)\n" in out
-    assert err == "loadout: it would be registered, but not be served\n"
+    assert err == "loadout: a store would register it, but the server would refuse it\n"
     code, out, _ = run(
         *(capfd, "check", folder, "--model", trainer.model_dir, "--json"),
         *("--max-rank", "2", "--lora-targets", "q_proj", "--engine", "vllm"),
@@ -129,7 +130,7 @@ def test_an_unknown_key_passes_where_a_store_lets_it(trainer, tmp_path, capfd):
     assert "is not a directory" in json.loads(out)["refusal"]["message"]
     code, out, _ = run(capfd, "check", folder, "--allow-config-keys", "note,other")
     assert code == 0
-    assert "keys of its config that are not known, and allowed: note\n" in out
+    assert "unknown config keys, allowed: note\n" in out
 
 
 def test_links_of_a_hubs_cache_are_followed(trainer, tmp_path, capfd):
@@ -151,7 +152,7 @@ def test_links_of_a_hubs_cache_are_followed(trainer, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("FOLDER", "--max-rank", "4"), "--max-rank: is a server's: name its --model"),
+        (("FOLDER", "--max-rank", "4"), "--max-rank: needs --model"),
         (("nowhere",), "nowhere is not a directory"),
         (("FOLDER", "--model", "nowhere"), "--model"),
         (("FOLDER", "--model", "MODEL", "--lora-targets", "q_prj"), "did you mean q_proj?"),

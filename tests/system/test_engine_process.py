@@ -19,6 +19,7 @@ from inference_svc.core import EngineConfig
 from inference_svc.engine.messages import Command
 from inference_svc.engine.process import EngineProcess
 from inference_svc.errors import EngineFailed, UnsupportedModel
+from tests.support.wait import until
 from tests.system.transports import StoreFactory, start_engine
 
 GONE_S = 30.0
@@ -68,6 +69,27 @@ def test_a_child_that_is_killed_is_a_failed_engine(config: EngineConfig, caplog:
     assert not engine.is_alive
     assert "was ended by SIGKILL" in caplog.text
     engine.stop()
+
+
+def test_a_child_says_where_it_is_and_goes_on(config: EngineConfig, capfd: Any) -> None:
+    """The signal's own effect would be the child's end."""
+    running = start_engine("process", config, {})
+    engine: Any = running.engine
+    engine.dump_stacks()
+    said = ""
+
+    def has_said_or_ended() -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return "process_main.py" in said or not engine.is_alive
+
+    until(has_said_or_ended, GONE_S)
+    assert engine.is_alive
+    assert running.call(Command.DESCRIBE).result.num_running == 0
+    engine.stop()
+    said += capfd.readouterr().err
+    assert "Thread 0x" in said
+    assert "thread.py" in said, "the engine's own thread, too"
 
 
 def test_what_cannot_be_sent_is_a_failed_engine(config: EngineConfig, caplog: Any) -> None:
@@ -135,3 +157,30 @@ def test_a_child_that_dies_while_it_loads_is_reported(config: EngineConfig) -> N
 def test_stop_before_it_has_loaded_leaves_nothing(config: EngineConfig) -> None:
     with begun(config):
         pass
+
+
+class Undying:
+    """A process in an uninterruptible call of the driver: not even SIGKILL ends it."""
+
+    pid = 41
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+
+    def kill(self) -> None:
+        self.signals.append(signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> int:
+        raise subprocess.TimeoutExpired("the engine", timeout_s)
+
+
+def test_a_child_that_cannot_be_ended_is_not_waited_for(config: EngineConfig, caplog: Any) -> None:
+    engine = EngineProcess(config, StoreFactory({}))
+    real, undying = engine._process, Undying()
+    engine._process = undying  # type: ignore[assignment]
+    engine.stop(timeout_s=0)
+    assert undying.signals == [signal.SIGKILL]
+    assert "the engine's process 41 cannot be ended" in caplog.text
+    assert "nvidia-smi -r" in caplog.text
+    real.kill()
+    real.wait()

@@ -22,6 +22,7 @@ from inference_svc.core import Part, combination_digest
 from inference_svc.errors import CorruptImage
 from inference_svc.model.architectures import load_description
 from inference_svc.store.convert import to_pull_message
+from tests.support.parity import prompts
 from tests.system.expert_forms import (
     DOWN,
     FORMS,
@@ -33,7 +34,6 @@ from tests.system.expert_forms import (
     write_form,
 )
 from tests.system.test_announced_layout import as_stored
-from tests.system.test_parity import prompts
 from tests.system.trained import edited
 from tests.system.zoo import PARAMETERS, AdapterSpec, Zoo, adapted, make_model
 

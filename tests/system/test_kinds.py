@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inference_svc.engine.messages import Output
+from tests.support.pairs import PATHS
+from tests.support.parity import RecordingSampler, prompts, relative_rms
 from tests.system.engines import Running
 from tests.system.kinds import ADDED, ALORA, ROWS, Kinds, make_kinds, shake
-from tests.system.test_parity import PATHS, RecordingSampler, prompts, relative_rms
 from tests.system.trained import WEIGHTS, edited
 from tests.system.zoo import ALL, AdapterSpec, Zoo, adapted, make_model, quiet
 
@@ -115,6 +116,11 @@ def test_magnitudes_of_rows_of_zeros_are_refused_by_name(tmp_path: Path, start: 
             assert last.error is None
             assert len(tokens) == 4
     running.check_idle()
+    engine = running.engine.built.engine
+    num_refused = engine.losses.num_not_finite(running.digests["faulty"])
+    assert num_refused == engine.losses.num_refused > 0
+    assert engine.losses.num_not_finite(running.digests["sound"]) == 0
+    assert engine.commands.describe().counters["not_finite_requests"] == num_refused
 
 
 @dataclass(frozen=True)

@@ -4,57 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import le
-from statistics import mean, quantiles
-from typing import Any
+from statistics import mean
 
 import pytest
 import torch
 
-from inference_svc.core import SampledToken, Sequence
-from inference_svc.engine.sampler import Sampler
 from inference_svc.model.architectures import families
+from tests.support.pairs import PATHS, pairs
+from tests.support.parity import RecordingSampler, decile_rms, prompts, relative_rms
 from tests.system.zoo import MODELS, PARAMETERS, AdapterSpec, Zoo, make_zoo, modules_of
 
-PATHS = {"native": True, "torch": False}
 
-
-class RecordingSampler(Sampler):
-    """Keeps each sequence's logits, in order of position."""
-
-    def __init__(self, eos_token_ids: Any) -> None:
-        super().__init__(eos_token_ids)
-        self.logits: dict[str, list[torch.Tensor]] = {}
-
-    def sample(
-        self,
-        logits: torch.Tensor,
-        sequences: list[Sequence],
-        argmax: torch.Tensor | None = None,
-    ) -> list[SampledToken]:
-        for row, sequence in enumerate(sequences):
-            self.logits.setdefault(sequence.request.request_id, []).append(logits[row].clone())
-        return super().sample(logits, sequences, argmax)
-
-
-def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = [(7, 33, 1, 18, 300, 5, 26, 12)[i % 8] for i in range(count)]
-    return [torch.randint(3, 128, (n,), generator=generator).tolist() for n in lengths]
-
-
-def relative_rms(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((got - expected).square().mean() / expected.square().mean()).sqrt().item()
-
-
-def decile_rms(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Returns that of the best tenth of tokens: others may have experts of nearly equal scores,
-    which rounding chooses among, and attend to tokens that have."""
-    return quantiles(map(relative_rms, got, expected), n=10)[0]
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("kind", "dtype", "path"), pairs(MODELS))
 def test_a_mixed_batch_has_the_oracles_logits(
     kind: str, dtype: str, path: str, start: Callable, zoos: Callable
 ) -> None:

@@ -18,10 +18,11 @@ from inference_svc.core import PackedLogprobs, packed_token_bytes
 from loadout import types
 from loadout.errors import InvalidArgument
 from loadout.prometheus import scrape
+from tests.support.pairs import PATHS, by_path
+from tests.support.parity import prompts
 from tests.support.peak_memory import grown_mib
 from tests.system.engines import Running
 from tests.system.services import Services
-from tests.system.test_parity import prompts
 from tests.system.zoo import MODELS, Zoo, make_model
 
 BACKENDS = pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
@@ -64,13 +65,12 @@ def check(found: PackedLogprobs, prompt: list[int], logits: torch.Tensor, top_k:
     assert ((expected > own - 1e-4).sum(1) >= found.ranks).all()
 
 
-@BACKENDS
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("kind", "path"), by_path(MODELS))
 def test_they_are_the_oracles(
-    zoos: Callable[[str], Zoo], start: Callable, kind: str, native: bool
+    zoos: Callable[[str], Zoo], start: Callable, kind: str, path: str
 ) -> None:
     """Of base and adapters in one batch, beside requests that are not scored."""
-    zoo, running = zoos(kind), start(kind, max_model_len=512, native_kernels=native)
+    zoo, running = zoos(kind), start(kind, max_model_len=512, native_kernels=PATHS[path])
     names = ["", *running.digests]
     asked = [prompt for prompt in prompts(len(names) + 1, seed=3) if len(prompt) > 1]
     for name, prompt in zip(names, asked, strict=False):

@@ -15,6 +15,7 @@ import pytest
 
 from loadout import Client, errors
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
+from loadout.demo.process import Process
 from servicekit.settings.types import split_address
 from tests.adapter_store.certificates import Authority
 from tests.adapter_store.service.conftest import Client as StoreClient
@@ -65,6 +66,7 @@ class Pods:
                 *(*flags, *to_store, "--store-token-file", str(token)),
                 *("--audit-file", str(self.audits[1])),
             ),
+            process=Process,
         )
 
     def addresses(self) -> list[str]:

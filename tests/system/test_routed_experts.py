@@ -28,9 +28,10 @@ from inference_svc.engine.routed_pages import RoutedPages
 from inference_svc.model.architectures import load_description
 from loadout import types
 from loadout.errors import InvalidArgument
+from tests.support.pairs import PATHS, by_path
+from tests.support.parity import prompts
 from tests.system.engines import Running
 from tests.system.services import Services
-from tests.system.test_parity import prompts
 from tests.system.zoo import Zoo
 
 KINDS = ("qwen3-moe", "gpt-oss")
@@ -73,15 +74,15 @@ def ask(running: Running, name: str, prompt: list[int], adapter: str = "", **opt
     running.submit(name, prompt, adapter, **options)
 
 
-@BACKENDS
 @pytest.mark.parametrize(
-    "kind", ["qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "gpt-oss", "glm4-moe", "gemma4-moe"]
+    ("kind", "path"),
+    by_path(("qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "gpt-oss", "glm4-moe", "gemma4-moe")),
 )
 def test_choices_are_the_oracles(
-    zoos: Callable[[str], Zoo], start: Callable, kind: str, native: bool
+    zoos: Callable[[str], Zoo], start: Callable, kind: str, path: str
 ) -> None:
     """Of prompts and outputs, with an adapter of routers and experts and without, beside others."""
-    zoo, running = zoos(kind), start(kind, max_model_len=512, native_kernels=native)
+    zoo, running = zoos(kind), start(kind, max_model_len=512, native_kernels=PATHS[path])
     for adapter in ("", ADAPTER):
         for index, prompt in enumerate(prompts(3, seed=5)):
             ask(running, f"{adapter} {index}", prompt, adapter)

@@ -16,10 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapter_store.checkpoint.files import CheckpointLimits, without_links
+from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.images.check import Server, check_folder
 from loadout import errors
 from loadout.cli.__main__ import main
+from tests.support.hub_cache import SNAPSHOT, linked
 from tests.system.adapter_makers import (
     added_tokens,
     another_row,
@@ -47,13 +48,11 @@ from tests.system.adapter_makers import (
 from tests.system.services import Services
 from tests.system.trained import (
     PREFIX,
-    SNAPSHOT,
     WEIGHTS,
     Trainer,
     as_mlx,
     as_torchtune,
     edited,
-    linked,
     renamed,
 )
 from tests.system.zoo import ALL, AdapterSpec, Zoo, make_zoo
@@ -94,7 +93,7 @@ def unservable(make: Callable[[Trainer], Path | str], *says: str) -> Way:
     return Way(make, says, servable=False)
 
 
-BESIDE = "note: tokenizer and chat template beside the adapter are used for its requests; "
+BESIDE = "note: the adapter's tokenizer and chat template are used for its requests; "
 SAME = f"{BESIDE}the base model in "
 ADDED = f"{BESIDE}compared with the base model's in "
 WAYS = {
@@ -121,7 +120,7 @@ WAYS = {
     "another chat template": Way(
         checkpoint(another_template),
         (
-            f"{BESIDE}chats are formatted otherwise than the base model's; ",
+            f"{BESIDE}chats are formatted differently from the base model's; ",
             "servable by ",
         ),
     ),
@@ -192,7 +191,7 @@ WAYS = {
     ),
     "an unknown key that the operator allows": Way(
         with_fields(trainer_note="v3"),
-        ("keys of its config that are not known, and allowed by the operator: trainer_note\n",),
+        ("unknown config keys that the operator allows: trainer_note\n",),
     ),
     "over HTTP, with an unknown key that the operator allows": Way(
         with_fields(trainer_note="v3", base_model_name_or_path="acme/tiny"),
@@ -269,7 +268,7 @@ WAYS = {
     ),
     "rows of added tokens in a file of their own": refused(
         beside("new_embeddings.safetensors"),
-        "new_embeddings.safetensors would not be applied: it is no part of the adapter",
+        "new_embeddings.safetensors would not be applied (rows of added tokens, which are",
     ),
     "rows of added tokens that the store sees": refused(
         beside("new_embeddings.safetensors", is_uri=True),
@@ -369,8 +368,7 @@ def check_verdict(way: Way, source: str, server: Server) -> None:
     if way.refused is not None and (way.ref or not Path(source).is_dir()):
         return  # it is not the folder that is refused
     limits = CheckpointLimits(allowed_config_keys=frozenset([ALLOWED_KEY]))
-    with without_links(Path(source.removeprefix("file://"))) as folder:
-        report = check_folder(folder, limits, server)
+    report = check_folder(Path(source.removeprefix("file://")), limits, server)
     assert (report.refusal is not None) == (way.refused is not None), report.refusal
     if report.refusal is None:
         assert report.server is not None

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from loadout import Client
+from loadout.demo.process import Process
 from loadout.retry import RetryPolicy
 from loadout.types import Completion, Registration
 from tests.support.wait import until
@@ -36,10 +37,11 @@ STALE_S = 1.0
 GROWTH = 1.05
 OWN = ("Pss_Anon:", "Pss_Shmem:")
 NO_RETRY = RetryPolicy(max_attempts=1)
-STORE_FLAGS = (
-    *("--delete-grace-seconds", "2", "--collect-seconds", "0.25"),
-    *("--event-retention", "32"),  # the history is at its bound when it is first measured
-)
+STORE_FLAGS = ("--delete-grace-seconds", "2")
+STORE_ENVIRONMENT = {
+    "LOADOUT_STORE_COLLECT_SECONDS": "0.25",
+    "LOADOUT_STORE_EVENT_RETENTION": "32",  # the history is full when it is first measured
+}
 
 
 @dataclass
@@ -144,8 +146,12 @@ def measured(services: Services) -> dict[str, int]:
 
 
 @pytest.fixture
-def services(zoos: Callable[[str], Zoo], tmp_path: Path) -> Iterator[Services]:
-    with Services(zoos("llama"), tmp_path, store_flags=STORE_FLAGS) as made:
+def services(
+    zoos: Callable[[str], Zoo], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Services]:
+    for name, value in STORE_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    with Services(zoos("llama"), tmp_path, store_flags=STORE_FLAGS, process=Process) as made:
         yield made
 
 

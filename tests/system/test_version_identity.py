@@ -501,8 +501,9 @@ class Versions(RuleBasedStateMachine):
         self.run.close()
 
 
+@pytest.mark.parametrize("count", [4, pytest.param(15, marks=pytest.mark.long)])
 @pytest.mark.parametrize("path", ["native", "torch"])
-def test_every_token_names_what_made_it(zoos: Callable[[str], Zoo], path: str) -> None:
+def test_every_token_names_what_made_it(zoos: Callable[[str], Zoo], path: str, count: int) -> None:
     class Machine(Versions):
         zoo = zoos("llama")
         is_native = path == "native"
@@ -510,7 +511,7 @@ def test_every_token_names_what_made_it(zoos: Callable[[str], Zoo], path: str) -
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=15,
+            max_examples=count,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),

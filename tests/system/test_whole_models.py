@@ -19,9 +19,10 @@ import transformers
 
 from loadout import errors
 from loadout.cli.__main__ import main
+from tests.support.pairs import PATHS
+from tests.support.parity import RecordingSampler, prompts, relative_rms
 from tests.support.whole_models import WHOLE, whole_class, whole_config
 from tests.system.services import Services
-from tests.system.test_parity import PATHS, RecordingSampler, prompts, relative_rms
 from tests.system.trained import renamed
 from tests.system.zoo import (
     VOCAB,
@@ -110,7 +111,7 @@ def text_alone(name: str, model: Any) -> Any:
     return alone
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", ["native", pytest.param("torch", marks=pytest.mark.long)])
 def test_logits_are_those_of_peft(whole: Whole, path: str, start: Callable) -> None:
     running = start(whole.zoo, native_kernels=PATHS[path], max_model_len=512)
     recorder = RecordingSampler(running.engine.decoder.eos_token_ids)

@@ -21,9 +21,6 @@ from tests.system.zoo import VOCAB
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-REPOSITORY = "models--acme--french"
-SNAPSHOT = f"{REPOSITORY}/snapshots/{'c' * 40}"
-"""Where a hub's cache has a commit's files, as links."""
 
 
 @dataclass
@@ -140,20 +137,6 @@ def sharded(whole: Path, folder: Path) -> Path:
     content = {"metadata": {}, "weight_map": index}
     (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(content))
     return folder
-
-
-def linked(folder: Path, cache: Path) -> Path:
-    """Moves an adapter to where a hub's client would have it; returns the folder of links."""
-    files = [path for path in folder.iterdir() if path.is_file()]
-    snapshot, repository = cache / SNAPSHOT, cache / REPOSITORY
-    blobs = repository / "blobs"
-    for each in (snapshot, blobs, repository / "refs"):
-        each.mkdir(parents=True)
-    (repository / "refs" / "main").write_text(snapshot.name)
-    for number, path in enumerate(sorted(files)):
-        shutil.move(path, blobs / f"{number:064x}")
-        (snapshot / path.name).symlink_to(f"../../blobs/{number:064x}")
-    return snapshot
 
 
 def as_mlx(whole: Path, folder: Path) -> Path:

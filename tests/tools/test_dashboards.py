@@ -47,6 +47,7 @@ NOT_SHOWN = {
     "loadout_inference_text_loads_total": "what is refused is shown as rejections, by reason",
     "loadout_inference_files_refused": "0 or 1, of which LoadoutFilesRefused alerts",
     "loadout_store_files_refused": "0 or 1, of which LoadoutFilesRefused alerts",
+    "loadout_store_volume_full": "0 or 1, of which LoadoutStoreVolumeExhausted alerts",
     "process_virtual_memory_bytes": "says nothing: models and arenas are mapped, not used",
 }
 """Why no panel has it. A new metric belongs on a panel, or here with a reason."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(
     ("line", "step"),
     [
-        ("Collecting torch>=2.11 (from loadout==0.2.0)\n", "finding and downloading what it needs"),
+        ("Collecting torch>=2.11 (from loadout==0.3.0)\n", "finding and downloading what it needs"),
         (
             "Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl (190.4 MB)\n",
             "downloading torch 2.13.0 (190.4 MB)",
@@ -73,6 +74,23 @@ def test_on_a_terminal_the_time_goes_on() -> None:
     lines = [line.rpartition("\r")[2] for line in out.getvalue().split("\n")]
     assert lines == ["   0:00  compiling", "   0:00  unpacking 3 packages", ""]
     assert out.getvalue().count("\r") >= 2
+
+
+def test_pip_comes_first_and_takes_nothing_without_a_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our own checkout is last, with nothing that it needs."""
+    build = install.cpu_torch(ROOT)
+    monkeypatch.setattr(install, "cpu_torch_if_found", lambda: [build])
+    pip, packages, ours = (options for _, options in install.installations("demo", tmp_path))
+    assert "--require-hashes" in pip
+    assert (tmp_path / "pip.txt").read_text().startswith("pip==")
+    assert {"--require-hashes", "--constraint", "--build-constraint"} <= set(packages)
+    wanted = (tmp_path / "requirements.txt").read_text().splitlines()
+    # Before what asks for torch of any build, else pip downloads the other one, too.
+    assert wanted[0] == build
+    assert {"grpcio-tools", "moto[server,s3]", "torch"} <= {re.split("[=>]", x)[0] for x in wanted}
+    assert ours == ["--no-deps", "--no-build-isolation", "--editable", "."]
 
 
 @pytest.mark.processes

@@ -22,7 +22,7 @@ def test_folders_are_mounted_and_named_as_the_build_sees_them(tmp_path, monkeypa
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
     monkeypatch.setenv("PIP_FIND_LINKS", "/wheels")
-    options = pip_sources.build_options()
+    options = pip_sources.build_options(["torch==1.0+cpu"])
     written = (tmp_path / "pip.conf").read_text()
     values = dict(line.split(" = ") for line in written.splitlines() if " = " in line)
     # Beside what this machine itself is configured with.
@@ -33,6 +33,8 @@ def test_folders_are_mounted_and_named_as_the_build_sees_them(tmp_path, monkeypa
     assert {"file:///machine/packages/simple", "https://more.example/simple"} <= extra
     for folder in ("/wheels", "/older", "/packages"):
         assert f"{folder}:/machine{folder}:ro" in options
+    assert f"{tmp_path}/pip-constraints.txt:{values['constraint']}:ro" in options
+    assert (tmp_path / "pip-constraints.txt").read_text() == "torch==1.0+cpu"
 
 
 @pytest.mark.parametrize("place", ["https://packages.example/simple", "git+file:///x"])

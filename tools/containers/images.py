@@ -7,13 +7,13 @@ from pathlib import Path
 
 from tools.containers import bases, pip_sources
 from tools.containers.engine import FOLDER, ROOT, run
+from tools.install import cpu_torch_if_found
 
-CPU_IMAGE = "localhost/loadout-cpu:0.2.0"
-CUDA_IMAGE = "localhost/loadout-cuda:0.2.0"
+CPU_IMAGE = "localhost/loadout-cpu:0.3.0"
+CUDA_IMAGE = "localhost/loadout-cuda:0.3.0"
 PREVIOUS_IMAGE = "localhost/loadout-cpu:previous"
 PREVIOUS_COMMIT = "9a54c74"
 """0.2.0, from which a cluster is upgraded to this checkout."""
-PYTHON_INDEX = "https://pypi.org/simple"
 
 
 def build(target: str, tag: str, context: Path = ROOT) -> None:
@@ -23,10 +23,7 @@ def build(target: str, tag: str, context: Path = ROOT) -> None:
     pins = {
         "PYTHON_IMAGE": bases.PYTHON.name,
         "PYTHON_DIGEST": bases.digest(bases.PYTHON),
-        # Debian has no index of torch for CPUs; where pip is configured with such a build, that is
-        # taken, for the CUDA image also: its packages of several gigabytes are not what is tested.
-        "CPU_TORCH_INDEX": PYTHON_INDEX,
-        "CUDA_TRITON": _pinned("CUDA_TRITON"),
+        "CPU_TORCH_INDEX": _pinned("CPU_TORCH_INDEX"),
     }
     arguments = [
         part for name, value in pins.items() for part in ("--build-arg", f"{name}={value}")
@@ -40,7 +37,8 @@ def build(target: str, tag: str, context: Path = ROOT) -> None:
             "--file",
             str(context / "deploy/images/Dockerfile"),
         ),
-        *(*pip_sources.build_options(), *arguments),
+        # In the CUDA image, too: CUDA's libraries of some gigabytes are not what is tested.
+        *(*pip_sources.build_options(cpu_torch_if_found()), *arguments),
         *("--target", target, "--tag", tag, str(context)),
         log=log,
     )

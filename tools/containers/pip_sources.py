@@ -6,24 +6,29 @@ from __future__ import annotations
 import subprocess
 import sys
 from ast import literal_eval
+from collections.abc import Iterable
 from pathlib import Path
 
 from tools.containers.engine import FOLDER
 
 MOUNTED = "/machine"
 """Folders of this machine lie below it during a build."""
+CONSTRAINTS = "/etc/pip-constraints.txt"
 
 
-def build_options() -> list[str]:
-    """Options of `podman build`; writes the configuration that they mount."""
+def build_options(constraints: Iterable[str]) -> list[str]:
+    """Options of `podman build`; writes the configuration that they mount, with `constraints`."""
     found = _options()
     options: list[str] = []
     for folder in sorted({each for value in found.values() for each in _folders(value)}):
         options += ["--volume", f"{folder}:{MOUNTED}{folder}:ro"]
     lines = [f"{name} = {_relocated(value)}" for name, value in found.items()]
-    file = FOLDER / "pip.conf"
-    file.write_text("\n".join(["[global]", *lines, ""]))
-    return [*options, "--volume", f"{file}:/etc/pip.conf:ro"]
+    file, constrained = FOLDER / "pip.conf", FOLDER / "pip-constraints.txt"
+    constrained.write_text("\n".join(constraints))
+    file.write_text("\n".join(["[global]", *lines, f"constraint = {CONSTRAINTS}", ""]))
+    for here, there in ((file, "/etc/pip.conf"), (constrained, CONSTRAINTS)):
+        options += ["--volume", f"{here}:{there}:ro"]
+    return options
 
 
 def _options() -> dict[str, str]:

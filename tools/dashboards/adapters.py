@@ -15,7 +15,7 @@ _TOP = 10
 def build() -> Board:
     return Board(
         links.ADAPTERS,
-        "Which adapters are busy, whether they fit into the tiers, and what their loads wait for.",
+        "Which adapters are busy, whether they fit into the tiers, and why their loads wait.",
         services=[INFERENCE],
         variables=[variables.adapter()],
         rows=[
@@ -54,7 +54,7 @@ def _now() -> list[Panel]:
         ),
         number(
             "Loads in progress",
-            "Adapters that are being loaded, or wait to be.",
+            "Adapters that are being loaded or wait for it.",
             "short",
             INFERENCE.sum("loads_in_progress"),
         ),
@@ -74,7 +74,7 @@ def _now() -> list[Panel]:
         ),
         number(
             "Failed pulls",
-            "In the chosen time. The reasons are under the store's replicas, and in the logs.",
+            "In the chosen time. See the store's replicas below, and the logs, for the reasons.",
             "short",
             INFERENCE.growth("pull_failures_total", window="$__range"),
             limit=limits.ANY,
@@ -82,8 +82,8 @@ def _now() -> list[Panel]:
         ),
         number(
             "Without the store",
-            "Replicas whose watch of the store is down. They serve what is resident, and names "
-            "that they know, for a while.",
+            "Replicas whose watch of the store is down. For a while, they serve resident "
+            "adapters and names that they know.",
             "short",
             _without_store(),
             limit=limits.ANY,

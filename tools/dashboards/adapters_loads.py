@@ -46,8 +46,8 @@ def _pulls() -> list[Panel]:
     return [
         lines(
             "Loads in progress",
-            "By what they wait for: a pull thread (or the store does not know the layout yet), the "
-            "pull, space to pull to, space on the device.",
+            "By the phase that they wait for: a pull thread (or the store does not know "
+            "the layout yet), the pull, space to pull to, space on the device.",
             "short",
             Query(INFERENCE.sum("loads_in_progress", "state"), "{{state}}"),
             is_stacked=True,
@@ -90,7 +90,8 @@ def prefetch() -> list[Panel]:
     return [
         lines(
             "Prefetched adapters",
-            "Adapters loaded before any request needed them, and those that a request then used.",
+            "Adapters loaded before any request needed them, and how many of them a "
+            "request then used.",
             "cps",
             Query(INFERENCE.rate("prefetch_images_total"), "prefetched"),
             Query(INFERENCE.rate("prefetch_hits_total"), "used"),
@@ -98,8 +99,8 @@ def prefetch() -> list[Panel]:
         ),
         lines(
             "Prefetched bytes",
-            "And those that were evicted unused. Mostly wasted: the prediction is bad, or there is "
-            "no space for prefetching.",
+            "Bytes of prefetched adapters, and of those evicted unused. Mostly wasted: "
+            "the prediction is bad, or there is no space for prefetching.",
             "binBps",
             Query(INFERENCE.rate("prefetch_bytes_total"), "prefetched"),
             Query(INFERENCE.rate("prefetch_wasted_bytes_total"), "wasted"),

@@ -73,7 +73,8 @@ def evictions() -> list[Panel]:
         ),
         distribution(
             "Evictions by idle time",
-            "Of all tiers. Dark at the bottom: adapters are evicted that were just in use.",
+            "In all tiers. Dark at the bottom: adapters are evicted although they were "
+            "just in use.",
             "s",
             INFERENCE.buckets("tier_evicted_idle_seconds"),
             span=6,

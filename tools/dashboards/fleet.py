@@ -61,7 +61,7 @@ def _now() -> list[Panel]:
         ),
         number(
             "Failed generations",
-            "Of the worst replica, within five minutes. See Errors.",
+            "Share at the worst replica within five minutes. See Errors.",
             "percentunit",
             f"max({INFERENCE.series(_FAILED)})",
             limit=limits.FAILED_GENERATIONS,
@@ -121,8 +121,8 @@ def _traffic() -> list[Panel]:
         ),
         lines(
             "Tokens",
-            "sampled is what the engines make, generated what callers were sent. prompt less "
-            "cached prompt is what had to be computed.",
+            "sampled: made by the engines. generated: sent to callers. prompt less cached"
+            " prompt: computed.",
             "si:tok/s",
             Query(INFERENCE.rate("sampled_tokens_total"), "sampled"),
             Query(INFERENCE.rate("generated_tokens_total"), "generated"),
@@ -217,14 +217,14 @@ def _latency() -> list[Panel]:
         percentiles(
             INFERENCE,
             "Adapter wait",
-            "The part of the queue time until the adapter was resident. See Adapters and caches "
-            "for which part of a load takes long.",
+            "The part of the queue time until the adapter was resident. Adapters and "
+            "caches shows the slow part of a load.",
             "adapter_wait_seconds",
         ),
         distribution(
             "First tokens",
-            "All requests by the time to their first token. Two bands: those that find their "
-            "adapter, and those that wait for a load.",
+            "All requests by the time to their first token. Two bands: requests that find"
+            " their adapter, and requests that wait for a load.",
             "s",
             INFERENCE.buckets("first_token_seconds"),
         ),

@@ -116,14 +116,15 @@ def pages() -> list[Panel]:
         ),
         lines(
             "Moves to newer versions",
-            "Requests that went on with a newer version of their adapter, as they had asked to.",
+            "Requests that continued with a newer version of their adapter, as their "
+            "callers chose.",
             "cps",
             Query(INFERENCE.rate("version_moves_total"), "moves"),
             span=12,
         ),
         lines(
             "Replicas that do not generate",
-            "Paused, or asleep: their memory is given back until they are woken.",
+            "Paused, or asleep: their memory is freed until they are woken.",
             "short",
             Query(INFERENCE.sum("generation_paused"), "paused"),
             Query(INFERENCE.sum("asleep"), "asleep"),
@@ -152,15 +153,17 @@ def memory() -> list[Panel]:
         ),
         lines(
             "Resident memory",
-            "Of the server processes. One that only grows will be killed when memory runs out.",
+            "Of the server processes. A process that only grows will be killed when "
+            "memory runs out.",
             "bytes",
             Query(INFERENCE.series("process_resident_memory_bytes"), WHICH),
             links=[links.TO_REPLICA],
         ),
         lines(
             "Steps out of memory",
-            "How often, within five minutes, the device's memory did not suffice for a step, which "
-            "was then computed in parts. The usual cause is another program on the device.",
+            "Number of steps within five minutes for which the device's memory did not "
+            "suffice; they were computed in parts. The usual cause is another program on "
+            "the device.",
             "short",
             Query(INFERENCE.growth("step_out_of_memory_total", REPLICA), WHICH),
             limit=limits.ANY,
@@ -168,7 +171,7 @@ def memory() -> list[Panel]:
         ),
         lines(
             "Tokens computed at once",
-            "At most, by replica: fewer than max-batch-tokens after steps ran out of memory.",
+            "Limit by replica: fewer than max-batch-tokens after steps ran out of memory.",
             "short",
             Query(INFERENCE.sum("step_token_limit", REPLICA), WHICH),
             links=[links.TO_REPLICA],
@@ -178,6 +181,35 @@ def memory() -> list[Panel]:
             "Cores in use by the server processes.",
             "short",
             Query(INFERENCE.rate("process_cpu_seconds_total", REPLICA), WHICH),
+            links=[links.TO_REPLICA],
+        ),
+        *_failures(),
+    ]
+
+
+def _failures() -> list[Panel]:
+    return [
+        lines(
+            "Requests that could not be computed",
+            "Within five minutes. Not finite: the weights of their adapters are too large. Faults "
+            "are bugs.",
+            "short",
+            Query(INFERENCE.growth("not_finite_requests_total", REPLICA), f"not finite, {WHICH}"),
+            Query(INFERENCE.growth("faulty_requests_total", REPLICA), f"faults, {WHICH}"),
+            span=12,
+            limit=limits.ANY,
+            links=[links.TO_REPLICA],
+        ),
+        lines(
+            "Device faults",
+            "Faults that ended engines or their starts. A server shows its fault for half"
+            " a minute before it exits.",
+            "short",
+            Query(
+                INFERENCE.sum("device_faults_total", f"{REPLICA}, kind"), f"{{{{kind}}}}, {WHICH}"
+            ),
+            span=12,
+            limit=limits.ANY,
             links=[links.TO_REPLICA],
         ),
     ]
@@ -229,7 +261,7 @@ def replicas() -> list[Panel]:
         ),
         lines(
             "Firing alerts",
-            "By name. docs/operations/runbook.md has a paragraph on each.",
+            "By name. docs/operations/runbook.md has a section on each.",
             "short",
             Query(
                 INFERENCE.or_zero(f"count by (alertname) (ALERTS{{{_FIRING}}})"),

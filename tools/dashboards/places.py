@@ -11,8 +11,8 @@ def places(service: Service) -> list[Panel]:
     return [
         lines(
             "Share in use",
-            "Of each place, in the fullest replica. One tenant holds at most its share of what "
-            "others leave, so a full place has several at work.",
+            "Share of each limited resource in the fullest replica. One tenant gets at "
+            "most its share of the rest, so several tenants use a full resource.",
             "percentunit",
             Query(f"max by (place) ({used} / {capacity})", "{{place}}"),
             span=8,
@@ -20,14 +20,14 @@ def places(service: Service) -> list[Panel]:
         ),
         lines(
             "Waiting for their turn",
-            "Calls, or images to be built, by what they wait for. Tenants take turns.",
+            "Calls, or images to be built, by the resource that they wait for. Tenants take turns.",
             "short",
             Query(service.sum("place_waiting", "place"), "{{place}}"),
             span=8,
         ),
         lines(
             "Refusals",
-            "SHARE_EXCEEDED: the place was full, or the tenant had its share.",
+            "SHARE_EXCEEDED: the resource was full, or the tenant used its share.",
             "cps",
             Query(service.rate("place_refusals_total", "place"), "{{place}}"),
             span=8,

@@ -50,7 +50,7 @@ def _now() -> list[Panel]:
         ),
         number(
             "Pulls in progress",
-            "Images that are being sent, or wait to be.",
+            "Images that are being sent or wait for it.",
             "short",
             STORE.sum("active_pulls"),
             links=[links.TO_LOADS],
@@ -71,7 +71,8 @@ def _now() -> list[Panel]:
         ),
         number(
             "Waiting for space",
-            "Images that do. If it lasts: memory is full of images that are pinned or being sent.",
+            "Images that wait for space. If it lasts: memory is full of images that are "
+            "pinned or being sent.",
             "short",
             STORE.sum("images_waiting_for_room"),
         ),

@@ -75,7 +75,8 @@ def images() -> list[Panel]:
         ),
         lines(
             "Images in progress",
-            "Being compiled or written, or waiting to be, and those that wait for space.",
+            "Images being compiled or written, or waiting for that, and images that wait "
+            "for space.",
             "short",
             Query(STORE.sum("images_in_progress"), "in progress"),
             Query(STORE.sum("images_waiting_for_room"), "waiting for room"),
@@ -90,7 +91,7 @@ def tiers() -> list[Panel]:
     return [
         lines(
             "Share of hits",
-            "By tier: memory, then disk, then the shared bucket. What none has is compiled.",
+            "By tier: memory, then disk, then the shared bucket. Images in no tier are compiled.",
             "percentunit",
             Query(share(hits, STORE.rate("tier_misses_total", "tier")), "{{tier}}"),
             maximum=1,
@@ -137,8 +138,8 @@ def catalog() -> list[Panel]:
     return [
         lines(
             "Revision",
-            "Newest catalog revision of each replica. They share one catalog: a replica that stays "
-            "behind does not see what others record.",
+            "Newest catalog revision of each replica. They share one catalog: a replica "
+            "that stays behind does not see the others' changes.",
             "short",
             Query(STORE.series("revision"), WHICH),
             span=6,
@@ -166,8 +167,7 @@ def catalog() -> list[Panel]:
         ),
         lines(
             "Free share of the volume",
-            "Of the file system that the data folder is on. Without room nothing can be "
-            "registered.",
+            "Of the data folder's file system. Without free space nothing can be registered.",
             "percentunit",
             Query(STORE.series(_FREE), WHICH),
             span=12,

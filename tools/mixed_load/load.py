@@ -46,7 +46,7 @@ POLL_S = 0.1
 
 STORE_FLAGS = (
     *("--image-memory", "2MiB", "--disk-cache-bytes", "3MiB", "--compile-workers", "1"),
-    *("--delete-grace-seconds", "1", "--collect-seconds", "1", "--log-level", "warning"),
+    *("--delete-grace-seconds", "1", "--log-level", "warning"),
 )
 INFERENCE_FLAGS = (
     *("--http", "127.0.0.1:0", "--num-threads", "1", "--device", "cpu", "--max-sequences", "8"),
@@ -75,11 +75,12 @@ class MixedLoad:
         self._folder = folder
         self._seed = seed
         self._sources = folder / "sources"
+        self._store_file = folder / "store.toml"
         settings = SystemSettings(
             MODEL,
             BASE_MODEL,
             source_roots=(self._sources,),
-            store_flags=(*STORE_FLAGS, *store_flags),
+            store_flags=(*STORE_FLAGS, "--config", str(self._store_file), *store_flags),
             inference_flags=(*INFERENCE_FLAGS, *inference_flags),
         )
         self._system = System(settings, folder / "system")
@@ -88,6 +89,7 @@ class MixedLoad:
 
     def __enter__(self) -> Self:
         self._sources.mkdir(parents=True)
+        self._store_file.write_text("collect-seconds = 1\n")
         with ExitStack() as stack:
             self.addresses = stack.enter_context(self._system).addresses
             self.client = stack.enter_context(

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, inspect, text
 from adapter_store.catalog.database import Database
 from adapter_store.errors import CorruptData
 
-HEAD = "0011"
+HEAD = "0012"
 """The newest file of `versions/`."""
 
 FIRST = "0001"
@@ -26,6 +26,9 @@ FIRST = "0001"
 def migrate(database: Database) -> None:
     """Upgrades the tables. Raises CorruptData for tables of a newer release, or of another
     program."""
+    with database.read() as conn:
+        if _find_revision(conn) == HEAD:
+            return
     with database.migrating() as conn:
         found = _find_revision(conn)
         if found != HEAD:

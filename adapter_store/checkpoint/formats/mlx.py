@@ -35,7 +35,7 @@ from adapter_store.checkpoint.config_values import (
     read_rank,
     read_text,
 )
-from adapter_store.checkpoint.files import CONFIG_FILE, MLX_WEIGHTS_FILE, CheckpointLimits
+from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.module_patterns import (
     ALL_LINEAR,
     MatchBudget,
@@ -48,6 +48,7 @@ from adapter_store.checkpoint.tensor_keys import TensorKey, is_module, target_of
 from adapter_store.checkpoint.weights import Changes
 from adapter_store.core import SegmentKind, TargetKind
 from adapter_store.errors import InvalidAdapter
+from contract.adapter_files import CONFIG_FILE, MLX_WEIGHTS_FILE
 
 HONOURED = frozenset({"model", "fine_tune_type", "use_dora", "lora_parameters"})
 LAYER_KEYS = ("num_layers", "lora_layers")

@@ -11,22 +11,25 @@ import enum
 from collections.abc import Iterable, Mapping
 
 from adapter_store.checkpoint.files import (
+    AnyFolder,
+    CheckpointLimits,
+    has_file,
+    list_names,
+    parse_index,
+    read_capped,
+)
+from adapter_store.errors import InvalidAdapter
+from contract.adapter_files import (
     CONFIG_FILE,
     INDEX_FILE,
     MLX_WEIGHTS_FILE,
     PICKLE_FILES,
     WEIGHTS_FILE,
-    CheckpointLimits,
-    Folder,
-    has_file,
     is_adapter_file,
     is_shard,
-    list_names,
-    parse_index,
-    read_capped,
 )
-from adapter_store.checkpoint.formats.side_files import check_side_files
-from adapter_store.errors import InvalidAdapter
+from contract.folders import shown
+from contract.side_files import find_unused
 
 
 class Format(enum.Enum):
@@ -36,7 +39,7 @@ class Format(enum.Enum):
     MLX = "MLX-LM"
 
 
-def find_format(folder: Folder) -> Format:
+def find_format(folder: AnyFolder) -> Format:
     """Returns the format of the adapter in `folder`, whether or not it is whole."""
     return Format.MLX if has_file(folder, MLX_WEIGHTS_FILE) else Format.PEFT
 
@@ -58,11 +61,19 @@ def check_file_names(names: Iterable[str]) -> None:
             subject=MLX_WEIGHTS_FILE,
             reason="FILES_AMBIGUOUS",
         )
-    check_side_files(present - own, is_mlx=is_mlx)
+    unused = find_unused(present - own, is_mlx=is_mlx)
+    if unused is not None:
+        name = shown(unused.name)
+        raise InvalidAdapter(
+            f"{name}: {unused.what}: nothing would apply it. If your adapter works without it, "
+            "register a folder without it",
+            subject=name,
+            reason="FILE_UNUSED",
+        )
 
 
 def find_weight_files(
-    folder: Folder, limits: CheckpointLimits
+    folder: AnyFolder, limits: CheckpointLimits
 ) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
     """Returns the names of the weight files, and for a sharded adapter its index {tensor: file}.
 

@@ -22,17 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adapter_store.checkpoint.child_process import ChildFailure, run_child
-from adapter_store.checkpoint.files import (
-    TEMPLATE_FILE,
-    TEXT_FILES,
-    TOKENIZER_FILE,
-    RegularFile,
-    check_text_file,
-    is_text_file,
-    read_capped,
-)
+from adapter_store.checkpoint.files import check_text_file, open_file, read_capped
 from adapter_store.core import SourceFile
 from adapter_store.errors import InvalidAdapter
+from contract.adapter_files import TEMPLATE_FILE, TEXT_FILES, TOKENIZER_FILE, is_text_file
 from servicekit.shares import Reservation, Shares
 from servicekit.tokenizer_extract import MAX_EXTRACT_BYTES
 
@@ -195,7 +188,7 @@ def _parse(
 ) -> tuple[bytes, bytes]:
     """Returns the extract of the tokenizer, and the chat template of its configuration."""
     for name in names:
-        with RegularFile(folder, name) as file:
+        with open_file(folder, name) as file:
             check_text_file(name, file.size_bytes)
     with tempfile.TemporaryDirectory(dir=work_dir, prefix="text-") as work:
         command = [sys.executable, "-I", str(CHILD), str(ROOT), str(folder.absolute()), work]

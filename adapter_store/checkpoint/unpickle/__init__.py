@@ -20,15 +20,14 @@ from pathlib import Path
 
 from adapter_store.checkpoint.child_process import ChildFailure, run_child
 from adapter_store.checkpoint.files import (
-    PICKLE_FILE,
-    WEIGHTS_FILE,
     CheckpointLimits,
-    RegularFile,
     check_source_bytes,
+    open_file,
     read_capped,
 )
 from adapter_store.core import SourceFile
 from adapter_store.errors import InvalidAdapter
+from contract.adapter_files import PICKLE_FILE, WEIGHTS_FILE
 
 CHILD = Path(__file__).with_name("__main__.py")
 MAX_RESULT_BYTES = 1 << 16
@@ -64,9 +63,9 @@ def convert_pickle(
     source = folder / PICKLE_FILE
     if not os.path.lexists(source):
         return None
-    with RegularFile(folder, PICKLE_FILE) as file:
+    with open_file(folder, PICKLE_FILE) as file:
         size_bytes = file.size_bytes
-    check_source_bytes(size_bytes, limits)
+    check_source_bytes(PICKLE_FILE, size_bytes, limits)
     unpickle_limits = unpickle_limits or UnpickleLimits()
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="unpickle-") as work:
         output, result = Path(work, WEIGHTS_FILE), Path(work, "result.json")
@@ -82,7 +81,7 @@ def convert_pickle(
             reason = "PICKLE_TIMEOUT" if failure.is_timeout else "PICKLE_CRASHED"
             raise _refused(reason, f"the process that read it ended: {failure}") from failure
         _read_answer(result)
-        with RegularFile(output.parent, output.name):
+        with open_file(output.parent, output.name):
             os.rename(output, folder / WEIGHTS_FILE)
     with open(folder / WEIGHTS_FILE, "rb") as written:
         sha256 = hashlib.file_digest(written, "sha256").hexdigest()

@@ -389,6 +389,7 @@ def to_resident_adapter(
         last_used_time=last_used,
         load_seconds=adapter.load_seconds,
         superseded=is_superseded,
+        not_finite_requests=adapter.num_not_finite,
     )
 
 

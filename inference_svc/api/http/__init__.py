@@ -3,6 +3,7 @@
 app          the application: routes, error handlers, middleware
 server       uvicorn on the service's event loop
 connections  limits of connections that are idle or do not read
+http1        refuses requests that two readers could understand differently
 middleware   counts and traces requests, adds the load
 disconnect   cancels work whose client has disconnected
 errors       errors as responses in OpenAI's format

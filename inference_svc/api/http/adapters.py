@@ -96,4 +96,4 @@ def _describe(registered: Registered) -> str:
     if registered.ignored_config_keys:
         keys = ", ".join(registered.ignored_config_keys)
         text += f" Keys of its config that are not known, and allowed by the operator: {keys}."
-    return text
+    return "".join((text, *(f" Warning: {warning}." for warning in registered.warnings)))

@@ -19,6 +19,7 @@ import h11
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from inference_svc.api.http.http1 import StrictServer
 from servicekit.errors import ShareExceeded
 from servicekit.shares import MinimumRate, Pace, Reservation, Shares
 
@@ -232,6 +233,7 @@ class Connection(H11Protocol):
 
     def __init__(self, limit: ConnectionLimit, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
+        self.conn = StrictServer(self.config.h11_max_incomplete_event_size or UNREAD_BYTES)
         self.app_state = {"connection": self}
         self.peer = self.account = ""
         self.stranger_bytes = self.tls_bytes = 0

@@ -27,6 +27,7 @@ from inference_svc.errors import (
     Interrupted,
     NoRoom,
     NoSteps,
+    NotFinite,
     OutOfDeviceMemory,
     ProfileRunning,
     QueueFull,
@@ -78,6 +79,7 @@ ERROR_STATUSES: dict[type[errors.ServiceError], ErrorStatus] = {
     CorruptImage: ErrorStatus(500, "server_error", "corrupt_image"),
     QueueFull: ErrorStatus(429, "rate_limit_error", "rate_limit_exceeded"),
     OutOfDeviceMemory: ErrorStatus(503, "server_error", "out_of_device_memory"),
+    NotFinite: ErrorStatus(400, _INVALID, "values_not_finite"),
     NoRoom: ErrorStatus(400, _INVALID, "no_room"),
     Interrupted: ErrorStatus(409, _INVALID, "interrupted"),
     CannotWake: ErrorStatus(500, "server_error", "cannot_wake"),
@@ -101,7 +103,7 @@ PROTOCOL_CODES: dict[int, str] = {
 """Codes of errors in HTTP itself."""
 
 API_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models")
-_ABOUT_ADAPTER = (AdapterNotFound, AdapterUnusable, AdapterUnavailable)
+_ABOUT_ADAPTER = (AdapterNotFound, AdapterUnusable, AdapterUnavailable, NotFinite)
 
 Names = Mapping[str, str]
 """A route's own names for the subjects of errors."""

@@ -1,5 +1,5 @@
 """Command R7B and A: both halves of a layer read one LayerNorm; three of four layers have a window
-and rotate neighbours with each other, the fourth has neither."""
+and RoPE in pairs of neighbours; the fourth has neither."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""ERNIE 4.5: Llama whose heads turn neighbours with each other."""
+"""ERNIE 4.5: Llama with RoPE in pairs of neighbours."""
 
 from inference_svc.model.architectures import Family
 from inference_svc.model.building import attention, block, decoder, dense, rope, with_windows

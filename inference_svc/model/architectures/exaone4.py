@@ -1,5 +1,5 @@
-"""EXAONE 4: a norm behind each half and none before it, and norms of each head's queries and keys;
-three of four layers have a window, and where there are windows, only these rotate."""
+"""EXAONE 4: a norm after each half and none before it, and norms of each head's queries and keys;
+three of four layers may have a window; then only those layers have RoPE."""
 
 from dataclasses import replace
 

@@ -1,6 +1,6 @@
-"""Gemma 2 and 3: norms on both sides of each half, whose weights are what they lie above 1; windows
-in most layers; scaled embeddings; scores and logits that are bounded (2), or norms of queries and
-keys and a rotation of its own under windows (3)."""
+"""Gemma 2 and 3: norms on both sides of each half, whose weights are offsets from 1; windows in
+most layers; scaled embeddings. Gemma 2 bounds scores and logits. Gemma 3 has norms of queries and
+keys, and RoPE parameters of its own in layers with windows."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,9 +1,9 @@
-"""Gemma 4: as Gemma 3, with larger heads in layers of full attention, values that have a norm and
-may be the keys, last layers that read the keys and values of earlier ones, and per-layer inputs, of
-an embedding of their own. Its mixtures have a dense half and experts side by side, which read norms
-of their own of the residual stream. Adapters may change `per_layer_model_projection`,
-`per_layer_input_gate` and `per_layer_projection`, but not that embedding, `embed_tokens_per_layer`;
-layers that read the keys and values of earlier ones have no `k_proj` and `v_proj`."""
+"""Gemma 4: as Gemma 3, with larger heads in layers of full attention, and values that have a norm
+and may be the keys. The last layers read the keys and values of earlier layers; they have no
+`k_proj` and `v_proj`. Per-layer inputs come from an embedding of their own,
+`embed_tokens_per_layer`, which adapters may not change; they may change
+`per_layer_model_projection`, `per_layer_input_gate` and `per_layer_projection`. Mixtures have a
+dense half and experts in parallel, each with its own norm of the residual stream."""
 
 from collections.abc import Sequence
 from dataclasses import replace

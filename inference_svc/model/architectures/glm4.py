@@ -1,5 +1,5 @@
-"""GLM 4: norms on both sides of each half, gate and up in one tensor, and half of each head turned,
-neighbours with each other."""
+"""GLM 4: norms on both sides of each half, gate and up in one tensor, and RoPE on half of each
+head, in pairs of neighbours."""
 
 from inference_svc.model.architectures import Family
 from inference_svc.model.building import (

@@ -1,6 +1,7 @@
-"""GLM 4.5 to 4.7: half of each head turned, norms of queries and keys in some, the first layers
-dense, and then experts that are chosen by sigmoids with a bias, in groups, beside one that all
-share. Layers behind the last one predict further tokens: these are not served."""
+"""GLM 4.5 to 4.7: RoPE on half of each head, and in some models norms of queries and keys. The
+first layers are dense. The others have a shared expert, and experts that sigmoids with a bias
+choose, in groups. Layers after the last one predict further tokens; the server does not use them.
+"""
 
 from inference_svc.model.architectures import Family
 from inference_svc.model.building import (

@@ -1,6 +1,6 @@
-"""GPT-OSS: every other layer attends to a window, scores compete with a sink of each head, and all
-layers have experts with biases and a clamped activation, whose gate and up outputs take turns. Its
-weights are served in bf16: in MXFP4 they are refused."""
+"""GPT-OSS: every other layer attends to a window, and each head has an attention sink. All layers
+have experts with biases, a clamped activation, and interleaved gate and up outputs. Serve its
+weights in bf16; the server refuses MXFP4."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Granite: Llama with four multipliers, of embeddings, scores, what each half adds, and logits."""
+"""Granite: Llama with four multipliers: of embeddings, scores, each half's output, and logits."""
 
 from inference_svc.model.architectures import Family
 from inference_svc.model.building import attention, block, decoder, dense, rope, with_windows

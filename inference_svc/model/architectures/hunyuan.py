@@ -1,5 +1,5 @@
-"""HunYuan, dense: Llama with norms of each head's queries and keys behind the rotation, whose base
-a fixed factor stretches."""
+"""HunYuan, dense: Llama with norms of each head's queries and keys after RoPE, whose base is
+multiplied by a fixed factor."""
 
 from inference_svc.model.architectures import Family
 from inference_svc.model.building import (

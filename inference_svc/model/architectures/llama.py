@@ -1,4 +1,4 @@
-"""Llama: the decoder that the others are compared with."""
+"""Llama: the decoder that this table compares the others with."""
 
 from inference_svc.model.architectures import Family
 from inference_svc.model.building import attention, block, decoder, dense, rope, with_windows

@@ -1,4 +1,4 @@
-"""Ministral 3: Mistral whose queries grow with their positions."""
+"""Ministral 3: Mistral with queries scaled up at later positions."""
 
 from inference_svc.model.architectures import Family
 from inference_svc.model.building import attention, block, decoder, dense, rope, with_windows

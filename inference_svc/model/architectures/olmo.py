@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: a norm behind each half and none before it, and norms of all queries and of all
+"""OLMo 2 and 3: a norm after each half and none before it, and norms of all queries and of all
 keys; OLMo 3 has windows in three of four layers. OLMoE: norms of all queries and of all keys, norms
 before each half, and experts."""
 

@@ -1,5 +1,5 @@
-"""Phi 3 and 4: q, k and v in one tensor, gate and up in another; a part of each head is turned, by
-factors for short contexts or for long ones."""
+"""Phi 3 and 4: q, k and v in one tensor, gate and up in another; RoPE on a part of each head, with
+one set of factors for short contexts and one for long contexts."""
 
 from inference_svc.model.architectures import Family
 from inference_svc.model.building import attention, block, decoder, dense, rope, with_windows

@@ -1,6 +1,6 @@
 """Qwen 2 and 3: Llama with biases of q, k and v, or with norms of each head's queries and keys;
-some layers may attend to a window. Their mixtures of experts have a dense half in some layers; that
-of Qwen 2 has one that all share, with a gate, beside the experts."""
+some layers may attend to a window. Mixtures of experts have a dense half in some layers; Qwen 2's
+also have a shared expert with a gate."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""SmolLM 3: Llama without rotation in every fourth layer."""
+"""SmolLM 3: Llama without RoPE in every fourth layer."""
 
 from dataclasses import replace
 

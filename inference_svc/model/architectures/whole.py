@@ -1,6 +1,6 @@
-"""Models of several towers, of which the text part is served: tensors of the others are not read.
-Adapters and the checkpoint may have any of transformers' names for the text part's modules. What an
-adapter has for other towers is not used, and the verdict says so."""
+"""Models of several towers: the server reads and serves only the text part. Checkpoint and
+adapters may use any of transformers' names for the text part's modules. The server does not apply
+an adapter's changes to other towers; the verdict lists this."""
 
 from inference_svc.model.architectures import Family, describe_text_part
 from inference_svc.model.config_keys import names

@@ -187,8 +187,8 @@ void clamped_swiglu(const ClampedSwigluArgs& args, const Slice& slice) {
     const T* up = static_cast<const T*>(own.up) + t * own.up_stride;
     T* out = static_cast<T*>(own.out) + t * own.size;
     for_vectors(own.size, [&](int64_t at, auto lanes) {
-      const VF g = vmin(vload(gate + at, lanes), most);
-      const VF u = vmax(vmin(vload(up + at, lanes), most), least);
+      const VF g = vmin(most, vload(gate + at, lanes));
+      const VF u = vmax(least, vmin(most, vload(up + at, lanes)));
       const VF active = vdiv(g, vadd(one, vexp(vmul(g, alpha))));
       vstore(out + at, vmul(vadd(u, one), active), lanes);
     });

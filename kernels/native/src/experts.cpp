@@ -1,6 +1,7 @@
 // Mixtures of experts: who computes a token, in which order, and the sum of what they make. See
 // kernels/experts/reference.py, which defines each.
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "simd.h"
@@ -13,6 +14,7 @@ namespace {
 constexpr int64_t MAX_EXPERTS = 1024;
 constexpr float LEAST_SUM = 1e-20f;
 constexpr float NONE = -std::numeric_limits<float>::infinity();
+constexpr float BEST = std::numeric_limits<float>::infinity();
 
 enum Scoring : int64_t { SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN };
 
@@ -97,6 +99,9 @@ void route_token(const RouteArgs& args, int64_t t) {
   std::copy_n(args.bias || has_groups ? scores : logits, num_experts, ranked);
   if (args.bias)
     for (int64_t i = 0; i < num_experts; ++i) ranked[i] += args.bias[i];
+  // NaN goes first, so that the token becomes NaN.
+  for (int64_t i = 0; i < num_experts; ++i)
+    if (std::isnan(ranked[i])) ranked[i] = BEST;
   if (has_groups) keep_best_groups(args, ranked);
   for (int64_t j = 0; j < num_chosen; ++j) {
     const int64_t expert = largest(ranked, num_experts);

@@ -272,9 +272,10 @@ inline VF rounded<bf16>(VF x) {
 }
 
 // e^x within 2 units in the last place; below -87.3 the smallest normal number, which sums lose.
+// NaN stays NaN, here and below: of NaN and a number, vmin and vmax return their second operand.
 // Range reduction by ln 2 in two parts and the degree-5 polynomial of Cephes' expf.
 inline VF vexp(VF x) {
-  x = vmax(vmin(x, vset1(88.0f)), vset1(-87.3f));
+  x = vmax(vset1(-87.3f), vmin(vset1(88.0f), x));
   const VF n = vround(vmul(x, vset1(1.44269504f)));
   x = vfma(n, vset1(-0.693359375f), x);
   x = vfma(n, vset1(2.12194440e-4f), x);
@@ -288,8 +289,8 @@ inline VF vexp(VF x) {
   return vmul(y, exponent(n));
 }
 
-// 2^x for x <= 127, within 2 units in the last place; 0 at and below LEAST_POWER; NaN stays NaN
-// (the second operand of vmax decides). The polynomial is that of Cephes' exp2f.
+// 2^x for x <= 127, within 2 units in the last place; 0 at and below LEAST_POWER. The polynomial is
+// that of Cephes' exp2f.
 inline VF vexp2(VF x) {
   x = vmax(vset1(LEAST_POWER), x);
   const VF n = vround(x);
@@ -306,7 +307,7 @@ inline VF vexp2(VF x) {
 
 // 1 - 2 / (1 + e^(2x)); near 0 it is x - x^3 / 3, which the difference would lose.
 inline VF vtanh(VF x) {
-  x = vmax(vmin(x, vset1(20.0f)), vset1(-20.0f));
+  x = vmax(vset1(-20.0f), vmin(vset1(20.0f), x));
   const VF one = vset1(1.0f);
   const VF far = vsub(one, vdiv(vset1(2.0f), vadd(one, vexp(vadd(x, x)))));
   const VF square = vmul(x, x);

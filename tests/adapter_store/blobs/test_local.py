@@ -12,6 +12,7 @@ import pytest
 
 from adapter_store.blobs import fsync
 from adapter_store.blobs.local import LocalBlobs
+from adapter_store.blobs.volume import Volume
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.memory_files import MemoryFile, MemoryFolder
@@ -40,10 +41,12 @@ class Process:
         self.data_dir.mkdir(exist_ok=True)
         self.catalog = Catalog(self.data_dir / "catalog.sqlite3", event_retention=100)
         self.blobs = LocalBlobs(self.data_dir)
+        self.blobs.sweep_leftovers()
         self.blobs.sweep(self.catalog.blob_digests())
         self.registrar = Registrar(
             self.catalog,
             self.blobs,
+            Volume(self.data_dir, evict=lambda num_bytes: None),
             VerifiedCheckpoints(),
             Sources({"file": LocalSource([tmp_path])}),
             Metrics(),
@@ -158,7 +161,7 @@ def test_a_failed_step_is_an_error_and_leaves_no_trace(start, make_adapter, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(LimitExceeded, match="disk is full") as caught:
+        with pytest.raises(LimitExceeded, match="is full") as caught:
             process.register(folder)
     assert caught.value.reason == "DISK_FULL"
     assert process.check_whole() == []

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from adapter_store.blobs import shared
 from adapter_store.blobs.shared import SharedBlobs
 from adapter_store.catalog.rows import NewVersion
+from adapter_store.checkpoint.memory_files import MemoryFolder
 from adapter_store.core import BlobPlace, SourceFile
-from adapter_store.errors import BlobLost, CorruptData
+from adapter_store.errors import BlobLost, CorruptData, DiskFull
 from servicekit.refs import AdapterName
 from tests.adapter_store.shared_parts import SharedParts, die
+from tests.support.small_volume import small_volume
 from tests.support.wait import until
 
 A = AdapterName("default", "a")
@@ -76,6 +79,40 @@ def test_blob_is_read_by_another_replica(parts):
     assert kept.lease == ""  # found, not stored again
     assert staged.is_dir()
     assert len(parts.keys("blobs")) == 2
+
+
+@pytest.mark.processes
+def test_on_a_full_volume_copies_are_in_memory(parts, tmp_path, monkeypatch):
+    register(parts, parts.blobs("one"))
+    num_bytes = sum(map(len, CONTENT.values()))
+    monkeypatch.setattr(shared, "MEMORY_BYTES", num_bytes)
+    with small_volume(tmp_path / "small", 4 << 20) as small:
+        two = parts.blobs(str(small.outside))
+        small.fill()
+        copy = two.path(DIGEST)
+        assert isinstance(copy, MemoryFolder)
+        files = {name: copy.get(name) for name in copy.names}
+        assert {name: file.read_at(0, file.size_bytes) for name, file in files.items()} == CONTENT
+        with pytest.raises(DiskFull):
+            two.path(DIGEST)
+        del copy, files
+        assert isinstance(two.path(DIGEST), MemoryFolder)
+        small.empty()
+        assert read(two.path(DIGEST)) == CONTENT
+
+
+@pytest.mark.processes
+def test_on_a_full_volume_copies_make_room_for_one(parts, tmp_path, monkeypatch):
+    register(parts, parts.blobs("one"))
+    monkeypatch.setattr(shared, "IN_USE_SECONDS", -1)
+    with small_volume(tmp_path / "small", 4 << 20) as small:
+        two = parts.blobs(str(small.outside))
+        other = small.outside / "fetched" / f"{'b' * 64}-place"
+        other.mkdir()
+        (other / "weights").write_bytes(bytes(2 << 20))
+        small.fill()
+        assert read(two.path(DIGEST)) == CONTENT
+        assert not other.exists()
 
 
 def test_an_old_place_removed_late_hurts_no_new_registration(parts):

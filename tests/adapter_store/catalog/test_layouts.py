@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import pytest
 
+from adapter_store.catalog import layouts as layouts_module
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.database import Place
 from adapter_store.catalog.layouts import FORGET_AFTER_TTLS, LayoutLimits
@@ -121,7 +122,8 @@ def test_without_an_end_all_layouts_are_live(place, clock, ttl):
     catalog.close()
 
 
-def test_images_for_unused_layouts_are_pending_again(names, catalog, clock):
+def test_images_for_unused_layouts_are_pending_again(names, catalog, clock, monkeypatch):
+    monkeypatch.setattr(layouts_module, "MAX_RESET", 1)
     catalog.add_layout("old", BASE, "{}")
     for name in ("ready", "compiling", "incompatible"):
         names.register(name, name)
@@ -181,7 +183,7 @@ def add(catalog: Catalog, account: str, *numbers: int) -> None:
 
 def test_layouts_of_all_base_models_are_shared(limited):
     add(limited, "a", 1, 2, 3)
-    with pytest.raises(LimitExceeded, match="--max-layouts-in-all") as refusal:
+    with pytest.raises(LimitExceeded, match="max-layouts-in-all") as refusal:
         add(limited, "a", 4)
     assert refusal.value.reason == "LAYOUT_LIMIT"
     add(limited, "a", 1)  # known
@@ -199,7 +201,7 @@ def test_layouts_that_come_back_count_as_new_ones(limited, clock):
     add(limited, "a", 1, 2, 3)
     clock.now += TTL
     add(limited, "a", 4, 5, 6)
-    with pytest.raises(LimitExceeded, match="--max-layouts-in-all"):
+    with pytest.raises(LimitExceeded, match="max-layouts-in-all"):
         add(limited, "a", 1)
     assert not limited.use_layout("a2")  # a pull is served, but nothing is compiled ahead
     assert live_layouts(limited) == ["a4", "a5", "a6"]

@@ -137,10 +137,10 @@ NEW_COLUMNS = {
         *("segment_kinds", "lora_targets", "max_added_tokens", "applies_invocation_tokens"),
         "base_model",
     ),
-    "images": ("content",),
+    "images": ("content", "retry_micros"),
     "blobs": ("segment_kinds", "invocation_tokens"),
 }
-"""Those of migrations 0008 and 0009."""
+"""Those of migrations 0008, 0009 and 0012."""
 _TEXT_COLUMNS = ("tokenizer_digest", "chat_template_digest")
 WITHOUT_TEXTS = (
     "DROP TABLE texts",

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import pytest
 
+from adapter_store.catalog import leftovers
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.core import EventKind, ImageKey, SignatureState, SourceFile
 from adapter_store.errors import Conflict, LimitExceeded
@@ -202,6 +203,17 @@ def test_collecting_ends_what_no_record_has(names, catalog, clock):
     assert catalog.take_blob("d2") is not None
     assert catalog.take_blob("d1") is None
     assert catalog.blob_digests() == {"d1"}
+
+
+def test_versions_are_dropped_in_batches(names, catalog, clock, monkeypatch):
+    monkeypatch.setattr(leftovers, "BATCH_ROWS", 2)
+    for number in range(7):
+        names.register("a", f"d{number}")
+    catalog.remove(A)
+    with catalog._database.write() as conn:
+        assert leftovers.expire_versions(conn, clock.now) == 2, "in one transaction"
+    assert catalog.expire_versions(timedelta(0)) == 5
+    assert len(catalog.unreferenced_blobs(10)) == 7
 
 
 def test_everything_is_there_after_a_restart(names, catalog, place):

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import pytest
 
+from adapter_store.catalog import usage
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.core import Quota
 from servicekit.errors import QuotaExceeded
@@ -60,6 +61,21 @@ def test_deleted_bytes_count_until_they_expire(names):
     names.catalog.remove(AdapterName("t", "a"))
     names.catalog.expire_versions(timedelta(0))
     register(names, "t/a", "d2", quota)
+
+
+def test_names_in_all_are_bounded(names, monkeypatch):
+    """A deleted name keeps its row for good: without a bound they would fill the catalog."""
+    monkeypatch.setattr(usage, "MAX_NAMES", 2)
+    quota = Quota(max_adapters=1)
+    for name in ("t/a", "t/b"):
+        names.catalog.check_capacity(AdapterName(*name.split("/")), "", quota)
+        register(names, name, "d1", quota)
+        names.catalog.remove(AdapterName(*name.split("/")))
+    with pytest.raises(QuotaExceeded, match=r"^name: tenant 't' has had 2 names") as caught:
+        names.catalog.check_capacity(AdapterName("t", "c"), "", quota)
+    assert caught.value.subject == "name"
+    names.catalog.check_capacity(AdapterName("t", "a"), "", quota)  # it has its row
+    names.catalog.check_capacity(AdapterName("u", "c"), "", quota)
 
 
 def test_a_lowered_quota_refuses_only_what_would_take_more(names):

@@ -51,7 +51,7 @@ def test_hashes_are_those_of_the_file_however_it_is_cut(tmp_path_factory, sizes)
     records = records_of(data)
     folder = tmp_path_factory.mktemp("file")
     save_file(TENSORS, folder / NAME)
-    assert arriving.hashes(records) == scan_tensors(folder, records)
+    assert arriving.scanned(records) == scan_tensors(folder, records)
     assert MemoryFolder([file]).get(NAME) is file
     assert file.read_at(0, len(data)) == data
 
@@ -61,19 +61,19 @@ def test_what_is_not_finite_is_left_to_the_reader(key, sizes) -> None:
     tensors = {name: tensor.clone() for name, tensor in TENSORS.items()}
     tensors[key].view(-1)[-1] = float("nan")
     data = save(tensors)
-    assert arrive(data, sizes)[1].hashes(records_of(data)) is None
+    assert arrive(data, sizes)[1].scanned(records_of(data)) is None
 
 
 @given(st.integers(0, 400), st.lists(st.integers(1, 60), max_size=30))
 def test_what_is_not_whole_is_left_to_the_reader(length, sizes) -> None:
     data = save(TENSORS)
     cut = data[: min(length, len(data) - 1)]
-    assert arrive(cut, sizes)[1].hashes(records_of(data)) is None
+    assert arrive(cut, sizes)[1].scanned(records_of(data)) is None
 
 
 def test_bytes_behind_the_last_tensor_are_left_to_the_reader() -> None:
     data = save(TENSORS)
-    assert arrive(data + b"x", [len(data)])[1].hashes(records_of(data)) is None
+    assert arrive(data + b"x", [len(data)])[1].scanned(records_of(data)) is None
 
 
 @settings(max_examples=100)

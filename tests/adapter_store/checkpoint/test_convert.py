@@ -24,6 +24,7 @@ from tests.adapter_store.checkpoint.initialised import (
     save_model,
     train,
 )
+from tests.support.hub_cache import linked
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 COMPUTED = ("pissa", "olora")
@@ -235,18 +236,19 @@ def test_embeddings_and_heads(model: Path, tmp_path: Path) -> None:
 
 def test_links_of_a_hubs_cache(model: Path, tmp_path: Path) -> None:
     made = train(tmp_path, model, "pissa", target_modules=["q_proj", "lm_head"])
-    linked = {}
-    for name, folder in {"in": made.trained, "initial": made.initial, "model": model}.items():
-        linked[name] = tmp_path / "cache" / name
-        linked[name].mkdir(parents=True)
-        for file in folder.iterdir():
-            (linked[name] / file.name).symlink_to(file)
-    template, out = linked["in"] / "chat_template.jinja", tmp_path / "out"
-    template.write_text("{{ messages }}")
-    convert(linked["in"], out, linked["model"], linked["initial"])
+    template, out = "chat_template.jinja", tmp_path / "out"
+    (made.trained / template).write_text("{{ messages }}")
+    trained, initial = (
+        linked(folder, tmp_path / "cache" / folder.name) for folder in (made.trained, made.initial)
+    )
+    links = tmp_path / "links"  # a base model's may lead anywhere
+    links.mkdir()
+    for file in model.iterdir():
+        (links / file.name).symlink_to(file)
+    convert(trained, out, links, initial)
     assert_same_logits(made, out)
-    assert (out / template.name).read_text() == template.read_text()
-    assert {file.name for file in out.iterdir()} == {CONFIG, WEIGHTS, template.name}
+    assert (out / template).read_text() == "{{ messages }}"
+    assert {file.name for file in out.iterdir()} == {CONFIG, WEIGHTS, template}
 
 
 @pytest.mark.parametrize(

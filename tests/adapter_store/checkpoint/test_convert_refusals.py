@@ -211,7 +211,7 @@ def test_a_base_without_the_weight(folders) -> None:
             "is [32, 31], and the adapter's A and B are for [32,",
         ),
         (lambda w: w.to(torch.float8_e4m3fn), "is torch.float8_e4m3fn: pissa begins with weights"),
-        (lambda w: w.fill_(torch.inf), "holds NaN or infinite values"),
+        (lambda w: w.fill_(torch.inf), "contains NaN or infinite values"),
         (lambda _: torch.eye(32), "its singular values 4 and 5 are equal, so what pissa began"),
     ],
     ids=["shape", "dtype", "infinite", "ambiguous"],

@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapter_store.checkpoint.files import MLX_WEIGHTS_FILE
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.core import DataType, Layout, OtherName, SegmentKind, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.images.compile import Image, compile_image
 from adapter_store.images.layout_checks import validate
+from contract.adapter_files import MLX_WEIGHTS_FILE
 from tests.adapter_store.checkpoints import CONFIG, WEIGHTS, refusal
 from tests.adapter_store.images.test_format_2 import values_of
 
@@ -355,7 +355,7 @@ def test_an_index_that_no_expert_has_is_refused_by_name(
     key = f"{PREFIX}.{index}.down_proj.lora_"
     error = refusal(copy("experts_apart", stacks(RANK, INNER, b=(HIDDEN, RANK), key=key)))
     assert (error.reason, error.subject) == ("TENSOR_UNKNOWN", f"{key}A.weight")
-    assert f"no mixture has an expert {index}: they are numbered from 0 on" in error.message
+    assert f"no mixture has an expert {index}: their numbers go from 0 to" in error.message
 
 
 def test_one_expert_by_two_names_is_refused_by_name(copy: Callable[..., Path]) -> None:

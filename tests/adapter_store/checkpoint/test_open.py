@@ -9,10 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adapter_store.checkpoint.files import CheckpointLimits, is_adapter_file
+from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.core import DataType, TargetKind
 from adapter_store.errors import CorruptData, InvalidAdapter, LimitExceeded
+from contract.adapter_files import is_adapter_file
 from tests.adapter_store.checkpoints import CONFIG, Q0, WEIGHTS, A, B, pair, refusal
 
 

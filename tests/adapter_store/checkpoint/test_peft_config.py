@@ -123,7 +123,7 @@ def test_inits_that_leave_the_base_alone_are_accepted(init):
 def test_unknown_key_is_refused_unless_it_is_off():
     error = refusal(use_new_thing=3)
     assert (error.subject, error.reason) == ("use_new_thing", "CONFIG_UNKNOWN")
-    assert "the store's operator can let it pass with --allow-config-keys" in error.message
+    assert "the store's operator to allow it with --allow-config-keys" in error.message
     parse(use_new_thing=None, other_thing=False, third={}, fourth=[], fifth="")
 
 

@@ -12,9 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapter_store.checkpoint import files
-from adapter_store.checkpoint.files import MLX_WEIGHTS_FILE, CheckpointLimits
-from adapter_store.checkpoint.formats import side_files
+from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.formats.readers import READERS, TRAINERS
 from adapter_store.checkpoint.formats.select import Format, find_format
 from adapter_store.checkpoint.open import open_checkpoint
@@ -22,6 +20,7 @@ from adapter_store.core import DataType, Layout, OtherName, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
 from adapter_store.images.compile import compile_image
 from adapter_store.sources.staging import choose_files
+from contract.adapter_files import MLX_WEIGHTS_FILE, is_text_file
 from loadout import upload
 from loadout.errors import InvalidArgument
 from tests.adapter_store.checkpoints import CONFIG, WEIGHTS, refusal
@@ -289,26 +288,18 @@ def test_what_changes_nothing_passes_everywhere(peft: Path) -> None:
     assert image_of(peft) == before
     names = [path.name for path in peft.iterdir()]
     chosen = choose_files([*names, f"checkpoint-5/{WEIRD}"], "hf://a/b")
-    sent = [name for name, _ in upload.open_folder(peft).sizes]
+    sent = upload.open_folder(peft).files
     for found in (chosen, sent):
-        assert [name for name in found if not files.is_text_file(name)] == [CONFIG, WEIGHTS]
+        assert [name for name in found if not is_text_file(name)] == [CONFIG, WEIGHTS]
 
 
 @pytest.mark.parametrize("trainer", [*SAME, "tinker"])
 def test_clients_and_sources_take_each_trainers_folder(trainer: str) -> None:
-    sent = [name for name, _ in upload.open_folder(FOLDERS / trainer).sizes]
+    sent = upload.open_folder(FOLDERS / trainer).files
     chosen = choose_files([path.name for path in (FOLDERS / trainer).iterdir()], "file:///a")
     own = [CONFIG, MLX_WEIGHTS_FILE if trainer == "mlx" else WEIGHTS]
-    texts = [path.name for path in (FOLDERS / trainer).iterdir() if files.is_text_file(path.name)]
+    texts = [path.name for path in (FOLDERS / trainer).iterdir() if is_text_file(path.name)]
     assert sorted(sent) == sorted(chosen) == sorted([*own, *texts])
-
-
-def test_client_and_store_have_the_same_tables() -> None:
-    assert tuple(files.TEXT_FILES) == upload.TEXT_FILES
-    for name in ("WEIGHT_SUFFIXES", "HARMLESS", "REFUSED", "MLX_HARMLESS", "TORCHTUNE_HARMLESS"):
-        assert getattr(upload, name) == tuple(getattr(side_files, name)), name
-    assert upload.MLX_WEIGHTS == MLX_WEIGHTS_FILE
-    assert upload.TORCHTUNE_FILE == side_files.TORCHTUNE_FILE
 
 
 def test_two_formats_in_one_folder_are_refused(peft: Path) -> None:

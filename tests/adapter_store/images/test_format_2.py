@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from adapter_store.checkpoint.files import CheckpointLimits, RegularFile
+from adapter_store.checkpoint.files import AdapterFile, CheckpointLimits
 from adapter_store.checkpoint.open import TORCH_DTYPES, Checkpoint
 from adapter_store.checkpoint.peft_config import parse_config
 from adapter_store.checkpoint.safetensors import TensorRecord, read_header
@@ -96,7 +96,7 @@ class Saved:
         self.folder, self.tensors = folder, tensors
         folder.mkdir(exist_ok=True)
         save_file(dict(tensors), folder / "w.safetensors")
-        with RegularFile(folder, "w.safetensors") as file:
+        with AdapterFile(folder, "w.safetensors") as file:
             found = read_header(
                 *(file.read_at, file.size_bytes, "w.safetensors"),
                 max_header_bytes=1 << 20,

@@ -17,7 +17,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from adapter_store.checkpoint.files import RegularFile
+from adapter_store.checkpoint.files import AdapterFile
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.core import DataType, Layout, OtherName, SegmentKind, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
@@ -435,14 +435,14 @@ def test_a_parameter_is_read_once_to_be_compiled(tmp_path, monkeypatch):
     adapt(tmp_path, moe("qwen3", WIDTH), target_parameters=names)
     checkpoint = open_checkpoint(tmp_path)
     num_read = 0
-    read_into = RegularFile.read_into
+    read_into = AdapterFile.read_into
 
-    def counted(file: RegularFile, offset: int, buffer: memoryview) -> None:
+    def counted(file: AdapterFile, offset: int, buffer: memoryview) -> None:
         nonlocal num_read
         num_read += buffer.nbytes
         read_into(file, offset, buffer)
 
-    monkeypatch.setattr(RegularFile, "read_into", counted)
+    monkeypatch.setattr(AdapterFile, "read_into", counted)
     compile_image(checkpoint, moe_layout("qwen3", WIDTH))
     assert num_read == sum(record.length_bytes for record in checkpoint.records)
 

@@ -21,7 +21,7 @@ from adapter_store.core import Layout, Target
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
 from servicekit.rpc import interceptor
-from tests.support import forked_store
+from tests.support import forks
 from tests.support.wait import TIMEOUT_S, until
 
 DTYPES = {"F32": pb.DATA_TYPE_FLOAT32, "F16": pb.DATA_TYPE_FLOAT16, "BF16": pb.DATA_TYPE_BFLOAT16}
@@ -283,7 +283,7 @@ def serve_shared(shared_folder):
 class Process:
     """The store as a process with the flags of an operator. `log` is all that it writes."""
 
-    def __init__(self, tmp_path, *arguments: str, **environment: str) -> None:
+    def __init__(self, tmp_path, *arguments: str, volume=None, **environment: str) -> None:
         self.ready_file = tmp_path / "ready.json"
         self.ready_file.unlink(missing_ok=True)
         self.log = tmp_path / "store.log"
@@ -293,11 +293,13 @@ class Process:
             *("--data-dir", str(tmp_path / "data"), "--source-roots", str(tmp_path)),
             *("--ready-file", str(self.ready_file), "--log-format", "json"),
         ]
-        self.process = forked_store.start([*flags, *arguments], self.log, environment)
+        self.process = forks.start(
+            "adapter_store", [*flags, *arguments], self.log, environment, volume
+        )
 
     def wait_until_ready(self) -> dict[str, str]:
-        until(lambda: self.ready_file.exists() or not self.process.is_alive())
-        assert self.process.is_alive(), self.log.read_text()
+        until(lambda: self.ready_file.exists() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log.read_text()
         return json.loads(self.ready_file.read_text())
 
     def signal(self, number: int) -> None:
@@ -306,25 +308,23 @@ class Process:
     def end(self, number: int) -> tuple[int, str]:
         """Signals, waits; gives the exit status and the log."""
         self.signal(number)
-        self.process.join(TIMEOUT_S)
-        assert not self.process.is_alive()
-        return self.process.exitcode, self.log.read_text()
+        return self.process.wait(TIMEOUT_S), self.log.read_text()
 
 
 @pytest.fixture
 def spawn(tmp_path):
-    """spawn("--flag", "value", ..., NAME="value"): a store as a process, with that environment."""
+    """spawn("--flag", "value", ..., NAME="value"): a store as a process, with that environment; on
+    a `volume` if one is given."""
     made: list[Process] = []
 
-    def start(*arguments: str, **environment: str) -> Process:
-        made.append(Process(tmp_path, *arguments, **environment))
+    def start(*arguments: str, volume=None, **environment: str) -> Process:
+        made.append(Process(tmp_path, *arguments, volume=volume, **environment))
         return made[-1]
 
     yield start
     for process in made:
         process.process.kill()
-        process.process.join()
-        process.process.close()
+        process.process.wait()
 
 
 @pytest.fixture

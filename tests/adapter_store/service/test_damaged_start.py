@@ -22,8 +22,7 @@ def stopped(spawn, connect, make_adapter, tmp_path):
 
 
 def refusal(process) -> str:
-    process.process.join(TIMEOUT_S)
-    assert process.process.exitcode == 1
+    assert process.process.wait(TIMEOUT_S) == 1
     return process.log.read_text()
 
 

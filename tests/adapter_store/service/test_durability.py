@@ -29,10 +29,13 @@ class Traced:
         ready = folder / "ready.json"
         self.log = folder / "store.log"
         flags = [f"--data-dir={self.data}", f"--source-roots={folder}", f"--ready-file={ready}"]
-        flags += ["--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0", "--collect-seconds=3600"]
+        flags += ["--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0"]
         with open(self.log, "wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "adapter_store", *flags], stdout=log, stderr=log
+                [sys.executable, "-m", "adapter_store", *flags],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "LOADOUT_STORE_COLLECT_SECONDS": "3600"},
             )
         until(lambda: ready.exists() or self._process.poll() is not None)
         assert self._process.poll() is None, self.log.read_text()

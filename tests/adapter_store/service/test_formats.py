@@ -181,6 +181,21 @@ def test_what_format_1_cannot_say_needs_a_server_that_reads_format_2(client, ref
         client.stub.RegisterLayout(pb.RegisterLayoutRequest(layout=message))
 
 
+def test_what_is_said_of_the_base_needs_format_2_as_well(client, refused):
+    """It would be dropped: the stored layout would be another than the one that was registered."""
+    message = layout_message(layout_of())
+    for index in (Q, HEAD):
+        message.targets[index].other_names.clear()
+    del message.targets[:Q], message.targets[1:]
+    message.targets[0].ClearField("space")
+    message.image_formats[:] = [1]
+    message.targets[0].base_dtype = pb.DATA_TYPE_FLOAT32
+    with refused("INVALID_ARGUMENT", "layout.targets[0]: needs an image format of at least 2"):
+        client.stub.RegisterLayout(pb.RegisterLayoutRequest(layout=message))
+    message.targets[0].ClearField("base_dtype")
+    client.stub.RegisterLayout(pb.RegisterLayoutRequest(layout=message))
+
+
 def test_a_layout_of_float8_is_reserved_and_refused_by_name(client, refused):
     message = layout_message(layout_of())
     message.dtype = pb.DATA_TYPE_FLOAT8_E4M3

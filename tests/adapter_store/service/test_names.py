@@ -295,6 +295,23 @@ def test_malformed_labels(client, make_adapter, refused, labels):
         client.register("a", make_adapter(), labels=labels)
 
 
+TOO_LONG = {
+    "labels": {"labels": {f"key{number}": "x" for number in range(65)}},
+    "description": {"description": "x" * 4097},
+    "base_model": {"base_model": "x" * 513},
+    "default_base_model": {"default_base_model": "x" * 513},
+    "source_uri": {"source_uri": f"file:///{'x' * 2041}"},
+}
+
+
+@pytest.mark.parametrize("field", TOO_LONG)
+def test_texts_of_a_registration_are_bounded(client, make_adapter, refused, field):
+    """They are kept as long as the version."""
+    fields = {"name": "a", "source_uri": make_adapter().as_uri(), **TOO_LONG[field]}
+    with refused("INVALID_ARGUMENT", field):
+        client.stub.RegisterAdapter(pb.RegisterAdapterRequest(**fields))
+
+
 def test_a_base_model_has_to_be_known(client, make_adapter, refused):
     folder = make_adapter(base_model_name_or_path=None)
     with refused("INVALID_ARGUMENT", "base_model"):

@@ -214,7 +214,7 @@ def test_kill_9_while_registering_leaves_the_catalog_intact(
         for thread in threads:
             thread.join()
         killer.join()
-        process.process.join()
+        process.process.wait()
     process = spawn()
     client = connect(process.wait_until_ready()["grpc"])
     adapters = list(client.stub.ListAdapters(pb.ListAdaptersRequest()).adapters)
@@ -247,7 +247,7 @@ def test_start_failure_is_one_line(tmp_path, capsys):
         problems = [
             (
                 {"listen": address},
-                f"loadout: --listen: cannot listen on {address}: it is in use already",
+                f"loadout: --listen: cannot listen on {address}: it is already in use",
             ),
             ({"data_dir": blocked}, os.fspath(blocked)),
         ]
@@ -267,8 +267,10 @@ def test_start_failure_is_one_line(tmp_path, capsys):
             assert not ready_file.exists()
 
 
+@pytest.mark.parametrize("removed", ["lock", "nothing"])
 @pytest.mark.usefixtures("own_threads")
-def test_second_store_on_a_folder_leaves_the_first_ones_ready_file(tmp_path, capsys):
+def test_second_store_on_a_folder_leaves_the_first_ones_ready_file(tmp_path, capsys, removed):
+    """Whatever is removed in the folder, which is locked itself."""
     ready_file = tmp_path / "ready.json"
     settings = StoreSettings(
         listen="127.0.0.1:0",
@@ -279,6 +281,7 @@ def test_second_store_on_a_folder_leaves_the_first_ones_ready_file(tmp_path, cap
     first = Served(settings)
     try:
         ready_file.write_text("the first one's")
+        (tmp_path / "data" / removed).unlink(missing_ok=True)
         assert run_process(settings) == 1
         assert "another store is using" in capsys.readouterr().err
         assert ready_file.read_text() == "the first one's"

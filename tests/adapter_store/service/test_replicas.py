@@ -16,7 +16,7 @@ import pytest
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.prometheus import scrape
 from tests.adapter_store.service.conftest import Client
-from tests.support import forked_store
+from tests.support import forks
 from tests.support.wait import until
 
 pytestmark = pytest.mark.slow
@@ -30,6 +30,14 @@ AWS = {
     "AWS_CONFIG_FILE": "/nonexistent",
     "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent",
     "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+ENVIRONMENT = {
+    **AWS,
+    "LOADOUT_STORE_LEASE_SECONDS": str(LEASE_SECONDS),
+    "LOADOUT_STORE_COLLECT_SECONDS": "0.3",
+    "LOADOUT_STORE_BOOKMARK_SECONDS": "0.5",
 }
 
 
@@ -70,23 +78,24 @@ class Replica:
         ready.unlink(missing_ok=True)
         flags = ["--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0"]
         flags += [f"--data-dir={self.folder / 'data'}", f"--ready-file={ready}"]
-        self.process = forked_store.start([*self._arguments, *flags], self.folder / "log", AWS)
-        until(lambda: ready.exists() or not self.process.is_alive(), START_SECONDS)
-        assert self.process.is_alive(), self.log()
+        self.process = forks.start(
+            "adapter_store", [*self._arguments, *flags], self.folder / "log", ENVIRONMENT
+        )
+        until(lambda: ready.exists() or self.process.poll() is not None, START_SECONDS)
+        assert self.process.poll() is None, self.log()
         self.client = Client(json.loads(ready.read_text())["grpc"])
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.join(WAIT_SECONDS)
+        self.process.wait(WAIT_SECONDS)
         self.client.close()
 
     def stop(self) -> None:
         self.client.close()
-        if self.process.is_alive():
+        if self.process.poll() is None:
             self.process.terminate()
-            self.process.join(WAIT_SECONDS)
-            assert self.process.exitcode == 0, self.log()
-        self.process.close()
+            self.process.wait(WAIT_SECONDS)
+            assert self.process.returncode == 0, self.log()
 
     def log(self) -> str:
         return (self.folder / "log").read_text()[-4000:]
@@ -106,10 +115,7 @@ def replicas(s3_endpoint, shared, catalog_dsn, tmp_path) -> Iterator[list[Replic
         f"--shared-s3={shared.uri}",
         f"--s3-endpoint-url={s3_endpoint}",
         f"--source-roots={tmp_path}",
-        f"--lease-seconds={LEASE_SECONDS}",
-        "--collect-seconds=0.3",
         "--delete-grace-seconds=0.5",
-        "--bookmark-seconds=0.5",
     ]
     with ExitStack() as stack:
         replicas = []

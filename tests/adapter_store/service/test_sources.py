@@ -6,7 +6,7 @@ import pytest
 from huggingface_hub import constants
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-from tests.support.hub_server import HubServer, Repo
+from tests.support.hub_server import LFS_HOST, HubServer, Repo
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,9 @@ def files_of(folder) -> dict[str, bytes]:
 
 
 def test_an_adapter_from_the_hub(hub, serve, make_adapter, refused):
-    client = serve(hf_organizations=("team",), hf_endpoint=hub.url).client
+    client = serve(
+        hf_organizations=("team",), hf_endpoint=hub.url, hf_redirect_hosts=(LFS_HOST,)
+    ).client
     repo = hub.repos["team/adapter"] = Repo()
     first = make_adapter(("q_proj",))
     commits = [repo.commit(files_of(first))]

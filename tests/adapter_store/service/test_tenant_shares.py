@@ -122,13 +122,13 @@ def test_trickling_uploads_leave_places_to_others(start, tenants, make_adapter) 
 
 
 def test_empty_chunks_are_no_progress(start, tenants) -> None:
-    a, _ = tenants(start("", "--transfer-stall-seconds", "1"))
+    a, _ = tenants(start(LOADOUT_STORE_TRANSFER_STALL_SECONDS="1"))
     trickle = Trickle(a)
     try:
         trickle.begin()
         until(lambda: trickle.refusals())
         assert trickle.refusals()[0].code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "--min-transfer-rate" in trickle.refusals()[0].details()
+        assert "min-transfer-rate" in trickle.refusals()[0].details()
     finally:
         trickle.end()
 
@@ -156,7 +156,7 @@ def test_staged_bytes_count_against_the_quota(start, tenants, tmp_path) -> None:
 
 
 def test_staged_bytes_of_all_are_shared(start, tenants, make_adapter) -> None:
-    a, b = tenants(start("", "--staging-bytes", "4MiB"))
+    a, b = tenants(start(LOADOUT_STORE_STAGING_BYTES="4MiB"))
     trickle = Trickle(a, bytes(1 << 19))
     try:
         for _ in range(6):
@@ -178,9 +178,8 @@ def dripping() -> Iterator[DrippingServer]:
 @pytest.fixture
 def start_dripping(start, dripping) -> Callable[..., str]:
     keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
-    return lambda *flags: start(
-        *("", "--s3-buckets", "bucket", "--s3-endpoint-url", dripping.url), *flags, **keys
-    )
+    flags = ("--s3-buckets", "bucket", "--s3-endpoint-url", dripping.url)
+    return lambda **environment: start("", *flags, **keys, **environment)
 
 
 def fetch(client, name: str):
@@ -210,14 +209,14 @@ def test_dripping_sources_leave_workers_to_others(
 
 
 def test_a_source_that_is_too_slow_is_left(start_dripping, tenants) -> None:
-    a, _ = tenants(start_dripping("--transfer-stall-seconds", "1"))
+    a, _ = tenants(start_dripping(LOADOUT_STORE_TRANSFER_STALL_SECONDS="1"))
     error = fetch(a, "slow").exception(TIMEOUT_S)
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert "too slow" in error.details()
 
 
 def test_watches_of_one_tenant_leave_others_theirs(start, tenants) -> None:
-    a, b = tenants(start("", "--max-watches", "8"))
+    a, b = tenants(start(LOADOUT_STORE_MAX_WATCHES="8"))
 
     def watch(client):
         stream = client.stub.WatchAdapters(pb.WatchAdaptersRequest())
@@ -228,7 +227,7 @@ def test_watches_of_one_tenant_leave_others_theirs(start, tenants) -> None:
     with pytest.raises(grpc.RpcError) as refusal:
         watch(a)
     assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "watches: 4 of 8 (--max-watches)" in refusal.value.details()
+    assert "watches: 4 of 8 (setting max-watches)" in refusal.value.details()
     streams.pop(0).cancel()
     streams.append(until(lambda: watch_or_none(watch, a)))
     streams += [watch(b), watch(b)]
@@ -244,7 +243,7 @@ def watch_or_none(watch, client):
 def test_pulls_that_nobody_reads_leave_memory_to_others(
     start, tenants, make_adapter, make_layout
 ) -> None:
-    a, b = tenants(start("", "--image-memory", "80MiB", "--pull-stall-seconds", "600"))
+    a, b = tenants(start("", "--image-memory", "80MiB", LOADOUT_STORE_PULL_STALL_SECONDS="600"))
     # Two of some 34 MB fill the memory.
     images = [make_large(a, make_adapter, make_layout, f"n{i}", float(i + 1)) for i in range(2)]
     mine = make_large(b, make_adapter, make_layout, "mine", 9.0)
@@ -304,7 +303,7 @@ def test_incompatible_content_of_another_tenant_looks_as_new(
 
 
 def test_layouts_of_one_tenant_leave_others_theirs(start, tenants, make_layout) -> None:
-    a, b = tenants(start("", "--max-layouts", "8"))
+    a, b = tenants(start(LOADOUT_STORE_MAX_LAYOUTS="8"))
 
     def register(client, number: int) -> str:
         layout = make_layout()
@@ -314,6 +313,6 @@ def test_layouts_of_one_tenant_leave_others_theirs(start, tenants, make_layout) 
     with pytest.raises(grpc.RpcError) as refusal:
         register(a, 4)
     assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "--max-layouts" in refusal.value.details()
+    assert "setting max-layouts" in refusal.value.details()
     assert register(a, 0) == ids[0]  # known
     assert register(b, 5)

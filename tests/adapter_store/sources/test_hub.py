@@ -13,7 +13,7 @@ from adapter_store.sources.hub import HubPlace, HubSource, place_of
 from adapter_store.sources.transfer import RetryPolicy
 from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound
 from tests.adapter_store.sources.faulty import Fault, FaultyProxy
-from tests.support.hub_server import HubServer, Repo
+from tests.support.hub_server import LFS_HOST, HubServer, Repo
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BODY = bytes(range(256)) * 40
@@ -47,7 +47,7 @@ def repo(hub) -> Repo:
 
 @pytest.fixture
 def source(hub) -> HubSource:
-    return HubSource(["team"], hub.url, retry=QUICK)
+    return HubSource(["team"], hub.url, retry=QUICK, redirect_hosts=[LFS_HOST])
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def proxy(hub):
 
 @pytest.fixture
 def shaky(proxy) -> HubSource:
-    return HubSource(["team"], proxy.url, retry=QUICK)
+    return HubSource(["team"], proxy.url, retry=QUICK, redirect_hosts=[])
 
 
 def contents(staging) -> dict[str, bytes]:

@@ -3,15 +3,17 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import stat
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from adapter_store.errors import InvalidAdapter, LimitExceeded, SourceUnavailable
 from adapter_store.sources import Sources
-from adapter_store.sources import local as local_module
 from adapter_store.sources.local import LocalSource
+from contract import folders
 from servicekit.errors import (
     Draining,
     FailedPrecondition,
@@ -21,6 +23,7 @@ from servicekit.errors import (
 )
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+NOBODY = 65534
 
 
 @pytest.fixture
@@ -276,7 +279,7 @@ def test_a_folder_of_very_many_entries_is_not_read_to_its_end(
     source, root, staging, write_adapter, monkeypatch
 ):
     write_adapter(root / "a")
-    monkeypatch.setattr(local_module, "MAX_ENTRIES", 3)  # it has four
+    monkeypatch.setattr(folders, "MAX_ENTRIES", 3)  # it has four
     with pytest.raises(LimitExceeded, match="/a has more than 3 entries"):
         source.fetch(f"file://{root}/a", staging)
     assert names(staging) == []
@@ -293,13 +296,25 @@ def test_a_pickle_is_refused_by_name(source, root, staging, write_adapter):
     )
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_a_place_without_permission(source, root, staging, write_adapter):
+@pytest.mark.parametrize(("place", "named"), [("", "/a"), (WEIGHTS, WEIGHTS)])
+def test_a_place_without_permission(root, make_staging, write_adapter, place, named):
     write_adapter(root / "a")
-    (root / "a").chmod(0)
-    with pytest.raises(FailedPrecondition, match="may not read"):
-        source.fetch(f"file://{root}/a", staging)
-    (root / "a").chmod(0o755)
+    staging = make_staging()
+    (root / "a" / place).chmod(0)
+    with ExitStack() as stack:
+        if os.geteuid() == 0:  # who may read everything
+            for folder in root.parents:  # pytest's are closed
+                mode = stat.S_IMODE(folder.stat().st_mode)
+                if mode | 0o011 != mode:
+                    folder.chmod(mode | 0o011)
+                    stack.callback(folder.chmod, mode)
+            os.chown(staging.folder, NOBODY, NOBODY)
+            stack.callback(os.seteuid, 0)
+            os.seteuid(NOBODY)
+        with pytest.raises(FailedPrecondition, match=f"may not read .*{named}") as caught:
+            LocalSource([root]).fetch(f"file://{root}/a", staging)
+    assert caught.value.reason == "SOURCE_ACCESS_DENIED"
+    (root / "a" / place).chmod(0o755)
 
 
 def test_limits_hold_before_the_first_byte(source, root, make_staging, write_adapter):
@@ -317,17 +332,17 @@ def test_limits_hold_before_the_first_byte(source, root, make_staging, write_ada
 
 def changing_while_read(monkeypatch, change) -> None:
     """Calls `change` after the first read of the weights."""
-    readv = os.readv
+    preadv = os.preadv
     done = []
 
-    def read_then_change(fd: int, buffers: list[memoryview]) -> int:
-        num_bytes = readv(fd, buffers)
+    def read_then_change(fd: int, buffers: list[memoryview], offset: int) -> int:
+        num_bytes = preadv(fd, buffers, offset)
         if bytes(buffers[0][:1]) == b"w" and not done:
             done.append(True)
             change()
         return num_bytes
 
-    monkeypatch.setattr(local_module.os, "readv", read_then_change)
+    monkeypatch.setattr(os, "preadv", read_then_change)
 
 
 @pytest.mark.parametrize("how", ["rewritten", "cut", "grown", "replaced", "config"])

@@ -7,8 +7,9 @@ import threading
 import pytest
 
 from adapter_store.errors import InvalidAdapter, LimitExceeded
-from adapter_store.sources.staging import CONCURRENT_HASH_BYTES, MAX_FILES
+from adapter_store.sources.staging import CONCURRENT_HASH_BYTES
 from adapter_store.sources.upload import FileChunk, Upload
+from contract.adapter_files import MAX_FILES
 from servicekit.errors import InvalidArgument
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -22,7 +22,9 @@ def header(digest: str, kib: int = 1) -> ImageHeader:
 
 
 def resident(digest: str, *, ready: bool = True, users: int = 0, pinned: bool = False) -> Resident:
-    return Resident(header(digest), 0, (), 4, ready=ready, users=users, pinned=pinned)
+    return Resident(
+        header(digest), 0, (), 4, ready=ready, users=users, pinned_by={""} if pinned else set()
+    )
 
 
 def digests(residents: Iterable[Resident]) -> list[str]:

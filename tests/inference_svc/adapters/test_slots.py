@@ -17,6 +17,7 @@ from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.resident import Shape
 from inference_svc.adapters.slots import Slots
 from inference_svc.errors import NoRoom
+from servicekit.errors import ShareExceeded
 
 KIB = 1024
 
@@ -177,6 +178,65 @@ def test_pins_that_would_block_others_are_refused() -> None:
     slots.pin("a")
     with pytest.raises(NoRoom, match="raise --adapter-memory"):
         slots.pin("b")
+
+
+def test_pins_are_shares() -> None:
+    """Of rows and of bytes; of one account at most half of what others leave, but one."""
+    slots = Slots(40 * KIB, 9, pin_share=0.5)
+    for digest in "abcdefgh":
+        ready(slots, digest, 1)
+    for digest in "abcd":
+        slots.pin(digest, "tenant x")
+    with pytest.raises(ShareExceeded, match="tenant x has pinned 4 adapters") as caught:
+        slots.pin("e", "tenant x")
+    assert caught.value.subject == "pinned_adapters"
+    slots.pin("a", "tenant x")  # it is pinned already
+    for digest in "ef":
+        slots.pin(digest, "tenant y")
+    with pytest.raises(ShareExceeded):
+        slots.pin("g", "tenant y")
+    slots.pin("g", "tenant z")
+    slots.pin("h")  # an operator of all tenants
+    slots.unpin("h")
+    slots.pin("h", "tenant w")
+    slots.check_integrity()
+
+
+def test_accounts_pin_equal_content_each_for_itself() -> None:
+    """Nobody takes back another's pin, nor pays for it."""
+    slots = Slots(40 * KIB, 9, pin_share=0.5)
+    for digest in "abcdefgh":
+        ready(slots, digest, 1)
+    for account in ("tenant x", "tenant y"):
+        assert slots.pin("a", account).pinned_by >= {account}
+    assert slots.pinned_bytes == KIB, "of one image"
+    assert slots.unpin("a", "tenant z").pinned, "who pins nothing takes nothing back"
+    assert slots.unpin("a", "tenant y").pinned
+    slots.check_integrity()
+    for digest in "bcd":
+        slots.pin(digest, "tenant x")
+        slots.pin(digest, "tenant y")
+    for account in ("tenant x", "tenant y"):
+        with pytest.raises(ShareExceeded, match=account):
+            slots.pin("e", account)
+    assert slots.unpin("b", "tenant x").pinned_by == {"tenant y"}
+    assert not slots.unpin("b", "tenant y").pinned
+    slots.pin("c", "")
+    assert slots.unpin("c", "tenant x").pinned_by == {"tenant y", ""}
+    assert not slots.unpin("c").pinned, "operators of all tenants free an image"
+    slots.check_integrity()
+    assert slots.pinned_bytes == 2 * KIB
+
+
+def test_bytes_of_pins_are_shares() -> None:
+    slots = Slots(24 * KIB, 8, Shape.of(header("largest", 4)), pin_share=0.5)
+    for digest, kib in (("a", 4), ("b", 4), ("c", 4), ("d", 8)):
+        ready(slots, digest, kib)
+    for digest in "ab":
+        slots.pin(digest, "tenant x")
+    with pytest.raises(ShareExceeded, match="10240 bytes"):
+        slots.pin("c", "tenant x")
+    slots.pin("d", "tenant y")  # more than its share, as the only one that it has
 
 
 def test_evicts_nothing_in_vain_when_memory_is_fragmented() -> None:

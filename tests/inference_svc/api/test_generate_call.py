@@ -16,11 +16,12 @@ from inference_svc.api.generate_call import (
     NUM_SEEDS,
     GenerateCall,
     activation_of,
+    checked_parts,
     checked_sampling,
     deadline_after,
     random_seed,
 )
-from inference_svc.core import Request, SamplingParams
+from inference_svc.core import MAX_PARTS, Request, SamplingParams
 from inference_svc.store.directory import Binding
 from servicekit.errors import InvalidArgument
 
@@ -164,6 +165,24 @@ def test_logprobs_are_bounded() -> None:
     assert [r.sampling.max_tokens for r in made.bounded(requests(made))] == [50] * 4
     made = replace(made, max_logprobs=None)
     assert [r.sampling.max_tokens for r in made.bounded(requests(made))] == [50] * 4
+
+
+@pytest.mark.parametrize(
+    ("parts", "subject"),
+    [
+        ([(str(number), 1.0) for number in range(MAX_PARTS + 1)], "adapters"),
+        ([("a", 1.0), ("", 1.0)], "adapters[1].ref"),
+        ([("a", 1.0), ("a", 2.0)], "adapters[1].ref"),
+        ([("a", 100.5)], "adapters[0].scale"),
+        ([("a", float("nan"))], "adapters[0].scale"),
+        ([("a", 1.0), ("b", float("-inf"))], "adapters[1].scale"),
+    ],
+)
+def test_parts_of_a_sum_are_bounded(parts: list[tuple[str, float]], subject: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        checked_parts(parts)
+    assert caught.value.subject == subject
+    assert len(checked_parts([(str(number), 1.0) for number in range(MAX_PARTS)])) == MAX_PARTS
 
 
 def test_a_deadline_is_on_the_monotonic_clock() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,10 @@ from inference_svc.backends.base import Reload
 from inference_svc.backends.cuda_graphs import Compute, captured_sizes
 from inference_svc.backends.cuda_lora import CudaLora, StepKind
 from inference_svc.backends.torch import LoraStep
+from inference_svc.engine.losses import Loss
+from inference_svc.engine.profiler import Marks
+from inference_svc.engine.runner import Runner
+from inference_svc.engine.sampler import Sampler
 from inference_svc.engine.step_limit import StepLimit
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
@@ -148,6 +153,32 @@ def test_a_step_without_memory_is_computed_in_parts(model, slots):
         assert limit.num_out_of_memory > 0
 
 
+def test_a_row_that_overflows_is_lost_alone_from_a_recorded_step(model):
+    """Its neighbours on both sides, and later steps in the same memory, are as without it."""
+    poisoned = Model.make(model.transformer.description, torch.float32, torch.device("cpu"))
+    wanted, got = (
+        Runner(each.fixed(Eager), Sampler(()), Marks(), StepLimit(MAX_TOKENS))
+        for each in (model, poisoned)
+    )
+    before = [[runner.run(batch) for batch in steps(SLOTS[2])[:3]] for runner in (wanted, got)]
+    assert before[0][-1].sampled == before[1][-1].sampled
+    table = poisoned.arena.table
+    table.set_row(0, replace(table.adapters[0], scales=table.adapters[0].scales * np.nan))
+    decodes, backend = steps(SLOTS[2])[3:], got.backend
+    num_replays = backend.num_replays
+    rows = decodes[0].rows
+    assert [row.sequence.slot for row in rows] == [-1, 0, 1]
+    result, sound = got.run(decodes[0]), wanted.run(decodes[0])
+    assert backend.num_replays == num_replays + 1
+    assert result.lost == {rows[1].sequence: Loss.NOT_FINITE}
+    assert result.sampled == [sound.sampled[0], sound.sampled[2]]
+    for batch in decodes[1:]:
+        left = core.Batch(tuple(row for row in batch.rows if row.sequence.slot != 0))
+        result = got.run(left)
+        assert not result.lost
+        assert result.sampled == wanted.run(left).sampled
+
+
 @pytest.mark.parametrize("record", [Eager, None], ids=["recorded", "computed"])
 def test_chosen_experts_are_returned_if_a_row_asks(tmp_path, record):
     """Of all tokens of the step, without its padding, also of those that do not sample."""
@@ -173,15 +204,15 @@ def test_unrecorded_step_is_computed(model):
     assert captured_sizes(MAX_ROWS) == [1, 2, 4, 6]
     assert captured_sizes(64) == [1, 2, 4, 8, 12, 16, 24, 32, 48, 64]
     inputs = fixed.prepare(steps([0, 0, 1, 1, 1])[0])
-    assert fixed.forward(inputs).values.shape == (4, 64)
+    assert fixed.forward(inputs).values.shape == (5, 64)
     assert fixed.num_replays == 0
 
 
-def test_a_step_may_sample_nothing(model):
+def test_a_row_that_does_not_sample_gets_logits_too(model):
     fixed = model.fixed(Eager)
     prompt = steps([-1, 0, 0, 1, 1])[0].rows[0]
     assert not prompt.samples
-    assert fixed.forward(fixed.prepare(core.Batch((prompt,)))).values.shape == (0, 64)
+    assert fixed.forward(fixed.prepare(core.Batch((prompt,)))).values.shape == (1, 64)
 
 
 @pytest.mark.parametrize("record", [Runs, None], ids=["recorded", "computed"])

@@ -18,6 +18,7 @@ from inference_svc.backends import magnitudes
 from inference_svc.backends.magnitudes import Divided, Magnitudes
 from inference_svc.errors import AdapterUnusable, OutOfDeviceMemory
 from inference_svc.model.description import Decoder
+from servicekit.errors import Internal
 
 IN, OUT, RANK = 64, 96, 4
 SHAPES = {"a": (RANK, IN), "b": (RANK, OUT), "magnitude": (OUT,)}
@@ -120,6 +121,20 @@ def test_what_finds_no_memory_fails_alone(world: World) -> None:
         world.add(digest)
     (first, error), second = world.finish()
     assert (first, type(error)) == ("one", OutOfDeviceMemory)
+    assert second == ("two", None)
+
+
+def test_an_error_in_dividing_ends_one_load(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        world.weight.fails = lambda: None
+        raise ValueError("what nobody has thought of")
+
+    world.weight.fails = fail
+    for digest in ("one", "two"):
+        world.add(digest)
+    (first, error), second = world.finish()
+    assert (first, type(error)) == ("one", Internal)
+    assert "what nobody has thought of" in caplog.text
     assert second == ("two", None)
 
 

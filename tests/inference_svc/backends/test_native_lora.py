@@ -57,6 +57,6 @@ def test_targets_of_no_group_are_not_computed() -> None:
     ops = NativeLoraOps(SimpleNamespace(table=table), targets, max_tokens=4, max_rows=4)
     assert ops.groups_of(LoraContents.of(table, [0])) == ops.plan([row(0)]) == {"o"}
     x, out = torch.zeros(4, 8), torch.zeros(4, 8)
-    assert ops.add("o", x, out, None, samples_only=False)
-    assert ops.add("down", x, out, None, samples_only=False) == []
+    assert ops.add("o", x, out, None, logits_only=False)
+    assert ops.add("down", x, out, None, logits_only=False) == []
     assert ops.add_embedding(torch.zeros(4, dtype=torch.int64), out) == []

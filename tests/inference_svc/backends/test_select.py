@@ -84,7 +84,9 @@ def test_the_remedy_is_a_backend_that_computes_it(
     decoder, (_, native, torch) = decoders["gemma2"], BACKENDS
     lacking = native.features - {"head.softcap"}
     monkeypatch.setattr(type(native), "features", lacking)
-    with pytest.raises(UnsupportedModel, match=r"; --no-native-kernels has it computed by torch$"):
+    with pytest.raises(
+        UnsupportedModel, match=r"; native-kernels = false has it computed by torch$"
+    ):
         check_features(native, decoder)
     monkeypatch.setattr(type(torch), "features", lacking)
     with pytest.raises(

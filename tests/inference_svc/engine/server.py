@@ -34,11 +34,13 @@ class AllResident:
 
 @dataclass
 class Server:
-    """A scheduler whose steps sample token 7, and what it started, in order."""
+    """A scheduler whose steps sample token 7, and what it started, in order. Unless it
+    `gives_up_places` what runs does so until it ends."""
 
     quantum: int = 100
     ageing_s: float = NEVER_S
     num_places: int = 2
+    gives_up_places: bool = False
     now_s: float = 0.0
     started: list[Request] = field(default_factory=list)
     scheduler: Scheduler = field(init=False)
@@ -47,6 +49,8 @@ class Server:
     def __post_init__(self) -> None:
         limits = Limits(self.num_places, 64, 64, self.quantum, self.ageing_s)
         self.scheduler = Scheduler(limits, PagePool(400, 4), AllResident())
+        if not self.gives_up_places:
+            self.scheduler.places.wait_s = NEVER_S
         self.settler = Settler(self.scheduler, frozenset(), max_model_len=1000)
 
     def submit(

@@ -29,6 +29,7 @@ from inference_svc.engine.admission import (
 from inference_svc.engine.commands import Commands
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.life_cycle import LifeCycle
+from inference_svc.engine.losses import Losses
 from inference_svc.engine.messages import Cancel, Output, Submit, Usage
 from inference_svc.engine.pages import PagePool
 from inference_svc.engine.profiler import StepProfiler
@@ -266,7 +267,8 @@ def test_engine_updates_rates_every_step() -> None:
     life_cycle = LifeCycle(world.scheduler, runner, world.residency, Mock())
     profiler = StepProfiler(None)
     mocks = [Mock() for _ in range(4)]
-    commands = Commands(world.residency, *mocks, profiler, life_cycle, 10.0)
+    losses = Losses("float32")
+    commands = Commands(world.residency, *mocks, profiler, life_cycle, losses, 10.0)
     engine = Engine(
         world.scheduler,
         runner,
@@ -276,6 +278,7 @@ def test_engine_updates_rates_every_step() -> None:
         commands,
         admission,
         StepTimes(),
+        losses,
         10.0,
     )
     for number, digest in enumerate("abcde"):

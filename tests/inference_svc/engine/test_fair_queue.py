@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.core import Request
-from inference_svc.engine.fair_queue import GENERATED_WEIGHT
+from inference_svc.core import Request, SamplingParams, Sequence
+from inference_svc.engine.fair_queue import GENERATED_WEIGHT, FairQueue
+from inference_svc.engine.prices import Prices
 from tests.inference_svc.engine.server import NEVER_S, Server
 
 
@@ -83,6 +84,68 @@ def test_unused_charge_is_refunded() -> None:
             served[request.tenant] += request.tenant == "little" and 4
         server.started.clear()
     assert 0.5 < served["much"] / served["little"] < 2
+
+
+PRICES = Prices(sort=3.3)
+
+
+def position(queue: FairQueue) -> int:
+    """Returns the tokens that tenant a, which waits, has taken."""
+    return queue._round_robin._positions["a"]
+
+
+def charges(num_sorted: int, num_plain: int, max_tokens: int) -> int:
+    """Returns what a tenant is charged in all for a request of four prompt tokens that is ended
+    after so many tokens, of which the first ones took sorting."""
+    queue = FairQueue(10**6, NEVER_S, PRICES)
+    sampling = SamplingParams(max_tokens=max_tokens, top_p=0.999)
+    sequence, other = (
+        Sequence(Request(name, (1, 2, 3, 4), sampling, tenant="a")) for name in ("first", "second")
+    )
+    queue.add(sequence)
+    queue.add(other)
+    before = position(queue)
+    queue.start(sequence, 4)
+    for number in range(num_sorted + num_plain):
+        sequence.token_ids.append(7)
+        sequence.is_sorted = number < num_sorted
+        if sequence.is_sorted:
+            queue.sorted_for(sequence)
+    queue.ended(sequence)
+    return position(queue) - before
+
+
+@pytest.mark.parametrize(("num_sorted", "num_plain"), [(1, 0), (0, 1), (10, 0), (7, 5)])
+def test_sorting_is_charged_for_the_tokens_that_took_it(num_sorted: int, num_plain: int) -> None:
+    """No refund exceeds the charge, whether the last token took sorting or not."""
+    count = num_sorted + num_plain
+    expected = 4 + GENERATED_WEIGHT * count + int(PRICES.sort * num_sorted)
+    assert charges(num_sorted, num_plain, 2000) == expected
+
+
+def test_settling_charges_for_sorting() -> None:
+    server = Server()
+    server.scheduler.queue = FairQueue(10**6, NEVER_S, PRICES)
+    first, _waits, _too = (server.submit("a", max_tokens=50) for _ in range(3))
+    server.step()
+    before = position(server.scheduler.queue)
+    first.is_sorted = True
+    server.step()
+    assert position(server.scheduler.queue) - before in (3, 4)
+
+
+def test_the_next_to_age_is_the_oldest_that_is_not_yet() -> None:
+    """Of those that wait for an adapter: others need no memory for one."""
+    queue = FairQueue(10, 2.0)
+    assert queue.next_ageing_s(5.0) is None
+    for arrival_s, digest in [(1.0, "x"), (4.0, "x"), (4.5, "y"), (3.5, "")]:
+        request = Request(
+            str(arrival_s), (1,), SamplingParams(), digest=digest, arrival_s=arrival_s
+        )
+        queue.add(Sequence(request))
+    assert queue.next_ageing_s(2.9) == 3.0
+    assert queue.next_ageing_s(3.0) == 6.0
+    assert queue.next_ageing_s(7.0) is None
 
 
 def test_aged_flood_delays_no_other_tenant() -> None:

@@ -67,15 +67,15 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 def test_refusal_shows_the_arithmetic() -> None:
     lines = (Line("weights", 3 << 30, "a smaller model"), Line("kv_pages", 1536 * MIB, "--kv"))
-    Budget("host", lines, 4608 * MIB, "--memory-limit").check()
+    Budget("host", lines, 4608 * MIB, "memory-limit").check()
     with pytest.raises(ValueError, match=r"512\.0 MiB are missing") as refused:
-        Budget("host", lines, 4096 * MIB, "--memory-limit").check()
+        Budget("host", lines, 4096 * MIB, "memory-limit").check()
     assert str(refused.value).splitlines() == [
         "the host memory does not suffice: 512.0 MiB are missing",
         "  weights           3,221,225,472 bytes     3.0 GiB  a smaller model",
         "  kv_pages          1,610,612,736 bytes     1.5 GiB  --kv",
         "  needed            4,831,838,208 bytes     4.5 GiB",
-        "  limit             4,294,967,296 bytes     4.0 GiB  --memory-limit",
+        "  limit             4,294,967,296 bytes     4.0 GiB  memory-limit",
     ]
 
 

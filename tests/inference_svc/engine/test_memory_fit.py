@@ -203,7 +203,7 @@ def test_a_refusal_shows_the_arithmetic(
     named = [line.split()[0] for line in lines[1:]]
     assert named[:5] == ["weights", "kv_pages", "arena", "workspace", "graphs"]
     assert named[-4:] == ["libraries", "in", "needed", "limit"]
-    for flag in ("--kv-memory", "--adapter-memory", "--max-sequences", "--memory-limit"):
+    for flag in ("--kv-memory", "--adapter-memory", "--max-sequences", "memory-limit"):
         assert flag in str(refused.value)
 
 
@@ -234,7 +234,7 @@ def test_the_hosts_limit_stands_for_what_the_host_says(folder: Path) -> None:
     config = replace(config, host_bytes=1 << 39)
     needs = CudaFactory().memory_needs(config, load_description(folder))
     _device, host = plan_budgets(config, needs, DeviceMemory(1, 1))
-    assert (host.limit_bytes, host.limit_change) == (1 << 40, "--host-memory-limit")
+    assert (host.limit_bytes, host.limit_change) == (1 << 40, "host-memory-limit")
     host.check()
-    with pytest.raises(ValueError, match="--host-memory-limit"):
+    with pytest.raises(ValueError, match="host-memory-limit"):
         plan_budgets(replace(config, host_bytes=2 << 40), needs, DeviceMemory(1, 1))[1].check()

@@ -3,44 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from inference_svc.core import BatchRow, EngineConfig, Request, SamplingParams, Sequence
-from inference_svc.engine.build import BuiltEngine, build_engine
-from inference_svc.engine.messages import Output, Submit
+from inference_svc.core import BatchRow, Request, SamplingParams, Sequence
 from inference_svc.engine.step_limit import GOOD_STEPS, StepLimit
 from inference_svc.errors import OutOfDeviceMemory
 from inference_svc.model.inputs import StepInputs
-from inference_svc.store.client import NoStore
-
-MAX_TOKENS = 64
-PROMPT_TOKENS = 40
-"""Prompts are of the first so many tokens of the vocabulary."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-    )
-    LlamaForCausalLM(shape).save_pretrained(made)
-    return made
+from tests.inference_svc.engine.stepped import (
+    MAX_TOKENS,
+    PROMPT_TOKENS,
+    Engine,
+    requests,
+    tokens_of,
+)
 
 
 @dataclass
@@ -65,84 +46,9 @@ class Scarce:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-class Engine:
-    """An engine on torch's backend, stepped by hand."""
-
-    def __init__(self, folder: Path) -> None:
-        config = EngineConfig(
-            folder,
-            "model",
-            max_model_len=256,
-            max_sequences=8,
-            max_batch_tokens=MAX_TOKENS,
-            max_prefill_chunk=MAX_TOKENS,
-            page_size=4,
-            kv_bytes=1 << 19,
-            arena_bytes=1 << 20,
-            native_kernels=False,
-            num_threads=1,
-        )
-        self.built: BuiltEngine = build_engine(config, NoStore(), lambda event: None)
-        self.engine = self.built.engine
-        self.limit: StepLimit = self.engine.scheduler.step_limit
-        self.backend: Any = self.engine.runner.backend
-
-    def make_scarce(self, suffices: Callable[[StepInputs], bool]) -> Scarce:
-        self.backend._transformer = Scarce(self.backend._transformer, suffices)
-        return self.backend._transformer
-
-    def run(self, requests: list[Request]) -> dict[str, list[Output]]:
-        """Returns the outputs by request."""
-        found: dict[str, list[Output]] = {request.request_id: [] for request in requests}
-        messages: list[Any] = [Submit(request) for request in requests]
-        go_on = True
-        while go_on:
-            outputs, go_on = self.engine.step(messages)
-            self.engine.check_integrity()
-            messages = []
-            for output in outputs.outputs:
-                found[output.request_id].append(output)
-        assert all(outputs[-1].is_last for outputs in found.values())
-        assert self.engine.scheduler.pages.num_used == 0
-        return found
-
-
-@pytest.fixture
-def make(folder: Path) -> Iterator[Callable[[], Engine]]:
-    before, made = torch.get_num_threads(), list[Engine]()
-
-    def make_one() -> Engine:
-        made.append(Engine(folder))
-        return made[-1]
-
-    yield make_one
-    for each in made:
-        each.built.puller.close()
-    torch.set_num_threads(before)
-
-
-def requests() -> list[Request]:
-    """Prompts longer and shorter than a step, of greedy, random, penalised and explained rows."""
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"seed": 3},
-        {"seed": 4, "top_p": 0.8, "repetition_penalty": 1.4},
-        {"temperature": 0.0, "presence_penalty": 0.5, "logprobs": 2},
-        {"seed": 5, "min_tokens": 3, "top_k": 5},
-    ]
-    return [
-        Request(
-            f"{number}",
-            tuple((7 * index + number) % PROMPT_TOKENS for index in range(3 + 37 * number)),
-            SamplingParams(max_tokens=12, ignore_eos=True, **kind),
-            arrival_s=time.monotonic(),
-        )
-        for number, kind in enumerate(kinds)
-    ]
-
-
-def tokens_of(found: dict[str, list[Output]]) -> dict[str, list[int]]:
-    return {name: [t for o in outputs for t in o.token_ids] for name, outputs in found.items()}
+def make_scarce(engine: Engine, suffices: Callable[[StepInputs], bool]) -> Scarce:
+    engine.backend._transformer = Scarce(engine.backend._transformer, suffices)
+    return engine.backend._transformer
 
 
 @pytest.mark.parametrize("most", [1, 3, 10, 40])
@@ -150,7 +56,7 @@ def test_all_requests_get_the_tokens_that_they_would_have(
     make: Callable[[], Engine], most: int
 ) -> None:
     plenty, scarce = make(), make()
-    model = scarce.make_scarce(lambda inputs: len(inputs.token_ids) <= most)
+    model = make_scarce(scarce, lambda inputs: len(inputs.token_ids) <= most)
     wanted, found = plenty.run(requests()), scarce.run(requests())
     assert tokens_of(found) == tokens_of(wanted)
     explained = [[o.logprobs for o in outputs["3"]] for outputs in (wanted, found)]
@@ -184,7 +90,7 @@ def test_choosing_tokens_may_run_out_too(
 
 def test_the_limit_recovers(make: Callable[[], Engine]) -> None:
     engine = make()
-    model = engine.make_scarce(lambda inputs: len(inputs.token_ids) <= 10)
+    model = make_scarce(engine, lambda inputs: len(inputs.token_ids) <= 10)
     engine.run(requests())
     assert engine.limit.tokens < MAX_TOKENS
     model.suffices = lambda inputs: True
@@ -203,7 +109,7 @@ def test_a_request_that_never_fits_ends_alone(make: Callable[[], Engine], num_to
     wanted = tokens_of(plenty.run(others))
     seen = {token for tokens in wanted.values() for token in tokens}
     bad = min(set(range(PROMPT_TOKENS, 64)) - seen)
-    scarce.make_scarce(lambda inputs: bad not in inputs.token_ids.tolist())
+    make_scarce(scarce, lambda inputs: bad not in inputs.token_ids.tolist())
     prompt = (*range(num_tokens - 1), bad, *range(num_tokens))
     lost = Request("lost", prompt, SamplingParams(), arrival_s=time.monotonic())
     found = scarce.run([lost, *others])

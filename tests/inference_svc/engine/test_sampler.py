@@ -14,9 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.core import LogprobsMode, Request, SamplingParams, Sequence
+from inference_svc.core import (
+    LogprobsMode,
+    Request,
+    SampledToken,
+    SamplingParams,
+    Sequence,
+)
 from inference_svc.engine import sampler as sampler_module
-from inference_svc.engine.sampler import Sampler, uniform, uniforms
+from inference_svc.engine.sampler import NOT_FINITE, Sampler, uniform, uniforms
 
 VOCAB = 40
 EOS = 3
@@ -321,3 +327,123 @@ def test_processed_logprobs_follow_their_definition(
     assert second.logprobs is not None
     plain = values[1].log_softmax(-1)
     assert math.isclose(second.logprobs.logprob, plain[second.token_id], abs_tol=1e-5)
+
+
+# --- values that are not finite, or nearly so -----------------------------------------------------
+
+CHOICES: list[dict[str, object]] = [
+    {"temperature": 0.0},
+    {"temperature": 100.0},
+    {"temperature": 0.01},
+    {"top_k": 3},
+    {"top_p": 0.5, "min_p": 0.1},
+    {"min_tokens": 4, "stop_token_ids": (5, 6)},
+    {"repetition_penalty": 0.01, "temperature": 0.0},
+    {"repetition_penalty": 100.0, "presence_penalty": 2.0, "frequency_penalty": -2.0},
+    {"logprobs": 0},
+    {"logprobs": VOCAB, "logprobs_mode": LogprobsMode.PROCESSED, "top_p": 0.9},
+]
+"""Every way of choosing and of explaining a token."""
+LARGEST = torch.finfo(torch.float32).max
+VALUES = [math.inf, -math.inf, math.nan, LARGEST, -LARGEST, 1e30, -1e30, 1e-42, -0.0, 3.0]
+
+
+def explained(token: SampledToken) -> object:
+    """Returns the token and what is said of it, in bits."""
+    found = token.logprobs
+    if found is None:
+        return token.token_id
+    return token.token_id, found.logprob, found.rank, found.top_ids, found.top_logprobs
+
+
+@pytest.mark.parametrize("has_device_memory", [False, True])
+@settings(max_examples=60, deadline=None)
+@given(
+    faulty=st.lists(
+        st.tuples(
+            st.sampled_from(CHOICES),
+            st.sampled_from([1, VOCAB // 2, VOCAB]),
+            st.lists(st.sampled_from(VALUES), min_size=1, max_size=4),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    others=st.lists(st.sampled_from(CHOICES), min_size=1, max_size=4),
+    candidates=st.sampled_from([4, 1024]),
+    seed=st.integers(0, 5),
+)
+def test_rows_without_finite_logits_are_lost_alone(
+    has_device_memory: bool,
+    faulty: list[tuple[dict, int, list[float]]],
+    others: list[dict],
+    candidates: int,
+    seed: int,
+) -> None:
+    """Others have the same bits as beside sound rows. Whatever is finite is chosen from."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [sequence(seed=seed, **choice) for choice in [each[0] for each in faulty] + others]
+    sound = torch.randn(len(rows), VOCAB, generator=generator)
+    values = sound.clone()
+    for row, (_, count, planted) in enumerate(faulty):
+        places = torch.randperm(VOCAB, generator=generator)[:count]
+        values[row, places] = torch.tensor(planted).repeat(count)[:count]
+    kept, sampler_module.NUM_CANDIDATES = sampler_module.NUM_CANDIDATES, candidates
+    try:
+        got, beside_sound = (
+            Sampler([EOS], has_device_memory=has_device_memory).sample(each.clone(), list(rows))
+            for each in (values, sound)
+        )
+    finally:
+        sampler_module.NUM_CANDIDATES = kept
+    place = len(faulty)
+    assert list(map(explained, got[place:])) == list(map(explained, beside_sound[place:]))
+    for row, token in enumerate(got[:place]):
+        if not values[row].max().isfinite():
+            assert token.token_id == NOT_FINITE
+        elif rows[row].request.sampling.repetition_penalty >= 1:  # else it may overflow
+            assert 0 <= token.token_id < VOCAB
+            assert not values[row, token.token_id].isneginf()
+
+
+def test_rows_that_do_not_sample_are_checked_alone() -> None:
+    values = logits(3)
+    values[2] = math.nan
+    beside = sequence(temperature=0.0, logprobs=2)
+    got = Sampler([EOS]).sample(values.clone(), [None, beside, None])
+    assert [token.token_id == NOT_FINITE for token in got] == [False, False, True]
+    assert explained(got[1]) == explained(Sampler([EOS]).sample(values[1:2].clone(), [beside])[0])
+
+
+@pytest.mark.parametrize("place", [0, 17, VOCAB - 1])
+def test_one_value_decides_unless_it_is_below_all(place: int) -> None:
+    """No numbers are found wherever they are; a token of -inf has the probability 0."""
+    rows = [sequence(temperature=0.0) for _ in range(4)]
+    values = logits(4)
+    best = values[3].argmax() if values[3].argmax() != place else values[3].topk(2).indices[1]
+    for row, value in enumerate((math.nan, math.inf, -math.nan, -math.inf)):
+        values[row, place] = value
+    for has_device_memory in (False, True):
+        sampler = Sampler([EOS], has_device_memory=has_device_memory)
+        got = [token.token_id for token in sampler.sample(values.clone(), list(rows))]
+        assert got == [NOT_FINITE, NOT_FINITE, NOT_FINITE, int(best)]
+
+
+def test_tokens_of_others_are_not_named() -> None:
+    """An adapter of the batch adds tokens: others have as many log probabilities as without it."""
+    values = torch.randn(3, VOCAB + 5, generator=torch.Generator().manual_seed(1))
+    values[0, VOCAB:] = values[1, VOCAB:] = -math.inf
+    rows = [sequence(temperature=0.0, logprobs=count) for count in (1024, 3, 1024)]
+    for row, size in zip(rows, (VOCAB, VOCAB, VOCAB + 5), strict=True):
+        row.request = replace(row.request, vocab_size=size)
+    first, second, third = (
+        token.logprobs for token in Sampler([EOS]).sample(values.clone(), list(rows))
+    )
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert sorted(index for index, _ in first.top) == list(range(VOCAB))
+    best = values[1, :VOCAB].topk(3).indices.tolist()
+    assert [index for index, _ in second.top] == best
+    assert sorted(index for index, _ in third.top) == list(range(VOCAB + 5))
+    alone = Sampler([EOS]).sample(values[:1, :VOCAB].clone(), [rows[0]])[0].logprobs
+    assert first == alone

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from inference_svc.host import cuda_memory
-from inference_svc.host.cuda_memory import CudaMemory, CudaUnavailable, ask_memory
+from inference_svc.host.cuda_memory import CudaMemory, CudaUnavailable, ask_memory, has_driver
 
 pytestmark = pytest.mark.processes
 
@@ -16,6 +16,9 @@ DRIVER = """
 #include <stddef.h>
 static int device = -1;
 static void* context = 0;
+#ifdef WORDS
+int cuGetErrorString(int status, const char** out) { *out = WORDS; return 0; }
+#endif
 int cuInit(unsigned flags) { return INIT_STATUS; }
 int cuDeviceGet(int* out, int ordinal) { *out = device = 7 + ordinal; return 0; }
 int cuDevicePrimaryCtxRetain(void** out, int of) { *out = &device; return of == 7 ? 0 : 101; }
@@ -32,11 +35,12 @@ int cuMemGetInfo_v2(size_t* free, size_t* total) {
 def install_driver(tmp_path, monkeypatch):
     """`install_driver(init_status)`: what later processes find as CUDA's driver."""
 
-    def install(init_status: int) -> None:
+    def install(init_status: int, words: str = "") -> None:
         source = tmp_path / "driver.c"
         source.write_text(DRIVER)
         library = tmp_path / cuda_memory.LIBRARY
         command = ["cc", "-shared", "-fPIC", f"-DINIT_STATUS={init_status}", "-o"]
+        command[3:3] = [f'-DWORDS="{words}"'] if words else []
         subprocess.run([*command, str(library), str(source)], check=True)
         monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
 
@@ -54,6 +58,15 @@ def test_an_error_of_the_driver_is_named(install_driver):
         ask_memory()
 
 
+def test_its_own_words_follow(install_driver):
+    install_driver(214, "uncorrectable ECC error encountered")
+    with pytest.raises(CudaUnavailable) as caught:
+        ask_memory()
+    assert str(caught.value).endswith(
+        "cuInit: CUDA error 214 (uncorrectable ECC error encountered)"
+    )
+
+
 def test_a_driver_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
     program = tmp_path / "hangs.py"
     program.write_text("import time; time.sleep(3600)")
@@ -65,5 +78,6 @@ def test_a_driver_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="there is a driver here")
 def test_no_driver():
+    assert not has_driver()
     with pytest.raises(CudaUnavailable, match=r"libcuda\.so\.1"):
         ask_memory()

@@ -109,8 +109,8 @@ class Decoder:
         return sequence
 
     def step(self, rows: Rows) -> torch.Tensor:
-        """Rows of (sequence, first token, number of tokens, samples); fp32 logits of those that
-        sample."""
+        """Rows of (sequence, first token, number of tokens, samples); fp32 logits after the last
+        token of each."""
         raise NotImplementedError
 
     def every_logit(self, row: tuple[core.Sequence, int, int, bool]) -> torch.Tensor:
@@ -172,7 +172,7 @@ class NoAdapters:
         out: torch.Tensor,
         bias: torch.Tensor | None,
         *,
-        samples_only: bool,
+        logits_only: bool,
     ) -> list[NativeOp]:
         return []
 
@@ -183,7 +183,7 @@ class NoAdapters:
         out: torch.Tensor,
         pairs: Pairs,
         *,
-        samples_only: bool,
+        logits_only: bool,
     ) -> list[NativeOp]:
         return []
 
@@ -196,7 +196,7 @@ class NoAdapters:
     def replace_logits(self, x: torch.Tensor, out: torch.Tensor) -> list[NativeOp]:
         return []
 
-    def token_weights(self, module: str, norm: NormWeight, *, samples_only: bool) -> None:
+    def token_weights(self, module: str, norm: NormWeight, *, logits_only: bool) -> None:
         """No adapter replaces any."""
 
 

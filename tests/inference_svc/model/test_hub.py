@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.utils._runtime import is_xet_available
 
 from inference_svc.config import InferenceSettings
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.hub import download, find_model
 from servicekit.errors import InvalidSetting
 from servicekit.settings.load import load_settings
-from tests.support.hub_server import HubServer, Repo
+from tests.support.hub_server import LFS_HOST, HubServer, Repo
 
 NAME = "team/tiny-1.5"
 CONFIG = json.dumps({"architectures": ["LlamaForCausalLM"]}).encode()
@@ -79,7 +80,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def fetch(name: str = NAME) -> Path:
     said: list[str] = []
-    folder = download(name, said.append)
+    folder = download(name, said.append, redirect_hosts=[LFS_HOST])
     assert said in ([], [f"downloading {name} from {constants.ENDPOINT} into {cache()}"])
     return folder
 
@@ -382,3 +383,51 @@ def test_a_token_is_sent(repo: Repo, hub: HubServer, monkeypatch: pytest.MonkeyP
     repo.token = "hf_ours"
     monkeypatch.setenv("HF_TOKEN", "hf_ours")
     assert contents(fetch()) == FILES
+
+
+def test_other_hosts_are_asked_nothing(repo: Repo, hub: HubServer) -> None:
+    message = (
+        f"{NAME} cannot be downloaded from {hub.url}: the Hub sends it to {hub.lfs_url}; if you "
+        "trust that host, set LOADOUT_HF_REDIRECT_HOSTS to a list with it (default: "
+        "huggingface.co,hf.co)"
+    )
+    with pytest.raises(InvalidSetting, match=f"^{re.escape(message)}$"):
+        download(NAME, lambda line: None)
+    assert not [path for path, _ in hub.requests if path.startswith("/lfs/")]
+    assert contents(fetch()) == FILES, "afterwards the library is as it was"
+
+
+STORAGE = {"X-Xet-Hash": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    ("refresh", "message"),
+    [
+        ("http://localhost:{port}/stolen", "with the token to http://localhost:{port};"),
+        ("{url}/xet-token/http://10.0.0.1", "sends it to http://10.0.0.1;"),
+        ("{url}/xet-token/http://[::1", "sends it to what is no address;"),
+    ],
+)
+def test_the_storage_that_a_hub_names_is_no_other_host(
+    repo: Repo, hub: HubServer, monkeypatch: pytest.MonkeyPatch, refresh: str, message: str
+) -> None:
+    """The library asks another server, that the hub names, for the storage, with the token."""
+    assert is_xet_available()
+    monkeypatch.setenv("HF_TOKEN", "hf_ours")
+    repo.token = "hf_ours"
+    values = {"url": hub.url, "port": hub.url.rpartition(":")[2]}
+    hub.xet_headers = {**STORAGE, "X-Xet-Refresh-Route": refresh.format(**values)}
+    with pytest.raises(InvalidSetting, match=re.escape(message.format(**values))):
+        download(NAME, lambda line: None, redirect_hosts=["localhost"])
+    assert not [path for path, _ in hub.requests if path == "/stolen"]
+
+
+def test_a_password_of_an_endpoint_is_in_no_message(
+    repo: Repo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(constants, "ENDPOINT", "http://us3r:s3cr3t@127.0.0.1:1")
+    with pytest.raises(InvalidSetting) as caught:
+        download(NAME, said.append)
+    assert "127.0.0.1:1" in str(caught.value)
+    assert "s3cr3t" not in f"{said} {caught.value}"

@@ -30,7 +30,7 @@ def test_build():
     inputs = StepInputs.build(batch, page_size=4)
     assert inputs.token_ids.tolist() == [22, 23, 24, 14, 30, 31]
     assert inputs.positions.tolist() == [2, 3, 4, 4, 0, 1]
-    assert inputs.logit_rows.tolist() == [3, 5]
+    assert inputs.logit_rows.tolist() == [2, 3, 5]
     assert inputs.attention.cells.tolist() == [22, 23, 4, 0, 12, 13]
     assert inputs.attention.context_lengths.tolist() == [5, 5, 2]
     for tensor in (inputs.token_ids, inputs.positions, inputs.logit_rows):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from inference_svc.model.architectures import families
+from tests.support.pairs import pairs
 from tests.support.whole_models import WHOLE
 
 LLAMA3 = {
@@ -287,13 +288,12 @@ def test_every_architecture_has_a_row() -> None:
     assert tested >= set(families())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("path", ["torch", "native"])
-@pytest.mark.parametrize("name", MODELS)
-def test_logits(name, path, dtype, random_model, save_model, load_decoder, relative_rms):
+@pytest.mark.parametrize(("name", "dtype", "path"), pairs(MODELS))
+def test_logits(name, dtype, path, random_model, save_model, load_decoder, relative_rms):
     """In bf16 they are as near to those in fp32 as transformers' are; those of most tokens, as some
     have experts of nearly equal scores."""
     family, changes = MODELS[name]
+    dtype = getattr(torch, dtype)
     model = random_model(family, **changes)
     decoder = load_decoder(save_model(model), dtype, path=path)
     token_ids = torch.randint(0, model.config.vocab_size, (NUM_TOKENS,)).tolist()

@@ -126,7 +126,9 @@ def test_register_sends_the_callers_token_and_not_ours(tmp_path: Path) -> None:
     async def body(store: TinyStore, address: str) -> None:
         client = CatalogClient(Replicas.at(address), StoreAccess(TokenFile(own)))
         made = await client.register("t/n", Source("file:///x", "base"), "theirs")
-        assert made == Registered(5, "org/base", "the only one", ("note",))
+        assert made == Registered(
+            *(5, "org/base", "the only one", ("note",)), ("q_proj: too large",)
+        )
         await client.register("t/n", Source("file:///x"), None)
         (first, metadata), (_, without) = store.registered
         assert (first.name, first.source_uri, first.base_model) == ("t/n", "file:///x", "base")

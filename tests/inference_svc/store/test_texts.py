@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +17,13 @@ from inference_svc.errors import AdapterUnusable, StoreUnavailable
 from inference_svc.store import texts as texts_module
 from inference_svc.store.directory import Binding
 from inference_svc.store.texts import AdapterTexts
-from inference_svc.text.adapter_tokenizer import BaseTokenizer
+from inference_svc.text.adapter_tokenizer import MAX_NEW_BYTES, BaseTokenizer
 from inference_svc.text.tokenizer import Tokenizer
+from servicekit.errors import ShareExceeded
+from servicekit.tokenizer_extract import AddedToken
+from servicekit.work_budget import MAX_DEBT_SECONDS, WorkBudget
 from tests.support import tokenizer_files as files
+from tests.support.peak_memory import resident_mib
 
 
 class Store:
@@ -46,11 +53,24 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> BaseTokenizer:
 class House:
     def __init__(self, base: BaseTokenizer, threads: ThreadPoolExecutor) -> None:
         self.base, self.threads, self.store = base, threads, Store()
-        self.texts = AdapterTexts(base, self.store)
+        self.work = WorkBudget("texts", share=0.5, wait_s=0.0)
+        self.texts = AdapterTexts(base, self.store, self.work)
 
-    async def get(self, tokenizer: str = "", template: str = "", tenant: str = "default") -> object:
+    async def get(
+        self, tokenizer: str = "", template: str = "", tenant: str = "default", account: str = ""
+    ) -> object:
         binding = Binding(f"{tenant}/a@1", tenant, "sha256:0", 4, 0.0, 0, tokenizer, template)
-        return await self.texts.get(binding, self.threads)
+        return await self.texts.get(binding, account or tenant, self.threads)
+
+    def add_tokenizer(self, *tokens: str) -> str:
+        """Returns the digest of a tokenizer with further tokens."""
+        assert self.base.extract is not None
+        ids = itertools.count(self.base.text.backend.get_vocab_size())
+        new = [AddedToken(next(ids), token) for token in tokens]
+        known = self.base.extract.added_tokens
+        extract = replace(self.base.extract, added_tokens=(*known, *new))
+        self.store.contents[extract.digest] = extract.to_bytes()
+        return extract.digest
 
     def sample(self, key: str, *labels: str) -> float:
         (found,) = [
@@ -153,3 +173,76 @@ async def test_a_tenant_with_many_drops_its_own(
     await house.get(template="x", tenant="few")
     assert house.store.fetched == Counter("xabcdef")
     assert house.sample("text_cache_entries") == 3
+
+
+@on_a_loop
+async def test_tokens_count_as_they_are(house: House, patch: pytest.MonkeyPatch) -> None:
+    """Single characters take most for their bytes: 61 for each."""
+    characters = [chr(0x20000 + index) for index in range(MAX_NEW_BYTES // 4 - 100)]
+    warm = house.add_tokenizer(*reversed(characters))
+    await house.get(warm)
+    before_mib, counted = resident_mib(os.getpid()), house.sample("text_cache_used_bytes")
+    for turn in range(10):
+        shift = 997 * turn
+        digest = house.add_tokenizer(*characters[shift:], *characters[:shift])
+        await house.get(digest, account=f"caller-{turn}")
+    grown_mib = resident_mib(os.getpid()) - before_mib
+    assert house.sample("text_loads", "made") == 11
+    counted = house.sample("text_cache_used_bytes") - counted
+    assert 10 < grown_mib <= counted / 2**20
+
+
+@on_a_loop
+async def test_tokens_that_are_too_long_together(house: House, patch: pytest.MonkeyPatch) -> None:
+    longest = [f"{index:03}" + "x" * 509 for index in range(MAX_NEW_BYTES // 512 + 1)]
+    digest = house.add_tokenizer(*longest)
+    match = r"193 tokens .* 98816 bytes of text, more than 98304"
+    with pytest.raises(AdapterUnusable, match=match) as caught:
+        await house.get(digest)
+    assert caught.value.subject == "tokenizer.json"
+
+
+@on_a_loop
+async def test_who_makes_many_waits(house: House, patch: pytest.MonkeyPatch) -> None:
+    """Neither for what is made, nor for others' debts."""
+    charged: list[str] = []
+    with patch.context() as watched:
+        watched.setattr(house.work, "charge", lambda account, work_s: charged.append(account))
+        made = await house.get(house.add_tokenizer("<one>"), account="busy")
+    assert charged == ["busy"]
+    house.work.charge("busy", MAX_DEBT_SECONDS)
+    new = house.add_tokenizer("<two>")
+    with pytest.raises(ShareExceeded, match="busy has taken more"):
+        await house.get(new, account="busy")
+    assert await house.get(house.add_tokenizer("<one>"), account="busy") is made
+    assert await house.get(new, account="other")
+    assert await house.get(new, account="busy")
+
+
+@on_a_loop
+async def test_one_at_a_time_for_an_account(house: House, patch: pytest.MonkeyPatch) -> None:
+    """A burst finds no debt: nothing of it is made yet."""
+    digests = [house.add_tokenizer(f"<{number}>") for number in range(20)]
+    calls = (house.get(digest, account="busy") for digest in digests)
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    refused = [each for each in found if isinstance(each, ShareExceeded)]
+    assert len(refused) == 19
+    assert house.sample("text_loads", "made") == 1
+
+
+@on_a_loop
+async def test_a_caller_that_leaves_ends_no_turn(house: House, patch: pytest.MonkeyPatch) -> None:
+    """Its text is made, and charged, before the account's next one begins."""
+    house.store.gate.clear()
+    first = asyncio.create_task(house.get(house.add_tokenizer("<one>"), account="busy"))
+    while not house.store.fetched:
+        await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.sleep(0)
+    with pytest.raises(ShareExceeded):
+        await house.get(house.add_tokenizer("<two>"), account="busy")
+    assert house.store.fetched.total() == 1
+    house.store.gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert house.sample("text_loads", "made") == 1

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
-from inference_svc.errors import AdapterUnusable
+from inference_svc.errors import AdapterUnusable, TokenizerChanged
 from inference_svc.text.adapter_tokenizer import BaseTokenizer
 from inference_svc.text.detokenizer import Detokenizer
 from inference_svc.text.prompt import ChatMessage
@@ -224,6 +224,15 @@ def test_ids_that_the_library_would_not_give_are_refused(tmp_path: Path) -> None
     files.edit(folder, lambda found: found["added_tokens"][-1].update(id=900))
     with pytest.raises(AdapterUnusable, match="'<x>' the id 900"):
         base.load(folder)
+
+
+def test_tokens_count_as_the_models_normalizer_makes_them(tmp_path: Path) -> None:
+    """Of one character NFKC makes eighteen."""
+    base = Base("unigram", tmp_path)
+    long = [AddedToken(f"{number:03}" + "\ufdfa" * 250, normalized=True) for number in range(20)]
+    base.load(base.adapter(long[:5]))
+    with pytest.raises(TokenizerChanged, match=r"the 20 tokens .* more than 98304"):
+        base.load(base.adapter(long))
 
 
 PROMPT_CHANGES: dict[str, tuple[Change, str]] = {

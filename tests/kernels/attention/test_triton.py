@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from kernels import tuning
 from kernels.attention import AttentionPlan, HeadNorms, KVCache, reference
 from kernels.attention.plan import MAX_SEGMENTS, segment_starts
+from tests.support.pairs import pairwise
 
 FP32 = torch.float32
 TOLERANCES = {FP32: 2e-6, torch.float16: 1e-3}
@@ -135,33 +136,32 @@ def test_rotate_and_store(interpreter, assert_close, has_norms, num_tokens):
     assert_close("cache", cache.data, got_data, 1e-6)
 
 
-@pytest.mark.parametrize("num_tokens", [3, 300])
-@pytest.mark.parametrize("dtype", [FP32, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("part", "options"),
-    [
-        (8, {}),
-        (12, {"is_interleaved": True}),
-        (6, {"is_interleaved": True, "norm": 1}),
-        (12, {"norm": 1, "norms_rotated": True}),
-        (4, {"norm": 1, "q_scale": True}),
-        (12, {"norm": 3}),
-        (0, {}),
-        (0, {"norm": 3, "q_scale": True}),
-        (12, {"norm": 1, "v_norm": True}),
-        (6, {"norm": 1, "v_norm": True, "sides": 1}),
-        (12, {"norm": 1, "sides": 0}),
-        (12, {"norm": 1, "v_norm": True, "of_tokens": True}),
-        (6, {"norm": 1, "norms_rotated": True, "of_tokens": True}),
-        (12, {"norm": 3, "of_tokens": True}),
-    ],
-    ids=str,
-)
-def test_what_families_do_with_heads(interpreter, assert_close, part, options, dtype, num_tokens):
+HEADS = [
+    (8, {}),
+    (12, {"is_interleaved": True}),
+    (6, {"is_interleaved": True, "norm": 1}),
+    (12, {"norm": 1, "norms_rotated": True}),
+    (4, {"norm": 1, "q_scale": True}),
+    (12, {"norm": 3}),
+    (0, {}),
+    (0, {"norm": 3, "q_scale": True}),
+    (12, {"norm": 1, "v_norm": True}),
+    (6, {"norm": 1, "v_norm": True, "sides": 1}),
+    (12, {"norm": 1, "sides": 0}),
+    (12, {"norm": 1, "v_norm": True, "of_tokens": True}),
+    (6, {"norm": 1, "norms_rotated": True, "of_tokens": True}),
+    (12, {"norm": 3, "of_tokens": True}),
+]
+"""How many elements of a head are turned, and what else is done to heads."""
+
+
+@pairwise(heads_of=HEADS, dtype=[FP32, torch.float16], num_tokens=[3, 300])
+def test_what_families_do_with_heads(interpreter, assert_close, heads_of, dtype, num_tokens):
     """A part of a head is turned, or nothing; neighbours with each other; norms of a head (1) or of
     all (3) with weights in fp32, before or behind, or with those of an adapter; values that are
     keys (1 side), or none (0)."""
     heads, kv_heads, dim = 3, 3, 12
+    part, options = heads_of
     options = {"num_heads": heads, **options}
     sides = options.pop("sides", 2)
     qkv = torch.randn(num_tokens, (heads + sides * kv_heads) * dim).to(dtype)

@@ -7,8 +7,22 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.elementwise import gather_op, geglu_op, rms_norm_op, scale_rows_op, swiglu_op
-from kernels.elementwise.reference import add_rms_norm, bound_logits, geglu, rms_norm, swiglu
+from kernels.elementwise import (
+    clamped_swiglu_op,
+    gather_op,
+    geglu_op,
+    rms_norm_op,
+    scale_rows_op,
+    swiglu_op,
+)
+from kernels.elementwise.reference import (
+    add_rms_norm,
+    bound_logits,
+    clamped_swiglu,
+    geglu,
+    rms_norm,
+    swiglu,
+)
 from kernels.native.library import Library
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -143,3 +157,23 @@ def test_no_rows_are_no_work(library: Library) -> None:
     out = torch.full((2, 8), torch.nan)
     library.run(swiglu_op(torch.ones(2, 8), torch.ones(2, 8), out, count(0)))
     assert out.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_stays_nan(library: Library, dtype: torch.dtype) -> None:
+    """Bounds, and exponentials that bound what they are given, let none become a number."""
+    gate_up = rows(6, 2 * 40, dtype, 3)
+    gate_up[1, 5] = gate_up[2, 45] = torch.nan
+    gate, up = gate_up.chunk(2, dim=1)
+    gated = (
+        (swiglu_op(gate, up, swiglu_out := torch.zeros(6, 40, dtype=dtype), count(6)), swiglu),
+        (geglu_op(gate, up, geglu_out := torch.zeros(6, 40, dtype=dtype), count(6)), geglu),
+    )
+    for (op, definition), out in zip(gated, (swiglu_out, geglu_out), strict=True):
+        library.run(op)
+        assert torch.equal(out.isnan(), definition(gate, up).isnan())
+    clamped = torch.zeros(6, 40, dtype=dtype)
+    library.run(clamped_swiglu_op(gate, up, clamped, count(6), alpha=1.702, limit=7.0))
+    assert torch.equal(clamped.isnan(), clamped_swiglu(gate, up, 1.702, 7.0).isnan())
+    library.run(scale_rows_op(gate_up, count(6), scale=0.7, softcap=5.0))
+    assert gate_up.isnan().nonzero().tolist() == [[1, 5], [2, 45]]

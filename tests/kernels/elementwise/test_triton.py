@@ -70,6 +70,16 @@ def test_each_row_may_have_a_weight(interpreter, dtype, rows):
     torch.testing.assert_close(got, wanted, **TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize(
+    ("name", "bounds"), [("swiglu", ()), ("geglu", ()), ("clamped_swiglu", (1.702, 7.0))]
+)
+def test_nan_stays_nan(interpreter, name, bounds):
+    gate, up = torch.randn(2, 6, 40)
+    gate[1, 5] = up[2, 7] = torch.nan
+    got = interpreter.call(name, gate, up, *bounds)
+    assert torch.equal(got.isnan(), getattr(reference, name)(gate, up, *bounds).isnan())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(

@@ -96,6 +96,21 @@ def test_logits_that_are_no_numbers_choose_experts_that_there_are(library):
     check_pairs(found, 3)
 
 
+@pytest.mark.parametrize("case", CHOICES)
+@pytest.mark.parametrize("place", [0, 7, EXPERTS - 1])
+def test_one_logit_that_is_no_number_makes_its_token_so(library, case, place):
+    """Whatever experts it would choose without: others are as they are."""
+    logits, choice = numbers(3, EXPERTS), CHOICES[case]
+    expected = reference.route(logits, choice)
+    logits[1, place] = torch.nan
+    found = routed(library, logits, choice)
+    assert found.weights[1].isnan().any()
+    for row in (0, 2):
+        assert torch.equal(found.experts[row], expected.experts[row])
+        torch.testing.assert_close(found.weights[row], expected.weights[row])
+    check_pairs(found, 3)
+
+
 def packed_experts(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
     num_experts, num_out, num_in = weight.shape
     step = padded_rows(num_out)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.experts import Choice, Pairs, Scoring, reference
+from tests.support.pairs import pairwise
 
 DTYPES = [torch.float32, torch.float16]
 RATIOS = {torch.float32: 1e-6, torch.float16: 4e-4}
@@ -95,6 +96,18 @@ def test_logits_that_are_no_numbers_choose_experts_that_there_are(interpreter, v
     assert all(len({*row}) == len(row) for row in experts.tolist())
 
 
+@pytest.mark.parametrize("case", CHOICES)
+@pytest.mark.parametrize("place", [0, 7, EXPERTS - 1])
+def test_one_logit_that_is_no_number_makes_its_token_so(interpreter, case, place):
+    logits = torch.randn(3, EXPERTS, generator=torch.Generator().manual_seed(0))
+    expected = reference.route(logits, CHOICES[case])
+    logits[1, place] = torch.nan
+    found = interpreter.call("route", logits, CHOICES[case])
+    assert found.weights[1].isnan().any()
+    assert torch.equal(found.experts[::2], expected.experts[::2])
+    torch.testing.assert_close(found.weights[::2], expected.weights[::2])
+
+
 def check_pairs(found: Pairs, experts: torch.Tensor, num_experts: int, *order) -> None:
     expected = reference.sort_pairs(experts, num_experts, *order)
     for name, one, other in zip(Pairs._fields, found, expected, strict=True):
@@ -146,11 +159,14 @@ def test_order_of_keys(interpreter, keys):
     assert torch.equal(found, torch.tensor(keys).argsort(stable=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tiles", CLASSES)
-@pytest.mark.parametrize(("size_in", "size_out"), [(64, 64), (2, 33), (101, 47), (160, 136)])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_products(interpreter, assert_close, dtype, size_in, size_out, has_bias, tiles):
+@pairwise(
+    dtype=DTYPES,
+    tiles=list(CLASSES),
+    sizes=[(64, 64), (2, 33), (101, 47), (160, 136)],
+    has_bias=[False, True],
+)
+def test_products(interpreter, assert_close, dtype, sizes, has_bias, tiles):
+    size_in, size_out = sizes
     weight = numbers(EXPERTS, size_out, size_in).to(dtype)
     bias = numbers(EXPERTS, size_out).to(dtype) if has_bias else None
     for num_tokens, skew in ((1, 0), (3, 9), (MOST, 0), (MOST, 9)):

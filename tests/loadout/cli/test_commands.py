@@ -50,12 +50,22 @@ def test_help_has_examples(run, command):
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("store", "serve")])
 def test_help_is_in_plain_words(run, command):
     """Every value has a form that people understand, and what connects stands apart."""
-    _, out, _ = run(command, "--help")
+    _, out, _ = run(command, "--help-all")
     # <hex> is the digest's.
     assert not re.search(r"<(?!hex)|\[default|\[env|\brange\b|\[x", out)
     titles = re.findall(r"^(\w+):$", out.partition("Examples:")[0], re.MULTILINE)
     assert titles == [each for each in ("Arguments", *GROUPS) if each in titles]
     assert "--token-file" not in out or titles[-2:] == ["Connection", "Security"]
+
+
+def test_help_leaves_the_token_and_tls_to_help_all(run):
+    _, some, _ = run("register", "--help")
+    _, everything, _ = run("register", "--help-all")
+    assert "Security:" not in some
+    assert "--help-all adds 6 options for the token and TLS." in some
+    assert "--tls-ca-file" in everything
+    assert "--help-all adds" not in everything
+    assert "--help-all adds" not in run("digest", "--help")[1]
 
 
 def test_no_command_shows_all_of_them(run):
@@ -147,7 +157,7 @@ def test_adapters_table(run, fake_store):
         assert cell in first
     assert second.startswith("acme/b@1")
     assert "no server" in second
-    assert "not said by this store (images: ready)" in third
+    assert "unknown to this store (images: ready)" in third
     assert "no server" not in third
     assert fake_store.requests["ListAdapters"][0].filter == "tenant=acme"
 
@@ -364,6 +374,7 @@ def test_json_of_tables(run, fake_store, registered):
         "base_model_source": "unknown",
         "base_model_reason": "",
         "ignored_config_keys": [],
+        "warnings": [],
     }
 
 

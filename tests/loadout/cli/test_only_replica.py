@@ -17,8 +17,8 @@ COMMANDS = [["top", "--once"], ["profile"], ["residents"]]
 def test_a_list_is_refused(command: list[str], capfd: Any) -> None:
     assert main([*command, "--inference", "127.0.0.1:1, 127.0.0.1:2"]) == 1
     assert capfd.readouterr().err == (
-        "loadout: --inference: 127.0.0.1:1, 127.0.0.1:2 stands for 2 replicas, and this is about "
-        "one: name one of 127.0.0.1:1, 127.0.0.1:2\n"
+        "loadout: --inference: 127.0.0.1:1, 127.0.0.1:2 has 2 replicas, but this command needs "
+        "one: choose one of 127.0.0.1:1, 127.0.0.1:2\n"
     )
 
 
@@ -28,7 +28,7 @@ def test_so_is_a_name_of_several(
 ) -> None:
     monkeypatch.setattr(addresses, "lookup", lambda host, port: ["10.0.0.2", "10.0.0.1"])
     assert main([*command, "--inference", "replicas.test:7080"]) == 1
-    assert "name one of 10.0.0.1:7080, 10.0.0.2:7080" in capfd.readouterr().err
+    assert "choose one of 10.0.0.1:7080, 10.0.0.2:7080" in capfd.readouterr().err
 
 
 def test_one_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

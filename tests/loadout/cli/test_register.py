@@ -38,14 +38,16 @@ def test_register_folder(run, fake_store, adapter_folder):
         base_model_source=store_pb.BASE_MODEL_SOURCE_ONLY_SERVED,
         base_model_reason="the only one",
         ignored_config_keys=["note", "x"],
+        warnings=["q_proj: much too large"],
     )
     fake_store.on("UploadAdapter", answer)
-    code, out, _ = run("register", "a", str(adapter_folder))
+    code, out, err = run("register", "a", str(adapter_folder))
+    assert "warning: q_proj: much too large\n" in err
     assert (code, out) == (
         0,
         "default/a@1 rank 2 sha256:01 at revision 5\n"
         "base model org/base: the only one\n"
-        "keys of its config that are not known, and allowed by the operator: note, x\n"
+        "unknown config keys that the operator allows: note, x\n"
         "no server serves base model org/base\n",
     )
     [messages] = fake_store.requests["UploadAdapter"]
@@ -64,6 +66,23 @@ def test_register_with_a_signature(run, fake_store, adapter_folder, tmp_path):
     [messages] = fake_store.requests["UploadAdapter"]
     sent = messages[0].meta.signature
     assert (sent.key_id, sent.value) == ("release", signed.value)
+
+
+def test_a_link_to_a_file_of_the_users_is_not_sent(run, fake_store, adapter_folder, tmp_path):
+    fake_store.on("UploadAdapter", store_pb.UploadAdapterResponse())
+    (tmp_path / "id_ed25519").write_text("secret")
+    (adapter_folder / "chat_template.jinja").symlink_to("../id_ed25519")
+    code, out, err = run("register", "a", str(adapter_folder))
+    assert (code, out) == (1, "")
+    assert err.startswith(f"loadout: {adapter_folder}/chat_template.jinja is a link, which is not ")
+    assert fake_store.requests == {}
+
+
+@pytest.mark.timeout(60)
+def test_a_signature_is_one_short_line(run, fake_store, adapter_folder):
+    code, out, err = run("register", "a", str(adapter_folder), "--signature", "/dev/zero")
+    assert (code, out) == (1, "")
+    assert err == "loadout: /dev/zero: does not consist of a key's name and a signature in base64\n"
 
 
 def layout_state(
@@ -136,12 +155,12 @@ NONE = store_pb.ServerVerdict(reason="shape [8, 32] has 32 in_features, q_proj h
             earlier_states(store_pb.IMAGE_STATE_READY, store_pb.IMAGE_STATE_PENDING),
             [
                 "layout 111111111111: image ready, "
-                "this store, of an earlier release, does not say which servers can serve it",
+                "this store, of an earlier release, does not report which servers can serve it",
                 "layout 222222222222: image pending, "
-                "this store, of an earlier release, does not say which servers can serve it",
+                "this store, of an earlier release, does not report which servers can serve it",
             ],
             1,
-            "this store, of an earlier release, does not say which servers can serve it",
+            "this store, of an earlier release, does not report which servers can serve it",
         ),
         ([], ["no server serves base model org/base"], 1, "no server serves base model org/base"),
     ],
@@ -185,7 +204,7 @@ def test_register_does_not_wait_for_ever(run, fake_store, registered, monkeypatc
         "servable by layout 555555555555, ranks up to 64, as far as is known: its image is pending",
     )
     code, _, err = run("register", "a", "s3://b/p", "--require-servable")
-    assert (code, "was not known within" in err) == (1, True)
+    assert (code, "it is not known after" in err) == (1, True)
 
 
 def test_what_is_registered_stays_so_if_it_is_deleted_then(run, fake_store, registered, fail):

@@ -37,7 +37,19 @@ def test_load(run, fake_inference):
     assert (code, err) == (0, "")
     header, *rows = (line.split() for line in out.splitlines())
     assert header[:2] == ["adapter", "tier"]
-    assert rows[0] == ["default/a@1", "device", "8", "2.0", "kB", "0", "0", "s", "250", "ms", "yes"]
+    assert rows[0] == [
+        "default/a@1",
+        "device",
+        "8",
+        "2.0",
+        "kB",
+        "0",
+        "0",
+        "s",
+        "250",
+        "ms",
+        "pinned",
+    ]
     requests = fake_inference.requests["LoadAdapter"]
     assert [(each.ref, each.pin) for each in requests] == [("a", True), ("b@2", True)]
     [row] = json.loads(run("load", "a", "--json")[1])
@@ -128,7 +140,7 @@ def test_every_replica(run):
     assert (code, err) == (0, "")
     assert {row["replica"] for row in json.loads(out)} == {each.address for each in replicas}
     code, out, err = run("unload", "--all", "--inference", addresses)
-    assert (code, err) == (1, "loadout: --all of several replicas needs --every-replica\n")
+    assert (code, err) == (1, "loadout: --all with several replicas needs --every-replica\n")
     code, out, err = run("unload", "--all", "--every-replica", "--inference", addresses)
     assert (code, err, len(out.splitlines())) == (0, "", 2)
     for each in replicas:

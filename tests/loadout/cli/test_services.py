@@ -54,7 +54,7 @@ def test_store_takes_flags_and_signals(tmp_path):
 def test_unknown_flag():
     done = run("store", "--no-such-flag", "1")
     assert done.returncode == 2
-    assert done.stderr == "loadout: --no-such-flag: there is no such flag; --help shows all\n"
+    assert done.stderr == "loadout: --no-such-flag: there is no such flag; --help-all lists all\n"
 
 
 def test_serve_without_a_model(tmp_path):

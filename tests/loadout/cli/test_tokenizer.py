@@ -60,7 +60,7 @@ def test_what_trainers_change_makes_no_difference(save, base):
     )
     (folder / "chat_template.jinja").write_text("{{ messages }}\n")
     assert describe_tokenizer(folder, base, "") == (
-        "note: tokenizer and chat template beside the adapter are used for its requests; the base "
+        "note: the adapter's tokenizer and chat template are used for its requests; the base "
         f"model in {base} has the same tokens and chat template"
     )
 
@@ -68,12 +68,12 @@ def test_what_trainers_change_makes_no_difference(save, base):
 def test_added_tokens_alone(save, base):
     folder = save("adapter", added_tokens={"<tool>": 4, "<end>": 3})
     assert describe_tokenizer(folder, base, "") == (
-        "warning: added_tokens.json beside the adapter is not used; compared with the base model's "
-        f"in {base} servers take for other text 1 token ('<tool>')"
+        "warning: the adapter's added_tokens.json is not used; compared with the base model's "
+        f"in {base} servers read as ordinary text: 1 token ('<tool>')"
     )
     known = save("known", added_tokens={"<end>": 3})
     assert describe_tokenizer(known, base, "") == (
-        "note: added_tokens.json beside the adapter is not used; the base model in "
+        "note: the adapter's added_tokens.json is not used; the base model in "
         f"{base} has the same tokens"
     )
 
@@ -89,8 +89,8 @@ def test_without_the_base_model_nothing_is_compared(save, monkeypatch, has_libra
         monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     folder = save("adapter", WHOLE, adapter_config={"base_model_name_or_path": "/nowhere/llama"})
     assert describe_tokenizer(folder, None, "org/llama") == (
-        "note: tokenizer beside the adapter is used for its requests; --model DIR, the base "
-        "model's folder, says whether it differs"
+        "note: the adapter's tokenizer is used for its requests; give --model DIR, the "
+        "base model's folder, to see whether it differs"
     )
 
 
@@ -110,7 +110,7 @@ def test_without_the_base_model_nothing_is_compared(save, monkeypatch, has_libra
 def test_another_tokenizer(save, base, changes, words):
     folder = save("adapter", WHOLE | changes)
     assert describe_tokenizer(folder, base, "") == (
-        "warning: tokenizer beside the adapter is used for its requests; compared with the base "
+        "warning: the adapter's tokenizer is used for its requests; compared with the base "
         f"model's in {base} {words}: requests for the adapter are refused"
     )
 
@@ -119,7 +119,7 @@ def test_added_tokens(save, base):
     tokens = [{"id": 4 + i, "content": f"<{i}>"} for i in range(5)]
     folder = save("adapter", WHOLE | {"added_tokens": [*WHOLE["added_tokens"], *tokens]})
     assert describe_tokenizer(folder, base, "") == (
-        "note: tokenizer beside the adapter is used for its requests; compared with the base "
+        "note: the adapter's tokenizer is used for its requests; compared with the base "
         f"model's in {base} it adds 5 tokens ('<0>', '<1>', '<2>', ...)"
     )
 
@@ -129,22 +129,22 @@ def test_another_chat_template(save, base, form):
     named = [{"name": "tools", "template": "{{ messages }}"}, {"name": "default", "template": "x"}]
     folder = save("adapter", None, {"chat_template": "x" if form == "text" else named})
     assert describe_tokenizer(folder, base, "") == (
-        "note: chat template beside the adapter is used for its requests; chats are formatted "
-        "otherwise than the base model's"
+        "note: the adapter's chat template is used for its requests; chats are formatted "
+        "differently from the base model's"
     )
 
 
 def test_tokenizers_of_other_forms(save, base):
     folder = save("adapter")
     (folder / "tokenizer.model").write_bytes(b"one")
-    unused = "tokenizer without a tokenizer.json beside the adapter is not used"
+    unused = "the adapter's tokenizer without a tokenizer.json is not used"
     assert describe_tokenizer(folder, base, "") == (
-        f"note: {unused}; the tokenizer in {base} is of another form, and not compared"
+        f"note: {unused}; the tokenizer in {base} has another form and was not compared"
     )
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     assert describe_tokenizer(folder, base, "") == (
-        f"note: chat template beside the adapter is used for its requests; {unused}; the tokenizer "
-        f"in {base} is of another form, and not compared; the base model in {base} has the same "
+        f"note: the adapter's chat template is used for its requests; {unused}; the tokenizer "
+        f"in {base} has another form and was not compared; the base model in {base} has the same "
         "chat template"
     )
     (folder / "chat_template.jinja").unlink()
@@ -170,7 +170,7 @@ def test_the_base_model_is_found_on_this_machine(save, base, tmp_path, monkeypat
     by_path = save("a", WHOLE, adapter_config={"base_model_name_or_path": str(base)})
     assert f"in {base} has the same" in describe_tokenizer(by_path, None, "")
     by_name = save("b", WHOLE, adapter_config={"base_model_name_or_path": "org/llama"})
-    assert "says whether it differs" in describe_tokenizer(by_name, None, "")
+    assert "to see whether it differs" in describe_tokenizer(by_name, None, "")
     repository = tmp_path / "hub" / "models--org--llama"
     snapshot = repository / "snapshots" / ("c" * 40)
     snapshot.parent.mkdir(parents=True)
@@ -197,7 +197,7 @@ def test_malformed_files(save, base, case):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.json"):
         (folder / name).write_bytes(HOSTILE[case])
     (folder / "chat_template.jinja").write_bytes(b"\xff")
-    assert " is of another form, and not compared" in describe_tokenizer(folder, base, "")
+    assert " has another form and was not compared" in describe_tokenizer(folder, base, "")
 
 
 LONG = "9" * 5000
@@ -266,4 +266,4 @@ def test_files_that_are_too_large(save, base, monkeypatch):
     (folder / "chat_template.jinja").write_text("x" * 1001)
     assert describe_tokenizer(folder, base, "") == ""
     (folder / "chat_template.jinja").write_text("x" * 1000)
-    assert "otherwise than the base model's" in describe_tokenizer(folder, base, "")
+    assert "differently from the base model's" in describe_tokenizer(folder, base, "")

@@ -89,5 +89,5 @@ def test_hit_rates():
 
 
 def test_a_metric_that_is_gone_is_no_zero():
-    with pytest.raises(NotFound, match="0 metrics are loadout_inference_tier_hits_total"):
+    with pytest.raises(NotFound, match="0 metrics match loadout_inference_tier_hits_total"):
         report.hit_rates(parse(STORE), parse(""))

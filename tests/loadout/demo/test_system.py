@@ -114,7 +114,7 @@ def test_up_goes_on_when_the_store_dies(up, parts, tmp_path):
         if line.startswith("  loadout store "):
             break
     assert lines[0].startswith("loadout: store was ended by SIGKILL")
-    assert "The inference service goes on" in "".join(lines)
+    assert "The inference service continues" in "".join(lines)
     words = shlex.split(lines[-1])
     settings = load_settings(StoreSettings, words[2:])
     assert (settings.listen, settings.metrics_listen) == ("127.0.0.1:5", "127.0.0.1:5")
@@ -140,7 +140,7 @@ def test_ports_are_checked_before_anything_starts(tmp_path, capsys, flag, what):
         folder = str(tmp_path / "work")
         assert main(["up", "--model", str(tmp_path), "--work-dir", folder, *flags]) == 1
     assert capsys.readouterr().err == (
-        f"loadout: {what}: {address} is in use already; stop what listens there, or choose "
+        f"loadout: {what}: {address} is already in use; stop the program that uses it, or choose "
         "another port\n"
     )
     assert not list((tmp_path / "work").glob("*.log"))
@@ -151,7 +151,9 @@ def test_store_that_asks_for_tokens_and_a_service_without_one(tmp_path, capsys, 
     folder = str(tmp_path / "work")
     assert main(["up", "--model", str(tmp_path), "--work-dir", folder]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("loadout: the store's policy p.toml needs a token of the inference")
+    assert line.startswith(
+        "loadout: with the store's policy p.toml, the inference service needs a token"
+    )
     assert "--store-token-file FILE" in line
     assert not list((tmp_path / "work").glob("*.log"))
 

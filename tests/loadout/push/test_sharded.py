@@ -57,7 +57,7 @@ def test_all_ranks_get_the_same_and_the_store_gets_whole_tensors(
         ("missing", "InvalidArgument: .* without its lora_B"),
         ("dtype", "InvalidArgument: .* has dtype int32"),
         ("config", "LoadoutError: rank 1 failed: RuntimeError: no such field"),
-        ("empty", "InvalidArgument: tensors: there are none"),
+        ("empty", "InvalidArgument: tensors: the mapping is empty"),
     ],
 )
 def test_an_error_before_anything_is_sent_is_that_of_all_ranks(

@@ -115,7 +115,7 @@ def test_names_are_those_that_peft_saves(given, saved) -> None:
 @pytest.mark.parametrize(
     ("tensors", "subject", "message"),
     [
-        ({}, "tensors", "there are none"),
+        ({}, "tensors", "the mapping is empty"),
         ([], "tensors", "not a mapping"),
         ({A: [1.0]}, A, "not a tensor"),
         ({A: torch.ones(2, 3, dtype=torch.float64)}, A, "dtype float64"),

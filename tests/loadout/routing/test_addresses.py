@@ -121,3 +121,10 @@ def test_the_first_time_ends_also_if_the_name_is_unknown(monkeypatch):
 
     monkeypatch.setattr(addresses, "lookup", fail)
     Resolver("replicas:1", lambda endpoints: pytest.fail("nothing was found")).first.result(60)
+
+
+@pytest.mark.parametrize("address", ["http://us3r:s3cr3t@host:7070", "https://us3r:s3/cr3t@host,"])
+def test_a_password_of_a_web_address_is_in_no_error(address):
+    with pytest.raises(InvalidArgument, match="host") as caught:
+        split("store", address)
+    assert "cr3t" not in str(caught.value)

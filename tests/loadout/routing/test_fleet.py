@@ -308,7 +308,7 @@ def test_a_refused_argument_is_named():
         Client("127.0.0.1:1", tenant="No Tenant")
     with pytest.raises(errors.InvalidArgument, match="inference"):
         Client(["127.0.0.1:1", ""])
-    with pytest.raises(errors.InvalidArgument, match=r"b\.example:1 would be sent the token"):
+    with pytest.raises(errors.InvalidArgument, match=r"the token would go to b\.example:1"):
         Client("127.0.0.1:1,b.example:1", token="secret")
 
 

@@ -76,9 +76,7 @@ def test_errors_pickle():
     assert (again.subject, again.retry_after_s) == ("s", 1.0)
 
 
-def test_tree_in_the_docstring_is_the_tree():
-    kinds = {kind.__name__ for kind in errors.LoadoutError.__subclasses__()}
-    drawn = {
-        line.split()[1] for line in errors.__doc__.splitlines() if line.startswith((" ├─", " └─"))
-    }
-    assert drawn == kinds
+def test_each_kind_of_error_says_what_has_happened():
+    texts = [kind.__dict__["__doc__"] for kind in errors.LoadoutError.__subclasses__()]
+    assert all(texts)
+    assert len(set(texts)) == len(texts)

@@ -82,20 +82,20 @@ def test_only_the_service_uses_tls(tls_server: str) -> None:
 def test_only_the_client_uses_tls(store_server, authority: Authority) -> None:
     message = said(store=store_server.address, tls=TlsConfig(authority.path))
     assert message.startswith(f"the adapter store at {store_server.address} cannot be reached: ")
-    assert "does not use TLS there: connect without TLS" in message
+    assert "the service there does not use TLS: connect without TLS" in message
 
 
 def test_another_authority(tls_server: str, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     other = Authority(tmp_path / "other", "other")
     message = said(store=tls_server, tls=TlsConfig(other.path))
-    assert "its certificate is of an authority that is not trusted" in message
+    assert "its certificate is from an untrusted authority" in message
 
 
 def test_the_port_of_http(http_server: str) -> None:
     message = said(inference=http_server)
-    assert message.startswith(f"the inference service at {http_server} cannot be reached: that is")
-    assert "a port of HTTP: give the one of gRPC, usually 7070 of the adapter store" in message
+    assert message.startswith(f"the inference service at {http_server} cannot be reached: this is")
+    assert "an HTTP port: give the gRPC port, usually 7070 for the adapter store" in message
 
 
 @pytest.mark.parametrize("argument", ["store", "inference"])
@@ -103,14 +103,14 @@ def test_a_web_address(argument: str) -> None:
     for url in ("http://127.0.0.1:7070", "https://127.0.0.1:7070/v1"):
         with pytest.raises(errors.InvalidArgument) as caught:
             Client(**{argument: url})
-        assert str(caught.value).startswith(f"{argument}: {url} is the form of a web address")
+        assert str(caught.value).startswith(f"{argument}: {url} is a web address")
         assert str(caught.value).endswith("without http://, such as 127.0.0.1:7070")
 
 
 def test_no_such_host() -> None:
     details = "errors resolving nowhere.example:70: [field:hostname lookup error: not found]"
     assert explain(details, "the adapter store") == (
-        "the adapter store at nowhere.example:70 cannot be reached: no such host is known; check "
+        "the adapter store at nowhere.example:70 cannot be reached: the host is unknown; check "
         "the address"
     )
 

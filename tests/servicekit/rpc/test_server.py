@@ -121,3 +121,24 @@ def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
             return await asyncio.to_thread(wait_closed, address)
 
     assert asyncio.run(main())
+
+
+def test_large_metadata_is_refused() -> None:
+    """Of 8 KiB, which gRPC parses before anybody is asked who calls; less is fine."""
+
+    async def code_with(channel: grpc.aio.Channel, num_bytes: int) -> str:
+        metadata = (("x-large", "x" * num_bytes),)
+        try:
+            await HealthStub(channel).Check(HealthCheckRequest(), metadata=metadata, timeout=30)
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+        return "OK"
+
+    async def main() -> list[str]:
+        async with (
+            serving(StoreSettings()) as address,
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            return [await code_with(channel, size) for size in (7_000, 7_000, 9_000, 9_000)]
+
+    assert asyncio.run(main()) == ["OK", "OK", "RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED"]

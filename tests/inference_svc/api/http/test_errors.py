@@ -73,6 +73,7 @@ def test_lasting_errors_are_not_retried() -> None:
         errors.TokenizerChanged,
         errors.ChatTemplateInvalid,
         errors.NoRoom,
+        errors.NotFinite,
         errors.TemplateTimeout,
     }
     for kind, status in ERROR_STATUSES.items():

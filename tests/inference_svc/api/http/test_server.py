@@ -246,7 +246,7 @@ def test_load_and_unload(serve_http, tmp_path: Path) -> None:
         named = await front.post("/v1/load_lora_adapter", {"lora_name": "upper", "lora_path": "/x"})
         assert named.text.endswith(
             " Its base model is base: the only one. Keys of its config that are not known, and "
-            "allowed by the operator: note, other."
+            "allowed by the operator: note, other. Warning: q_proj: too large."
         )
         assert (await front.post("/v1/unload_lora_adapter", again)).status_code == 200
         answer = await front.post("/v1/unload_lora_adapter", again)

@@ -1,26 +1,24 @@
-"""A verdict on every file that lies beside an adapter's config and weights.
+"""A verdict on every file next to an adapter's config and weights.
 
-A file that may hold weights is part of the adapter, known to change nothing, or refused by name: a
-trainer that writes `new_embeddings.safetensors` means it to be applied. What cannot hold weights
-passes, but for a few settings that say how weights are to be read.
+A file that may hold weights is part of the adapter, known to change nothing, or refused by name. A
+trainer that writes `new_embeddings.safetensors` expects it to be applied. Files that cannot hold
+weights pass, except for a few settings that tell how to read weights.
 
-The client has the same tables, so that it sends no folder of which the store would not be told
-everything (`loadout/upload.py`; a test compares them).
+The store checks every folder that it gets. The client checks a folder before it uploads it, because
+files that an upload leaves out would be lost without notice.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-
-from adapter_store.checkpoint.json import show
-from adapter_store.errors import InvalidAdapter
+from typing import NamedTuple
 
 WEIGHT_SUFFIXES = (
     *("safetensors", "bin", "pt", "pth", "ckpt", "pkl", "pickle", "npz", "npy"),
     *("gguf", "ggml", "h5", "msgpack", "onnx", "safetensors.index.json", "bin.index.json"),
 )
-"""How names of files end that may hold weights, or tell where they lie."""
+"""Suffixes of files that may hold weights, or that tell where weights are."""
 
 HARMLESS: Mapping[str, str] = {
     r"training_args\.bin": "the trainer's settings",
@@ -38,39 +36,51 @@ HARMLESS: Mapping[str, str] = {
     r"adapter_model.*\.(bin|pt|pth|pkl|ckpt)": "the same adapter, pickled",
     r"adapter_model.*\.bin\.index\.json": "the same adapter, pickled",
 }
-"""Files whose names end as weights' do, and why each changes nothing that is computed."""
+"""Files with suffixes of weights, and why each does not change the result."""
 
 REFUSED: Mapping[str, str] = {
     r"new_embeddings\.safetensors": "rows of added tokens, which are not supported",
     r"(value_head|v_head)\..*": "the head of a reward model, whose scores are not served",
-    r"non_lora_trainables\.bin": "weights of the model that were trained beside the adapter",
+    r"non_lora_trainables\.bin": "model weights that were trained together with the adapter",
     r"modelopt_state.*": "ModelOpt's state of a quantised model",
-    r"(hf_)?(quant|quantize|quantization)_config\.json": "how weights of this folder are quantised",
+    r"(hf_)?(quant|quantize|quantization)_config\.json": "settings of quantised weights",
     r"(\d+_)?adapters\.npz": "MLX-LM's weights before it wrote safetensors",
 }
-"""Files that would change what is computed, and what each is. Other weights are refused, too."""
+"""Files that would change the result, and their content. Other weights are refused too."""
 
 MLX_HARMLESS: Mapping[str, str] = {
     r"\d+_adapters\.safetensors": "MLX-LM's weights of an earlier step",
 }
-"""What is harmless beside MLX-LM's `adapters.safetensors` only."""
+"""Files that are harmless only next to MLX-LM's `adapters.safetensors`."""
 
 TORCHTUNE_HARMLESS: Mapping[str, str] = {
     r"(model|pytorch_model|ft-model|hf_model_\d+_\d+)([-_]\d+-of-\d+)?"
     r"\.(safetensors|bin)(\.index\.json)?": "the base model with the adapter merged in",
 }
-"""What is harmless beside torchtune's own `adapter_model.pt` only: it saves the whole model along
-by default."""
+"""Files that are harmless only next to torchtune's `adapter_model.pt`, because torchtune saves the
+whole model as well by default."""
 
 TORCHTUNE_FILE = "adapter_model.pt"
 
 _WEIGHTS = re.compile(rf".*\.({'|'.join(map(re.escape, WEIGHT_SUFFIXES))})", re.I | re.S)
 
 
-def check_side_files(names: Collection[str], *, is_mlx: bool) -> None:
-    """Checks the names of the files in a folder that are not the adapter's own.
+class UnusedFile(NamedTuple):
+    """A file that would have to be applied but is not; `what` describes its content."""
 
-    Raises InvalidAdapter FILE_UNUSED, with the file as its subject.
+    name: str
+    what: str
+
+
+def find_unused(names: Collection[str], *, is_mlx: bool) -> UnusedFile | None:
+    """Finds a file that would have to be applied but is not part of the adapter.
+
+    Args:
+        names: Names of the files next to the adapter's own.
+        is_mlx: Whether MLX-LM wrote the adapter.
+
+    Returns:
+        The first such file by name, or None.
     """
     harmless = [*HARMLESS]
     if is_mlx:
@@ -83,11 +93,5 @@ def check_side_files(names: Collection[str], *, is_mlx: bool) -> None:
             continue
         what = next((what for each, what in REFUSED.items() if re.fullmatch(each, name)), "")
         if what or _WEIGHTS.fullmatch(name):
-            shown = name if name.isprintable() and len(name) <= 128 else show(name)
-            raise InvalidAdapter(
-                f"{shown}: {what or 'weights that are no part of the adapter'}: nothing would "
-                "apply it. If the adapter is whole without it, register a folder that does not "
-                "have it",
-                subject=shown,
-                reason="FILE_UNUSED",
-            )
+            return UnusedFile(name, what or "weights that are no part of the adapter")
+    return None

@@ -1,0 +1,6 @@
+"""Rules that the client and the services share. Imports none of them, and no torch.
+
+adapter_files  the files that make up an adapter, and the most bytes of each
+folders        reads a folder that may come from a stranger
+side_files     a verdict on every other file: refuses files that would change the result
+"""

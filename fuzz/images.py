@@ -1,0 +1,83 @@
+"""Images as a store sends them that lies: their hashes are right, whatever they consist of."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+
+import torch
+from google.protobuf.message import DecodeError
+
+from fuzz.format_2 import DIGEST, LAYOUT_ID, MAX_IMAGE_BYTES, SEPARATOR, SERVED, pull
+from inference_svc.adapters.arena import Arena
+from inference_svc.adapters.extents import Extent
+from inference_svc.adapters.image_source import ImageHeader
+from inference_svc.adapters.resident import Resident, Shape
+from inference_svc.adapters.tiers import TableWrite
+from kernels.lora.table import NO_EXPERT
+from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+
+MAX_RANK = 64
+
+
+def fuzz_image(data: bytes) -> None:
+    """Pulls an image: its header, a separator, and its bytes, to which zeros are added where the
+    header says that there are more. It is refused, or each matrix that kernels compute with lies
+    within the image."""
+    header_bytes, _, content = data.partition(SEPARATOR)
+    try:
+        header = pb.ImageHeader.FromString(header_bytes)
+    except DecodeError:
+        return
+    header.digest, header.layout_id, header.offset = DIGEST, LAYOUT_ID, 0
+    size = min(header.total_bytes, MAX_IMAGE_BYTES)
+    pulled = pull(_messages(header, content[:size].ljust(size, b"\0")))
+    if pulled is not None and pulled[0].rank <= MAX_RANK:
+        _compute_with(*pulled)
+
+
+def _messages(header: pb.ImageHeader, content: bytes) -> list[bytes]:
+    """Returns what the store sends of an image, in one part for each segment that begins behind
+    the one before."""
+    starts = sorted({each.offset for each in header.segments if each.offset < len(content)} | {0})
+    messages = [pb.PullAdapterResponse(header=header)]
+    hashes = []
+    for part, (start, end) in enumerate(zip(starts, [*starts[1:], len(content)], strict=True)):
+        if start == end:
+            continue
+        hashes.append(hashlib.sha256(content[start:end]).digest())
+        chunk = pb.ImageChunk(offset=start, data=content[start:end])
+        layer_end = pb.LayerEnd(part=part, end_offset=end, sha256=hashes[-1])
+        messages += [
+            pb.PullAdapterResponse(chunk=chunk),
+            pb.PullAdapterResponse(layer_end=layer_end),
+        ]
+    total = hashlib.sha256(b"".join(hashes)).digest()
+    messages.append(pb.PullAdapterResponse(trailer=pb.ImageTrailer(sha256=total)))
+    return [message.SerializeToString() for message in messages]
+
+
+@cache
+def _arena() -> Arena:
+    return Arena(SERVED, MAX_IMAGE_BYTES, 1, MAX_RANK, torch.device("cpu"))
+
+
+def _compute_with(header: ImageHeader, content: bytes) -> None:
+    """Makes the image visible, and looks at each matrix as kernels do."""
+    arena = _arena()
+    arena.memory[: len(content)] = content
+    shape = Shape.of(header)
+    assert shape.num_bytes == len(content)
+    extents = (Extent(0, 0, len(content)),) if content else ()
+    arena.apply([TableWrite(Resident(header, 0, extents, header.rank))])
+    SERVED.contents(header)
+    SERVED.replaced_targets(header)
+    for expert in (NO_EXPERT, *range(SERVED.targets[3].num_experts)):
+        for target, found in arena.table.weights(0, expert).items():
+            features = SERVED.targets[target].in_features, SERVED.targets[target].out_features
+            rank = found.b.shape[0]
+            assert found.a.shape in ((rank, features[0]), (features[0], rank))
+            assert found.b.shape == (rank, features[1])
+            for matrix in (found.a, found.b):
+                end = matrix.storage_offset() + matrix.numel()
+                assert end * matrix.itemsize <= len(content), "a matrix leaves the image"

@@ -1,0 +1,7 @@
+"""The methods of the clients, by service. `loadout.aio` and `loadout.client` join them.
+
+async_store      calls of the adapter store
+store            the same for the blocking client, generated
+async_inference  calls of the inference service
+inference        the same for the blocking client, generated
+"""

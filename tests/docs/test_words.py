@@ -1,0 +1,48 @@
+"""Pages speak to their readers, in sentences that one reading understands."""
+
+from __future__ import annotations
+
+from tools.words import FOR_USERS, ROOT, count, pages, prose_of
+
+MAX_WHATS, MIN_YOUS, MAX_STAND_INS = 3.0, 5.0, 1.0
+"""Per 1,000 words. Shorter pages may have as many as one of 1,000 words."""
+MAX_SENTENCE_WORDS = 45
+STILL = {
+    "docs/security.md": {"what": 42, "stand-ins": 8, "sentence": 64},
+    "docs/observability/dashboards.md": {"stand-ins": 1},
+    "docs/development/add-an-architecture.md": {"stand-ins": 2},
+    "kernels/lora/README.md": {"what": 6, "stand-ins": 5, "sentence": 48},
+    "CHANGELOG.md": {"what": 4},
+}
+"""Pages above a limit, by the counts that they may have today: lower a number with each mending."""
+SILENT = ("docs/security.md",)
+"""Pages for users that do not speak to them yet."""
+
+
+def test_prose_is_what_a_reader_reads() -> None:
+    page = "What `a b` [is](it.md)?\n\n```sh\nwhat what\n```\n\n- You see one that\n- ends. Your.\n"
+    assert "what what" not in prose_of(page)
+    found = count(page)
+    assert (found.words, found.whats, found.yous, found.stand_ins) == (9, 1, 2, 1)
+    assert found.longest_words == 4
+
+
+def test_nouns_have_names_and_sentences_end() -> None:
+    wrong = []
+    for page in pages():
+        found = count((ROOT / page).read_text())
+        scale = max(1.0, found.words / 1000)
+        still = STILL.get(str(page), {})
+        if found.whats > max(MAX_WHATS * scale, still.get("what", 0)):
+            wrong.append(f'{page} says "what" {found.whats} times')
+        if found.stand_ins > max(MAX_STAND_INS * scale, still.get("stand-ins", 0)):
+            wrong.append(f'{page} says "one that" or the like {found.stand_ins} times')
+        if found.longest_words > max(MAX_SENTENCE_WORDS, still.get("sentence", 0)):
+            wrong.append(f"{page} has a sentence of {found.longest_words} words: {found.longest}")
+    assert wrong == []
+
+
+def test_pages_for_users_speak_to_them() -> None:
+    counts = {page: count((ROOT / page).read_text()) for page in FOR_USERS}
+    silent = [page for page, each in counts.items() if each.rate(each.yous) < MIN_YOUS]
+    assert silent == [*SILENT]

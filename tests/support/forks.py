@@ -1,0 +1,307 @@
+"""Services and engines as processes that start at once: forks of one that has imported them.
+
+Importing torch and a service takes seconds of processor time, and a run of the tests starts them
+hundreds of times. One process per worker imports. It forks on request, over a socket, and reports
+how each fork ended. Settings, logs, signals and exit codes are the same as with `python -m`. Only
+the parent differs: an engine is a child of this process, not of its service.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import logging
+import math
+import os
+import pickle
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from loadout.demo.process import Process
+from tests.support.small_volume import SmallVolume, enter
+
+ADDRESS = "LOADOUT_TEST_FORKS"
+"""The environment variable with the socket's path, which forks use to have engines forked."""
+ROOT = Path(__file__).resolve().parents[2]
+TURN_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The program of a fork: `python -m module arguments`, or an engine. The descriptors of its
+    standard streams travel with it."""
+
+    module: str
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    folder: str
+    volume_pid: int | None = None
+
+
+class Fork:
+    """A process that was forked, with the methods of `subprocess.Popen`."""
+
+    def __init__(self, request: Request, streams: tuple[int, int, int]) -> None:
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(_address())
+        socket.send_fds(self._socket, [b"f"], streams)
+        body = pickle.dumps(request)
+        self._socket.sendall(len(body).to_bytes(4) + body)
+        self.pid = int.from_bytes(self._receive(4))
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises TimeoutExpired."""
+        deadline_s = math.inf if timeout is None else time.monotonic() + timeout
+        while self.returncode is None:
+            with self._lock:  # not for long: other threads wait as well
+                self._take(max(0.0, min(TURN_S, deadline_s - time.monotonic())))
+            if self.returncode is None and time.monotonic() >= deadline_s:
+                raise subprocess.TimeoutExpired(f"fork {self.pid}", timeout or 0.0)
+        return self.returncode
+
+    def _take(self, timeout_s: float) -> None:
+        """Takes the status, if it comes in this time."""
+        if self.returncode is not None:
+            return
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        if poll.poll(timeout_s * 1000):
+            self.returncode = int.from_bytes(self._receive(4), signed=True)
+            self._socket.close()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _receive(self, count: int) -> bytes:
+        found = self._socket.recv(count, socket.MSG_WAITALL)
+        if len(found) < count:
+            raise RuntimeError(f"the process that forks has ended; see its log: {_address()}.log")
+        return found
+
+
+class ForkedProcess(Process):
+    """`Process` of a command `python -m module arguments`, forked."""
+
+    def _begin(self, command: Sequence[str]) -> Any:
+        assert list(command[:2]) == [sys.executable, "-m"], command
+        self.log_path.unlink(missing_ok=True)
+        return start(command[2], command[3:], self.log_path)
+
+
+def start(
+    module: str,
+    arguments: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    volume: SmallVolume | None = None,
+) -> Fork:
+    """Runs the main function of a service with its output at the end of `log`. Its environment is
+    this process's as it is now, with further variables. It sees the `volume`."""
+    variables = {**os.environ, **(environment or {})}
+    pid = None if volume is None else volume.pid
+    request = Request(module, list(arguments), variables, os.getcwd(), pid)
+    with log.open("ab", buffering=0) as file, open(os.devnull) as nothing:
+        return Fork(request, (nothing.fileno(), file.fileno(), file.fileno()))
+
+
+def variables(prefix: str, settings: Mapping[str, object]) -> dict[str, str]:
+    """Returns environment variables of settings by their names, with hyphens or underscores."""
+    return {
+        f"LOADOUT_{prefix}_{name.replace('-', '_').upper()}": str(value)
+        for name, value in settings.items()
+    }
+
+
+@cache
+def _address() -> str:
+    """Returns the path of the socket, once the process listens that imports."""
+    if found := os.environ.get(ADDRESS):
+        return found
+    folder = tempfile.mkdtemp(prefix="loadout-forks-")
+    address = f"{folder}/socket"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        with open(f"{address}.log", "wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.forks", str(listener.fileno()), address],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,  # it ends when we do
+                stdout=log,
+                stderr=log,
+                pass_fds=[listener.fileno()],
+            )
+    atexit.register(_end, process, folder)
+    return address
+
+
+def _end(process: subprocess.Popen[bytes], folder: str) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait()
+    for name in os.listdir(folder):
+        os.unlink(f"{folder}/{name}")
+    os.rmdir(folder)
+
+
+# --- the process that forks --------------------------------------------------------------------
+
+
+class Forker:
+    """Forks on request. Answers with the pid, and with the status when the fork ends."""
+
+    def __init__(self, listener: socket.socket, address: str) -> None:
+        self._listener = listener
+        self._address = address
+        self._callers: dict[int, socket.socket] = {}
+        """By the pids of forks that run."""
+        self._woken, woke = os.pipe()
+        os.set_blocking(self._woken, False)
+        os.set_blocking(woke, False)
+        signal.set_wakeup_fd(woke, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+
+    def serve(self) -> None:
+        """Serves until standard input ends."""
+        with selectors.DefaultSelector() as selector:
+            for each in (self._listener.fileno(), self._woken, 0):
+                selector.register(each, selectors.EVENT_READ)
+            while True:
+                ready = {key.fd for key, _ in selector.select()}
+                if 0 in ready:
+                    return
+                if self._woken in ready:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._woken, 4096)
+                    self._reap()
+                if self._listener.fileno() in ready:
+                    self._accept()
+
+    def _accept(self) -> None:
+        caller, _ = self._listener.accept()
+        _, streams, _, _ = socket.recv_fds(caller, 1, 3)
+        length = int.from_bytes(caller.recv(4, socket.MSG_WAITALL))
+        request: Request = pickle.loads(caller.recv(length, socket.MSG_WAITALL))
+        pid = os.fork()
+        if pid == 0:
+            _become(request, streams, self._address)
+        for each in streams:
+            os.close(each)
+        self._callers[pid] = caller
+        caller.sendall(pid.to_bytes(4))
+
+    def _reap(self) -> None:
+        while self._callers:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            with self._callers.pop(pid) as caller, contextlib.suppress(OSError):
+                caller.sendall(os.waitstatus_to_exitcode(status).to_bytes(4, signed=True))
+
+
+def _become(request: Request, streams: Sequence[int], address: str) -> None:
+    """Runs the request in this fork, then ends it."""
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        os.setpgid(0, 0)
+        if request.volume_pid is not None:
+            enter(request.volume_pid)
+        os.chdir(request.folder)
+        os.environ.clear()
+        os.environ.update({**request.environment, ADDRESS: address})
+        sys.argv[1:] = request.arguments
+        status = _main_of(request.module)(list(request.arguments))
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            _finish()
+        os._exit(status)
+
+
+def _finish() -> None:
+    """Ends threads, runs exit handlers and flushes, as an interpreter does at its exit."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _main_of(module: str) -> Callable[[list[str]], int]:
+    if module == "adapter_store":
+        from adapter_store.__main__ import main
+
+        return main
+    if module == "inference_svc":
+        from inference_svc.__main__ import main
+        from inference_svc.engine import process
+
+        # The engine of this service is a fork, too.
+        replacement = SimpleNamespace(Popen=_begin_engine, TimeoutExpired=subprocess.TimeoutExpired)
+        setattr(process, "subprocess", replacement)  # noqa: B010 - a module's import, not its API
+        return main
+    from inference_svc.engine.process_main import main as engine_main
+
+    def run(arguments: list[str]) -> int:
+        engine_main()
+        return 0
+
+    return run
+
+
+def _begin_engine(command: Sequence[str], *, stdin: int, process_group: int) -> Fork:
+    request = Request("engine", [], dict(os.environ), os.getcwd())
+    return Fork(request, (stdin, 1, 2))
+
+
+def main() -> None:
+    import adapter_store.app
+    import inference_svc.app
+    import inference_svc.engine.build
+
+    del adapter_store, inference_svc
+    gc.collect()
+    gc.freeze()
+    descriptor, address = int(sys.argv[1]), sys.argv[2]
+    Forker(socket.socket(fileno=descriptor), address).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Chooses the cells of a matrix that `make test` runs; `make test-long` runs all.
+
+Each family of models meets each backend and each dtype, but not each backend in each dtype. So a
+fault of a family, a backend or a dtype shows in `make test`. A fault of one crossing shows in
+`make test-long`, and for the families in BOTH in `make test`, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+PATHS = {"native": True, "torch": False}
+"""Backends for CPUs, by the setting `native_kernels`."""
+PAIRS = {("float32", "native"), ("bfloat16", "torch")}
+BOTH = ("llama", "gpt-oss", "Llama", "GptOss")
+"""A dense family and a mixture, as the zoo and as transformers call them."""
+
+
+def pairs(families: Iterable[str]) -> list[Any]:
+    """Returns cells (family, dtype, path)."""
+    return [
+        _cell((family, dtype, path), (dtype, path) in PAIRS or family in BOTH)
+        for family in families
+        for dtype in ("float32", "bfloat16")
+        for path in PATHS
+    ]
+
+
+def by_path(families: Iterable[str]) -> list[Any]:
+    """Returns cells (family, path): all of the native kernels, some of torch."""
+    return [
+        _cell((family, path), path == "native" or family in BOTH)
+        for family in families
+        for path in PATHS
+    ]
+
+
+def pairwise(**axes: Sequence[Any]) -> Any:
+    """Parametrizes a test by all combinations of the axes' values. `make test` runs so many of them
+    that each two values of two axes meet; `make test-long` runs the others, too."""
+    cells = list(product(*(range(len(values)) for values in axes.values())))
+    quick = _covering(cells)
+    return pytest.mark.parametrize(
+        tuple(axes),
+        [
+            pytest.param(
+                *(values[at] for values, at in zip(axes.values(), cell, strict=True)),
+                marks=() if cell in quick else pytest.mark.long,
+                id="-".join(
+                    str(values[at]) for values, at in zip(axes.values(), cell, strict=True)
+                ),
+            )
+            for cell in cells
+        ],
+    )
+
+
+def _covering(cells: Sequence[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """Returns cells in which each two values of two axes meet, chosen greedily."""
+    pairs_of = {cell: set(combinations(enumerate(cell), 2)) for cell in cells}
+    open_pairs = set().union(*pairs_of.values())
+    chosen: set[tuple[int, ...]] = set()
+    while open_pairs:
+        best = max(cells, key=lambda cell: len(pairs_of[cell] & open_pairs))
+        chosen.add(best)
+        open_pairs -= pairs_of[best]
+    return chosen
+
+
+def _cell(values: tuple[str, ...], is_quick: bool) -> Any:
+    marks = () if is_quick else (pytest.mark.long,)
+    return pytest.param(*values, marks=marks, id="-".join(values))
