@@ -89,7 +89,7 @@ def test_alora_has_pefts_greedy_tokens(zoo: Zoo, start: Callable, *, native: boo
     for name, prompt, adapter in asked:
         tokens, last = running.result(name)
         assert last.error is None
-        assert tokens == zoo.greedy(adapter, prompt, NUM_GREEDY), name
+        assert tokens == zoo.greedy(adapter, prompt, NUM_GREEDY, guess=tokens), name
     running.check_idle()
 
 
@@ -138,7 +138,7 @@ def test_the_base_models_pages_are_shared_up_to_the_activation(zoo: Zoo, start: 
     ):
         submit(running, name, prompt, adapter)
         tokens, last = running.result(name)
-        assert tokens == zoo.greedy(adapter, prompt, NUM_GREEDY), name
+        assert tokens == zoo.greedy(adapter, prompt, NUM_GREEDY, guess=tokens), name
         cached[name] = last.usage.cached_prompt_tokens
     # 42 // 4 and 41 // 4 whole pages before the activation, and all but the last of 55 tokens.
     assert cached == {"base": 0, "first": 40, "second": 40, "again": 52, "plain": 0}
@@ -159,7 +159,9 @@ def test_both_services_apply_it(services: Services, zoo: Zoo) -> None:
     greedy = {"max_tokens": NUM_GREEDY, "temperature": 0.0, "ignore_eos": True}
     for name in ("in the middle", "absent"):
         done = services.client.complete(PROMPTS[name], adapter="alora", **greedy)
-        assert list(done.token_ids) == zoo.greedy("alora", PROMPTS[name], NUM_GREEDY)
+        assert list(done.token_ids) == zoo.greedy(
+            "alora", PROMPTS[name], NUM_GREEDY, guess=done.token_ids
+        )
         assert done.adapter is not None
         assert done.adapter.name == "default/alora@1"
         assert done.adapter.is_inactive == (name == "absent")
@@ -175,6 +177,6 @@ def test_preempted_aloras_keep_their_activation(zoo: Zoo, start: Callable) -> No
     for name, prompt in asked.items():
         tokens, last = running.result(name)
         assert last.error is None
-        assert tokens == zoo.greedy("alora", prompt, NUM_GREEDY), name
+        assert tokens == zoo.greedy("alora", prompt, NUM_GREEDY, guess=tokens), name
     assert running.engine.built.engine.scheduler.num_preemptions > 0
     running.check_idle()

@@ -63,7 +63,7 @@ def test_sums_have_pefts_greedy_tokens(zoo: Zoo, start: Callable, *, native: boo
     for index, (name, _) in enumerate(asked):
         tokens, last = running.result(str(index))
         assert last.error is None, last.error
-        assert tokens == zoo.greedy(name, prompt_of(index), NUM_GREEDY), (index, name)
+        assert tokens == zoo.greedy(name, prompt_of(index), NUM_GREEDY, guess=tokens), (index, name)
     running.check_idle()
 
 
@@ -72,7 +72,7 @@ def test_a_sum_alone(zoo: Zoo, start: Callable, *, native: bool) -> None:
     running = start(zoo, native_kernels=native)
     running.submit("a", prompt_of(1), digest_of(running, SUMS["three"]))
     tokens, _ = running.result("a")
-    assert tokens == zoo.greedy("sum three", prompt_of(1), NUM_GREEDY)
+    assert tokens == zoo.greedy("sum three", prompt_of(1), NUM_GREEDY, guess=tokens)
 
 
 @PATHS
@@ -164,7 +164,9 @@ def test_both_services_sum_adapters(zoo: Zoo, services: Services) -> None:
     parts = [(f"sum-{name}", scale) for name, scale in SUMS["three"]]
     greedy = {"max_tokens": NUM_GREEDY, "temperature": 0.0, "ignore_eos": True}
     done = services.client.complete(prompt_of(1), adapters=parts, **greedy)
-    assert list(done.token_ids) == zoo.greedy("sum three", prompt_of(1), NUM_GREEDY)
+    assert list(done.token_ids) == zoo.greedy(
+        "sum three", prompt_of(1), NUM_GREEDY, guess=done.token_ids
+    )
     assert done.adapter is None
     found = [(each.name, each.scale) for each in done.adapters]
     assert found == [(f"default/{name}@1", scale) for name, scale in parts]

