@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import logging
 import math
 import os
 import pickle
+import resource
 import select
 import selectors
 import signal
@@ -39,6 +41,8 @@ ADDRESS = "LOADOUT_TEST_FORKS"
 """The environment variable with the socket's path, which forks use to have engines forked."""
 ROOT = Path(__file__).resolve().parents[2]
 TURN_S = 0.05
+PR_SET_NAME = 15
+"""Of Linux's prctl.h."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,7 @@ class Request:
     environment: Mapping[str, str]
     folder: str
     volume_pid: int | None = None
+    max_files: int = 1024
 
 
 class Fork:
@@ -124,13 +129,29 @@ def start(
     environment: Mapping[str, str] | None = None,
     volume: SmallVolume | None = None,
 ) -> Fork:
-    """Runs the main function of a service with its output at the end of `log`. Its environment is
-    this process's as it is now, with further variables. It sees the `volume`."""
+    """Runs the main function of a service with its output at the end of `log`. Its environment and
+    its limit of open files are this process's as they are now, with further variables. It sees the
+    `volume`."""
     variables = {**os.environ, **(environment or {})}
     pid = None if volume is None else volume.pid
-    request = Request(module, list(arguments), variables, os.getcwd(), pid)
+    max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    request = Request(module, list(arguments), variables, os.getcwd(), pid, max_files)
     with log.open("ab", buffering=0) as file, open(os.devnull) as nothing:
         return Fork(request, (nothing.fileno(), file.fileno(), file.fileno()))
+
+
+def engine_of(service_pid: int) -> int:
+    """Returns the pid of the engine of a forked service."""
+    name = f"{_engine_name(service_pid)}\n"
+    for status in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):  # it has ended
+            if status.read_text() == name:
+                return int(status.parent.name)
+    raise AssertionError(f"process {service_pid} has no engine")
+
+
+def _engine_name(service_pid: int) -> str:
+    return f"engine-{service_pid}"
 
 
 def variables(prefix: str, settings: Mapping[str, object]) -> dict[str, str]:
@@ -238,6 +259,8 @@ def _become(request: Request, streams: Sequence[int], address: str) -> None:
             os.dup2(stream, number)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         os.setpgid(0, 0)
+        limit = (request.max_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
         if request.volume_pid is not None:
             enter(request.volume_pid)
         os.chdir(request.folder)
@@ -280,6 +303,7 @@ def _main_of(module: str) -> Callable[[list[str]], int]:
     from inference_svc.engine.process_main import main as engine_main
 
     def run(arguments: list[str]) -> int:
+        ctypes.CDLL(None).prctl(PR_SET_NAME, _engine_name(int(arguments[0])).encode())
         engine_main()
         return 0
 
@@ -287,7 +311,9 @@ def _main_of(module: str) -> Callable[[list[str]], int]:
 
 
 def _begin_engine(command: Sequence[str], *, stdin: int, process_group: int) -> Fork:
-    request = Request("engine", [], dict(os.environ), os.getcwd())
+    max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    environment, folder = dict(os.environ), os.getcwd()
+    request = Request("engine", [str(os.getpid())], environment, folder, max_files=max_files)
     return Fork(request, (stdin, 1, 2))
 
 

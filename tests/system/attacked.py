@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from loadout.demo.process import Process
 from tests.adapter_store.service.guarded import ROOT, token_lines, write_policy
+from tests.support.forks import ForkedProcess
 from tests.support.peak_memory import grown_mib
 
 READY_S = 120.0
@@ -34,7 +34,7 @@ class Attacked:
             *("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"),
             *("--ready-file", str(ready)),
         ]
-        self._process = Process(name, command, folder, ready)
+        self._process = ForkedProcess(name, command, folder, ready)
         self.folder = folder
         self.address = self._process.wait_ready(READY_S)["grpc"]
 

@@ -16,8 +16,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from loadout.demo.process import Process
 from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
+from tests.support.forks import ForkedProcess, engine_of
 from tests.system.zoo import Zoo
 
 READY_S, GRACE_S, ANSWER_S = 120.0, 40.0, 120.0
@@ -54,7 +54,7 @@ class AttackedFront:
         ]
         self._context = context
         with open_files(num_files):
-            self.process = Process("inference", command, folder, ready)
+            self.process = ForkedProcess("inference", command, folder, ready)
         found = self.process.wait_ready(READY_S)
         self.grpc = found["grpc"]
         host, _, port = found["http"].rpartition(":")
@@ -76,16 +76,12 @@ class AttackedFront:
     @contextmanager
     def stopped_engine(self) -> Iterator[None]:
         """No request ends meanwhile: the engine's process is stopped."""
-        task = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
-        engines = [int(pid) for pid in Path(task).read_text().split() if _is_engine(int(pid))]
-        assert engines, "the engine has a process of its own"
-        for pid in engines:
-            os.kill(pid, signal.SIGSTOP)
+        engine = engine_of(self.process.pid)
+        os.kill(engine, signal.SIGSTOP)
         try:
             yield
         finally:
-            for pid in engines:
-                os.kill(pid, signal.SIGCONT)
+            os.kill(engine, signal.SIGCONT)
 
     def connect(self, stack: ExitStack) -> socket.socket:
         connection = self.connect_plain(stack)
@@ -123,10 +119,6 @@ class AttackedFront:
         start = time.monotonic()
         assert self.status(path, body, token) == 200
         return time.monotonic() - start
-
-
-def _is_engine(pid: int) -> bool:
-    return b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Calls a method again and again, several at once and at the lowest priority, until its standard
-input ends. Prints a line once it has got an answer, and at the end each code and how often."""
+input ends. Prints a line once it has got an answer, and at the end how often each code came, and of
+UNAVAILABLE the text."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def main(address: str, token: str, path: str, kind: str, body_file: str) -> None
                         pass
                 except grpc.RpcError:
                     pass
-                codes[made.code().name] += 1
+                code = made.code().name
+                codes[f"{code} {made.details()}" if code == "UNAVAILABLE" else code] += 1
                 begun.set()
 
         threads = [threading.Thread(target=repeat) for _ in range(NUM_CALLS)]
@@ -45,7 +47,7 @@ def main(address: str, token: str, path: str, kind: str, body_file: str) -> None
         for thread in threads:
             thread.join()
     for code, number in codes.items():
-        print(code, number)
+        print(number, code)
 
 
 if __name__ == "__main__":
