@@ -10,7 +10,6 @@ MAX_SENTENCE_WORDS = 45
 STILL = {
     "docs/observability/dashboards.md": {"stand-ins": 1},
     "docs/development/add-an-architecture.md": {"stand-ins": 2},
-    "CHANGELOG.md": {"what": 4},
 }
 """Pages above a limit, by the counts that they may have today: lower a number with each mending."""
 
