@@ -1,4 +1,4 @@
-"""Generates the tables of fields and of the catalog's tables in docs/security.md.
+"""Generates the tables of fields and of the catalog's tables in docs/limits.md.
 
 python -m tools.bounds_docs
 """
@@ -8,42 +8,63 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from tools.bounds_inventory import limits
 from tools.bounds_texts.inference import HTTP_FIELDS, INFERENCE_FIELDS, PULLED_FIELDS
-from tools.bounds_texts.line import Line
+from tools.bounds_texts.line import ACCOUNT, CALLER, SERVER, Line
 from tools.bounds_texts.store import STORE_FIELDS, TABLES
 
-PATH = Path(__file__).parent.parent / "docs" / "security.md"
+PATH = Path(__file__).parent.parent / "docs" / "limits.md"
 START = "<!-- `make docs` generates what follows from tools/bounds_texts -->"
 END = "<!-- the end of what is generated -->"
 
-HEAD = "| {} | Holds | For how long | For whom | Bounded by, before it is read | Tests |"
+
+class Table(NamedTuple):
+    """A table of the page. If most lines count for one owner, `owner` names it: then the table has
+    no column of owners, and a line names its own only where it differs."""
+
+    heading: str
+    first: str
+    """The head of the first column."""
+    lines: Sequence[Line]
+    owner: str = ""
+
+
+SECTIONS = (
+    Table("Fields of requests to the store", "Field", STORE_FIELDS),
+    Table("Fields of requests to the inference service", "Field", INFERENCE_FIELDS, ACCOUNT),
+    Table("Fields of bodies over HTTP", "Field", HTTP_FIELDS, CALLER),
+    Table("Fields of the store's answers to an inference service", "Field", PULLED_FIELDS, SERVER),
+    Table("Tables of the catalog", "Table", TABLES),
+)
 
 
 def render() -> str:
     """Returns all tables."""
-    sections = (
-        ("### Fields of requests to the store", "Field", STORE_FIELDS),
-        ("### Fields of requests to the inference service", "Field", INFERENCE_FIELDS),
-        ("### Fields of bodies over HTTP", "Field", HTTP_FIELDS),
-        ("### What an inference service reads of a store's answers", "Field", PULLED_FIELDS),
-        ("### Tables of the catalog", "Table", TABLES),
-    )
     parts = []
-    for heading, first, lines in sections:
-        parts += [heading, "", HEAD.format(first), "|---|---|---|---|---|---|"]
-        parts += [_row(line, lines) for line in lines]
+    for table in SECTIONS:
+        owner = [] if table.owner else ["Counts for"]
+        head = [table.first, "Holds", "Kept", *owner, "Limit", "Tests"]
+        parts += [f"### {table.heading}", ""]
+        if table.owner:
+            parts += [f"A row counts for {table.owner} if it names nobody else.", ""]
+        parts += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+        parts += [_row(line, table) for line in table.lines]
         parts.append("")
     return "\n".join(parts)
 
 
-def _row(line: Line, lines: Sequence[Line]) -> str:
+def _row(line: Line, table: Table) -> str:
     bounds = [line.bounded_by]
-    if lines is STORE_FIELDS or lines is INFERENCE_FIELDS:
-        bounds = [*_limits(line, of_store=lines is STORE_FIELDS), *bounds]
+    if table.lines is STORE_FIELDS or table.lines is INFERENCE_FIELDS:
+        bounds = [*_limits(line, of_store=table.lines is STORE_FIELDS), *bounds]
     tests = ", ".join(f"`{name}`" for name in line.tests)
-    columns = (_names(line.of), line.holds, line.how_long, line.for_whom, "; ".join(bounds), tests)
+    holds, owner = line.holds, [line.for_whom]
+    if table.owner:
+        holds += f" (for {line.for_whom})" if line.for_whom != table.owner else ""
+        owner = []
+    columns = (_names(line.of), holds, line.how_long, *owner, "; ".join(bounds), tests)
     return f"| {' | '.join(columns)} |"
 
 
@@ -65,15 +86,18 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    """Returns names of one message after it: `PullAdapter` `digest`, `layout_id`."""
-    found = []
+    """Returns names after their messages: `PullAdapter` `digest`, `layout_id`. Neighbouring
+    messages with the same fields share them."""
+    found: list[tuple[list[str], str]] = []
     for method, group in groupby(names, lambda name: name.partition(".")[0]):
-        fields = [name.partition(".")[2] for name in group]
-        is_message = method[0].isupper()
-        found.append(f"`{method}` {_listed(fields)}" if is_message else "")
-    if not all(found):
-        return _listed(names)
-    return "; ".join(found)
+        if not method[0].isupper():
+            return _listed(names)
+        fields = _listed(name.partition(".")[2] for name in group)
+        if found and found[-1][1] == fields:
+            found[-1][0].append(method)
+        else:
+            found.append(([method], fields))
+    return "; ".join(f"{_listed(methods)} {fields}" for methods, fields in found)
 
 
 def written(page: str) -> str:

@@ -1,5 +1,5 @@
-"""What there is to say a line of in docs/security.md, read from the code: the fields of requests,
-by their paths, and the tables of the catalog."""
+"""Lists the subjects of rows in docs/limits.md, from the code: the fields of requests, by their
+paths, and the tables of the catalog."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,8 @@ COMMON = {
     typing.get_args(option)[1].help for option in (options.Json, options.Inference, options.Store)
 }
 """Meanings of options that several commands have."""
+MANY = 3
+"""The reference describes an argument or option once if so many commands have it."""
 
 
 def render() -> str:
@@ -98,25 +100,40 @@ def _is_common(option: Any) -> bool:
     return option.help in COMMON
 
 
+def _repeated(commands: Iterable[Any]) -> dict[tuple[str, str], Any]:
+    """Returns further arguments and options that many commands have, by name and meaning."""
+    found: dict[tuple[str, str], list[Any]] = {}
+    for command in commands:
+        for each in command.params:
+            if each.help and not _is_common(each) and not _is_shared(each):
+                found.setdefault((each.name, each.help), []).append(each)
+    return {key: each[0] for key, each in found.items() if len(each) >= MANY}
+
+
 def _reference() -> Iterator[str]:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     yield "## Reference"
     yield ""
-    yield "These options mean the same in all commands. The usage line of a command shows if it"
-    yield "takes `--json`, `--inference` or `--store`. Commands that take an address also take the"
-    yield "options for the tenant, the token and TLS."
+    yield "These arguments and options mean the same in all commands that have them. The usage line"
+    yield "of a command shows them, except the options for the tenant, the token and TLS: every"
+    yield "command that takes an address takes these, too."
     yield ""
+    repeated = _repeated(commands.values())
     shared = [each for each in commands["pin"].params if _is_common(each) or _is_shared(each)]
-    yield from _options(shared)
+    yield from _options([*repeated.values(), *shared])
     for name, command in commands.items():
-        common = [each for each in command.params if _is_common(each)]
+        common = [
+            each
+            for each in command.params
+            if _is_common(each) or (each.name, each.help) in repeated
+        ]
         own = [each for each in command.params if not _is_shared(each) and each not in common]
+        usage = [f"loadout {name}", *map(usage_of, filter(is_argument, command.params))]
         arguments = [each for each in own if is_argument(each)]
-        usage = [f"loadout {name}", *map(usage_of, arguments)]
         options = [each for each in own if not is_argument(each)]
         yield f"### loadout {name}"
         yield ""
-        usage += [f"[{name_of(each)}]" for each in common]
+        usage += [f"[{name_of(each)}]" for each in common if not is_argument(each)]
         usage += ["[OPTIONS]"] if options else []
         yield f"`{' '.join(usage)}`"
         yield ""
@@ -142,10 +159,14 @@ def _options(parameters: list[Any]) -> Iterator[str]:
         if each.name == "help":
             continue
         environment = f" (`{each.envvar}`)" if getattr(each, "envvar", None) else ""
-        name, meaning = (text.replace("|", "\\|") for text in (name_of(each), each.help or ""))
+        name, meaning = (_escape(text) for text in (name_of(each), each.help or ""))
         default = f" Default: `{default_of(each)}`." if default_of(each) else ""
         yield f"| `{name}`{environment} | {meaning}{default} |"
     yield ""
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "\\<")
 
 
 def _json_output() -> Iterator[str]:

@@ -75,7 +75,7 @@ A flag overrides the variable, the variable overrides the file, and the file ove
 | `SIZE` | bytes, such as `64 GiB`, `64Gi` or `536870912` |
 | `SECONDS`, `NUMBER` | a number, which may have a fraction |
 | `N` | an integer |
-| `HOST:PORT` | an address; IPv6 in brackets, such as `[::1]:7070` |
+| `HOST:PORT` | an address, always with a port; IPv6 in brackets, such as `[::1]:7070` |
 | `MODEL` | a folder or a name on the Hugging Face Hub |
 
 Sizes in memory have `memory` in their names; sizes on disk and of files end in `-bytes`.

@@ -1,5 +1,5 @@
-"""docs/security.md has a line of each field of a request, of each table of the catalog, and of what
-a server reads of an image: what it holds, for how long, for whom, and what bounds it."""
+"""docs/limits.md has a row for each field of a request, each table of the catalog, and each field
+of the store's answers: its content, how long it is kept, its limit and tests."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What docs/security.md says of each field and table: what it holds, for how long, for whom, what
-bounds it before it is read, and the tests that show it.
+"""The rows of docs/limits.md for each field and table: its content, how long it is kept, for whom
+it counts, the limits that apply before it is read, and the tests of these limits.
 
-`tools.bounds_docs` renders it; a test fails for a field or a table that has no line here, and for a
-line of one that there is no more.
+`tools.bounds_docs` renders them; a test fails for a field or a table without a line here, and for a
+line of a field or table that no longer exists.
 
-line       one line of a table, and words that many have
+line       one line of a table, and phrases that many lines share
 store      the store's fields, and the catalog's tables
-inference  the inference service's fields, over gRPC and HTTP, and what it reads of the store
+inference  the inference service's fields, over gRPC and HTTP, and the store's answers that it reads
 """

@@ -1,4 +1,4 @@
-"""One line of a table, and words that many lines have."""
+"""One line of a table, and phrases that many lines share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Line(NamedTuple):
-    """One line of a table. `of` are the fields or tables that it is about."""
+    """One line of a table. `of` names its fields or tables."""
 
     of: tuple[str, ...]
     holds: str
@@ -19,7 +19,7 @@ class Line(NamedTuple):
 
 
 def line(of: str, holds: str, how_long: str, for_whom: str, bounded_by: str, tests: str) -> Line:
-    """Makes a line. `of` are names, separated by spaces, in which "{a,b}" stands for each in
+    """Makes a line. `of` has names, separated by spaces; "{a,b}" in a name stands for each in
     turn."""
     names = tuple(name for each in of.split() for name in expanded(each))
     return Line(names, holds, how_long, for_whom, bounded_by, tuple(tests.split()))
@@ -38,6 +38,6 @@ def expanded(name: str) -> Iterator[str]:
 ANSWER = "until the answer"
 VERSION = "as long as the version, and the grace"
 ROW = "as long as the layout's row"
-NOTHING = "nothing: it is a number or a flag"
+NOTHING = "only a number or a flag"
 QUEUED = "as long as the request"
-TENANT, ACCOUNT = "the tenant", "the account"
+TENANT, ACCOUNT, CALLER, SERVER = "the tenant", "the account", "the caller", "the server"

@@ -10,11 +10,11 @@ STORE_FIELDS: Sequence[Line] = (
     line(
         "{RegisterAdapter,DeleteAdapter,ListVersions,RollbackAdapter,PruneVersions}.name "
         "UploadAdapter.meta.name",
-        "a tenant and a name, of at most 63 characters each; a registration's is a row of the "
+        "a tenant and a name, of at most 63 characters each; a registration adds a row to the "
         "catalog",
-        "the row for good: no version number comes twice",
+        "the row for good, so that the store never reuses a version number",
         TENANT,
-        "their form; the tenant's `max_adapters`, and 1,000,000 names in all, deleted ones "
+        "their format; the tenant's `max_adapters`, and 1,000,000 names in all, deleted ones "
         "included",
         "test_malformed_names test_names_in_all_are_bounded",
     ),
@@ -23,7 +23,7 @@ STORE_FIELDS: Sequence[Line] = (
         "a name with a version, or a digest",
         ANSWER,
         ACCOUNT,
-        "its form, of at most 137 characters",
+        "its format, of at most 137 characters",
         "test_malformed_references_name_the_field",
     ),
     line(
@@ -31,15 +31,15 @@ STORE_FIELDS: Sequence[Line] = (
         "RollbackAdapter.if_current_digest PullAdapter.{digest,layout_id} GetText.digest "
         "ForgetLayout.layout_id ListLayouts.page_token WatchAdapters.announcement_id",
         "a hash",
-        "until the answer; a watch's as long as the watch",
+        "until the answer; in a watch as long as the watch",
         ACCOUNT,
-        "its form, of 71 characters",
+        "its format, of 71 characters",
         "test_digests_are_whole test_what_cannot_be_pulled test_invalid_id_of_a_watch "
         "test_forgetting_needs_a_whole_id",
     ),
     line(
         "PullAdapter.image_id",
-        "an id that is compared with the image's own",
+        "an id; the store compares it with the image's own",
         ANSWER,
         ACCOUNT,
         "the message's 64 KiB",
@@ -47,7 +47,7 @@ STORE_FIELDS: Sequence[Line] = (
     ),
     line(
         "RegisterAdapter.source_uri",
-        "where the source is, recorded with the version",
+        "the address of the source, recorded with the version",
         VERSION,
         TENANT,
         "2,048 printable characters, and the operator's lists",
@@ -90,7 +90,7 @@ STORE_FIELDS: Sequence[Line] = (
         "the images of the name's current version, in memory and on disk",
         "until it is unpinned, or the name is deleted",
         "admins",
-        "`--image-memory`, which the pinned images must fit into",
+        "all pinned images must fit into `--image-memory`",
         "test_only_an_admin_registers_pinned test_pinned_images_must_fit_into_memory",
     ),
     line(
@@ -104,19 +104,19 @@ STORE_FIELDS: Sequence[Line] = (
     ),
     line(
         "{RegisterAdapter,UploadAdapter.meta}.{keep,ttl_seconds} PruneVersions.keep",
-        "nothing: it deletes versions, at once or later",
+        "only a number; the store deletes versions by it, at once or later",
         "until they are deleted",
         TENANT,
-        "the tenant's `max_versions` if that is less; 1,000 versions a call",
+        "the tenant's `max_versions` if it is less; 1,000 versions a call",
         "test_the_smaller_of_what_is_asked_for_and_allowed_is_kept "
         "test_one_transaction_deletes_so_many",
     ),
     line(
         "UploadAdapter.chunk.{file_name,offset}",
-        "the name of a file, and where its bytes go",
+        "the name of a file, and the position of its bytes",
         "until the upload is recorded or ends",
         TENANT,
-        "128 plain characters, 256 files; bytes follow one another",
+        "128 plain characters, 256 files; no gap or overlap between chunks",
         "test_only_plain_file_names test_the_number_of_files_is_limited "
         "test_a_gap_or_a_repeat_is_refused",
     ),
@@ -133,12 +133,12 @@ STORE_FIELDS: Sequence[Line] = (
         "the tenants on whose behalf a server asks",
         ANSWER,
         ACCOUNT,
-        "the form of a tenant's name",
+        "the format of a tenant's name",
         "test_too_many_entries_are_refused test_a_list_on_behalf_of_tenants_is_theirs_alone",
     ),
     line(
         "ListAdapters.{filter,page_token} ListVersions.page_token",
-        "a filter; where the next page begins, with the filter",
+        "a filter; the position of the next page, with the filter",
         ANSWER,
         ACCOUNT,
         "16 terms; a token belongs to its filter",
@@ -157,14 +157,14 @@ STORE_FIELDS: Sequence[Line] = (
         NOTHING,
         ANSWER,
         ACCOUNT,
-        "what there is: a version, the history, the image",
+        "it must exist: a version, a place in the history or in the image",
         "test_versions_and_rollback test_watch_of_another_history "
         "test_resume_at_any_offset_of_the_same_image",
     ),
     line(
         "RegisterLayout.layout.{base_model,config_sha256,dtype,image_formats} "
         "RegisterLayout.layout.targets.{name,layer,group,kind,in_features,out_features,space,held}",
-        "a target each, recorded with the layout",
+        "the properties of a model and of its targets, recorded with the layout",
         ROW,
         "the account that registered it",
         "names of 512 characters, 2^28 features",
@@ -183,7 +183,7 @@ STORE_FIELDS: Sequence[Line] = (
         "RegisterLayout.layout.targets.experts "
         "RegisterLayout.layout.targets.{in_slice,out_slice,expert_slice}.{start,end} "
         "RegisterLayout.layout.targets.rank_part.{index,count}",
-        "how many experts a target has, and which part of it a server holds",
+        "the number of a target's experts, and the part of the target that a server holds",
         ROW,
         "the account that registered it",
         "16,384 experts, 1,024 parts; slices within their target",
@@ -193,10 +193,10 @@ STORE_FIELDS: Sequence[Line] = (
         "RegisterLayout.layout.targets.other_names "
         "RegisterLayout.layout.targets.other_names.{name,outputs.start,outputs.end,block_sizes,"
         "block_part,transposed}",
-        "further names of a target, and modules that compute several",
+        "further names of a target, and modules that compute several targets",
         ROW,
         "the account that registered it",
-        "16 of a target, each with 16 sizes of blocks",
+        "16 per target, each with 16 sizes of blocks",
         "test_what_repeats_within_what_repeats_is_counted_of_all_together "
         "test_hostile_targets_are_refused_by_field",
     ),
@@ -214,17 +214,17 @@ STORE_FIELDS: Sequence[Line] = (
         "other names of the base model",
         "as long as the announcement, and an hour",
         "the servers of the layout",
-        "512 printable characters each; 16 announcements of a layout, share",
+        "512 printable characters each; 16 announcements per layout, share",
         "test_invalid_announcements test_layout_has_a_bounded_number_of_announcements "
         "test_announcements_of_one_account_leave_places_to_others",
     ),
     line(
         "RegisterLayout.announcement.{segment_kinds,lora_targets,max_rank,max_added_tokens,"
         "applies_invocation_tokens}",
-        "what a server accepts of adapters",
+        "the kinds and sizes of adapters that a server accepts",
         "as long as the announcement, and an hour",
         "the servers of the layout",
-        "names of 128 characters; 16 announcements of a layout, share",
+        "names of 128 characters; 16 announcements per layout, share",
         "test_invalid_announcements test_layout_has_a_bounded_number_of_announcements",
     ),
 )
@@ -233,9 +233,9 @@ TABLES: Sequence[Line] = (
     line(
         "adapters",
         "a row of each name, deleted ones included: some 150 bytes",
-        "for good: no version number comes twice",
+        "for good, so that the store never reuses a version number",
         TENANT,
-        "`max_adapters` of what is not deleted; 1,000,000 of a tenant in all",
+        "`max_adapters`, without deleted ones; 1,000,000 per tenant with them",
         "test_adapters test_names_in_all_are_bounded test_version_numbers_are_never_reused",
     ),
     line(
@@ -243,15 +243,15 @@ TABLES: Sequence[Line] = (
         "a row of each version, with its labels, description and files",
         "until it is deleted, pruned or expired, and the grace",
         TENANT,
-        "`max_versions` of a name, `max_bytes` of what they point to; the limits of their fields",
+        "`max_versions` per name, `max_bytes` for their content; the limits of their fields",
         "test_a_tenant_keeps_so_many_versions test_versions_are_dropped_in_batches",
     ),
     line(
         "blobs",
-        "what an adapter changes: names of modules, kinds of segments",
+        "the names of the modules that an adapter changes, and the kinds of its segments",
         "until its last version is gone, and the grace",
         "tenants that have a version of it",
-        "`max_bytes`; 65,536 tensors of an adapter",
+        "`max_bytes`; 65,536 tensors per adapter",
         "test_collecting_ends_what_no_record_has "
         "test_bytes_count_each_content_once_for_each_tenant",
     ),
@@ -265,8 +265,8 @@ TABLES: Sequence[Line] = (
     ),
     line(
         "images",
-        "a verdict for each content and layout, with what the adapter changes",
-        "as long as the content and the layout; a failed build's until it is tried again",
+        "a verdict for each content and layout, with the list of the adapter's changes",
+        "as long as the content and the layout; after a failed build, until the next try",
         "tenants that have a version of it",
         "one for each content and layout",
         "test_a_verdict_for_a_collected_blob_is_dropped test_it_is_a_verdict_and_tried_again_later",
@@ -276,41 +276,41 @@ TABLES: Sequence[Line] = (
         "a layout's targets, up to 30 MB",
         "four times `--layout-ttl-seconds` after its last use",
         "the account that registered it",
-        "`max-layouts` of a base model, `max-layouts-in-all`, share",
+        "`max-layouts` per base model, `max-layouts-in-all`, share",
         "test_layouts_of_one_tenant_leave_others_theirs "
         "test_layouts_that_nobody_uses_are_forgotten",
     ),
     line(
         "layout_bases",
-        "the names of the base models that a layout is of",
+        "the names of a layout's base models",
         "as long as the layout, an alias as long as its announcement",
         "the servers of the layout",
-        "those of the layout, and 64 aliases of each announcement",
+        "the layout's own, and 64 aliases of each announcement",
         "test_alias_stays_while_a_server_has_it",
     ),
     line(
         "announcements",
-        "what servers say beside a layout",
+        "the facts that servers announce with a layout",
         "an hour after the last watch with its id",
         "the servers of the layout",
-        "16 of a layout, of which one account has its share",
+        "16 per layout, share",
         "test_layout_has_a_bounded_number_of_announcements "
         "test_announcement_lasts_an_hour_after_its_renewals",
     ),
     line(
         "events",
-        "a row of each change of a name",
-        "until newer ones have taken its place",
+        "a row for each change of a name",
+        "until newer changes replace it",
         "everybody who may watch the tenant",
         "`event-retention`",
         "test_dropped_events_are_an_error",
     ),
     line(
         "leases",
-        "who does what only one replica may do at a time",
-        "until it is done, or the lease expires",
+        "the owner of each task that only one replica may do at a time",
+        "until the task is done, or the lease expires",
         "the replicas",
-        "one for each build that runs, and each piece of the store's own work",
+        "one for each running build, and for each of the store's own tasks",
         "test_leases_of_owners_long_dead_leave_no_rows",
     ),
     line(
