@@ -64,6 +64,8 @@ class StrangerLimits:
 
     Each may make so many `calls`, and all of an address `address_calls`, which are forgiven at a
     rate; and send `num_bytes`, all of an address `address_bytes`, and so many more per second. A
+    new connection may send `unread_bytes` as long as the server has read none of its calls: they
+    may have a token, and a caller may send 64 KiB of each before the server reads it. A
     connection that does more is closed. An address that does more storms: its strangers are closed
     that have done more than a probe, and it is refused for REFUSED_SECONDS, except now and then.
 
@@ -84,6 +86,7 @@ class StrangerLimits:
     known_calls: int = 1024
     known_calls_per_second: float = 200.0
     num_bytes: int = 72 << 10
+    unread_bytes: int = 576 << 10
     bytes_per_second: int = 16 << 10
     address_bytes: int = 768 << 10
     address_bytes_per_second: int = 128 << 10
@@ -389,7 +392,10 @@ class Strangers:
         more = max(0, num_bytes - connection.first_bytes - connection.num_bytes)
         connection.num_bytes += more
         connection.counted_bytes += more
-        allowed = limits.num_bytes + limits.bytes_per_second * (now_s - connection.seen_s)
+        age_s = now_s - connection.seen_s
+        allowed = limits.num_bytes + limits.bytes_per_second * age_s
+        if connection.num_calls == 0 and age_s < NEW_SECONDS:
+            allowed = max(allowed, limits.unread_bytes)
         if connection.num_bytes > allowed:
             connection.is_doomed = True
         if more and self._address(peer.host).num_bytes.add(more, now_s):

@@ -214,7 +214,7 @@ def test_calls_without_a_token_on_a_known_connection_are_refused_alone(
 
 def test_a_connection_is_known_for_minutes_after_its_calls(port: Port, clock: Clock) -> None:
     """What it received while it was known is not counted later."""
-    watched = port.watch(calls=1, num_bytes=10_000, bytes_per_second=0)
+    watched = port.watch(calls=1, num_bytes=10_000, unread_bytes=0, bytes_per_second=0)
     idle, running, again = (port.connect() for _ in range(3))
     for each in (idle, running, again):
         watched.note_call(each.peer, is_known=True)
@@ -307,7 +307,7 @@ def test_calls_of_probes_are_forgiven(port: Port, monkeypatch: pytest.MonkeyPatc
 
 
 def test_bytes_are_bounded_until_there_is_a_token(port: Port) -> None:
-    watched = port.watch(num_bytes=10_000, bytes_per_second=0)
+    watched = port.watch(num_bytes=10_000, unread_bytes=0, bytes_per_second=0)
     stranger, known, little = port.connect("127.0.0.2"), port.connect(), port.connect()
     little.send(9_000)
     watched.note_call(known.peer, is_known=True)
@@ -317,6 +317,30 @@ def test_bytes_are_bounded_until_there_is_a_token(port: Port) -> None:
     stranger.send(11_000)
     watched.sweep()
     assert [each.is_open for each in (stranger, known, little)] == [False, True, True]
+
+
+def test_a_new_connection_may_send_the_calls_that_are_not_read_yet(port: Port) -> None:
+    """A busy server reset callers who began with several large messages at once."""
+    watched = port.watch(num_bytes=10_000, unread_bytes=50_000, bytes_per_second=0)
+    caller, stranger, greedy = port.connect(), port.connect("127.0.0.2"), port.connect("127.0.0.3")
+    for each in (caller, stranger):
+        each.send(40_000)
+    watched.sweep()
+    assert caller.is_open
+    watched.note_call(caller.peer, is_known=True)
+    watched.note_call(stranger.peer, is_known=False)
+    greedy.send(51_000)
+    watched.sweep()
+    assert [each.is_open for each in (caller, stranger, greedy)] == [True, False, False]
+
+
+def test_a_connection_is_new_for_a_while(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strangers, "NEW_SECONDS", 0)
+    watched = port.watch(num_bytes=10_000, unread_bytes=50_000, bytes_per_second=0)
+    old = port.connect()
+    old.send(11_000)
+    watched.sweep()
+    assert not old.is_open
 
 
 def test_bytes_of_all_strangers_of_an_address_are_bounded(port: Port) -> None:
@@ -337,7 +361,7 @@ def test_bytes_of_all_strangers_of_an_address_are_bounded(port: Port) -> None:
 
 
 def test_known_connections_stay_known_without_files_left(port: Port) -> None:
-    watched = port.watch(num_bytes=10_000, bytes_per_second=0)
+    watched = port.watch(num_bytes=10_000, unread_bytes=0, bytes_per_second=0)
     known, stranger = port.connect(), port.connect("127.0.0.2")
     watched.sweep()
     watched.note_call(known.peer, is_known=True)
@@ -353,7 +377,7 @@ def test_known_connections_stay_known_without_files_left(port: Port) -> None:
 def test_known_connections_stay_known_when_sockets_are_not_listed(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watched = port.watch(num_bytes=10_000, bytes_per_second=0)
+    watched = port.watch(num_bytes=10_000, unread_bytes=0, bytes_per_second=0)
     known = port.connect()
     watched.sweep()
     watched.note_call(known.peer, is_known=True)
@@ -369,7 +393,7 @@ def test_known_connections_stay_known_when_sockets_are_not_listed(
 def test_who_becomes_known_during_a_look_has_no_bytes(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watched = port.watch(num_bytes=10_000, bytes_per_second=0, address_bytes=10_000)
+    watched = port.watch(num_bytes=10_000, unread_bytes=0, bytes_per_second=0, address_bytes=10_000)
     client = port.connect()
     client.send(100_000)
     usual = Accepted.received_bytes
