@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from loadout.adapter_store.v1 import adapter_store_pb2
 from loadout.inference.v1 import inference_pb2
+from tests.support.all_tests import ROOT, all_tests
 
-ROOT = Path(__file__).parent.parent.parent
 SERVICES = (
     adapter_store_pb2.DESCRIPTOR.services_by_name["AdapterStoreService"],
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
@@ -27,13 +26,6 @@ def rows(heading: str) -> list[list[str]]:
 def lines() -> dict[str, list[str]]:
     """Returns the columns of each RPC's line."""
     return {row[0].strip("`"): row for row in rows("### RPCs") if row[0].startswith("`")}
-
-
-def all_tests() -> set[str]:
-    found: set[str] = set()
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        found.update(re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE))
-    return found
 
 
 def test_every_rpc_has_a_line() -> None:

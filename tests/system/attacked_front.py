@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from loadout.demo.process import Process
-from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
-from tests.system.zoo import Zoo
+from tests.support.access.policies import token_lines, token_of, write_policy
+from tests.support.models.zoo import Zoo
 
 READY_S, GRACE_S, ANSWER_S = 120.0, 40.0, 120.0
 MIB = 1 << 20

@@ -16,12 +16,12 @@ import pytest
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2 as pb
-from tests.adapter_store.conftest import tiny_layout
-from tests.adapter_store.service.conftest import serving
-from tests.adapter_store.service.guarded import audit_lines, token_lines, token_of
+from tests.support.access.policies import audit_lines, token_lines, token_of
+from tests.support.models.zoo import Zoo
+from tests.support.store.adapters import tiny_layout
+from tests.support.store.served import serving
 from tests.support.wait import until
 from tests.system.guarded import OTHER, OWN, House
-from tests.system.zoo import Zoo
 
 TOKENS = [
     token_lines("caller", ["caller"]),

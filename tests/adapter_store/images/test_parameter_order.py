@@ -3,7 +3,6 @@ each of its releases, by the version in the file."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapter_store.checkpoint.open import open_checkpoint
-from tests.adapter_store.checkpoints import CONFIG, WEIGHTS, refusal
-from tests.adapter_store.images.test_peft_contents import (
+from tests.support.store.checkpoints import WEIGHTS, edit, refusal
+from tests.support.store.peft_models import (
     DOWN,
     EXPERTS,
     GATE,
@@ -60,12 +59,6 @@ def save(
     adapted = adapt(folder, model, target_modules=[], **options)
     edit(folder, **fields)
     return adapted
-
-
-def edit(folder: Path, **fields: Any) -> None:
-    config = json.loads((folder / CONFIG).read_text()) | fields
-    kept = {key: value for key, value in config.items() if value is not None}
-    (folder / CONFIG).write_text(json.dumps(kept))
 
 
 def added(adapted: Any, kind: str) -> torch.Tensor:

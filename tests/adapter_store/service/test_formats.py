@@ -14,8 +14,8 @@ from adapter_store.core import DataType
 from adapter_store.images.compile import compile_image
 from adapter_store.images.layout import layout_id
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-from tests.adapter_store.images.test_format_2 import GATE_UP, HIDDEN, INNER, QKV, change, layout_of
-from tests.adapter_store.service.conftest import layout_message
+from tests.support.store.format_2 import GATE_UP, HIDDEN, INNER, QKV, change, layout_of
+from tests.support.store.messages import layout_message
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from adapter_store.sources.hub import HubPlace, HubSource, place_of
 from adapter_store.sources.transfer import RetryPolicy
 from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound
 from tests.adapter_store.sources.faulty import Fault, FaultyProxy
-from tests.support.hub_server import LFS_HOST, HubServer, Repo
+from tests.support.servers.hub_server import LFS_HOST, HubServer, Repo
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BODY = bytes(range(256)) * 40

@@ -18,7 +18,7 @@ from adapter_store.errors import InvalidAdapter, LimitExceeded, SourceUnavailabl
 from adapter_store.sources.hub import MAX_INFO_BYTES, HubSource
 from adapter_store.sources.transfer import RetryPolicy
 from servicekit.errors import FailedPrecondition, NotFound
-from tests.support.hub_server import git_blob_id
+from tests.support.servers.hub_server import git_blob_id
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 COMMIT = "c" * 40

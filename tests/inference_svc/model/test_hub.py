@@ -19,7 +19,7 @@ from inference_svc.errors import UnsupportedModel
 from inference_svc.model.hub import download, find_model
 from servicekit.errors import InvalidSetting
 from servicekit.settings.load import load_settings
-from tests.support.hub_server import LFS_HOST, HubServer, Repo
+from tests.support.servers.hub_server import LFS_HOST, HubServer, Repo
 
 NAME = "team/tiny-1.5"
 CONFIG = json.dumps({"architectures": ["LlamaForCausalLM"]}).encode()
