@@ -296,7 +296,7 @@ WAYS = {
     "capitals in the tenant": refused(
         lora(),
         "tenant 'Acme' is not of the form",
-        "what is before a slash is the tenant",
+        "the part before a slash is the tenant",
         ref="Acme/a",
     ),
 }
