@@ -1,5 +1,4 @@
-"""HTTP/1.1 as one reader understands it only: what two readers could take for different requests is
-refused.
+"""HTTP/1.1 without ambiguity: refuses bytes that two readers could take for different requests.
 
 h11 takes a line feed for the end of a line, folds lines, reads the trailers of a chunked body the
 same way, and lets Transfer-Encoding win over Content-Length, in HTTP/1.0, too. A proxy in front may
@@ -47,7 +46,7 @@ class StrictServer(h11.Connection):
     @staticmethod
     def _check_lines(received: bytes) -> None:
         """Raises RemoteProtocolError for a head whose lines are not plain. Looks at it once all of
-        it is there: what h11 finds wrong before is its own error."""
+        it is there: faults that h11 finds before are its own errors."""
         end = _HEAD_END.search(received)
         if end is None:
             return

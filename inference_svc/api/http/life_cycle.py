@@ -24,7 +24,7 @@ _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 _PAUSE_NAMES = ("mode", "wait_for_inflight_requests", "resume_after_seconds", "clear_cache")
 """`clear_cache` has no effect: pages are found by the version that made them, and never stale."""
 _TAGS = frozenset({"weights", "kv_cache"})
-"""What vLLM wakes by itself; here all wakes at once."""
+"""The parts that vLLM can wake one by one; here all wake at once."""
 LEVELS = {"0": False, "1": True, "2": True}
 """Whether vLLM's level frees the weights; here they are read again whichever it was."""
 
@@ -100,7 +100,7 @@ class LifeCycleRoutes:
 
 
 def _query(request: Request, names: tuple[str, ...]) -> Mapping[str, str]:
-    """Returns the query. Raises InvalidArgument for what is none of these."""
+    """Returns the query. Raises InvalidArgument for any other value."""
     for name in request.query_params:
         if name not in names:
             allowed = ", ".join(names) or "nothing"

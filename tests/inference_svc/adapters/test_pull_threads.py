@@ -234,7 +234,7 @@ def test_what_is_incomplete_or_out_of_order_is_corrupt(
     header = format_2(good[0])
     for kind in kinds:
         header = with_more(header, kind, shape=(1,), dtype="float32")
-    with pytest.raises(CorruptImage, match="nor what else a target may have"):
+    with pytest.raises(CorruptImage, match="nor another content that a target may have"):
         layout.read_header(header)
 
 

@@ -222,7 +222,7 @@ def test_pins_refuse_what_they_leave_no_place_for(loop: Loop, store) -> None:
     loop.residency.device.pin("aaaa")
     loop.until(lambda: loop.failures)
     assert [digest for digest, _ in loop.failures] == ["huge"]
-    assert "what is pinned leaves less of --adapter-memory: unpin" in str(loop.failures[0][1])
+    assert "pinned adapters leave less of --adapter-memory: unpin" in str(loop.failures[0][1])
     loop.residency.remove_waiter("huge")
     loop.queue.remove("huge")
     loop.until(lambda: loop.residency.is_resident("cccc"))
