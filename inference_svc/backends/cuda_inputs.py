@@ -64,7 +64,8 @@ class StepBlock:
         self._sent.record()
 
     def wait(self) -> None:
-        """Waits until what was sent has been read: rarely, as a step ends with its tokens."""
+        """Waits until the inputs sent last have been read: rarely, as a step ends with its
+        tokens."""
         self._sent.synchronize()
 
 
@@ -102,7 +103,7 @@ class CudaInputs:
 
     @staticmethod
     def num_bytes(max_tokens: int, max_rows: int) -> int:
-        """Returns what it takes of the block, at most."""
+        """Returns its bytes in the block, at most."""
         max_tiles, max_updates = max_tokens // TILE_QUERIES + max_rows, MAX_ROW_UPDATES * max_rows
         num_bytes = 24 * max_tokens + 24 * (max_rows + 1) + 8 * max_tiles + 12 * max_updates + 12
         return num_bytes + NUM_TENSORS * ALIGNMENT_BYTES
@@ -139,7 +140,7 @@ class CudaInputs:
         self.pad(len(self._context_lengths))
 
     def send(self) -> None:
-        """Sends what was filled to the device."""
+        """Sends the filled inputs to the device."""
         self._pages.send()
         self.block.send()
 
@@ -148,11 +149,11 @@ class CudaInputs:
         self._pages.write()
 
     def inputs(self) -> StepInputs:
-        """Returns what was filled, as views of the device's side."""
+        """Returns the filled inputs, as views of the device's side."""
         return self._views(*self._arrays.size, self._num_tiles, self._has_decodes)
 
     def decode_inputs(self, num_rows: int) -> StepInputs:
-        """Returns views of a step of so many decode rows, whatever is filled in."""
+        """Returns views of a step of so many decode rows, with any contents."""
         return self._views(num_rows, num_rows, num_rows, 0, True)
 
     def _views(
@@ -184,7 +185,7 @@ class CudaInputs:
 
 
 class _StepPages:
-    """`PageRows` of one step: which rows of `table` its sequences have, and what is new in them."""
+    """`PageRows` of one step: which rows of `table` its sequences have, and their new cells."""
 
     def __init__(self, table: PageTable, block: StepBlock, max_rows: int) -> None:
         self.table = table

@@ -1,4 +1,5 @@
-"""The operations that layers of a native program are made of, with those of adapters beside them.
+"""The operations that layers of a native program are made of, with adapters' operations beside
+them.
 
 An operation comes with the group of adapters that it is part of: "" always runs.
 """
@@ -28,14 +29,14 @@ WITHOUT = "without "
 
 
 class AdapterOps(Protocol):
-    """Operations that make what the step's adapters change, after the base has computed; groups as
-    in `model.lora.Lora`, and of what is replaced the modules. They read a plan that is refilled
-    before each run."""
+    """Operations that apply the step's adapters, after the base has computed; groups as in
+    `model.lora.Lora`, and the modules of replaced weights. They read a plan that is refilled before
+    each run."""
 
     def add(
         self, group: str, x: Tensor, out: Tensor, bias: Tensor | None, *, logits_only: bool
     ) -> list[NativeOp]:
-        """Rows of `x` and `out` are the tokens of the step, or those that get logits only."""
+        """Rows of `x` and `out` are the tokens of the step, or only the ones that get logits."""
 
     def add_experts(
         self, group: str, x: Tensor, out: Tensor, pairs: Pairs, *, logits_only: bool
@@ -52,8 +53,8 @@ class AdapterOps(Protocol):
     def token_weights(
         self, module: str, norm: NormWeight, *, logits_only: bool
     ) -> tuple[NativeOp, NormWeight] | None:
-        """Returns what fills the weight of a norm for each token, and the norm with that; None if
-        no adapter replaces it."""
+        """Returns the operation that fills the weight of a norm for each token, and the norm with
+        that; None if no adapter replaces it."""
 
 
 GATED = {Activation.SILU: swiglu_op, Activation.GELU_TANH: geglu_op}
@@ -61,9 +62,9 @@ GATED = {Activation.SILU: swiglu_op, Activation.GELU_TANH: geglu_op}
 
 @dataclass(slots=True)
 class Stream:
-    """The residual stream of every token of a step, or of those that get logits only. `delta` is
-    what is still to be added to it, times `delta_scale`, and `sum_scale` what their sum is
-    multiplied by: the next norm does it along."""
+    """The residual stream of every token of a step, or only of the ones that get logits. `delta` is
+    still to be added to it, times `delta_scale`, and `sum_scale` multiplies their sum; the next
+    norm does both."""
 
     hidden: Tensor
     count: Tensor
@@ -96,7 +97,7 @@ class LayerOps:
         stream: Stream,
         layer: int | None = None,
     ) -> Iterator[GroupedOp]:
-        """Adds to the residual stream what was left to it, and norms that."""
+        """Adds the pending delta to the residual stream, and norms the sum."""
         if weight is None and stream.delta is None:
             return
         delta, delta_scale, sum_scale = stream.take()
