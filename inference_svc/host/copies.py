@@ -1,4 +1,4 @@
-"""Copies of small host data to a device, without waiting for what the device computes."""
+"""Copies of small host data to a device, without waiting for the device's computations."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ class ExpertsLora(Protocol):
 
 
 class Lora(Protocol):
-    """One step's adapters. What it changes are exactly those tokens whose row has an adapter with
-    the target, in place, after the base has computed.
+    """One step's adapters. Changes exactly the tokens whose row has an adapter with the target, in
+    place, after the base has computed.
 
     Groups are "layers.{i}.qkv" (out: q, k and v side by side), "layers.{i}.o",
     "layers.{i}.gate_up" (out: gate and up side by side) and "layers.{i}.down", and others by the
@@ -36,15 +36,15 @@ class Lora(Protocol):
 
     def add(self, group: str, x: Tensor, out: Tensor, bias: Tensor | None) -> None:
         """x: [T, in], in the model's dtype, out: [T, sum of the group's outs], in that or in fp32;
-        `bias` is what `out` has of the base's."""
+        `bias` is the base's bias in `out`."""
 
     def order_tokens(self) -> TokenOrder | None:
         """Returns the order that pairs of one expert are sorted in; None if no adapter of this step
         changes experts."""
 
     def of_pairs(self, order: TokenOrder, experts: Tensor, pairs: Pairs) -> ExpertsLora:
-        """Returns what adapters change of a layer's experts. experts: int32 [T, chosen], those of
-        each token, and `pairs` of these, sorted in that order."""
+        """Returns the adapters' changes of a layer's experts. experts: int32 [T, chosen], the
+        experts of each token, and `pairs` of these, sorted in that order."""
 
     def add_embedding(self, token_ids: Tensor, out: Tensor) -> None:
         """token_ids: int64 [T], out: [T, hidden_size]."""

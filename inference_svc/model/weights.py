@@ -47,7 +47,7 @@ class Packed(Protocol):
         """Takes rows [N, in] of a file as those from `start` on."""
 
     def put_bias(self, start: int, values: Tensor) -> None:
-        """Takes values [N] of a file as those of the bias from `start` on."""
+        """Takes values [N] of a file as the bias's from `start` on."""
 
 
 P = TypeVar("P", bound=Packed)
@@ -92,8 +92,8 @@ class RouterWeights(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class ExpertsWeights(Generic[P]):
-    """The weights of `Experts`. Those of all experts lie below each other in one projection, each
-    on `padded_rows`."""
+    """The weights of `Experts`. All experts' lie below each other in one projection, each on
+    `padded_rows`."""
 
     router: RouterWeights[P]
     gate_up: P
@@ -124,7 +124,7 @@ class LayerInputsWeights(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class BlockWeights(Generic[P]):
-    """The weights of a `Block`, by its names; None for what it does not have."""
+    """The weights of a `Block`, by its names; None for absent ones."""
 
     attention_norm: NormWeight | None
     qkv: P
@@ -282,7 +282,7 @@ def load_weights(
 
 
 def check_tensors(model_dir: Path, decoder: Decoder) -> list[TextTensor]:
-    """Returns the tensors of a model directory but for those of other towers, in the order in which
+    """Returns the tensors of a model directory without other towers' tensors, in the order in which
     they lie in its files. Raises UnsupportedModel naming a missing, unexpected or misshapen one."""
     tensors = _tensors(model_dir, decoder.wrapper)
     try:
@@ -429,8 +429,8 @@ def ones(norm: Norm, dtype: torch.dtype, device: torch.device) -> NormWeight:
 
 @dataclass(frozen=True, slots=True)
 class TextTensor:
-    """A tensor of a file, as the file's header has it; `name` is what a model of text alone calls
-    it."""
+    """A tensor of a file, as the file's header has it; `name` is its name in a model of text
+    alone."""
 
     name: str
     stored_name: str

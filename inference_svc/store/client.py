@@ -184,7 +184,7 @@ class ReplicaSession:
         """Raises AdapterNotFound, and CorruptImage for content of another digest."""
         response = await self._call("GetText", pb.GetTextRequest(digest=digest), timeout_s)
         if digest != f"sha256:{hashlib.sha256(response.content).hexdigest()}":
-            raise CorruptImage(f"what the store sent as {digest} has another digest")
+            raise CorruptImage(f"the store sent a text for {digest} that has another digest")
         return bytes(response.content)
 
     async def list_adapters(
@@ -405,7 +405,7 @@ class _ImageStream:
 
 
 class RemoteImages(ImageClient):
-    """Has replicas of its own, which exchange what they learn with those of the main process."""
+    """Has replicas of its own, which exchange their findings with the main process's."""
 
     def __init__(
         self, replicas: Replicas, access: StoreAccess, publish: Callable[[Any], None]
