@@ -16,7 +16,7 @@ READ_SECONDS = 30
 MAX_ATTEMPTS = 4
 MAX_CONNECTIONS = 32
 MAX_PUT_BYTES = 5 << 30
-"""What S3 accepts in one request; only single requests can be conditional."""
+"""The most that S3 accepts in one request; only single requests can be conditional."""
 
 DELETE_BATCH = 1000
 _MISSING = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})

@@ -357,8 +357,8 @@ def test_load_of_an_adapter_that_names_no_base_is_for_the_server_that_is_asked(
         house.root.register(f"{OWN}/{name}", folder)
     loaded = house.post("/v1/load_lora_adapter", "trainer", lora_name=name, lora_path=str(folder))
     assert loaded.text.endswith(
-        "Its base model is llama: that of the server that was asked to load it; the adapter's "
-        "config names '/mnt/runs/7/base': make sure that it is the same model."
+        "Its base model is llama: the base model of the server that was asked to load it; the "
+        "adapter's config names '/mnt/runs/7/base': make sure that it is the same model."
     )
     assert client.completions.create(model=name, prompt="a", max_tokens=1).model == f"{name}@1"
     house.root.stub.ForgetLayout(store_pb.ForgetLayoutRequest(layout_id=layout_id))

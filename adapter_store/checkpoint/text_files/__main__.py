@@ -51,8 +51,8 @@ def read_files(folder: Path, names: Collection[str]) -> tuple[bytes, bytes]:
 
 
 def template_of(config: dict[str, Any]) -> bytes:
-    """Returns the chat template of a configuration, of several the one that is called "default";
-    the parent checks it."""
+    """Returns the chat template of a configuration, of several the template that is called
+    "default"; the parent checks it."""
     from servicekit.tokenizer_extract import InvalidTokenizer
 
     found = config.get("chat_template")

@@ -44,7 +44,7 @@ class Refused(Exception):
 
 
 def set_limits(memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
-    """Sets the limits from here on, in addition to what importing torch took."""
+    """Sets the limits from here on, in addition to the use of importing torch."""
     with open("/proc/self/statm") as file:
         mapped_bytes = int(file.read().split()[0]) * resource.getpagesize()
     used_seconds = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime) + 1
@@ -169,7 +169,7 @@ def main() -> None:
         convert(source, output, memory_bytes, cpu_seconds, entries)
     except Refused as refused:
         result = {"reason": refused.reason, "detail": str(refused)}
-    except Exception as error:  # whatever a damaged archive makes the libraries raise
+    except Exception as error:  # any error that a damaged archive makes the libraries raise
         detail = f"{type(error).__name__}: {_first_line(error)}" if str(error) else ""
         result = {"reason": "PICKLE_INVALID", "detail": detail}
     with open(result_path, "x") as file:

@@ -145,7 +145,7 @@ def test_without_a_version_of_a_release_it_is_refused_by_name(tmp_path, version)
     error = refusal(tmp_path)
     assert (error.reason, error.subject) == ("CONFIG_UNSUPPORTED", OUTSIDE_A)
     assert f"{EXPERTS}.down_proj has as many inputs as outputs" in error.message
-    assert 'write the one that it was trained with, such as "peft_version": ' in error.message
+    assert 'write the version that it was trained with, such as "peft_version": ' in error.message
 
 
 @pytest.mark.parametrize(
@@ -201,4 +201,4 @@ def test_parameters_that_contradict_each_other_are_refused_by_name(tmp_path, kin
     save_file({key: each.contiguous() for key, each in tensors.items()}, tmp_path / WEIGHTS)
     error = refusal(tmp_path)
     assert (error.reason, error.subject) == ("SHAPE_INVALID", OUTSIDE_A)
-    assert "are not those of one mixture of experts" in error.message
+    assert "are not the shapes of one mixture of experts" in error.message

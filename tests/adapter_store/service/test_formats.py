@@ -199,7 +199,7 @@ def test_what_is_said_of_the_base_needs_format_2_as_well(client, refused):
 def test_a_layout_of_float8_is_reserved_and_refused_by_name(client, refused):
     message = layout_message(layout_of())
     message.dtype = pb.DATA_TYPE_FLOAT8_E4M3
-    with refused("INVALID_ARGUMENT", "layout.dtype: F8_E4M3 is not one that models compute in"):
+    with refused("INVALID_ARGUMENT", "layout.dtype: F8_E4M3 is not a type that models compute in"):
         client.stub.RegisterLayout(pb.RegisterLayoutRequest(layout=message))
 
 

@@ -222,7 +222,7 @@ def test_limits_hold_before_the_first_byte(hub, source, repo, make_staging):
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
 def test_content_that_the_commit_does_not_record_is_refused(hub, source, repo, staging, name):
     hub.tampered[name] = FILES[name][::-1]
-    with pytest.raises(SourceUnavailable, match=f"{name} is not what commit") as caught:
+    with pytest.raises(SourceUnavailable, match=f"{name} is not the file that commit") as caught:
         source.fetch("hf://team/adapter", staging)
     assert caught.value.reason == "SOURCE_CHANGED"
 
