@@ -172,7 +172,7 @@ def test_what_another_towers_modules_change_has_no_effect_and_the_verdict_says_s
     assert got != oracle.greedy("", PROMPT, NUM_TOKENS)
     capfd.readouterr()
     assert main(["register", "both", source, "--store", services.store_address]) == 0
-    said = r"servable by .*, but for what it changes in .*vision_tower, which no request passes"
+    said = r"servable by .*, except its changes in .*vision_tower, which no request passes"
     assert re.search(said, capfd.readouterr().out)
 
 
