@@ -37,8 +37,9 @@ class Arena:
     """`num_bytes` of device memory in the layout's dtype, and a table of `max_loras` rows and
     `num_mixes` mixes.
 
-    `slab` is the host tier's memory, needed for HostCopy only. `streams` are the device's, those on
-    which steps are computed and images copied; None: the streams of `Streams.of`.
+    `slab`, uint8 [bytes], is the host tier's memory, needed for HostCopy only. `streams` are the
+    device's, those on which steps are computed and images copied; None: the streams of
+    `Streams.of`.
     """
 
     def __init__(

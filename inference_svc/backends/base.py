@@ -224,7 +224,8 @@ class BackendFactory(Protocol):
         host_slab: Tensor | None,
     ) -> Backend[Any]:
         """Allocates all memory, reads the weights, and compiles and records all that steps need, so
-        that no request waits for it. `host_slab` is the host tier's memory, if there is one.
+        that no request waits for it. `host_slab`, uint8 [bytes], is the host tier's memory, if
+        there is one.
 
         Raises UnsupportedModel for a fault of the checkpoint; ValueError when the memory given does
         not suffice.
@@ -234,6 +235,8 @@ class BackendFactory(Protocol):
 def allocate_arena(
     config: EngineConfig, layout: ModelLayout, host_slab: Tensor | None, *, num_mixes: int = 0
 ) -> Arena:
+    """Allocates the adapters' memory. `host_slab`, uint8 [bytes], is the host tier's; None: there
+    is none."""
     return Arena(
         layout,
         config.arena_bytes,

@@ -45,7 +45,7 @@ class StepBlock:
         return len(self._host)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Allocates a tensor of the host side."""
+        """Allocates a tensor of this shape and dtype in the host side."""
         num_bytes = math.prod(shape) * dtype.itemsize
         start = self._used_bytes
         assert start + num_bytes <= len(self._host), "the block is too small"
@@ -53,7 +53,8 @@ class StepBlock:
         return self._host[start : start + num_bytes].view(dtype).view(shape)
 
     def on_device(self, tensor: Tensor) -> Tensor:
-        """Returns the device's twin of `tensor`, which lies in this block's host side."""
+        """Returns the device's twin, of the same shape and dtype, of `tensor`, which lies in this
+        block's host side."""
         start = tensor.data_ptr() - self._host.data_ptr()
         assert 0 <= start <= len(self._host) - tensor.nbytes, "not of this block"
         return self._twin[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

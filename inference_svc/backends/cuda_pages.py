@@ -142,7 +142,8 @@ class PageTable:
             self._sent.record()
 
     def apply(self, cells: Tensor, pages: Tensor) -> None:
-        """Writes a step's updates, which lie on the device."""
+        """Writes a step's updates, which lie on the device: `cells` int64 [n], `pages` int32
+        [n]."""
         self._flat.index_copy_(0, cells, pages)
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ class Projection(Protocol):
     """The access to a base projection's weight."""
 
     def rows(self, start: int, end: int) -> Tensor:
-        """Returns rows [start, end) of the weight [out, in]."""
+        """Returns rows [start, end) of the weight [out, in], in its dtype."""
 
 
 class Divided(NamedTuple):

@@ -71,7 +71,8 @@ class PackedProjections:
         )
 
     def of(self, weight: Tensor) -> PackedLinear:
-        """Returns a packed copy: packed, the weight cannot be shared."""
+        """Returns a packed copy of a weight [out, in], bf16 or fp32, because a packed weight cannot
+        be shared."""
         return PackedLinear.pack(weight, allocate=self.allocate)
 
 

@@ -144,8 +144,8 @@ class NativeTransformer:
         return self._run_head(groups, _Part.STEP)
 
     def logits(self, groups: frozenset[str]) -> Tensor:
-        """Returns logits as `forward`, of the tokens that `step.logit_rows` says now, after all
-        layers have computed all tokens of the step."""
+        """Returns fp32 logits [num_logits, vocab_size], as `forward`, of the tokens that
+        `step.logit_rows` says now, after all layers have computed all tokens of the step."""
         return self._run_head(groups, _Part.HEAD)
 
     def _run_head(self, groups: frozenset[str], part: _Part) -> Tensor:

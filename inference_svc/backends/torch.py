@@ -59,8 +59,8 @@ from kernels.replaced import replace_embeddings, replace_logits, token_weights
 
 @dataclass(frozen=True, slots=True)
 class LoraStep:
-    """Adds adapters to the base's outputs; see `model.lora.Lora`. Groups that are not in `targets`
-    are passed over: no adapter that the server accepts changes them.
+    """Adds adapters to the base's outputs; see `model.lora.Lora`, also for shapes. Groups that are
+    not in `targets` are passed over: no adapter that the server accepts changes them.
 
     `plan` covers all tokens of the step, `head_plan` the ones that get logits.
     """
@@ -121,7 +121,8 @@ class LoraStep:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsLoraStep:
-    """Adds adapters to the experts' outputs for a layer's pairs; see `model.lora.ExpertsLora`."""
+    """Adds adapters to the experts' outputs for a layer's pairs; see `model.lora.ExpertsLora`,
+    also for shapes."""
 
     arena: Arena
     targets: AppliedTargets

@@ -34,9 +34,11 @@ from kernels.experts import padded_rows
 class Sink(Protocol):
     """The receiver of a parameter's values: a tensor, or a projection in a backend's form."""
 
-    def put_rows(self, start: int, rows: Tensor) -> None: ...
+    def put_rows(self, start: int, rows: Tensor) -> None:
+        """Takes rows [N, in], of any float dtype, as the rows from `start` on."""
 
-    def put_bias(self, start: int, values: Tensor) -> None: ...
+    def put_bias(self, start: int, values: Tensor) -> None:
+        """Takes values [N], of any float dtype, as the bias's from `start` on."""
 
 
 @dataclass(frozen=True, slots=True)

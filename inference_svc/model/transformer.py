@@ -97,8 +97,8 @@ class _Step:
 
 @dataclass(slots=True)
 class Stream:
-    """The residual stream [T, hidden_size]. `delta` is still to be added to it, times
-    `delta_scale`, and `sum_scale` multiplies their sum; the next norm does both."""
+    """The residual stream [T, hidden_size], in the model's dtype. `delta` is still to be added to
+    it, times `delta_scale`, and `sum_scale` multiplies their sum; the next norm does both."""
 
     hidden: Tensor
     delta: Tensor | None = None
@@ -106,10 +106,12 @@ class Stream:
     sum_scale: float = 1.0
 
     def leave(self, delta: Tensor, delta_scale: float = 1.0) -> None:
+        """Leaves `delta` [T, hidden_size] to be added by the next norm."""
         self.delta, self.delta_scale, self.sum_scale = delta, delta_scale, 1.0
 
     def normed(self, norm: NormWeight | None, rows: Tensor | None = None) -> Tensor:
-        """Returns its norm, or itself, of all rows or of these."""
+        """Returns its norm, or itself, of all rows or of these, int64 [N]: [T or N,
+        hidden_size]."""
         delta, self.delta = self.delta, None
         return add_rms_norm(
             self.hidden, delta, norm, rows, delta_scale=self.delta_scale, sum_scale=self.sum_scale

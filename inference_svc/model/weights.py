@@ -44,10 +44,10 @@ class Packed(Protocol):
     def num_bytes(self) -> int: ...
 
     def put_rows(self, start: int, rows: Tensor) -> None:
-        """Takes rows [N, in] of a file as those from `start` on."""
+        """Takes rows [N, in] of a file, of any float dtype, as the rows from `start` on."""
 
     def put_bias(self, start: int, values: Tensor) -> None:
-        """Takes values [N] of a file as the bias's from `start` on."""
+        """Takes values [N] of a file, of any float dtype, as the bias's from `start` on."""
 
 
 P = TypeVar("P", bound=Packed)
@@ -69,7 +69,7 @@ class Projections(Protocol[P_co]):
         """Allocates one whose rows are put later, each once, in any order."""
 
     def of(self, weight: Tensor) -> P_co:
-        """Returns one of a weight [out, in] that stays where it is, which it may share."""
+        """Returns a projection of a weight [out, in] that stays where it is, and may be shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class BlockWeights(Generic[P]):
 
 
 class Make(Generic[P]):
-    """Makes the parts of a block's weights: `make_numbers` those in fp32, of this name and size."""
+    """Makes the parts of a block's weights: `make_numbers` makes fp32 [size], by name and size."""
 
     def __init__(
         self,
@@ -216,6 +216,7 @@ class Make(Generic[P]):
         return None if norm is None else self._make_norm(norm)
 
     def numbers(self, name: str, size: int) -> Tensor | None:
+        """Returns fp32 [size]; None without a name."""
         return self._make_numbers(name, size) if name else None
 
 
