@@ -226,11 +226,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The announcement of a server beside its layout: its name of the base model, "" for the
-    layout's, and further ones, the highest rank that it accepts, 0 for any, and the further
-    contents that it applies. It counts for as long as the server watches, and lasts an hour more;
-    of servers that do not renew it, as long as the layout, or until those that have replaced them
-    have gone for an hour.
+    """A server's announcement: its name of the base model, "" for the layout's, and further ones,
+    its highest rank, 0 for any, and the further contents that it applies. It counts for as long as
+    the server watches, and lasts an hour more; of servers that do not renew it, as long as the
+    layout, or until those that have replaced them have gone for an hour.
 
     `segment_kinds` are those beside A and B. `lora_targets` are last components of targets' names
     that the server is restricted to; none: it applies all targets.

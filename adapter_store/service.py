@@ -300,7 +300,8 @@ class StoreService:
         caller: Principal = ANYONE,
         announcement: Announcement = UNANNOUNCED,
     ) -> AcceptedLayout:
-        """Records a layout, and a server's announcement beside it."""
+        """Records a layout, and a server's announcement beside it. Raises FailedPrecondition
+        NO_COMMON_IMAGE_FORMAT, ShareExceeded, InvalidArgument and LimitExceeded."""
         common = set(image_formats) & set(IMAGE_FORMATS)
         if not common:
             raise FailedPrecondition(

@@ -365,6 +365,8 @@ class FairExecutor:
     def submit(
         self, account: str, function: Callable[..., T], /, *args: Any, **kwargs: Any
     ) -> Future[T]:
+        """Runs the function in a thread of the account's share; see Executor.submit. Raises
+        ShareExceeded if too many functions wait, and RuntimeError after the shutdown."""
         future: Future[T] = Future()
         task = _Task(partial(function, *args, **kwargs), future)
         with self._lock:

@@ -161,6 +161,7 @@ class Vocabulary:
     """A model's own tokens: a map of texts to ids, or a list of (text, score) in order of ids."""
 
     def __init__(self, found: Any) -> None:
+        """Raises InvalidTokenizer."""
         if isinstance(found, list):
             pairs = [self._pair(each) for each in found]
             self._ids = {text: index for index, (text, _) in enumerate(pairs)}

@@ -107,7 +107,8 @@ class WorkBudget:
     @asynccontextmanager
     async def turn(self, account: str) -> AsyncIterator[None]:
         """Enters like `wait`, one caller of an account at a time: for work that costs much at once,
-        whose price is known when it is done. Charge it before the context ends."""
+        whose price is known when it is done. Charge it before the context ends. Raises as
+        `wait`."""
         if not self._is_bounded:
             yield
             return

@@ -274,6 +274,8 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     async def WatchAdapters(  # noqa: N802
         self, request: pb.WatchAdaptersRequest, context: Context
     ) -> AsyncIterator[pb.WatchAdaptersResponse]:
+        """Yields the events that the caller may see. Raises RevisionTooOld once its token is for
+        other tenants."""
         call = self._authenticator.long_lived(context.invocation_metadata(), Action.READ)
         call_context.note_caller(call.caller)
         watch = self._service.watch(

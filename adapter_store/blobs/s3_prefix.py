@@ -109,7 +109,7 @@ class Bucket:
                 yield [entry["Key"].removeprefix(self._prefix) for entry in found]
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Deletes objects, which may be absent."""
+        """Deletes objects, which may be absent. Raises OSError."""
         with _translate_errors():
             for start in range(0, len(keys), DELETE_BATCH):
                 batch = [{"Key": self._prefix + key} for key in keys[start : start + DELETE_BATCH]]

@@ -130,7 +130,8 @@ class Interrupt:
 
     @contextmanager
     def attached(self, conn: Connection) -> Iterator[None]:
-        """Ends statements of this connection while the context lasts."""
+        """Ends statements of this connection while the context lasts. Raises CatalogUnavailable if
+        the caller has left already."""
         driver = cast(Any, conn.connection.driver_connection)
         with self._changed:
             if self._is_set:
@@ -201,6 +202,7 @@ class SqliteDatabase:
             raise
 
     def check(self) -> None:
+        """Raises CorruptData for a damaged catalog."""
         try:
             with self.read() as conn:
                 found = conn.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()

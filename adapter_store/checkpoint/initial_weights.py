@@ -124,6 +124,8 @@ class ComputedWeights:
         self._fan_in_fan_out = fan_in_fan_out
 
     def read(self, target: TargetWeights) -> Factors:
+        """Returns A and B of the start, fp64. Raises FailedPrecondition if the weight does not
+        determine them, and as `_weight`."""
         weight = self._weight(target)
         # A projection of the smaller side: of its size is all that is held besides the weight.
         is_turned = self._method == PISSA and weight.shape[0] > weight.shape[1]

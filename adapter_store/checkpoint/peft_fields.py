@@ -146,7 +146,7 @@ def check_unknown(
     allowed: Container[str] | None = frozenset(),
 ) -> list[str]:
     """Refuses every field that is on, not `known` and not `allowed`; returns the others, sorted.
-    Arguments and errors are `check_fields`'."""
+    Arguments are `check_fields`', and it raises the same errors."""
     ignored = []
     for key, value in fields.items():
         if key in known or _is_off(key, value):

@@ -102,7 +102,8 @@ class HubSource:
         self._retry = retry or RetryPolicy()
 
     def fetch(self, uri: str, staging: Staging) -> str:
-        """Fetches the files; the revision is the commit. See Source.fetch."""
+        """Fetches the files; the revision is the commit. See Source.fetch. Raises InvalidArgument
+        for an organisation that is not allowed, and as `translate_errors`."""
         place = place_of(uri)
         if place.organization not in self._allowed:
             raise InvalidArgument(
@@ -305,7 +306,7 @@ def place_of(uri: str) -> HubPlace:
 @contextmanager
 def translate_errors(where: str) -> Iterator[None]:
     """Turns the hub client's errors into ours; `where` is the source that was being read. Messages
-    contain no more than the place."""
+    contain no more than the place. Raises FailedPrecondition, NotFound and SourceUnavailable."""
     from huggingface_hub import errors
 
     # The base class of the errors of the HTTP library underneath, whichever that is.

@@ -85,7 +85,8 @@ class S3Source:
         self._clients: dict[str, Any] = {}
 
     def fetch(self, uri: str, staging: Staging) -> str:
-        """Fetches the files; the revision names their ETags. See Source.fetch."""
+        """Fetches the files; the revision names their ETags. See Source.fetch. Raises
+        SourceUnavailable for an object that changes meanwhile, and as `translate_errors`."""
         place = place_of(uri)
         client = self._connect(self._endpoint_of(place))
         objects, checkpoints = self._list(client, place, staging)
@@ -226,7 +227,7 @@ def place_of(uri: str) -> S3Place:
 @contextmanager
 def translate_errors(where: str) -> Iterator[None]:
     """Turns the S3 client's errors into ours; `where` is the source that was being read. Messages
-    contain only a code and the place."""
+    contain only a code and the place. Raises FailedPrecondition, NotFound and SourceUnavailable."""
     from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
     from urllib3.exceptions import HTTPError
 

@@ -149,7 +149,7 @@ def in_blocks(steps: Iterable[bytes], staging: Staging) -> Iterator[bytearray]:
 
 
 def copy_all(names: Iterable[str], copy: Callable[[str], None], staging: Staging) -> None:
-    """Calls `copy` with each name, FILES_AT_ONCE at a time. The first error is raised, and ends the
+    """Calls `copy` with each name, FILES_AT_ONCE at a time. Raises the first error, which ends the
     copies that still write to `staging` or wait on it."""
     with ThreadPoolExecutor(FILES_AT_ONCE, "copy") as pool:
         jobs = [pool.submit(copy, name) for name in names]

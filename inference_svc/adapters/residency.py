@@ -178,7 +178,8 @@ class Residency:
     # Operators, and registrations.
 
     def unload(self, digest: str) -> int:
-        """Frees an adapter, once its last user is gone (`is_draining`); returns how many bytes."""
+        """Frees an adapter, once its last user is gone (`is_draining`); returns how many bytes.
+        Raises AdapterNotFound, and AdapterUnusable for one that is loading or pinned."""
         resident, hosted = self.device.get(digest), self.tiers.host_resident(digest)
         tiers = self.tiers
         if digest in self.loads or digest in tiers.copies or digest in tiers.dividing:

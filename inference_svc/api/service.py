@@ -344,8 +344,9 @@ class Service:
         """Returns once the adapter, as it is at `min_revision` or later, is resident. A source is
         first registered in the store under this name, on behalf of the caller. Who publishes may
         load ahead; a pin, and a source, are an operator's. `subject` is the caller's name of the
-        field `ref`, and `inplace_field` of that without which a name that points to other content
-        stays as it is: AdapterUnusable."""
+        field `ref`, and `inplace_field` of the field that lets a name move to other content,
+        if that was not set. Raises AdapterUnusable for a name that would move without it, as
+        `Directory.resolve`, and for a load that fails."""
         action = Action.OPERATE if pin or source is not None else Action.LOAD
         with self._audited(caller, "LoadAdapter", ref, action) as (principal, entry):
             registered, revision = None, min_revision

@@ -397,6 +397,7 @@ class CudaFactory:
         layout: ModelLayout,
         host_slab: Tensor | None,
     ) -> Backend[PreparedStep]:
+        """See BackendFactory.build. Raises also DeviceFull."""
         device_name = torch.cuda.get_device_name(torch.device(config.device))
         table = "its own" if tuning.use_device(device_name) else "the default"
         logger.info("kernels on %s: %s constants", device_name, table)

@@ -82,7 +82,7 @@ class Generation:
 
     async def next_delta(self) -> Delta:
         """Returns everything since the last call that one version has made; waits until there is
-        something."""
+        something. Raises the error that ended the request."""
         await self._has_delta.wait()
         if self._error is not None:
             raise self._error

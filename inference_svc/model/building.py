@@ -40,7 +40,7 @@ def rope_of_kind(
     config: ConfigReader, kind: str, facts: RopeFacts, older: Callable[[], Rope]
 ) -> Rope:
     """Returns the rotation of layers of this kind of attention: its part of `rope_parameters`, or
-    else `older`, as files have it that know no kinds."""
+    else `older`, as files have it that know no kinds. Raises UnsupportedModel."""
     by_kind = config.get("rope_parameters") or {}
     is_by_kind = isinstance(by_kind, Mapping) and not by_kind.keys() - {FULL, SLIDING}
     if not is_by_kind or (by_kind and config.get("rope_scaling")):

@@ -199,7 +199,8 @@ class ReplicaSession:
         return AdapterPage(records, response.next_page_token)
 
     async def register(self, name: str, source: Source, metadata: Metadata) -> Registered:
-        """Sends the caller's own `metadata`: the store's refusals are no sign of its health."""
+        """Sends the caller's own `metadata`: the store's refusals are no sign of its health.
+        Raises the store's refusal, or the error of a failed call."""
         pooled = self._channels.acquire(self._endpoint)
         request = pb.RegisterAdapterRequest(
             name=name,
@@ -343,6 +344,7 @@ class NoStore:
         image_id: str = "",
         avoid: Collection[str] = (),
     ) -> PullStream:
+        """Raises AdapterNotFound."""
         raise AdapterNotFound("this server has no adapter store", subject="adapter")
 
 

@@ -54,7 +54,7 @@ class ChatTemplate:
         self._specials = dict(specials)
 
     def render(self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float) -> str:
-        """See Renderer."""
+        """See Renderer. Raises InvalidArgument for any error of the template, and MemoryError."""
         try:
             return "".join(self._pieces(messages, max_chars, _Turns(max_seconds)))
         except (InvalidArgument, MemoryError):

@@ -31,6 +31,7 @@ class StrictServer(h11.Connection):
         super().__init__(h11.SERVER, max_head_bytes)
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """Returns the next event. Raises RemoteProtocolError for bytes that h11 or this refuses."""
         if self.their_state is h11.IDLE:
             self._check_lines(self.trailing_data[0])
         event = super().next_event()

@@ -372,6 +372,8 @@ class RequestBody(Body):
     def to_call(
         self, request_id: str, adapter: str, prompts: tuple[Prompt, ...], sampling: SamplingParams
     ) -> GenerateCall:
+        """Returns the call for these prompts. Raises InvalidArgument for adapters beside another
+        model than the base model, and for invalid scales."""
         if self.adapters and adapter:
             raise InvalidArgument("model: must be the base model beside adapters", subject="model")
         fields, path = self.sampling_fields
@@ -402,7 +404,7 @@ class RequestBody(Body):
 
     @property
     def sampling_fields(self) -> tuple[SamplingBody, str]:
-        """The fields about sampling, and the path to them."""
+        """The fields about sampling, and the path to them. Every subclass has its own."""
         raise NotImplementedError
 
     @property

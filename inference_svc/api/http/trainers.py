@@ -31,7 +31,7 @@ class Trainers:
         self._service = service
 
     async def server_info(self, request: Request) -> Response:
-        """Takes ?config_format=json, which is the default here."""
+        """Takes ?config_format=json, which is the default here. Raises InvalidArgument."""
         with authenticated(request) as caller:
             admit(request, self._service.authorize(caller, Action.INFO))
         config_format = request.query_params.get("config_format", "json")
@@ -53,6 +53,7 @@ class Trainers:
         return JSONResponse({"success": True})
 
     async def refuse_weights(self, request: Request) -> Response:
+        """Raises HTTPException 501: full weights cannot be pushed."""
         with authenticated(request) as caller:
             admit(request, self._service.authorize(caller, Action.OPERATE))
         raise HTTPException(501, NO_FULL_WEIGHTS.format(request.url.path))

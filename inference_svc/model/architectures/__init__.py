@@ -67,7 +67,8 @@ class Family:
 
 def describe_text_part(config: ConfigReader, parts: Mapping[str, str], wrapper: Wrapper) -> Decoder:
     """Returns the decoder that `text_config` describes; `parts` has the architecture of each
-    `model_type` of it, the default first. The model's own flag says whether the head is tied."""
+    `model_type` of it, the default first. The model's own flag says whether the head is tied.
+    Raises UnsupportedModel."""
     values = config.get("text_config")
     if not isinstance(values, Mapping):
         raise config.unsupported("text_config", "must describe the text part")

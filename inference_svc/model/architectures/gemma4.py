@@ -53,6 +53,7 @@ _THETAS = {FULL: 1e6, SLIDING: 1e4}
 
 
 def describe_gemma4(config: ConfigReader) -> Decoder:
+    """Raises UnsupportedModel."""
     if config.get("use_bidirectional_attention") not in (None, "vision"):
         reason = "text that attends to later tokens is not supported"
         raise config.unsupported("use_bidirectional_attention", reason)
