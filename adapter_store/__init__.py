@@ -7,15 +7,15 @@ core               plain data that every module shares: layouts, names, records,
 errors             the errors that a caller can get, each with its reason
 service            the use cases, as the transport calls them
 store_status       the state of the store, for operators and for Prometheus
-garbage_collector  removes what no record points to, and images for unused layouts
+garbage_collector  removes contents that no record points to, and images for unused layouts
 api                the gRPC contract: messages in, calls to `service`, messages out
-debug              what an operator needs to diagnose a running store
+debug              the debug bundle of a running store
 registration       from a caller's request to a durable record
 sources            where adapters come from: folders, S3, the Hugging Face Hub, uploads
 checkpoint         an adapter's files, read as hostile and checked byte by byte
 images             compiled images: layout, compilation, tiers, streaming
 blobs              the adapters' source files by digest, local or shared between replicas
-replication        what replicas that share a catalog do together
+replication        joint work of replicas that share a catalog
 catalog            names, versions, events, layouts and image states in a database
 metrics            the Prometheus metrics
 """

@@ -3,10 +3,9 @@
 `python -m adapter_store digest DIR` prints the digest that a store would give to a local adapter,
 `python -m adapter_store strip IN OUT [MODEL] [--force]` makes a copy of one without base weights,
 `python -m adapter_store convert IN OUT [--model DIR] [--initial DIR] [--force]` makes a plain LoRA
-of one that was trained on a changed base, and prints as JSON what that is,
-`python -m adapter_store check DIR [--server FILE] [--allow-config-keys KEY,...]` prints as JSON
-what a store would make of one, and a server, of which FILE has what `python -m inference_svc
-layout` prints.
+of one that was trained on a changed base, and describes the result as JSON, `python -m
+adapter_store check DIR [--server FILE] [--allow-config-keys KEY,...]` prints as JSON the verdict of
+a store on one, and of a server, of which FILE has the output of `python -m inference_svc layout`.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def _print_digest(arguments: list[str]) -> int:
     from adapter_store.checkpoint.files import CheckpointLimits
     from adapter_store.checkpoint.open import open_checkpoint
 
-    # A digest is no verdict: what a store's operator allows is known to that store alone.
+    # A digest is no verdict: only a store knows its operator's allow-list.
     limits = CheckpointLimits(allowed_config_keys=None)
     try:
         with GivenFolder(arguments[0]) as folder:

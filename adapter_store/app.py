@@ -99,11 +99,12 @@ logger = logging.getLogger(__name__)
 CALL_THREADS = 8
 INTERRUPT_THREADS = 2
 LIST_PROCESSORS, LIST_WAIT_SECONDS = 0.2, 2.0
-"""What one account's lists may take on average: fifty pages of a hundred adapters each second; and
-how long one waits for its turn, which inference services that list for others wait for."""
+"""The processor time that one account's lists may take on average: fifty pages of a hundred
+adapters each second; and how long one waits for its turn, which inference services that list for
+others wait for."""
 FETCHES_PER_WORKER = 4
-"""Fetches that a worker may have: those of sources it has left go on until they notice. Few enough
-for the pools of connections of the sources' clients."""
+"""Fetches that a worker may have: fetches of sources it has left go on until they notice. Few
+enough for the pools of connections of the sources' clients."""
 DUE_SECONDS = 1.0
 """How often versions are looked for whose time to live has ended, and ephemeral ones to remove."""
 HELPER_THREADS = 4
@@ -112,7 +113,7 @@ HELPER_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class DataFolder:
-    """What lies in the data folder besides the catalog, and its volume."""
+    """The contents of the data folder besides the catalog, and its volume."""
 
     path: Path
     blobs: LocalBlobs
@@ -145,7 +146,7 @@ class Store:
 
 @asynccontextmanager
 async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
-    """Opens a store that runs while the context lasts, and then finishes what it is writing.
+    """Opens a store that runs while the context lasts, and then finishes its writes.
 
     Raises FailedPrecondition if another process uses the data folder or the policy is not valid,
     CorruptData if the catalog has another schema.
@@ -259,8 +260,8 @@ def open_catalog(settings: StoreSettings, data: DataFolder) -> Catalog:
 
 
 def sweep(settings: StoreSettings, catalog: Catalog, storage: Storage) -> None:
-    """Removes what crashes left behind. Raises FailedPrecondition for a catalog that has never had
-    a record, beside sources that one had recorded: they would be removed as nobody's."""
+    """Removes leftovers of crashes. Raises FailedPrecondition for a catalog that has never had a
+    record, beside sources that one had recorded: they would be removed as nobody's."""
     # In this order: another replica may be making the first record.
     was_recorded = storage.blobs.was_recorded()
     if was_recorded and catalog.revision() == 0 and not settings.allow_empty_catalog:
@@ -379,7 +380,7 @@ async def _collect_periodically(
     executor: Executor,
     seconds: float,
 ) -> None:
-    """Collects all every `seconds`, and what is due in between; restores the volume's reserve. Logs
+    """Collects all every `seconds`, and due items in between; restores the volume's reserve. Logs
     once why it fails, until it has worked again: a catalog that does not answer is asked every
     second."""
     loop = asyncio.get_running_loop()

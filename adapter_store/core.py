@@ -15,7 +15,7 @@ from servicekit.refs import AdapterName
 
 
 class Action(enum.Enum):
-    """What a call does; every RPC is one of these."""
+    """The action of a call; every RPC is one of these."""
 
     READ = "read adapters"
     PULL = "pull images"
@@ -69,7 +69,7 @@ class Held(enum.Enum):
 
 
 class SegmentKind(enum.Enum):
-    """What a segment's bytes are, in the order of one target's segments."""
+    """The meaning of a segment's bytes, in the order of one target's segments."""
 
     A = "a"
     B = "b"
@@ -141,7 +141,7 @@ class Target:
     `rank_part` (index, count) is the part of A's rank that this layout holds: ceil(rank / count),
     the last may be smaller. `base_hashes` are the sha256 of each HASHED_ROWS rows of the base's own
     weight, in `base_dtype`; none: not known. A head that is `tied_to` an embedding has its weight.
-    Format 1 knows what comes before `other_names`.
+    Format 1 knows the fields before `other_names`.
     """
 
     name: str
@@ -226,10 +226,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What a server says beside its layout: its name of the base model, "" for the layout's, and
-    further ones, the highest rank that it accepts, 0 for any, and what else it applies. It counts
-    for as long as the server watches, and lasts an hour more; of servers that do not renew it, as
-    long as the layout, or until those that have replaced them have gone for an hour.
+    """A server's announcement: its name of the base model, "" for the layout's, and further ones,
+    its highest rank, 0 for any, and the further contents that it applies. It counts for as long as
+    the server watches, and lasts an hour more; of servers that do not renew it, as long as the
+    layout, or until those that have replaced them have gone for an hour.
 
     `segment_kinds` are those beside A and B. `lora_targets` are last components of targets' names
     that the server is restricted to; none: it applies all targets.
@@ -246,7 +246,7 @@ class Announcement:
 
 
 class Demands(Protocol):
-    """What an adapter needs of a server, whatever its layout."""
+    """The needs of an adapter, for any layout of a server."""
 
     @property
     def rank(self) -> int: ...
@@ -257,8 +257,8 @@ class Demands(Protocol):
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
     """The limits of one announcement; see there. `expire_time`, in microseconds since the epoch, is
-    an hour after it was last made or renewed, and `last_use_time` is that of its layout: they
-    decide whether its servers are there, see lookup.present."""
+    an hour after it was last made or renewed, and `last_use_time` is its layout's: they decide
+    whether its servers are there, see lookup.present."""
 
     announcement_id: str
     max_rank: int
@@ -266,7 +266,7 @@ class ServerLimits:
     is_renewed: bool = field(default=True, compare=False)
     last_use_time: int = field(default=0, compare=False)
     names: frozenset[str] = field(default=frozenset(), compare=False)
-    """Of the base model; none: those of the layout."""
+    """Of the base model; none: the layout's."""
     segment_kinds: tuple[SegmentKind, ...] = ()
     lora_targets: tuple[str, ...] = ()
     max_added_tokens: int = 0
@@ -282,7 +282,8 @@ class ServerLimits:
         return not self.names or base_model in self.names
 
     def refusals(self, adapter: Demands, changes: ImageContent) -> Iterator[str]:
-        """Yields what the servers do not accept of an adapter with an image that changes this."""
+        """Yields the reasons why the servers do not accept an adapter with an image that changes
+        this."""
         if self.max_rank and adapter.rank > self.max_rank:
             yield f"rank {adapter.rank} is above this server's limit {self.max_rank} (--max-rank)"
         refused = [name for name in changes.modules if name not in self.lora_targets]
@@ -319,7 +320,7 @@ KIND_WORDS = {
     SegmentKind.ROWS: "rows of its own for tokens",
     SegmentKind.FULL: "whole weights of its own",
 }
-"""What adapters may have beside A and B, in words; as the inference service says."""
+"""The contents that adapters may have beside A and B, in words; as the inference service says."""
 REPLACES = frozenset(KIND_WORDS[kind] for kind in (SegmentKind.ROWS, SegmentKind.FULL))
 REMEDY = "save the adapter without it, and adapt a matrix with A and B instead"
 MAX_LISTED = 8
@@ -365,14 +366,14 @@ class Quota:
 
 
 class ImageContent(NamedTuple):
-    """What an image changes: last components of its targets' names in the layout, what it has
+    """The contents of an image: last components of its targets' names in the layout, its contents
     beside A and B, and of which targets. `added_tokens` are the adapter's, whichever rank holds
-    their rows. `unused_spaces` are those of targets that it has and no request passes through."""
+    their rows. `unused_spaces` are the spaces of its targets that no request passes through."""
 
     modules: tuple[str, ...]
     segment_kinds: tuple[SegmentKind, ...]
     names: tuple[tuple[str, ...], ...] = ()
-    """What has each of `segment_kinds`: names of targets, without layers."""
+    """The names of the targets of each of `segment_kinds`, without layers."""
     added_tokens: int = 0
     unused_spaces: tuple[str, ...] = ()
 
@@ -401,16 +402,15 @@ class LayoutVerdict:
     fits: bool = field(default=False, compare=False)
     """Whether the adapter's shapes are known to fit the layout, maybe before its image is built."""
     content: ImageContent | None = field(default=None, compare=False)
-    """What the image changes, once it has been planned; earlier releases did not record it."""
+    """The contents of the image, once it has been planned; earlier releases did not record it."""
 
     @property
     def unused_spaces(self) -> tuple[str, ...]:
         return () if self.content is None else self.content.unused_spaces
 
     def changes(self, adapter: AdapterRecord) -> ImageContent:
-        """Returns what the adapter is known to change of the layout. Until its image is planned
-        that is little: it may call targets by other names, or have weights that equal the
-        base's."""
+        """Returns the known changes of the layout by the adapter. Until its image is planned that
+        is little: it may call targets by other names, or have weights that equal the base's."""
         if self.content is not None:
             return self.content
         if self.state is ImageState.READY:  # of an earlier release: of plain LoRA
@@ -421,8 +421,8 @@ class LayoutVerdict:
 
 @dataclass(frozen=True, slots=True)
 class LayoutInfo:
-    """A layout, and what the store has for it. `aliases` are of any of its base models; `max_ranks`
-    are those of the servers that are there, one for each announcement, 0 for any rank;
+    """A layout, and the store's records for it. `aliases` are of any of its base models;
+    `max_ranks` are the present servers' limits, one for each announcement, 0 for any rank;
     `last_use_time` is known to the hour."""
 
     layout_id: str
@@ -475,10 +475,10 @@ class AdapterRecord:
 
     `signed_by` is the key that verified `signature` when the version was recorded, "" for none.
     After `delete_time` the version is no longer resolved, and only kept for the grace.
-    `segment_kinds` are what it changes beside A and B; of aLoRA, it is active from the first of its
+    `segment_kinds` are its contents beside A and B; of aLoRA, it is active from the first of its
     `invocation_tokens` on, where all of them follow one another in the prompt for the last time.
-    The digests of its tokenizer's extract and of its chat template are "" where it has none.
-    The content of an `ephemeral` one is gone with the store's process, unless replicas share it.
+    The digests of its tokenizer's extract and of its chat template are "" where it has none. The
+    content of an `ephemeral` one is gone with the store's process, unless replicas share it.
     """
 
     name: AdapterName
@@ -512,7 +512,7 @@ class AdapterRecord:
     @property
     def added_tokens(self) -> int:
         """Returns how many tokens it adds to the vocabulary: rows of the embedding or the head
-        behind those of the base. Layouts say how many it has: 0 until an image is planned."""
+        behind the base's. Layouts say how many it has: 0 until an image is planned."""
         found = [each.content.added_tokens for each in self.verdicts if each.content is not None]
         return max(found, default=0)
 
@@ -554,7 +554,7 @@ class Pruned(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdapterEvent:
-    """One catalog change. `version` is what the name points to afterwards, 0 if it is deleted."""
+    """One catalog change. `version` is the name's version afterwards, 0 if it is deleted."""
 
     revision: int
     kind: EventKind
@@ -569,7 +569,7 @@ class AdapterEvent:
 
 
 class BaseModelSource(enum.Enum):
-    """What decided for which base model an adapter is recorded; the first that applies."""
+    """The rule that decided for which base model an adapter is recorded; the first that applies."""
 
     CALLER = "caller"
     CURRENT_VERSION = "current version"
@@ -581,7 +581,7 @@ class BaseModelSource(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class BaseModelChoice:
-    """The name of an adapter's base model, what decided for it, and that in words."""
+    """The name of an adapter's base model, the rule that decided for it, and that rule in words."""
 
     name: str
     source: BaseModelSource

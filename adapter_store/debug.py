@@ -1,6 +1,6 @@
-"""Debug bundle of a running store: what helps to find a fault, without secrets.
+"""Debug bundle of a running store: facts that help to find a fault, without secrets.
 
-The size of each part is bounded, whatever the catalog holds.
+The size of each part is bounded, for any catalog.
 """
 
 from __future__ import annotations

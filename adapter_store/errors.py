@@ -68,7 +68,7 @@ class DiskFull(LimitExceeded):
 def disk_full() -> DiskFull:
     return DiskFull(
         "the volume of this store's --data-dir is full: nothing can be added until its operator "
-        "deletes adapters, lowers --disk-cache-bytes or makes the volume larger; what is stored "
+        "deletes adapters, lowers --disk-cache-bytes or makes the volume larger; stored adapters "
         "can be read, pulled and deleted"
     )
 

@@ -41,7 +41,7 @@ class Collector:
         self._ephemeral_grace = min(delete_grace, ephemeral_grace)
 
     def sweep(self) -> None:
-        """Removes what crashes left behind, and the versions whose content was in the memory of an
+        """Removes leftovers of crashes, and the versions whose content was in the memory of an
         earlier process. Call it at start."""
         self._mark_recorded()
         if num_names := self._catalog.forget_memory():
@@ -71,7 +71,7 @@ class Collector:
 
     def collect(self) -> list[str]:
         """Removes the versions whose grace has ended; returns the digests that are gone. Resets the
-        images for unused layouts, and forgets those that were not used for long: call
+        images for unused layouts, and forgets layouts that were not used for long: call
         `drop_unused_layouts` next."""
         self._mark_recorded()
         num_forgotten = self._catalog.forget_unused_images()
@@ -88,16 +88,16 @@ class Collector:
         return self._drop_unreferenced(expired)
 
     def collect_due(self) -> list[str]:
-        """Removes what may not wait for `collect`: versions whose time to live has ended, and
-        deleted ephemeral ones, which take memory. Returns the digests that are gone."""
+        """Removes records that may not wait for `collect`: versions whose time to live has ended,
+        and deleted ephemeral ones, which take memory. Returns the digests that are gone."""
         if not self._catalog.is_due(self._ephemeral_grace):
             return []
         self._catalog.expire()
         return self._drop_unreferenced(self._catalog.expire_ephemeral(self._ephemeral_grace))
 
     def make_room(self, tenant: str | None) -> list[str]:
-        """Removes what is ephemeral and deleted without its grace, of this tenant or of all: the
-        place for it is full, and a trainer waits. Returns the digests that are gone."""
+        """Removes ephemeral versions that are deleted without their grace, of this tenant or of
+        all: the place for it is full, and a trainer waits. Returns the digests that are gone."""
         return self._drop_unreferenced(self._catalog.expire_ephemeral(timedelta(), tenant))
 
     def _drop_unreferenced(self, expired: int) -> list[str]:

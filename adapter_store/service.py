@@ -74,10 +74,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """What callers share, each tenant up to `share`: threads of short calls, of registrations and
-    of ending what the database still reads, places for uploads and watches, memory that pulls hold,
-    disk for what is being received, memory for what is ephemeral, and what lists and layouts take
-    of the processors. An upload may not be slower than `pace`."""
+    """The resources that callers share, each tenant up to `share`: threads of short calls, of
+    registrations and of ending reads of the database, places for uploads and watches, memory that
+    pulls hold, disk for data being received, memory for ephemeral data, and processor time of lists
+    and layouts. An upload may not be slower than `pace`."""
 
     share: float
     calls: FairExecutor
@@ -93,7 +93,7 @@ class Places:
 
 
 UNANNOUNCED = Announcement(is_renewed=False)
-"""What a server says that announces nothing beside its layout."""
+"""The announcement of a server that announces nothing beside its layout."""
 
 
 class AcceptedLayout(NamedTuple):
@@ -111,15 +111,15 @@ class Change:
     its caller leaves."""
 
     recorded: asyncio.Future[Recorded]
-    """What is recorded, once it is durable."""
+    """The record, once it is durable."""
     followed_up: asyncio.Task[Recorded]
     """The same, once the images that the change requires are queued."""
     caller_gone: threading.Event = dataclasses.field(default_factory=threading.Event)
     """Ends the change unless its content has been fetched."""
 
     async def wait(self) -> Recorded:
-        """Raises why it was refused. If it is cancelled, so is a fetch; what has been fetched is
-        recorded."""
+        """Raises the reason if it was refused. If it is cancelled, so is a fetch; a fetched adapter
+        is recorded."""
         try:
             return await asyncio.shield(self.followed_up)
         except asyncio.CancelledError:
@@ -160,7 +160,7 @@ class StoreService:
         self._served_layouts: frozenset[str] = frozenset()
 
     async def close(self) -> None:
-        """Ends what the service does on its own."""
+        """Ends the service's own background work."""
         await self.presence.close()
         await self.layout_usage.wait_idle()
 
@@ -300,7 +300,8 @@ class StoreService:
         caller: Principal = ANYONE,
         announcement: Announcement = UNANNOUNCED,
     ) -> AcceptedLayout:
-        """Records a layout, and what a server says beside it."""
+        """Records a layout, and a server's announcement beside it. Raises FailedPrecondition
+        NO_COMMON_IMAGE_FORMAT, ShareExceeded, InvalidArgument and LimitExceeded."""
         common = set(image_formats) & set(IMAGE_FORMATS)
         if not common:
             raise FailedPrecondition(
@@ -397,7 +398,7 @@ class StoreService:
         yield from self._images.places
 
     def work_details(self) -> WorkDetails:
-        """Returns what is in progress. Call it on the event loop."""
+        """Returns the work in progress. Call it on the event loop."""
         return WorkDetails(
             len(self._changes),
             self._places.uploads.used,
@@ -426,7 +427,8 @@ class StoreService:
             raise
 
     async def _check(self, caller: Principal, request: Registration) -> None:
-        """Checks the caller's rights and rate, then what can be checked before the fetch."""
+        """Checks the caller's rights and rate, then makes the checks that are possible before the
+        fetch."""
         caller.require_tenant(request.name.tenant, "name")
         if request.pinned:
             caller.require(Action.PIN, "pinned")
@@ -460,7 +462,7 @@ class StoreService:
             self._abandon(opening.result())
 
     def _abandon(self, upload: Upload) -> None:
-        """Removes what was received, unless that has been done, or the store shuts down: the next
+        """Removes the received files, unless that has been done, or the store shuts down: the next
         start sweeps it."""
         if upload.is_open:
             with suppress(RuntimeError):
@@ -542,7 +544,7 @@ class StoreService:
     def _read(
         self, caller: Principal, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> asyncio.Future[T]:
-        """Calls a function that only reads; what it does ends when its caller leaves."""
+        """Calls a function that only reads; its work ends when its caller leaves."""
         assert not kwargs
         interrupt = Interrupt()
 
@@ -558,7 +560,7 @@ class StoreService:
     async def _list(
         self, caller: Principal, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Reads as `_read`, within what the caller's lists may take of the processors."""
+        """Reads as `_read`, within the processor time of the caller's lists."""
         assert not kwargs
         work, account = self._places.list_work, caller.account
         await work.wait(account)
@@ -567,8 +569,8 @@ class StoreService:
     async def make_answer(
         self, caller: Principal, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Makes the answer of a list off the event loop, as part of what the caller's lists may
-        take of the processors."""
+        """Makes the answer of a list off the event loop, as part of the processor time of the
+        caller's lists."""
         assert not kwargs
         work, account = self._places.list_work, caller.account
         return await self._call(caller, partial(work.run, account, function, *args))

@@ -17,7 +17,7 @@ from servicekit.telemetry.place_metrics import place_samples
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What this replica stores and does: available even if the catalog is not."""
+    """The contents and the work of this replica: available even if the catalog is not."""
 
     memory: TierCounts
     disk: TierCounts
@@ -28,12 +28,12 @@ class Work:
     images_in_progress: int = 0
     images_waiting_for_room: int = 0
     places: tuple[PlaceUse, ...] = ()
-    """What callers share."""
+    """The resources that callers share."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkDetails:
-    """What this replica is doing, in detail."""
+    """The work of this replica, in detail."""
 
     num_registrations: int
     num_uploads: int

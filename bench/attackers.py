@@ -34,8 +34,8 @@ from loadout import Client
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.errors import LoadoutError
 from loadout.inference.v1 import inference_pb2 as inference_pb
-from tests.adapter_store.service.guarded import token_of
-from tests.support.http2 import Connection, message
+from tests.support.access.policies import token_of
+from tests.support.servers.http2 import Connection, message
 from tests.system import attacks
 from tests.system.attacked_front import CHAT, COMPLETIONS, request_head
 

@@ -49,9 +49,9 @@ from bench.results import FOLDER, median, percentile, show, write
 from loadout import Client
 from loadout.demo.process import Process
 from loadout.types import ImageState
-from tests.adapter_store.service.guarded import ROOT, token_lines, token_of, write_policy
-from tests.support.dripping import DrippingServer
-from tests.support.peak_memory import grown_mib
+from tests.support.access.policies import ROOT, token_lines, token_of, write_policy
+from tests.support.machine.peak_memory import grown_mib
+from tests.support.servers.dripping import DrippingServer
 
 VICTIM = "victim"
 TOKENS = (

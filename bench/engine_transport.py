@@ -28,7 +28,7 @@ from bench.results import FOLDER, median, percentile, show, write
 from loadout.demo.process import Process
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
-from tests.system.zoo import make_zoo
+from tests.support.models.zoo import make_zoo
 
 READY_S, GRACE_S = 120.0, 30.0
 KINDS = ("thread", "process")

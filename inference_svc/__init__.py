@@ -2,10 +2,10 @@
 
 __main__  the command: reads the settings and runs the server until SIGTERM
 app       wires the parts together, starts them, and stops them in order
-config    the settings, and what "auto" becomes on this machine
+config    the settings, and the meaning of "auto" on this machine
 core      plain data that every module shares: requests, sequences, batches
 errors    the errors that a caller can get, each with its reason
-debug     what an operator needs to diagnose a running server
+debug     the debug bundle of a running server
 api       the use cases, and their two transports: gRPC and OpenAI's HTTP API
 metrics   the Prometheus metrics
 frontend  the engine as coroutines: submit, stream, watch

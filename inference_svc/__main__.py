@@ -2,7 +2,7 @@
 
 `python -m inference_svc download [--or-folder] NAME[@REVISION]` downloads a model of the Hugging
 Face Hub, unless its cache has it, and prints its folder. `python -m inference_svc layout`, with the
-flags of a server, prints what that server would say to the store of itself, as JSON.
+flags of a server, prints, as JSON, how that server would describe itself to the store.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _download(arguments: list[str]) -> int:
         usage = "usage: python -m inference_svc download [--or-folder] NAME[@REVISION]"
         print(usage, file=sys.stderr)
         return 2
-    # Ends at once, with whatever threads are downloading; the next download goes on from there.
+    # Ends at once, also while threads are downloading; the next download goes on from there.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         say = partial(print, file=sys.stderr, flush=True)

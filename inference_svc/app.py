@@ -170,7 +170,7 @@ def _adapter_texts(
 
 
 def describe_layout(config: InferenceSettings) -> str:
-    """Returns what a server with these settings says to the store of itself: a
+    """Returns the description of a server with these settings that it gives to the store: a
     RegisterLayoutRequest, as JSON. Raises InvalidSetting and UnsupportedModel."""
     decoder = load_description(config.model)
     config = resolve_model(config, _model_facts(decoder))
@@ -232,8 +232,8 @@ def _in_thread(
 def resolve_settings(
     config: InferenceSettings, machine: Machine, decoder: Decoder
 ) -> InferenceSettings:
-    """Returns the settings with everything decided. Raises InvalidSetting for what machine or model
-    cannot fulfil, ValueError for memory that does not suffice."""
+    """Returns the settings with everything decided. Raises InvalidSetting for a setting that
+    machine or model cannot fulfil, ValueError for memory that does not suffice."""
     fit = partial(fit_device, decoder=decoder)
     return resolve(config, machine, _model_facts(decoder), fit)
 
@@ -279,7 +279,7 @@ def _facts(config: InferenceSettings, decoder: Decoder) -> ServerFacts:
 
 
 def sampling_defaults(config: InferenceSettings, vocab_size: int) -> SamplingDefaults:
-    """Returns what the model's folder says, if it is to count, and the settings. Raises
+    """Returns the defaults of the model's folder, if they are to count, and the settings. Raises
     UnsupportedModel naming the file and the key that cannot be honoured."""
     mode = LogprobsMode(config.logprobs_mode)
     if config.generation_defaults == "none":
@@ -317,8 +317,8 @@ class InferenceServer:
     """Listens from the start, so that a bad address shows before a model is loaded; answers from
     `start` to `close`. `config` is resolved.
 
-    Raises InvalidSetting for what is wrong with policy, certificates or exposure, and OSError if
-    it cannot listen or read a file. `reloader` is for `reloading`.
+    Raises InvalidSetting for a fault of policy, certificates or exposure, and OSError if it cannot
+    listen or read a file. `reloader` is for `reloading`.
     """
 
     def __init__(self, config: InferenceSettings, store_access: StoreAccess = NO_ACCESS) -> None:
@@ -551,7 +551,7 @@ class InferenceServer:
             yield from self._texts.samples()
 
     async def _set_serving(self, is_serving: bool) -> None:
-        """Sets what health checks answer, over gRPC and HTTP."""
+        """Sets the answer of health checks, over gRPC and HTTP."""
         self._is_serving = is_serving
         self._grpc.set_serving(is_serving)
 

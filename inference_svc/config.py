@@ -1,6 +1,6 @@
 """Settings of the inference service: flags, environment LOADOUT_INFERENCE_*, or a TOML file.
 
-What is left open is decided once, by `resolve`.
+`resolve` decides once on all settings that are left open.
 """
 
 from __future__ import annotations
@@ -322,7 +322,8 @@ class InferenceSettings(ServiceSettings):
 
     @property
     def share(self) -> float:
-        """One tenant's share of what is finite. Without a policy all callers are one tenant."""
+        """One tenant's share of each limited resource. Without a policy all callers are one
+        tenant."""
         return 1.0 if self.policy_file is None else self.tenant_share
 
     @property
@@ -334,7 +335,7 @@ class InferenceSettings(ServiceSettings):
 
 def split_hub_name(model: str) -> tuple[str, str | None]:
     """Returns a model's name on the Hugging Face Hub and its revision, of NAME or NAME@REVISION.
-    Raises ValueError for what is neither."""
+    Raises ValueError for any other form."""
     found = _HUB_NAME.fullmatch(model)
     if found is None:
         raise ValueError(NO_MODEL.format(redact(model)))
@@ -352,9 +353,8 @@ def _name_of(model: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What settings that are left open are decided by. `free_bytes` of `total_bytes` are those of
-    the device's memory (CUDA only), `host_free_bytes` what the host's memory leaves; None:
-    unknown."""
+    """The facts that decide on open settings. `free_bytes` of `total_bytes` are the device's memory
+    (CUDA only), `host_free_bytes` the host's free memory; None: unknown."""
 
     has_cuda: bool
     free_bytes: int = 0
@@ -364,10 +364,10 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the model's config says; `kv_elements_per_token` are keys and values, `lora_targets` the
-    last components of the names of what adapters may change, `fused_targets` those of modules that
-    compute several of these. `expert_elements_per_rank` are values of A and B, of all experts.
-    Models with further tables of tokens have no place for those that adapters add."""
+    """Facts of the model's config; `kv_elements_per_token` are keys and values, `lora_targets` the
+    last components of the names of modules that adapters may change, `fused_targets` of modules
+    that compute several of these. `expert_elements_per_rank` are values of A and B, of all experts.
+    Models with further tables of tokens have no place for tokens that adapters add."""
 
     dtype: str
     max_position_embeddings: int
@@ -401,8 +401,8 @@ def resolve(
 ) -> InferenceSettings:
     """Returns `settings` with everything decided. Without `fit_device` it is for a CPU.
 
-    Raises InvalidSetting for a setting that this machine or this model cannot fulfil, and what
-    `fit_device` raises.
+    Raises InvalidSetting for a setting that this machine or this model cannot fulfil, and as
+    `fit_device`.
     """
     device = settings.device
     if device == "auto":
@@ -434,8 +434,9 @@ def resolve(
 
 
 def resolve_model(settings: InferenceSettings, model: ModelFacts) -> InferenceSettings:
-    """Returns `settings` with that decided which a server says of itself, whatever its machine: the
-    base model's name, dtype and targets. Raises InvalidSetting for what the model cannot fulfil."""
+    """Returns `settings` after deciding on all that a server announces on any machine: the base
+    model's name, dtype and targets. Raises InvalidSetting for a setting that the model cannot
+    fulfil."""
     dtype = model.dtype if settings.dtype == "auto" else settings.dtype
     if dtype not in ITEM_BYTES:
         raise InvalidSetting(
@@ -461,8 +462,9 @@ def _check_length(settings: InferenceSettings, model: ModelFacts) -> None:
 
 
 def _lora_targets(asked: tuple[str, ...], model: ModelFacts) -> tuple[str, ...]:
-    """Returns what adapters are restricted to, sorted, a module that computes several targets as
-    these; none if that is every target. Raises InvalidSetting for a name that is neither."""
+    """Returns the targets that adapters are restricted to, sorted, a module that computes several
+    targets as these; none if that is every target. Raises InvalidSetting for a name that is
+    neither."""
     if asked == (EVERY_TARGET,):
         return ()
     known = (*model.lora_targets, *model.fused_targets)
@@ -499,8 +501,8 @@ def _cpu_sizes(settings: InferenceSettings, machine: Machine, model: ModelFacts)
 
 
 def _cpu_adapter_memory(settings: InferenceSettings, machine: Machine, model: ModelFacts) -> int:
-    """Returns what adapters have by default: of a mixture of experts space for one that changes all
-    of them, within a part of what the machine has left."""
+    """Returns the default memory for adapters: of a mixture of experts space for one that changes
+    all of them, within a part of the machine's free memory."""
     largest = settings.max_rank * model.expert_elements_per_rank * ITEM_BYTES[settings.dtype]
     left_bytes = settings.memory_limit or machine.host_free_bytes
     if left_bytes is not None:

@@ -17,7 +17,7 @@ from servicekit.auth.principal import Roles
 
 
 class Action(enum.Enum):
-    """What a call does; every RPC is one of these."""
+    """The action of a call; every RPC is one of these."""
 
     GENERATE = "generate"
     OPERATE = "load, unload, pin or list adapters, pause or sleep"
@@ -52,15 +52,15 @@ _COMBINATION, _PLUS, _TIMES = "sum:", " + ", "*"
 
 
 class Part(NamedTuple):
-    """An adapter of a combination, and what it is multiplied with."""
+    """An adapter of a combination, and its factor."""
 
     digest: str
     scale: float = 1.0
 
 
 def combination_digest(parts: tuple[Part, ...]) -> str:
-    """Returns what stands for the digest of a sum of adapters: the list of theirs and their scales,
-    in order, so that no two sums have the same."""
+    """Returns the stand-in for the digest of a sum of adapters: the list of their digests and
+    scales, in order, so that no two sums have the same."""
     assert 0 < len(parts) <= MAX_PARTS
     return _COMBINATION + _PLUS.join(f"{part.digest}{_TIMES}{part.scale.hex()}" for part in parts)
 
@@ -83,7 +83,7 @@ def parts_label(names: Iterable[str]) -> str:
 
 
 def label_of_part(digest: str, label: str, part: str) -> str:
-    """Returns what errors call an adapter that is this one, or a part of this combination."""
+    """Returns the name in errors of an adapter that is this one, or a part of this combination."""
     if not is_combination(digest) or not label:
         return label
     names = dict(zip((each.digest for each in parts_of(digest)), label.split(_PLUS), strict=True))
@@ -91,9 +91,9 @@ def label_of_part(digest: str, label: str, part: str) -> str:
 
 
 class VersionPolicy(enum.Enum):
-    """What a request does when its adapter's name moves to a newer version: end on its own, or move
-    at a step's border. The keys and values of its tokens are then kept, once it has generated one,
-    or computed again."""
+    """How a request continues when its adapter's name moves to a newer version: end on its own, or
+    move at a step's border. The keys and values of its tokens are then kept, once it has generated
+    one, or computed again."""
 
     PIN = "pin"
     FOLLOW_KEEP = "follow_keep"
@@ -107,8 +107,8 @@ class FinishReason(enum.Enum):
 
 
 class LogprobsMode(enum.Enum):
-    """What the log probabilities of generated tokens are of: the model's own distribution, or the
-    one that they were drawn from, after penalties, temperature and cuts."""
+    """The distribution of the log probabilities of generated tokens: the model's own, or the one
+    from which tokens were drawn, after penalties, temperature and cuts."""
 
     RAW = "raw_logprobs"
     PROCESSED = "processed_logprobs"
@@ -116,7 +116,7 @@ class LogprobsMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What requests get that do not say otherwise. `top_k` 0 and `top_p` 1 are off."""
+    """Defaults for requests. `top_k` 0 and `top_p` 1 are off."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -133,7 +133,7 @@ class SamplingParams:
     """The choice of tokens, as `api.generate_call.checked_sampling` validates it.
 
     `max_tokens` 0: nothing is generated. `logprobs` and `prompt_logprobs`: how many most likely
-    tokens, besides each token's own; None: none. Those of the prompt are always of the model's own
+    tokens, besides each token's own; None: none. The prompt's are always of the model's own
     distribution. `stop` strings are matched on text by the frontend; the engine never handles text.
     """
 
@@ -165,15 +165,15 @@ class Request:
     """One generation.
 
     `digest` is "" for the base model, and `combination_digest` of several adapters; `adapter` is
-    what errors call it, of several `parts_label` of what each is called. `activation` is the index
-    of the first token that the adapter changes: what is before it is the base model's. `cache_seed`
-    separates prefix caches (tenants and salt); so does `return_routed_experts`, which has no effect
-    on a model without experts. Of requests of one `group`, which have one prompt, the first one
-    computes it, and the others wait for that; "" is none. `vocab_size` is how many tokens it may
-    name: the model's, and those that its adapter adds; 0: all that there are.
-    `tenant` is the caller's: tenants share the machine in equal parts. `trace` is the SpanContext
-    that loads for it belong to, None if it is not traced.
-    Times are `time.monotonic()` seconds, which processes of one machine share.
+    its name in errors, for several adapters `parts_label` of their names. `activation` is the index
+    of the first token that the adapter changes: the tokens before it are the base model's.
+    `cache_seed` separates prefix caches (tenants and salt); so does `return_routed_experts`, which
+    has no effect on a model without experts. Of requests of one `group`, which have one prompt, the
+    first one computes it, and the others wait for that; "" is none. `vocab_size` is how many tokens
+    it may name: the model's, and its adapter's; 0: all that there are. `tenant` is the caller's:
+    tenants share the machine in equal parts. `trace` is the SpanContext that loads for it belong
+    to, None if it is not traced. Times are `time.monotonic()` seconds, which processes of one
+    machine share.
     """
 
     request_id: str
@@ -214,7 +214,7 @@ class ExpertLayers(NamedTuple):
 
     @property
     def token_bytes(self) -> int:
-        """What a token's choices take."""
+        """The bytes of a token's choices."""
         return len(self.layers) * self.num_chosen * self.bytes_per_id
 
 
@@ -269,7 +269,7 @@ class AdapterVersion(NamedTuple):
 class PackedLogprobs(NamedTuple):
     """Log probabilities of N neighbouring tokens: of each token itself, and of the `top_k` most
     likely ones at its position, most likely first. Positions of a prompt count from its first
-    token, those of an output from its first.
+    token, an output's from its first.
 
     A token's rank is the number of tokens that are at least as likely: 1 is the most likely one.
     """
@@ -296,7 +296,7 @@ class PackedLogprobs(NamedTuple):
 
     @property
     def token_bytes(self) -> int:
-        """What a token takes."""
+        """The bytes of a token."""
         return packed_token_bytes(self.top_k)
 
     def slice(self, start: int, end: int) -> PackedLogprobs:
@@ -308,7 +308,7 @@ class PackedLogprobs(NamedTuple):
 
 
 def packed_token_bytes(top_k: int) -> int:
-    """Returns what a token of PackedLogprobs takes."""
+    """Returns the bytes of a token of PackedLogprobs."""
     return 12 + 8 * top_k
 
 
@@ -332,18 +332,18 @@ class Sequence:
 
     `request` is replaced when it moves to a newer version of its adapter: `version` then says
     which, None before. `num_kept`: keys and values of so many tokens are of earlier versions.
-    `has_sampled`: a token was sampled from what is computed, which says whose that is.
+    `has_sampled`: a token was sampled from the computed values, which shows whose they are.
 
-    `token_ids` is prompt then output; the keys and values of its first `num_computed` tokens lie
-    in `page_ids`, a list that only grows while it runs and is replaced when it is preempted or
-    ends. Its adapter's slot is held while it runs. `is_aged` if it was aged when it
-    started; `is_charged` once its tenant was charged for it, `charged_per_token` to generate.
-    `load_trace`: see Timings.load.
-    `num_routed` counts the positions whose experts were returned, also across preemptions, and
-    `num_scored` the tokens of the prompt whose log probabilities need not be computed any more.
-    `token_counts` belong to the sampler, as does `is_sorted`: the vocabulary had to be sorted to
-    choose its last token. `num_output_at_start` is what it had generated when it last started, and
-    `may_move_at` what it must have before it is computed anew for a newer version.
+    `token_ids` is prompt then output; the keys and values of its first `num_computed` tokens lie in
+    `page_ids`, a list that only grows while it runs and is replaced when it is preempted or ends.
+    Its adapter's slot is held while it runs. `is_aged` if it was aged when it started; `is_charged`
+    once its tenant was charged for it, `charged_per_token` to generate. `load_trace`: see
+    Timings.load. `num_routed` counts the positions whose experts were returned, also across
+    preemptions, and `num_scored` the tokens of the prompt whose log probabilities need not be
+    computed any more. `token_counts` belong to the sampler, as does `is_sorted`: the vocabulary had
+    to be sorted to choose its last token. `num_output_at_start` is the number of its output tokens
+    when it last started, and `may_move_at` the number that it needs before it is computed anew for
+    a newer version.
     """
 
     request: Request
@@ -424,8 +424,8 @@ class ScoredRun(NamedTuple):
 
 
 def scored_runs(rows: Iterable[BatchRow]) -> list[ScoredRun]:
-    """Returns what a step scores, in batch order: of each prompt that is scored, what follows the
-    tokens that the step computes and was not scored before."""
+    """Returns the tokens that a step scores, in batch order: of each scored prompt, the unscored
+    successors of the tokens that the step computes."""
     runs, index = [], 0
     for sequence, start, num_tokens, _ in rows:
         first = max(start + 1, sequence.num_scored)
@@ -531,15 +531,15 @@ def padding_pages(device: str) -> int:
 class EngineConfig:
     """`dtype` and `device` are resolved ("float32", "cpu"); sizes in bytes.
 
-    `host_bytes` 0: no host tier, pulls write straight into the arena (CPU only).
-    `lora_targets`: what adapters may change, by last components of targets' names; none: all.
-    `max_added_tokens`: how many tokens behind the vocabulary an adapter may have.
-    `record_steps`: decode steps are recorded and replayed where the device can.
-    `num_threads` 0: one per core that this process may use.
-    `memory_limit_bytes` 0: on CPU what the machine leaves, else what the device has;
-    `host_limit_bytes`, of the host where the device has memory of its own, 0: what it leaves.
-    `frontend_bytes` is what the process takes that the engine serves from a process of its own,
-    `tokenizer_bytes` what it will take in addition when its tokenizer is loaded.
+    `host_bytes` 0: no host tier, pulls write straight into the arena (CPU only). `lora_targets`:
+    the modules that adapters may change, by last components of targets' names; none: all.
+    `max_added_tokens`: how many tokens behind the vocabulary an adapter may have. `record_steps`:
+    decode steps are recorded and replayed where the device can. `num_threads` 0: one per core that
+    this process may use. `memory_limit_bytes` 0: on CPU the machine's free memory, else the
+    device's memory; `host_limit_bytes`, of the host where the device has memory of its own, 0: its
+    free memory. `frontend_bytes` is the memory of the process that the engine serves from a process
+    of its own, `tokenizer_bytes` the memory that it will take in addition when its tokenizer is
+    loaded.
     """
 
     model_dir: Path

@@ -1,6 +1,6 @@
-"""Debug bundle of a running server: what helps to find a fault, without secrets.
+"""Debug bundle of a running server, without secrets.
 
-The size of each part is bounded, whatever runs.
+The size of each part is bounded, for any load.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ from servicekit.errors import (
 
 TRY_LATER = "try again later"
 TRY_LATER_SEE_LOG = f"{TRY_LATER} (this server's log has the store's address)"
-"""What callers are told of a failure of the store that was logged: no address of it, which is for
+"""The text that callers get for a logged failure of the store: no address of it, which is for
 operators."""
 ENGINE_ADVICE = ": try again later, or another server"
 
@@ -162,7 +162,7 @@ class DeviceFault(enum.Enum):
 
 
 class EngineFailed(Unavailable):
-    """`fault` is the device's, if that is why; `remedy` then says what operators can do."""
+    """`fault` is the device's, if that is why; `remedy` then has the operators' remedy."""
 
     reason = "ENGINE_FAILED"
     fault: DeviceFault | None = None
@@ -183,7 +183,7 @@ class EngineFailed(Unavailable):
 
     @property
     def for_operator(self) -> str:
-        """The message with what operators can do in place of what callers can."""
+        """The message with the operators' remedy in place of the callers'."""
         return self.message.replace(ENGINE_ADVICE, f"; {self.remedy or 'its log says more'}")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -200,5 +200,5 @@ class UnsupportedModel(FailedPrecondition):
 
 
 def notes_of(error: ServiceError) -> str:
-    """Returns what was added to an error for this server's log, such as addresses."""
+    """Returns the details that an error has for this server's log, such as addresses."""
     return " ".join(getattr(error, "__notes__", ()))

@@ -176,7 +176,7 @@ def _credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
             ("key_file", tls.key_file),
         )
     )
-    # gRPC takes whatever it is given, and every call would end with an unreachable service.
+    # gRPC takes any files, and every call would end with an unreachable service.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if tls.ca_file is not None:
         try:

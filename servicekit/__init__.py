@@ -1,15 +1,15 @@
-"""What any of our gRPC services is made of. Knows neither service, and imports no torch.
+"""The parts common to our gRPC services. Knows neither service, and imports no torch.
 
 auth               callers, their rights, and the audit of their changes
-errors             what can go wrong: the general kinds, which services derive their own from
+errors             the general kinds of errors, from which services derive their own
 heap               bounds the arenas of the C heap, and gives back what is free
 hub_client         keeps clients of the Hugging Face Hub to hosts that they may go to
 interpreter_gc     Python's garbage collector around a service's start
-refs               what names an adapter: `[tenant/]name[@version]` or a digest
+refs               references to adapters: `[tenant/]name[@version]` or a digest
 rpc                serving gRPC
-shares             what one tenant may take of a finite place, and threads that tenants share
-settings           how settings are declared, read and shown, and those that all services have
+shares             shares of tenants in limited resources, and threads that tenants share
+settings           how settings are declared, read and shown; the settings of all services
 telemetry          logs, redaction, traces, metrics, recent errors and the debug bundle
-tokenizer_extract  what of a tokenizer decides how a text becomes tokens, to be compared
-work_budget        how much processor time one tenant may take by what is large, refused or a list
+tokenizer_extract  the parts of a tokenizer that decide the tokens of a text, to be compared
+work_budget        the processor time that large or refused requests and lists of a tenant take
 """

@@ -1,7 +1,7 @@
-"""What can go wrong in a service, without a word about transport.
+"""The errors of a service, independent of transport.
 
-The general kinds are those of gRPC's status codes. A service derives its own from them and so
-inherits their code; `reason` tells its own apart.
+The general kinds are gRPC's status codes. A service derives its own from them and so inherits their
+code; `reason` tells its own apart.
 
 ServiceError
  ├─ InvalidArgument      an argument is invalid; `subject` names it
@@ -11,7 +11,7 @@ ServiceError
  ├─ AlreadyExists        an object of this name exists
  ├─ FailedPrecondition   a precondition of the call does not hold
  ├─ Aborted              the object was changed meanwhile
- ├─ OutOfRange           the position is outside what is stored
+ ├─ OutOfRange           the position is outside the stored data
  ├─ ResourceExhausted    a limit is reached; with RetryInfo, a later retry may succeed
  │   ├─ QuotaExceeded    the tenant has reached a quota; `subject` names it
  │   └─ ShareExceeded    the tenant has used its share of a resource; `subject` names it

@@ -1,8 +1,8 @@
-"""The C heap of the process: how many arenas it has, and giving back what is free in them.
+"""The C heap of the process: bounds the number of its arenas, and gives back their free memory.
 
-glibc makes eight arenas per processor, and each keeps what was freed in it. After a flood of small
-allocations in gRPC's threads a process holds memory that nothing uses. Without glibc both functions
-do nothing.
+glibc makes eight arenas per processor, and each keeps the memory that was freed in it. After a
+flood of small allocations in gRPC's threads a process holds memory that nothing uses. Without glibc
+both functions do nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def bound_arenas(max_arenas: int = MAX_ARENAS) -> bool:
 
 
 def give_back() -> bool:
-    """Gives what is free to the system, which takes milliseconds, without the interpreter's lock.
-    Returns whether anything was given."""
+    """Gives free memory back to the system, which takes milliseconds, without the interpreter's
+    lock. Returns whether anything was given."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim is not None and trim(0) == 1

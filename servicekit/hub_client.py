@@ -1,7 +1,7 @@
 """Keeps a client of the Hugging Face Hub's library to hosts that it may go to.
 
-The Hub redirects to the hosts that keep large files. Those of Hugging Face are known; whatever else
-a server names as such could lie anywhere, also inside this network. The token goes to the Hub's own
+The Hub redirects to the hosts that keep large files. Hugging Face's hosts are known; any other host
+that a server names could lie anywhere, also inside this network. The token goes to the Hub's own
 address alone.
 """
 
@@ -20,8 +20,8 @@ _STORAGE = "X-Xet-Cas-Url"
 
 
 class ForeignHost(Exception):
-    """Raised instead of a request to a host that is not on the list, or of one that would bring the
-    token to another host than the Hub's."""
+    """Raised instead of a request to a host that is not on the list, or of a request that would
+    send the token to another host than the Hub's."""
 
     def __init__(self, server: str, *, has_token: bool = False) -> None:
         what = " with the token" if has_token else ""
@@ -45,8 +45,8 @@ class _Server(NamedTuple):
 
 
 class HubHosts:
-    """The hosts that a client of the Hub at `endpoint` may go to: the Hub's own, and those of the
-    list, with all below each. None of them without TLS, unless the Hub itself has none."""
+    """The hosts that a client of the Hub at `endpoint` may go to: the Hub's own and the listed
+    hosts, with all hosts below each. None of them without TLS, unless the Hub itself has none."""
 
     def __init__(self, endpoint: str, redirect_hosts: Iterable[str]) -> None:
         hub = self._hub = _Server.of(endpoint)
@@ -58,7 +58,7 @@ class HubHosts:
         try:
             server = _Server.of(url)
         except ValueError:
-            raise ForeignHost("what is no address") from None
+            raise ForeignHost("an invalid address") from None
         if server in self._with_token:
             return
         host = server.host

@@ -16,6 +16,6 @@ def pause() -> None:
 
 
 def resume() -> None:
-    """Collects again, but never what exists now."""
+    """Collects again, but never the objects that exist now."""
     gc.freeze()
     gc.enable()

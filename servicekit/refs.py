@@ -49,8 +49,8 @@ def parse_name(text: str, field: str = "name", home: str = DEFAULT_TENANT) -> Ad
         tenant = home
     if not _TENANT.fullmatch(tenant):
         raise InvalidArgument(
-            f"{field}: tenant {_shown(tenant)} is not of the form {_TENANT.pattern}; what is "
-            f"before a slash is the tenant, and without one the name is in {_shown(home)}",
+            f"{field}: tenant {_shown(tenant)} is not of the form {_TENANT.pattern}; the part "
+            f"before a slash is the tenant, and a name without a slash is in {_shown(home)}",
             subject=field,
         )
     if not _NAME.fullmatch(name):

@@ -1,13 +1,13 @@
-"""Shares of a finite place: what one account may take of it while others are served too.
+"""Shares of a finite place: how much one account may take while others are served too.
 
-An account holds at most `share` of what the others leave, and at least one unit: with a half, the
-first of 64 units one takes 32, the next 16, and the seventh finds the last one. An account that
-holds nothing may take what is free, however large: a thing that is larger than a share can be had,
-one at a time; see Reservation.is_over_share. With a share of 1 the first comer may take everything:
-for places whose callers are not told apart.
+An account holds at most `share` of the units that others leave free, and at least one unit: with a
+half, the first of 64 units one takes 32, the next 16, and the seventh finds the last one. An
+account that holds nothing may take all free units, so that a thing that is larger than a share can
+be had, one at a time; see Reservation.is_over_share. With a share of 1 the first comer may take
+everything: for places whose callers are not told apart.
 
 `FairExecutor` is such a place whose units are threads. `MinimumRate` bounds how long a transfer may
-hold its units: it ends one that makes no real progress.
+hold its units: it ends any that makes no real progress.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Reservation:
 
     def grow(self, amount: int) -> None:
         """Takes more, within the account's share. Raises ShareExceeded, also after the release;
-        what is held stays."""
+        held units stay."""
         self._shares._grow(self, amount)
 
     def shrink(self, amount: int) -> None:
@@ -85,7 +85,7 @@ class Reservation:
 @dataclass(eq=False, slots=True)
 class Request:
     """A wait for units: `granted` is called with them, in the thread that freed them, and must not
-    block or raise. None once the wait has ended: what it refers to is let go."""
+    block or raise. None once the wait has ended: its references are let go."""
 
     account: str
     amount: int
@@ -104,8 +104,8 @@ class PlaceUse:
 
 
 class Shares:
-    """A place of `capacity` units. `name` is what errors call it, as their subject and in words:
-    "uploads", "staged_bytes". `setting` names what decides its size.
+    """A place of `capacity` units. `name` is its name in errors, as their subject and in words:
+    "uploads", "staged_bytes". `setting` is the setting that decides its size.
 
     Thread-safe. Accounts that wait are served in turns, each in its own order.
     """
@@ -262,8 +262,8 @@ class Shares:
     def _exceeded(
         self, account: str, amount: int, *, num_waiting: int = 0, grown: int = 0
     ) -> ShareExceeded:
-        """Counts a refusal, and returns its error: without a time to retry for what can never be
-        had, as `amount` more for a reservation that has `grown` beyond what a share may be."""
+        """Counts a refusal, and returns its error: without a time to retry for units that can never
+        be had, as `amount` more for a reservation that has `grown` beyond its share."""
         self._num_refused += 1
         most = max(1, int(self.share * self.capacity)) if grown else self.capacity
         can_wait = grown + amount <= most
@@ -279,7 +279,7 @@ class Shares:
         else:
             message += (
                 f"; {amount} more cannot be had now: one tenant's share is at most "
-                f"{self.share:.0%} of what others leave; try again later"
+                f"{self.share:.0%} of the part that others leave free; try again later"
             )
         wait_s = self._retry_after_s if can_wait else 0.0
         return ShareExceeded(message, subject=self.name, retry_after_s=wait_s)
@@ -314,7 +314,7 @@ class Shares:
             self._grant()
 
     def _grant(self) -> None:
-        """Grants what fits, one request of each account after the other."""
+        """Grants requests that fit, one request of each account after the other."""
         while True:
             with self._lock:
                 request = self._next()
@@ -365,6 +365,8 @@ class FairExecutor:
     def submit(
         self, account: str, function: Callable[..., T], /, *args: Any, **kwargs: Any
     ) -> Future[T]:
+        """Runs the function in a thread of the account's share; see Executor.submit. Raises
+        ShareExceeded if too many functions wait, and RuntimeError after the shutdown."""
         future: Future[T] = Future()
         task = _Task(partial(function, *args, **kwargs), future)
         with self._lock:
@@ -389,7 +391,7 @@ class FairExecutor:
         return future
 
     def close(self) -> None:
-        """Cancels what has not started, and waits for the rest."""
+        """Cancels jobs that have not started, and waits for the rest."""
         with self._lock:
             self._is_closed = True
             queued = list(self._queued)

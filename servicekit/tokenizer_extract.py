@@ -1,10 +1,10 @@
-"""The extract of a tokenizer: what of it decides how a text becomes tokens, in a few kilobytes.
+"""The extract of a tokenizer: all that decides how a text becomes tokens, in a few kilobytes.
 
 The adapter store makes it of the files beside an adapter; an inference service makes it of its own
-model's, and compares. Files are those of Hugging Face: `tokenizer.json` as the `tokenizers` library
-writes it, with `tokenizer_config.json` and `special_tokens_map.json` as `transformers` reads them.
-Of what is large or may not differ there are hashes, of canonical JSON: releases of the library
-write defaults or leave them out, and merges as pairs or as texts.
+model's, and compares. Files are Hugging Face's: `tokenizer.json` as the `tokenizers` library writes
+it, with `tokenizer_config.json` and `special_tokens_map.json` as `transformers` reads them. Parts
+that are large or may not differ are hashes, of canonical JSON: releases of the library write
+defaults or leave them out, and merges as pairs or as texts.
 
 An extract is JSON of its own: the same tokenizer has the same bytes.
 """
@@ -31,7 +31,7 @@ MODEL_PARTS = ("vocabulary", "merges", "model")
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Tokens with a meaning of their own, in the order in which transformers adds missing ones."""
 PROMPT_SETTINGS = ("add_bos_token", "add_eos_token")
-"""Settings that decide what a text prompt begins and ends with."""
+"""Settings that decide the first and last tokens of a text prompt."""
 SETTINGS = (
     *PROMPT_SETTINGS,
     *("add_prefix_space", "split_special_tokens", "legacy"),
@@ -43,7 +43,7 @@ BATCH = 4096
 
 _FLAGS = {"special": "s", "normalized": "n", "lstrip": "l", "rstrip": "r", "single_word": "w"}
 _DEFAULTS = {"use_regex": True, "split": True}
-"""What earlier releases of the library leave out of a part of the pipeline."""
+"""Keys of a part of the pipeline that earlier releases of the library leave out."""
 
 
 class InvalidTokenizer(Exception):
@@ -72,7 +72,7 @@ class AddedToken:
 @dataclass(frozen=True, slots=True)
 class TokenizerExtract:
     """`added_tokens` in order of their ids; `parts` are hashes by the names in PIPELINE and
-    MODEL_PARTS; of `roles` those that the files say something of, None for none; `settings` those
+    MODEL_PARTS; `roles` are the ones that the files mention, None for none; `settings` are the ones
     that are set."""
 
     added_tokens: tuple[AddedToken, ...]
@@ -100,7 +100,7 @@ class TokenizerExtract:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> TokenizerExtract:
-        """Reads what `to_bytes` wrote. Raises InvalidTokenizer for anything else."""
+        """Reads bytes that `to_bytes` wrote. Raises InvalidTokenizer for anything else."""
         try:
             found = json.loads(data)
             if found["format"] != FORMAT:
@@ -138,9 +138,9 @@ def make_extract(
 ) -> TokenizerExtract:
     """Returns the extract of the parsed files.
 
-    Raises InvalidTokenizer: TOKENIZER_INVALID for what is not of the library's form, TOKEN_TWICE
-    for a token with two ids or an id of two tokens, TOKEN_INVALID for one that is empty or too
-    long, or has an id that cannot be, TOO_MANY_TOKENS.
+    Raises InvalidTokenizer: TOKENIZER_INVALID for files that are not of the library's form,
+    TOKEN_TWICE for a token with two ids or an id of two tokens, TOKEN_INVALID for a token that is
+    empty or too long, or has an impossible id, TOO_MANY_TOKENS.
     """
     model = _object(tokenizer.get("model"), "model")
     vocabulary = Vocabulary(model.get("vocab"))
@@ -161,6 +161,7 @@ class Vocabulary:
     """A model's own tokens: a map of texts to ids, or a list of (text, score) in order of ids."""
 
     def __init__(self, found: Any) -> None:
+        """Raises InvalidTokenizer."""
         if isinstance(found, list):
             pairs = [self._pair(each) for each in found]
             self._ids = {text: index for index, (text, _) in enumerate(pairs)}
@@ -239,7 +240,7 @@ def _merge(found: Any) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a part of the pipeline without what equals the library's defaults."""
+    """Returns a part of the pipeline without values that equal the library's defaults."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if not isinstance(value, dict):

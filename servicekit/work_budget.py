@@ -1,8 +1,8 @@
-"""How much processor time each account may take by what costs more than it brings: requests that
-are large or refused, and lists.
+"""How much processor time each account may take by requests that are large or refused, and lists.
 
-What an account takes is a debt that decays by the clock. Who owes more than a burst waits with its
-next request until the debt is paid; nobody else does, and nothing is taken from others' places.
+The time that an account takes is a debt that decays by the clock. Who owes more than a burst waits
+with its next request until the debt is paid; nobody else does, and nothing is taken from others'
+places.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 PROCESSORS = 0.1
-"""What an account may take on average, once it has taken a burst."""
+"""Processors that an account may take on average, once it has taken a burst."""
 BURST_SECONDS, MAX_DEBT_SECONDS = 0.5, 1.5
-"""What it may take before it waits, and the most that it may owe: who stops waits no longer than
-10 seconds."""
+"""Processor time that it may take before it waits, and the most that it may owe, so that an account
+that stops waits no longer than 10 seconds."""
 TURN_SECONDS = 5e-3
-"""What a request is charged that had to wait: those behind it go on one by one."""
+"""The charge of a request that had to wait, so that the requests after it go on one by one."""
 WAIT_SECONDS = 10.0
 MAX_WAITING = 4096
 MAX_PAID = 256
@@ -53,7 +53,7 @@ class WorkBudget:
     def __init__(
         self, name: str, share: float, processors: float = PROCESSORS, wait_s: float = WAIT_SECONDS
     ) -> None:
-        """`name` is what errors call the work."""
+        """`name` is the work's name in errors."""
         self._name = name
         self._is_bounded = share < 1
         self._processors = processors
@@ -62,7 +62,7 @@ class WorkBudget:
         self._debts: dict[str, _Debt] = {}
 
     def debt_s(self, account: str) -> float:
-        """Returns what the account owes, in seconds of a processor."""
+        """Returns the account's debt, in seconds of a processor."""
         with self._lock:
             found = self._debts.get(account)
             return 0.0 if found is None else self._owed(found, time.monotonic())
@@ -75,7 +75,7 @@ class WorkBudget:
     def run(
         self, account: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Returns the function's result, and charges what it takes of this thread, also if it
+        """Returns the function's result, and charges its processor time in this thread, also if it
         fails or nobody waits for it any more."""
         start_s = time.thread_time()
         try:
@@ -107,7 +107,8 @@ class WorkBudget:
     @asynccontextmanager
     async def turn(self, account: str) -> AsyncIterator[None]:
         """Enters like `wait`, one caller of an account at a time: for work that costs much at once,
-        whose price is known when it is done. Charge it before the context ends."""
+        whose price is known when it is done. Charge it before the context ends. Raises as
+        `wait`."""
         if not self._is_bounded:
             yield
             return

@@ -332,6 +332,55 @@ def test_packages_map_their_modules(package: str) -> None:
     check(f"maps of {package}", found())
 
 
+TESTS = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for path in sorted((ROOT / "tests").rglob("*.py"))
+}
+"""Modules of the tests, those of packages with their `__init__`."""
+MAX_SUPPORT_FILES = 15
+
+
+def test_tests_import_no_other_tests() -> None:
+    """A helper of several modules stands in tests.support: who changes a test, or a fixture, then
+    sees all that depends on it."""
+
+    def found() -> Iterator[str]:
+        for name, path in TESTS.items():
+            for node in ast.walk(parsed(path)):
+                imported = set()
+                if isinstance(node, ast.Import):
+                    imported = {alias.name for alias in node.names}
+                elif isinstance(node, ast.ImportFrom):
+                    # Where `from tests.a import test_b` imports a module, and not a name of one.
+                    inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                    imported = {node.module or "", *(inner & TESTS.keys())}
+                for each in imported:
+                    last = each.rpartition(".")[2]
+                    if each.startswith("tests.") and (last == "conftest" or last[:5] == "test_"):
+                        yield f"{name} -> {each}"
+
+    check("imports of tests", found())
+
+
+def test_support_is_mapped() -> None:
+    """Each `__init__` in tests/support has a line for each module of its folder, and a folder has
+    few enough of them to be read."""
+
+    def found() -> Iterator[str]:
+        for folder in {path.parent for path in (ROOT / "tests" / "support").rglob("*.py")}:
+            name, files = folder.relative_to(ROOT), set(folder.glob("*.py"))
+            text = ast.get_docstring(parsed(folder / "__init__.py")) or ""
+            mapped = set(re.findall(r"^(\w+) {2,}", text, re.MULTILINE))
+            shelves = {path.parent.name for path in folder.glob("*/__init__.py")}
+            modules = {path.stem for path in files} - {"__init__"} | shelves
+            yield from (f"{name}: {each} is not mapped" for each in modules - mapped)
+            yield from (f"{name}: {each} is no module" for each in mapped - modules)
+            if len(files) > MAX_SUPPORT_FILES:
+                yield f"{name}: {len(files)} files"
+
+    check("maps of tests/support", found())
+
+
 NAMING_FAMILIES = {
     "inference_svc.model.rope": "kinds of rotation are called by who made them",
 }

@@ -24,7 +24,7 @@ from adapter_store.images.check import Server, check_folder
 from inference_svc.app import describe_layout
 from inference_svc.config import InferenceSettings
 from servicekit.settings.load import load_settings
-from tests.system.trained import (
+from tests.support.models.trained import (
     PREFIX,
     WEIGHTS,
     Trainer,
@@ -34,7 +34,7 @@ from tests.system.trained import (
     renamed,
     sharded,
 )
-from tests.system.zoo import AdapterSpec, make_model, make_zoo
+from tests.support.models.zoo import AdapterSpec, make_model, make_zoo
 
 Make = Callable[[Trainer], Path]
 LAYER = f"{PREFIX}model.layers.0."

@@ -28,11 +28,10 @@ one module of data; you can [add one](development/add-an-architecture.md).
 
 `config.json` decides which of these features a model has. At start the server refuses, by its key,
 a value that would change the maths and that it does not compute, and it refuses tensors that are
-missing, unexpected or of another shape. Before it loads anything, it names a tokenizer or shard that
-is missing, broken or only a pointer of Git LFS. If `config.json` ties head and embedding but the
-checkpoint has a different head, the server uses that head, as transformers does, and logs a warning.
-We test configs of these published models, with all keys of
-their authors:
+missing, unexpected or of another shape. Before it loads anything, it names a tokenizer or shard
+that is missing, broken or only a pointer of Git LFS. If `config.json` ties head and embedding but
+the checkpoint has a different head, the server uses that head, as transformers does, and logs a
+warning. We test configs of these published models, with all keys of their authors:
 
 {published}
 

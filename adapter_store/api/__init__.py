@@ -1,6 +1,6 @@
 """The gRPC contract: authenticates, converts, calls `service`, converts back.
 
 servicer  the AdapterStoreService, one method per RPC
-bounds    what a request of each RPC may hold
+bounds    limits of each RPC's request
 convert   between the contract's messages and the store's own types
 """

@@ -1,4 +1,4 @@
-"""What a request of each RPC may hold, checked before it is converted."""
+"""Limits of each RPC's request, checked before it is converted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_IMAGE_FORMATS = 64
 DEBUG_BYTES = 2 << 20
 """The largest part of a debug bundle has a thousand rows."""
 RECORD_BYTES = 128 << 10
-"""What an answer of one record takes, sent and copied."""
+"""The memory of an answer of one record, sent and copied."""
 PAGE_ANSWER_BYTES = 2 * (PAGE_BYTES + RECORD_BYTES)
 PULL_ANSWER_BYTES = 3 * CHUNK_BYTES
 """A chunk of at most half more than CHUNK_BYTES, and gRPC's copy."""

@@ -222,7 +222,7 @@ _MAX_LENGTH_BYTES = 5
 def read_chunk(raw: bytes) -> FileChunk | None:
     """Returns the chunk of a serialized UploadAdapterRequest, its data a view of `raw`. None unless
     it has a chunk alone whose last field is its data, as clients write it: then protobuf reads it,
-    and says what is wrong. Takes no longer for a longer one.
+    and reports the fault. Takes no longer for a longer one.
 
     The encoding is https://protobuf.dev/programming-guides/encoding: a chunk is
     tag, length, {tag, length, file name; tag, offset; tag, length, data}."""
@@ -243,7 +243,7 @@ def read_chunk(raw: bytes) -> FileChunk | None:
 
 
 def _read_head(raw: bytes) -> pb.FileChunk | None:
-    """Returns what comes before the data; None if that is no whole message, or has data, too."""
+    """Returns the part before the data; None if that is no whole message, or has data, too."""
     try:
         head = pb.FileChunk.FromString(raw)
     except DecodeError:
@@ -280,7 +280,7 @@ def from_layout(message: pb.ModelLayout) -> Layout:
 
 
 def from_json(text: str) -> tuple[Layout, Announcement]:
-    """Returns what a server says of itself in a RegisterLayoutRequest, as JSON. Raises
+    """Returns a server's description in a RegisterLayoutRequest, as JSON. Raises
     InvalidArgument."""
     try:
         message = Parse(text, pb.RegisterLayoutRequest())
@@ -290,8 +290,8 @@ def from_json(text: str) -> tuple[Layout, Announcement]:
 
 
 def from_announcement(message: pb.RegisterLayoutRequest) -> Announcement:
-    """Returns what the server says beside its layout; of one of an earlier release, what its layout
-    says. Raises InvalidArgument naming the field."""
+    """Returns the server's announcement beside its layout; for a server of an earlier release, its
+    layout's. Raises InvalidArgument naming the field."""
     if not message.HasField("announcement"):
         return Announcement(tuple(message.layout.aliases), is_renewed=False)
     announcement = message.announcement

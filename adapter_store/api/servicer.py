@@ -65,7 +65,7 @@ class StoreAuditEntry(AuditEntry):
     ignored_config_keys: tuple[str, ...] = field(default=(), init=False)
 
     def describe(self, record: AdapterRecord, revision: int) -> None:
-        """Notes what was changed, as it is now."""
+        """Notes the changed record, as it is now."""
         self.name, self.version = str(record.name), record.version
         self.digest, self.revision = record.digest, revision
 
@@ -274,6 +274,8 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     async def WatchAdapters(  # noqa: N802
         self, request: pb.WatchAdaptersRequest, context: Context
     ) -> AsyncIterator[pb.WatchAdaptersResponse]:
+        """Yields the events that the caller may see. Raises RevisionTooOld once its token is for
+        other tenants."""
         call = self._authenticator.long_lived(context.invocation_metadata(), Action.READ)
         call_context.note_caller(call.caller)
         watch = self._service.watch(
@@ -281,7 +283,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         )
         async with aclosing(watch) as events:
             async for event in events:
-                if not call.revalidate():  # what was passed over until now is found by a list only
+                if not call.revalidate():  # only a list finds the records passed over until now
                     raise RevisionTooOld(
                         "since_revision: this token is for other tenants now; list again",
                         subject="since_revision",
@@ -339,7 +341,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
                 caller.require(action)
                 self._audit.begin(entry)
                 yield caller, entry
-        finally:  # the audit has noted what was changed
+        finally:  # the audit has noted the change
             if action in (Action.REGISTER_LAYOUT, Action.FORGET_LAYOUT):
                 call_context.note(base_model=entry.name, layout_id=entry.digest)
             else:

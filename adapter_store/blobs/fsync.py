@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the folder's entries durable: what was created, renamed or removed in it."""
+    """Makes the folder's entries durable: all creations, renames and removals in it."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -42,7 +42,7 @@ def move_folder(source: Path, target: Path) -> bool:
 def remove_folder(folder: Path, trash: Path) -> None:
     """Removes a folder, which may be absent, without ever exposing it half-empty.
 
-    `trash` is a path in the same filesystem; what a crash leaves there can be removed any time.
+    `trash` is a path in the same filesystem; leftovers of a crash there can be removed any time.
     """
     try:
         os.rename(folder, trash)

@@ -4,7 +4,7 @@
     recorded         there once the catalog has had a record
     staging/<id>/    being written     trash/<id>/   being removed     damaged/<id>/   quarantined
 
-Those of ephemeral registrations are in memory alone, and gone with the process.
+Blobs of ephemeral registrations are in memory alone, and gone with the process.
 
 A blob appears by one rename of a folder whose files are durable, before the catalog points to it.
 """
@@ -34,7 +34,7 @@ class Blobs(Protocol):
     """Blocking and thread-safe."""
 
     has_memory: bool
-    """Whether it stores what lies in memory: where this process alone is asked for it."""
+    """Whether it stores files that lie in memory: where this process alone is asked for it."""
 
     @property
     def in_memory(self) -> list[str]:
@@ -114,7 +114,7 @@ class LocalBlobs:
         return self.recorded.exists()
 
     def sweep_leftovers(self) -> None:
-        """Removes what was being written or removed. Call it at start only."""
+        """Removes unfinished writes and removals. Call it at start only."""
         for folder in (self._staging, self._trash):
             for leftover in folder.iterdir():
                 shutil.rmtree(leftover)
@@ -153,7 +153,7 @@ class LocalBlobs:
         files: tuple[SourceFile, ...] = (),
         is_intact: Callable[[Path], bool] | None = None,
     ) -> BlobPlace:
-        """See Blobs.put. What is in memory stays there, unless the blob is on disk."""
+        """See Blobs.put. A blob in memory stays there, unless the blob is on disk."""
         folder = self._path(digest)
         if isinstance(staged, MemoryFolder):
             if folder.is_dir():

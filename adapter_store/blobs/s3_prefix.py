@@ -16,7 +16,7 @@ READ_SECONDS = 30
 MAX_ATTEMPTS = 4
 MAX_CONNECTIONS = 32
 MAX_PUT_BYTES = 5 << 30
-"""What S3 accepts in one request; only single requests can be conditional."""
+"""The most that S3 accepts in one request; only single requests can be conditional."""
 
 DELETE_BATCH = 1000
 _MISSING = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
@@ -109,7 +109,7 @@ class Bucket:
                 yield [entry["Key"].removeprefix(self._prefix) for entry in found]
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Deletes objects, which may be absent."""
+        """Deletes objects, which may be absent. Raises OSError."""
         with _translate_errors():
             for start in range(0, len(keys), DELETE_BATCH):
                 batch = [{"Key": self._prefix + key} for key in keys[start : start + DELETE_BATCH]]

@@ -4,7 +4,7 @@
     fetched/<hex>-<place>/         in the data folder: copies to compile from, evicted by last use
 
 Every upload has a place of its own, and only the place in the catalog's row is the blob. So
-removing one row's objects can never remove those that a later registration of the digest stored.
+removing one row's objects can never remove objects that a later registration of the digest stored.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RECORDED = "recorded"
 READ_BYTES = 1 << 20
 STRIPES = 64
 MEMORY_BYTES = 256 << 20
-"""What copies in memory may take together, which a full volume has no space for."""
+"""The memory of all copies for which a full volume has no space."""
 IN_USE_SECONDS = 600
 """A copy that was used within this time may still be read, and is not evicted."""
 
@@ -108,8 +108,8 @@ class SharedBlobs:
 
     def path(self, digest: str) -> Folder:
         """Returns a folder with the blob's files, fetched if need be, on a full volume into memory;
-        one that does not exist if there is no such blob. Raises CorruptData if its objects are gone
-        or altered."""
+        a missing path if there is no such blob. Raises CorruptData if its objects are gone or
+        altered."""
         stored = self._catalog.blob(digest)
         if stored is None:
             return self._folder / "none"
@@ -157,8 +157,9 @@ class SharedBlobs:
         return stored
 
     def finish_put(self, digest: str, stored: BlobPlace, staged: Folder) -> None:
-        """Removes the objects that the catalog does not point to: those just stored, or those that
-        they replace. Objects that cannot be removed now are swept once their lease has ended."""
+        """Removes the objects that the catalog does not point to: the ones just stored, or the ones
+        that they replace. Objects that cannot be removed now are swept once their lease has
+        ended."""
         if not stored.lease:
             return
         self._leases.forget(stored.lease)
@@ -189,7 +190,7 @@ class SharedBlobs:
         self._leases.forget(stored.lease)
 
     def remove(self, digest: str, place: str = "") -> None:
-        """Removes what the catalog's row, now gone, pointed to."""
+        """Removes the objects of the catalog's row, now gone."""
         with self._lock:  # not while `_evict` lists the copies
             remove_folder(self._copy_path(digest, place), self._local.trash())
         if place:
@@ -197,7 +198,7 @@ class SharedBlobs:
                 self._bucket.delete_under(_prefix(digest, place))
 
     def sweep_shared(self) -> None:
-        """Removes what interrupted uploads left behind."""
+        """Removes leftovers of interrupted uploads."""
         with _translate_errors():
             for keys in self._bucket.keys(f"{FOLDER}/"):
                 self._bucket.delete(self._orphans(keys))

@@ -1,11 +1,12 @@
-"""The file system of the data folder, and a reserve on it for what frees space once it is full.
+"""The file system of the data folder, and a reserve on it for the work that frees space once it is
+full.
 
     reserve/<n>    files that hold space, and nothing else
 
 A deletion has to be recorded before its space is free, and a start writes, too. Where these find
 too little space they are given the reserve, file by file, and then images of the disk tier, which
-can be compiled again. Until the reserve is whole again, whatever would add to the volume is
-refused. A file system that lets nobody hold space has no reserve, and is used without.
+can be compiled again. Until the reserve is whole again, every addition to the volume is refused. A
+file system that lets nobody hold space has no reserve, and is used without.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ MAX_SHARE = 8
 NUM_PIECES = 32
 SMALL_PIECES, LARGE_PIECES = 2, 8
 """How many pieces of the reserve a change of a few rows of the catalog may take, or of a thousand.
-Few, since another program may take what is given up."""
+Few, since another program may take the space that is given up."""
 MIN_INODES = 4
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class Volume:
-    """Thread-safe. `evict` removes about as many bytes of what can be made again."""
+    """Thread-safe. `evict` removes about as many bytes of files that can be made again."""
 
     def __init__(self, folder: Path, evict: Callable[[int], object]) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Announcements: what the servers of a layout say beside it, for as long as they live.
+"""Announcements: facts about the servers of a layout beside it, for as long as they live.
 
 They count as there for PRESENT_FOR after a renewal. The announcement lasts for LASTS_FOR: so long
 its layout is compiled ahead for, and its aliases are known.
@@ -30,14 +30,14 @@ from adapter_store.errors import LimitExceeded
 from servicekit.shares import limit_of
 
 RENEW_AFTER = timedelta(seconds=20)
-"""After what time an announcement is renewed, with the next event of a server's watch. PRESENT_FOR
-allows for three of that beside the difference of clocks. Servers that announce the same share one
-row, and so its writes."""
+"""The time after which an announcement is renewed, with the next event of a server's watch.
+PRESENT_FOR allows for three of that beside the difference of clocks. Servers that announce the same
+share one row, and so its writes."""
 REPLICA_RENEWS_WITHIN = RENEW_AFTER + timedelta(seconds=5)
-"""Within what time another replica renews it if it has servers of the same announcement."""
+"""The time within which another replica renews it if it has servers of the same announcement."""
 MAX_PER_LAYOUT = 16
 """Servers of one layout that say the same share an announcement. An account may have its share of
-what others leave."""
+the number that others leave free."""
 
 
 def add(
@@ -95,7 +95,7 @@ def _check_limit(layout_id: str, accounts: Sequence[str], account: str, share: f
     own = accounts.count(account)
     others = len(accounts) - own
     if own >= limit_of(MAX_PER_LAYOUT, others, share) or len(accounts) >= MAX_PER_LAYOUT:
-        of_which = f", of which one tenant's share is {share:.0%} of what others leave"
+        of_which = f"; one tenant may have {share:.0%} of the number that others leave free"
         raise LimitExceeded(
             f"announcement: {layout_id} has {own} different announcements by "
             f"{account or 'all callers together'} and {others} by others, and the most are "
@@ -107,8 +107,8 @@ def _check_limit(layout_id: str, accounts: Sequence[str], account: str, share: f
 
 
 def lasts(time: datetime) -> ColumnElement[bool]:
-    """Returns whether an announcement, of the row that a query reads, counts at this time. What is
-    not renewed does while its layout is live, or is so again."""
+    """Returns whether an announcement, of the row that a query reads, counts at this time. One that
+    is not renewed does while its layout is live, or is so again."""
     return or_(~announcements.c.is_renewed, announcements.c.expire_time > to_micros(time))
 
 
@@ -118,7 +118,7 @@ def has_server(time: datetime) -> ColumnElement[bool]:
 
 
 def renew(conn: Connection, announcement_id: str, time: datetime) -> str | None:
-    """Returns the announcement's layout; None for one that is not known."""
+    """Returns the announcement's layout; None for an unknown one."""
     key = announcements.c.announcement_id == announcement_id
     row = conn.execute(select(announcements).where(key)).first()
     if row is None:
@@ -152,8 +152,9 @@ def expire(conn: Connection, time: datetime, layout_id: str = "") -> int:
     """Deletes the announcements that have ended, of one layout or of all, with the aliases that no
     other announcement of their layout has; returns their number.
 
-    With them go those that are not renewed and were made before their last renewal: these servers
-    have been replaced. One that is there all the same announces itself when it connects again.
+    Also removes announcements that are not renewed and were made before their last renewal, because
+    these servers have been replaced. A server that is there all the same announces itself when it
+    connects again.
     """
     of_layout = announcements.c.layout_id
     where = [announcements.c.is_renewed, announcements.c.expire_time <= to_micros(time)]

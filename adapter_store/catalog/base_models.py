@@ -1,4 +1,4 @@
-"""Base models: those that servers have registered, with all their names."""
+"""Base models: the ones that servers have registered, with all their names."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from servicekit.refs import AdapterName
 
 @dataclass(frozen=True, slots=True)
 class KnownBaseModels:
-    """What is known when an adapter is registered under a name: the base model of its current
-    version and how that version's own config names it ("": there is no such version), all names of
-    each base model with a live layout, and which of these have no server now."""
+    """Known facts when an adapter is registered under a name: the base model of its current version
+    and how that version's own config names it ("": there is no such version), all names of each
+    base model with a live layout, and which of these have no server now."""
 
     served: Mapping[str, frozenset[str]]
     current: str = ""
@@ -66,7 +66,7 @@ def _served(
         .where(is_live(live_since))
     )
     found = [(row, names_of(row)) for row in conn.execute(announced)]
-    # Those that earlier releases have recorded are the layout's.
+    # Names that earlier releases have recorded are the layout's.
     claimed = {(row.layout_id, name) for row, own in found if row.base_model for name in own}
     base_by_layout: dict[str, str] = {}
     names: dict[str, set[str]] = {}

@@ -1,8 +1,8 @@
 """The Catalog: the transactions around the package's modules.
 
 A method that takes `tenants` sees only their adapters, and others' as if they did not exist; with
-None it sees all. All methods block and may be called from any thread. What a method returns is
-durable. Writers run one after the other; listeners are called in commit order.
+None it sees all. All methods block and may be called from any thread. A method's result is durable.
+Writers run one after the other; listeners are called in commit order.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Catalog:
 
     @property
     def is_current(self) -> bool:
-        """Whether the listeners were called for all commits except those of the last seconds. If
+        """Whether the listeners were called for all commits except the ones of the last seconds. If
         not, the database does not answer, and other replicas may have changed it."""
         return self._follower is None or self._follower.is_current
 
@@ -164,7 +164,7 @@ class Catalog:
         accept: Callable[[AdapterRecord], None] = lambda record: None,
     ) -> Recorded:
         """See changes.rollback. Raises also QuotaExceeded if a deleted name would exceed the quota
-        by coming back, and what `accept` raises about the record that would be current."""
+        by coming back, and errors of `accept` about the record that would be current."""
         with self._change() as (conn, made):
             now = self._clock()
             deleted_after = now - self._delete_grace
@@ -250,7 +250,7 @@ class Catalog:
     def versions(
         self, name: AdapterName, page_size: int = 0, page_token: str = "", tenants: Tenants = None
     ) -> VersionsPage:
-        """Returns a name's versions, newest first, with those that can be restored. Raises
+        """Returns a name's versions, newest first, with the ones that can be restored. Raises
         NotFound."""
         before = decode_version_token(page_token, name)
         limit = page_limit(page_size)
@@ -285,7 +285,7 @@ class Catalog:
     # Layouts and images
 
     def known_base_models(self, name: AdapterName) -> KnownBaseModels:
-        """Returns what decides for which base model an adapter of this name is."""
+        """Returns the facts that decide for which base model an adapter of this name is."""
         with self._database.read() as conn:
             return base_models.known(conn, name, self._live_since(), self._clock())
 
@@ -371,7 +371,7 @@ class Catalog:
             return layouts.body(conn, layout_id)
 
     def layout_bases(self, layout_id: str) -> list[str]:
-        """Returns the names of a layout's base model, none for one that is not known."""
+        """Returns the names of a layout's base model, none for an unknown one."""
         with self._database.read() as conn:
             return layouts.bases(conn, layout_id)
 
@@ -392,7 +392,7 @@ class Catalog:
         return self._in_batches(lambda conn: layouts.forget_unused_images(conn, since))
 
     def forget_unused_layouts(self) -> list[str]:
-        """Forgets what was not used for FORGET_AFTER_TTLS. See layouts.forget_unused."""
+        """Forgets layouts that were not used for FORGET_AFTER_TTLS. See layouts.forget_unused."""
         now, num_ttls = self._clock(), layouts.FORGET_AFTER_TTLS
         before = layouts.live_since(now, self._layout_ttl, num_ttls)
         with self._database.write() as conn:
@@ -436,7 +436,8 @@ class Catalog:
             return image_states.unfinished(conn, layout_id, after_digest, limit)
 
     def image_access(self, key: ImageKey, grace: timedelta, tenants: Tenants = None) -> ImageAccess:
-        """Returns what decides whether these tenants may pull an image, from one snapshot."""
+        """Returns the facts that decide whether these tenants may pull an image, from one
+        snapshot."""
         now = self._clock()
         with self._database.read() as conn:
             return image_states.image_access(conn, key, now - grace, tenants, now)

@@ -1,4 +1,4 @@
-"""Changes what names point to. Every function needs a write transaction."""
+"""Changes the content of names. Every function needs a write transaction."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_PRUNED = 1000
 
 
 class Registered(NamedTuple):
-    """What a registration changed, and the revision at which its content is current."""
+    """The change of a registration, and the revision at which its content is current."""
 
     events: list[AdapterEvent]
     revision: int
@@ -33,12 +33,12 @@ def register(
 ) -> Registered:
     """Points the name to this content.
 
-    Content is a digest for a base model, with a tokenizer's digest and a chat template's, and that
-    of a version never changes. The pin moves with the name. For content that is recorded already,
-    given labels, description and signature replace those of the version. With `keep` the versions
+    Content is a digest for a base model, with a tokenizer's digest and a chat template's, and a
+    version's content never changes. The pin moves with the name. For content that is recorded
+    already, given labels, description and signature replace the version's. With `keep` the versions
     beyond the newest so many are deleted, at most MAX_PRUNED, but neither this one nor pinned ones.
     Raises Conflict if the name does not point to `if_current_digest`, and FailedPrecondition for an
-    ephemeral version that would take the pin of another: what is pinned is to stay.
+    ephemeral version that would take the pin of another, because pinned content is to stay.
     """
     adapter = rows.find_adapter(conn, new.name)
     current = rows.find_version(conn, adapter.id, adapter.current_version) if adapter else None
@@ -220,7 +220,7 @@ def _register_again(
 
 
 def _update_description(conn: Connection, known: Row[Any], new: NewVersion) -> bool:
-    """Replaces what was given and differs. Returns whether anything did."""
+    """Replaces the given fields that differ. Returns whether anything did."""
     given = {
         "labels": rows.dump_labels(new.labels) if new.labels else "",
         "description": new.description,

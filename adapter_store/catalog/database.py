@@ -1,8 +1,8 @@
 """The database under the catalog: SQLite in a file, or PostgreSQL that several replicas share.
 
 `read` is one snapshot. Writes run one at a time: SQLite begins them IMMEDIATE, PostgreSQL locks the
-one row of `history` first. So what a write has read cannot change before it commits, in either
-database, whatever other threads and replicas do.
+one row of `history` first. So rows that a write has read cannot change before it commits, in either
+database, by any other thread or replica.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def open_database(place: Place, space: Space) -> Database:
 
 
 class Interrupt:
-    """Ends what one caller reads from the database, once that caller has left."""
+    """Ends one caller's reads from the database, once that caller has left."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -130,7 +130,8 @@ class Interrupt:
 
     @contextmanager
     def attached(self, conn: Connection) -> Iterator[None]:
-        """Ends statements of this connection while the context lasts."""
+        """Ends statements of this connection while the context lasts. Raises CatalogUnavailable if
+        the caller has left already."""
         driver = cast(Any, conn.connection.driver_connection)
         with self._changed:
             if self._is_set:
@@ -201,6 +202,7 @@ class SqliteDatabase:
             raise
 
     def check(self) -> None:
+        """Raises CorruptData for a damaged catalog."""
         try:
             with self.read() as conn:
                 found = conn.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
@@ -351,7 +353,7 @@ _SQLITE_FAILS = frozenset(
         sqlite3.SQLITE_CANTOPEN,
     }
 )
-"""What a file, the machine or another process may do to a database; every other error is a bug."""
+"""Errors that a file, the machine or another process may cause; every other one is a bug."""
 
 
 @contextmanager

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 CHANNEL = "loadout_changes"
 POLL_SECONDS = 1.0
 STALE_SECONDS = 3.0
-"""After this long without an answer to a poll, it is not known what was committed."""
+"""After this long without an answer to a poll, the commits of others are not known."""
 STOP_SECONDS = 0.2
 RETRY_SECONDS = 0.2
 BATCH_EVENTS = 256

@@ -35,9 +35,9 @@ _FINAL = (ImageState.READY.value, ImageState.INCOMPATIBLE.value)
 
 @dataclass(frozen=True, slots=True)
 class ImageAccess:
-    """What decides whether an image may be pulled: a record of its digest exists, live or deleted
-    within the grace; one such record is for a base model of its layout; and its verdict, which may
-    be shown in `hidden_s`."""
+    """The facts that decide whether an image may be pulled: a record of its digest exists, live or
+    deleted within the grace; one such record is for a base model of its layout; and its verdict,
+    which may be shown in `hidden_s`."""
 
     has_record: bool
     serves_base: bool
@@ -48,7 +48,7 @@ class ImageAccess:
 def image_access(
     conn: Connection, key: ImageKey, deleted_after: datetime, tenants: Tenants, now: datetime
 ) -> ImageAccess:
-    """Returns what decides whether these tenants may pull an image now."""
+    """Returns the facts that decide whether these tenants may pull an image now."""
     found = verdict_at(to_micros(now), verdict(conn, key))
     is_known = has_record(conn, key.digest, deleted_after, tenants)
     return ImageAccess(
@@ -114,8 +114,8 @@ def set_verdict(conn: Connection, digest: str, verdict: LayoutVerdict, now: date
 def set_fits(
     conn: Connection, key: ImageKey, build_micros: int, content: ImageContent, now: datetime
 ) -> None:
-    """Records that the adapter fits the layout, and what its image changes, unless more is known of
-    it."""
+    """Records that the adapter fits the layout, and the changes of its image, unless more is known
+    of it."""
     if not _is_known(conn, key):
         return
     values = {
@@ -215,8 +215,8 @@ def has_record(
 
 
 def forget_compiling(conn: Connection) -> None:
-    """Resets the images that were being compiled when a process ended to pending, except those that
-    another replica compiles now, and has a lease for."""
+    """Resets the images that were being compiled when a process ended to pending, except images
+    that another replica compiles now, and has a lease for."""
     lease = literal("image:") + images.c.digest + ":" + images.c.layout_id
     alive = exists().where(leases.c.key == lease, leases.c.expire_time > now_micros(conn))
     is_compiling = images.c.state == ImageState.COMPILING.value

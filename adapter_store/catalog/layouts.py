@@ -1,7 +1,7 @@
 """Layouts, and which of them are live: a server has recently registered or pulled for them.
 
-Of live ones an account may have a share. Those that nobody uses stay for a while: a server that
-comes back after a pause continues with them. Then they are forgotten.
+Of live ones an account may have a share. Unused ones stay for a while: a server that comes back
+after a pause continues with them. Then they are forgotten.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ registers its layout whenever it connects."""
 @dataclass(frozen=True, slots=True)
 class LayoutLimits:
     """How many layouts may be live: of one base model, and in all. Of both an account may register
-    `share` of what others leave."""
+    `share` of the number that others leave free."""
 
     max_per_base: int = 1 << 30
     max_in_all: int = 1 << 30
@@ -84,8 +84,8 @@ def add(
 ) -> bool:
     """Records a layout for its base model, or its use. Returns False if it was live.
 
-    Raises LimitExceeded for one that was not, if there are too many live layouts, of one of its
-    base models or in all, or the account has its share of them.
+    Raises LimitExceeded for a layout that was not live, if there are too many live layouts, of one
+    of its base models or in all, or the account has its share of them.
     """
     now, since = to_micros(time), live_since(time, ttl)
     last_use = _last_use(conn, layout_id)
@@ -146,8 +146,8 @@ def _check_limit(
         raise LimitExceeded(
             f"layout.base_model: {own} layouts in use for {of} are registered by "
             f"{account or 'all callers together'}, {others} by others, and at most {most} are "
-            f"allowed (setting {setting}); one tenant may use at most {share:.0%} of those that "
-            "others leave. Unused layouts expire after --layout-ttl-seconds",
+            f"allowed (setting {setting}); one tenant may use at most {share:.0%} of the number "
+            "that others leave free. Unused layouts expire after --layout-ttl-seconds",
             subject="layout.base_model",
             reason="LAYOUT_LIMIT",
         )
@@ -178,7 +178,7 @@ def use(
 
 
 def _last_use(conn: Connection, layout_id: str) -> int | None:
-    """Returns the last use of a layout; None for one that is not known."""
+    """Returns the last use of a layout; None for an unknown one."""
     query = select(layouts.c.last_use_time).where(layouts.c.layout_id == layout_id)
     return conn.execute(query).scalar_one_or_none()
 
@@ -193,7 +193,7 @@ def _change(conn: Connection, layout_id: str, **values: object) -> None:
 
 
 def bases(conn: Connection, layout_id: str) -> list[str]:
-    """Returns the names of a layout's base model, in order; none for one that is not known."""
+    """Returns the names of a layout's base model, in order; none for an unknown one."""
     query = select(layout_bases.c.base_model).where(layout_bases.c.layout_id == layout_id)
     return list(conn.scalars(query.order_by(layout_bases.c.base_model)))
 
@@ -300,8 +300,9 @@ def _delete(conn: Connection, layout_ids: Sequence[str]) -> None:
 
 def forget_unused(conn: Connection, before: int, max_kept: int) -> list[str]:
     """Deletes layouts last used before this time, with all that is known of their images; returns
-    them. Those of base models that have adapters are kept, the latest `max_kept` of them: a server
-    may be connected all the time, and load nothing. Else a server registers its layout anew."""
+    them. Layouts of base models that have adapters are kept, the latest `max_kept` of them: a
+    server may be connected all the time, and load nothing. Else a server registers its layout
+    anew."""
     has_adapters = exists().where(
         layout_bases.c.layout_id == layouts.c.layout_id,
         versions.c.base_model == layout_bases.c.base_model,

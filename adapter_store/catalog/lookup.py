@@ -291,8 +291,8 @@ def _layouts_by_base(conn: Connection, base_models: Iterable[str]) -> dict[str, 
 
 
 def servers(conn: Connection, layout_ids: Iterable[str]) -> dict[str, list[ServerLimits]]:
-    """Returns the limits of the servers of each of these layouts, the lowest ranks first, with
-    those that are gone; see present."""
+    """Returns the limits of the servers of each of these layouts, the lowest ranks first, including
+    gone ones; see present."""
     query = (
         select(announcements, layouts.c.last_use_time)
         .join(layouts, layouts.c.layout_id == announcements.c.layout_id)
@@ -365,7 +365,7 @@ def _load_content(text: str) -> ImageContent:
 
 def hidden_micros(create_time: int, verdict: LayoutVerdict, now: int) -> int:
     """Returns for how long a record of this time does not show the verdict: until the image could
-    have been built for it. Else a tenant could tell what others have registered before it.
+    have been built for it. Else a tenant could tell that others have registered it before.
 
     All times are in microseconds. A clock that was set back makes no record young again.
     """
@@ -397,7 +397,7 @@ def shown(record: AdapterRecord, now: int, live_since: int) -> AdapterRecord:
 def present(servers: Sequence[ServerLimits], now: int, live_since: int) -> tuple[ServerLimits, ...]:
     """Returns a layout's servers that are there at this time, in microseconds.
 
-    Those that renew nothing have been replaced if others renewed after they registered. Else they
+    Servers that renew nothing have been replaced if others renewed after they registered. Else they
     may be there if their layout is used.
     """
     earliest_end = present_after(now)

@@ -1,5 +1,5 @@
-"""Renews what servers announce for as long as they watch, and withdraws it when the last of them
-has gone."""
+"""Renews the announcements of servers for as long as they watch, and withdraws each when the last
+of them has gone."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ catalog that does not answer, or refuses them."""
 
 
 class Presence:
-    """The servers that watch this replica. Calls `on_use` with the layout of what it renews. Lives
-    on the event loop."""
+    """The servers that watch this replica. Calls `on_use` with the layout of each renewed
+    announcement. Lives on the event loop."""
 
     def __init__(self, catalog: Catalog, executor: Executor, on_use: Callable[[str], None]) -> None:
         self._catalog = catalog
@@ -60,8 +60,8 @@ class Presence:
                     self._leave(announcement_id)
 
     async def renew(self, announcement_id: str) -> None:
-        """Renews an announcement if that is due, once for all who wait for it. One that cannot be
-        renewed is tried again with a later event. Raises NotFound."""
+        """Renews an announcement if that is due, once for all who wait for it. An announcement that
+        cannot be renewed is tried again with a later event. Raises NotFound."""
         renewing = self._renewing.get(announcement_id)
         if renewing is None:
             loop = asyncio.get_running_loop()

@@ -40,11 +40,11 @@ from servicekit.refs import AdapterName
 @dataclass(frozen=True, slots=True)
 class NewVersion:
     """Content to be recorded under a name. `targets` are distinct module names, sorted, and
-    `segment_kinds` what it changes beside A and B.
+    `segment_kinds` its contents beside A and B.
 
-    `texts` are what the digests of tokenizer and chat template are of.
-    An `ephemeral` one is in memory alone; it is deleted after `ttl`, 0 for never.
-    `signed_by` is the trusted key that verified `signature`, "" for none.
+    `texts` are the contents for the digests of tokenizer and chat template. An `ephemeral` one is
+    in memory alone; it is deleted after `ttl`, 0 for never. `signed_by` is the trusted key that
+    verified `signature`, "" for none.
     """
 
     name: AdapterName

@@ -52,7 +52,7 @@ blobs = Table(
     # Where it is stored, if it is shared; MEMORY: nowhere else.
     Column("place", Text, nullable=False, server_default=""),
     Column("files", Text, nullable=False, server_default="[]"),  # JSON: the files stored there
-    # JSON list of what it changes beside A and B.
+    # JSON list of its contents beside A and B.
     Column("segment_kinds", Text, nullable=False, server_default="[]"),
     Column("invocation_tokens", Text, nullable=False, server_default="[]"),  # JSON list
 )
@@ -95,7 +95,7 @@ versions = Table(
     Column("created_by", Text, nullable=False, server_default=""),
     Column("source_revision", Text, nullable=False, server_default=""),
     Column("config_base_model", Text, nullable=False, server_default=""),
-    Column("files", Text, nullable=False, server_default="[]"),  # JSON: what was fetched
+    Column("files", Text, nullable=False, server_default="[]"),  # JSON: the fetched files
     Column("signed_by", Text, nullable=False, server_default=""),
     Column("signature", LargeBinary),
     # Digests of `texts`; "": it has none.
@@ -143,7 +143,7 @@ layouts = Table(
 )
 
 # One row for the layout's base model, as the first server called it, and for each other name that a
-# server has announced: an alias, or that of another model of the same shapes.
+# server has announced: an alias, or another model of the same shapes.
 layout_bases = Table(
     "layout_bases",
     metadata,
@@ -153,7 +153,7 @@ layout_bases = Table(
     PrimaryKeyConstraint("base_model", "layout_id"),
 )
 
-# What servers say beside a layout, until it expires.
+# Announcements of servers beside a layout, until they expire.
 announcements = Table(
     "announcements",
     metadata,
@@ -165,12 +165,13 @@ announcements = Table(
     # False: of a server of an earlier release, which lasts as long as its layout is in use.
     Column("is_renewed", Boolean, nullable=False, server_default=true()),
     Column("announced_by", Text, nullable=False, server_default=""),  # an account
-    # JSON lists: what it applies beside A and B, and the targets that it is restricted to.
+    # JSON lists: the contents beside A and B that it applies, and the targets that it is restricted
+    # to.
     Column("segment_kinds", Text, nullable=False, server_default="[]"),
     Column("lora_targets", Text, nullable=False, server_default="[]"),
     Column("max_added_tokens", Integer, nullable=False, server_default="0"),
     Column("applies_invocation_tokens", Boolean, nullable=False, server_default=false()),
-    Column("base_model", Text, nullable=False, server_default=""),  # "": that of the layout
+    Column("base_model", Text, nullable=False, server_default=""),  # "": the layout's
     Index("announcements_by_layout", "layout_id"),
 )
 
@@ -187,7 +188,7 @@ images = Table(
     Column("build_micros", Big, nullable=False, server_default="0"),  # and how long it took
     # How long after a failed build it is tried again; 0: the verdict is final.
     Column("retry_micros", Big, nullable=False, server_default="0"),
-    Column("content", Text),  # JSON: what it changes; NULL: not planned yet, or by a release before
+    Column("content", Text),  # JSON: its changes; NULL: not planned yet, or by a release before
     PrimaryKeyConstraint("digest", "layout_id"),
 )
 
@@ -202,7 +203,7 @@ events = Table(
     Column("time", Big, nullable=False),
 )
 
-# The owner of what only one replica may do at a time, and when the lease expires.
+# The owner of work that only one replica may do at a time, and when the lease expires.
 leases = Table(
     "leases",
     metadata,

@@ -1,7 +1,8 @@
-"""What tenants use, against their quotas, and the totals.
+"""The use of tenants, against their quotas, and the totals.
 
-Quotas are checked within the transaction that records, so they hold whatever runs concurrently,
-also in other replicas. Sums cover the tenant's own rows only, and only if there is a quota.
+Quotas are checked within the transaction that records, so they hold for all concurrent
+transactions, also in other replicas. Sums cover the tenant's own rows only, and only if there is a
+quota.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from servicekit.errors import QuotaExceeded
 from servicekit.refs import AdapterName
 
 MAX_NAMES = 1_000_000
-"""Names of a tenant, those that are deleted included: their rows stay, so that no version number
-comes twice, and would fill the catalog."""
+"""Names of a tenant, deleted ones included: their rows stay, so that no version number comes twice,
+and would fill the catalog."""
 
 
 @dataclass(frozen=True, slots=True)

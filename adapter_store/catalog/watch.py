@@ -2,8 +2,8 @@
 
 Nothing is queued per watcher: each has only a position, and reads on from the recent events in
 memory, or from the catalog when it has fallen behind. So a slow watcher costs no more than the
-events that it is being sent, and one that falls behind the retention gets RevisionTooOld and has to
-list again.
+events that it is being sent, and a watcher that falls behind the retention gets RevisionTooOld and
+has to list again.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Watch:
     ) -> AsyncGenerator[AdapterEvent]:
         """Yields these tenants' events after `since_revision`, then each as it happens. Bookmarks
         are sent when there are no events for a while, and where other tenants' events were left
-        out, so that the caller's revision stays current. While it is not known what other replicas
-        change there are no bookmarks: the caller's revision may not be current.
+        out, so that the caller's revision stays current. While changes of other replicas are not
+        known there are no bookmarks, because the caller's revision may not be current.
 
         Raises RevisionTooOld, at the start or when the caller is too slow, ShareExceeded if the
         account has too many watches, and Draining.
@@ -121,7 +121,7 @@ class Watch:
         elif events[-1].revision <= self._revision:
             return  # known from the start
         if self._recent and events[0].revision != self._recent[-1].revision + 1:
-            self._recent.clear()  # what lies between has to be read from the catalog
+            self._recent.clear()  # the events between have to be read from the catalog
         self._recent.extend(events)
         self._revision = events[-1].revision
         self._wake()

@@ -1,4 +1,5 @@
-"""Leases: what only one replica may do at a time, until it releases the lease or stops renewing it.
+"""Leases of work that only one replica may do at a time, until it releases the lease or stops
+renewing it.
 
 They expire by the database's clock, so replicas need not agree about the time.
 """
@@ -35,8 +36,7 @@ def is_held(conn: Connection, key: str) -> bool:
 
 
 def renew(conn: Connection, keys: Sequence[str], owner: str, seconds: float) -> None:
-    """Renews those of the leases that are the owner's, also expired ones that no other owner
-    took."""
+    """Renews the leases that are the owner's, also expired ones that no other owner took."""
     expire_time = now_micros(conn) + int(seconds * 1e6)
     where = (leases.c.key.in_(keys), leases.c.owner == owner)
     conn.execute(update(leases).where(*where).values(expire_time=expire_time))
@@ -49,8 +49,7 @@ def release(conn: Connection, key: str, owner: str) -> bool:
 
 
 def end_expired(conn: Connection, keys: Sequence[str]) -> set[str]:
-    """Returns those of the keys that no owner holds. Expired leases are deleted: they cannot be
-    renewed."""
+    """Returns the keys that no owner holds. Expired leases are deleted: they cannot be renewed."""
     now = now_micros(conn)
     conn.execute(delete(leases).where(leases.c.key.in_(keys), leases.c.expire_time <= now))
     return set(keys) - set(conn.scalars(select(leases.c.key).where(leases.c.key.in_(keys))))

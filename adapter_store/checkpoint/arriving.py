@@ -1,7 +1,7 @@
 """Hashes and checks tensors while their file arrives, so that it need not be read again.
 
-Only what is as it should be is done early. A file that is not is left to the checks that follow,
-which say what is wrong with it.
+Only valid files are read early. Any other file is left to the later checks, which report its
+faults.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _LIMITS = CheckpointLimits()
 
 
 class ArrivingTensors:
-    """What is known of the tensors of one .safetensors file in memory; call `advance` after each
-    piece. One thread at a time."""
+    """The known facts about the tensors of one .safetensors file in memory; call `advance` after
+    each piece. One thread at a time."""
 
     def __init__(self, file: MemoryFile) -> None:
         self._file = file
@@ -58,7 +58,7 @@ class ArrivingTensors:
             data = data[self._take(self._waiting[0], data) :]
 
     def scanned(self, records: Sequence[TensorRecord]) -> dict[str, Scanned] | None:
-        """Returns what `scan_tensors` returns; None if the tensors have to be read."""
+        """Returns the result of `scan_tensors`; None if the tensors have to be read."""
         if self._is_given_up or self._waiting or self._records is None:
             return None
         return dict(self._scanned) if tuple(records) == self._records else None

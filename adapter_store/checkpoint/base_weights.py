@@ -60,8 +60,8 @@ class BaseModel:
     no weight."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises InvalidArgument for a folder without weights, InvalidAdapter and FileRefused for
-        one that cannot be read."""
+        """Raises InvalidArgument for a folder without weights, InvalidAdapter and FileRefused for a
+        weight that cannot be read."""
         self.folder = folder
         self._places: dict[str, tuple[Path, str]] = {}
         with GivenFolder(folder, is_trusted=True) as own:

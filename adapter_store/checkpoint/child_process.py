@@ -1,4 +1,4 @@
-"""A child process that reads what is hostile: without secrets, and ended when its time is over."""
+"""A child process that reads hostile files: without secrets, and ended when its time is over."""
 
 from __future__ import annotations
 

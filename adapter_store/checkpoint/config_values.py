@@ -15,6 +15,7 @@ from contract.adapter_files import CONFIG_FILE
 
 
 def read_rank(key: str, value: Any, limits: CheckpointLimits) -> int:
+    """Returns a positive integer. Raises InvalidAdapter."""
     if type(value) is not int or value < 1:
         raise invalid_value(key, value, "a rank is a positive integer")
     if value > limits.max_rank:
@@ -25,7 +26,7 @@ def read_rank(key: str, value: Any, limits: CheckpointLimits) -> int:
 
 
 def read_number(key: str, value: Any, what: str) -> float:
-    """`what` names the value in errors."""
+    """Returns a finite number. `what` names the value in errors. Raises InvalidAdapter."""
     # An integer may be too large for a float; a float may be infinite (1e999).
     if type(value) not in (int, float) or not abs(value) <= 1e30:
         raise invalid_value(key, value, f"{what} is a finite number")
@@ -33,6 +34,7 @@ def read_number(key: str, value: Any, what: str) -> float:
 
 
 def read_flag(fields: Mapping[str, Any], key: str) -> bool:
+    """Returns a flag; False when absent. Raises InvalidAdapter."""
     value = fields.get(key)
     if value is not None and not isinstance(value, bool):
         raise invalid_value(key, value, "not true or false")
@@ -40,6 +42,8 @@ def read_flag(fields: Mapping[str, Any], key: str) -> bool:
 
 
 def read_text(fields: Mapping[str, Any], key: str) -> str:
+    """Returns a printable string of at most 1,024 characters; "" when absent. Raises
+    InvalidAdapter."""
     value = fields.get(key)
     if value is None:
         return ""
@@ -49,7 +53,7 @@ def read_text(fields: Mapping[str, Any], key: str) -> str:
 
 
 def read_names(fields: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
-    """Returns a pattern, or a list of names; () when absent."""
+    """Returns a pattern, or a list of names; () when absent. Raises InvalidAdapter."""
     value = fields.get(key)
     if value is None:
         return ()

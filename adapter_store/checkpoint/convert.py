@@ -1,20 +1,20 @@
 """Makes a plain LoRA of an adapter that was trained on a changed base: PiSSA's, OLoRA's, CorDA's,
 LoRA-GA's or LoftQ's.
 
-Training began with A0 and B0, and PEFT took their product out of the base: it is trained as
-`W - s B0 A0 + s B A`, s the scale alpha / r. On the base itself that is a change of
-`s (B A - B0 A0)`, of up to twice the rank. PEFT's own conversion saves it as [B, -B0] and [A; A0],
-two products that are nearly equal: rounded to bfloat16, as servers compute, their difference is
-wrong by a tenth and more. Here it is the same product in factors of its own, found through their QR
-and singular value decompositions, so that what is rounded is the difference.
+Training began with A0 and B0, and PEFT took their product out of the base: it is trained as `W - s
+B0 A0 + s B A`, s the scale alpha / r. On the base itself that is a change of `s (B A - B0 A0)`, of
+up to twice the rank. PEFT's own conversion saves it as [B, -B0] and [A; A0], two products that are
+nearly equal: rounded to bfloat16, as servers compute, their difference is wrong by a tenth and
+more. Here it is the same product in factors of its own, found through their QR and singular value
+decompositions, so that the difference itself is rounded.
 
-The base of LoftQ is quantised, and W is `Q + B0 A0`, whatever s is, but for what rank r leaves of
-the error of quantisation. The change of W is taken to be `s B A - B0 A0`: exact but for that rest,
-which is of full rank and in no adapter.
+The base of LoftQ is quantised, and W is `Q + B0 A0`, whatever s is, except for the rest that rank r
+leaves of the error of quantisation. The change of W is taken to be `s B A - B0 A0`: exact but for
+that rest, which is of full rank and in no adapter.
 
 One module is held at a time. Source: `subtract_mutated_init` in peft/tuners/lora/model.py and
-`save_pretrained` in peft/peft_model.py of PEFT 0.21, which leaves out what is not A or B of a
-linear layer, and refuses rank-stabilised scales with patterns.
+`save_pretrained` in peft/peft_model.py of PEFT 0.21, which leaves out all but A and B of linear
+layers, and refuses rank-stabilised scales with patterns.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from contract.folders import GivenFolder, shown
 from servicekit.errors import FailedPrecondition
 
 LIMITS = CheckpointLimits(allowed_config_keys=None)
-"""What its operator allows is known to the store alone, which reads what is made."""
+"""Only the store, which will read the result, knows its operator's allow-list."""
 
 UNNAMED = "true"
 """The initialisation of a trained adapter whose config was set to true before training, so that the
@@ -79,18 +79,18 @@ initial adapter could be saved, as PEFT's documentation does."""
 _RANDOM = "a randomised decomposition, which comes out otherwise each time"
 _NOT_COMPUTED = {
     "pissa_niter": _RANDOM,
-    "corda": "what its data did to the inputs of each layer",
+    "corda": "the effect of its data on the inputs of each layer",
     "lora_ga": "gradients of its data",
     LOFTQ: "the errors of quantising the base",
 }
-"""What initialisations begin with that does not follow from the base."""
+"""The facts in initialisations that do not follow from the base."""
 
 _METHOD_CONFIGS: Mapping[str, Any] = {
     "loftq_config": {},
     "corda_config": None,
     "lora_ga_config": None,
 }
-"""What PEFT's own config has for these where they are not used."""
+"""The values in PEFT's own config for these where they are not used."""
 
 _INITIAL = "--initial DIR, the adapter as it was saved before training"
 _INSTEAD = "merge the adapter into the base that it was trained on, and serve that"
@@ -105,9 +105,9 @@ _Output: TypeAlias = tuple[str, DataType, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What was converted. `rank`, the highest, and `num_bytes`, of A and B, are those before and
-    after. `change` is what training changed as a part of what it began with, by Frobenius norms of
-    the products. `kept` are embeddings, of which nothing had been taken out, and `left_out` base
+    """The result of a conversion. `rank`, the highest, and `num_bytes`, of A and B, are before and
+    after. `change` is the change by training as a part of the start, by Frobenius norms of the
+    products. `kept` are embeddings, of which nothing had been taken out, and `left_out` base
     weights that were saved along."""
 
     initialisation: str
@@ -130,13 +130,13 @@ def convert(
     progress: Progress = lambda *_: None,
 ) -> Conversion:
     """Writes the adapter in folder `source` to the new folder `target`, as a plain LoRA of the base
-    model. What training began with is read from `initial`, the adapter as it was saved before, or
+    model. The start of training is read from `initial`, the adapter as it was saved before, or
     computed from `model`, a folder as transformers saves one.
 
     Raises InvalidArgument if `target` exists, a folder is none or `model` has not the weights;
     InvalidAdapter for files that are no adapter's, or none that can be converted;
     FailedPrecondition if more must be given, if there is no room, or if the adapter cannot have
-    begun with what is given, unless `force`.
+    begun with the given start, unless `force`.
     """
     for each in (source, initial or source):
         check_folders(each, target)
@@ -189,7 +189,7 @@ def _read_adapter(folder: AnyFolder) -> tuple[Checkpoint, Mapping[str, Any]]:
 
 
 def _check_config(config: AdapterConfig) -> None:
-    """Raises InvalidAdapter CONFIG_UNSUPPORTED for what there may be besides A and B."""
+    """Raises InvalidAdapter CONFIG_UNSUPPORTED for contents besides A and B."""
     extras = config.extras
     present = {
         "use_dora": extras.use_dora,
@@ -206,7 +206,7 @@ def _check_config(config: AdapterConfig) -> None:
 
 
 def _initialisation(fields: Mapping[str, Any], *, has_initial: bool) -> str:
-    """Returns what training began with, as init_lora_weights names it, in lower case. Raises
+    """Returns the start of training, as init_lora_weights names it, in lower case. Raises
     InvalidAdapter if the base was not changed, FailedPrecondition if more has to be known."""
     value = fields.get("init_lora_weights", True)
     if not changes_base(value) and (value is not True or not has_initial):
@@ -215,13 +215,14 @@ def _initialisation(fields: Mapping[str, Any], *, has_initial: bool) -> str:
     if name == UNNAMED and fields.get("loftq_config"):
         name = LOFTQ
     if name == OLORA and fields.get("fan_in_fan_out"):
-        why = "what PEFT's OLoRA takes out of such layers is not what it gives to A and B"
+        why = "the product that PEFT's OLoRA takes out of such layers is not its own B A"
         raise _unsupported("fan_in_fan_out", True, f"{why}; {_INSTEAD}")
     if not has_initial and name not in COMPUTED:
         began = (what for each, what in _NOT_COMPUTED.items() if name.startswith(each))
         raise FailedPrecondition(
-            f"init_lora_weights={show(value)} begins with {next(began, 'what is not known here')}: "
-            f"give {_INITIAL}; without it, {_INSTEAD}",
+            f"init_lora_weights={show(value)} begins with "
+            f"{next(began, 'facts that are not known here')}: give {_INITIAL}; without it, "
+            f"{_INSTEAD}",
             subject="init_lora_weights",
         )
     return name
@@ -285,8 +286,8 @@ def _check_head(linear: Iterable[str], base: BaseModel | None) -> None:
 def _check_copies(
     checkpoint: Checkpoint, linear: Mapping[str, TargetWeights], base: BaseModel | None
 ) -> tuple[str, ...]:
-    """Returns the names of the base weights that were saved along, none of which is converted:
-    those of linear targets are the changed ones. Raises FailedPrecondition if others are not the
+    """Returns the names of the base weights that were saved along, none of which is converted: the
+    weights of linear targets are the changed ones. Raises FailedPrecondition if others are not the
     base model's, or may not be."""
     for copy in checkpoint.replacements:
         if copy.name in linear:
@@ -332,7 +333,7 @@ def _computed(method: str, base: BaseModel | None, checkpoint: Checkpoint) -> Co
 
 
 class _Writer:
-    """Writes the weights, one module at a time, and sums up what was changed."""
+    """Writes the weights, one module at a time, and sums up the changes."""
 
     def __init__(
         self, checkpoint: Checkpoint, initial: InitialWeights, is_any_start_taken: bool
@@ -342,8 +343,8 @@ class _Writer:
         self._changed = self._began = 0.0  # sums of squares
 
     def change(self) -> float:
-        """Returns what was changed, as a part of what training began with. Raises
-        FailedPrecondition if either is nothing."""
+        """Returns the change, as a part of the start of training. Raises FailedPrecondition if
+        either is nothing."""
         if self._began == 0:
             raise FailedPrecondition(
                 "the initial adapter is B @ A = 0, with which the base stays as it is: the adapter "
@@ -353,8 +354,8 @@ class _Writer:
         change = math.sqrt(self._changed / self._began)
         if change <= _NEGLIGIBLE:
             raise FailedPrecondition(
-                "the adapter is what training began with: give the trained one as IN, and the one "
-                "before training as --initial",
+                "the adapter equals the start of training: give the trained one as IN, and the "
+                "one before training as --initial",
                 subject="initial",
             )
         return change
@@ -409,16 +410,16 @@ class _Writer:
         if changed < trained or self._is_any_start_taken:
             return
         raise FailedPrecondition(
-            f"{target.name}: its A and B are further from what training is said to have begun with "
-            "than from zero: is it another base model, or another initial adapter? --force "
-            "converts it all the same",
+            f"{target.name}: its A and B are further from the stated start of training than from "
+            "zero: is it another base model, or another initial adapter? --force converts it "
+            "all the same",
             subject=target.name,
         )
 
 
 def subtract(trained: Factors, initial: Factors) -> tuple[Factors, float]:
-    """Returns A and B whose product is that of `trained` less that of `initial`, of the rank of
-    both together and of equal norms; and the Frobenius norm of the product."""
+    """Returns A and B whose product is the product of `trained` less the product of `initial`, of
+    the rank of both together and of equal norms; and the Frobenius norm of the product."""
     left = torch.cat([trained.b, -initial.b], 1)
     right = torch.cat([trained.a, initial.a], 0)
     rank = left.shape[1]
@@ -439,7 +440,7 @@ def product_norm(factors: Factors) -> float:
 
 
 def _outputs(target: TargetWeights) -> tuple[_Output, _Output]:
-    """Returns the names, types and shapes of what a target becomes."""
+    """Returns the names, types and shapes of a converted target."""
     path = f"{PREFIX}{target.module}"
     if target.kind is TargetKind.EMBEDDING:
         return (
@@ -454,7 +455,7 @@ def _outputs(target: TargetWeights) -> tuple[_Output, _Output]:
 
 
 def _dtype(target: TargetWeights) -> DataType:
-    """Returns the type to write: that of A and B, but no fp8, which has scales of its own."""
+    """Returns the type to write: A's and B's, but no fp8, which has scales of its own."""
     a, b = (
         torch.bfloat16 if each.dtype.itemsize == 1 else TORCH_DTYPES[each.dtype]
         for each in (target.a, target.b)
@@ -469,8 +470,8 @@ def _num_bytes(checkpoint: Checkpoint) -> int:
 
 
 def _converted_config(fields: Mapping[str, Any], kept: Iterable[TargetWeights]) -> dict[str, Any]:
-    """Returns the config of the converted adapter: twice the rank at the same scale, but for what
-    is `kept`."""
+    """Returns the config of the converted adapter: twice the rank at the same scale, except for
+    `kept` targets."""
     factor = math.sqrt(2) if fields.get("use_rslora") else 2
     ranks = {each.module: each.rank for each in kept}
     alphas = {each.module: each.alpha for each in kept}

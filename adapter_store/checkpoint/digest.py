@@ -1,4 +1,4 @@
-"""loadout-digest-v1: what makes two adapters the same adapter.
+"""loadout-digest-v1: the identity of an adapter.
 
 The digest is the sha256 of these lines, each ended by one newline, all JSON canonical (sorted keys,
 no spaces, ASCII):
@@ -10,27 +10,27 @@ no spaces, ASCII):
      "invocation_tokens":[<token>, ...],"modules":{...},"order":{"<target>":"<order>", ...},
      "rows":{"<target>":[<token>, ...], ...},"scale":{"<target>":<scale>, ...},"use_rslora":true}
 
-Roles are A [rank, in] and B [out, rank], embedding_A and embedding_B, and, of MLX-LM,
-A_transposed [in, rank] and B_transposed [rank, out]: with the same bytes and shapes they are
-another adapter; B_bias [out] and, of DoRA, magnitude [out]; of what takes the place of the base's
-weights full, as the base has it, copy, the same where it was only saved along, on which verdicts
-depend, and rows [rows, features]. A target is the module's path in the language model, as its
-trainer called it; that of a bias of the base ends with ".bias". A and B of a parameter of several
-experts are parameter_A and parameter_B, those in stacks experts_A and experts_B; where only the
-release of PEFT that saved it says what its A has, "order" does, unless that are the inputs: "first"
-(the first dimension) before 0.19, "outputs" in 0.19.0.
+Roles are A [rank, in] and B [out, rank], embedding_A and embedding_B, and, of MLX-LM, A_transposed
+[in, rank] and B_transposed [rank, out]: with the same bytes and shapes they are another adapter;
+B_bias [out] and, of DoRA, magnitude [out]; of replacements of the base's weights full, as the base
+has it, copy, the same where it was only saved along, on which verdicts depend, and rows [rows,
+features]. A target is the module's path in the language model, as its trainer called it; a bias of
+the base ends with ".bias". A and B of a parameter of several experts are parameter_A and
+parameter_B, in stacks experts_A and experts_B; where only the release of PEFT that saved it decides
+the features of its A, "order" names them, unless they are the inputs: "first" (the first dimension)
+before 0.19, "outputs" in 0.19.0.
 
-Roles and fields may be added; none ever changes what an adapter without them has.
+Roles and fields may be added; none ever changes the digest of an adapter without them.
 
-Raw bytes are little-endian and row-major, shapes as saved. The last line holds what changes the
-maths besides the tensors, resolved per target, defaults (alpha 8, no rsLoRA) left out; a target
-whose config gives the scale itself has that, whatever it is, and no alpha: ranks are in the shapes,
-and how a pattern was spelled does not matter. `modules` is there only if the config
-lists a module of which the file has no weights at all: then the fields that choose modules decide
-whether a model refuses the adapter, and a verdict must follow from the digest alone. A module that
-has the rows of another, and no tensor, is in `rows` by the name that the config has. So the file
-layout, tensor order, sharding and training-only settings leave the digest alone; another dtype or
-scale does not.
+Raw bytes are little-endian and row-major, shapes as saved. The last line holds the settings that
+change the maths besides the tensors, resolved per target, defaults (alpha 8, no rsLoRA) left out; a
+target whose config gives the scale itself has that, of any value, and no alpha: ranks are in the
+shapes, and how a pattern was spelled does not matter. `modules` is there only if the config lists a
+module of which the file has no weights at all: then the fields that choose modules decide whether a
+model refuses the adapter, and a verdict must follow from the digest alone. A module that has the
+rows of another, and no tensor, is in `rows` by the name that the config has. So the file layout,
+tensor order, sharding and training-only settings leave the digest alone; another dtype or scale
+does not.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def compute_digest(
 
 
 def _maths(config: AdapterConfig, changes: Iterable[Changes]) -> dict[str, Any]:
-    """Returns what changes the maths besides the tensors, without defaults."""
+    """Returns the settings that change the maths besides the tensors, without defaults."""
     maths: dict[str, Any] = {}
     replacements = [each for each in changes if isinstance(each, Replacement)]
     targets = [each for each in changes if isinstance(each, TargetWeights | ExpertWeights)]

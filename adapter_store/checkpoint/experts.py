@@ -6,9 +6,9 @@ Tinker's exports, Megatron-Bridge's with one A or B for all experts, and MLX-LM'
                                                      [experts * rank, in], expert by expert
     <experts>.<projection>.lora_B.weight, .lora_b    [experts, out, rank]
 
-MLX-LM's are not transposed, unlike those of its linear layers. In PEFT's kind of file either may be
-[1, ...]: that of every expert. MLX-LM calls the module of all experts `switch_mlp` or `switch_glu`;
-Tinker calls gate, down and up w1, w2 and w3, and has both of w1 and w3.
+MLX-LM's are not transposed, unlike its linear layers'. In PEFT's kind of file either may be [1,
+...]: the same for every expert. MLX-LM calls the module of all experts `switch_mlp` or
+`switch_glu`; Tinker calls gate, down and up w1, w2 and w3, and has both of w1 and w3.
 
 PEFT saves experts that are modules one by one, <experts>.<index>.<projection>; whether a model has
 these as one target only its layout says, see adapter_store.images.fit. Parameters of all experts:
@@ -34,7 +34,7 @@ from adapter_store.checkpoint.weights import ExpertWeights, Matrix
 MAX_EXPERTS = 1 << 17
 """Experts in all tensors of one adapter, and of one mixture."""
 PROJECTIONS: Mapping[str, str] = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-"""What some call the projections of an expert, and what most do."""
+"""Some trainers' names of the projections of an expert, and the usual ones."""
 
 _STACK = re.compile(r"(?P<experts>(?:.+\.)?experts)\.(?P<projection>[^.]+)")
 _ONE = re.compile(
@@ -45,14 +45,15 @@ _TOGETHER = ("w1", "w3")
 
 
 class ExpertModule(NamedTuple):
-    """A projection of one expert, by its name: `stack` is that of the same one of all experts."""
+    """A projection of one expert, by its name: `stack` is the name of the same one of all
+    experts."""
 
     stack: str
     expert: int
 
 
 def expert_module(target: str) -> ExpertModule | None:
-    """Returns what a target's name says; None if it is not of one expert."""
+    """Returns the meaning of a target's name; None if it is not of one expert."""
     match = _ONE.fullmatch(target) if "experts." in target else None
     if match is None:
         return None
@@ -186,7 +187,7 @@ def check_forms(
     single: Mapping[str, str],
 ) -> None:
     """Checks that no projection is there twice, in one form or two, and none in a stack without the
-    one that belongs to it. `single` are those that are there one by one, as `check_single` says.
+    one that belongs to it. `single` are the ones that are there one by one, see `check_single`.
 
     Raises InvalidAdapter TENSOR_DUPLICATE, EXPERTS_MIXED or PAIR_INCOMPLETE, with the subject a
     tensor.

@@ -1,5 +1,5 @@
-"""What an adapter makes use of, by kind: what other engines differ in, and what the table of
-trainers and contents has as its columns."""
+"""The features that an adapter uses, by kind: engines differ in them, and the table of trainers and
+contents has them as its columns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from contract.adapter_files import CONFIG_FILE, is_shard
 FUSED = frozenset(
     {"qkv_proj", "gate_up_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "qkv"}
 )
-"""Modules that compute what other models have apart."""
+"""Modules that compute several projections that other models have apart."""
 
 
 class Feature(enum.Enum):
@@ -88,8 +88,8 @@ _BY_FIELD = {
 
 
 def features_of(checkpoint: Checkpoint, limits: CheckpointLimits) -> tuple[Feature, ...]:
-    """Returns what a checked adapter makes use of, in order. Raises InvalidAdapter, and CorruptData
-    if its files have changed meanwhile."""
+    """Returns the features that a checked adapter uses, in order. Raises InvalidAdapter, and
+    CorruptData if its files have changed meanwhile."""
     found = {feature for changes in checkpoint.changes for feature in _of(changes)}
     if find_format(checkpoint.folder) is Format.MLX:
         found.add(Feature.MLX)

@@ -117,7 +117,7 @@ def open_file(folder: AnyFolder, name: str) -> OpenFile:
 
 def list_names(folder: AnyFolder) -> set[str]:
     """Returns the names of all that is in a folder. Raises InvalidAdapter FILE_TOO_LARGE for too
-    many in one that a user has named."""
+    many in a folder that a user has named."""
     if isinstance(folder, Path):
         return set(os.listdir(folder))
     try:

@@ -5,11 +5,11 @@ They are read from the adapter as it was saved before training, or computed from
 where nothing else decides them:
 
     pissa   scale * B0 @ A0 is W without all but its `rank` largest singular values
-    olora   B0 @ A0 is W projected on what its first `rank` columns span (Q R = W, of which Q's
-            first columns are B0 and R's first rows A0), whatever the scale is
+    olora   B0 @ A0 is W projected on the span of its first `rank` columns (Q R = W, of which Q's
+            first columns are B0 and R's first rows A0), at any scale
 
 Only the product counts, and both are projections `P @ W`: so neither needs a whole factorisation.
-PEFT computes in float32; here it is float64, which is nearer to what both mean. Of a base in
+PEFT computes in float32; here it is float64, which is nearer to the exact result. Of a base in
 bfloat16 it saves A0 and B0 rounded, and subtracts them before it rounds them, as is done here.
 
 Sources: `pissa_init`, `olora_init` and `loftq_init` in peft/tuners/lora/layer.py of PEFT 0.21.
@@ -58,8 +58,8 @@ class InitialWeights(Protocol):
 
 
 class SavedWeights:
-    """The adapter in a folder, as it was saved before training. Those of LoftQ are what it left of
-    the error of quantisation, whatever the adapter's scale is: `is_scaled` False."""
+    """The adapter in a folder, as it was saved before training. LoftQ's are its rest of the error
+    of quantisation, at any scale of the adapter: `is_scaled` False."""
 
     def __init__(self, folder: AnyFolder, limits: CheckpointLimits, *, is_scaled: bool) -> None:
         """Raises InvalidAdapter and LimitExceeded as `open_checkpoint`, and InvalidAdapter for an
@@ -117,13 +117,15 @@ class SavedWeights:
 
 
 class ComputedWeights:
-    """What PiSSA or OLoRA begins with, computed from the base model, one weight at a time."""
+    """The start of PiSSA or OLoRA, computed from the base model, one weight at a time."""
 
     def __init__(self, method: str, model: BaseModel, *, fan_in_fan_out: bool) -> None:
         self._method, self._model = method, model
         self._fan_in_fan_out = fan_in_fan_out
 
     def read(self, target: TargetWeights) -> Factors:
+        """Returns A and B of the start, fp64. Raises FailedPrecondition if the weight does not
+        determine them, and as `_weight`."""
         weight = self._weight(target)
         # A projection of the smaller side: of its size is all that is held besides the weight.
         is_turned = self._method == PISSA and weight.shape[0] > weight.shape[1]
@@ -133,9 +135,9 @@ class ComputedWeights:
             directions = find(matrix, target.rank)
         except ValueError as error:
             raise FailedPrecondition(
-                f"{target.name}.weight of {self._model.folder}: {error}, so what {self._method} "
-                f"began with is not determined by it: give --initial DIR, the adapter "
-                "as it was saved before training",
+                f"{target.name}.weight of {self._model.folder}: {error}, so it does not "
+                f"determine the start of {self._method}: give --initial DIR, the adapter as it "
+                "was saved before training",
                 subject=target.name,
             ) from error
         rest = torch.cat([directions.T @ chunk for chunk in _columns(matrix)], 1)
@@ -146,7 +148,7 @@ class ComputedWeights:
 
     def _weight(self, target: TargetWeights) -> torch.Tensor:
         """Returns the weight [out, in] in its own type. Raises InvalidArgument if there is none,
-        FailedPrecondition if it cannot be what the adapter was trained on."""
+        FailedPrecondition if the adapter cannot have been trained on it."""
         name = f"{target.name}.weight"
         weight = self._model.read(name)
         where = f"{name} of {self._model.folder}"
@@ -192,8 +194,8 @@ def largest_directions(matrix: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def first_directions(matrix: torch.Tensor, rank: int) -> torch.Tensor:
-    """Returns an orthonormal basis of what the first `rank` columns of a matrix [rows, columns]
-    span, as [rows, rank] in float64. Raises ValueError if they depend on one another."""
+    """Returns an orthonormal basis of the span of the first `rank` columns of a matrix [rows,
+    columns], as [rows, rank] in float64. Raises ValueError if they depend on one another."""
     basis, triangle = torch.linalg.qr(matrix[:, :rank].double())
     sizes = triangle.diagonal().abs()
     if sizes.min() <= _SMALLEST_GAP * sizes.max():

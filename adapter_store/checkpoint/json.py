@@ -49,7 +49,7 @@ def show(value: object) -> str:
     """Returns an untrusted value for an error message: quoted, escaped, shortened."""
     try:
         text = ascii(value)
-    except RecursionError:  # what could just be parsed may be too deep to be written
+    except RecursionError:  # a value that could just be parsed may be too deep to be written
         return "(nested too deeply to show)"
     return text if len(text) <= 120 else f"{text[:117]}..."
 

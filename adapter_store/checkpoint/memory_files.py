@@ -17,8 +17,8 @@ MIN_PIECE_BYTES = 64 << 10
 
 class MemoryFile:
     """A file that is only appended to, and read as a regular one. Small pieces are joined, large
-    ones kept as they come, so that its memory is what it holds, however it is cut. One thread
-    appends; any number read what is there."""
+    ones kept as they come, so that its memory is its contents', however these are cut. One thread
+    appends; any number read."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -66,7 +66,7 @@ class MemoryFile:
             buffer, offset = buffer[len(piece) :], offset + len(piece)
 
     def _read_piece(self, offset: int, length: int) -> memoryview:
-        """Returns what lies at `offset` in one piece, at most so much."""
+        """Returns the bytes at `offset` in one piece, at most so many."""
         with self._lock:
             tail_start = self.size_bytes - len(self._tail)
             if offset >= tail_start:
@@ -92,10 +92,10 @@ class MemoryFile:
 
 
 class Arrived(Protocol):
-    """What was found out about a file while it arrived."""
+    """Facts about a file that were found while it arrived."""
 
     def scanned(self, records: Sequence[TensorRecord]) -> dict[str, Scanned] | None:
-        """Returns what `scan_tensors` would of these tensors; None if they have to be read."""
+        """Returns the result of `scan_tensors` for these tensors; None if they have to be read."""
 
 
 class MemoryFolder:
@@ -127,7 +127,7 @@ class MemoryFolder:
         return self._files.get(name)
 
     def add(self, file: MemoryFile, arrived: Arrived | None = None) -> None:
-        """Adds a complete file, and what is known of its tensors."""
+        """Adds a complete file, and the known facts about its tensors."""
         self._files[file.name] = file
         self._arrived = arrived or self._arrived
 

@@ -143,7 +143,7 @@ class ModuleMatcher:
         layers_pattern: tuple[str, ...],
         budget: MatchBudget,
     ) -> None:
-        """`fields` holds what is given, as the config names it, lists as sorted sets.
+        """`fields` holds the given fields, as the config names them, lists as sorted sets.
 
         A string is an expression for the full path (or "all-linear"); a tuple holds full
         paths or their last components. No layers: all of them.
@@ -184,7 +184,7 @@ class ModuleMatcher:
             return not is_embedding and name.rpartition(".")[2] != OUTPUT_LAYER
         if self._target is not None:
             return bool(self._budget.match(self._target, name, full=True))
-        if name in self._entries:  # a full path is selected whatever its layer
+        if name in self._entries:  # a full path is selected in any layer
             return True
         return not self._entries.isdisjoint(path_tails(name)) and self._is_in_layers(name)
 
@@ -225,7 +225,8 @@ class ModuleMatcher:
 
 
 def path_tails(name: str) -> list[str]:
-    """Returns what a list may name this path by: all of it, or the rest after any of its dots."""
+    """Returns the names that a list may give this path: all of it, or the rest after any of its
+    dots."""
     tails = [name]
     while "." in name:
         name = name.partition(".")[2]

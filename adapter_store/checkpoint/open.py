@@ -50,9 +50,9 @@ heads, norms and the base's biases that it replaces. Models have hundreds at mos
 class Checkpoint:
     """A checked adapter in `folder`. Holds no file open; the files must stay as they are.
 
-    `targets` is keyed and sorted by canonical target name. `is_verified`: the bytes were hashed
-    and checked when it was opened; otherwise the reader of all bytes has to compare with `digest`.
-    `warnings` say what its trainer should know, if it is verified.
+    `targets` is keyed and sorted by canonical target name. `is_verified`: the bytes were hashed and
+    checked when it was opened; otherwise the reader of all bytes has to compare with `digest`.
+    `warnings` are for its trainer, if it is verified.
     """
 
     folder: AnyFolder
@@ -102,7 +102,7 @@ class Checkpoint:
 
     @property
     def changes(self) -> Iterator[Changes]:
-        """What the adapter has for each module."""
+        """The adapter's weights for each module."""
         return Contents(self.targets, self.experts, self.replacements).changes
 
     @property
@@ -112,7 +112,7 @@ class Checkpoint:
 
     @property
     def segment_kinds(self) -> tuple[SegmentKind, ...]:
-        """What it changes besides adding B A, in order."""
+        """Its contents besides A and B, in order."""
         kinds = {kind for changes in self.changes for kind in changes.kinds}
         return tuple(kind for kind in SegmentKind if kind in kinds - {SegmentKind.A, SegmentKind.B})
 
@@ -139,8 +139,8 @@ class Checkpoint:
         return torch.from_numpy(data).view(TORCH_DTYPES[record.dtype]).view(record.shape)
 
     def verify(self) -> None:
-        """Reads every byte, unless that was done on opening. Raises CorruptData if the content
-        is not what `digest` says."""
+        """Reads every byte, unless that was done on opening. Raises CorruptData if the content does
+        not have the digest `digest`."""
         if self.is_verified:
             return
         try:
@@ -151,7 +151,7 @@ class Checkpoint:
             raise self.corrupt()
 
     def corrupt(self) -> CorruptData:
-        """Returns the error for bytes that are not those of `digest`."""
+        """Returns the error for bytes that do not have the digest `digest`."""
         return CorruptData(
             f"the stored source of {self.digest} no longer has this digest", subject=self.digest
         )
@@ -172,7 +172,7 @@ def open_checkpoint(
 
     With `digest`, the folder is a blob that was checked when it was stored: its structure is
     checked again; its bytes are not read now, but compared with the digest when it is compiled.
-    With `config`, that is taken for what the folder's own file says.
+    With `config`, that is taken for the contents of the folder's own file.
 
     Raises:
         InvalidAdapter: `subject` names the file, tensor or config key, `reason` the rule.
@@ -226,7 +226,7 @@ def _largest(sizes: Iterator[tuple[str, float]]) -> tuple[str, float]:
 
 
 def _values(contents: Contents, scanned: Mapping[str, Scanned]) -> Iterator[tuple[str, float]]:
-    """Yields what is saved besides A and B, in words, and its largest value."""
+    """Yields the tensors besides A and B, in words, and their largest values."""
     for target in contents.targets.values():
         if target.bias is not None:
             bias = abs(target.scale) * scanned[target.bias.key].largest
@@ -240,8 +240,8 @@ def _values(contents: Contents, scanned: Mapping[str, Scanned]) -> Iterator[tupl
 
 
 def _changes(contents: Contents, scanned: Mapping[str, Scanned]) -> Iterator[tuple[str, float]]:
-    """Yields each target's name, and what no entry of scale * B A exceeds: each is a sum of as many
-    products as the rank says."""
+    """Yields each target's name, and a bound on the entries of scale * B A: each is a sum of as
+    many products as the rank says."""
     for target in contents.targets.values():
         a, b = scanned[target.a.key].largest, scanned[target.b.key].largest
         yield target.name, abs(target.scale) * target.rank * a * b

@@ -1,4 +1,4 @@
-"""A and B of bare parameters, as PEFT saves them with target_parameters: those of all experts.
+"""A and B of bare parameters, as PEFT saves them with target_parameters: of all experts.
 
     <module>.lora_A.weight               [experts * rank, a], expert by expert
     <module>.lora_B.weight               [b, rank * experts], rank by rank
@@ -13,14 +13,13 @@ the second, or, where it `is_transposed`, the first. A has
 
 Models of Transformers before 5 do not say it, and PEFT takes theirs as not transposed, which the
 file does not tell. So sizes decide where they can: a parameter's own, and where these are equal
-those of gate_up_proj and down_proj of one module, which PEFT takes alike. Else `peft_version`
-decides, which PEFT writes from 0.18 on, and is part of the digest; without it the parameter is
-refused.
+gate_up_proj's and down_proj's of one module, which PEFT takes alike. Else `peft_version` decides,
+which PEFT writes from 0.18 on, and is part of the digest; without it the parameter is refused.
 
 Of several parameters of one module PEFT wraps the first around the module, then the next around
-that; the order is that of the model's definition, not the config's, so only that of known names is
-known. A parameter `weight` of two dimensions is a linear layer's, and what there is for it a linear
-layer's A and B.
+that; the order is the model definition's, not the config's, so only the order of known names is
+known. A parameter `weight` of two dimensions is a linear layer's, and its A and B are a linear
+layer's.
 
 Sources: `ParamWrapper` of peft/tuners/lora/layer.py and `_inject_parameters` of
 peft/tuners/tuners_utils.py of PEFT 0.17.0, 0.17.1, 0.18.0, 0.18.1, 0.19.0, 0.19.1 and 0.21.2;
@@ -102,8 +101,8 @@ def find_parameters(
 
 
 def _is_linear_layer(module: str, config: AdapterConfig) -> bool:
-    """Returns whether it is one that target_modules names; "all-linear" means none of those that
-    hold a parameter of experts."""
+    """Returns whether target_modules names it; "all-linear" means none of those that hold a
+    parameter of experts."""
     return not config.modules.is_all_linear and config.selects(module, is_embedding=False)
 
 
@@ -124,8 +123,8 @@ def read_experts(
     if rest or a.shape[0] != b.shape[1]:
         raise refused(
             *(a if rest else b, "RANK_MISMATCH"),
-            f"A {list(a.shape)} and B {list(b.shape)} are not those of experts of rank {rank}, as "
-            "the config says",
+            f"A {list(a.shape)} and B {list(b.shape)} are not the shapes of experts of rank "
+            f"{rank}, as the config says",
         )
     if num_experts == 1:
         raise refused(
@@ -153,8 +152,8 @@ def read_experts(
 def in_order(
     found: Sequence[ExpertWeights], by_version: ParameterOrder | None
 ) -> Iterator[ExpertWeights]:
-    """Yields these parameters with what A of each has, where its own sizes do not tell: as others
-    of its module say, else as PEFT of its version has it.
+    """Yields these parameters with the features of each one's A, where its own sizes do not tell:
+    as others of its module say, else as PEFT of its version has it.
 
     Raises InvalidAdapter SHAPE_INVALID or CONFIG_UNSUPPORTED.
     """
@@ -167,7 +166,7 @@ def in_order(
         if sizes[0] != sizes[1]:
             yield each
         elif by_sizes is ParameterOrder.OUTPUTS:
-            # Sizes are part of the digest, unlike what a version decides.
+            # Sizes are part of the digest, unlike the choice by version.
             yield replace(each, pairs=each.turned())
         elif by_sizes is not None:
             yield each
@@ -178,8 +177,8 @@ def in_order(
 
 
 def _order_of(gate_up: ExpertWeights, down: ExpertWeights) -> ParameterOrder:
-    """Returns what A of a module's parameters has: [hidden, 2 * inner] are the inputs and outputs
-    of gate and up, [inner, hidden] those of down. Raises InvalidAdapter SHAPE_INVALID."""
+    """Returns the features of A of a module's parameters: [hidden, 2 * inner] are the inputs and
+    outputs of gate and up, [inner, hidden] of down. Raises InvalidAdapter SHAPE_INVALID."""
     for order, step in ((ParameterOrder.INPUTS, 1), (ParameterOrder.OUTPUTS, -1)):
         (hidden, both), (inner, outputs) = _sizes(gate_up)[::step], _sizes(down)[::step]
         fits = both == 2 * inner and outputs == hidden
@@ -190,8 +189,8 @@ def _order_of(gate_up: ExpertWeights, down: ExpertWeights) -> ParameterOrder:
     raise refused(
         *(record, "SHAPE_INVALID"),
         f"A and B of {_GATE_UP}, {shapes[0]} and {shapes[1]}, and of {_DOWN}, {shapes[2]} and "
-        f"{shapes[3]}, are not those of one mixture of experts: PEFT has {_DOWN} outside and "
-        f"{_GATE_UP} in {WRAPPER[1:]}; save the adapter again with PEFT",
+        f"{shapes[3]}, are not the shapes of one mixture of experts: PEFT has {_DOWN} outside "
+        f"and {_GATE_UP} in {WRAPPER[1:]}; save the adapter again with PEFT",
     )
 
 
@@ -206,5 +205,5 @@ def _unknown_order(parameter: ExpertWeights) -> InvalidAdapter:
         *(parameter.tensors[0][1], "CONFIG_UNSUPPORTED"),
         f"{parameter.module} has as many inputs as outputs, and which of them A has depends on the "
         "PEFT that saved it: the config's peft_version is missing, or none of a release; write the "
-        'one that it was trained with, such as "peft_version": "0.17.1"',
+        'version that it was trained with, such as "peft_version": "0.17.1"',
     )

@@ -41,12 +41,12 @@ class ModuleSettings(NamedTuple):
 class AdapterConfig:
     """The fields of a config that change the maths, and how to apply them.
 
-    They are those of PEFT's LoraConfig. Of a trainer that gives no alpha, `scale` multiplies B @ A,
-    and alpha and its pattern are not used; `last_layers` is how many layers it adapts, 0 if it does
-    not say. `extras` are what it has besides A and B. `base_model` is "" when the file does not
-    name one; it may be a trainer's local path, see `names_local_path`. `ignored_keys` are unknown
-    keys that the operator lets pass, sorted. The methods raise InvalidAdapter PATTERN_TOO_SLOW when
-    the seconds for matching this adapter's patterns are used up.
+    They are PEFT's LoraConfig's. Of a trainer that gives no alpha, `scale` multiplies B @ A, and
+    alpha and its pattern are not used; `last_layers` is how many layers it adapts, 0 if it does not
+    say. `extras` are its contents besides A and B. `base_model` is "" when the file does not name
+    one; it may be a trainer's local path, see `names_local_path`. `ignored_keys` are unknown keys
+    that the operator lets pass, sorted. The methods raise InvalidAdapter PATTERN_TOO_SLOW when the
+    seconds for matching this adapter's patterns are used up.
     """
 
     base_model: str
@@ -131,7 +131,7 @@ def _modules(fields: Mapping[str, Any], budget: MatchBudget) -> ModuleMatcher:
     patterns = read_names(fields, "layers_pattern")
     if isinstance(patterns, str):
         patterns = (patterns,) if patterns else ()
-    # PEFT refuses both combinations, so what they would mean is undefined.
+    # PEFT refuses both combinations, so their meaning is undefined.
     if isinstance(target_modules, str) and (layers is not None or patterns):
         key = "layers_pattern" if layers is None else "layers_to_transform"
         raise invalid_value(key, fields[key], "it needs target_modules to be a list")

@@ -1,4 +1,5 @@
-"""What a PEFT config says that an adapter has besides A and B, and whether it has just that.
+"""The contents besides A and B that a PEFT config announces, and whether the adapter has just
+these.
 
     lora_bias    B has a bias, which is scaled as B is
     use_dora     a module's weights with B @ A get the norms that `lora_magnitude_vector` has
@@ -10,8 +11,8 @@
     modules_to_save, bias, trainable_token_indices
                  weights of the base are replaced; see adapter_store.checkpoint.replacements
 
-What the config does not say would stay unused where PEFT loads the adapter, and what it says and
-the file does not have was lost on the way: both are refused by name.
+Contents that the config does not announce would stay unused where PEFT loads the adapter, and
+announced contents that the file does not have were lost on the way: both are refused by name.
 
 Sources: peft/tuners/lora/{config,layer,dora}.py of PEFT 0.21.
 """
@@ -43,7 +44,7 @@ _LAST_FIRST, _FIRST_OUTPUTS, _FIRST_INPUTS = (0, 18, 0), (0, 19, 0), (0, 19, 1)
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What PEFT's config says that there is besides A and B, by the names of its fields."""
+    """The contents besides A and B that PEFT's config announces, by the names of its fields."""
 
     lora_bias: bool = False
     use_dora: bool = False
@@ -56,7 +57,8 @@ class Extras:
     parameters: tuple[str, ...] = ()
     """Ends of the paths of parameters, with their own names."""
     parameter_order: ParameterOrder | None = None
-    """What A of a parameter has in files of the PEFT that saved this one; None: not known."""
+    """The features of A of a parameter in files of the PEFT that saved this one; None: not
+    known."""
     invocation_tokens: tuple[int, ...] = ()
     fan_in_fan_out: bool = False
     """Linear layers of the base have their weights as [in, out]."""
@@ -81,8 +83,8 @@ class Extras:
                 )
 
     def entries_of(self, module: str) -> frozenset[str]:
-        """Returns the entries of modules_to_save that save this module, or what it is part of: PEFT
-        looks at how names end, whatever their components."""
+        """Returns the entries of modules_to_save that save this module, or a module that it is part
+        of: PEFT looks at how names end, not at their components."""
         parts = module.split(".")
         paths = [".".join(parts[: count + 1]) for count in range(len(parts))]
         return frozenset(
@@ -167,7 +169,7 @@ def _read_invocation_tokens(fields: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _read_order(fields: Mapping[str, Any]) -> ParameterOrder | None:
-    """Returns what A of a parameter has, by the version of PEFT that the config says."""
+    """Returns the features of A of a parameter, by the version of PEFT in the config."""
     version = fields.get("peft_version")
     found = _VERSION.fullmatch(version) if isinstance(version, str) else None
     if found is None:
@@ -233,7 +235,7 @@ def check_vectors(
             raise refused(
                 record,
                 "SHAPE_INVALID",
-                f"shape {list(record.shape)} is not that of {out_features} outputs",
+                f"shape {list(record.shape)} does not match {out_features} outputs",
             )
 
 

@@ -42,7 +42,7 @@ HONOURED = frozenset(
     }
 )
 
-# Why a field does not change what is computed from the saved A and B.
+# Why a field does not change the computation from the saved A and B.
 NO_EFFECT: Mapping[str, str] = {
     "task_type": "names the class of the base model",
     "auto_mapping": "names the class of the base model",
@@ -60,7 +60,7 @@ NO_EFFECT: Mapping[str, str] = {
 
 
 class Refusal(NamedTuple):
-    """Why a field is accepted only when it is off, and what to do instead."""
+    """Why a field is accepted only when it is off, and the remedy."""
 
     why: str
     instead: str
@@ -90,7 +90,7 @@ REFUSED: Mapping[str, Refusal] = {
     ),
     "kasa_config": Refusal("KaSA truncates the base weight", f"{_TRAIN_WITHOUT}, or {_MERGE}"),
     "ensure_weight_tying": Refusal(
-        "it ties the adapter of the head to that of the embedding",
+        "it ties the adapter of the head to the adapter of the embedding",
         "adapt embed_tokens and lm_head each by itself",
     ),
 }
@@ -101,7 +101,7 @@ SUBCONFIGS = frozenset(
 """Refused fields that PEFT takes as switched on, with all defaults, if they are an empty object."""
 
 KNOWN = HONOURED | NO_EFFECT.keys() | REFUSED.keys()
-"""What has a verdict, which no operator changes."""
+"""Fields with a verdict, which no operator changes."""
 
 # Initialisations that leave the base weight unchanged, besides the original ones, true and false.
 INIT_ACCEPTED = frozenset({"gaussian", "eva", "orthogonal", "mica"})
@@ -146,7 +146,7 @@ def check_unknown(
     allowed: Container[str] | None = frozenset(),
 ) -> list[str]:
     """Refuses every field that is on, not `known` and not `allowed`; returns the others, sorted.
-    Arguments and errors are those of `check_fields`."""
+    Arguments are `check_fields`', and it raises the same errors."""
     ignored = []
     for key, value in fields.items():
         if key in known or _is_off(key, value):

@@ -67,13 +67,13 @@ class VerifiedCheckpoints:
 
 
 def _place(folder: Folder) -> _Place:
-    """Returns what tells where a checkpoint lies, and keeps nothing in memory."""
+    """Returns the key of a checkpoint's place, and keeps nothing in memory."""
     return folder if isinstance(folder, Path) else weakref.ref(folder)
 
 
 def _fingerprint(checkpoint: Checkpoint) -> _Fingerprint | None:
-    """Returns (name, inode, size, time of change) of the weight files; None if one is missing. What
-    lies in memory cannot change."""
+    """Returns (name, inode, size, time of change) of the weight files; None if one is missing.
+    Files in memory cannot change."""
     folder = checkpoint.stored_folder
     if not isinstance(folder, Path):
         return ()

@@ -1,7 +1,7 @@
 """Base weights that an adapter has of its own: trained whole, some rows, or saved along.
 
     <module>.weight, <module>.bias                      of a module that modules_to_save names,
-                                                        itself or what it is part of
+                                                        itself or a module around it
     <module>.bias, <module>.base_layer.bias             with bias="all"; with "lora_only" of adapted
                                                         modules
     <module>.token_adapter.trainable_tokens_delta       [rows, features], of trainable_token_indices
@@ -10,10 +10,10 @@
 
 A state dict has `.modules_to_save.<name>` after the module. PEFT loads each of them in place of the
 base's. A target is the module, or `<module>.bias`; kinds go by shape: a vector is VECTOR, and a
-matrix LINEAR, also that of an embedding, which only the model knows.
+matrix LINEAR, also an embedding's, which only the model knows.
 
-What the config does not name would stay unused, and what it names and the file does not have was
-lost on the way: both are refused by name.
+Tensors that the config does not name would stay unused, and named ones that the file does not have
+were lost on the way: both are refused by name.
 
 Sources: peft/utils/{other,save_and_load}.py and peft/tuners/tuners_utils.py of PEFT 0.21.
 """
@@ -33,7 +33,7 @@ from adapter_store.errors import InvalidAdapter
 
 INPUTS = "embed_tokens"
 EMBEDDINGS = frozenset({INPUTS, "lm_head"})
-"""Modules that PEFT knows as those of the vocabulary."""
+"""Modules that PEFT knows as the vocabulary's."""
 VOCABULARIES = EMBEDDINGS | {"wte", "word_embeddings", "tok_embeddings", "output"}
 """And others, whose weights have a row for each token in every model."""
 
@@ -41,8 +41,8 @@ VOCABULARIES = EMBEDDINGS | {"wte", "word_embeddings", "tok_embeddings", "output
 def read_replacements(
     tensors: Iterable[tuple[TensorKey, TensorRecord]], extras: Extras, adapted: Collection[str]
 ) -> tuple[Replacement, ...]:
-    """Returns what these tensors replace, by name, sorted. `adapted` are the modules that have A
-    and B.
+    """Returns the weights that these tensors replace, by name, sorted. `adapted` are the modules
+    that have A and B.
 
     Raises InvalidAdapter: TENSOR_UNKNOWN, TENSOR_DUPLICATE, SHAPE_INVALID or CONFIG_UNSUPPORTED,
     with the tensor as its subject, or TENSOR_MISSING, with a key of the config.
@@ -111,8 +111,8 @@ class _Reader:
         if len(record.shape) != 2 or record.shape[0] != len(ids):
             raise refused(
                 *(record, "SHAPE_INVALID"),
-                f"shape {list(record.shape)} is not that of {len(ids)} rows, which "
-                "trainable_token_indices has ids for",
+                f"shape {list(record.shape)} does not match the {len(ids)} rows for which "
+                "trainable_token_indices has ids",
             )
         return Replacement(key.target, key.module, TargetKind.LINEAR, record, ids)
 

@@ -41,8 +41,8 @@ class TensorRecord:
 
 
 class Scanned(NamedTuple):
-    """What `scan` finds of a tensor: the sha256 of its raw bytes, and a magnitude that none of its
-    values exceeds."""
+    """The findings of `scan` about a tensor: the sha256 of its raw bytes, and a magnitude that none
+    of its values exceeds."""
 
     sha256: bytes
     largest: float
@@ -65,8 +65,8 @@ StoredT = TypeVar("StoredT", bound=Stored)
 
 
 def group_adjacent(items: Iterable[StoredT], max_bytes: int) -> list[list[StoredT]]:
-    """Groups what lies side by side in a file, of one type, into runs of at most `max_bytes`: what
-    is small costs a call per run, not each. A larger item is a run of its own."""
+    """Groups neighbours in a file, of one type, into runs of at most `max_bytes`, so that small
+    items cost a call per run, not each. A larger item is a run of its own."""
     runs: list[list[StoredT]] = []
     length = 0
     last: StoredT | None = None
@@ -146,7 +146,7 @@ def parse_header(
 
 
 def encode_header(tensors: Iterable[tuple[str, DataType, tuple[int, ...]]]) -> bytes:
-    """Returns what a file begins with that has the data of these tensors, of a name, type and shape
+    """Returns the header of a file that has the data of these tensors, of a name, type and shape
     each, after it in this order."""
     fields: dict[str, Any] = {_METADATA: {"format": "pt"}}
     end = 0

@@ -54,8 +54,8 @@ _scratch = Scratch(CHUNK_BYTES)
 
 
 def scan_tensors(folder: AnyFolder, records: Sequence[TensorRecord]) -> dict[str, Scanned]:
-    """Returns what is found of each tensor, by its key. Of small ones that lie side by side the
-    largest magnitude may be that of all, up to SUSPECT.
+    """Returns the findings about each tensor, by its key. Of small ones that lie side by side the
+    largest magnitude may be the largest of all, up to SUSPECT.
 
     Raises InvalidAdapter NOT_FINITE (subject: the tensor), CorruptData if a file got shorter.
     """

@@ -44,7 +44,7 @@ def strip(
     source: Path, target: Path, model: Path | None = None, *, force: bool = False
 ) -> tuple[list[BaseWeight], int]:
     """Writes the adapter in folder `source` to the new folder `target`, without base weights, each
-    of which is compared with the one of `model`, a folder as transformers saves one.
+    of which is compared with the weight of `model`, a folder as transformers saves one.
 
     Returns the base weights, and how many tensors are left. Raises InvalidArgument if `target`
     exists or a folder is none, InvalidAdapter for files that are no adapter's, and

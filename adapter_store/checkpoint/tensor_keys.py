@@ -1,6 +1,6 @@
 """The names that trainers give an adapter's tensors.
 
-PEFT's, and those of all who write its files:
+The names of PEFT, and of all who write its files:
 
     base_model.model.<module>.lora_A.weight            [rank, in]
     base_model.model.<module>.lora_B.weight            [out, rank]
@@ -11,8 +11,8 @@ PEFT's, and those of all who write its files:
 
 `<module>` is the module's path in the model that was trained, "model.layers.0.self_attn.q_proj";
 the config's patterns match it. An adapter saved from a whole state dict has its own name in
-between: `lora_A.<name>.weight`. One that was adapted twice has the prefix twice. A model with more
-than text has its language model inside: `language_model.model.layers.0` (older transformers),
+between: `lora_A.<name>.weight`. A module that was adapted twice has the prefix twice. A model with
+more than text has its language model inside: `language_model.model.layers.0` (older transformers),
 `model.language_model.layers.0` (newer); the target is the path in the language model alone. A
 trainer that saves the model's own names leaves the prefix out: without it the rest is the module's
 path all the same. Tinker calls the head `model.unembed_tokens`, and MLX-LM the experts of a mixture
@@ -20,7 +20,7 @@ path all the same. Tinker calls the head `model.unembed_tokens`, and MLX-LM the 
 
 A and B of all experts of a mixture in one tensor each: see adapter_store.checkpoint.experts.
 
-What there may be of the base's own weights, see adapter_store.checkpoint.replacements.
+For the base's own weights, see adapter_store.checkpoint.replacements.
 
 Sources: peft/utils/save_and_load.py `get_peft_model_state_dict` of PEFT 0.21;
 tinker_cookbook/weights/_merge_utils.py of github.com/thinking-machines-lab/tinker-cookbook.
@@ -69,7 +69,7 @@ _WRAPPED = re.compile(r"(?:model\.)?language_model\.(?P<inner>.+)")
 _BASE_PARTS = (".base_layer.", ".embed_tokens.weight.", ".lm_head.weight.")
 
 _SAVED_ALONG = "where tokens were added, save with save_embedding_layers=False"
-# Tensors that may lie beside A and B, and what to do about each.
+# Tensors that may lie beside A and B, and a remedy for each.
 _HINTS = (
     (".original_module.", f"the base's own, beside what modules_to_save trains: {_SAVED_ALONG}"),
     (".modules_to_save.", "parts of a saved module are named without it, as PEFT saves them"),
@@ -79,7 +79,7 @@ _HINTS = (
 
 @dataclass(frozen=True, slots=True)
 class TensorKey:
-    """A tensor's meaning: side A or B, or what else `side` says, of `target`, which the trained
+    """A tensor's meaning: side A or B, or another that `side` names, of `target`, which the trained
     model calls `module`. `is_transposed`: A is [in, rank] and B is [rank, out]. No kind: the name
     does not tell; no name of an adapter: any. Of a base weight, `place` is the part that PEFT put
     into the model where it lies, and `module` ends with ".bias" if `is_bias`."""
@@ -160,8 +160,8 @@ def target_of(module: str) -> str:
 
 def recorded_name(module: str) -> str:
     """Returns the name of the target in the digest: the module's path in the language model alone,
-    as its trainer called it. Digests are for ever: what else trainers turn out to call a module
-    goes to `target_of`."""
+    as its trainer called it. Digests are for ever: further names by which trainers turn out to call
+    a module belong in `target_of`."""
     if "language_model." not in module:
         return module
     wrapped = _WRAPPED.fullmatch(module)

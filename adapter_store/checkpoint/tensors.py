@@ -1,7 +1,6 @@
 """An adapter's tensors: their headers, and the targets that they make up in pairs.
 
-Every tensor belongs to one target, and every target is one that the config selects, with what the
-config says that it has.
+Every tensor belongs to one target, and the config selects every target, and announces its contents.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ _SIDES = (SegmentKind.A, SegmentKind.B)
 
 @dataclass(frozen=True, slots=True)
 class TargetWeights:
-    """What an adapter changes in one target: delta = scale * B @ A.
+    """The change of one target by an adapter: delta = scale * B @ A.
 
-    `a` is [rank, in] (an embedding's [rank, vocab]), `b` is [out, rank]; `is_transposed` means
-    [in, rank] and [rank, out]. `module` is the target's name in the trained model, and so in the
-    config. `alpha` is what the scale comes of; None where the config gives the scale itself.
+    `a` is [rank, in] (an embedding's [rank, vocab]), `b` is [out, rank]; `is_transposed` means [in,
+    rank] and [rank, out]. `module` is the target's name in the trained model, and so in the config.
+    `alpha` is the source of the scale; None where the config gives the scale itself.
     """
 
     name: str
@@ -68,7 +67,7 @@ class TargetWeights:
 
     @property
     def kinds(self) -> frozenset[SegmentKind]:
-        """What it needs a server to apply."""
+        """The contents that it needs a server to apply."""
         kinds = {SegmentKind.A, SegmentKind.B}
         if self.bias is not None:
             kinds.add(SegmentKind.BIAS)
@@ -152,7 +151,7 @@ class Contents:
 
     @property
     def changes(self) -> Iterator[Changes]:
-        """What the adapter has for each module."""
+        """The adapter's weights for each module."""
         yield from self.targets.values()
         yield from self.experts
         yield from self.replacements
@@ -163,7 +162,7 @@ def read_contents(
     config: AdapterConfig,
     parse: Callable[[str], TensorKey] = parse_key,
 ) -> Contents:
-    """Returns what the tensors make up. `parse` reads the names of its format.
+    """Returns the contents that the tensors make up. `parse` reads the names of its format.
 
     Raises InvalidAdapter: TENSOR_UNKNOWN, TENSOR_DUPLICATE, ADAPTERS_MIXED, SHAPE_INVALID,
     PAIR_INCOMPLETE, TARGET_NOT_SELECTED, RANK_MISMATCH or NO_TARGETS, and as `read_stack`,
@@ -200,7 +199,8 @@ def read_contents(
 def _check_activation(
     targets: Mapping[str, TargetWeights], replacements: Iterable[Replacement]
 ) -> None:
-    """Raises InvalidAdapter CONFIG_UNSUPPORTED for what is active before the invocation tokens."""
+    """Raises InvalidAdapter CONFIG_UNSUPPORTED for contents that are active before the invocation
+    tokens."""
     embeddings = (each.a for each in targets.values() if each.kind is TargetKind.EMBEDDING)
     for record in (*embeddings, *(each.record for each in replacements)):
         raise refused(
@@ -216,7 +216,7 @@ _Sides: TypeAlias = Mapping[SegmentKind, tuple[TensorKey, TensorRecord]]
 def _pair(
     pairs: Mapping[str, _Sides], config: AdapterConfig
 ) -> tuple[dict[str, TargetWeights], tuple[ExpertWeights, ...]]:
-    """Returns what has A and B, sorted by name."""
+    """Returns the targets that have A and B, sorted by name."""
     parameters: dict[str, Parameter] = {}
     if config.extras.parameters:
         modules = {
@@ -274,7 +274,7 @@ def _add_side(
     key: TensorKey,
     record: TensorRecord,
 ) -> None:
-    """Adds a tensor to those of its target."""
+    """Adds a tensor to its target's."""
     num_dimensions = 2 if key.side in _SIDES else 1
     is_stack = (
         num_dimensions == 2

@@ -1,7 +1,7 @@
 """Modules of a model's towers beside the one for text, which no server computes.
 
-PEFT adapts every module of a name: a list such as ["q_proj", "v_proj"] means those of the vision
-tower, too, where it has modules of these names.
+PEFT adapts every module of a name: a list such as ["q_proj", "v_proj"] means the vision tower's,
+too, where it has modules of these names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from adapter_store.checkpoint.module_patterns import OUTPUT_LAYER
 
 _VISION = ("vision_tower", "vision_model", "visual", "embed_vision", "multi_modal_projector")
 _TOWERS = frozenset([*_VISION, "audio_tower", "embed_audio"])
-"""How transformers calls them, and what joins them to the text's, below the whole model."""
+"""Their names in transformers, and the names of modules that join them to the text's, below the
+whole model."""
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 

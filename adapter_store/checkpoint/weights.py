@@ -1,4 +1,4 @@
-"""What an adapter has for the modules that it changes, as views of saved tensors.
+"""The weights of the modules that an adapter changes, as views of saved tensors.
 
 A module may be a target of a layout, or compute several of them; which, is for the plan to find out
 (see adapter_store.images.fit). `module` is its name in the trained model, and so in the config.
@@ -16,7 +16,7 @@ from adapter_store.core import SegmentKind, TargetKind
 
 
 class Changes(Protocol):
-    """What an adapter has for one module."""
+    """An adapter's weights for one module."""
 
     @property
     def name(self) -> str:
@@ -32,7 +32,7 @@ class Changes(Protocol):
 
     @property
     def kinds(self) -> frozenset[SegmentKind]:
-        """What it needs a server to apply."""
+        """The contents that it needs a server to apply."""
 
     def records(self) -> Iterator[tuple[str, TensorRecord]]:
         """Yields each saved tensor with its role in the digest."""
@@ -88,8 +88,8 @@ class Matrix(NamedTuple):
 
 
 class ParameterOrder(enum.Enum):
-    """What A of a parameter, [experts, first, second], has: what the model says are inputs or
-    outputs, or the first dimension, whichever that is."""
+    """The features of A of a parameter, [experts, first, second]: the inputs or the outputs, by the
+    model, or the first dimension, whichever that is."""
 
     INPUTS = "inputs"
     OUTPUTS = "outputs"
@@ -134,7 +134,7 @@ class Replacement:
     """A weight that takes the place of the base's: all of it, or the rows `row_ids`, one for each
     of its own. A matrix is of kind LINEAR, also one of an embedding. `is_copy`: its trainer saved
     it along, and it is likely to be the base's. `shared_by` are modules that have the same rows
-    without a tensor of their own, by the ends of their names: those of a head that is tied."""
+    without a tensor of their own, by the ends of their names: of a tied head."""
 
     name: str
     module: str

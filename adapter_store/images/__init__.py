@@ -2,12 +2,12 @@
 
 layout         gives layouts their identity
 layout_checks  validates layouts
-announcement   validates announcements, gives them their identity, and says what they are about
+announcement   validates announcements, gives them their identity, and finds the ones about an image
 fit            which targets of a layout an adapter changes
 base_rows      which rows of the base's own weights it changes
-sources        what a target's segments consist of
+sources        the parts of a target's segments
 plan           where everything lies in an image, before a byte is compiled
-check          what a folder would be to a store and a server, without either
+check          a store's and a server's verdict on a folder, without either
 compile        fills an image from a checkpoint, part by part
 file           an image on disk, which is a valid .safetensors file
 builder        makes one image: from the disk tier, the shared tier, or the blob

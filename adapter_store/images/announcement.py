@@ -1,5 +1,5 @@
-"""Announcements: their validation, their identity, and what of an image they are about. None of it
-decides bytes of images."""
+"""Announcements: their validation, their identity, and the contents of an image that they are
+about. None of it decides bytes of images."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _MODULE = re.compile(r"[A-Za-z0-9_\-]+")
 def announcement_id(layout_id: str, announcement: Announcement) -> str:
     """Returns "sha256:<hex>": servers that say the same of the same layout have the same.
 
-    What is at its default is left out: servers that say no more than those of earlier releases have
-    the ids that these have.
+    Fields at their defaults are left out: servers that say no more than those of earlier releases
+    have the ids that these have.
     """
     fields = [sorted(set(announcement.aliases)), announcement.max_rank, announcement.is_renewed]
     more: dict[str, Any] = {
@@ -73,7 +73,7 @@ def validate_announcement(announcement: Announcement, layout: Layout) -> None:
 
 
 def content_of(plan: ImagePlan, layout: Layout) -> ImageContent:
-    """Returns what of an image decides whether a server can serve it."""
+    """Returns the contents of an image that decide whether a server can serve it."""
     names: dict[SegmentKind, set[str]] = {kind: set() for kind in SegmentKind}
     for segment in plan.segments:
         names[segment.kind].add(layout.targets[segment.target].name)

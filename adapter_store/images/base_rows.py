@@ -1,8 +1,8 @@
-"""Which rows of the base's own weights an adapter changes, of those that it has saved along.
+"""Which rows of the base's own weights an adapter changes, among the rows that it has saved along.
 
 Trainers save whole embeddings and heads, also where they have not changed them. The layout has the
-sha256 of each HASHED_ROWS rows of the base's weight, in the dtype of the base's checkpoint; what is
-equal is dropped, a copy that was saved wider is narrowed first, if that loses nothing.
+sha256 of each HASHED_ROWS rows of the base's weight, in the dtype of the base's checkpoint; equal
+rows are dropped, a copy that was saved wider is narrowed first, if that loses nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_CACHED = 64
 
 
 class Kept(NamedTuple):
-    """What an adapter changes of a weight of the base: (row of the saved tensor, row of the base)
+    """The changes of a weight of the base by an adapter: (row of the saved tensor, row of the base)
     each, by rows of the base, or all of it."""
 
     rows: tuple[tuple[int, int], ...] = ()

@@ -84,7 +84,7 @@ class NotPrecompiled(Exception):
 
 @dataclass(eq=False, slots=True)
 class Build:
-    """One image being built: what to build, and how far it has come."""
+    """One image being built: its inputs, and its progress."""
 
     key: ImageKey
     layout: Layout
@@ -100,7 +100,7 @@ class Build:
 
     @property
     def is_ephemeral(self) -> bool:
-        """Whether what it is built from is in memory alone: then it is not written to disk."""
+        """Whether its source is in memory alone: then it is not written to disk."""
         return isinstance(self.checkpoint.folder, MemoryFolder)
 
     @property
@@ -110,7 +110,7 @@ class Build:
 
     @property
     def content(self) -> ImageContent:
-        """What the image changes."""
+        """The contents of the image."""
         return content_of(self.plan, self.layout)
 
     def wait_compiling_recorded(self) -> None:
@@ -217,7 +217,7 @@ class ImageBuilder:
 
     def admit(self, key: ImageKey, tenants: Tenants = None) -> float:
         """Checks that one of these tenants may pull the image; returns for how many seconds they
-        have to wait first, as for one that is not built yet.
+        have to wait first, as for an image that is not built yet.
 
         Raises NotFound, and IncompatibleAdapter if that is recorded and they need not wait.
         """

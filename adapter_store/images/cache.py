@@ -91,7 +91,8 @@ class ImageCache:
 
     @property
     def places(self) -> tuple[Shares, Shares]:
-        """What the builds of images share: the workers, and places of those without memory."""
+        """The resources that the builds of images share: the workers, and places of builds without
+        memory."""
         return self._workers.turns, self._waiting
 
     @property
@@ -172,7 +173,7 @@ class ImageCache:
             self._checks.discard(job)
 
     def set_pinned(self, pinned: Iterable[ImageKey]) -> list[ImageKey]:
-        """Replaces the set of pinned keys; returns those that are not in memory."""
+        """Replaces the set of pinned keys; returns the keys that are not in memory."""
         self._pinned = frozenset(pinned)
         self._memory.shrink()
         return [key for key in self._pinned if key not in self._memory]

@@ -1,4 +1,4 @@
-"""What a store would make of a folder, without one: what the adapter changes, and whether a server
+"""A store's verdict on a folder, without a store: the changes of the adapter, and whether a server
 can serve it."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from servicekit.errors import ServiceError
 
 @dataclass(frozen=True, slots=True)
 class ModuleContent:
-    """What an adapter, or its image, has for one module: `kinds` are SegmentKind's values."""
+    """The weights of an adapter, or its image, for one module: `kinds` are SegmentKind's values."""
 
     name: str
     kinds: tuple[str, ...]
@@ -44,7 +44,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class ServerReport:
-    """What a server of one layout makes of an adapter. `refusals` say why it does not serve it;
+    """The verdict of a server of one layout on an adapter. `refusals` say why it does not serve it;
     none: it does, but for the modules that are `unused`: no request passes through them."""
 
     base_model: str
@@ -57,8 +57,8 @@ class ServerReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """An adapter that would be registered, or with `refusal` one that would not. `features` are
-    values of Feature, `saved_by` is the format of its files."""
+    """An adapter that would be registered, or with `refusal` one that would be refused. `features`
+    are values of Feature, `saved_by` is the format of its files."""
 
     saved_by: str
     base_model: str = ""
@@ -87,7 +87,7 @@ class Server:
 def check_folder(
     folder: Path, limits: CheckpointLimits | None = None, server: Server | None = None
 ) -> Report:
-    """Returns what a store, and a server if one is given, would make of an adapter.
+    """Returns the verdict of a store, and of a server if one is given, on an adapter.
 
     Raises InvalidArgument for a layout that is none, OSError for a folder that cannot be read.
     """
@@ -116,7 +116,7 @@ def check_folder(
 
 
 def _read_text(folder: GivenFolder) -> AdapterText:
-    """Returns what lies beside the adapter about text, of copies: a process reads them by path."""
+    """Returns the contents of the adapter's text files, of copies: a process reads them by path."""
     with TemporaryDirectory(prefix="loadout-") as copies:
         names = copy_texts(folder, Path(copies))
         return read_text(Path(copies), names) if names else AdapterText()
@@ -152,7 +152,7 @@ def _check_server(checkpoint: Checkpoint, server: Server) -> ServerReport:
 
 
 def _targets(plan: ImagePlan, layout: Layout) -> tuple[ModuleContent, ...]:
-    """Returns what the image has for each target, in order; shared bytes count where they lie
+    """Returns the image's contents for each target, in order; shared bytes count where they lie
     first."""
     found: dict[int, list[int]] = {}
     for index, segment in enumerate(plan.segments):

@@ -1,7 +1,7 @@
 """Compiles a checkpoint into an image, part by part, and hashes the parts.
 
 Of each segment, saved matrices are cut, scaled in fp32, cast and transposed. Source rows pass
-through in runs of about a megabyte: what is in flight stays in the processor's cache, small tensors
+through in runs of about a megabyte: data in flight stays in the processor's cache, small tensors
 that lie side by side are read, cast and checked together, and memory stays near the image's own
 size.
 """
@@ -37,7 +37,7 @@ CHUNK_BYTES = 1 << 20
 TRANSPOSE_BYTES = 32 << 10
 """A transposed copy in blocks of this size stays in the first-level cache."""
 PARTS_AT_ONCE = min(4, os.cpu_count() or 1)
-"""Parts of one image that are begun, besides the one that is waited for."""
+"""Parts of one image that are begun, besides the awaited one."""
 
 # bf16 has no numpy type, and a copy needs none.
 _INTEGERS: dict[int, type[np.signedinteger]] = {1: np.int8, 2: np.int16, 4: np.int32}
@@ -123,7 +123,7 @@ def compile_parts(
 def _in_order(
     jobs: Iterable[Callable[[], ImagePart]], threads: Executor | None
 ) -> Iterator[ImagePart]:
-    """Yields what the jobs return; with `threads`, a few are done at the same time."""
+    """Yields the results of the jobs; with `threads`, a few are done at the same time."""
     if threads is None:
         for job in jobs:
             yield job()
@@ -144,7 +144,7 @@ def _in_order(
 
 def _reads_all_once(checkpoint: Checkpoint, sources: Iterable[SegmentSource]) -> bool:
     """Returns whether the segments are made of all saved tensors, each as a whole and once, so that
-    what is read for them is all that the digest is of."""
+    their reads cover all bytes of the digest."""
     keys = []
     for piece in (piece for source in sources for piece in source.pieces):
         matrix = piece.matrix
@@ -250,8 +250,8 @@ class _PartCompiler:
 
 
 def _fill_gaps(data: NDArray[np.uint8], start: int, segments: Sequence[_Sourced]) -> None:
-    """Zeroes in `data`, a part's bytes, which begin at `start` of the image, what no values come
-    to; writes what segments begin with."""
+    """Zeroes in `data`, a part's bytes, which begin at `start` of the image, the gaps without
+    values; writes the prefixes of segments."""
     position = 0
     for segment, source in segments:
         begin = segment.offset - start
@@ -266,8 +266,8 @@ def _fill_gaps(data: NDArray[np.uint8], start: int, segments: Sequence[_Sourced]
 def _sources(
     data: NDArray[np.uint8], start: int, segments: Iterable[_Sourced], *, is_final: bool
 ) -> Iterator[_Source]:
-    """Yields what these segments are made of, with its values in `data`, a part's bytes, which
-    begin at `start` of the image; without outputs if these are final."""
+    """Yields the parts of these segments, with their values in `data`, a part's bytes, which begin
+    at `start` of the image; without outputs if these are final."""
     for segment, source in segments:
         saved = ((_saved_rows(piece), piece) for piece in source.pieces)
         for _, group in groupby(saved, key=_read_identity):
@@ -376,7 +376,7 @@ def _compile_run(data: NDArray[np.uint8], run: Sequence[_Rows], dtype: torch.dty
 
 
 def _kept(rows: _Rows, values: Any, columns: Selection) -> Any:
-    """Returns what an output has of these rows' values, as a matrix."""
+    """Returns an output's part of these rows' values, as a matrix."""
     matrix = values.reshape(-1, rows.source.matrix.num_columns)
     if isinstance(columns, range):
         return matrix[rows.kept, columns.start : columns.stop : columns.step]

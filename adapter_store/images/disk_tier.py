@@ -98,7 +98,7 @@ class DiskTier:
             self.counts.misses += not was_hit
 
     def evict(self, num_bytes: int) -> None:
-        """Evicts what was used longest ago, of so many bytes together."""
+        """Evicts the least recently used images, of so many bytes together."""
         self._evict_to(max(0, self.counts.used_bytes - num_bytes))
 
     def has_space(self, num_bytes: int) -> bool:
@@ -106,8 +106,8 @@ class DiskTier:
             return self.counts.used_bytes + num_bytes <= self.counts.capacity_bytes
 
     def prepare(self, key: ImageKey, num_bytes: int) -> Path | None:
-        """Evicts what is needed to write an image; returns its path, or None if it is larger than
-        the tier."""
+        """Evicts enough to write an image; returns its path, or None if it is larger than the
+        tier."""
         if num_bytes > self.counts.capacity_bytes:
             return None
         self._evict_to(self.counts.capacity_bytes - num_bytes)
@@ -156,7 +156,7 @@ class DiskTier:
         return True
 
     def _evict_to(self, num_bytes: int) -> None:
-        """Evicts what was used longest ago until so many bytes are used."""
+        """Evicts the least recently used images until so many bytes are used."""
         evicted = []
         with self._lock:
             while self._sizes and self.counts.used_bytes > num_bytes:

@@ -28,8 +28,8 @@ ADDED_TOKENS = (
 )
 SAVED_ALONG = (
     "a base weight, which PEFT saves beside an adapted embedding or head, or where tokens were "
-    "added to the vocabulary, and the server has not said what the base's own values are: where "
-    "they are equal, `loadout strip IN OUT --model DIR` makes a copy without it; or save with "
+    "added to the vocabulary, and the server has not announced the base's own values: where they "
+    "are equal, `loadout strip IN OUT --model DIR` makes a copy without it; or save with "
     "save_embedding_layers=False"
 )
 MAX_LISTED = 3
@@ -41,8 +41,8 @@ _Named: TypeAlias = tuple[int, OtherName | None]
 
 
 class Use(NamedTuple):
-    """What an adapter has for the target at `column` of a layout. `other` is the name that it has
-    it under, if not the target's own; `module_outputs` are those of the module of this name.
+    """An adapter's weights for the target at `column` of a layout. `other` is their name in the
+    adapter, if not the target's own; `module_outputs` are the outputs of the module of this name.
     `is_transposed`: the model has its parameter as [experts, in, out]."""
 
     column: int
@@ -54,8 +54,8 @@ class Use(NamedTuple):
 
 
 def fit(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
-    """Returns what the adapter changes of the layout, in the layout's order; of one target LoRA
-    before what replaces it.
+    """Returns the adapter's changes of the layout, in the layout's order; for one target LoRA
+    before its replacement.
 
     Raises IncompatibleAdapter, with the tensor or target as subject: FORMAT_TOO_OLD,
     TARGET_UNKNOWN, TARGET_TWICE, KIND_MISMATCH, SHAPE_MISMATCH, BASE_UNKNOWN or TARGET_MISSING.
@@ -98,7 +98,7 @@ def fit(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
 def _unknown(
     unknown: Sequence[Changes], uses: Iterable[Use], base_model: str
 ) -> IncompatibleAdapter:
-    """Returns the error for modules that no target is, beside those that are used."""
+    """Returns the error for modules that are no target, besides the used ones."""
     names = [changes.name for changes in unknown]
     more = f" and {len(names) - MAX_LISTED} more modules" if len(names) > MAX_LISTED else ""
     detail = f"{base_model or 'the base model'} has no {', '.join(names[:MAX_LISTED])}{more}"
@@ -110,7 +110,7 @@ def _unknown(
 
 
 def _with_ties(uses: list[Use], layout: Layout) -> list[Use]:
-    """Adds what is changed because the base has one weight in two places, as PEFT loads it.
+    """Adds the changes that follow because the base has one weight in two places, as PEFT loads it.
 
     Rows of an embedding are its tied head's, too, unless the head has rows of its own. A copy that
     was saved along takes the place of the one weight; if both have one the head's, which is loaded
@@ -157,8 +157,8 @@ def _check_shared_rows(uses: Iterable[Use]) -> None:
 
 
 def count_added_tokens(uses: Iterable[Use]) -> int:
-    """Returns how many rows of the embedding or the head an adapter has behind those of the base:
-    of tokens that it adds to the vocabulary."""
+    """Returns how many rows of the embedding or the head an adapter has behind the base's: of
+    tokens that it adds to the vocabulary."""
     num_base, num_saved = 0, 0
     ids: set[int] = set()
     for use in uses:
@@ -198,7 +198,7 @@ class _Names:
 
     def find(self, name: str) -> list[_Named]:
         """Returns the targets that a module of this name is, or computes; of a projection of all
-        experts also those that are called as other trainers do."""
+        experts also the ones that are named as other trainers do."""
         return self._find(name) or self._find(other_name(name))
 
     def is_transposed(self, name: str) -> bool:
@@ -240,7 +240,7 @@ def _module_of(name: str) -> str:
 
 
 def _gathered(changes: Iterable[Changes], names: _Names) -> Iterator[Changes]:
-    """Yields what the adapter has for each module, of experts that the layout has as one target
+    """Yields the adapter's weights for each module, of experts that the layout has as one target
     together.
 
     Raises IncompatibleAdapter SHAPE_MISMATCH or KIND_MISMATCH.
@@ -268,7 +268,7 @@ def _gathered(changes: Iterable[Changes], names: _Names) -> Iterator[Changes]:
 
 
 def _stacked(stack: str, experts: Mapping[int, TargetWeights], num_experts: int) -> ExpertWeights:
-    """Returns experts that are saved one by one as those of one module."""
+    """Returns experts that are saved one by one as one module's."""
     records = (record for index in sorted(experts) for record in experts[index].records())
     return ExpertWeights(
         *(stack, stack, None, 1.0, num_experts),

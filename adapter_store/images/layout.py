@@ -28,14 +28,14 @@ def layout_id(layout: Layout) -> str:
 
 
 def text_id(text: str) -> str:
-    """Returns the layout's id from what `to_text` returned."""
+    """Returns the layout's id from the text of `to_text`."""
     return sha256_text(text)
 
 
 def to_text(layout: Layout) -> str:
     """Returns the layout's canonical JSON. In format 1 absent slices and layers are null, and
     aliases, which are announced, are an empty list, so that layouts without any have the ids that
-    they always had. From format 2 on what is absent is left out, and so is the base model's name,
+    they always had. From format 2 on absent fields are left out, and so is the base model's name,
     which is announced.
 
     It is written, and `from_text` reads it, one target at a time: a hundred thousand in one call
@@ -92,9 +92,9 @@ def _without_defaults(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_text(text: str) -> Layout:
-    """Parses what `to_text` returned, or an earlier release wrote: the same with aliases, and maybe
-    with spaces, and unsorted but for the targets, which come last. From format 2 on the base model
-    is "". The text is trusted."""
+    """Parses a text that `to_text` returned, or an earlier release wrote: the same with aliases,
+    and maybe with spaces, and unsorted but for the targets, which come last. From format 2 on the
+    base model is "". The text is trusted."""
     start = _TARGETS.search(text)
     assert start is not None
     data = json.loads(text[: start.start()] + '"targets":[]}')

@@ -1,4 +1,4 @@
-"""What a layout may say, checked when a server registers it."""
+"""The rules of layouts, checked when a server registers one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def validate(layout: Layout) -> None:
     _require(
         layout.dtype.is_computable,
         "dtype",
-        f"{layout.dtype.value} is not one that models compute in; float8 is not compiled yet",
+        f"{layout.dtype.value} is not a type that models compute in; float8 is not compiled yet",
     )
     _require(0 < len(layout.targets) <= MAX_TARGETS, "targets", f"needs 1 to {MAX_TARGETS}")
     seen: dict[str, int] = {}
@@ -86,7 +86,7 @@ def _validate_sizes(target: Target, field: str) -> None:
     least_in = most_in = 0
     if not is_vector:
         least_in, most_in = 1, MAX_FEATURES
-    # Without outputs of its own: those of the adapter, such as a classifier's.
+    # Without outputs of its own: the adapter's, such as a classifier's.
     least_out = 0 if target.kind is TargetKind.LINEAR else 1
     for side, size, part, least, most in (
         ("in", target.in_features, target.in_slice, least_in, most_in),
@@ -238,13 +238,14 @@ def _validate_groups(layout: Layout) -> None:
 
 
 def _group_facts(target: Target) -> Iterator[object]:
-    """Yields what targets of one group have in common."""
+    """Yields the common fields of targets of one group."""
     yield from (target.kind, target.in_features, target.in_slice, target.space)
     yield from (target.experts, target.expert_slice)
 
 
 def _validate_ties(layout: Layout, indices: Mapping[str, int]) -> None:
-    """Requires that what is tied has the shape of an embedding, and what is known of its weight."""
+    """Requires that a tied target has the shape of an embedding, and the known facts of its
+    weight."""
     tied: set[str] = set()
     for index, target in enumerate(layout.targets):
         if not target.tied_to:

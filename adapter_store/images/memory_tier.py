@@ -212,7 +212,7 @@ class MemoryTier:
 
     def _can_allocate(self, num_bytes: int) -> bool:
         """Returns whether the bytes that cannot be evicted stay within bounds. One image may always
-        be built: one that is too large, or comes when all is pinned, would wait for ever."""
+        be built: an image that is too large, or comes when all is pinned, would wait for ever."""
         if self._held_bytes == 0:
             return True
         staying = self._held_bytes + num_bytes

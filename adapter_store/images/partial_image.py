@@ -50,8 +50,7 @@ class PartialImage:
         return Image(self.plan, self.buffer, tuple(self.parts))
 
     def fail(self, failure: BaseException) -> None:
-        """Marks the image as one that will never be complete, and is no longer written to. Called
-        on the event loop."""
+        """Marks the image as never complete, and no longer written to. Called on the event loop."""
         if isinstance(failure, asyncio.CancelledError):
             failure = Draining("this store is shutting down")
         self._failure = failure

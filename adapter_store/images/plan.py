@@ -1,13 +1,13 @@
 """Plans an image: where everything lies in it, from shapes alone, before a byte is compiled.
 
 The segments of the targets that the adapter has and the layout holds, in the layout's order of use,
-those of one target in the order of `sources`, each starting on 256 bytes with zeros before it as
-needed. An A that targets of one layer share, as they do of a fused module, lies there once, and so
-do rows of an embedding that a tied head shares. The
-parts are the bytes of one run of equal layer each, up to the next part's start; a run without
-segments has no part. The image's length is a multiple of 256; it may be empty.
+the segments of one target in the order of `sources`, each starting on 256 bytes with zeros before
+it as needed. An A that targets of one layer share, as they do of a fused module, lies there once,
+and so do rows of an embedding that a tied head shares. The parts are the bytes of one run of equal
+layer each, up to the next part's start; a run without segments has no part. The image's length is a
+multiple of 256; it may be empty.
 
-Image format 1 has A and B of matrices and embeddings only. Its bytes are those of format 2.
+Image format 1 has A and B of matrices and embeddings only. Its bytes are the same as in format 2.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ COMPILER_REVISION = 1
 """Incremented whenever the same input would compile to other bytes."""
 
 COMPILER = f"formats (1,), revision {COMPILER_REVISION}"
-"""What images and verdicts are good for, as releases wrote it that knew one format: a further one
-is of other layouts, and takes nothing from the images and verdicts that there are."""
+"""The formats of images and verdicts, as releases wrote them that knew one format: a further one is
+of other layouts, and takes nothing from the images and verdicts that there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +56,18 @@ class ImagePlan:
     parts: tuple[tuple[int, int], ...]
     total_bytes: int
     sources: tuple[SegmentSource, ...] = field(default=(), compare=False, repr=False)
-    """What the segments are made of, until they are made."""
+    """The parts of the segments, until these are made."""
     added_tokens: int = 0
-    """Rows that the adapter has behind those of the base's vocabulary, here or elsewhere."""
+    """Rows that the adapter has behind the base's vocabulary, here or elsewhere."""
     unused: tuple[tuple[str, str], ...] = ()
-    """What the adapter has that no request passes through: the target's space, and the module."""
+    """The adapter's contents that no request passes through: the target's space, and the module."""
 
     def without_sources(self) -> ImagePlan:
         return replace(self, sources=())
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Returns those of the segments."""
+        """Returns the digests of the segments."""
         return tuple(segment.shape for segment in self.segments)
 
 
@@ -75,7 +75,8 @@ def plan_image(checkpoint: Checkpoint, layout: Layout, *, identity: str = "") ->
     """Plans the image of `checkpoint` under a valid `layout`, of the base model that the adapter
     was registered for.
 
-    `identity` is the layout's id where it is known: that of a large layout takes long to compute.
+    `identity` is the layout's id where it is known: because it takes long to compute for a large
+    layout.
 
     Raises IncompatibleAdapter, with the tensor or target as subject: FORMAT_UNKNOWN, and as `fit`;
     and CorruptData if it seems so because the source differs from its digest.
@@ -139,7 +140,7 @@ def _unused(uses: Iterable[Use]) -> Iterator[tuple[str, str]]:
 
 
 def _uses_of(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
-    """Returns what the adapter changes of the layout, in order. Raises as `plan_image`."""
+    """Returns the adapter's changes of the layout, in order. Raises as `plan_image`."""
     if layout.image_format not in IMAGE_FORMATS:
         raise IncompatibleAdapter(
             f"image format {layout.image_format} is not known",

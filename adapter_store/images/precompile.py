@@ -19,7 +19,7 @@ PAGE_DIGESTS = 500
 
 
 class Precompiler:
-    """Compiles what is queued, in order, `num_workers` images at a time. Lives on the event loop.
+    """Compiles queued images, in order, `num_workers` images at a time. Lives on the event loop.
 
     With `only_pinned`, current versions are left to other replicas, and to pulls: only whether new
     ones fit is recorded.

@@ -81,13 +81,14 @@ class ActivePull:
 
 @dataclass(slots=True)
 class _HeldImage:
-    """What an account's pulls of one image take of its share, once however many they are."""
+    """The part of its share that an account's pulls of one image take, once for any number of
+    them."""
 
     reservation: Reservation
     num_pulls: int = 0
 
     def rate(self, num_bytes: int) -> MinimumRate | None:
-        """Returns what bounds a pull of the image's bytes, beside the pace of all pulls."""
+        """Returns the bound of a pull of the image's bytes, beside the pace of all pulls."""
         if not self.reservation.is_over_share:
             return None
         bytes_per_second = max(1, num_bytes // LARGE_PULL_SECONDS)

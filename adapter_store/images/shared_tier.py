@@ -37,7 +37,7 @@ class Claim:
         self._key = key
 
     def release(self) -> None:
-        """Gives the right up; other replicas find what was published before."""
+        """Gives the right up; other replicas find the image that was published before."""
         self._leases.release(self._key)
 
 

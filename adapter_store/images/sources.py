@@ -1,4 +1,4 @@
-"""What the segments of a target consist of: saved matrices, cut, turned and scaled.
+"""The parts of a target's segments: saved matrices, cut, turned and scaled.
 
 The order of a target's segments, and their forms:
 
@@ -66,7 +66,7 @@ class Piece(NamedTuple):
 
 
 class SegmentSource(NamedTuple):
-    """A segment, and what it is made of: `prefix`, which is its first bytes, and pieces."""
+    """A segment, and its parts: `prefix`, which is its first bytes, and pieces."""
 
     kind: SegmentKind
     rank: int

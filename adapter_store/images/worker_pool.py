@@ -1,4 +1,4 @@
-"""A bounded pool of threads that run jobs by priority, and those of pulls in turns of accounts."""
+"""A bounded pool of threads that run jobs by priority, and jobs of pulls in turns of accounts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Priority(enum.IntEnum):
     PULL = 0
     """A caller waits. Accounts take turns: one with many pulls does not delay another's."""
     WRITE = 1
-    """Writes to disk what is in memory."""
+    """Writes images in memory to disk."""
     PINNED = 2
     """From here on before any pull: such jobs neither start nor continue while a pull's job is
     there."""
@@ -45,7 +45,7 @@ class _Job:
     order: int
     done: asyncio.Future[Any] = field(repr=False)
     turn: Reservation | None = None
-    """What a pull's job holds while it is in the queue or runs."""
+    """The resources of a pull's job while it is in the queue or runs."""
     waits: list[Request] = field(default_factory=list)
     """For a turn: one of each account whose pulls wait for the job."""
     has_thread: bool = False

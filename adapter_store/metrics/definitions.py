@@ -9,7 +9,7 @@ PREFIX = "loadout_store_"
 _OWN = Namespace(PREFIX)
 
 _BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-"""Buckets of what may take as long as a large adapter's way here."""
+"""Buckets of times as long as a large adapter's way here."""
 
 CALLS = (
     _OWN.counter("requests", "Calls answered, by method and status code.", "method", "code"),

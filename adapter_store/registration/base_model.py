@@ -17,17 +17,18 @@ _SHOWN_CHARS = 160
 _CACHED = re.compile(r"models--([^/\\]+)--([^/\\]+)")
 """The folder of a model in the cache of a hub's client, for ORG/NAME."""
 _QUANTIZED = re.compile(r"(?i)(-unsloth)?(-bnb)?-[48]-?bits?$|-(awq|gptq)(-int[48])?$")
-"""What the names of quantized copies end with."""
+"""The endings of the names of quantized copies."""
 
 
 def choose_base_model(
     given: str, in_config: str, known: KnownBaseModels, default: str = ""
 ) -> BaseModelChoice:
-    """Returns the base model: what the caller has `given`, or else that of the name's current
-    version, the one that a server has registered under a name that matches the one `in_config`, a
-    name `in_config` that is no local path, the caller's `default`, or the only one that servers
-    have registered. Of several that match, one with a server now comes before those whose servers
-    have gone; else nothing depends on that: an outage must not send an adapter to another model.
+    """Returns the base model: the one that the caller has `given`, or else the one of the name's
+    current version, the one that a server has registered under a name that matches the one
+    `in_config`, a name `in_config` that is no local path, the caller's `default`, or the only one
+    that servers have registered. Of several that match, one with a server now comes before those
+    whose servers have gone; else nothing depends on that: an outage must not send an adapter to
+    another model.
 
     A version whose config named another model says nothing about this one. Raises InvalidArgument
     with the candidates if that leaves it open, or with a `default` the config names another model.
@@ -44,12 +45,12 @@ def choose_base_model(
         reason = f"registered by a server, and the adapter's config names {_show(in_config)}"
         return BaseModelChoice(matching[0], BaseModelSource.SERVED, reason)
     if in_config and not is_path:
-        if default:  # who is asked to load it cannot serve what it may be
+        if default:  # the server that is asked to load it cannot serve another model
             raise _undecided(in_config, matching, known)
         reason = "as the adapter's config names it" + _others(matching, known)
         return BaseModelChoice(in_config, BaseModelSource.CONFIG, reason)
     if default:
-        reason = "that of the server that was asked to load it"
+        reason = "the base model of the server that was asked to load it"
         reason += _unlike(in_config, is_path, default, known)
         return BaseModelChoice(default, BaseModelSource.DEFAULT, reason)
     if len(known.served) == 1:
@@ -72,8 +73,8 @@ def _is_as_before(in_config: str, is_path: bool, known: KnownBaseModels) -> bool
 
 def _matching(in_config: str, is_path: bool, known: KnownBaseModels) -> list[str]:
     """Returns the base models with a name that the config has, by the first of the rules that finds
-    any; or else with that name without what says that it is quantized: such adapters are trained on
-    a quantized copy, and serve the model."""
+    any; or else with that name without the ending for quantized copies: such adapters are trained
+    on a quantized copy, and serve the model."""
     whole = set(_names_in(in_config, is_path))
     plain = {_QUANTIZED.sub("", name) for name in whole}
     return _named(whole, known) or _named(plain - whole, known)
@@ -92,8 +93,8 @@ def _named(candidates: Collection[str], known: KnownBaseModels) -> list[str]:
 
 
 def _unlike(in_config: str, is_path: bool, chosen: str, known: KnownBaseModels) -> str:
-    """Returns what to add where the config names a model whose last part is another than those of
-    the chosen one's names: an adapter of another model may fit, and compute nonsense."""
+    """Returns an addition where the config names a model whose last part differs from all names of
+    the chosen one, because an adapter of another model may fit, and compute nonsense."""
     names = set(_names_in(in_config, is_path))
     names |= {_QUANTIZED.sub("", name) for name in names}
     own = known.served.get(chosen, frozenset()) | {chosen}
@@ -168,7 +169,8 @@ def _list(candidates: Collection[str], known: KnownBaseModels) -> str:
 
 
 def _others(matching: Collection[str], known: KnownBaseModels) -> str:
-    """Returns what to add of the base models that a config's name could mean, but does not say."""
+    """Returns an addition about the base models that a config's name could mean, but does not
+    name."""
     if not known.served:
         return ""
     which = "of that name are" if matching else "servers have registered"

@@ -74,8 +74,9 @@ class Registration:
 
 
 class Registrar:
-    """Thread-safe. Setting `stopping` ends fetches with Draining. What is being received takes its
-    tenant's share of `staged_bytes`; what is ephemeral that of `ephemeral_bytes`, and keeps it."""
+    """Thread-safe. Setting `stopping` ends fetches with Draining. Data being received takes its
+    tenant's share of `staged_bytes`; ephemeral data takes a share of `ephemeral_bytes`, and keeps
+    it."""
 
     def __init__(
         self,
@@ -116,10 +117,10 @@ class Registrar:
         return self._fetches.running
 
     def check(self, request: Registration) -> None:
-        """Checks what can be checked before anything is fetched.
+        """Makes the checks that are possible before anything is fetched.
 
         Raises InvalidArgument, Conflict, QuotaExceeded for a tenant whose quota is used up,
-        DiskFull, and what check_signature raises.
+        DiskFull, and as check_signature.
         """
         check_labels(request.labels)
         if request.ephemeral and request.pinned:
@@ -152,7 +153,7 @@ class Registrar:
     ) -> Recorded:
         """Fetches, checks and records.
 
-        Raises what Source.fetch, FetchRunner.run, open_checkpoint and choose_base_model raise,
+        Raises as Source.fetch, FetchRunner.run, open_checkpoint and choose_base_model,
         FailedPrecondition if the content is not the expected or the signed one, Conflict,
         QuotaExceeded, ShareExceeded, and CallerGone if `caller_gone` is set before the end of the
         fetch.
@@ -207,7 +208,7 @@ class Registrar:
         stop.check()
         account = tenant_account(request.name.tenant)
         if request.ephemeral and self._blobs.has_memory:
-            # What it stores counts, too: the catalog compares that with the quota.
+            # Stored bytes count, too: the catalog compares that with the quota.
             of_tenant = partial(self._make_room, request.name.tenant)
             make_room = of_tenant, partial(self._make_room, None)
             staged = StagedBytes(self._ephemeral_bytes, account, make_room=make_room)
@@ -273,8 +274,8 @@ class Registrar:
         )
 
     def _read_text(self, request: Registration, staging: Staging) -> AdapterText:
-        """Returns what lies beside the adapter about text, whose files are removed. A signature is
-        of the weights alone: where one is required, the base model's counts."""
+        """Returns the contents of the adapter's text files, which are removed. A signature is of
+        the weights alone: where one is required, the base model's counts."""
         text, tenant = AdapterText(), request.name.tenant
         if not any(is_text_file(file.name) for file in staging.files):
             return text
@@ -349,7 +350,7 @@ class Registrar:
 
 @dataclass(slots=True)
 class _ExistingBlob:
-    """A blob that is stored already; `checkpoint` is what `is_intact` opened."""
+    """A blob that is stored already; `checkpoint` is the one that `is_intact` opened."""
 
     digest: str
     limits: CheckpointLimits

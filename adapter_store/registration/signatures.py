@@ -1,7 +1,7 @@
 """Signatures: Ed25519 over the ASCII bytes of a digest, "sha256:<hex>", by a key the policy trusts.
 
-The digest is the one that this store computed from the content, never one that a caller sent. No
-private key is ever needed here.
+The digest is computed by this store from the content, never sent by a caller. No private key is
+ever needed here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Signature:
 
 
 def check_signature(policy: StorePolicy, tenant: str, signature: Signature | None) -> None:
-    """Checks what can be checked before the digest is known.
+    """Makes the checks that are possible before the digest is known.
 
     Raises FailedPrecondition (SIGNATURE_REQUIRED; KEY_UNKNOWN, also for a key that is not trusted
     for this tenant) and InvalidArgument (SIGNATURE_INVALID: not of a signature's length).

@@ -8,18 +8,19 @@ staging   the folder where files arrive, with its limits
 transfer  several files at once, with retries
 
 A new kind of place (OCI, GCS) is one class with the one method of `Source`, wired to its scheme in
-`app.py`, with its settings (what may be read, which endpoints) in `config.py`. Its `fetch`
+`app.py`, with its settings (allow-lists, endpoints) in `config.py`. Its `fetch`
 
-1. reads the URI, and refuses what the operator has not allow-listed before any request is sent;
-2. pins one moment: resolves what can move (an OCI tag, a hub branch) to what cannot (a manifest's
-   digest, a commit), or notes what tells versions apart (GCS generations, S3 ETags);
+1. reads the URI, and refuses sources that the operator has not allow-listed, before any request is
+   sent;
+2. pins one moment: resolves names that can move (an OCI tag, a hub branch) to fixed ones (a
+   manifest's digest, a commit), or notes the versions' marks (GCS generations, S3 ETags);
 3. lists names and sizes, lets `staging.choose_files` choose the needed ones (an OCI artifact's
    layers by their title annotation, a GCS prefix's objects) and `staging.check_sizes` refuse too
    much;
 4. streams each into `staging.create(name, size)` in steps of READ_BYTES or less, several at once
    if that helps, each request for exactly the pinned moment; `Retry` waits between attempts and
    an interrupted stream continues where it broke;
-5. fails with SOURCE_CHANGED rather than mix two moments, and returns what it pinned.
+5. fails with SOURCE_CHANGED rather than mix two moments, and returns the moment that it pinned.
 
 Credentials come from the environment or the platform's chain and appear in no message.
 """

@@ -36,7 +36,7 @@ from servicekit.hub_client import REDIRECT_HOSTS, ForeignHost, HubHosts
 
 API_TIMEOUT_S = 15
 MAX_INFO_BYTES = 8 << 20
-"""What a hub may say of one revision: some fifty thousand files."""
+"""The size of a hub's answer about one revision: some fifty thousand files."""
 READ_TIMEOUT_S = 30
 DEFAULT_REVISION = "main"
 PROBED_FILE = "adapter_config.json"
@@ -102,7 +102,8 @@ class HubSource:
         self._retry = retry or RetryPolicy()
 
     def fetch(self, uri: str, staging: Staging) -> str:
-        """Fetches the files; the revision is the commit. See Source.fetch."""
+        """Fetches the files; the revision is the commit. See Source.fetch. Raises InvalidArgument
+        for an organisation that is not allowed, and as `translate_errors`."""
         place = place_of(uri)
         if place.organization not in self._allowed:
             raise InvalidArgument(
@@ -155,7 +156,7 @@ class HubSource:
         return commit, _files_of(info.get("siblings"))
 
     def _read_info(self, client: Any, place: HubPlace, staging: Staging) -> bytes:
-        """Returns what the hub says of a revision. Raises LimitExceeded if that is too much."""
+        """Returns the hub's answer about a revision. Raises LimitExceeded if that is too much."""
         from huggingface_hub import HfApi
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
@@ -208,7 +209,7 @@ class HubSource:
                         retry.progressed()
                     retry.failed(error)
             if expected_digest and digest.hexdigest() != expected_digest:
-                raise _changed(where, f"is not what commit {commit} records")
+                raise _changed(where, f"is not the file that commit {commit} records")
 
     def _copy_cached(self, place: HubPlace, staging: Staging) -> str:
         from huggingface_hub import constants, try_to_load_from_cache
@@ -271,7 +272,8 @@ def _read_on(
 
 
 def _files_of(siblings: Any) -> dict[str, HubFile]:
-    """Returns the files of a commit by name; what is not as the hub describes a file is none."""
+    """Returns the files of a commit by name; entries that are not as the hub describes a file are
+    none."""
     files = {}
     for each in siblings if isinstance(siblings, list) else ():
         if not isinstance(each, dict):
@@ -303,8 +305,8 @@ def place_of(uri: str) -> HubPlace:
 
 @contextmanager
 def translate_errors(where: str) -> Iterator[None]:
-    """Turns the hub client's errors into ours; `where` is what was being read. Messages contain no
-    more than the place."""
+    """Turns the hub client's errors into ours; `where` is the source that was being read. Messages
+    contain no more than the place. Raises FailedPrecondition, NotFound and SourceUnavailable."""
     from huggingface_hub import errors
 
     # The base class of the errors of the HTTP library underneath, whichever that is.

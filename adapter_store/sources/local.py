@@ -24,7 +24,8 @@ from contract.folders import (
 from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound
 
 _REPLACED = frozenset({errno.ELOOP, errno.ESTALE})
-"""What says that something was replaced: by a link; while it was read, or on a file server."""
+"""Errors which show that something was replaced: by a link; while it was read, or on a file
+server."""
 
 
 class LocalSource:
@@ -88,7 +89,7 @@ class LocalSource:
 
     @contextmanager
     def _open(self, folder: Path) -> Iterator[int]:
-        """Opens a resolved folder component by component without following links: one that was
+        """Opens a resolved folder component by component without following links: a link that was
         created after the path was resolved cannot lead out of the root."""
         root = self._root_of(folder)
         assert root is not None
@@ -104,8 +105,8 @@ class LocalSource:
 
 
 def _list(fd: int, uri: str) -> tuple[list[str], list[str]]:
-    """Returns the names in an open folder, and those of checkpoints' folders, links not among them.
-    Raises LimitExceeded for too many."""
+    """Returns the names in an open folder, and the names of checkpoints' folders, both without
+    links. Raises LimitExceeded for too many."""
     try:
         entries = {entry.name: entry for entry in list_entries(fd, uri)}
     except TooLarge as refused:

@@ -55,7 +55,8 @@ class S3Place:
 
 
 class Listing(NamedTuple):
-    """The objects directly under a prefix, and what lies there as trainers name checkpoints."""
+    """The objects directly under a prefix, and the names there that trainers give to
+    checkpoints."""
 
     objects: dict[str, S3Object]
     checkpoints: list[str]
@@ -84,7 +85,8 @@ class S3Source:
         self._clients: dict[str, Any] = {}
 
     def fetch(self, uri: str, staging: Staging) -> str:
-        """Fetches the files; the revision names their ETags. See Source.fetch."""
+        """Fetches the files; the revision names their ETags. See Source.fetch. Raises
+        SourceUnavailable for an object that changes meanwhile, and as `translate_errors`."""
         place = place_of(uri)
         client = self._connect(self._endpoint_of(place))
         objects, checkpoints = self._list(client, place, staging)
@@ -112,7 +114,7 @@ class S3Source:
         )
 
     def _list(self, client: Any, place: S3Place, staging: Staging) -> Listing:
-        """Returns what lies directly under the prefix. Raises NotFound if there is nothing."""
+        """Returns the objects directly under the prefix. Raises NotFound if there is nothing."""
         retry = Retry(self._retry, staging)
         while True:
             try:
@@ -224,8 +226,8 @@ def place_of(uri: str) -> S3Place:
 
 @contextmanager
 def translate_errors(where: str) -> Iterator[None]:
-    """Turns the S3 client's errors into ours; `where` is what was being read. Messages contain only
-    a code and the place."""
+    """Turns the S3 client's errors into ours; `where` is the source that was being read. Messages
+    contain only a code and the place. Raises FailedPrecondition, NotFound and SourceUnavailable."""
     from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
     from urllib3.exceptions import HTTPError
 

@@ -43,7 +43,7 @@ CONCURRENT_HASH_BYTES = 256 << 10
 """From this size on, data is hashed in a thread while it is being written."""
 
 CONFIG_BYTES = 1 << 20
-"""What a tenant may stage beyond its quota, which counts weights only."""
+"""The bytes that a tenant may stage beyond its quota, which counts weights only."""
 
 FILES_AT_ONCE = 4
 """How many files of an adapter are fetched, and hashed, at the same time."""
@@ -69,10 +69,10 @@ class Abandoned(Exception):
 
 
 class StagedBytes:
-    """What the files of one adapter take of the place for staged bytes, counted for its tenant. All
-    that the tenant stages is bounded by its quota, too. `make_room` has what frees some of the
-    tenant's, and of all tenants': called before a caller is refused, the latter only where the
-    whole place is full. Thread-safe."""
+    """The part of the place for staged bytes that one adapter's files take, counted for its tenant.
+    All that the tenant stages is bounded by its quota, too. `make_room` has the functions that free
+    some of the tenant's, and of all tenants': called before a caller is refused, the latter only
+    where the whole place is full. Thread-safe."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class StagedBytes:
 
     def add(self, num_bytes: int, *, is_text: bool = False) -> None:
         """Raises ShareExceeded and QuotaExceeded before these bytes may be written. A tokenizer's
-        files do not count against the quota: what is kept of them does."""
+        files do not count against the quota: the kept ones do."""
         self._grow(num_bytes)
         self._text_bytes += num_bytes if is_text else 0
         staged_bytes = self._shares.used_by(self._account) - self._text_bytes
@@ -124,7 +124,7 @@ class StagedBytes:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """What ends a fetch before its end: the store's shutdown, or the caller's leaving."""
+    """The reasons that end a fetch early: the store's shutdown, or the caller's leaving."""
 
     draining: threading.Event = field(default_factory=threading.Event)
     caller_gone: threading.Event = field(default_factory=threading.Event)
@@ -156,7 +156,7 @@ class StagedFile:
             self._sha256.update(data)
             piece: bytes | memoryview
             if isinstance(data, memoryview) and data.readonly:
-                piece = data  # of what cannot change: kept as it came
+                piece = data  # of data that cannot change: kept as it came
             else:
                 piece = bytes(data)
             self._memory.append(piece)
@@ -244,7 +244,7 @@ class Staging:
     """A folder for the files of one adapter, until `remove`.
 
     Thread-safe, each file within one thread at a time. After `stop`, writing and waiting raise why.
-    What is written is `staged`; `check_space` raises before the volume would be full. With
+    `staged` has the written files; `check_space` raises before the volume would be full. With
     `in_memory` nothing but a tokenizer's files lies in the folder.
     """
 
@@ -403,7 +403,7 @@ class Staging:
 
     @property
     def allows_pickle(self) -> bool:
-        """Whether pickled weights are accepted; what lies in memory is not converted."""
+        """Whether pickled weights are accepted; files in memory are not converted."""
         return self._limits.allow_pickle_files and self.memory is None
 
     def accepts(self, name: str) -> bool:
@@ -453,8 +453,8 @@ class Staging:
         return self.memory is not None and not is_text_file(name)
 
     def count(self, name: str, size_bytes: int, new_bytes: int, *, is_kept: bool = False) -> None:
-        """Accounts for `new_bytes` more of a file of `size_bytes`, also of one that is not
-        kept on disk."""
+        """Accounts for `new_bytes` more of a file of `size_bytes`, also of a file that is not kept
+        on disk."""
         self.check_cancelled()
         with self._lock:
             self._check(name, size_bytes + new_bytes, self.total_bytes + new_bytes)
@@ -493,8 +493,8 @@ def check_file_name(name: str, subject: str) -> str:
 
 
 def find_checkpoints(names: Iterable[str]) -> list[str]:
-    """Returns the names that trainers give to checkpoints. A refusal says no others: what else lies
-    in a folder may be another tenant's."""
+    """Returns the names that trainers give to checkpoints. A refusal has no others, because other
+    files in a folder may be another tenant's."""
     return [name for name in names if _CHECKPOINT.fullmatch(name)]
 
 
@@ -506,16 +506,16 @@ def choose_files(
     *,
     allow_pickle: bool = False,
 ) -> list[str]:
-    """Returns which of a folder's files make up the adapter, with those of its tokenizer and its
-    chat template; `where` names the folder in errors.
+    """Returns which of a folder's files make up the adapter, with its tokenizer's and its chat
+    template's; `where` names the folder in errors.
 
     `below` are folders in it that may be adapters, which a refusal suggests: with `advice`, or as
     sources of their own.
 
     A pickle is chosen only if there is nothing better and `allow_pickle`.
 
-    Raises InvalidAdapter if there is no config, no weights that may be read, or what would have to
-    be applied and is not.
+    Raises InvalidAdapter if there is no config, no weights that may be read, or contents that would
+    have to be applied and are not.
     """
     available = set(names)
     chosen = sorted(name for name in available if is_adapter_file(name))
@@ -540,7 +540,7 @@ def choose_files(
 
 
 def _suggest(below: Iterable[str], where: str, advice: str) -> str:
-    """Returns what a refusal says of adapters in a folder, the newest checkpoint first."""
+    """Returns a refusal's text about adapters in a folder, the newest checkpoint first."""
     found = sorted(below, key=_step, reverse=True)
     if not found:
         return ""

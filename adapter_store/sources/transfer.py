@@ -1,7 +1,7 @@
 """Copying an adapter's files: several at once, each with retries, none for ever.
 
 Waits between attempts grow exponentially, with jitter: many stores do not retry in step. A source
-that answers too slowly is left: whatever it does, its worker is free again.
+that answers too slowly is left: its worker is free again at once.
 """
 
 from __future__ import annotations
@@ -65,20 +65,20 @@ class Retry:
 
 
 class FetchRunner:
-    """Runs fetches, each in a thread of its own: one that its source keeps waiting can be left. Of
-    these and of those that run there are at most `max_fetches`."""
+    """Runs fetches, each in a thread of its own: a fetch that its source keeps waiting can be left.
+    Of left and running ones there are at most `max_fetches`."""
 
     def __init__(self, pace: Pace, tenant_share: float, max_fetches: int) -> None:
         self._pace = pace
         self.running = Shares("fetches", max_fetches, tenant_share)
 
     def run(self, account: str, fetch: Callable[[], str], staging: Staging) -> str:
-        """Returns what `fetch` does, which writes to `staging`.
+        """Returns the result of `fetch`, which writes to `staging`.
 
-        Raises what it raises, SourceUnavailable if the source is too slow, and as
-        `Staging.check_cancelled`; then its thread ends with the next byte that it receives.
-        Raises ShareExceeded if too many of the account do not end, RuntimeError if there are no
-        more threads.
+        Raises its errors, SourceUnavailable if the source is too slow, and as
+        `Staging.check_cancelled`; then its thread ends with the next byte that it receives. Raises
+        ShareExceeded if too many of the account do not end, RuntimeError if there are no more
+        threads.
         """
         done: Future[str] = Future()
         place = self.running.reserve(account)
@@ -130,8 +130,8 @@ class FetchRunner:
 
 
 def in_blocks(steps: Iterable[bytes], staging: Staging) -> Iterator[bytearray]:
-    """Yields what a connection sends in blocks of READ_BYTES or a little more; the steps come as
-    they arrive, also when it breaks. Raises as `Staging.check_cancelled` between two steps."""
+    """Yields a connection's data in blocks of READ_BYTES or a little more; the steps come as they
+    arrive, also when it breaks. Raises as `Staging.check_cancelled` between two steps."""
     block = bytearray()
     try:
         for step in steps:
@@ -149,7 +149,7 @@ def in_blocks(steps: Iterable[bytes], staging: Staging) -> Iterator[bytearray]:
 
 
 def copy_all(names: Iterable[str], copy: Callable[[str], None], staging: Staging) -> None:
-    """Calls `copy` with each name, FILES_AT_ONCE at a time. The first error is raised, and ends the
+    """Calls `copy` with each name, FILES_AT_ONCE at a time. Raises the first error, which ends the
     copies that still write to `staging` or wait on it."""
     with ThreadPoolExecutor(FILES_AT_ONCE, "copy") as pool:
         jobs = [pool.submit(copy, name) for name in names]

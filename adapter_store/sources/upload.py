@@ -39,7 +39,7 @@ class Upload:
         self._sizes: dict[str, int] = {}
         self._files: dict[str, StagedFile] = {}
         self._last: StagedFile | None = None
-        """The file that was written last: the only one that is open."""
+        """The file that was written last, the only open one."""
         self._is_open = True
 
     @property
@@ -66,7 +66,7 @@ class Upload:
             self._is_open = False
 
     def abandon(self) -> None:
-        """Closes what is open; later writes do nothing."""
+        """Closes the open file; later writes do nothing."""
         with self._lock:
             self._is_open = False
             self._suspend_last()

@@ -38,7 +38,7 @@ def emulated() -> Iterator[None]:
     nothing is warmed up: it compiles nothing. Triton must have been imported with
     TRITON_INTERPRET=1.
     """
-    from tests.kernels.worker import teach_the_interpreter_ranges
+    from tests.support.kernels.worker import teach_the_interpreter_ranges
 
     torch.set_num_threads(1)
     teach_the_interpreter_ranges()

@@ -13,11 +13,11 @@ resident      One image in a memory.
 eviction      Which images leave a memory for another one, in which order, and why.
 extents       The allocator of a flat memory.
 arena         The tensor that holds every resident adapter, and the table that finds them.
-layout        What adapters may change of this model, and what their images may consist of.
-targets       Makes a layout of a decoder, and groups what is computed together.
+layout        The parts of this model that adapters may change, and the contents of their images.
+targets       Makes a layout of a decoder, and groups the ones that are computed together.
 pull_pace     How fast large images come beside steps on the same processors.
 pull_threads  The threads that pull images and verify them.
 pull          One pull: its progress, its memory, and its events for the engine.
 image_source  The adapter store as a Protocol, and the messages of a pull.
-load_metrics  What loads did: counts, times and spans.
+load_metrics  Metrics of loads: counts, times and spans.
 """

@@ -1,7 +1,7 @@
 """The arena: one flat tensor that holds every resident adapter, and the table that finds them.
 
-Residency decides, in plain data, what changes; `Arena.apply` makes the changes just before the step
-that may see them.
+Residency decides on the changes, in plain data; `Arena.apply` makes the changes just before the
+step that may see them.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from kernels.lora.table import ABSENT, NO_VECTORS, MixPart
 from kernels.streams import Event, Streams
 
 COPY_BYTES = 4 << 20
-"""Bytes of one copy. A device copies one after the other, and a step's inputs wait for the one that
-runs: for a whole image of 80 MiB 1.5 ms over PCIe 5, for a piece 80 us."""
+"""Bytes of one copy. A device copies one after the other, and a step's inputs wait for the running
+one: for a whole image of 80 MiB 1.5 ms over PCIe 5, for a piece 80 us."""
 
 
 class Arena:
     """`num_bytes` of device memory in the layout's dtype, and a table of `max_loras` rows and
     `num_mixes` mixes.
 
-    `slab` is the host tier's memory, needed for HostCopy only. `streams` are the device's, those on
-    which steps are computed and images copied; None: those of `Streams.of`.
+    `slab`, uint8 [bytes], is the host tier's memory, needed for HostCopy only. `streams` are the
+    device's, those on which steps are computed and images copied; None: the streams of
+    `Streams.of`.
     """
 
     def __init__(
@@ -86,12 +87,12 @@ class Arena:
         """Makes `changes` in order.
 
         The table is written on the stream that computes. Copies from the host run concurrently, on
-        a stream of their own, after every step so far: one of them may have read what lay there
-        before. On a CPU a copy is synchronous and delays the step, so `changes` are bounded.
+        a stream of their own, after every step so far: one of them may have read the bytes that lay
+        there before. On a CPU a copy is synchronous and delays the step, so `changes` are bounded.
         """
         for change in changes:
             if isinstance(change, DivideMagnitudes):
-                continue  # it changes what the backend computes, not what lies where
+                continue  # it changes the backend's computation, not the arena
             if isinstance(change, TableClear):
                 self.table.clear_row(change.slot)
             elif isinstance(change, HostCopy):
@@ -169,7 +170,7 @@ class Arena:
     def _with_others(
         self, row: TableRow, segments: Sequence[Segment], granules: Sequence[int]
     ) -> TableRow:
-        """Returns the row with what there is besides A and B."""
+        """Returns the row with all segments besides A and B."""
         layout = self.layout
         vectors: dict[int, OutputVectors] = {}
         replaced: dict[int, ReplacedWeight] = {}

@@ -3,7 +3,7 @@ which is resident when all its parts are; to `residency` it is a waiter, or a us
 
 Nothing is held while a combination waits: its parts are acquired at once, when all of them are
 resident. None waits for ever: whose turn comes first is decided among requests, parts follow one
-another in that order (`in_order`), and what an aged one needs is taken from those behind it.
+another in that order (`in_order`), and memory for an aged one is taken from the requests behind it.
 """
 
 from __future__ import annotations
@@ -169,14 +169,14 @@ class Combinations:
         return None
 
     def _refused_part(self, headers: Mapping[Part, ImageHeader]) -> tuple[str, ServiceError] | None:
-        """Returns why the parts cannot be summed: of each target at most one may scale or replace
-        what the base has, and what it makes of it is either there or not."""
+        """Returns why the parts cannot be summed: of each target at most one may scale or replace a
+        weight of the base, and the replacement is either there or not."""
         replaced = set[str]()
         for part, header in headers.items():
             names = sorted(self.layout.replaced_targets(header))
             if names and part.scale != 1.0:
                 message = (
-                    f"adapter {part.digest} scales or replaces what the model has of "
+                    f"adapter {part.digest} scales or replaces the model's own weights of "
                     f"{listed(names)}: give it the scale 1, not {part.scale:g}, or use it alone"
                 )
                 return part.digest, AdapterUnusable(message, subject="adapters")
@@ -184,7 +184,7 @@ class Combinations:
             if twice:
                 message = (
                     f"adapter {part.digest} cannot be summed with one before it: both scale or "
-                    f"replace what the model has of {listed(twice)}"
+                    f"replace the model's own weights of {listed(twice)}"
                 )
                 return part.digest, AdapterUnusable(message, subject="adapters")
             replaced.update(names)
@@ -202,8 +202,8 @@ class Combinations:
             if self.layout.has_lookup(header) and any(map(_has_row_ids, others)):
                 message = (
                     f"adapter {part.digest} has A and B of the embedding, and cannot be summed "
-                    "with one that has rows of its own for tokens: they may be behind the "
-                    "vocabulary (--max-added-tokens)"
+                    "with an adapter that has rows of its own for tokens: they may be behind "
+                    "the vocabulary (--max-added-tokens)"
                 )
                 return part.digest, AdapterUnusable(message, subject="adapters")
         return None
@@ -215,7 +215,7 @@ class Combinations:
         return resident.header if resident is not None else load.header if load else None
 
     def check_integrity(self, waiting: Counter[str], running: Counter[str]) -> None:
-        """Asserts that mixes and waiters are those of these requests, counted by digest."""
+        """Asserts that the mixes and waiters belong to these requests, counted by digest."""
         assert self._waiting == Counter({d: n for d, n in waiting.items() if is_combination(d)})
         users = {digest: mix.users for digest, mix in self._mixes.items()}
         assert users == {d: n for d, n in running.items() if is_combination(d)}

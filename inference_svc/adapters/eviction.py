@@ -1,4 +1,4 @@
-"""Which images leave a memory for another one: what may be evicted, in which order, and why."""
+"""Which images leave a memory for another one, in which order, and why."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from inference_svc.adapters.resident import Resident
 
 
 class EvictionReason(enum.Enum):
-    """Why an image was evicted: for one that a request waits for (AGED: for too long), for one that
-    is prefetched, or by an operator."""
+    """Why an image was evicted: for an image that a request waits for (AGED: for too long), for a
+    prefetched one, or by an operator."""
 
     REQUEST = "request"
     AGED = "aged"
@@ -28,9 +28,9 @@ def can_evict(resident: Resident, keep: Collection[str]) -> bool:
 def eviction_order(
     residents: Collection[Resident], keep: Collection[str], waited_for: Collection[str]
 ) -> Iterator[Resident]:
-    """Yields what may be evicted of `residents` in their order (superseded ones, then the least
-    recently used), but those that requests wait for after all others. Lazy: of thousands of images
-    only the first ones are examined."""
+    """Yields the images of `residents` that may be evicted, in their order (superseded ones, then
+    the least recently used), but the ones that requests wait for after all others. Lazy: of
+    thousands of images only the first ones are examined."""
     for is_waited_for in (False, True):
         for resident in residents:
             if (resident.digest in waited_for) == is_waited_for and can_evict(resident, keep):
@@ -38,6 +38,6 @@ def eviction_order(
 
 
 def drain_order(residents: Iterable[Resident], keep: Collection[str]) -> list[Resident]:
-    """Returns what may be drained: in use or not, those with few users first."""
+    """Returns the images that may be drained, in use or not: the ones with few users first."""
     idle_first = sorted(residents, key=lambda resident: resident.users)
     return [r for r in idle_first if r.ready and not r.pinned and r.digest not in keep]

@@ -37,7 +37,7 @@ KIND_WORDS = {
 SEGMENT_KINDS = ("magnitude", "bias", "row_ids", "rows", "full")
 """The kinds of segments that this service applies besides A and B."""
 ADDED_KINDS = ("a", "b", "bias")
-"""Kinds of segments that add to what the base computes: sums may have any number of them."""
+"""Kinds of segments that add to the base's outputs: sums may have any number of them."""
 _REPLACED = ("full", "row_ids", "rows")
 _SHARED = ("a", *_REPLACED)
 """Kinds whose bytes targets may share: an A of a fused module, and a tied head's rows."""
@@ -73,8 +73,8 @@ class LayoutTarget:
     """One weight that adapters may change. `kind` is "linear", "embedding", "experts", one
     projection of all `num_experts` of a mixture, or "vector", which LoRA does not change. `space`
     is the kind of tokens that pass through it, `tied_to` the embedding whose weight it has, `base`
-    says what the checkpoint has. `is_unused`: no request passes through it; adapters may have it
-    all the same."""
+    describes the checkpoint's weight. `is_unused`: no request passes through it; adapters may have
+    it all the same."""
 
     name: str
     layer: int | None
@@ -105,9 +105,10 @@ class LayoutTarget:
 class ModelLayout:
     """All targets of a model; the store identifies a layout by a layout_id.
 
-    `targets` are those that LoRA may change, in order of use: the columns of the table of what is
-    resident. `vectors`, norms and biases of the base, have none, nor have `unused`, of towers that
-    are not served. Images of format 1 know of `targets` only, but for experts, and count these.
+    `targets` are the modules that LoRA may change, in order of use: the columns of the table of
+    resident adapters. `vectors`, norms and biases of the base, have none, nor have `unused`, of
+    towers that are not served. Images of format 1 know of `targets` only, but for experts, and
+    count these.
     """
 
     base_model: str
@@ -118,8 +119,8 @@ class ModelLayout:
     vectors: tuple[LayoutTarget, ...] = ()
     unused: tuple[LayoutTarget, ...] = ()
     weights: tuple[int, ...] = field(init=False)
-    """Indices into `all_targets` of what adapters may have in the base's place: the embedding, the
-    head, norms; in the order in which the table of what is resident counts them."""
+    """Indices into `all_targets` of targets for which adapters may replace the base's weight: the
+    embedding, the head, norms; in the order in which the table of resident adapters counts them."""
     biases: Mapping[int, int] = field(init=False)
     """The target that adds each bias of the base, by the index of the bias into `all_targets`."""
     order_of_use: tuple[int, ...] = field(init=False)
@@ -128,7 +129,7 @@ class ModelLayout:
 
     @property
     def all_targets(self) -> tuple[LayoutTarget, ...]:
-        """Targets, then vectors, then what is unused."""
+        """Targets, then vectors, then unused modules."""
         return self.targets + self.vectors + self.unused
 
     def __post_init__(self) -> None:
@@ -170,7 +171,7 @@ class ModelLayout:
         return replace(self, image_formats=(1,), targets=tuple(targets), vectors=(), unused=())
 
     def with_base(self, hashes: HashesByName) -> ModelLayout:
-        """Returns the layout with what is known of the base's own weights."""
+        """Returns the layout with the known hashes of the base's own weights."""
 
         def known(targets: Iterable[LayoutTarget]) -> tuple[LayoutTarget, ...]:
             return tuple(replace(target, base=hashes.get(target.name)) for target in targets)
@@ -178,7 +179,7 @@ class ModelLayout:
         return replace(self, targets=known(self.targets), vectors=known(self.vectors))
 
     def with_towers(self, modules: Iterable[TowerModule]) -> ModelLayout:
-        """Returns the layout with what a whole model has beside what is served."""
+        """Returns the layout with the modules of the whole model that are not served."""
         unused = (
             LayoutTarget(
                 *(name, None, name, "linear", num_in, num_out),
@@ -222,9 +223,9 @@ class ModelLayout:
 
     def read_header(self, header: ImageHeader) -> ImageHeader:
         """Returns the header with indices into `all_targets`. Raises CorruptImage unless the image
-        consists of what some of our targets may have, in order, each complete, aligned and within
-        the image; from format 2 on what is shared may lie where an earlier one lies. Raises
-        AdapterUnusable for what it names that we do not apply.
+        consists of segments that our targets may have, in order, each complete, aligned and within
+        the image; from format 2 on a shared segment may lie where an earlier one lies. Raises
+        AdapterUnusable for a segment or module that we do not apply.
 
         The ranks of an A and its B are one as no target that we announce has a part of A's: the
         tables of adapters and the kernels could have two.
@@ -267,9 +268,9 @@ class ModelLayout:
         )
 
     def _check_kinds(self, segments: Sequence[Segment]) -> None:
-        """Raises CorruptImage unless each target has what is complete, in order: an A, its B of one
-        rank, a bias and a magnitude, and then all or some rows of the base's weight, each with an
-        id; and AdapterUnusable for a whole weight of a target that has none to replace."""
+        """Raises CorruptImage unless each target has complete contents, in order: an A, its B of
+        one rank, a bias and a magnitude, and then all or some rows of the base's weight, each with
+        an id; and AdapterUnusable for a whole weight of a target that has none to replace."""
         refused: list[str] = []
         for target, found in groupby(segments, lambda segment: segment.target):
             own = list(found)
@@ -278,8 +279,8 @@ class ModelLayout:
             is_known &= kinds == ("a", "b") or self.all_targets[target].kind != EXPERTS
             if not is_known or len({each.rank for each in own if each.kind in ("a", "b")}) > 1:
                 raise CorruptImage(
-                    f"segment at byte {own[0].offset} is not an A followed by its B, nor what else "
-                    f"a target may have: {', '.join(kinds)}"
+                    f"segment at byte {own[0].offset} is not an A followed by its B, nor another "
+                    f"content that a target may have: {', '.join(kinds)}"
                 )
             if kinds[-1] == "rows" and own[-2].shape[:1] != own[-1].shape[:1]:
                 raise CorruptImage(
@@ -300,8 +301,8 @@ class ModelLayout:
         read: Callable[[int, int], bytes],
         max_added_tokens: int = 0,
     ) -> None:
-        """Checks what an image, as `read_header` returned it, has beside what it computes with; see
-        `check_rows` and `check_experts`."""
+        """Checks the contents of an image, as `read_header` returned it, that do not take part in
+        the computation; see `check_rows` and `check_experts`."""
         self.check_rows(header, read, max_added_tokens)
         self.check_experts(header, read)
 
@@ -340,7 +341,7 @@ class ModelLayout:
 
     def check_experts(self, header: ImageHeader, read: Callable[[int, int], bytes]) -> None:
         """Checks the indices of experts that an image, as `read_header` returned it, has: kernels
-        compute with what they say. Raises CorruptImage unless each matrix is aligned and within its
+        compute with their values. Raises CorruptImage unless each matrix is aligned and within its
         segment, of a rank up to the segment's, and A and B of an expert of one."""
         for a, b in pairwise(header.segments):
             target = self.all_targets[a.target]
@@ -354,8 +355,8 @@ class ModelLayout:
                 raise CorruptImage(f"A and B of experts at byte {a.offset} differ in rank")
 
     def refusal(self, header: ImageHeader, lora_targets: Collection[str] = ()) -> str | None:
-        """Returns what an image changes that a server which is restricted to these targets, none:
-        to none in particular, does not accept; in words that follow "has"."""
+        """Returns the targets that an image changes and that a server which is restricted to these
+        targets, none: to none in particular, does not accept; in words that follow "has"."""
         found = dict.fromkeys(
             self.all_targets[self.biases.get(segment.target, segment.target)].module
             for segment in header.segments
@@ -371,8 +372,8 @@ class ModelLayout:
         )
 
     def replaced_targets(self, header: ImageHeader) -> frozenset[str]:
-        """Returns the names of targets of which an image, as `read_header` returned it, scales or
-        replaces what the base has, and does not only add to it."""
+        """Returns the names of targets whose base weights an image, as `read_header` returned it,
+        scales or replaces, and does not only add to."""
         return frozenset(
             self.all_targets[self.biases.get(segment.target, segment.target)].name
             for segment in header.segments
@@ -387,7 +388,7 @@ class ModelLayout:
         return self.all_targets[column].name if is_replaced else self.targets[column].group
 
     def contents(self, header: ImageHeader) -> LoraContents:
-        """Returns what the table's row of an image has, as `read_header` returned it."""
+        """Returns the table's row of an image, as `read_header` returned it."""
         places = {target: place for place, target in enumerate(self.weights)}
         kinds = {segment.kind for segment in header.segments}
         targets, weights = set[int](), set[int]()
@@ -405,10 +406,10 @@ class ModelLayout:
         )
 
     def _check_form(self, segment: Segment, image_format: int) -> None:
-        """Raises CorruptImage for one that does not have the values of its target."""
+        """Raises CorruptImage for a segment that does not have the values of its target."""
         dtype, shape = self.form_of(segment)
         target = self.all_targets[segment.target]
-        if target.kind == EXPERTS:  # what is in it, its index says: see `check_experts`
+        if target.kind == EXPERTS:  # its index has its contents: see `check_experts`
             is_whole = segment.length_bytes >= round_up(target.num_experts * INDEX_BYTES)
         else:
             is_whole = segment.length_bytes == math.prod(shape) * dtype.itemsize
@@ -456,7 +457,7 @@ _COMPLETE = frozenset(
     for replaced in ((), ("full",), ("row_ids", "rows"))
     if lora or replaced
 )
-"""What an adapter may have of a target, in the order in which it lies in an image."""
+"""The contents that an adapter may have for a target, in the order of an image."""
 
 
 def _index_of(
@@ -481,7 +482,7 @@ def _index_of(
 
 
 def _check_places(header: ImageHeader, segments: Iterable[Segment]) -> None:
-    """Raises CorruptImage unless segments lie one behind the other, but for those that share the
+    """Raises CorruptImage unless segments lie one behind the other, except segments that share the
     bytes of an earlier one, and the image ends with the last."""
     end = 0
     earlier: dict[int, Segment] = {}
@@ -518,8 +519,8 @@ def refused_targets(names: Sequence[str], lora_targets: Collection[str]) -> str 
 
 
 def refused_kinds(kinds: Iterable[str], targets: Iterable[str] = ()) -> str | None:
-    """Returns what of these kinds of segments, which are of these targets, this service does not
-    apply; None if it applies all of them."""
+    """Returns the kinds among these segments, of these targets, that this service does not apply,
+    in words; None if it applies all of them."""
     words = dict.fromkeys(
         KIND_WORDS.get(kind, f"segments of kind {kind}") for kind in kinds if kind not in ("a", "b")
     )

@@ -1,4 +1,4 @@
-"""What loads did: counts, how long each phase took, and spans for traced requests."""
+"""Metrics of loads: counts, how long each phase took, and spans for traced requests."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class LoadTimes:
     """Histograms with one observation per load.
 
     `load` is from the first waiter until requests could run, by source: loads from the host tier
-    are many and short, and would hide what the store takes. Of that, `wait` is for a pull thread
-    and for memory, `pull` until the bytes were here, `copy` from the host tier into the arena.
+    are many and short, and would hide the store's time. Of that, `wait` is for a pull thread and
+    for memory, `pull` until the bytes were here, `copy` from the host tier into the arena.
     Prefetches count in `pull` only.
 
     `device_idle` and `host_idle`: how long images had not been used when they were evicted.
@@ -83,7 +83,7 @@ def _observe_idle(histogram: Histogram, resident: Resident) -> None:
 
 @dataclass(eq=False, slots=True)
 class _TracedLoad:
-    """`phases` are those that have not ended, the outer one first."""
+    """`phases` are the ones that have not ended, the outer one first."""
 
     load: OpenSpan
     phases: list[OpenSpan] = field(default_factory=list)

@@ -41,7 +41,7 @@ class Load:
     """One adapter on its way. Times are seconds on the monotonic clock.
 
     `store_wait_since_s` is when it began to wait for the store, moved forward by the time that it
-    waited for memory instead, and by what an image of its size may take to arrive.
+    waited for memory instead, and by the time that an image of its size may take to arrive.
     `room_wait_since_s` is set while it waits for memory. `header` is known once the pull has
     opened; `granted_s` is when that got memory to write to, None before. `waited_s` is how long it
     has waited for a pull thread and for memory so far.
@@ -99,8 +99,8 @@ class Load:
 
 @dataclass
 class Loads:
-    """All loads by digest, with indices of those that are queued, that need room (in order of
-    arrival) and that proceed without a waiter."""
+    """All loads by digest, with indices of the queued ones, the ones that need room (in order of
+    arrival) and the ones that proceed without a waiter."""
 
     by_digest: dict[str, Load] = field(default_factory=dict)
     queued: dict[str, None] = field(default_factory=dict)
@@ -189,12 +189,12 @@ class Loads:
 
     @property
     def num_pulling(self) -> int:
-        """Pulls that need a thread: all but those that are queued or wait for memory."""
+        """Pulls that need a thread: all but the ones that are queued or wait for memory."""
         return len(self.by_digest) - len(self.queued) - sum(map(len, self.short.values()))
 
     @property
     def num_by_state(self) -> dict[LoadState, int]:
-        """Loads in each state; those that are being copied have ended."""
+        """Loads in each state; loads that are being copied have ended."""
         counts = {state: len(self.short[state]) for state in LoadState}
         return counts | {
             LoadState.QUEUED: len(self.queued),
@@ -232,7 +232,7 @@ class Loads:
 
     def store_wait_since_s(self, digest: str) -> float | None:
         """Returns when the wait for the store began; None while it does not wait for the store.
-        While others wait for memory to pull to, so does what is queued."""
+        While others wait for memory to pull to, so do queued loads."""
         load = self.by_digest.get(digest)
         if load is None or load.needs_room:
             return None
@@ -258,7 +258,7 @@ class Loads:
 
     def in_arrival_order(self) -> Iterator[tuple[str, bool]]:
         """Iterates over the digests that need room or are queued, with False for not aged; reaches
-        those that no request waits for."""
+        loads that no request waits for."""
         for digest in [*chain.from_iterable(self.short.values()), *self.queued]:
             yield digest, False
 

@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 
 Refusal = Callable[[ImageHeader], str | None]
-"""Returns what an image has that this server does not apply, in words that follow "has"; None if it
-applies everything."""
+"""Returns the contents of an image that this server does not apply, in words that follow "has";
+None if it applies everything."""
 
 
 def accept_all(header: ImageHeader) -> None:
@@ -202,8 +202,8 @@ class Loader:
                 self.abandon(digest)
 
     def _refuse_excluded(self) -> None:
-        """Refuses what was admitted, waits for memory, and has no place beside what has been pinned
-        since: it would wait for ever, and all that is due after it."""
+        """Refuses admitted loads that wait for memory and have no room beside images pinned since:
+        they would wait for ever, and so would all loads due after them."""
         num_pinnings = self.tiers.device.num_pinnings
         if num_pinnings == self._num_pinnings:
             return

@@ -1,4 +1,4 @@
-"""Reserves memory for loads, by eviction or, for one that waited too long, by draining adapters."""
+"""Reserves memory for loads, by eviction or, after too long a wait, by draining adapters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Drains:
         return any(digest in chosen for chosen in self._chosen.values())
 
     def start(self, digest: str, header: ImageHeader, keep: Collection[str]) -> list[str]:
-        """Chooses images to drain for this one, none of `keep`; returns those that no longer drain.
+        """Chooses images to drain for this one, none of `keep`; returns the images that no longer
+        drain.
 
         A choice stands as long as one of its images is in use: else different images would be
         chosen in every step, and none would ever be idle.
@@ -47,8 +48,8 @@ class Drains:
         return list(before)
 
     def drained(self, waited_for: Collection[str]) -> list[tuple[str, set[str]]]:
-        """Returns the digests for which all chosen images are idle, each with what it may not
-        evict: what others wait for."""
+        """Returns the digests for which all chosen images are idle, each with the images that it
+        may not evict because others wait for them."""
         needed = {r.digest for r in self.device.residents() if r.digest in waited_for}
         return [
             (digest, needed - chosen)
@@ -73,7 +74,7 @@ class Drains:
 
 @dataclass
 class Placement:
-    """Reserves memory for `loads` and starts what they do next with it.
+    """Reserves memory for `loads` and starts the next step of each.
 
     The `puller` writes to `pull_memory`. `waiters` counts the requests that wait for each digest.
     """
@@ -127,8 +128,8 @@ class Placement:
             self.tiers.mark_ready(self.drains.start(digest, load.header, keep))
 
     def reserve_drained(self, now_s: float) -> list[Resident]:
-        """Reserves what has drained for the load that it drained for, even if others are due before
-        it by now: else all would wait for each other. Returns what was evicted."""
+        """Reserves drained memory for the load that it drained for, even if others are due before
+        it by now, because else all would wait for each other. Returns the evicted images."""
         if not self.drains:
             return []
         evicted: list[Resident] = []

@@ -38,8 +38,8 @@ class Popularity:
             self._drop_least_popular()
 
     def inherit(self, digest: str, from_digest: str) -> None:
-        """Makes `digest`, to which a name moved, as popular as what it replaces. That keeps its own
-        score, for requests by version or digest, and fades."""
+        """Makes `digest`, to which a name moved, as popular as the digest that it replaces. That
+        keeps its own score, for requests by version or digest, and fades."""
         self._weights[digest] = max(self._weight(digest), self._weight(from_digest))
 
     def forget(self, digest: str) -> None:
@@ -54,10 +54,10 @@ class Popularity:
         self, now_s: float, is_eligible: Callable[[str], bool], least: float = 0.0
     ) -> tuple[str, float] | None:
         """Returns the most popular eligible digest with a score of at least `least`, and its score.
-        Calls `is_eligible` only for those that would lead: of thousands, few."""
+        Calls `is_eligible` only for digests that would lead: of thousands, few."""
         unit = self._unit(now_s)
         found, best = None, least * unit
-        # The newest first: of those that were requested once, each outweighs all before it.
+        # The newest first: of digests that were requested once, each outweighs all before it.
         for digest, weight in reversed(self._weights.items()):
             if weight >= best and (found is None or weight > best) and is_eligible(digest):
                 found, best = digest, weight

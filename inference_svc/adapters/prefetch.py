@@ -30,8 +30,8 @@ BURST_S = 1.0
 MIN_SCORE = 0.5
 """Requests, weighted by age: one, if it is not older than a half-life."""
 MARGIN = 1.5
-"""Factor by which a prefetched image must be more popular than what it displaces: else two equals
-would displace each other for ever."""
+"""Factor by which a prefetched image must be more popular than the image that it displaces: else
+two equals would displace each other for ever."""
 CHECK_INTERVAL_S = 0.25
 """Least time between two searches for something to prefetch, unless a name moves."""
 BACKOFF_S = 10.0
@@ -76,8 +76,8 @@ class ByteBudget:
 
 @dataclass
 class PrefetchCounters:
-    """Monotonic counts: images whose bytes were prefetched, and how many bytes; those that a
-    request then found, complete or arriving; bytes that were evicted or failed before one did."""
+    """Monotonic counts: images whose bytes were prefetched, and how many bytes; prefetched images
+    that a request then found, complete or arriving; bytes that were evicted or failed before."""
 
     prefetched: int = 0
     prefetched_bytes: int = 0
@@ -87,8 +87,8 @@ class PrefetchCounters:
 
 @dataclass
 class PrefetchPolicy:
-    """Chooses what to prefetch. One image at a time is on its way, `current`. `unused` are those
-    that no request has used yet, with their bytes."""
+    """Chooses images to prefetch. One image at a time is on its way, `current`. `unused` are the
+    images that no request has used yet, with their bytes."""
 
     popularity: Popularity = field(default_factory=Popularity)
     budget: ByteBudget = field(default_factory=ByteBudget)
@@ -114,8 +114,9 @@ class PrefetchPolicy:
         self._schedule_check(now_s)
 
     def on_repointed(self, old_digest: str, new_digest: str, now_s: float) -> None:
-        """Records that a name moved from one digest to the other. What is to be prefetched then is
-        searched at once: whoever registered the new one may request it in a few milliseconds."""
+        """Records that a name moved from one digest to the other. The next image to prefetch is
+        searched at once, because whoever registered the new one may request it in a few
+        milliseconds."""
         self.popularity.inherit(new_digest, old_digest)
         self._backoff_until_s.pop(new_digest, None)
         self._next_check_s = now_s
@@ -150,7 +151,7 @@ class PrefetchPolicy:
         return self.current
 
     def hotter_than(self, digest: str, others: Collection[str], now_s: float) -> set[str]:
-        """Returns those of `others` that must not be evicted for `digest`."""
+        """Returns the digests of `others` that must not be evicted for `digest`."""
         score = self.popularity.score(digest, now_s)
         return {other for other in others if self._displacing_score(other, now_s) > score}
 
@@ -207,7 +208,7 @@ class PrefetchPolicy:
 
 @dataclass
 class Prefetcher:
-    """Carries out what the `policy` chooses; None: nothing is prefetched."""
+    """Carries out the choices of `policy`; None: nothing is prefetched."""
 
     policy: PrefetchPolicy | None
     tiers: MemoryTiers
@@ -238,8 +239,8 @@ class Prefetcher:
         return self.policy is not None and self.policy.current == digest
 
     def reserve(self, digest: str, load: Load, now_s: float) -> bool:
-        """Reserves memory for the current one: free, or that of images that are less popular and
-        not waited for. Returns whether there was any."""
+        """Reserves memory for the current one: free memory, or the memory of images that are less
+        popular and not waited for. Returns whether there was any."""
         assert self.policy is not None
         assert load.header is not None
         others = {resident.digest for resident in self.tiers.pull_tier.residents()}
@@ -260,8 +261,7 @@ class Prefetcher:
             self.policy.on_repointed(old_digest, new_digest, now_s)
 
     def on_superseded(self, digest: str) -> None:
-        """Records that no name points to it any more: what requests it was popular for go to
-        others."""
+        """Records that no name points to it any more: its requests will go to other images."""
         if self.policy is not None:
             self.policy.forget(digest)
 
@@ -296,7 +296,7 @@ class Prefetcher:
             self.policy.on_refused(now_s)
 
     def on_evicted(self, digests: Iterable[str]) -> None:
-        """Records evictions from either tier; in the pull tier they waste what was prefetched."""
+        """Records evictions from either tier; in the pull tier they waste prefetched bytes."""
         if self.policy is not None:
             for digest in digests:
                 if digest not in self.tiers.pull_tier:
@@ -315,10 +315,10 @@ class Prefetcher:
         return is_here or digest in self.waiters
 
     def check_integrity(self) -> None:
-        """Asserts that what is prefetched is loading, or resident and unused."""
+        """Asserts that prefetched images are loading, or resident and unused."""
         if self.policy is None:
             return
         assert all(digest in self.tiers.pull_tier for digest in self.policy.unused)
         if self.policy.current:
             assert self.policy.current in self.loads, "prefetches nothing"
-            assert self.policy.current not in self.waiters, "prefetches what is waited for"
+            assert self.policy.current not in self.waiters, "prefetches an image that is waited for"

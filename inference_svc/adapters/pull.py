@@ -180,7 +180,8 @@ class PullJob:
         return True
 
     def bad_sources(self, seconds: float) -> frozenset[str]:
-        """Returns the sources that failed this pull, and a current one that was silent so long."""
+        """Returns the sources that failed this pull, and the current one if it was silent so
+        long."""
         stream = self._silent_stream(seconds)
         avoid = self.progress.avoid
         return avoid if stream is None else _with(stream.source, avoid)
@@ -272,7 +273,7 @@ started later than the wait."""
 
 @dataclass
 class SilentSources:
-    """What abandoned pulls have learned, for the next pulls of the same digest.
+    """Facts that abandoned pulls have learned, for the next pulls of the same digest.
 
     Else each would try the same silent source first, in vain: requests wait for less long than a
     source may be silent before the pull itself leaves it.

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 
 UNPACED_BYTES = 64 << 20
-"""What of each image comes as fast as it can: pulling so much takes no longer than a few steps."""
+"""The part of each image that comes as fast as it can: pulling so much takes no longer than a few
+steps."""
 PROCESSOR_BYTES_PER_S = 80 << 20
-"""What comes of the rest, for each processor."""
+"""The rate of the rest, for each processor."""
 PULLING_PROCESSORS = 2
 """Where so many are left idle by steps, pulls take no time from these."""
 
@@ -18,7 +19,8 @@ class PullPace:
     """The pace of all pulls together. `is_needed` says whether steps are computed, and no other
     adapter waits for a pull to end. Thread-safe.
 
-    Threads of a step wait for each other: what a pull takes of one processor, all of them lose.
+    Threads of a step wait for each other: time that a pull takes of one processor is lost on all of
+    them.
     """
 
     def __init__(self, num_processors: int) -> None:
@@ -39,6 +41,6 @@ class PullPace:
             return 0.0
         with self._lock:
             now_s, due_s = time.monotonic(), num_bytes / self._bytes_per_s
-            # What took longer than it had to is not made up for.
+            # Lost time is not made up for.
             self._next_s = max(now_s, self._next_s + due_s)
             return self._next_s - now_s

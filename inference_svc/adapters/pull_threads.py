@@ -60,7 +60,7 @@ class Cancelled(Exception):
 
 
 CheckContents = Callable[[ImageHeader, Callable[[int, int], bytes]], None]
-"""Checks what only the bytes of an image say, which it reads by offset and size: raises
+"""Checks the facts that only the bytes of an image show, which it reads by offset and size: raises
 CorruptImage or AdapterUnusable."""
 
 
@@ -100,7 +100,7 @@ class Puller:
             thread.start()
 
     def start(self, job: PullJob) -> None:
-        """Queues a new job, or a parked one that was granted room."""
+        """Queues a new job, or a parked job that was granted room."""
         self._jobs.put(job)
 
     def cancel(self, job: PullJob) -> None:
@@ -168,7 +168,7 @@ class Puller:
         return PullFailed(job, None)
 
     def pull_once(self, job: PullJob) -> None:
-        """Pulls until the trailer, in the calling thread; raises what ended it before."""
+        """Pulls until the trailer, in the calling thread; raises the error that ended it before."""
         progress = job.progress
         if progress.header is not None and progress.sink is None:
             progress.sink = self._wait_for_room(job)  # granted while it was parked

@@ -1,8 +1,8 @@
 """Tracks who waits for which adapter and who uses it, for requests and operators.
 
 `build_residency` wires the parts: a `Loader` that moves `Loads`, the `MemoryTiers` that they end
-in, the `Placement` that reserves memory there, and a `Prefetcher`. Each knows only those that were
-made before it; what one changed for another it returns.
+in, the `Placement` that reserves memory there, and a `Prefetcher`. Each knows only the parts that
+were made before it, and returns its changes for other parts.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Residency:
     # Requests.
 
     def add_waiter(self, digest: str, now_s: float, count: bool = True) -> None:
-        """Adds one that waits for this adapter, and begins its load if need be. `count`: it is a
-        new request."""
+        """Adds a waiter for this adapter, and begins its load if need be. `count`: it is a new
+        request."""
         self.waiters[digest] += 1
         if count:
             self._count_lookup(digest)
@@ -66,8 +66,8 @@ class Residency:
         self.loader.ensure_loading(digest, now_s)
 
     def remove_waiter(self, digest: str, *, expired: bool = False) -> None:
-        """Removes one that waited. A load that nobody waits for is abandoned, unless the last
-        waiter only `expired` and bytes are arriving: then the next request shall find it."""
+        """Removes a waiter. A load that nobody waits for is abandoned, unless the last waiter only
+        `expired` and bytes are arriving: then the next request shall find it."""
         self._decrement_waiters(digest)
         load = self.loads.get(digest)
         if load is None or self.waiters[digest]:
@@ -92,13 +92,14 @@ class Residency:
         return self.is_resident(digest) and digest not in self.drains
 
     def acquire(self, digest: str) -> int:
-        """Returns the slot of a ready adapter, held until `release`, to one that waited."""
+        """Returns the slot of a ready adapter, held until `release`, to a waiter."""
         resident = self.device.acquire(digest, time.time())
         self._decrement_waiters(digest)
         return resident.slot
 
     def release(self, digest: str) -> None:
-        """Releases what `acquire` held; an unloaded adapter is freed with its last user."""
+        """Releases the slot that `acquire` held; an unloaded adapter is freed with its last
+        user."""
         resident = self.device.release(digest)
         if resident.draining and resident.users == 0:
             self._evict(digest)
@@ -108,8 +109,8 @@ class Residency:
         return self.loads.store_wait_since_s(digest)
 
     def wait_reason(self, digest: str, now_s: float) -> str:
-        """Says what an adapter that waits for the store waits for, as a caller may know it, and
-        what the caller can do."""
+        """Returns why an adapter waits for the store, as a caller may know it, and how the caller
+        can help."""
         return self.loader.wait_reason(digest, now_s)
 
     def last_progress_s(self, digest: str) -> float | None:
@@ -154,7 +155,7 @@ class Residency:
         return self.loader.next_expiry_s()
 
     def pop_changes(self) -> tuple[ResidencyChange, ...]:
-        """Returns what takes effect with the next batch."""
+        """Returns the changes that take effect with the next batch."""
         return self.tiers.pop_changes()
 
     def pop_ready(self) -> list[str]:
@@ -177,7 +178,8 @@ class Residency:
     # Operators, and registrations.
 
     def unload(self, digest: str) -> int:
-        """Frees an adapter, once its last user is gone (`is_draining`); returns how many bytes."""
+        """Frees an adapter, once its last user is gone (`is_draining`); returns how many bytes.
+        Raises AdapterNotFound, and AdapterUnusable for one that is loading or pinned."""
         resident, hosted = self.device.get(digest), self.tiers.host_resident(digest)
         tiers = self.tiers
         if digest in self.loads or digest in tiers.copies or digest in tiers.dividing:
@@ -249,7 +251,7 @@ def build_residency(
     policy: PrefetchPolicy | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Residency:
-    """Makes a residency of these memories. `clock` is that of the times it is given.
+    """Makes a residency of these memories. `clock` is the clock of the times it is given.
 
     `device` accounts for the arena. Without a `host` tier (CPU) pulls write into the arena, whose
     bytes `pull_memory` then is. Nothing is prefetched without a `policy`.

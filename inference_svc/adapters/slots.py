@@ -21,7 +21,7 @@ from servicekit.shares import limit_of
 
 
 class Reservation(NamedTuple):
-    """Memory for an image that is not ready yet, and what was evicted for it."""
+    """Memory for an image that is not ready yet, and the images evicted for it."""
 
     resident: Resident
     evicted: list[Resident]
@@ -31,9 +31,9 @@ class Slots:
     """Images in a memory of `capacity` bytes, at most `max_images` of them.
 
     `largest` is the shape of the largest image of A and B alone: pins always leave room for it, so
-    that they can never stop others from loading. Images with whole weights may be larger: what of
-    them was admitted is to be checked again whenever `num_pinnings` has grown. An account pins at
-    most `pin_share` of the rows, and of the bytes, that others' pins leave.
+    that they can never stop others from loading. Images with whole weights may be larger: admitted
+    ones are checked again whenever `num_pinnings` has grown. An account pins at most `pin_share` of
+    the rows, and of the bytes, that others' pins leave.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Slots:
         self.extents = ExtentAllocator(capacity)
         self.max_images = max_images
         self.largest = largest
-        # Superseded ones that nothing uses first, then the least recently used.
+        # Unused superseded ones first, then the least recently used.
         self._by_digest: OrderedDict[str, Resident] = OrderedDict()
         self._superseded: set[str] = set()
         self._free_slots = list(range(max_images - 1, -1, -1))
@@ -69,8 +69,8 @@ class Slots:
         return list(self._by_digest.values())
 
     def last_used_first(self) -> Iterator[Resident]:
-        """Iterates over the images, superseded ones that nothing uses last. They must not change
-        during that."""
+        """Iterates over the images, unused superseded ones last. They must not change during
+        that."""
         return reversed(self._by_digest.values())
 
     @property
@@ -118,8 +118,8 @@ class Slots:
         waited_for: Collection[str] = (),
         reason: EvictionReason = EvictionReason.REQUEST,
     ) -> Reservation | None:
-        """Reserves memory for an image, evicting as few as needed: what is not `waited_for` first,
-        of that what is superseded, then the least recently used; never those in `keep`.
+        """Reserves memory for an image, evicting as few as needed: images not `waited_for` first,
+        among these superseded ones, then the least recently used; never those in `keep`.
 
         Returns None, and evicts nothing, when that does not suffice.
         """
@@ -162,8 +162,8 @@ class Slots:
             victims.append(victim)
 
     def eviction_candidates(self, keep: Collection[str]) -> set[str] | None:
-        """Returns what might be evicted for one more image; None while any image known here would
-        fit without."""
+        """Returns the images that might be evicted for one more; None while any image known here
+        would fit without."""
         largest_bytes = max((r.num_bytes for r in self._by_digest.values()), default=0)
         if len(self) < self.max_images and self.extents.free_bytes >= largest_bytes:
             return None
@@ -261,9 +261,9 @@ class Slots:
         most_bytes = limit_of(room, self.pinned_bytes - own_bytes, self._pin_share)
         if own and (len(own) + 1 > most or own_bytes + resident.num_bytes > most_bytes):
             raise ShareExceeded(
-                f"pinned_adapters: {account} has pinned {len(own)} adapters of {own_bytes} bytes; "
-                f"one tenant's share is {self._pin_share:.0%} of what others leave, now {most} "
-                f"adapters and {most_bytes} bytes: unpin another adapter",
+                f"pinned_adapters: {account} has pinned {len(own)} adapters of {own_bytes} "
+                f"bytes; one tenant's share is {self._pin_share:.0%} of the part that others "
+                f"leave free, now {most} adapters and {most_bytes} bytes: unpin another adapter",
                 subject="pinned_adapters",
             )
 
@@ -283,8 +283,8 @@ class Slots:
 def inadmissible_reason(
     header: ImageHeader, max_rank: int, device: Slots, host: Slots | None
 ) -> str | None:
-    """Returns what of this image is too much for one of the tiers that it would pass through, and
-    what can be done; in words that follow "has"."""
+    """Returns why this image is too large for one of the tiers that it would pass through, and the
+    remedy, in words that follow "has"."""
     if header.rank > max_rank:
         return f"rank {header.rank}, above --max-rank {max_rank}"
     for slots, setting in ((device, "--adapter-memory"), (host, "--host-memory")):
@@ -293,5 +293,5 @@ def inadmissible_reason(
         size = f"an image of {header.total_bytes:,} bytes"
         if header.total_bytes > slots.capacity:
             return f"{size}, more than {setting} {slots.capacity:,} holds: raise it"
-        return f"{size}, and what is pinned leaves less of {setting}: unpin others, or raise it"
+        return f"{size}, and pinned adapters leave less of {setting}: unpin others, or raise it"
     return None

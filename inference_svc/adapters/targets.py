@@ -66,8 +66,8 @@ def build_layout(decoder: Decoder, base_model: str, dtype: torch.dtype) -> Model
 
 
 def _targets_of(projection: Projection, layer: int | None) -> Iterator[LayoutTarget]:
-    """Yields the targets of a projection: each of its modules, which one that computes them all is
-    another name of."""
+    """Yields the targets of a projection: each of its modules; the module that computes them all is
+    another name of each."""
 
     def path(module: str) -> str:
         return module if layer is None else layer_path(layer, module)
@@ -116,9 +116,9 @@ def _experts_targets_of(projection: ExpertsProjection, layer: int) -> Iterator[L
 
 @dataclass(frozen=True, slots=True)
 class AppliedTargets:
-    """What adapters of a server change: `groups` by name, `of_experts` the targets of these that
-    are of experts, and the places in the table of `weights` that they replace, by the names of
-    these. Adapters may have `max_added_tokens` behind the `vocab_size` of the base."""
+    """The targets that adapters of a server change: `groups` by name, `of_experts` the ones among
+    these that are of experts, and the places in the table of `weights` that they replace, by the
+    names of these. Adapters may have `max_added_tokens` behind the `vocab_size` of the base."""
 
     groups: Mapping[str, LoraGroup]
     weights: Mapping[str, int]
@@ -134,7 +134,7 @@ class AppliedTargets:
 def applied_targets(
     layout: ModelLayout, lora_targets: Collection[str] = (), max_added_tokens: int = 0
 ) -> AppliedTargets:
-    """Returns what adapters of a server with this layout change."""
+    """Returns the targets that adapters of a server with this layout change."""
     vocab_size = next((t.in_features for t in layout.targets if t.name == EMBED_TOKENS), 0)
     groups = lora_groups(layout, lora_targets)
     weights = {
@@ -160,7 +160,8 @@ def lora_groups(layout: ModelLayout, lora_targets: Collection[str] = ()) -> dict
     """Returns by group name the columns computed together, and their places in the fused output.
 
     Of a server that is restricted to some targets, the groups that have any of these: nothing is
-    launched for others. Such a group is whole, as kernels pass over what no adapter changes.
+    launched for others. Such a group is whole, as kernels pass over targets that no adapter
+    changes.
     """
     columns: dict[str, list[int]] = {}
     for column, target in enumerate(layout.targets):

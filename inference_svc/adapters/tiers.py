@@ -59,8 +59,8 @@ class MixWrite:
 
 @dataclass(frozen=True, slots=True)
 class DivideMagnitudes:
-    """Starts to divide the magnitudes of an image that lies in the arena by the norms of what they
-    scale; a TableWrite is due once that is done."""
+    """Starts to divide the magnitudes of an image that lies in the arena by the norms of the
+    outputs that they scale; a TableWrite is due once that is done."""
 
     resident: Resident
 
@@ -80,8 +80,8 @@ class PendingChanges:
     def pop(self, max_copied_bytes: int | None) -> tuple[ResidencyChange, ...]:
         """Removes and returns all but the copies that exceed `max_copied_bytes`.
 
-        The first copy is returned whatever its size; those left out are the first the next time.
-        What overtakes them concerns other images: an image that is being copied does not change.
+        The first copy is returned of any size; copies left out are the first the next time. Changes
+        that overtake them concern other images: an image that is being copied does not change.
         """
         popped: list[ResidencyChange] = []
         left: list[ResidencyChange] = []
@@ -249,11 +249,11 @@ class MemoryTiers:
             self.host.slots.set_superseded(digest, is_superseded)
 
     def mark_ready(self, digests: Iterable[str]) -> None:
-        """Adds to what `pop_ready` returns."""
+        """Adds to the result of `pop_ready`."""
         self._ready += digests
 
     def pop_changes(self) -> tuple[ResidencyChange, ...]:
-        """Returns what takes effect with the next batch."""
+        """Returns the changes that take effect with the next batch."""
         return self._changes.pop(None if self.host is None else self.host.step_copy_bytes)
 
     def pop_ready(self) -> list[str]:

@@ -25,8 +25,8 @@ RETRY_S = 1.0
 
 @dataclass(eq=False, slots=True)
 class _Follower:
-    """A running request. `binding` is what it has moved to last; `task` looks up what its name
-    points to at `revision`."""
+    """A running request. `binding` is the version that it has moved to last; `task` looks up its
+    name's version at `revision`."""
 
     principal: Principal
     ref: str
@@ -39,9 +39,9 @@ class _Follower:
 class Followers:
     """The running requests that follow a name. Everything runs on one event loop.
 
-    What a name points to is resolved on behalf of each caller, so that none moves to what it may
-    not use. A request stays on its version if the name is deleted, or points to what this server
-    cannot serve, or what has another tokenizer.
+    A name is resolved on behalf of each caller, so that none moves to a version that it may not
+    use. A request stays on its version if the name is deleted, or points to a version that this
+    server cannot serve, or one with another tokenizer.
     """
 
     def __init__(self, directory: Directory, engine: AsyncEngine) -> None:
@@ -128,8 +128,8 @@ def _is_same_text(before: Binding, after: Binding) -> bool:
 
 
 def check_followed(call: GenerateCall, binding: Binding | None, home_tenant: str) -> None:
-    """Raises InvalidArgument for a call that is to follow what never moves, or cannot while it
-    runs."""
+    """Raises InvalidArgument for a call that is to follow a reference that never moves, or cannot
+    while it runs."""
     if call.version_policy is VersionPolicy.PIN or (binding is None and not call.parts):
         return
     if call.parts:

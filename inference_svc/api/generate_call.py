@@ -1,4 +1,4 @@
-"""A call to generate, whatever transport it came by: its fields, their checks, and the engine
+"""A call to generate, independent of its transport: its fields, their checks, and the engine
 requests made from it."""
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class GenerateCall:
 
     `adapter_field`, `stop_field` and `max_tokens_field` are the caller's names of these fields, the
     last "" where it gave no limit. `max_logprobs` bounds the logprobs of all requests together. An
-    id that is not unique, such as one that a mesh sends along with many calls, is none to the
-    engine.
+    id that is not unique, such as an id that a mesh sends with many calls, is none to the engine.
     """
 
     request_id: str
@@ -73,7 +72,7 @@ class GenerateCall:
     packs_logprobs: bool = False
 
     def without_prompts(self) -> GenerateCall:
-        """Returns what is still needed of the call once its requests are made."""
+        """Returns the parts of the call that are still needed once its requests are made."""
         return replace(self, prompts=())
 
     def to_requests(
@@ -202,7 +201,7 @@ def activation_of(prompt: Sequence[int], invocation: Sequence[int]) -> int | Non
     where they follow one another for the last time. None if they do not."""
     if max(invocation) > sys.maxunicode:  # beyond every vocabulary
         return None
-    # Searching in a string takes linear time, whatever it consists of.
+    # Searching in a string takes linear time, for any contents.
     text, pattern = ("".join(map(chr, reversed(ids))) for ids in (prompt, invocation))
     place = text.find(pattern)
     return None if place < 0 else len(prompt) - place - len(invocation)

@@ -25,8 +25,8 @@ INLINE_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class GenerateStream:
-    """A call that is ready to run: its adapter is resolved, its prompts are tokenised, and what is
-    kept of them is what its record says. `text` is the adapter's, or the model's."""
+    """A call that is ready to run: its adapter is resolved, its prompts are tokenised, and only the
+    record's facts about them are kept. `text` is the adapter's, or the model's."""
 
     call: GenerateCall
     prompts: Sequence[PromptNote]
@@ -45,8 +45,9 @@ class GenerateStream:
         """Yields each delta with the index of its request; the first error ends them all. Raises
         like AsyncEngine.generate.
 
-        Leaving the context cancels what still runs. Each request has a record of its own, which
-        closes as it ends; what the context's body raises is the error of those that still run.
+        Leaving the context cancels requests that still run. Each request has a record of its own,
+        which closes as it ends; an error of the context's body is the error of the requests that
+        still run.
         """
         failure = _Failure()
         run = self._run(0, failure) if len(self.requests) == 1 else self._merged(failure)

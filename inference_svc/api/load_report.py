@@ -10,7 +10,7 @@ LOAD_HEADER = "endpoint-load-metrics"
 
 REFUSED_HEADER = "x-loadout-refused"
 """The reason, in responses to calls that this replica has refused and another one may take. Proxies
-see no status details, and the code is also that of calls that failed after a long wait."""
+see no status details, and calls that failed after a long wait have the same code."""
 
 
 def load_report(num_requests: int, max_sequences: int, max_queue: int) -> str:

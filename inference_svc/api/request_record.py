@@ -32,7 +32,7 @@ MAX_PROMPT_CHARS = 10_000
 
 
 class PromptNote(NamedTuple):
-    """What a record says of a prompt; `text` is "" unless prompts are logged."""
+    """A record's facts about a prompt; `text` is "" unless prompts are logged."""
 
     is_chat: bool = False
     text: str = ""
@@ -91,7 +91,7 @@ class RequestRecord:
                 self.trace.finish(delta.finish_reason)
 
     def end(self, status: str, error: BaseException | None) -> RequestEnd | None:
-        """Returns what is counted; None if the engine never had the request."""
+        """Returns the counted facts; None if the engine never had the request."""
         if not self._is_running:
             return None
         return RequestEnd(
@@ -118,7 +118,7 @@ class RequestRecord:
         return CANCELLED if status == "CANCELLED" else "error"
 
     def subject(self) -> dict[str, str]:
-        """Returns what identifies it in log and traces."""
+        """Returns the fields that identify it in log and traces."""
         return {
             "request_id": self.request_id,
             "tenant": self.tenant,

@@ -1,4 +1,4 @@
-"""The use cases, whatever transport they are called by."""
+"""The use cases, independent of transport."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ class IncomingCall(Protocol):
         ...
 
     async def read(self, parsers: Executor) -> GenerateCall:
-        """Converts the call, and keeps nothing else of it; what is large by one of the `parsers`.
-        Raises InvalidArgument naming the field, and errors of its transport."""
+        """Converts the call, and keeps nothing else of it; converts large ones in one of the
+        `parsers`. Raises InvalidArgument naming the field, and errors of its transport."""
         ...
 
 
@@ -140,20 +140,20 @@ class TraceFile(NamedTuple):
 SMALL_BYTES = 64 << 10
 """A call that takes no more is read however much work the caller's earlier ones took."""
 READ_BYTES_PER_SECOND = 200 << 20
-"""What one processor reads of large calls, about."""
+"""The approximate rate at which one processor reads large calls."""
 PLACE_SECONDS = 10.0
 """How long a call waits to be read while too many bytes of others are."""
 
 LIFE_CYCLE = frozenset({"PauseGeneration", "ResumeGeneration", "Sleep", "Wake", "ResetPrefixCache"})
-"""What every tenant's requests feel: for operators of all tenants."""
+"""Actions that affect every tenant's requests, for operators of all tenants."""
 AUDITED = LIFE_CYCLE | {"LoadAdapter", "UnloadAdapter", "PinAdapter", "UnpinAdapter"}
-"""The calls that are audited: RPCs, and what HTTP alone has."""
+"""The calls that are audited: RPCs, and calls that only HTTP has."""
 
 
 class Service:
-    """The use cases. Everything runs on one event loop. `layout` is what adapters may change.
-    `registry` None: there is no store. `reading` bounds the bytes of calls that are read, converted
-    and tokenised at once, `work` what large ones take of the processors."""
+    """The use cases. Everything runs on one event loop. `layout` describes all that adapters may
+    change. `registry` None: there is no store. `reading` bounds the bytes of calls that are read,
+    converted and tokenised at once, `work` the processor time of large ones."""
 
     def __init__(
         self,
@@ -212,8 +212,8 @@ class Service:
 
     async def generate(self, caller: Caller, incoming: IncomingCall) -> GenerateStream:
         """Returns the stream of deltas once the call is read, its adapter resolved and its prompts
-        tokenised. Raises Unauthenticated, PermissionDenied, InvalidArgument, what `read` raises,
-        and like `resolve`."""
+        tokenised. Raises Unauthenticated, PermissionDenied, InvalidArgument, errors of `read`, and
+        like `resolve`."""
         request_id, adapter = incoming.request_id, incoming.adapter
         with self._request_log.record_if_failed(request_id, adapter) as record:
             principal = self._authenticator.authenticate(caller.metadata)
@@ -251,7 +251,7 @@ class Service:
         )
 
     async def _text_of(self, binding: Binding | None, principal: Principal) -> TextModel:
-        """Returns what a call's prompts and answers are converted with: the adapter's, or the
+        """Returns the text model that converts a call's prompts and answers: the adapter's, or the
         model's. Raises like AdapterTexts.get, also for prompts of token ids: their answers are
         texts, too."""
         if binding is None or self._texts is None:
@@ -284,7 +284,7 @@ class Service:
 
     async def _resolve_call(self, principal: Principal, call: GenerateCall) -> Binding | None:
         """Resolves each part of a combination as it would be alone. Raises InvalidArgument, naming
-        it, for one that cannot be a part, and like Directory.resolve."""
+        it, for an adapter that cannot be a part, and like Directory.resolve."""
         if not call.parts:
             return await self.resolve(
                 principal, call.adapter, call.min_revision, call.adapter_field
@@ -344,8 +344,9 @@ class Service:
         """Returns once the adapter, as it is at `min_revision` or later, is resident. A source is
         first registered in the store under this name, on behalf of the caller. Who publishes may
         load ahead; a pin, and a source, are an operator's. `subject` is the caller's name of the
-        field `ref`, and `inplace_field` of that without which a name that points to other content
-        stays as it is: AdapterUnusable."""
+        field `ref`, and `inplace_field` of the field that lets a name move to other content,
+        if that was not set. Raises AdapterUnusable for a name that would move without it, as
+        `Directory.resolve`, and for a load that fails."""
         action = Action.OPERATE if pin or source is not None else Action.LOAD
         with self._audited(caller, "LoadAdapter", ref, action) as (principal, entry):
             registered, revision = None, min_revision
@@ -411,7 +412,7 @@ class Service:
             return await self._engine.wake()
 
     async def list_resident(self, principal: Principal, limit: int = 0) -> list[Resident]:
-        """Returns those of the caller's tenants, at most `limit` if that is not 0."""
+        """Returns the adapters of the caller's tenants, at most `limit` if that is not 0."""
         # The first `limit` of all may include none of some tenants'.
         adapters = await self._engine.list_resident(limit if principal.tenants is None else 0)
         owned = await self._directory.owned(principal, [adapter.digest for adapter in adapters])
@@ -419,8 +420,8 @@ class Service:
         return [self._named(principal, adapter) for adapter in islice(own, limit or None)]
 
     async def inspect(self, principal: Principal, ref: str) -> Inspected:
-        """Returns the parts of a resident adapter, and what a step launches for it. Raises
-        AdapterNotFound, also for one that is not resident."""
+        """Returns the parts of a resident adapter, and the operations that a step launches for it.
+        Raises AdapterNotFound, also for an adapter that is not resident."""
         digest = await self._digest(principal, ref)
         details = await self._engine.inspect_adapter(digest, ref)
         return Inspected(self._named(principal, details.adapter), details)
@@ -453,8 +454,8 @@ class Service:
     async def list_adapters(
         self, principal: Principal, page_size: int, page_token: str
     ) -> AdapterPage:
-        """Returns those of a page of the catalog that the caller can generate with here. Raises
-        StoreUnavailable, and InvalidArgument for a token of another list."""
+        """Returns the adapters of a page of the catalog that the caller can generate with here.
+        Raises StoreUnavailable, and InvalidArgument for a token of another list."""
         if self._registry is None:
             return AdapterPage([], "")
         tenants = () if principal.tenants is None else principal.tenants
@@ -476,14 +477,14 @@ class Service:
         return await self._registry.register(str(ref.name), source, bearer_token(caller.metadata))
 
     async def _current_digest(self, principal: Principal, ref: str, subject: str) -> str:
-        """Returns what a name points to, "" if to nothing."""
+        """Returns the digest that a name points to, "" if to nothing."""
         try:
             return (await self._directory.resolve(principal, ref, subject=subject)).digest
         except AdapterNotFound:
             return ""
 
     async def _digest(self, principal: Principal, ref: str, subject: str = "ref") -> str:
-        """Returns the digest of a reference; an owner's without a lookup: what is resident may be
+        """Returns the digest of a reference; an owner's without a lookup: a resident adapter may be
         deleted from the store."""
         digest = parse_ref(ref, subject, principal.home_tenant).digest
         if digest and self._directory.is_owner(principal, digest):

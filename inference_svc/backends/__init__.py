@@ -1,11 +1,11 @@
 """How one step is computed on a kind of device: the only folder that distinguishes them.
 
-base            the protocols Backend and BackendFactory, and what all backends allocate
+base            the protocols Backend and BackendFactory, and the allocations common to all backends
 select          the list of backends, and the choice among them
 torch           the definition: operation by operation, for any CPU and dtype
 native          CPUs with AVX2 or AVX-512, and the memory that the program runs in
 native_program  the decoder as one program in C++
-native_ops      the operations of a layer, with those of adapters beside them
+native_ops      the operations of a layer, with adapters' operations beside them
 native_experts  the operations of mixtures of experts
 native_buffers  the inputs and the workspace of that program, at fixed addresses
 native_lora     the operations that add LoRA in that program
@@ -13,22 +13,22 @@ cuda            a CUDA device: Triton kernels, decode steps recorded and replaye
 cuda_graphs     the recordings, one for each number of rows
 cuda_inputs     a step's inputs at fixed addresses, filled on the host and sent
 cuda_lora       a step's LoRA plans at fixed addresses
-cuda_needs      what the device must have for it, computed without one
-cuda_pages      the page table on the device, of which a step sends what is new
+cuda_needs      the device memory that it needs, computed without a device
+cuda_pages      the page table on the device, of which a step sends the new cells
 slot_runs       which slots compute which tokens of a step
-magnitudes      DoRA's magnitudes, divided by the norms of what they scale when they are loaded
+magnitudes      DoRA's magnitudes, divided by the norms of the outputs that they scale, at load
 
 To add one: write `backends/NAME.py` (with `NAME_*.py` for its parts) and add its factory to
-`select.BACKENDS`, before those that it is preferred to. Its `BackendFactory`
+`select.BACKENDS`, before the backends that it is preferred to. Its `BackendFactory`
 
 1. `supports` says whether it computes on `config.device` with these settings, and logs why not
-   where a user could expect it to; `features` names what it computes of what models have: one that
-   has more is refused at start by name;
+   where a user could expect it to; `features` names the parts of models that it computes: a
+   model that has more is refused at start by name;
 2. `memory_needs` is arithmetic only, an upper bound, of reading the weights, too: the server is
    refused at start by it, and `tools.sizing` plans with it on machines without the device;
-3. `device_memory` asks the device for what is free, if its memory is not the host's;
+3. `device_memory` asks the device for its free memory, if its memory is not the host's;
 4. `build` allocates everything, reads the weights through `model.weights.load_weights`, compiles
-   and records what steps need: nothing is left for the first request.
+   and records all that steps need: nothing is left for the first request.
 
 Its `Backend`
 
@@ -37,10 +37,10 @@ Its `Backend`
    compares them over mixed batches, with adapters and without;
 3. `free_unused` is called when either has run out of memory; then it is asked for a part of the
    step: a step that was given up leaves nothing behind that a later one could trip over;
-4. `lora_launches` counts what a step launches for an adapter, of what launches it:
-   tests/inference_svc/backends/test_lora_launches.py compares it with what was launched;
-5. changes nothing but the pages that the batch's rows own and what `prepare` returned: what the
-   arena holds, and when, is decided by `adapters.residency`.
+4. `lora_launches` counts the operations that a step launches for an adapter:
+   tests/inference_svc/backends/test_lora_launches.py compares it with real launches;
+5. changes nothing but the pages that the batch's rows own and the tensors that `prepare` returned:
+   `adapters.residency` decides on the arena's contents.
 
 A device's name for users is a value of `--device` in `config`, its memory copies are made in
 `adapters.arena`, and its kernels lie under `kernels/`; nothing else in the tree may test for it.

@@ -1,4 +1,4 @@
-"""The interface of backends to the engine, and what all of them allocate."""
+"""The interface of backends to the engine, and the allocations common to all of them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Inputs = TypeVar("Inputs")
 
 
 class Backend(Protocol[Inputs]):
-    """Computes steps on one kind of device, and holds what lies in its memory: the weights, the
+    """Computes steps on one kind of device, and holds the contents of its memory: the weights, the
     pages of keys and values, and the arena. One thread calls it."""
 
     @property
     def kernels(self) -> str:
-        """Names what computes, for status: "native" and the instruction set; "torch"; "triton", or
-        "triton, captured" where decode steps are recorded and replayed."""
+        """Names the code that computes, for status: "native" and the instruction set; "torch";
+        "triton", or "triton, captured" where decode steps are recorded and replayed."""
 
     @property
     def arena(self) -> Arena:
@@ -59,14 +59,14 @@ class Backend(Protocol[Inputs]):
         """The number of steps so far in which a row used an adapter."""
 
     def lora_launches(self, contents: LoraContents) -> Mapping[str, int]:
-        """Returns what a decode step launches for adapters if all of its rows use one adapter that
-        has this: by group of targets, and by the name of each weight of the base that is replaced.
-        Kernels on a device, operations on a CPU. What the adapter has not is there if the step
-        launches it all the same."""
+        """Returns the operations that a decode step launches if all of its rows use one adapter
+        with this content: by group of targets, and by the name of each weight of the base that is
+        replaced. Kernels on a device, operations on a CPU. Operations that the adapter does not
+        need are included if the step launches them all the same."""
 
     def magnitudes(self) -> Magnitudes:
-        """Returns what divides magnitudes of adapters by the norms of the base's weights. Called
-        once, when an adapter first has any."""
+        """Returns the object that divides magnitudes of adapters by the norms of the base's
+        weights. Called once, when an adapter first has any."""
 
     def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
         """Binds each thread that computes to one of these sets of processors. Called once, in the
@@ -80,28 +80,29 @@ class Backend(Protocol[Inputs]):
         """Returns the logits of each row's last token, in the order of the rows, and the experts
         that tokens have chosen. The caller may change them, and the next step may overwrite them.
 
-        `prepare` and `forward` may raise torch.OutOfMemoryError, or what
-        `device_faults.is_out_of_memory` knows, whatever of the step has been computed: then some of
-        its rows are prepared anew.
+        `prepare` and `forward` may raise torch.OutOfMemoryError, or another error that
+        `device_faults.is_out_of_memory` knows, with any part of the step computed: then some of its
+        rows are prepared anew.
         """
 
     def score(self, inputs: Inputs) -> Iterator[Scored]:
-        """Yields what scores prompts in the step that `forward` has just computed, in the order of
-        the batch: as many tokens at once as a step may have rows, so that their logits take no more
-        than a step's own, which they overwrite. Raises as `forward` does."""
+        """Yields the hidden states and logits of the scored prompts' tokens in the step that
+        `forward` has just computed, in the order of the batch: as many tokens at once as a step may
+        have rows, so that their logits take no more than a step's own, which they overwrite. Raises
+        as `forward` does."""
 
     def free_unused(self) -> None:
         """Gives memory back to the device that is reserved and not in use, after it has run out."""
 
     def free_memory(self, *, weights: bool) -> int:
         """Frees the pages, whose contents are lost, and, if asked, the weights; returns the bytes.
-        What is free already counts for nothing. Nothing is computed until `restore` returns."""
+        Memory that is free already does not count. Nothing is computed until `restore` returns."""
 
     def restore(self) -> None:
-        """Allocates what `free_memory` has freed, and reads the weights again; called in any
-        thread. Pages are empty. Raises UnsupportedModel, OSError, and MemoryError or
-        torch.OutOfMemoryError where others have taken the memory: what it had allocated by then
-        stays, and it may be called again."""
+        """Allocates the memory that `free_memory` has freed, and reads the weights again; called in
+        any thread. Pages are empty. Raises UnsupportedModel, OSError, and MemoryError or
+        torch.OutOfMemoryError where others have taken the memory: its allocations by then stay, and
+        it may be called again."""
 
 
 class Reload(NamedTuple):
@@ -118,9 +119,9 @@ def make_reload(
     *,
     prefers_tiles: bool = False,
 ) -> Reload:
-    """Returns what reads the model as it is now, and refuses one whose files have changed since:
-    a server must not answer with two models. `projections` returns what the weights are read
-    into."""
+    """Returns the function that reads the model as it is now, and refuses one whose files have
+    changed since: a server must not answer with two models. `projections` returns the parameters
+    that the weights are read into."""
     stamps = weight_stamps(config.model_dir)
 
     def read_weights() -> ModelWeights[Any]:
@@ -145,7 +146,7 @@ class Scored(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """What a step computes. `values`: fp32 [N, vocab_size]. `argmax`: int64 [N], the first largest
+    """The outputs of a step. `values`: fp32 [N, vocab_size]. `argmax`: int64 [N], the first largest
     of each row, where the step computes it along; None: it does not. `experts`: int32 [layers that
     have experts, T, num_chosen], which each of the step's tokens has chosen, if a row returns
     them."""
@@ -158,8 +159,8 @@ class Logits(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
     """The bytes that a backend takes on its device in addition to pages and arena; reading the
-    weights takes no more. `graphs_bytes` are what recorded steps take, `libraries_bytes` libraries
-    and kernels once they have been used."""
+    weights takes no more. `graphs_bytes` is the memory of recorded steps, `libraries_bytes` of
+    libraries and kernels once they have been used."""
 
     weights_bytes: int
     workspace_bytes: int
@@ -168,7 +169,7 @@ class MemoryNeeds:
 
     @property
     def step_bytes(self) -> int:
-        """What depends on how many tokens and sequences a step has."""
+        """The memory that depends on how many tokens and sequences a step has."""
         return self.workspace_bytes + self.graphs_bytes
 
 
@@ -185,11 +186,11 @@ class BackendFactory(Protocol):
 
     @property
     def name(self) -> str:
-        """What error messages call the backend."""
+        """The backend's name in error messages."""
 
     @property
     def features(self) -> frozenset[str]:
-        """What it computes of what decoders have, as `model.features` names it."""
+        """The features of decoders that it computes, as `model.features` names them."""
 
     @property
     def disabled_by(self) -> str:
@@ -202,7 +203,7 @@ class BackendFactory(Protocol):
 
     @property
     def profiler_device(self) -> str | None:
-        """What torch's profiler calls the device; None: it is the CPU."""
+        """The device's name in torch's profiler; None: it is the CPU."""
 
     def supports(self, config: EngineConfig) -> bool:
         """Returns whether the backend computes on `config.device` with these settings, on this
@@ -222,10 +223,11 @@ class BackendFactory(Protocol):
         layout: ModelLayout,
         host_slab: Tensor | None,
     ) -> Backend[Any]:
-        """Allocates all memory, reads the weights, and compiles and records what steps need, so
-        that no request waits for it. `host_slab` is the host tier's memory, if there is one.
+        """Allocates all memory, reads the weights, and compiles and records all that steps need, so
+        that no request waits for it. `host_slab`, uint8 [bytes], is the host tier's memory, if
+        there is one.
 
-        Raises UnsupportedModel for what the checkpoint has; ValueError when the memory given does
+        Raises UnsupportedModel for a fault of the checkpoint; ValueError when the memory given does
         not suffice.
         """
 
@@ -233,6 +235,8 @@ class BackendFactory(Protocol):
 def allocate_arena(
     config: EngineConfig, layout: ModelLayout, host_slab: Tensor | None, *, num_mixes: int = 0
 ) -> Arena:
+    """Allocates the adapters' memory. `host_slab`, uint8 [bytes], is the host tier's; None: there
+    is none."""
     return Arena(
         layout,
         config.arena_bytes,
@@ -253,8 +257,8 @@ def num_kv_pages(config: EngineConfig, decoder: Decoder) -> int:
 def allocate_kv_caches(
     config: EngineConfig, decoder: Decoder, *, prefers_tiles: bool = False
 ) -> KVCaches:
-    """Allocates as many pages as `kv_bytes` hold. Raises ValueError if those that sequences may own
-    do not hold one of `max_model_len`."""
+    """Allocates as many pages as `kv_bytes` hold. Raises ValueError if the pages that sequences may
+    own do not hold one of `max_model_len`."""
     dtype = getattr(torch, config.dtype)
     num_bytes = kv_page_bytes(decoder, config.page_size, dtype)
     num_pages = num_kv_pages(config, decoder)
@@ -294,7 +298,7 @@ def empty_choices(decoder: Decoder, max_tokens: int, device: torch.device) -> Te
 
 
 def choices_bytes(decoder: Decoder, max_tokens: int) -> int:
-    """Returns what `empty_choices` takes."""
+    """Returns the bytes of `empty_choices`."""
     shape = decoder.expert_layers
     return 0 if shape is None else 4 * len(shape.layers) * max_tokens * shape.num_chosen
 

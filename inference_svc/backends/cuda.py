@@ -62,8 +62,8 @@ SHORT_TOKENS = 16
 
 
 GROUP_LAUNCHES, EMBEDDING_LAUNCHES = 2, 1
-"""What `kernels.lora.triton_ops` launches for a group: it shrinks and expands. An embedding's rows
-are shrunk already."""
+"""The kernels that `kernels.lora.triton_ops` launches for a group: it shrinks and expands. An
+embedding's rows are shrunk already."""
 
 
 class StepLimits(NamedTuple):
@@ -82,9 +82,10 @@ class FixedStep(NamedTuple):
 
 
 class PreparedStep(NamedTuple):
-    """A step of `num_rows` rows that was filled and sent. `size` is that of the recorded step that
-    is replayed for it; None: it is computed operation by operation. `num_routed` tokens have chosen
-    experts that a row returns; 0: no row does. `runs` are scored, never of decode steps."""
+    """A step of `num_rows` rows that was filled and sent. `size` is the number of rows of the
+    recorded step that is replayed for it; None: it is computed operation by operation. `num_routed`
+    tokens have chosen experts that a row returns; 0: no row does. `runs` are scored, never of
+    decode steps."""
 
     step: FixedStep
     num_rows: int
@@ -95,8 +96,8 @@ class PreparedStep(NamedTuple):
 
 
 class CudaBackend:
-    """A `Backend` whose inputs lie at fixed addresses: those of decode steps, which are small, and
-    those of steps with prompts. The cache's last page is padding's: no sequence may own it.
+    """A `Backend` whose inputs lie at fixed addresses: the small ones of decode steps, and the ones
+    of steps with prompts. The cache's last page is padding's: no sequence may own it.
 
     `record` records decode steps for replay; None: every step is computed operation by operation.
     """
@@ -137,7 +138,7 @@ class CudaBackend:
         self._last: Stream | None = None
         self._record = record
         self._captured = self._unrecorded()
-        # What reading the weights has left goes back when steps are recorded.
+        # Memory left by reading the weights goes back when steps are recorded.
         self._reserved_bytes = self._trimmed_bytes()
 
     def _unrecorded(self) -> CapturedSteps | None:
@@ -145,7 +146,7 @@ class CudaBackend:
         return None if record is None else CapturedSteps(self._sizes, self._decode, record)
 
     def _trimmed_bytes(self) -> int:
-        """Gives back what torch has reserved and does not use; returns what it uses."""
+        """Gives back memory that torch has reserved and does not use; returns the bytes in use."""
         self.free_unused()
         return _reserved_bytes(self.arena.device)
 
@@ -169,8 +170,8 @@ class CudaBackend:
         return 0 if self._kv_caches is None else self._kv_caches.num_bytes
 
     def lora_launches(self, contents: LoraContents) -> Mapping[str, int]:
-        """A recorded step of a kind launches every group, whatever adapters its rows use; and of
-        those with more than A and B what stands in for every weight."""
+        """A recorded step of a kind launches every group, for any adapters of its rows; and for
+        adapters with more than A and B the replacement of every weight."""
         is_recorded = self._captured is not None
         launches = {
             name: EMBEDDING_LAUNCHES if name == EMBEDDING else GROUP_LAUNCHES
@@ -184,8 +185,9 @@ class CudaBackend:
 
     @property
     def workspace_bytes(self) -> int:
-        """The inputs, the logits, and what torch has reserved on the device since the backend was
-        made: it reuses what a step has freed, and recorded steps hold what they compute in."""
+        """The inputs, the logits, and the memory that torch has reserved on the device since the
+        backend was made: it reuses memory that a step has freed, and recorded steps hold their
+        workspace."""
         fixed_bytes = self._table.num_bytes + self._logits.nbytes + self._argmax.nbytes
         fixed_bytes += 0 if self._choices is None else self._choices.nbytes
         fixed_bytes += sum(s.inputs.block.num_bytes for s in (self._prompts, self._decodes))
@@ -193,8 +195,8 @@ class CudaBackend:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compiles what steps need, and records decode steps. Writes to nothing but padding's
-        page.
+        """Compiles all kernels that steps need, and records decode steps. Writes to nothing but
+        padding's page.
 
         Kernels differ between few tokens and many, between tiles and single tokens, and in how many
         decode rows they look for a segment's among: the sizes to record have all of them.
@@ -301,12 +303,12 @@ class CudaBackend:
         yield from score_slices(self._transformer, last, lora, inputs.runs, self._limits.max_rows)
 
     def free_unused(self) -> None:
-        """Lets go of torch's cache: its pieces may be too small for what did not fit."""
+        """Lets go of torch's cache: its pieces may be too small for an allocation that failed."""
         if self.arena.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def free_memory(self, *, weights: bool) -> int:
-        """Lets go of recorded steps, too: they have the addresses of what is freed."""
+        """Lets go of recorded steps, too: they have addresses in the freed memory."""
         held_bytes = self.kv_bytes + self.weights_bytes
         self._kv_caches, self._captured = None, None
         if weights:
@@ -395,6 +397,7 @@ class CudaFactory:
         layout: ModelLayout,
         host_slab: Tensor | None,
     ) -> Backend[PreparedStep]:
+        """See BackendFactory.build. Raises also DeviceFull."""
         device_name = torch.cuda.get_device_name(torch.device(config.device))
         table = "its own" if tuning.use_device(device_name) else "the default"
         logger.info("kernels on %s: %s constants", device_name, table)
@@ -404,7 +407,7 @@ class CudaFactory:
             if not is_out_of_memory(error):
                 raise
             raise DeviceFull(
-                "the device's memory does not suffice for what was planned: give less to "
+                "the device's memory does not suffice for the planned use: give less to "
                 f"--kv-memory, or set memory-limit ({error})"
             ) from error
 
@@ -429,5 +432,5 @@ class CudaFactory:
 
 
 def _reserved_bytes(device: torch.device) -> int:
-    """Returns what torch has reserved on the device; 0 on a CPU, where tests run this."""
+    """Returns the bytes that torch has reserved on the device; 0 on a CPU, where tests run this."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

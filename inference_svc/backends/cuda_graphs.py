@@ -19,10 +19,10 @@ Compute = Callable[[], None]
 
 
 class Recorded(Protocol):
-    """One computation over fixed addresses: what it reads and writes stays where it is."""
+    """One computation over fixed addresses: its inputs and outputs stay in place."""
 
     def replay(self) -> None:
-        """Computes it from what lies there now."""
+        """Computes it from the present inputs."""
 
 
 Record = Callable[[Compute], Recorded]
@@ -37,7 +37,7 @@ class CudaRecorder:
         self._pool: Any = None
 
     def __call__(self, compute: Compute) -> Recorded:
-        # Once outside: compiles kernels, and lets libraries allocate what they keep.
+        # Once outside: compiles kernels, and lets libraries make their lasting allocations.
         compute()
         torch.cuda.current_stream().synchronize()
         if not self._graphs:

@@ -45,7 +45,7 @@ class StepBlock:
         return len(self._host)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Allocates a tensor of the host side."""
+        """Allocates a tensor of this shape and dtype in the host side."""
         num_bytes = math.prod(shape) * dtype.itemsize
         start = self._used_bytes
         assert start + num_bytes <= len(self._host), "the block is too small"
@@ -53,7 +53,8 @@ class StepBlock:
         return self._host[start : start + num_bytes].view(dtype).view(shape)
 
     def on_device(self, tensor: Tensor) -> Tensor:
-        """Returns the device's twin of `tensor`, which lies in this block's host side."""
+        """Returns the device's twin, of the same shape and dtype, of `tensor`, which lies in this
+        block's host side."""
         start = tensor.data_ptr() - self._host.data_ptr()
         assert 0 <= start <= len(self._host) - tensor.nbytes, "not of this block"
         return self._twin[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -64,7 +65,8 @@ class StepBlock:
         self._sent.record()
 
     def wait(self) -> None:
-        """Waits until what was sent has been read: rarely, as a step ends with its tokens."""
+        """Waits until the inputs sent last have been read: rarely, as a step ends with its
+        tokens."""
         self._sent.synchronize()
 
 
@@ -102,7 +104,7 @@ class CudaInputs:
 
     @staticmethod
     def num_bytes(max_tokens: int, max_rows: int) -> int:
-        """Returns what it takes of the block, at most."""
+        """Returns its bytes in the block, at most."""
         max_tiles, max_updates = max_tokens // TILE_QUERIES + max_rows, MAX_ROW_UPDATES * max_rows
         num_bytes = 24 * max_tokens + 24 * (max_rows + 1) + 8 * max_tiles + 12 * max_updates + 12
         return num_bytes + NUM_TENSORS * ALIGNMENT_BYTES
@@ -139,7 +141,7 @@ class CudaInputs:
         self.pad(len(self._context_lengths))
 
     def send(self) -> None:
-        """Sends what was filled to the device."""
+        """Sends the filled inputs to the device."""
         self._pages.send()
         self.block.send()
 
@@ -148,11 +150,11 @@ class CudaInputs:
         self._pages.write()
 
     def inputs(self) -> StepInputs:
-        """Returns what was filled, as views of the device's side."""
+        """Returns the filled inputs, as views of the device's side."""
         return self._views(*self._arrays.size, self._num_tiles, self._has_decodes)
 
     def decode_inputs(self, num_rows: int) -> StepInputs:
-        """Returns views of a step of so many decode rows, whatever is filled in."""
+        """Returns views of a step of so many decode rows, with any contents."""
         return self._views(num_rows, num_rows, num_rows, 0, True)
 
     def _views(
@@ -184,7 +186,7 @@ class CudaInputs:
 
 
 class _StepPages:
-    """`PageRows` of one step: which rows of `table` its sequences have, and what is new in them."""
+    """`PageRows` of one step: which rows of `table` its sequences have, and their new cells."""
 
     def __init__(self, table: PageTable, block: StepBlock, max_rows: int) -> None:
         self.table = table

@@ -26,9 +26,9 @@ from kernels.lora.plan import (
 
 
 class StepKind(enum.Enum):
-    """What the adapters of a step have: none, A and B alone, or anything, their sums included.
-    Recorded steps are of one kind: what an adapter may have besides takes launches, and others do
-    without."""
+    """The contents of a step's adapters: none, A and B alone, or anything, their sums included.
+    Recorded steps are of one kind, because further contents of adapters take launches, and others
+    do without."""
 
     BASE = enum.auto()
     LORA = enum.auto()
@@ -59,13 +59,13 @@ class CudaLora:
 
     @staticmethod
     def num_bytes(max_tokens: int, max_rows: int) -> int:
-        """Returns what it takes of the block."""
+        """Returns its bytes in the block."""
         return _PlanArrays.num_bytes(max_tokens, max_rows) + _PlanArrays.num_bytes(
             max_rows, max_rows
         )
 
     def fill(self, batch: BatchColumns) -> StepKind:
-        """Plans the step's rows on the host; returns what their adapters have."""
+        """Plans the step's rows on the host; returns the kind of their adapters."""
         slots = [sequence.slot for sequence in batch.sequences]
         self._is_decode = batch.is_decode
         if self._is_decode or max(slots) == BASE_SLOT:
@@ -98,7 +98,7 @@ class CudaLora:
         return LoraStep(self.arena, self._targets, *plans)
 
     def decode_step(self, num_rows: int, kind: StepKind) -> LoraStep | None:
-        """Returns plans for a recorded step of so many decode rows, whatever adapters they use."""
+        """Returns plans for a recorded step of so many decode rows, for any adapters."""
         if kind is StepKind.BASE:
             return None
         # Every row is one token.
@@ -109,7 +109,7 @@ class CudaLora:
         self, kind: StepKind, num_tokens: int, num_rows: int, has_tiles: bool
     ) -> LoraStep:
         """Launches every kernel that a step with prompts needs, its adapters with tiles or without,
-        over what was filled: for base rows, nothing."""
+        over the filled plan: for base rows, nothing."""
         plan = self._any_plan(self._tokens, kind, num_tokens, has_tiles)
         heads = self._any_plan(self._heads, kind, num_rows, has_tiles=False)
         return LoraStep(self.arena, self._targets, plan, heads)
@@ -147,7 +147,7 @@ class _PlanArrays:
         self._rows = row_slots, row_lengths
 
     def fill_decodes(self, row_slots: IntArray) -> None:
-        """Does what `fill` does, for rows of one token each, in a few operations."""
+        """Fills as `fill`, for rows of one token each, in a few operations."""
         tokens = np.flatnonzero(row_slots != BASE_SLOT)
         self._fill(row_slots, len(tokens))
         items = self._items[: len(tokens)]
@@ -158,7 +158,7 @@ class _PlanArrays:
         self._rows = row_slots, np.ones_like(row_slots)
 
     def _fill(self, slots: IntArray, num_items: int) -> None:
-        """Fills the tokens' slots, and clears what the step before has used beyond."""
+        """Fills the tokens' slots, and clears the rest of the step before."""
         num_tokens = len(slots)
         self._slots[:num_tokens] = slots
         self._slots[num_tokens : self._num_tokens] = BASE_SLOT
@@ -171,7 +171,7 @@ class _PlanArrays:
     def any_plan(
         self, arena: Arena, contents: LoraContents, num_tokens: int, has_tiles: bool
     ) -> LoraPlan:
-        """Has an item for each token as far as there are items, whatever is filled in."""
+        """Has an item for each token as far as there are items, with any contents."""
         num_items = min(num_tokens, len(self._items))
         return self._plan(arena, contents, num_tokens, num_items, has_tiles)
 

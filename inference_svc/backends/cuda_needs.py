@@ -1,7 +1,7 @@
-"""What the CUDA backend takes of its device, computed before anything is allocated.
+"""The device memory that the CUDA backend takes, computed before anything is allocated.
 
-All of it is an upper bound. What torch allocates is counted operation by operation; what the driver
-takes for a recorded step, and libraries for themselves, are estimates that say where they are from.
+All of it is an upper bound. Torch's allocations are counted operation by operation; the memory of
+the driver for a recorded step, and of libraries, are estimates with their sources.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from kernels.lora.table import MAX_PARTS, NUM_FIELDS, NUM_WEIGHT_FIELDS
 MIB = 1 << 20
 LIBRARIES_BYTES = 384 * MIB
 """In addition to the context: cuBLAS' workspaces (torch gives one to each stream that multiplies,
-32 MiB on Hopper: the stream that computes and the one that records), the code that cuBLAS, torch
-and Triton load when it first runs, and what torch's allocator rounds up. An estimate."""
+32 MiB on Hopper: the streams that compute and record), the code that cuBLAS, torch and Triton load
+when it first runs, and the rounding of torch's allocator. An estimate."""
 NODE_BYTES = 16 << 10
 """Device memory of a kernel in a recorded step: about 10 KiB in current drivers (NVIDIA's cccl#3768
-says so of its own graphs), and some for what the driver rounds up."""
+says so of its own graphs), and some for the driver's rounding."""
 PRODUCT_NODES = 2
 """A product and, where cuBLAS splits it, the sum of its parts."""
 GROWTH_NODES = 6
@@ -48,8 +48,8 @@ GROWTH_NODES = 6
 GROUP_NODES = 2
 """The adapters of a group: shrink and expand."""
 OTHER_NODES = 5 + PRODUCT_NODES
-"""What is around all layers: tokens as they were sampled, their embedding, the last norm, the head,
-and the logits and the largest of them, to their place."""
+"""The operations around all layers: tokens as they were sampled, their embedding, the last norm,
+the head, and the logits and the largest of them, to their place."""
 PAIR_BYTES = 64
 """A pair's part of a mixture's routing, of the order of pairs, and of their plan."""
 SAMPLER_COPIES = 4
@@ -72,20 +72,20 @@ def memory_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
 
 
 def _dividing_bytes(config: EngineConfig, decoder: Decoder) -> int:
-    """Returns what dividing DoRA's magnitudes takes between two steps: rows of W + BA, and A and B
-    of a target, in fp32."""
+    """Returns the memory for dividing DoRA's magnitudes between two steps: rows of W + BA, and A
+    and B of a target, in fp32."""
     targets = layout_of(config, decoder).targets
     features = max((each.in_features + each.out_features for each in targets), default=0)
     return 4 * (DEVICE_SLICE_ELEMENTS + config.max_lora_rank * features)
 
 
 def step_bytes(config: EngineConfig, decoder: Decoder, num_tokens: int) -> int:
-    """Returns what `Transformer.forward` allocates at most at one time for so many tokens of all
-    sequences, its logits included."""
+    """Returns the most memory that `Transformer.forward` allocates at one time for so many tokens
+    of all sequences, its logits included."""
     g, item_bytes = decoder, getattr(torch, config.dtype).itemsize
     row_bytes = num_tokens * item_bytes
     shrunk = _ShrunkBytes.of(config, decoder)
-    # What a half makes, and the norm of that; while adapters add to it, what they shrank is there.
+    # A half's output, and its norm; while adapters add to it, their shrunk inputs are there.
     out_bytes = row_bytes * g.hidden_size * (1 + any(block.post_norms for block in g.blocks))
     attention_bytes = row_bytes * (2 * g.max_q_size + 2 * g.max_kv_size)
     of_heads, of_stream = (num_tokens * size for size in _token_weights_bytes(config, g))
@@ -115,8 +115,8 @@ def step_bytes(config: EngineConfig, decoder: Decoder, num_tokens: int) -> int:
 def _experts_bytes(
     config: EngineConfig, decoder: Decoder, num_tokens: int, shrunk: _ShrunkBytes
 ) -> int:
-    """Returns what the largest mixture takes at one time: what experts read and make of each pair,
-    and throughout what all share, the routing, and the plan of pairs."""
+    """Returns the most memory of the largest mixture: the experts' inputs and outputs for each
+    pair, and throughout the shared half, the routing, and the plan of pairs."""
     item_bytes, hidden = getattr(torch, config.dtype).itemsize, decoder.hidden_size
     stream_bytes = num_tokens * hidden * item_bytes
     found = []
@@ -137,8 +137,8 @@ def _experts_bytes(
 
 
 def _token_weights_bytes(config: EngineConfig, decoder: Decoder) -> tuple[int, int]:
-    """Returns what weights of norms take at one time, of one token, that are the token's own: those
-    of queries, keys and values, and another."""
+    """Returns the memory, at one time and for one token, of norms' weights that are the token's
+    own: of queries, keys and values, and another."""
     dtype = getattr(torch, config.dtype)
     heads: Counter[int | None] = Counter()
     largest = 0
@@ -158,8 +158,8 @@ def _num_logits(config: EngineConfig, decoder: Decoder) -> int:
 
 
 def _partial_results_bytes(config: EngineConfig, decoder: Decoder) -> int:
-    """Returns what decode attention holds of the segments of all contexts, in fp32: sums, and what
-    they are weighted by."""
+    """Returns the memory of decode attention for the segments of all contexts, in fp32: sums, and
+    their weights."""
     positions = min(tuned["positions"] for tuned in tuning.all_constants("segments"))
     longest = max_pages(config) * config.page_size
     num_segments = max_segments(config.max_sequences, longest, positions)
@@ -167,7 +167,7 @@ def _partial_results_bytes(config: EngineConfig, decoder: Decoder) -> int:
 
 
 class _ShrunkBytes(NamedTuple):
-    """What A of an adapter, or of each part of a sum, makes of the inputs of a group: fp32. Few
+    """The product of a group's inputs with A of an adapter, or of each part of a sum: fp32. Few
     tokens have a sum for each chunk of their features. Rows of the embedding are looked up."""
 
     groups: Mapping[str, LoraGroup]
@@ -196,13 +196,13 @@ class _ShrunkBytes(NamedTuple):
 
 
 def _role_of(group: str) -> str:
-    """Returns what a group is called in every layer, such as "qkv" or "experts.down"."""
+    """Returns a group's name in every layer, such as "qkv" or "experts.down"."""
     return group.split(".", 2)[2] if group.startswith("layers.") else group
 
 
 def _fixed_bytes(config: EngineConfig, decoder: Decoder) -> int:
-    """Returns what is held between steps: where logits and chosen experts go, inputs, and the
-    tables of pages and of adapters."""
+    """Returns the memory held between steps: the buffers of logits and chosen experts, inputs, and
+    the tables of pages and of adapters."""
     max_tokens, max_rows = config.max_batch_tokens, config.max_sequences
     logits_bytes = max_rows * (4 * (decoder.vocab_size + config.max_added_tokens) + 8)
     inputs_bytes = sum(
@@ -240,9 +240,9 @@ def recorded_nodes(
 
 
 def _replacement_nodes(decoder: Decoder, *, adds_tokens: bool) -> int:
-    """Returns how many kernels stand in for the base's weights: one for each norm, and those of
-    embedding and head. With tokens that adapters add logits are copied to wider ones, such tokens
-    are looked up as the last one of the vocabulary, and a cap leaves out what there is not."""
+    """Returns how many kernels stand in for the base's weights: one for each norm, and the
+    embedding's and the head's. With tokens that adapters add logits are copied to wider ones, such
+    tokens are looked up as the last one of the vocabulary, and a cap leaves out absent tokens."""
     norms = [each.norm for each in parameters(decoder) if each.norm is not None]
     num_nodes = sum(not norm.tensor for norm in norms) + 2
     if adds_tokens:
@@ -271,16 +271,16 @@ def _layer_nodes(block: Block) -> int:
 
 def _experts_nodes(experts: Experts) -> int:
     """Returns how many kernels a mixture has besides its dense products: for the choice, the order
-    of pairs, what they read, two products, what is between them, and the sum."""
+    of pairs, their inputs, two products, the activation, and the sum."""
     norms = (experts.norm, experts.router.norm)
     num_nodes = 7 + sum(norm is not None for norm in norms)
     num_nodes += experts.router.projection.has_bias
-    return num_nodes + (experts.post_norm is not None)  # then what all share is added apart
+    return num_nodes + (experts.post_norm is not None)  # then the shared half is added apart
 
 
 def _graphs_bytes(config: EngineConfig, decoder: Decoder) -> int:
-    """Returns what recorded steps take: their kernels, and the memory of one of the largest, which
-    all of them compute in. Of each size there is one of each kind."""
+    """Returns the memory of recorded steps: their kernels, and the memory of one of the largest,
+    which all of them compute in. Of each size there is one of each kind."""
     num_groups = len(computed_groups(config, decoder))
     adds_tokens = config.max_added_tokens > 0
     num_nodes = sum(

@@ -16,12 +16,12 @@ from torch import Tensor
 from kernels.streams import Stream
 
 MAX_ROW_UPDATES = 2
-"""New pages of a row that are written one by one; more, those of a prompt, are a copy."""
+"""New pages of a row that are written one by one; more, as of a prompt, are a copy."""
 
 
 class PageUpdates:
-    """Up to MAX_ROW_UPDATES cells per row of a table, and what they become, at fixed addresses.
-    Those that are not used write to a cell that nobody reads."""
+    """Up to MAX_ROW_UPDATES cells per row of a table, with their new values, at fixed addresses.
+    Unused ones write to a cell that nobody reads."""
 
     def __init__(self, cells: Tensor, pages: Tensor, spare_cell: int) -> None:
         """int64 and int32 [n], on the host."""
@@ -83,8 +83,8 @@ class PageTable:
         return self._flat.nbytes
 
     def fill(self, pages: list[list[int]], updates: PageUpdates) -> NDArray[np.int64]:
-        """Returns the row of each of these, the pages of the step's sequences. What the device does
-        not have yet is left to `send`, or is in `updates`, for `apply`."""
+        """Returns the row of each of these, the pages of the step's sequences. Cells that the
+        device does not have yet are left to `send`, or is in `updates`, for `apply`."""
         if self._is_open:  # the step before was given up, and nobody knows where
             self._num_pages[:] = 0
         self._is_open = True
@@ -133,7 +133,7 @@ class PageTable:
         updates.set(cells, values)
 
     def send(self) -> None:
-        """Copies to the device what `fill` has left to it."""
+        """Copies the cells to the device that `fill` has left to it."""
         if self._copies:
             self.stream.copy(
                 (self.on_device[row, first:end], self.on_host[row, first:end])
@@ -142,10 +142,11 @@ class PageTable:
             self._sent.record()
 
     def apply(self, cells: Tensor, pages: Tensor) -> None:
-        """Writes a step's updates, which lie on the device."""
+        """Writes a step's updates, which lie on the device: `cells` int64 [n], `pages` int32
+        [n]."""
         self._flat.index_copy_(0, cells, pages)
 
     def close(self) -> None:
-        """Notes that all of the step is launched: the device will have the pages. What is filled
-        and not closed is sent again."""
+        """Notes that all of the step is launched: the device will have the pages. Cells that are
+        filled and not closed are sent again."""
         self._is_open = False

@@ -1,8 +1,9 @@
-"""Divides DoRA's magnitudes by the norms of what they scale, once, when an adapter is loaded.
+"""Divides DoRA's magnitudes by the norms of the rows that they scale, once, when an adapter is
+loaded.
 
-An adapter scales each output of W + BA to its magnitude (Liu et al., 2024): what kernels need of it
-is magnitude / ||W + BA||, of each output over the inputs, as PEFT computes it. It takes the place
-of the magnitude in the arena. W + BA is made a few rows at a time, between steps.
+An adapter scales each output of W + BA to its magnitude (Liu et al., 2024): kernels need magnitude
+/ ||W + BA||, of each output over the inputs, as PEFT computes it. It takes the place of the
+magnitude in the arena. W + BA is made a few rows at a time, between steps.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ CPU_ELEMENTS, DEVICE_ELEMENTS = 1 << 20, 1 << 27
 """Elements of W + BA that are made between two steps: some milliseconds of a processor, and a
 fraction of one of a device."""
 CPU_SLICE_ELEMENTS, DEVICE_SLICE_ELEMENTS = 1 << 18, 1 << 24
-"""What is made at once: stays in a processor's cache, and is little of a device's memory."""
+"""The bytes that are made at once: stay in a processor's cache, and is little of a device's
+memory."""
 
 
 class Projection(Protocol):
-    """What a base projection gives of its weight."""
+    """The access to a base projection's weight."""
 
     def rows(self, start: int, end: int) -> Tensor:
-        """Returns rows [start, end) of the weight [out, in]."""
+        """Returns rows [start, end) of the weight [out, in], in its dtype."""
 
 
 class Divided(NamedTuple):
@@ -72,7 +74,7 @@ class Magnitudes:
 
     @torch.inference_mode()
     def advance(self) -> list[Divided]:
-        """Does as much as may be done between two steps; returns what is done."""
+        """Does as much as may be done between two steps; returns the finished parts."""
         done: list[Divided] = []
         left = self._step_elements
         while self._jobs and left > 0:
@@ -136,7 +138,7 @@ class Magnitudes:
     def _base_rows(
         self, projection: Projection, first: int, own: dict[str, Tensor], start: int, end: int
     ) -> Tensor:
-        """Returns a copy of rows of the weight in fp32, with those that the adapter replaces."""
+        """Returns a copy of rows of the weight in fp32, with the rows that the adapter replaces."""
         if "full" in own:
             return own["full"][start:end].to(torch.float32, copy=True)
         rows = projection.rows(first + start, first + end).to(torch.float32, copy=True)
@@ -157,7 +159,7 @@ class Magnitudes:
         return squares.sqrt_()
 
     def _view(self, segment: Segment, granule: int) -> Tensor:
-        """Returns what lies in the arena, as the segment is shaped."""
+        """Returns the arena's bytes of a segment, in its shape."""
         dtype, shape = self._arena.layout.form_of(segment)
         values = vector_at(self._arena.flat, granule, math.prod(shape), dtype)
         assert values is not None

@@ -71,7 +71,8 @@ class PackedProjections:
         )
 
     def of(self, weight: Tensor) -> PackedLinear:
-        """Returns a packed copy: packed, the weight cannot be shared."""
+        """Returns a packed copy of a weight [out, in], bf16 or fp32, because a packed weight cannot
+        be shared."""
         return PackedLinear.pack(weight, allocate=self.allocate)
 
 
@@ -79,8 +80,8 @@ MakeTransformer: TypeAlias = Callable[[ModelWeights[PackedLinear], KVCaches], Na
 
 
 class NativeInputs(NamedTuple):
-    """What selects the program of a prepared step: the groups that its adapters change, whether a
-    row returns the experts of its tokens, and what is scored."""
+    """The key of a prepared step's program: the groups that its adapters change, whether a row
+    returns the experts of its tokens, and the scored tokens."""
 
     groups: frozenset[str]
     returns_experts: bool
@@ -152,7 +153,7 @@ class NativeBackend:
         self._step.fill(columns)
         groups = self._lora.plan(batch.rows)
         self.num_lora_steps += bool(groups)
-        # Of what decodes nothing is scored.
+        # Nothing is scored of decoding rows.
         runs = () if columns.is_decode else tuple(scored_runs(batch.rows))
         return NativeInputs(groups, returns_experts(batch, self._decoder), runs)
 
@@ -169,7 +170,7 @@ class NativeBackend:
             yield Scored(part, self._loaded.logits(inputs.groups))
 
     def free_unused(self) -> None:
-        """Holds only what every step needs."""
+        """Holds only the memory that every step needs."""
 
     def free_memory(self, *, weights: bool) -> int:
         held_bytes = self.kv_bytes + self.weights_bytes
@@ -252,7 +253,7 @@ class NativeFactory:
 
 
 def _native_bytes(config: EngineConfig, decoder: Decoder) -> int:
-    """Returns what the native kernels add to a step's memory: the rows' last tokens apart in the
+    """Returns the memory that the native kernels add to a step: the rows' last tokens apart in the
     last layer, and each thread's memory for attention."""
     item_bytes = getattr(torch, config.dtype).itemsize
     shrunk = most_targets(config, decoder) * config.max_lora_rank
@@ -279,8 +280,8 @@ def _native_bytes(config: EngineConfig, decoder: Decoder) -> int:
 
 
 def _pairs_lora_bytes(config: EngineConfig, decoder: Decoder) -> int:
-    """Returns what adapters of experts take: the plan of pairs, in as many parts as a sum of
-    adapters may have, and what these shrink."""
+    """Returns the memory for adapters of experts: the plan of pairs, in as many parts as a sum of
+    adapters may have, and their shrunk inputs."""
     chosen = max((each.num_chosen for each in decoder.mixtures), default=0)
     pairs = config.max_batch_tokens * chosen * MAX_PARTS
     shrunk = MAX_EXPERTS_TARGETS * config.max_lora_rank * getattr(torch, config.dtype).itemsize
@@ -288,7 +289,7 @@ def _pairs_lora_bytes(config: EngineConfig, decoder: Decoder) -> int:
 
 
 def _token_weights_bytes(config: EngineConfig, decoder: Decoder) -> int:
-    """Returns what weights of norms take that are each token's own."""
+    """Returns the memory of norms' weights that are each token's own."""
     dtype = getattr(torch, config.dtype)
     sizes = {
         (norm_role(name), each.num_bytes(dtype))

@@ -45,7 +45,7 @@ class BatchPages:
         self.host_table = torch.zeros(max_rows, max_pages, dtype=torch.int32)
         self._table = self.host_table.numpy()
         self._row_numbers = np.arange(max_rows)
-        # What lies in the table: of each row the list, and how many of its pages.
+        # The table's contents: of each row the list, and how many of its pages.
         self._lists: list[list[int]] = [[] for _ in range(max_rows)]
         self._num_pages = np.zeros(max_rows, dtype=np.int64)
 
@@ -172,46 +172,46 @@ class StepArrays:
 class Workspace:
     """Activations of `max_tokens` tokens in the model's dtype, and fp32 logits of `max_logits`.
 
-    What has another width in some layers is flat here, and has rows of a layer's width where it is
-    used.
+    A buffer whose width differs between layers is flat here, and has rows of a layer's width where
+    it is used.
     """
 
     hidden: Tensor
     """[T, hidden_size]: the residual stream."""
     delta: Tensor
-    """[T, hidden_size]: what the last half adds to it."""
+    """[T, hidden_size]: the last half's addition to the stream."""
     normed: Tensor
     """[T, hidden_size]"""
     qkv: Tensor
-    """[T * that of the widest layer]"""
+    """[T * width of the widest layer]"""
     mixed: Tensor
     """[T * q_size of the widest layer]: attention's result."""
     gate_up: Tensor
-    """[T * 2 * that of the widest layer], of each pair of a token and an expert in layers that have
-    these; before all layers the embeddings of `LayerInputs`."""
+    """[T * 2 * width of the widest layer], of each pair of a token and an expert in layers that
+    have these; before all layers the embeddings of `LayerInputs`."""
     gated: Tensor
-    """[T * that of the widest layer], of each pair in layers that have experts."""
+    """[T * width of the widest layer], of each pair in layers that have experts."""
     of_pairs: Tensor
-    """[P * hidden_size]: what experts read, and then what they make of it."""
+    """[P * hidden_size]: the experts' inputs, and then their outputs."""
     router_logits: Tensor
     """fp32 [T * experts of the widest router]"""
     shared_logits: Tensor
-    """fp32 [T, 1], or [0, 1] if no layer has a gate of what all experts share."""
+    """fp32 [T, 1], or [0, 1] if no layer has a gate on the half that all experts share."""
     layer_inputs: Tensor
-    """[T, those of all layers]: the per-layer inputs."""
+    """[T, sizes of all layers]: the per-layer inputs."""
     last_layer_input: Tensor
     """[N, size of a layer's]: the last layer's own input, of the rows' last tokens."""
     last_hidden: Tensor
     """[N, hidden_size]: the residual stream of the rows' last tokens, from the last layer's
     attention on."""
     last_delta: Tensor
-    """[N, hidden_size]: what the last half of all layers adds to it, where they compute all
+    """[N, hidden_size]: the addition of the last half of all layers, where they compute all
     tokens."""
     last_mixed: Tensor
     """[N, q_size]: the last layer's attention of these rows."""
     last_normed: Tensor
-    """[N, hidden_size]: what the last layer's attention read of these rows, if its other half reads
-    it, too; else [0, hidden_size]."""
+    """[N, hidden_size]: the input of the last layer's attention for these rows, if its other half
+    reads it, too; else [0, hidden_size]."""
     logits: Tensor
     """fp32 [N, vocab_size, and tokens that adapters may add]"""
 

@@ -40,7 +40,8 @@ class NativeExperts:
         x: Tensor,
         stream: Stream,
     ) -> Iterator[GroupedOp]:
-        """Writes what experts make to `delta`, together with what all share, which is there."""
+        """Writes the experts' outputs to `delta`, together with the shared half's, which is
+        there."""
         work, name, count = self._ops.workspace, f"layers.{index}", stream.count
         shared = None if experts.shared is None else work.delta
         gate = None
@@ -97,7 +98,7 @@ class NativeExperts:
         routing: PairsBuffer,
         stream: Stream,
     ) -> Iterator[GroupedOp]:
-        """What experts make of each pair, in place of what they read."""
+        """The experts' outputs of each pair, in place of their inputs."""
         work, size, each = self._ops.workspace, experts.size, experts.num_chosen
         rows = work.rows_of(work.of_pairs, x.shape[1], each)
         gate_up = work.rows_of(work.gate_up, 2 * size, each)

@@ -30,8 +30,8 @@ MAX_KNOWN = 16
 
 class NativeLoraOps:
     """Operations for steps of up to `max_tokens` tokens, each of which has up to `max_chosen`
-    experts, and `max_rows` rows; see `native_ops.AdapterOps`. There are none for groups that are
-    not among the targets'."""
+    experts, and `max_rows` rows; see `native_ops.AdapterOps`, also for shapes. There are none for
+    groups that are not among the targets'."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class NativeLoraOps:
         sizes = [len(self._table.part_slots(slot)) for slot in runs.slots]
         current = runs, sizes, last_slots(sequences, starts, counts)
         if current != self._planned:  # most steps equal the one before
-            self._planned = None  # what is half filled is no plan
+            self._planned = None  # a half filled plan is none
             self._plan.fill(*runs)
             self._logits_plan.fill(current[-1])
             self._planned = current
@@ -101,7 +101,7 @@ class NativeLoraOps:
         parts = [part for slot in used for part in self._table.part_slots(slot)]
         targets, weights = self._rows[parts], self._weight_rows[parts]
         changed = np.zeros(len(self._names) + 1, np.bool_)
-        # What is there has a rank, or more than no granule; rows have a number.
+        # Existing targets have a rank, or more than no granule; rows have a number.
         changed[self._group_of_target[targets[:, 3:].any(axis=(0, 1))]] = True
         changed[self._group_of_weight[weights.any(axis=(0, 1))]] = True
         changed[-2] |= weights[:, -1].any() and self._targets.max_added_tokens > 0
@@ -114,7 +114,8 @@ class NativeLoraOps:
         return self._known[key]
 
     def groups_of(self, contents: LoraContents) -> frozenset[str]:
-        """Returns what `plan` would return now for rows of one adapter that has this."""
+        """Returns the result that `plan` would have now for rows of one adapter with this
+        content."""
         changed = np.zeros(len(self._names) + 1, np.bool_)
         changed[self._group_of_target[list(contents.targets)]] = True
         changed[self._group_of_weight[list(contents.weights)]] = True
@@ -191,11 +192,11 @@ class NativeLoraOps:
 
 
 _HEAD_NORMS = ("q_norm", "k_norm", "v_norm", "query_layernorm", "key_layernorm")
-"""Modules of norms that are needed at the same time, by what architectures call them."""
+"""Modules of norms that are needed at the same time, by the names that architectures give them."""
 
 
 def norm_role(module: str) -> str:
-    """Returns what norms have in common that are not needed at the same time."""
+    """Returns the common name of norms that are not needed at the same time."""
     last = module.rpartition(".")[2]
     return last if last in _HEAD_NORMS else "norm"
 

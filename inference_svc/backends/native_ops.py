@@ -1,4 +1,5 @@
-"""The operations that layers of a native program are made of, with those of adapters beside them.
+"""The operations that layers of a native program are made of, with adapters' operations beside
+them.
 
 An operation comes with the group of adapters that it is part of: "" always runs.
 """
@@ -28,32 +29,39 @@ WITHOUT = "without "
 
 
 class AdapterOps(Protocol):
-    """Operations that make what the step's adapters change, after the base has computed; groups as
-    in `model.lora.Lora`, and of what is replaced the modules. They read a plan that is refilled
-    before each run."""
+    """Operations that apply the step's adapters, after the base has computed; groups as in
+    `model.lora.Lora`, and the modules of replaced weights. They read a plan that is refilled before
+    each run. Tensors are in the model's dtype unless they say otherwise; M is `max_tokens`, or
+    `max_rows` with `logits_only`."""
 
     def add(
         self, group: str, x: Tensor, out: Tensor, bias: Tensor | None, *, logits_only: bool
     ) -> list[NativeOp]:
-        """Rows of `x` and `out` are the tokens of the step, or those that get logits only."""
+        """x: [M, in], out: [M, >= sum of the group's outs], in the model's dtype or fp32; their
+        rows are the tokens of the step, or only the ones that get logits. `bias`, fp32 [sum of the
+        group's outs], is the base's in `out`."""
 
     def add_experts(
         self, group: str, x: Tensor, out: Tensor, pairs: Pairs, *, logits_only: bool
     ) -> list[NativeOp]:
-        """Rows of `x` and `out` are pairs of a token and an expert."""
+        """x: [P, in], out: [P, sum of the group's outs]; their rows are pairs of a token and an
+        expert."""
 
-    def add_embedding(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]: ...
+    def add_embedding(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]:
+        """token_ids: int64 [M], out: [M, hidden_size]."""
 
-    def replace_embeddings(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]: ...
+    def replace_embeddings(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]:
+        """token_ids: int64 [M], out: [M, hidden_size]."""
 
     def replace_logits(self, x: Tensor, out: Tensor) -> list[NativeOp]:
-        """Rows are the tokens that get logits."""
+        """x: [max_rows, hidden_size], out: fp32 [max_rows, >= vocab_size]; their rows are the
+        tokens that get logits."""
 
     def token_weights(
         self, module: str, norm: NormWeight, *, logits_only: bool
     ) -> tuple[NativeOp, NormWeight] | None:
-        """Returns what fills the weight of a norm for each token, and the norm with that; None if
-        no adapter replaces it."""
+        """Returns the operation that fills the weight of a norm for each token, and the norm with
+        that; None if no adapter replaces it."""
 
 
 GATED = {Activation.SILU: swiglu_op, Activation.GELU_TANH: geglu_op}
@@ -61,9 +69,10 @@ GATED = {Activation.SILU: swiglu_op, Activation.GELU_TANH: geglu_op}
 
 @dataclass(slots=True)
 class Stream:
-    """The residual stream of every token of a step, or of those that get logits only. `delta` is
-    what is still to be added to it, times `delta_scale`, and `sum_scale` what their sum is
-    multiplied by: the next norm does it along."""
+    """The residual stream of every token of a step, or only of the ones that get logits: `hidden`
+    [max_tokens, hidden_size] in the model's dtype, and `count`, int32 [1], its rows. `delta` is
+    still to be added to it, times `delta_scale`, and `sum_scale` multiplies their sum; the next
+    norm does both."""
 
     hidden: Tensor
     count: Tensor
@@ -73,10 +82,13 @@ class Stream:
     sum_scale: float = 1.0
 
     def leave(self, delta: Tensor, delta_scale: float = 1.0) -> None:
+        """Leaves `delta` [max_tokens, hidden_size] to be added by the next norm."""
         assert self.delta is None
         self.delta, self.delta_scale, self.sum_scale = delta, delta_scale, 1.0
 
     def take(self) -> tuple[Tensor | None, float, float]:
+        """Returns the pending delta [max_tokens, hidden_size], its scale and the sum's; None, 1, 1
+        if there is none."""
         delta, self.delta = self.delta, None
         scales = (self.delta_scale, self.sum_scale) if delta is not None else (1.0, 1.0)
         return delta, *scales
@@ -96,7 +108,7 @@ class LayerOps:
         stream: Stream,
         layer: int | None = None,
     ) -> Iterator[GroupedOp]:
-        """Adds to the residual stream what was left to it, and norms that."""
+        """Adds the pending delta to the residual stream, and norms the sum."""
         if weight is None and stream.delta is None:
             return
         delta, delta_scale, sum_scale = stream.take()
@@ -142,7 +154,7 @@ class LayerOps:
         layer: int,
         out: Tensor | None = None,
     ) -> Iterator[GroupedOp]:
-        """Norms `delta`, or `out`, in place."""
+        """Norms `delta`, or `out`, [max_tokens, hidden_size], in place."""
         delta = self.workspace.delta if out is None else out
 
         def norm_op(made: NormWeight) -> NativeOp:
@@ -175,6 +187,8 @@ class LayerOps:
     def project(
         self, group: str, x: Tensor, weights: PackedLinear, out: Tensor, stream: Stream
     ) -> Iterator[GroupedOp]:
+        """x: [max_tokens, in], out: [max_tokens, out], in the model's dtype; adds the step's
+        adapters to the product."""
         yield "", linear_op(x, weights, out, stream.count)
         logits_only = stream.logits_only
         ops = self.adapters.add(group, x, out, weights.bias, logits_only=logits_only)

@@ -1,6 +1,6 @@
 """The decoder as one program in C++: its operations, top down, over fixed buffers.
 
-What `Transformer` computes, in the same order and with the same roundings, but in one call: no
+The computation of `Transformer`, in the same order and with the same roundings, but in one call: no
 Python between operations, no allocation. Programs differ only in which adapters' operations they
 hold.
 """
@@ -66,13 +66,14 @@ from kernels.linear import PackedLinear, linear_op
 from kernels.native.library import Library, NativeOp, Program
 
 MAX_PROGRAMS = 16
-"""Tenants choose what their adapters change, so that the number must be limited: of each part of a
-step."""
+"""Tenants choose the targets of their adapters, so that the number must be limited: of each part of
+a step."""
 
 
 class _Part(enum.Enum):
-    """What of a step a program computes: all, of which the last layer goes on with the rows that
-    sample behind its attention; all layers of all tokens; or the logits of some of these."""
+    """The part of a step that a program computes: all, of which the last layer goes on with the
+    rows that sample behind its attention; all layers of all tokens; or the logits of some of
+    these."""
 
     STEP = enum.auto()
     LAYERS = enum.auto()
@@ -80,7 +81,7 @@ class _Part(enum.Enum):
 
 
 class _ProgramKey(NamedTuple):
-    """Which adapters' operations a program has, and what it computes."""
+    """Which adapters' operations a program has, and its outputs."""
 
     groups: frozenset[str]
     part: _Part = _Part.STEP
@@ -135,16 +136,16 @@ class NativeTransformer:
     ) -> Tensor:
         """Runs the step that `step` describes, with adapters in `groups` only. Returns fp32 logits
         [num_logits, vocab_size], or more by the tokens that adapters may add, overwritten by the
-        next run. With `returns_experts`, `choices` are of all tokens afterwards; else those of the
-        last layer are of the rows' last tokens. If it `is_scored`, `logits` may follow."""
+        next run. With `returns_experts`, `choices` are of all tokens afterwards; else the last
+        layer's are of the rows' last tokens. If it `is_scored`, `logits` may follow."""
         if is_scored or (returns_experts and self._routes_fewer):
             self._program(groups, _Part.LAYERS).run()
             return self.logits(groups)
         return self._run_head(groups, _Part.STEP)
 
     def logits(self, groups: frozenset[str]) -> Tensor:
-        """Returns logits as `forward`, of the tokens that `step.logit_rows` says now, after all
-        layers have computed all tokens of the step."""
+        """Returns fp32 logits [num_logits, vocab_size], as `forward`, of the tokens that
+        `step.logit_rows` says now, after all layers have computed all tokens of the step."""
         return self._run_head(groups, _Part.HEAD)
 
     def _run_head(self, groups: frozenset[str], part: _Part) -> Tensor:
@@ -172,8 +173,8 @@ class NativeTransformer:
         return self._description.blocks[-1].experts is not None and size.logits < size.tokens
 
     def _program(self, groups: frozenset[str], part: _Part = _Part.STEP) -> Program:
-        """Returns the program of `groups`, or that of all groups if there are too many programs:
-        then groups that no adapter changes cost the step a check of their ranks."""
+        """Returns the program of `groups`, or the program of all groups if there are too many
+        programs: then groups that no adapter changes cost the step a check of their ranks."""
         key = _ProgramKey(self._computed(groups, part), part)
         if key not in self._programs:
             self._programs[key] = self._build(key)
@@ -187,8 +188,8 @@ class NativeTransformer:
         return self._every_group if is_full else groups
 
     def num_ops(self, groups: frozenset[str]) -> Counter[str]:
-        """Counts the operations, by group, that the program which computes adapters in `groups` has
-        more than that of the base."""
+        """Counts the operations, by group, that the program with adapters in `groups` has more than
+        the base's."""
         computed = self._computed(groups)
         counts = Counter(group for group, _ in self._program_ops if group in computed)
         counts.subtract(
@@ -208,7 +209,7 @@ class NativeTransformer:
         )
 
     def _ops_apart(self) -> Mapping[_Part, tuple[GroupedOp, ...]]:
-        """Returns the operations of all layers, of all tokens, and those of the head."""
+        """Returns the operations of all layers, of all tokens, and the head's."""
         stream = Stream(self._workspace.hidden, self._step.num_tokens)
         layers = tuple(self._layers_ops(stream, logits_only=False))
         head = (*self._chosen_ops(stream), *self._head_ops(stream))
@@ -225,7 +226,7 @@ class NativeTransformer:
         return self._workspace.num_bytes + angles + attention
 
     def _add_attention(self, index: int, attention: Attention) -> None:
-        """Layers of one shape share what they compute in; of one window, too, their work items."""
+        """Layers of one shape share their workspace; of one window, too, their work items."""
         cache, _ = self._kv_caches.of(index)
         shape, window = AttentionShape.of(cache, attention.num_heads), attention.window
         if shape not in self._scratches:
@@ -244,7 +245,7 @@ class NativeTransformer:
         yield from self._head_ops(stream)
 
     def _layers_ops(self, stream: Stream, *, logits_only: bool) -> Iterator[GroupedOp]:
-        """Yields the operations of all layers, behind which `stream` is what they have made: with
+        """Yields the operations of all layers, after which `stream` is their result: with
         `logits_only` of the rows' last tokens."""
         step, work, weights = self._step, self._workspace, self._weights
         description = self._description
@@ -326,7 +327,7 @@ class NativeTransformer:
         yield "", rms_norm_op(made, own, None, made, count, eps=0.0, sum_scale=described.scale)
 
     def _position_ops(self) -> Iterator[GroupedOp]:
-        """What follows from positions and contexts alone, for all layers."""
+        """The values that follow from positions and contexts alone, for all layers."""
         step = self._step
         for (rope, head_dim), (cos, sin) in self._angles.items():
             yield (
@@ -348,8 +349,8 @@ class NativeTransformer:
             yield "", attention.items_op()
 
     def _last_tokens(self, block: Block) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields what the last layer reads on after its attention, with where the rows' last tokens
-        of it go: the others are done."""
+        """Yields the tensors that the last layer reads after its attention, with the places of the
+        rows' last tokens: the others are done."""
         work, size = self._workspace, block.attention.q_size
         yield work.hidden, work.last_hidden
         yield work.rows_of(work.mixed, size), work.last_mixed
@@ -364,7 +365,7 @@ class NativeTransformer:
         return made.unflatten(1, (self._description.num_layers, -1))[:, layer]
 
     def _attention_ops(self, index: int, block: Block, stream: Stream) -> Iterator[GroupedOp]:
-        """Up to what attention weighs, of every token."""
+        """The operations before attention, of every token."""
         work, weights, attention = self._workspace, self._weights.blocks[index], block.attention
         x = work.hidden if weights.attention_norm is None else work.normed
         yield from self._ops.add_and_norm(
@@ -426,7 +427,7 @@ class NativeTransformer:
         yield WITHOUT + group if group else "", store_op(norms)
 
     def _feed_forward_ops(self, index: int, block: Block, stream: Stream) -> Iterator[GroupedOp]:
-        """From what attention weighed on, of the tokens that are left."""
+        """The operations after attention, of the tokens that are left."""
         work, weights, name = self._workspace, self._weights.blocks[index], f"layers.{index}"
         mixed = work.rows_of(work.mixed, block.attention.q_size)
         mixed = work.last_mixed if stream.logits_only else mixed
@@ -456,7 +457,7 @@ class NativeTransformer:
         x: Tensor,
         stream: Stream,
     ) -> Iterator[GroupedOp]:
-        """Writes what a dense half makes to `delta`."""
+        """Writes a dense half's output to `delta`."""
         work, size = self._workspace, dense.size
         gate_up, gated = work.rows_of(work.gate_up, 2 * size), work.rows_of(work.gated, size)
         yield from self._ops.project(f"{name}.gate_up", x, weights.gate_up, gate_up, stream)
@@ -465,7 +466,7 @@ class NativeTransformer:
         yield from self._ops.project(f"{name}.down", gated, weights.down, work.delta, stream)
 
     def _layer_input_ops(self, index: int, block: Block, stream: Stream) -> Iterator[GroupedOp]:
-        """What a layer makes of its own input, of the tokens that are left."""
+        """A layer's output for its own input, of the tokens that are left."""
         work, weights, layer_input = self._workspace, self._weights.blocks[index], block.layer_input
         assert layer_input is not None
         size = layer_input.out.in_features

@@ -27,7 +27,8 @@ def select_backend(config: EngineConfig, decoder: Decoder) -> BackendFactory:
 
 
 def check_features(factory: BackendFactory, decoder: Decoder) -> None:
-    """Raises UnsupportedModel that names what a backend does not compute of a decoder."""
+    """Raises UnsupportedModel that names the features of a decoder that a backend does not
+    compute."""
     found, definition = features(decoder), BACKENDS[-1]
     missing = found - factory.features
     if not missing:

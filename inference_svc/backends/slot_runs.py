@@ -44,7 +44,7 @@ def last_slots(
 
 
 def scored_slot_runs(runs: Iterable[ScoredRun]) -> SlotRuns:
-    """Returns the slots that compute the tokens before those that are scored."""
+    """Returns the slots that compute the tokens before the scored ones."""
     sequences, positions, _, counts = zip(*runs, strict=True)
     return slot_runs(sequences, [position - 1 for position in positions], counts)
 

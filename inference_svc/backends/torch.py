@@ -59,10 +59,10 @@ from kernels.replaced import replace_embeddings, replace_logits, token_weights
 
 @dataclass(frozen=True, slots=True)
 class LoraStep:
-    """Changes what the base has computed; see `model.lora.Lora`. Groups that are not in `targets`
-    are passed over: no adapter that the server accepts changes them.
+    """Adds adapters to the base's outputs; see `model.lora.Lora`, also for shapes. Groups that are
+    not in `targets` are passed over: no adapter that the server accepts changes them.
 
-    `plan` covers all tokens of the step, `head_plan` those that get logits.
+    `plan` covers all tokens of the step, `head_plan` the ones that get logits.
     """
 
     arena: Arena
@@ -121,7 +121,8 @@ class LoraStep:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsLoraStep:
-    """Changes what experts have computed of a layer's pairs; see `model.lora.ExpertsLora`."""
+    """Adds adapters to the experts' outputs for a layer's pairs; see `model.lora.ExpertsLora`,
+    also for shapes."""
 
     arena: Arena
     targets: AppliedTargets
@@ -154,7 +155,7 @@ def score_slices(
     runs: Sequence[ScoredRun],
     max_scored: int,
 ) -> Iterator[Scored]:
-    """See `Backend.score`. `last` is what the step's layers have made."""
+    """See `Backend.score`. `last` is the output of the step's layers."""
     device = last.hidden.device
     for part in scored_slices(runs, max_scored):
         rows = torch.tensor(scored_indices(part), dtype=torch.int64).to(device)
@@ -172,7 +173,7 @@ class TorchInputs(NamedTuple):
 
 
 class TorchBackend:
-    """A `Backend` without memory of its own: each step allocates what it computes in."""
+    """A `Backend` without memory of its own: each step allocates its workspace."""
 
     kernels = "torch"
     workspace_bytes = 0
@@ -203,7 +204,7 @@ class TorchBackend:
 
     def lora_launches(self, contents: LoraContents) -> Mapping[str, int]:
         """Two products for each target: of the inputs, or of the rows of an embedding's A, and of
-        what they are shrunk to. Weights are looked up, or multiplied with, once."""
+        the shrunk inputs. Weights are looked up, or multiplied with, once."""
         groups = self._targets.groups.items()
         counts = {name: 2 * len(contents.targets & {*group.targets}) for name, group in groups}
         counts |= dict.fromkeys(self._targets.names_of(contents.weights), 1)
@@ -302,8 +303,8 @@ class TorchFactory:
 
 
 def step_bytes(config: EngineConfig, decoder: Decoder) -> int:
-    """Returns what the widest step computes with: activations of `max_batch_tokens`, what adapters
-    shrink them to, the table's rows of sums of adapters, the gathered keys and values of one
+    """Returns the workspace of the widest step: activations of `max_batch_tokens`, their shrunk
+    forms for adapters, the table's rows of sums of adapters, the gathered keys and values of one
     longest sequence, and logits and the sampler's copies of `max_sequences`."""
     item_bytes = getattr(torch, config.dtype).itemsize
     hidden, intermediate = decoder.hidden_size, decoder.max_intermediate_size
@@ -314,7 +315,7 @@ def step_bytes(config: EngineConfig, decoder: Decoder) -> int:
     per_token += max(
         (_pairs_bytes(each, hidden, item_bytes) for each in decoder.mixtures), default=0
     )
-    if decoder.layer_inputs is not None:  # and what they are added up from
+    if decoder.layer_inputs is not None:  # and their addends
         per_token += 3 * decoder.layer_inputs.total_size * item_bytes
     gathered = config.max_model_len * 2 * decoder.max_kv_size * item_bytes
     logits = config.max_sequences * decoder.vocab_size * 4
@@ -324,8 +325,8 @@ def step_bytes(config: EngineConfig, decoder: Decoder) -> int:
 
 
 def _pairs_bytes(experts: Experts, hidden_size: int, item_bytes: int) -> int:
-    """Returns what a token takes in a layer with experts: what these read and make, their widths,
-    and the routing."""
+    """Returns the memory of a token in a layer with experts: the experts' inputs and outputs, their
+    widths, and the routing."""
     of_pair = (3 * hidden_size + 3 * experts.size) * item_bytes + 4 * hidden_size + 32
     return experts.num_chosen * of_pair + 24 * experts.num_experts
 

@@ -9,7 +9,7 @@ tenant_queue   one tenant's waiting sequences: priorities, adapters, aged reques
 round_robin    deficit round robin
 places         which sequences give up their places for tenants that have none
 grants         how many tokens of each running sequence a step computes
-prices         what choosing and scoring tokens costs
+prices         the costs of choosing and scoring tokens
 admission      which requests are refused before they wait, and when to retry
 throughput     recent rates, which admission predicts waits from
 expiries       timeouts of sequences
@@ -26,7 +26,7 @@ moves          requests that go on with a newer version of their adapter
 commands       commands of operators
 life_cycle     pauses generation, and gives memory back while the engine sleeps
 build          makes an engine from its config
-memory_budget  what the engine takes of each memory, and whether it fits
+memory_budget  the engine's use of each memory, and whether it fits
 memory_fit     the sizes that settings leave open, chosen for a device
 thread         runs the engine in a thread
 process        runs the engine in a process of its own

@@ -53,8 +53,8 @@ class RetryAfterLedger:
 @dataclass
 class Admission:
     """At most `max_queue` requests wait, and at most `max_tenant_queue` of one tenant, in addition
-    to those that fill free places. Requests whose adapter is not resident are counted apart: they
-    must not keep others out."""
+    to the ones that fill free places. Requests whose adapter is not resident are counted apart:
+    they must not keep others out."""
 
     scheduler: Scheduler
     max_queue: int
@@ -77,7 +77,7 @@ class Admission:
             num_waiting, num_own = queue.num_parked, tenant.num_parked if tenant else 0
         else:
             num_waiting, num_own = queue.num_ready, tenant.num_ready if tenant else 0
-        # What waits for its prompt to be computed by another will be in the queue, too.
+        # Requests whose prompt is computed by another one will be in the queue, too.
         num_waiting += self.scheduler.siblings.num_held
         num_own += self.scheduler.siblings.num_of(request.tenant)
         message = ""
@@ -105,8 +105,8 @@ class Admission:
         return self._retry_after.next_s(tenant, is_parked, interval_s, now_s)
 
     def _late_refusal(self, request: Request, now_s: float) -> QueueFull | None:
-        """Returns a refusal if the deadline will pass in the queue. Counts only what is certainly
-        served before: ready requests of the same tenant."""
+        """Returns a refusal if the deadline will pass in the queue. Counts only requests that are
+        certainly served before: ready requests of the same tenant."""
         tenant = self.scheduler.queue.tenant(request.tenant)
         if request.deadline_s is None or tenant is None or not self.throughput.is_known:
             return None
@@ -119,7 +119,7 @@ class Admission:
             return None
         wait_s = num_tokens / self.throughput.tokens_per_s
         return QueueFull(
-            f"the wait of about {wait_s:.1f} s exceeds what the deadline leaves, {left_s:.1f} s",
+            f"the wait of about {wait_s:.1f} s exceeds the rest of the deadline, {left_s:.1f} s",
             retry_after_s=_bounded(wait_s - left_s),
         )
 

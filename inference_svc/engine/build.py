@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine, and those of its parts that others use directly."""
+    """An engine, and the parts of it that others use directly."""
 
     engine: Engine
     residency: Residency
@@ -68,8 +68,8 @@ class BuiltEngine:
     decoder: Decoder
 
     def place_threads(self) -> None:
-        """Binds the calling thread, which will call `engine.step`, and those that compute with it
-        to processors of their own, if there are enough."""
+        """Binds the calling thread, which will call `engine.step`, and the threads that compute
+        with it to processors of their own, if there are enough."""
         processors = partition_cpus(torch.get_num_threads())
         if processors:
             self.engine.runner.backend.place_threads(processors)
@@ -78,14 +78,14 @@ class BuiltEngine:
 def build_engine(
     config: EngineConfig, store: AdapterStore, post: Callable[[PullEvent | Restored], None]
 ) -> BuiltEngine:
-    """Loads the model and allocates all memory. `post` receives pull events, and that what was
-    freed is there again, from any thread.
+    """Loads the model and allocates all memory. `post` receives pull events, and notices that freed
+    memory is there again, from any thread.
 
     Raises UnsupportedModel; ValueError when the memory given does not suffice.
     """
     if not 0 < config.max_sequences <= config.max_batch_tokens:
         raise ValueError("--max-sequences must be above 0 and at most --max-batch-tokens")
-    # Torch counts the machine's cores, not those that this process may use.
+    # Torch counts the machine's cores, not the ones that this process may use.
     num_threads = config.num_threads or min(torch.get_num_threads(), usable_cpus())
     torch.set_num_threads(num_threads)
     decoder = load_description(config.model_dir).for_length(config.max_model_len)
@@ -153,7 +153,7 @@ def _make_residency(
         extra={"largest_bytes": largest.num_bytes, "arena_bytes": config.arena_bytes},
     )
     slots = Slots(config.arena_bytes, config.max_loras, largest, config.tenant_share)
-    # One more, so that prefetching takes no thread from what requests wait for.
+    # One more, so that prefetching takes no thread from loads that requests wait for.
     check = partial(layout.check_contents, max_added_tokens=config.max_added_tokens)
     num_threads = config.pull_workers + config.prefetch
     puller = Puller(store, num_threads, post, layout.read_header, check, pace)
@@ -193,7 +193,7 @@ def _allocate_host_tier(config: EngineConfig, *, pin_memory: bool) -> HostTier |
 
 
 def prices_of(decoder: Decoder) -> Prices:
-    """Returns what choosing and scoring tokens of this model costs."""
+    """Returns the prices of choosing and scoring tokens of this model."""
     of_token = 2 * sum(map(_num_weights, decoder.blocks))
     return Prices(
         logits=decoder.vocab_size * 2 * decoder.hidden_size / of_token,

@@ -1,5 +1,5 @@
 """Commands of operators: load, unload, pin, list, describe, inspect (the engine or an adapter),
-profile, reset the prefix cache, and those of the life cycle."""
+profile, reset the prefix cache, and the life cycle's."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Commands:
         try:
             if call.command is Command.LOAD:
                 refusal = self.life_cycle.refusal()
-                if refusal is not None:  # what is loaded takes effect with the next step
+                if refusal is not None:  # a load takes effect with the next step
                     raise refusal
                 self.residency.add_waiter(call.digest, now_s, count=False)
                 if call.trace is not None:
@@ -104,7 +104,7 @@ class Commands:
             yield "host", self.residency.host.slots
 
     def _inspect_adapter(self, call: Call) -> AdapterDetails:
-        """Inspects the image that requests run with; without one that of the host tier."""
+        """Inspects the image that requests run with; without one the host tier's image."""
         digest, adapter = call.digest, call.adapter or call.digest
         for tier, slots in self._tiers():
             resident = slots.get(digest)

@@ -255,7 +255,7 @@ class Engine:
     # Around the batch.
 
     def _before_batch(self, now_s: float) -> None:
-        """Ends what has expired or failed, then advances loads."""
+        """Ends requests that have expired or failed, then advances loads."""
         for digest, error in self.residency.pop_failures():
             self._fail_adapter(digest, error, now_s)
         self._end_expired(now_s)
@@ -270,7 +270,7 @@ class Engine:
         for sequence in self._deadlines.due(now_s):
             self._end(sequence, now_s, reason=FinishReason.ABORTED)
         for sequence in self._adapter_waits.due(now_s):
-            if sequence.state is SequenceState.WAITING:  # what others pin may leave too little now
+            if sequence.state is SequenceState.WAITING:  # others' pins may leave too little now
                 refusal = self._combination_refusal(sequence.request)
                 if refusal is not None:
                     self._end(sequence, now_s, error=refusal)
@@ -338,7 +338,7 @@ class Engine:
         return self._flush_outputs()
 
     def give_up(self, error: EngineFailed) -> StepOutputs:
-        """Returns the outputs so far, and `error` for what is open. Removes the files of a trace;
+        """Returns the outputs so far, and `error` for open requests. Removes the files of a trace;
         touches no other structure: after a bug they may be broken."""
         flushed = self._flush_outputs()
         ended = {output.request_id for output in flushed.outputs if output.is_last}
@@ -368,5 +368,5 @@ class Engine:
 
 
 def _label(request: Request, digest: str) -> str:
-    """Returns what errors call the request's adapter, or that of its adapters which this is."""
+    """Returns the name in errors of the request's adapter, or of the part of its combination."""
     return label_of_part(request.digest, request.adapter, digest)

@@ -1,4 +1,4 @@
-"""Timeouts of sequences, in a heap: only those that are due are visited."""
+"""Timeouts of sequences, in a heap: only due ones are visited."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Expiries:
             self._sweep_above = 2 * len(self._heap) + 64
 
     def due(self, now_s: float) -> Iterator[Sequence]:
-        """Removes and returns the sequences whose time has come, without those that have ended.
+        """Removes and returns the sequences whose time has come, without the ones that have ended.
         Sequences may be added while the result is iterated."""
         due = []
         while self._heap and self._heap[0][0] <= now_s:

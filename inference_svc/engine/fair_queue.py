@@ -15,13 +15,13 @@ GENERATED_WEIGHT = 2
 
 
 class FairQueue:
-    """Sequences that do not run. A step visits those that it starts, never all of them.
+    """Sequences that do not run. A step visits only the ones that it starts, never all.
 
     Sequences whose adapter is not resident are parked, by digest: they cost a step nothing. A
-    tenant, and within it an adapter, may take `quantum` tokens per round, at `prices`. What is to
-    be computed is charged whenever a sequence starts; what it may generate the first time, and
-    refunded if it ends earlier; sorting for its tokens as they come. After `ageing_s` a sequence is
-    aged: half of its tenant's tokens go to aged ones, in order of arrival.
+    tenant, and within it an adapter, may take `quantum` tokens per round, at `prices`. Tokens to
+    compute are charged whenever a sequence starts; tokens that it may generate only the first time,
+    and refunded if it ends earlier; sorting for its tokens as they come. After `ageing_s` a
+    sequence is aged: half of its tenant's tokens go to aged ones, in order of arrival.
     """
 
     def __init__(self, quantum: int, ageing_s: float, prices: Prices = FREE) -> None:
@@ -161,8 +161,8 @@ class FairQueue:
             sequence.is_charged = True
             sequence.charged_per_token = GENERATED_WEIGHT + self._prices.of_choice(sequence)
             charge += _price_of_remaining(sequence)
-        # Also of one that was computed before: or a round would never end in which one tenant's are
-        # computed again and again.
+        # Also for a sequence that was computed before: or a round would never end in which one
+        # tenant's are computed again and again.
         tenant.started(sequence, charge)
         self._round_robin.charge(tenant.name, charge)
         was_oldest = tenant.oldest is sequence
@@ -172,7 +172,7 @@ class FairQueue:
             self._with_adapters[tenant.name] = self._with_adapters.pop(tenant.name)  # to the end
 
     def ended(self, sequence: Sequence) -> None:
-        """Refunds what the sequence was charged for and has not generated."""
+        """Refunds tokens that the sequence was charged for and has not generated."""
         if sequence.is_charged:
             self._charge(sequence, -_price_of_remaining(sequence))
 

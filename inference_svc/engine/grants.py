@@ -1,8 +1,8 @@
 """How many tokens of each running sequence a step computes, within the step's budget.
 
-Tenants whose prompts are computed get equal parts of what generated tokens leave; what one does not
-need goes to the others. What is computed anew for a newer version of an adapter comes after all
-other prompts. Costs are in tokens of a prompt: see `prices`.
+Tenants whose prompts are computed get equal parts of the budget that generated tokens leave; a part
+that one does not need goes to the others. Prompts that are computed anew for a newer version of an
+adapter come after all others. Costs are in tokens of a prompt: see `prices`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from inference_svc.engine.prices import Prices
 
 CHOICES_SHARE = 0.5
 """Share of a step that choosing tokens may cost, beyond the tokens themselves; at least one row's.
-Those that come off badly have waited longest, and are the first in the next step."""
+Tenants that get least have waited longest, and are the first in the next step."""
 ANEW_SHARE = 1 / 8
-"""Share of a step that is kept for what is computed anew, however many other prompts there are."""
+"""Share of a step that is kept for recomputation, however many other prompts there are."""
 ANEW_BESIDE_SHARE = 1 / 32
-"""Largest share of a step for what is computed anew while other tenants generate: each of their
-tokens waits for the end of a step. It is as much as those that follow would generate on a CPU, and
-next to nothing on a GPU."""
+"""Largest share of a step for recomputation while other tenants generate, because each of their
+tokens waits for the end of a step. It is as much as the recomputed sequences would generate on a
+CPU, and next to nothing on a GPU."""
 
 
 @dataclass(slots=True)
 class Grants:
-    """`tokens` of sequences, by their id(); `left` is what of the budget is left, `anew_left` of
-    the part for what is computed anew while other tenants are `generating`."""
+    """`tokens` of sequences, by their id(); `left` is the rest of the budget, `anew_left` of the
+    part for recomputation while other tenants are `generating`."""
 
     left: float
     max_chunk: int
@@ -41,7 +41,7 @@ class Grants:
         return self.tokens.get(id(sequence), 0)
 
     def give(self, sequence: Sequence, budget: float) -> float:
-        """Grants as many more tokens of a prompt as the budget allows; returns what they cost."""
+        """Grants as many more tokens of a prompt as the budget allows; returns their cost."""
         before = self.of(sequence)
         count = self._affordable(sequence, budget, before)
         if count <= 0:
@@ -50,7 +50,7 @@ class Grants:
         return self._pay(sequence, count)
 
     def start(self, sequence: Sequence) -> int:
-        """Grants a sequence that starts what is left; returns how many tokens, at least one."""
+        """Grants the rest to a sequence that starts; returns how many tokens, at least one."""
         count = max(1, self._affordable(sequence, self.left, 0))
         self._pay(sequence, count)
         return count
@@ -76,7 +76,7 @@ def share_step(
     running: Iterable[Sequence], budget: int, max_chunk: int, waiting_tokens: int, prices: Prices
 ) -> Grants:
     """Grants every generated token, then tokens of prompts. `running` is in order of rank. For
-    waiting sequences, of so many tokens, up to a quarter of what is left for prompts stays."""
+    waiting sequences, of so many tokens, up to a quarter of the budget for prompts stays."""
     generating: list[Sequence] = []
     prompts: list[Sequence] = []
     for sequence in running:
@@ -114,7 +114,7 @@ def _grant_choices(grants: Grants, generating: list[Sequence], budget: int) -> N
             return
         left -= price
         grants.tokens[id(sequence)] = 1
-        # One that costs more than there is makes the step longer: a prompt's token is left.
+        # A token that costs more than the budget makes the step longer: a prompt's token is left.
         charge = max(0.0, min(price, share, grants.left - 2))
         share -= charge
         grants.left -= 1 + charge

@@ -35,8 +35,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Inspect:
-    """Called in the engine's thread, with the maximum number of rows of each list. `device`
-    is torch's name of what computes."""
+    """Called in the engine's thread, with the maximum number of rows of each list. `device` is
+    torch's name of the device."""
 
     scheduler: Scheduler
     residency: Residency
@@ -65,8 +65,8 @@ class Inspect:
 
 @dataclass(frozen=True, slots=True)
 class InspectImage:
-    """Called in the engine's thread, with an image and what is said of it in lists. Bounded by the
-    number of the layout's targets; what a caller reads is made of it elsewhere."""
+    """Called in the engine's thread, with an image and its facts in lists. Bounded by the number of
+    the layout's targets; what a caller reads is made of it elsewhere."""
 
     backend: Backend[Any]
     layout: ModelLayout
@@ -132,7 +132,7 @@ def _sequence(sequence: Sequence, now_s: float) -> SequenceDetails:
     wanted_s, ready_s = sequence.adapter_wanted_s, sequence.adapter_ready_s
     waited_to_s = now_s if ready_s is None else ready_s
     return SequenceDetails(
-        # What comes after the last "#" is the front's.
+        # The part after the last "#" is the front's.
         request_id=request.request_id.rpartition("#")[0] or request.request_id,
         tenant=request.tenant,
         digest=request.digest,

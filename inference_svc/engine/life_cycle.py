@@ -144,7 +144,8 @@ class LifeCycle:
             self.post(Restored())
 
     def on_restored(self, message: Restored, now_s: float) -> list[Reply]:
-        """Returns the replies to those who wait for it. Raises what has broken the device."""
+        """Returns the replies to the callers who wait for it. Raises the error that has broken the
+        device."""
         if message.broken is not None:
             raise message.broken
         wakes, self._wakes = self._wakes, []
@@ -158,7 +159,7 @@ class LifeCycle:
         return [Reply(call.call_id, error=message.error) for call in wakes]
 
     def expire(self, now_s: float) -> list[Reply]:
-        """Resumes what was paused for a time that has passed; called before a batch."""
+        """Resumes generation once the time of its pause has passed; called before a batch."""
         if self._resume_s is None or now_s < self._resume_s:
             return []
         logger.warning("generation resumes: its pause has lasted as long as it may")

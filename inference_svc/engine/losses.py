@@ -1,5 +1,5 @@
-"""Requests that end because their rows cannot be computed: why, and what callers and operators
-learn of it."""
+"""Requests that end because their rows cannot be computed: the reasons, and the errors for callers
+and operators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RETRY_S = 1.0
 
 class Loss(enum.Enum):
     """Why a row is lost: the device has no memory for one of its tokens, the model's values are not
-    finite, or computing it raises an error whatever rows it is with."""
+    finite, or computing it raises an error together with any other rows."""
 
     MEMORY = "memory"
     NOT_FINITE = "not finite"

@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 IN_USE = "in use"
 DRIVER_BYTES = 3 << 29
-"""What the driver, and a context of ours, may take of a device that no other program uses."""
+"""The memory that the driver, and a context of ours, may take of a device that no other program
+uses."""
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -87,7 +88,7 @@ def human(num_bytes: int) -> str:
 
 
 def check_budgets(config: EngineConfig, decoder: Decoder, backend: BackendFactory) -> Budget:
-    """Returns the device's budget. Raises ValueError with the arithmetic of one that does not
+    """Returns the device's budget. Raises ValueError with the arithmetic of a budget that does not
     fit."""
     needs, memory = backend.memory_needs(config, decoder), backend.device_memory(config)
     budgets = plan_budgets(config, needs, memory, routed_bytes(config, decoder))
@@ -98,7 +99,7 @@ def check_budgets(config: EngineConfig, decoder: Decoder, backend: BackendFactor
 
 
 def routed_bytes(config: EngineConfig, decoder: Decoder) -> int:
-    """Returns what it takes to keep the experts that the tokens of all pages have chosen."""
+    """Returns the memory for keeping the experts that the tokens of all pages have chosen."""
     num_pages = num_kv_pages(config, decoder)
     return routed_pages_bytes(decoder.expert_layers, num_pages, config.page_size)
 
@@ -145,10 +146,10 @@ def _used(line: Line) -> tuple[Line, ...]:
 
 
 def _host_budget(lines: tuple[Line, ...], limit_bytes: int, change: str) -> Budget:
-    """Without a limit it is what this process has and what is left."""
+    """Without a limit it is this process's memory and the free memory."""
     if limit_bytes:
         return Budget("host", lines, limit_bytes, change)
     left_bytes = available_bytes()
     limit = None if left_bytes is None else left_bytes + lines[-1].num_bytes
-    change = "what the machine and its container leave"
+    change = "the free memory of the machine and its container"
     return Budget("host", lines, limit, change)

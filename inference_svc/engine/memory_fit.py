@@ -1,6 +1,6 @@
 """Chooses the sizes that settings leave open, for a device with memory of its own.
 
-The budget's lines are the only arithmetic: what they leave of the device is for keys and values.
+The budget's lines are the only arithmetic: the rest of the device is for keys and values.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MAX_SEQUENCES, MAX_BATCH_TOKENS = 256, 8192
 HALVINGS = 5
 """How often these two may be halved, together."""
 STEP_SHARE, ARENA_SHARE = 8, 10
-"""A step takes at most one part in so many of what the weights leave, the arena one."""
+"""A step takes at most one part in so many of the memory that the weights leave, the arena one."""
 LARGEST_SHARE = 4
 """Space for adapters of all experts takes at most one part in so many of it."""
 SPARE_SHARE = 100
-"""One part in so many of the device is left free: what others take of it varies."""
+"""One part in so many of the device is left free, because others' use of it varies."""
 HOST_ARENAS, HOST_SHARE = 4, 4
 """The host tier is as large as so many arenas, at most one part in so many of the host's memory."""
 MIN_KV_TOKENS = 2048
@@ -92,9 +92,9 @@ class _Fit:
         return replace(sizes, adapter_memory=arena_bytes, host_memory=host_bytes)
 
     def _arena_bytes(self, sizes: Sizes) -> int:
-        """A tenth of what the weights leave, no more than all adapters can take, and at least so
-        much that the largest one can be pinned beside another; adapters of all experts, which take
-        gigabytes, within a part of it."""
+        """A tenth of the memory that the weights leave, no more than all adapters can take, and at
+        least so much that the largest one can be pinned beside another; adapters of all experts,
+        which take gigabytes, within a part of it."""
         if not self.settings.store:
             return NO_ADAPTERS_BYTES
         largest = self._largest_image
@@ -120,7 +120,7 @@ class _Fit:
         return max(wanted_bytes, self._largest_image.num_bytes)
 
     def with_pages(self, sizes: Sizes) -> Sizes:
-        """Gives what is left to keys and values."""
+        """Gives the rest to keys and values."""
         if self.settings.kv_memory is not None:
             return replace(sizes, kv_memory=int(self.settings.kv_memory))
         budget = self.budget(sizes)
@@ -149,12 +149,12 @@ class _Fit:
         return to_engine_config(self.settings.model_copy(update=decided))
 
     def _left_bytes(self, sizes: Sizes) -> int:
-        """Returns what weights and libraries leave; below 0: nothing."""
+        """Returns the memory that weights and libraries leave; below 0: none."""
         budget = self.budget(replace(sizes, adapter_memory=0, host_memory=0, kv_memory=0))
         return self._limit_bytes(budget) - budget.needed_bytes + self._needs(sizes).step_bytes
 
     def _limit_bytes(self, budget: Budget) -> int:
-        assert budget.limit_bytes is not None, "what the device has is known"
+        assert budget.limit_bytes is not None, "the device's memory is known"
         return budget.limit_bytes
 
     @cached_property

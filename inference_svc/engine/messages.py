@@ -64,8 +64,8 @@ class Move:
 
 
 class PauseMode(enum.Enum):
-    """What becomes of the requests that run when generation pauses: they are held where they are,
-    finished, or ended, with those that wait."""
+    """How running requests continue when generation pauses: they are held where they are, finished,
+    or ended together with the waiting ones."""
 
     KEEP = "keep"
     WAIT = "wait"
@@ -97,7 +97,7 @@ class Call:
     LIST_RESIDENT a tuple of ResidentAdapter, DESCRIBE an EngineStatus, INSPECT EngineDetails,
     INSPECT_ADAPTER AdapterDetails, PROFILE a StepTrace, PAUSE the number of requests that are held,
     SLEEP the freed bytes, WAKE the seconds that it took. `timeout_s` of PAUSE is when generation
-    resumes by itself, 0 for never; `frees_weights` is for SLEEP. `limit` is the maximum of what
+    resumes by itself, 0 for never; `frees_weights` is for SLEEP. `limit` is the maximum number that
     LIST_RESIDENT returns, 0 for all: those on the device before the others, the last used of each
     tier first; of the rows of each list that INSPECT returns; and of the steps that PROFILE traces,
     within `timeout_s`. `trace` and `adapter` are as in a Request. A pin counts against the share of
@@ -119,7 +119,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What was freed is there again, or could not be had: from the engine's own thread for that.
+    """Freed memory is there again, or could not be had: from the engine's own thread for that.
     `broken`: the device failed meanwhile."""
 
     error: ServiceError | None = None
@@ -197,7 +197,7 @@ class StoreMessage:
 
 class Output(NamedTuple):
     """One step's result for one request. The last one has `finish_reason` or `error`. `version` has
-    made its tokens; None: that which the request was submitted with. `scores` are the log
+    made its tokens; None: the version that the request was submitted with. `scores` are the log
     probabilities of tokens of the prompt, in order.
 
     A tuple, since there is one for every token: quick to make and to pickle.

@@ -1,8 +1,8 @@
 """Requests that follow their adapter's name to newer versions, at the border of a step.
 
-Until a version can be used, its requests go on with the one before: a load delays nobody. What is
-computed anew for a version has generated NEW_TOKENS, and an eighth of its length, before it is so
-for another: versions that come faster are passed over.
+Until a version can be used, its requests go on with the one before: a load delays nobody. A
+sequence that is computed anew for a version has generated NEW_TOKENS, and an eighth of its length,
+before it is so for another: versions that come faster are passed over.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from inference_svc.engine.messages import Move
 from inference_svc.engine.scheduler import Scheduler
 
 NEW_TOKENS = 16
-"""What is generated, at least, before it is all computed anew once more."""
+"""The tokens generated, at least, before a sequence is computed anew once more."""
 ANEW_PER_NEW = 8
-"""How many tokens may be computed anew for each one that is generated, of long sequences."""
+"""How many tokens may be computed anew for each generated one, of long sequences."""
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A sequence that is to move to `target`, for which it is a waiter, and then to `then`: what is
-    nearly loaded is not given up for what has come since, but what could be moved to is."""
+    """A sequence that is to move to `target`, for which it is a waiter, and then to `then`: a
+    nearly loaded version is not given up for a newer one, but a version that is ready is."""
 
     sequence: Sequence
     target: Move
@@ -58,7 +58,7 @@ class Moves:
             self.scheduler.adapters.remove_waiter(pending.target.digest)
 
     def apply(self, now_s: float) -> None:
-        """Moves what can move; called between two steps."""
+        """Moves all sequences that can move; called between two steps."""
         for pending in list(self._pending.values()):
             digest = pending.target.digest
             if not self.scheduler.is_schedulable(digest):  # it may have been evicted meanwhile
@@ -70,8 +70,8 @@ class Moves:
                 self._wait_for(_Pending(pending.sequence, pending.then), now_s)
 
     def fail(self, digest: str, now_s: float) -> None:
-        """Gives up a version that cannot be loaded, or, for those that wait for it, moves to the
-        next one at once."""
+        """Gives up a version that cannot be loaded, or, for the sequences that wait for it, moves
+        to the next one at once."""
         for pending in list(self._pending.values()):
             sequence = pending.sequence
             if pending.target.digest == digest:
@@ -112,7 +112,7 @@ def new_tokens(sequence: Sequence) -> int:
 
 
 def _may_move(sequence: Sequence) -> bool:
-    """Whether a sequence may move to a version that is there. What waits has lost nothing yet."""
+    """Whether a sequence may move to a version that is there. A waiting sequence loses nothing."""
     if _is_being_scored(sequence):
         return False
     policy, is_running = sequence.request.version_policy, sequence.state is SequenceState.RUNNING

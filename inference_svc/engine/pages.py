@@ -1,8 +1,8 @@
 """KV pages: reference counts, and the prefix cache that shares full pages.
 
-A full page is keyed by sha256(parent key, token ids). The first parent is seeded with what must
-not be shared: adapter digest, tenant and salt. Pages before an adapter's activation are the base
-model's; the first one behind it is seeded with the digest and the activation, too. Plain
+A full page is keyed by sha256(parent key, token ids). The first parent is seeded with the facts
+that separate caches: adapter digest, tenant and salt. Pages before an adapter's activation are the
+base model's; the first one behind it is seeded with the digest and the activation, too. Plain
 bookkeeping without tensors.
 """
 
@@ -20,7 +20,7 @@ def root_key(digest: str, cache_seed: str) -> bytes:
 
 
 def activation_key(parent: bytes, digest: str, activation: int) -> bytes:
-    """Returns what stands for the key of a base model's page where the page that follows is the
+    """Returns the stand-in for the key of a base model's page where the page that follows is the
     first with a token at or behind the adapter's activation, a position in the sequence."""
     return hashlib.sha256(parent + f"{digest}\0{activation}".encode()).digest()
 
@@ -138,7 +138,7 @@ class PagePool:
             self.num_evictions += 1
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
-        """Asserts that the references are exactly those of `holders` (page lists)."""
+        """Asserts that the references are exactly the ones of `holders` (page lists)."""
         counted = [0] * self.num_pages
         for pages in holders:
             for page in pages:

@@ -56,8 +56,9 @@ class TokenCounts:
 
 
 def penalise(logits: torch.Tensor, rows: SequenceOf[tuple[int, Sequence]]) -> None:
-    """Changes each (row of `logits` [N, vocab], sequence): repetition over prompt and output as in
-    CTRL (Keskar et al., 2019); presence and frequency over the output, as in the OpenAI API."""
+    """Changes each (row of `logits`, sequence), logits fp32 [N, vocab]: repetition over prompt and
+    output as in CTRL (Keskar et al., 2019); presence and frequency over the output, as in the
+    OpenAI API."""
     row_size = logits.stride(0)  # rows have room for tokens that adapters add
     places, factors, changes = [], [], []
     for row, sequence in rows:
@@ -82,8 +83,8 @@ def penalise(logits: torch.Tensor, rows: SequenceOf[tuple[int, Sequence]]) -> No
 def ban_ends(
     logits: torch.Tensor, rows: SequenceOf[tuple[int, Sequence]], eos_token_ids: Collection[int]
 ) -> None:
-    """Sets the logits of stop tokens, and of the model's own unless those are ignored, to -inf for
-    each (row, sequence) that has fewer than `min_tokens`."""
+    """Sets the logits, fp32 [N, vocab], of stop tokens, and of the model's own unless those are
+    ignored, to -inf for each (row, sequence) that has fewer than `min_tokens`."""
     banned = []
     for row, sequence in rows:
         sampling = sequence.request.sampling

@@ -1,11 +1,11 @@
 """Places to run, and pages, as shares: which sequences give up theirs for a tenant that has less.
 
-Turns in the queue alone do not suffice: what has started may run for long, and so hold all places.
+Turns in the queue alone do not suffice: started sequences may run for long, and so hold all places.
 Of R places and k tenants that run or wait for one, each has a right to R // k, at least one, and to
 as large a part of the pages. A tenant that has less, whose turn is near, and that has waited, gets
-a place of the one that has most beyond its right; where there are more tenants than places, of the
-one that has had its place for longest. What gives up its place is computed again later, from the
-prefix cache if its pages are still there.
+a place of the tenant that has most beyond its right; where there are more tenants than places, of
+the tenant that has had its place for longest. A sequence that gives up its place is computed again
+later, from the prefix cache if its pages are still there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LATE = 4
 """A tenant that has nothing and has waited for so many times as long is late: until the first of
 them has started, nobody else does so out of turn."""
 TURN_TOKENS = 256
-"""What a tenant generates, at least, in a place that all tenants take turns in."""
+"""The tokens that a tenant generates, at least, in a place that all tenants take turns in."""
 
 
 MAX_REMEMBERED = 4096
@@ -40,7 +40,8 @@ SCAN_S = 0.05
 
 
 class Rights(NamedTuple):
-    """How many places there are, and what of them and of the pages each tenant has a right to."""
+    """How many places there are, and how many of them and of the pages each tenant has a right
+    to."""
 
     all_places: int
     places: int
@@ -49,9 +50,9 @@ class Rights(NamedTuple):
 
 @dataclass(slots=True)
 class Claims:
-    """`sequences` that are to start out of turn, once `victims` have given up their places; and
-    what runs, and is free, then. `running` is in order of rank. `places` and `pages` count each
-    tenant's, of all these sequences and of the running ones."""
+    """`sequences` that are to start out of turn, once `victims` have given up their places; and the
+    running sequences and the free places, then. `running` is in order of rank. `places` and `pages`
+    count each tenant's, of all these sequences and of the running ones."""
 
     running: list[Sequence]
     num_free_pages: int
@@ -138,8 +139,8 @@ class Places:
         num_needed: Callable[[Sequence], int],
         now_s: float,
     ) -> Claims:
-        """Returns what is to start out of turn, one of each tenant at most. `running` is in order
-        of rank; `num_needed` returns how many free pages a sequence takes to start."""
+        """Returns the sequences to start out of turn, one of each tenant at most. `running` is in
+        order of rank; `num_needed` returns how many free pages a sequence takes to start."""
         claims = Claims(list(running), self.pages.num_free)
         if now_s < self._scan_s:
             return claims
@@ -203,7 +204,7 @@ class Places:
 
 
 def pages_of(running: Iterable[Sequence]) -> Counter[str]:
-    """Counts the pages of each tenant; those that several sequences share count for each."""
+    """Counts the pages of each tenant; shared pages count for each sequence."""
     pages: Counter[str] = Counter()
     for sequence in running:
         pages[sequence.request.tenant] += len(sequence.page_ids)
@@ -211,7 +212,7 @@ def pages_of(running: Iterable[Sequence]) -> Counter[str]:
 
 
 def last_of_largest(running: SequenceOf[Sequence], needing: Sequence) -> Sequence:
-    """Returns the sequence that gives up its pages for one that needs more: the last in rank of the
+    """Returns the sequence that gives up its pages for another sequence: the last in rank of the
     tenant that holds most; of equal ones its own. The first in rank, unless it runs alone, keeps
     its pages: so it comes to its end, and each of the others is the first one day."""
     pages = pages_of(running)

@@ -1,8 +1,8 @@
-"""What choosing and scoring tokens costs, in tokens of a prompt.
+"""Prices of choosing and scoring tokens, in tokens of a prompt.
 
 Computing a token takes two operations for each weight that it passes. Log probabilities, and the
 search for the most likely tokens, walk over the vocabulary once for each position: with a small
-model and a large vocabulary, or many most likely tokens, they cost many times what the token does.
+model and a large vocabulary, or many most likely tokens, they cost many times as much as the token.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from inference_svc.core import LogprobsMode, Sequence
 
 WALK_OPERATIONS = 4_000
-"""What log probabilities take of each token of the vocabulary, as operations of products: a
+"""The cost of log probabilities for each token of the vocabulary, as operations of products: a
 processor, as a device, reads and writes it some times meanwhile."""
 SORT_OPERATIONS = 60_000
-"""What sorting takes of each token of the vocabulary."""
+"""The cost of sorting for each token of the vocabulary."""
 LISTED_OPERATIONS = 60_000
-"""What each most likely token takes that is returned: it is found, copied and sent."""
+"""The cost of each returned most likely token: it is found, copied and sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class Prices:
     listed: float = 0.0
 
     def of_prompt(self, sequence: Sequence) -> float:
-        """Returns what a token of its prompt costs, computed and, if asked for, scored."""
+        """Returns the price of a token of its prompt, computed and, if asked for, scored."""
         if sequence.num_scored >= sequence.num_prompt:
             return 1.0
         num_listed = sequence.request.sampling.prompt_logprobs or 0
         return 1.0 + self.logits + self.logprobs + self.listed * num_listed
 
     def of_choice(self, sequence: Sequence) -> float:
-        """Returns what a generated token costs besides its computation and its logits."""
+        """Returns the price of a generated token besides its computation and its logits."""
         sampling = sequence.request.sampling
         price = self.sort if sequence.is_sorted else 0.0
         if sampling.logprobs is not None:

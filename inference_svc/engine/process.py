@@ -32,9 +32,10 @@ from inference_svc.model.description import Decoder
 logger = logging.getLogger(__name__)
 
 END_S = 30.0
-"""How long a child may take to end; one that hangs is killed."""
+"""How long a child may take to end; a hanging one is killed."""
 KILL_S = 10.0
-"""How long a killed child may take to be gone: one that waits in the driver may stay for ever."""
+"""How long a killed child may take to be gone: a child that waits in the driver may stay for
+ever."""
 # This process's path, so that the child imports the same modules, and none from the working folder.
 _PROGRAM = (
     "import sys; sys.path[:] = {path!r}; from servicekit import interpreter_gc; "
@@ -115,8 +116,8 @@ class EngineProcess:
         self._outbox.put(message)
 
     def stop(self, timeout_s: float = END_S) -> None:
-        """Ends open requests with Draining, and the child: one that hangs for this long is killed.
-        Idempotent."""
+        """Ends open requests with Draining, and the child: a child that hangs for this long is
+        killed. Idempotent."""
         if self._connection.closed:
             return
         self._is_stopping = True

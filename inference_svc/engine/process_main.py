@@ -51,9 +51,8 @@ class ChildStore(AdapterStore, Protocol):
 
 
 class StoreFactory(Protocol):
-    """Pickles. Makes the store in the engine's process, and does what else must be done first
-    there, such as configuring the log. `publish` sends updates to the counterpart, from any
-    thread."""
+    """Pickles. Makes the store in the engine's process, and does other preparations there, such as
+    configuring the log. `publish` sends updates to the counterpart, from any thread."""
 
     def __call__(self, publish: Callable[[Any], None], /) -> ChildStore: ...
 
@@ -86,7 +85,7 @@ def main() -> None:
     except (EOFError, OSError):
         # The parent is dead: nothing is left to answer, and memory and device are needed.
         os._exit(1)
-    # What is kept needs no walk through it at the interpreter's end.
+    # Kept objects need no walk through them at the interpreter's end.
     interpreter_gc.resume()
 
 
@@ -127,7 +126,7 @@ class Child:
         return not any(isinstance(message, Stop) for message in messages)
 
     def _build(self) -> None:
-        # Before the engine is there: what is frozen, `gc.get_objects` does not list for bench.
+        # Before the engine is there: `gc.get_objects` does not list frozen objects for bench.
         interpreter_gc.resume()
         try:
             self._store = self._make_store(lambda content: self._send(StoreMessage(content)))

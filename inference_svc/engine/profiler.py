@@ -79,7 +79,7 @@ class _Tracing:
 
 @dataclass
 class StepProfiler:
-    """`device` is the profiler's name of what computes, if that is not the CPU."""
+    """`device` is the profiler's name of the device, if that is not the CPU."""
 
     device: str | None
     marks: Marks = field(default_factory=Marks)
@@ -98,7 +98,7 @@ class StepProfiler:
             self._warmer.start()
 
     def step(self) -> AbstractContextManager[object]:
-        """Surrounds what may become a step."""
+        """Surrounds the code that may become a step."""
         tracing = self._tracing
         if tracing is None or tracing.deadline_s is None or tracing.is_over:
             return _NOTHING
@@ -255,7 +255,7 @@ def _remove_folder(folder: Path) -> None:
 
 def _write_file(profiler: profile, num_steps: int, folder: Path) -> str:
     """Writes the gzipped trace and returns its path, next to the folder. Raises NoRoom for too many
-    events or too little space; OSError, and what the profiler raises."""
+    events or too little space; OSError, and errors of the profiler."""
     results = profiler.kineto_results
     assert results is not None, "it has been stopped"
     _check_size(len(results.events()), num_steps, shutil.disk_usage(folder).free)

@@ -70,8 +70,8 @@ class DeficitRoundRobin:
         return self._positions[name] // self.quantum <= self._round + 1
 
     def charge(self, name: str, num_tokens: int) -> None:
-        """Charges a member for tokens that it took. A negative number refunds what it did not use,
-        which moves it forward only while others are still ahead."""
+        """Charges a member for tokens that it took. A negative number refunds unused tokens, which
+        moves it forward only while others are still ahead."""
         if name not in self._positions:
             return
         position = max(self._positions[name] + num_tokens, self._round * self.quantum)

@@ -37,8 +37,8 @@ class RoutedPages:
         return int(self._is_written.sum()) * self._page_size * self.shape.token_bytes
 
     def write(self, rows: Iterable[BatchRow], chosen: NDArray[np.generic]) -> None:
-        """Writes what tokens of a step have chosen, [layers, tokens, chosen], of rows that return
-        it."""
+        """Writes the experts of a step's tokens, [layers, tokens, chosen], for rows that return
+        them."""
         cells: list[int] = []
         tokens: list[int] = []
         first = 0
@@ -53,7 +53,7 @@ class RoutedPages:
         self._is_written[np.array(cells) // self._page_size] = True
 
     def read(self, sequence: Sequence, start: int, end: int) -> RoutedExperts:
-        """Returns what the tokens at positions [start, end), which are computed, have chosen."""
+        """Returns the experts of the tokens at positions [start, end), which are computed."""
         cells = self._cells_of(sequence, start, end)
         shape = self.shape
         return RoutedExperts(

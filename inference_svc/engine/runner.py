@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 class RunTimings(NamedTuple):
     """Seconds that each part of a batch took. On a device that computes in parallel with the host,
-    `forward` launches and `sample` waits for what was launched."""
+    `forward` launches and `sample` waits for the result."""
 
     change_residency: float = 0.0
     prepare: float = 0.0
@@ -46,8 +46,8 @@ class RunTimings(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """`sampled` has a token for each row that samples, in their order, but for those that are
-    `lost`. `scores` are in the order of the rows and, of one, of its tokens."""
+    """`sampled` has a token for each row that samples, in their order, except for `lost` rows.
+    `scores` are in the order of the rows and, of one, of its tokens."""
 
     sampled: list[SampledToken]
     timings: RunTimings
@@ -61,8 +61,8 @@ class StepResult(NamedTuple):
 
 
 class Runner:
-    """Owns nothing but references. `marks` name in a trace what it does; `routed` is there if the
-    model has experts."""
+    """Owns nothing but references. `marks` name its work in a trace; `routed` is there if the model
+    has experts."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Runner:
 
     def divide_magnitudes(self) -> list[Divided]:
         """Goes on with images whose magnitudes are being divided, as far as a step may wait;
-        returns those that are done."""
+        returns the finished ones."""
         return [] if self._magnitudes is None else self._magnitudes.advance()
 
     def free_memory(self, *, weights: bool) -> int:
@@ -98,8 +98,8 @@ class Runner:
         return self.backend.free_memory(weights=weights)
 
     def restore(self) -> None:
-        """Makes what `free_memory` has freed; called in any thread, while nothing runs. Raises
-        CannotWake saying what to do, and UnsupportedModel."""
+        """Allocates the memory again that `free_memory` has freed; called in any thread, while
+        nothing runs. Raises CannotWake with a remedy, and UnsupportedModel."""
         try:
             self.backend.restore()
         except (RuntimeError, MemoryError) as error:
@@ -119,8 +119,8 @@ class Runner:
         `samples`.
 
         Where the memory does not suffice, or computing them fails, rows are computed in smaller
-        parts, one after the other: they do not depend on each other. What of them was computed
-        before is written again. A row that cannot be computed alone is lost.
+        parts, one after the other: they do not depend on each other. Parts that were computed
+        before are written again. A row that cannot be computed alone is lost.
         """
         began_s = time.perf_counter()
         self._has_logged = False
@@ -146,7 +146,7 @@ class Runner:
         return result
 
     def _change_residency(self, change: ResidencyChange) -> None:
-        """Makes one change. Where the memory does not suffice it frees what is not used, and tries
+        """Makes one change. Where the memory does not suffice it frees unused memory, and tries
         once more.
 
         Any other error is a bug and ends the engine: no adapter's content causes it. A change has
@@ -162,7 +162,7 @@ class Runner:
             is_made = False
         else:
             is_made = True
-        if not is_made:  # without the error, which holds what was allocated
+        if not is_made:  # without the error, which holds the allocations
             self.backend.free_unused()
             self._arena.apply((change,))
         if isinstance(change, DivideMagnitudes):
@@ -170,8 +170,8 @@ class Runner:
             self._magnitudes.start(change.resident)
 
     def _keep_experts(self, rows: Rows, experts: Tensor) -> None:
-        """Writes what tokens have chosen beside their keys and values. The step has been waited
-        for."""
+        """Writes the experts that tokens have chosen next to their keys and values. The step has
+        been waited for."""
         assert self._routed is not None, "the model has experts"
         # Of unsigned types torch computes with uint8 alone; numbers of experts are below 32,768.
         dtype = torch.uint8 if self._routed.shape.bytes_per_id == 1 else torch.int16
@@ -187,8 +187,8 @@ class Runner:
         )
 
     def _compute(self, rows: Rows) -> StepResult | None:
-        """Returns None if the memory does not suffice. Raises what has nothing to do with any row:
-        the device, or this server, is broken."""
+        """Returns None if the memory does not suffice. Raises errors that no row has caused: the
+        device, or this server, is broken."""
         try:
             return self._compute_all(rows)
         except Exception as error:
@@ -196,7 +196,7 @@ class Runner:
             if found is not None and found.is_fatal:
                 raise  # no row can be computed any more
             if found is not None:
-                # The error holds what the step has allocated, and is let go of here.
+                # The error holds the step's allocations, and is let go of here.
                 return None
             if not self._has_logged:
                 logger.exception("a step of %d rows fails", len(rows))
@@ -204,10 +204,10 @@ class Runner:
         return self._isolate(rows)
 
     def _isolate(self, rows: Rows) -> StepResult | None:
-        """Computes in halves what fails as a whole, until a row that fails is alone and lost.
+        """Computes a failing batch in halves, until a row that fails is alone and lost.
 
         Returns None if the memory does not suffice, for a row of the base model in its place
-        either. Raises what that row raises: then it is not the rows."""
+        either. Raises that row's error, because then it is not the rows."""
         for row in rows:
             row.sequence.token_counts = None  # half updated, perhaps
         if len(rows) == 1:

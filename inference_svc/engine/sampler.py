@@ -1,8 +1,8 @@
 """Chooses the next tokens from logits.
 
-Randomness is a counter on (seed, position): one uniform number per token, independent of the
-batch, turned into a token by inverting the cumulative distribution. The same seed gives the same
-tokens whatever the batch.
+Randomness is a counter on (seed, position): one uniform number per token, independent of the batch,
+turned into a token by inverting the cumulative distribution. The same seed gives the same tokens in
+any batch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ number, as all of them become where weights are too large.
 
 Where any logit is no number, so is the largest. Some may be -inf: such a token has the probability
 0, as tokens have that adapters of other rows add. Only logits are checked, not keys and values:
-infinite ones that change no logit stay among requests with the same adapter."""
+infinite keys and values that change no logit stay among requests with the same adapter."""
 
 _SORTED_ROWS = 32
 """Rows whose full vocabulary is sorted at once: that takes many times the memory of their logits.
@@ -96,7 +96,7 @@ class _Limits:
 
 
 class _Draws:
-    """Rows that are drawn: what of them stays the same from step to step."""
+    """Rows that are drawn: their constants from step to step."""
 
     def __init__(self, rows: list[tuple[int, Sequence]], device: torch.device) -> None:
         self._device = device
@@ -121,8 +121,8 @@ class _Draws:
 
 
 class _Processed(NamedTuple):
-    """A row whose log probabilities are of what it was drawn from, and its place among those that
-    have any."""
+    """A row whose log probabilities are of the distribution that it was drawn from, and its place
+    among the rows that have any."""
 
     place: int
     row: int
@@ -244,8 +244,8 @@ def _sampling(sequence: Sequence | None) -> SamplingParams:
 
 
 def _scaled(logits: Tensor, peaks: Tensor, rows: Tensor, temperatures: Tensor) -> Tensor:
-    """Returns the logits of rows below their peak, divided by the temperatures [N, 1]: whatever
-    finite size they have, nothing overflows upwards."""
+    """Returns the logits of rows below their peak, divided by the temperatures [N, 1]: at any
+    finite size nothing overflows upwards."""
     return (logits[rows] - peaks[rows]) / temperatures
 
 
@@ -263,7 +263,7 @@ def _draw_uncut(logits: Tensor, peaks: Tensor, draws: _Draws, chunk_rows: int) -
 def _draw_cut(logits: Tensor, peaks: Tensor, draws: _Draws) -> Tensor:
     """Returns token ids [N] of rows that top_k, top_p or min_p cut.
 
-    Sorting the full vocabulary is what costs here. The first NUM_CANDIDATES nearly always suffice;
+    Sorting the full vocabulary is the cost here. The first NUM_CANDIDATES nearly always suffice;
     whether they do depends on the row alone, so its numbers do not depend on the batch. Where they
     do not, OPEN: to ask here whether there is such a row would be to wait for the step.
     """
@@ -295,8 +295,9 @@ def _draw_sorted(logits: Tensor, peaks: Tensor, draws: _Draws, token_ids: Tensor
 
 
 def _process(logits: Tensor, peaks: Tensor, logprobs: Tensor, rows: list[_Processed]) -> None:
-    """Overwrites the log probabilities of rows by those of what they are drawn from: `logits` are
-    banned and penalised. Rows that are greedy are neither scaled nor cut."""
+    """Overwrites the log probabilities of rows by the log probabilities of the distribution that
+    they are drawn from: `logits` are banned and penalised. Rows that are greedy are neither scaled
+    nor cut."""
     for start in range(0, len(rows), _SORTED_ROWS):
         some = rows[start : start + _SORTED_ROWS]
         places = to_device([each.place for each in some], logits.device)
@@ -317,8 +318,8 @@ _UNCUT = SamplingParams()
 
 
 def _truncate(probs: Tensor, limits: _Limits) -> Tensor:
-    """`probs` [N, width], the first of each row in descending order, with 0 for what top_k, then
-    top_p, then min_p cut. top_p counts from what top_k leaves."""
+    """`probs` [N, width], the first of each row in descending order, with 0 for tokens that top_k,
+    then top_p, then min_p cut. top_p counts within the tokens that top_k leaves."""
     has_top_k = limits.top_k > 0
     ranks = torch.arange(probs.shape[1], device=probs.device)
     probs = probs * (~has_top_k | (ranks < limits.top_k))
@@ -348,15 +349,15 @@ def _invert(probs: Tensor, u: Tensor) -> Tensor:
 
 def _first_above(cumulative: Tensor, number: Tensor) -> Tensor:
     """Int64 [N, 1]: the first index whose value exceeds `number`; at most, where rounding leaves
-    none, the one that reaches the total, and where that is no number the last."""
+    none, the index that reaches the total, and where the total is no number the last."""
     index = torch.searchsorted(cumulative, number, right=True)
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
     return torch.minimum(index, last).clamp_(max=cumulative.shape[1] - 1)
 
 
 def _read(token_ids: Tensor, logprobs: Tensor | None, rows: _Rows) -> list[SampledToken]:
-    """Returns the tokens, with what `logprobs` [L, vocab] of the rows that ask for them say: of the
-    row's token, and of its most likely ones. Waits for the device once.
+    """Returns the tokens, with log probabilities from `logprobs` [L, vocab] of the rows that ask
+    for them: of the row's token, and of its most likely ones. Waits for the device once.
 
     One search for each different count: of equal values it may find others for another.
     """
@@ -364,7 +365,8 @@ def _read(token_ids: Tensor, logprobs: Tensor | None, rows: _Rows) -> list[Sampl
         return [SampledToken(token) for token in token_ids.tolist()]
     kinds = sorted({(each.num_top, each.vocab_size) for each in rows.explained})
     tops = [logprobs[:, :size].topk(count) for count, size in kinds]
-    # A token that is OPEN is asked for again, and one that is NOT_FINITE has no log probability.
+    # A token that is OPEN is asked for again, and a token that is NOT_FINITE has no log
+    # probability.
     own_ids = token_ids[rows.logprob_rows].clamp(min=0)
     own = logprobs.gather(1, own_ids.unsqueeze(1))
     ranks = (logprobs >= own).sum(dim=-1)

@@ -51,8 +51,8 @@ class Limits:
 
 
 class Hold(enum.Enum):
-    """What does not run: nothing is held, no sequence that has not been computed before starts, or
-    none is computed."""
+    """The sequences that do not run: nothing is held, no sequence that has not been computed before
+    starts, or none is computed."""
 
     NOTHING = "nothing"
     STARTS = "starts"
@@ -84,7 +84,7 @@ class Scheduler:
     """`running` is in order of rank; all others are in `queue`, parked if their adapter is not
     resident, or held among `siblings`. `is_short`: in the last step pages were missing to start
     another sequence. `num_moves` counts moves to newer versions. The runner lowers `step_limit`
-    where the device's memory does not suffice for what is planned."""
+    where the device's memory does not suffice for the plan."""
 
     limits: Limits
     pages: PagePool
@@ -194,9 +194,9 @@ class Scheduler:
     def schedule(self, now_s: float) -> Batch | None:
         """Returns the next step's work, or None when there is none.
 
-        Generated tokens first; prompts share what is left of the token budget. When pages run out,
-        the last in rank of the tenant that has most is preempted. Residency changes, whatever is
-        held.
+        Generated tokens first; prompts share the rest of the token budget. When pages run out, the
+        last in rank of the tenant that has most is preempted. Residency changes also while starts
+        are held.
         """
         for digest in self.adapters.pop_ready():
             self._refresh(digest, now_s)
@@ -234,9 +234,9 @@ class Scheduler:
         return [row for row in rows if row.sequence.state is SequenceState.RUNNING]
 
     def _start_claimed(self, now_s: float) -> bool:
-        """Makes room for tenants that have less than their part, and wait, and starts what they
-        claim at once, with all its pages: else the others' growth would take the room. Returns
-        False if pages are short all the same."""
+        """Makes room for tenants that have less than their part, and wait, and starts the sequences
+        that they claim at once, with all its pages: else the others' growth would take the room.
+        Returns False if pages are short all the same."""
         is_full = self.num_free == 0 or self.is_short
         if not is_full or not self.queue.num_ready or self.hold is not Hold.NOTHING:
             return True
@@ -269,8 +269,8 @@ class Scheduler:
         return max(self.step_limit.tokens, self.limits.max_sequences)
 
     def _add_pages(self, sequence: Sequence, num_tokens: int, now_s: float) -> bool:
-        """Allocates what the first `num_tokens` of a running sequence lack, preempting others.
-        Returns False if it had to preempt the sequence itself."""
+        """Allocates the missing pages for the first `num_tokens` of a running sequence, preempting
+        others. Returns False if it had to preempt the sequence itself."""
         needed = self.pages.pages_for(num_tokens) - len(sequence.page_ids)
         while not self.pages.can_allocate(needed):
             victim = last_of_largest(self.running, sequence)
@@ -301,14 +301,15 @@ class Scheduler:
             sequence.version = sequence.version._replace(num_kept=0)
 
     def preempt_all(self, now_s: float) -> None:
-        """Requeues what runs, and forgets all prefixes: the contents of pages will be lost."""
+        """Requeues running sequences, and forgets all prefixes: the contents of pages will be
+        lost."""
         while self.running:
             self._preempt(self.running[-1], now_s)
         self.pages.forget_prefixes()
 
     def move(self, sequence: Sequence, label: str, digest: str, now_s: float) -> None:
-        """Moves a sequence to another version of its adapter, for which it has been a waiter. One
-        that runs must find it resident; unless it keeps its keys and values, it waits to be
+        """Moves a sequence to another version of its adapter, for which it has been a waiter. A
+        running one must find it resident; unless it keeps its keys and values, it waits to be
         computed anew. Those are kept that have led to a token, which says whose they are."""
         policy = sequence.request.version_policy
         is_running = sequence.state is SequenceState.RUNNING
@@ -353,7 +354,7 @@ class Scheduler:
             rows.append(_row(sequence, num_tokens))
 
     def _next(self, now_s: float) -> Sequence | None:
-        """Returns the sequence to start next; while starts are held, one that was computed
+        """Returns the sequence to start next; while starts are held, a sequence that was computed
         before."""
         if self.hold is not Hold.STARTS:
             return self.queue.first(now_s)

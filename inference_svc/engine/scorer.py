@@ -18,7 +18,7 @@ from inference_svc.host.copies import to_device
 
 
 class SequenceScores(NamedTuple):
-    """What a step has scored of a sequence's prompt: no numbers unless it `is_sound`."""
+    """The scores of a step for a sequence's prompt: no numbers unless it `is_sound`."""
 
     sequence: Sequence
     logprobs: PackedLogprobs

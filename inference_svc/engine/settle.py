@@ -159,7 +159,7 @@ def _usage(sequence: Sequence) -> Usage:
 
 
 def _timings(sequence: Sequence, now_s: float) -> Timings:
-    """Counts what has not happened yet up to now."""
+    """Counts phases that have not ended up to now."""
     arrival = sequence.request.arrival_s
     since = sequence.adapter_wanted_s
     ready = now_s if sequence.adapter_ready_s is None else sequence.adapter_ready_s

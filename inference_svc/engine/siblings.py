@@ -72,7 +72,7 @@ class Siblings:
         return True
 
     def pop_free(self) -> list[Sequence]:
-        """Returns those that wait no longer, to be queued."""
+        """Returns the sequences that wait no longer, to be queued."""
         free, self._free = self._free, []
         for sequence in free:
             self._release(sequence)
@@ -88,7 +88,7 @@ class Siblings:
     def check_integrity(self) -> None:
         """Asserts that each one held is free, or waits for the first of its group."""
         waiting = [each for siblings in self._groups.values() for each in siblings[1:]]
-        # What was freed to take the place of the first one is the first itself.
+        # A sequence in `_free` is the first of its group.
         assert set(self._held) == {*waiting, *self._free}
         assert all(self._groups.values()), "a group of none"
         assert self._of_tenants == Counter(each.request.tenant for each in self._held)

@@ -1,4 +1,4 @@
-"""A snapshot of the engine for operators: what runs, what waits, where the memory is."""
+"""A snapshot of the engine for operators: running and waiting requests, and the use of memory."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Describe:
             "weights": (backend.weights_bytes, backend.weights_bytes),
             "kv_pages": (kv_used, backend.kv_bytes),
             "arena": (device.used_bytes, device.capacity),
-            # The budget's line is what the widest step may take at most.
+            # The budget's line is the most that the widest step may take.
             "workspace": (workspace_bytes, workspace_bytes),
         }
         is_on_host = self.budget.place == "host"

@@ -29,12 +29,12 @@ class ResidentAdapter(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AdapterDetails:
-    """An image in the memory of `adapter.tier`, and what a step launches for it.
+    """An image in the memory of `adapter.tier`, and the operations that a step launches for it.
 
     `extents` are (start, bytes) there, in the image's order. The rest but `launches` are columns of
     its segments in order, since arrays pickle between two steps in no time: index of the target in
     the layout, kind, rank, where it begins in the memory, bytes. `launches` counts by group, as
-    `Backend.lora_launches` does; `kernels` names what computes.
+    `Backend.lora_launches` does; `kernels` names the code that computes.
     """
 
     adapter: ResidentAdapter
@@ -70,13 +70,13 @@ class TierStatus:
 class EngineStatus:
     """A snapshot of the engine for GetServerInfo, `loadout top` and metrics.
 
-    `memory` maps what ("weights", "kv_pages", "arena", "workspace", "host_tier", "process", and
-    of a model with experts "routed_experts") to (used, capacity) bytes; `memory_limit_bytes` holds
-    for the device, 0 if unknown. `process_id` is the engine's. `kernels` names what computes, such
-    as "native avx512_bf16" or "torch", and `machine` on what.
-    `counters`, `histograms` and `phases` are monotonic; `phases` are histograms by name and then by
-    their label. `tiers` are "device" and perhaps "host"; `loads` counts adapters by state.
-    `generation` is "running", "paused" or "asleep".
+    `memory` maps parts ("weights", "kv_pages", "arena", "workspace", "host_tier", "process", and of
+    a model with experts "routed_experts") to (used, capacity) bytes; `memory_limit_bytes` holds for
+    the device, 0 if unknown. `process_id` is the engine's. `kernels` names the code that computes,
+    such as "native avx512_bf16" or "torch", and `machine` the hardware. `counters`, `histograms`
+    and `phases` are monotonic; `phases` are histograms by name and then by their label. `tiers` are
+    "device" and perhaps "host"; `loads` counts adapters by state. `generation` is "running",
+    "paused" or "asleep".
     """
 
     num_running: int
@@ -100,7 +100,7 @@ class EngineStatus:
 @dataclass(frozen=True, slots=True)
 class SequenceDetails:
     """A request in the engine. `age_s` counts from its arrival, `adapter_wait_s` is how long it has
-    waited, or did wait, for its adapter; `deadline_s` is what its caller's deadline leaves."""
+    waited, or did wait, for its adapter; `deadline_s` is the rest of its caller's deadline."""
 
     request_id: str
     tenant: str
@@ -178,4 +178,4 @@ class EngineDetails:
     num_loads: int
     loads: tuple[LoadDetails, ...]
     device: dict[str, object] = field(default_factory=dict)
-    """What computes, as torch knows it."""
+    """The device, by torch's name."""

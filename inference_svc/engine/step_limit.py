@@ -29,8 +29,8 @@ class StepLimit:
         self.tokens = self.max_tokens
 
     def cut(self, rows: Rows) -> tuple[Rows, Rows]:
-        """Returns what of a step is computed at once, and what is left. A row of a prompt may be
-        cut: its first part does not sample."""
+        """Returns the part of a step that is computed at once, and the rest. A row of a prompt may
+        be cut: its first part does not sample."""
         if self.tokens == self.max_tokens:
             return rows, ()
         left = self.tokens

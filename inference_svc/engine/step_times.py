@@ -13,8 +13,8 @@ from servicekit.telemetry.histogram import Histogram, HistogramState
 
 class StepPhases(NamedTuple):
     """Seconds of one step's phases, in order: the batch is chosen, its inputs are prepared, it is
-    computed, its tokens are sampled, and accounted for. On a device that computes in parallel
-    with the host `forward` launches, and `sample` waits for what was launched."""
+    computed, its tokens are sampled, and accounted for. On a device that computes in parallel with
+    the host `forward` launches, and `sample` waits for the result."""
 
     schedule: float
     prepare: float
@@ -27,8 +27,8 @@ class StepPhases(NamedTuple):
 class StepTimes:
     """One observation each per step that computes tokens.
 
-    `step` is from its messages taken to its outputs handed over; `host` what of that is not the
-    model's computation. `blocked_by_load` is what loads cost it: their messages, their
+    `step` is from its messages taken to its outputs handed over; `host` the part of that outside of
+    the model's computation. `blocked_by_load` is its delay by loads: their messages, their
     placement, and their changes to arena and table.
     """
 
@@ -43,8 +43,8 @@ class StepTimes:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Measures one step and the hand-over of its outputs. What loads cost a step without a
-        batch does not delay any."""
+        """Measures one step and the hand-over of its outputs. Loads delay nobody in a step without
+        a batch."""
         self._load_s = 0.0
         began_s = time.perf_counter()
         yield

@@ -18,7 +18,7 @@ _serials = itertools.count()
 class Flow:
     """A tenant's waiting sequences of one priority and one adapter, in order of arrival.
 
-    Those of a parked flow may not start: their adapter is not schedulable.
+    Sequences of a parked flow may not start: their adapter is not schedulable.
     """
 
     tenant: str
@@ -63,7 +63,7 @@ class TenantQueue:
         self._ready_by_age: list[tuple[float, int, Flow]] = []
         self._levels: dict[int, DeficitRoundRobin] = {}  # of ready flows; the members are digests
         self._priorities: list[int] = []  # of the levels, ascending
-        self._aged_lead = 0  # tokens of aged ones, less those of the round robin
+        self._aged_lead = 0  # tokens of aged ones, less the round robin's
         self._aged_sign = 0  # by which the next start counts in that lead
         self.num_ready = 0
         self.num_parked = 0
@@ -137,7 +137,8 @@ class TenantQueue:
         self._file(flow)
 
     def first(self, aged_s: float) -> Sequence | None:
-        """Returns the sequence to start next. Those that arrived at `aged_s` or before are aged."""
+        """Returns the sequence to start next. Sequences that arrived at `aged_s` or before are
+        aged."""
         if not self._ready_by_age:
             return None
         since_s, _serial, flow = self._ready_by_age[0]

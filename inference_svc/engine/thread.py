@@ -81,8 +81,8 @@ class EngineThread:
         faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
 
     def stop(self, timeout_s: float = END_S) -> None:
-        """Ends open requests with Draining, and the threads: one that hangs for this long is left
-        to the end of the process. Idempotent."""
+        """Ends open requests with Draining, and the threads: a thread that hangs for this long is
+        left to the end of the process. Idempotent."""
         if self._thread.ident is None:
             self.built.puller.close()
             return

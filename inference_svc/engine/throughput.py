@@ -15,7 +15,8 @@ MIN_SAMPLES = 4.0
 
 
 class Throughput:
-    """Tokens and requests per busy second, and what a request generates, weighted exponentially.
+    """Tokens and requests per busy second, and generated tokens per request, weighted
+    exponentially.
 
     Busy is the time between two steps of which the first left something to run.
     """

@@ -1,8 +1,8 @@
 """The engine as coroutines: turns its outputs into one stream of text per request. Knows asyncio,
 and no transport.
 
-Everything here runs on one event loop; the engine's thread, or the one that reads from its process,
-only hands over its outputs, once per step.
+Everything here runs on one event loop; the engine's thread, or the thread that reads from its
+process, only hands over its outputs, once per step.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class RequestObserver(Protocol):
 
 class AsyncEngine:
     """`failed` is set when the engine has died, of `failure`: nothing works then. `on_spans` is
-    called with the spans that the engine has recorded. `unread_bytes` bounds what accounts do not
-    read; `routed_token_bytes` is what the experts of a token take, which come at once for a whole
+    called with the spans that the engine has recorded. `unread_bytes` bounds accounts' unread
+    outputs; `routed_token_bytes` is the size of a token's experts, which come at once for a whole
     prompt."""
 
     def __init__(
@@ -129,7 +129,7 @@ class AsyncEngine:
         """
         own_id = tenant, request.request_id
         self._admit(own_id)
-        # What comes of a whole prompt is reserved before anything is computed.
+        # The outputs of a whole prompt are reserved before anything is computed.
         least_bytes = UNREAD_BYTES
         if request.return_routed_experts:
             least_bytes += self._routed_token_bytes * len(request.prompt_token_ids)
@@ -162,7 +162,7 @@ class AsyncEngine:
 
     def move(self, tenant: str, request_id: str, digest: str, adapter: str) -> None:
         """Lets a request go on with this version of its adapter, which errors call `adapter`, as
-        soon as it is resident; does nothing for one that does not run."""
+        soon as it is resident; does nothing for a request that does not run."""
         engine_id = self._engine_ids.get((tenant, request_id))
         if engine_id is not None:
             self._engine.send(Move(engine_id, digest, adapter))
@@ -294,8 +294,8 @@ class AsyncEngine:
     # --- drain ----------------------------------------------------------------------------------
 
     async def drain(self, grace_s: float) -> bool:
-        """Accepts no new requests; returns when none runs. Those that run after the grace end with
-        Draining; if the engine hangs, a little before. Returns whether it does not."""
+        """Accepts no new requests; returns when none runs. Requests that run after the grace end
+        with Draining; if the engine hangs, a little before. Returns whether it does not."""
         self._draining = True
         end_s = min(END_S, grace_s / 2)
         is_idle = await self._become_idle(grace_s - end_s)
@@ -326,7 +326,7 @@ class AsyncEngine:
     # --- outputs --------------------------------------------------------------------------------
 
     def _on_outputs(self, outputs: StepOutputs) -> None:
-        """Called in the engine's thread, or the one that reads from its process."""
+        """Called in the engine's thread, or the thread that reads from its process."""
         # The loop is closed only if the process ends without stopping the engine first.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._dispatch, outputs)

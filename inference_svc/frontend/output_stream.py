@@ -23,15 +23,15 @@ from servicekit.errors import ShareExceeded
 from servicekit.shares import Reservation
 
 UNREAD_BYTES = 16 << 10
-"""What an answer takes at least of its account's share, and by which it grows."""
+"""The least that an answer takes of its account's share, and the steps in which it grows."""
 TOKEN_BYTES, LOGPROB_BYTES, ROUTED_BYTES, PACKED_BYTES = 64, 320, 192, 1024
 DELTA_BYTES = 512
-"""About what one takes in memory, as objects; of experts, and of log probabilities, in addition to
+"""The approximate memory of one, as objects; of experts, and of log probabilities, in addition to
 their numbers."""
 
 
 def scores_bytes(request: Request) -> int:
-    """Returns what the log probabilities of a request's prompt take."""
+    """Returns the memory of the log probabilities of a request's prompt."""
     top_k = request.sampling.prompt_logprobs
     if top_k is None:
         return 0
@@ -43,7 +43,7 @@ class Delta:
     """The output since the previous delta; finish reason, usage and timings are in the last one.
     `routed` are the experts of tokens that follow one another, `scores` the log probabilities of
     tokens of the prompt. `echoed_ids` are the prompt's tokens, whose text comes first. `version`
-    has made all of its tokens; None: that which the request began with."""
+    has made all of its tokens; None: the version that the request began with."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -58,10 +58,9 @@ class Delta:
 
 
 class Generation:
-    """Detokenises, ends at stop strings, and keeps what has not been read yet as one delta for each
-    version of the adapter. These and the delta before, which is being sent, take what they need of
-    `place`, which keeps what was reserved at first: if there is no more of it, the request ends
-    with ShareExceeded.
+    """Detokenises, ends at stop strings, and keeps unread outputs as one delta for each version of
+    the adapter. These and the delta before, which is being sent, take memory from `place`, which
+    keeps its first reservation: if there is no more of it, the request ends with ShareExceeded.
 
     A stop string ends the request here, but the last delta waits for the engine's usage and
     timings, which follow the Cancel within a step.
@@ -83,7 +82,7 @@ class Generation:
 
     async def next_delta(self) -> Delta:
         """Returns everything since the last call that one version has made; waits until there is
-        something."""
+        something. Raises the error that ended the request."""
         await self._has_delta.wait()
         if self._error is not None:
             raise self._error
@@ -149,7 +148,7 @@ class Generation:
             self._place.grow(max(missing, UNREAD_BYTES))
 
     def _add_tokens(self, output: Output) -> None:
-        """Adds tokens, up to the one that completes a stop string."""
+        """Adds tokens, up to the token that completes a stop string."""
         delta = self._delta
         if output.routed is not None:
             delta.routed.append(output.routed)

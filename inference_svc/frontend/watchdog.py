@@ -1,4 +1,4 @@
-"""Checks that the engine still answers: a process that hangs is not one that has died."""
+"""Checks that the engine still answers, because a process may hang without dying."""
 
 from __future__ import annotations
 

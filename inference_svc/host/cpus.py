@@ -36,7 +36,7 @@ def partition_cpus(num_threads: int, root: Path = Path("/")) -> list[list[int]]:
 
 
 def _siblings(processor: int, root: Path) -> tuple[int, list[int]]:
-    """Returns a processor and all those of its core, ascending."""
+    """Returns a processor and all others of its core, ascending."""
     path = root / f"sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
     siblings = {processor}
     with contextlib.suppress(OSError, ValueError):

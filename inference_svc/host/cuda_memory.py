@@ -1,7 +1,7 @@
-"""What is free on the CUDA device, asked for by a process that ends at once; and who has the rest.
+"""The CUDA device's free memory, as seen by a process that ends at once; and who has the rest.
 
 Run as a program, this file prints free and total bytes. A context of CUDA takes half a gigabyte of
-the device, and as much of the host, for as long as its process lives; the one that serves calls
+the device, and as much of the host, for as long as its process lives; the process that serves calls
 computes nothing there.
 """
 
@@ -39,8 +39,8 @@ class CudaUnavailable(OSError):
 
 
 def ask_memory() -> CudaMemory:
-    """Returns the memory of the first device that is visible; of what is free, what a context takes
-    is gone, as the engine will have one. Raises CudaUnavailable."""
+    """Returns the memory of the first device that is visible; the free memory is counted without a
+    context's, as the engine will have one. Raises CudaUnavailable."""
     try:
         done = subprocess.run(
             [sys.executable, "-I", __file__],
@@ -58,7 +58,7 @@ def ask_memory() -> CudaMemory:
 
 
 def has_driver() -> bool:
-    """Whether the driver's library is installed, whatever it answers."""
+    """Whether the driver's library is installed, with any answer."""
     try:
         ctypes.CDLL(LIBRARY)
     except OSError:

@@ -1,5 +1,5 @@
 """Faults of a device that computes: recognised by the words of CUDA, torch, Triton and the driver,
-and told to operators with what to do.
+and reported to operators with a remedy.
 
 The one place that knows these words. A fault is `fatal` when the process can use the device no
 more: only memory that has run out leaves it as it was.
@@ -96,7 +96,7 @@ _MEMORY = (
     "cudnn_status_alloc_failed",
 )
 _SPEAKERS = ("cuda", "cublas", "cudnn", "nvml", "nvidia", "triton error", "gpu", "driver")
-"""One of them is named by every error of a device: those of other code are not taken for one."""
+"""Every error of a device names one of them, so that errors of other code are not taken for one."""
 _PACKAGES = ("torch", "triton")
 _CODE = re.compile(r"\bcuda error (\d+)\b")
 _CODES = {
@@ -175,7 +175,7 @@ class FoundFault(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """Says what has happened."""
+        """Describes the fault."""
         return f"{SENTENCES[self.kind]} ({self.words})"
 
     @property
@@ -184,14 +184,14 @@ class FoundFault(NamedTuple):
 
 
 def find_fault(error: BaseException) -> FoundFault | None:
-    """Returns the device's fault that an error, or one that led to it, is about; None if it is
-    about none."""
+    """Returns the device's fault that an error, or a cause of it, is about; None if it is about
+    none."""
     seen = set[int]()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:
         seen.add(id(each))
         if _may_tell(each):
-            words = _first_line(str(each))  # what torch adds below names other faults
+            words = _first_line(str(each))  # torch's lines below name other faults
             kind = _kind_of(words.lower())
             if isinstance(each, torch.OutOfMemoryError):
                 kind = DeviceFault.MEMORY
@@ -237,8 +237,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def engine_failed(error: BaseException, doing: str) -> EngineFailed:
-    """Returns what an engine ends with that has failed `doing` something; of a device's fault it
-    says which, and what operators can do."""
+    """Returns the error of an engine that has failed `doing` something; for a device's fault it
+    names the fault, and the operators' remedy."""
     found = find_fault(error)
     if found is None:
         return EngineFailed.because(f"{doing} failed")
@@ -246,13 +246,13 @@ def engine_failed(error: BaseException, doing: str) -> EngineFailed:
 
 
 def engine_hung(seconds: float) -> EngineFailed:
-    """Returns what an engine is ended with that has not answered for so long."""
+    """Returns the error that ends an engine without an answer for so long."""
     why = f"it has not answered for {seconds:g} s: a step hangs"
     return EngineFailed.because(why, DeviceFault.HUNG, REMEDIES[DeviceFault.HUNG])
 
 
 def start_failed(error: BaseException) -> EngineFailed | None:
-    """Returns what a start ends with that a device's fault has failed; None if it is none."""
+    """Returns the error of a start that a device's fault has failed; None for other errors."""
     found = find_fault(error)
     if found is None:
         return None

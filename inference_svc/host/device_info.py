@@ -28,8 +28,9 @@ _MODEL_KEYS = ("model name", "Model", "cpu model")
 
 
 def find_machine(settings: InferenceSettings) -> Machine:
-    """Returns what decides the settings that are left open. Raises EngineFailed, or CudaUnavailable
-    for what has no name, where the driver does not answer or has no device that was asked for."""
+    """Returns the facts that decide on settings that are left open. Raises EngineFailed, or
+    CudaUnavailable for an unnamed fault, where the driver does not answer or has no device that was
+    asked for."""
     try:
         return _find_machine(settings)
     except CudaUnavailable as error:
@@ -49,8 +50,8 @@ def _find_machine(settings: InferenceSettings) -> Machine:
 
 
 def _has_device(setting: str) -> bool:
-    """Asks the driver, where there is one, why torch finds no device: of one that has vanished
-    nobody should learn from tokens that come slowly."""
+    """Asks the driver, where there is one, why torch finds no device: slow tokens should not be the
+    only sign of a vanished device."""
     if torch.cuda.is_available():
         return True
     if has_driver():

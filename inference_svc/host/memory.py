@@ -1,4 +1,5 @@
-"""This process's memory: its resident set, and what the machine and its control groups leave.
+"""This process's memory: its resident set, and the free memory of the machine and its control
+groups.
 
 Both versions of control groups are supported; without /proc nothing is known.
 """
@@ -23,7 +24,7 @@ class ControlGroup(NamedTuple):
 
 
 def control_groups(root: Path, controller: str) -> list[ControlGroup]:
-    """Returns the groups above this process that may limit what `controller` controls, such as
+    """Returns the groups above this process that may limit the resource of `controller`, such as
     "memory"; none without /proc."""
     try:
         lines = (root / CGROUPS).read_text().splitlines()
@@ -53,8 +54,9 @@ def resident_bytes() -> int:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Returns what may still be allocated: the least that the machine and every control group above
-    this process leave; None where nothing is known. Page cache counts as free: it is reclaimed.
+    """Returns the memory that may still be allocated: the least that the machine and every control
+    group above this process leave; None where nothing is known. Page cache counts as free: it is
+    reclaimed.
     """
     found = [_machine_available(root / MEMINFO), *_groups_available(root)]
     return min((num_bytes for num_bytes in found if num_bytes is not None), default=None)
@@ -66,7 +68,7 @@ def _machine_available(meminfo: Path) -> int | None:
 
 
 def _groups_available(root: Path) -> list[int | None]:
-    """Returns what each control group that may limit memory leaves."""
+    """Returns the free memory of each control group that may limit it."""
     v1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
     v2 = "memory.max", "memory.current", "inactive_file"
     return [

@@ -1,5 +1,6 @@
-"""Tells of a device's fault for a while before the process ends: a counter of one that ends at once
-would never be scraped, and a device that is broken for good would be tried again at once."""
+"""Reports a device's fault for a while before the process ends, because a counter of a process that
+ends at once would never be scraped, and a device that is broken for good would be tried again at
+once."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def gateway_metrics(
     max_loras: int,
     taken_time_s: float,
 ) -> Iterator[Metric]:
-    """Yields the gateways' families. `residents` are all adapters on the device and those of the
+    """Yields the gateways' families. `residents` are all adapters on the device and the ones of the
     host tier to be shown; everything is as of `taken_time_s`, a unix time."""
     yield from _requests(status)
     yield _requests_info(status, names, max_loras, taken_time_s)

@@ -101,7 +101,7 @@ class Metrics:
     def describe_server(
         self, base_model: str, dtype: str, device: str, versions: dict[str, str]
     ) -> None:
-        """Sets what is served and the software's versions, known once the model is loaded."""
+        """Sets the served model and the software's versions, known once the model is loaded."""
         self._info.labels(base_model, dtype, device).set(1)
         found = (versions.get("loadout", ""), platform.python_version(), versions.get("torch", ""))
         self._build_info.labels(*found).set(1)

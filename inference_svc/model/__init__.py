@@ -3,18 +3,18 @@
 hub                A model by its name on the Hugging Face Hub: found in its cache, or downloaded.
 files              The files that a model's folder has to have, checked before any is loaded.
 architectures      The families of models: one module each.
-generation_config  What generation_config.json says: end tokens, defaults of sampling.
-description        A decoder as data: what makes its maths and its shapes.
-features           What a decoder has that a backend must compute, by name.
+generation_config  The contents of generation_config.json: end tokens, defaults of sampling.
+description        A decoder as data: its maths and its shapes.
+features           The features of a decoder that a backend must compute, by name.
 config_keys        The treatment of every key of config.json.
 config_reader      Values of config.json; every complaint names the key.
-building           What most families have in common, as parts of a description.
+building           Parts of descriptions that most families have in common.
 rope               Rotary position embedding: its parameters, and their frequencies.
 parameters         Which tensors of a checkpoint a decoder has, and where each goes.
 weights            The safetensors of a model directory, read into the decoder's buffers.
 headers            The tensors of a checkpoint by its files' headers, other towers' among them.
-base_hashes        What the checkpoint has of what trainers save along, hashed for the store.
-transformer        The decoder in torch: computes whatever a description says.
+base_hashes        Hashes, for the store, of base weights that trainers save with adapters.
+transformer        The decoder in torch: computes any description.
 layers             The decoder's parts that hold something: linear layers, frequencies.
 kv_caches          The keys and values of a decoder's layers, a cache for each of their shapes.
 inputs             A batch as the tensors of one step.

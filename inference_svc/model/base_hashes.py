@@ -1,7 +1,7 @@
-"""Hashes what trainers save along of the base: embedding, head, norms and biases.
+"""Hashes the base's weights that trainers save with adapters: embedding, head, norms and biases.
 
-By these hashes a store tells what an adapter has of its own from what is a copy of the base's. They
-are of the checkpoint's own bytes, before anything is cast, fused or quantised: sha256 of each
+By these hashes a store distinguishes an adapter's own weights from copies of the base's. They are
+of the checkpoint's own bytes, before anything is cast, fused or quantised: sha256 of each
 HASHED_ROWS rows, of a vector of all of it.
 """
 
@@ -46,8 +46,8 @@ def hashing_base(
     model_dir: Path, decoder: Decoder, num_threads: int
 ) -> Iterator[Callable[[], HashesByName]]:
     """Hashes the weights of a model's folder in threads while the context's body runs, which gets a
-    function that waits for the hashes, and raises OSError if a file became shorter. What is not
-    done when the body ends is not done any more.
+    function that waits for the hashes, and raises OSError if a file became shorter. Hashes that are
+    not done when the body ends are not made any more.
 
     Raises UnsupportedModel for a file that is not of safetensors.
     """
@@ -77,8 +77,8 @@ def hashing_base(
 
 
 def _find_tensors(model_dir: Path, decoder: Decoder) -> dict[str, StoredTensor]:
-    """Returns what can be hashed, by the name that adapters have it under. A tied head is the
-    embedding, whatever the file has."""
+    """Returns the weights that can be hashed, by their names in adapters. A tied head is the
+    embedding, also if the file has a head."""
     stored = {decoder.wrapper.text_name(name): each for name, each in stored_tensors(model_dir)}
     embedding = f"{EMBED_TOKENS}.weight"
     head = embedding if decoder.head.is_tied else f"{LM_HEAD}.weight"

@@ -1,4 +1,4 @@
-"""What most families have in common, as parts of a description."""
+"""Parts of descriptions that most families have in common."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def rope(config: ConfigReader, **changes: Any) -> Rope:
 def rope_of_kind(
     config: ConfigReader, kind: str, facts: RopeFacts, older: Callable[[], Rope]
 ) -> Rope:
-    """Returns the rotation of layers of this kind of attention: what `rope_parameters` has for it,
-    or else `older`, as files have it that know no kinds."""
+    """Returns the rotation of layers of this kind of attention: its part of `rope_parameters`, or
+    else `older`, as files have it that know no kinds. Raises UnsupportedModel."""
     by_kind = config.get("rope_parameters") or {}
     is_by_kind = isinstance(by_kind, Mapping) and not by_kind.keys() - {FULL, SLIDING}
     if not is_by_kind or (by_kind and config.get("rope_scaling")):
@@ -132,7 +132,7 @@ def router(
     has_bias: bool = False,
     **changes: Any,
 ) -> Router:
-    """Returns a router that reads what its half reads; `num_experts` is the key of their number,
+    """Returns a router that reads the input of its half; `num_experts` is the key of their number,
     `changes` are of Router. Raises UnsupportedModel for a choice that there is not."""
     count = config.positive(num_experts)
     if not 2 <= count <= MAX_EXPERTS:
@@ -212,8 +212,8 @@ def with_experts(
 
 
 def decoder(config: ConfigReader, blocks: tuple[Block, ...], **changes: Any) -> Decoder:
-    """Returns the decoder of these layers; `changes` are of Decoder. What is the same for every
-    family, `model.architectures` fills in."""
+    """Returns the decoder of these layers; `changes` are of Decoder. `model.architectures` fills in
+    the parts that are the same for every family."""
     changes.setdefault("final_norm", norm(config, "model.norm"))
     changes.setdefault("head", Head(config.flag("tie_word_embeddings")))
     return Decoder(

@@ -2,10 +2,9 @@
 
 A key is READ for every family, or read by the family's own module, or IGNORED because it cannot
 change a served token (training, file keeping, sampling defaults), or accepted with the values that
-say what the family computes anyway, or REFUSED by name. Any other key
-is refused unless its value is null or false: its meaning is unknown, and a model served with other
-maths than it was trained with fails silently. Names that begin with an underscore are transformers'
-private notes.
+the family computes with anyway, or REFUSED by name. Any other key is refused unless its value is
+null or false: its meaning is unknown, and a model served with other maths than it was trained with
+fails silently. Names that begin with an underscore are transformers' private notes.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def check_keys(
     where: str = "config.json",
 ) -> None:
     """Raises UnsupportedModel for keys that are not honoured. `reads` and `ignores` are the
-    family's own, in addition to those of every family; `accepts` has the one value of a key that
+    family's own, in addition to the keys of every family; `accepts` has the one value of a key that
     changes nothing."""
     known = {*READ, *IGNORED, *reads, *ignores}
     refused: dict[str, list[str]] = {}

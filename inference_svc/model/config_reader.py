@@ -13,8 +13,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class ConfigReader:
-    """The values of config.json, and, for keys that it leaves out, those that transformers assumes:
-    `defaults`. Every method raises UnsupportedModel for a value that has no meaning."""
+    """The values of config.json, and, for keys that it leaves out, the values that transformers
+    assumes: `defaults`. Every method raises UnsupportedModel for a value that has no meaning."""
 
     def __init__(
         self, values: Mapping[str, Any], defaults: Mapping[str, Any], where: str = "config.json"
@@ -88,7 +88,7 @@ class ConfigReader:
 
     @property
     def head_dim(self) -> int:
-        """Returns `head_dim`, or what it is of the hidden size; it is even."""
+        """Returns `head_dim`, or its value by the hidden size; it is even."""
         if self.get("head_dim") is None:
             hidden_size, num_heads = self.positive("hidden_size"), self.positive(HEADS)
             if hidden_size % num_heads:
@@ -112,8 +112,8 @@ class ConfigReader:
         return num_kv_heads
 
     def layer_types(self, default: Callable[[int], str]) -> tuple[str, ...]:
-        """Returns the kind of attention of each layer: what `layer_types` names, or the default for
-        its index."""
+        """Returns the kind of attention of each layer: its entry of `layer_types`, or the default
+        for its index."""
         types = self.get("layer_types")
         if types is None:
             return tuple(default(layer) for layer in range(self.num_layers))

@@ -1,9 +1,9 @@
-"""A decoder as data: all that makes a model's maths and shapes what they are.
+"""A decoder as data: all that decides a model's maths and shapes.
 
 `model.architectures` makes a `Decoder` of config.json. Everything else that knows a model walks it:
-which tensors of the checkpoint go where, what adapters may change, the memory of steps, and what
-each backend computes. Modules are named as in Hugging Face's models: those of a layer below it
-("self_attn.q_proj"), the others below the whole ("model.norm").
+to place the checkpoint's tensors, to list the targets of adapters, to count the memory of steps,
+and to compute in each backend. Modules are named as in Hugging Face's models: a layer's below the
+layer ("self_attn.q_proj"), the others below the whole ("model.norm").
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsProjection:
-    """Linear layers of every expert that read the same input, computed as one. `members` name those
-    of all experts, such as "mlp.experts.gate_proj": what the checkpoint has of one expert is
+    """Linear layers of every expert that read the same input, computed as one. `members` name the
+    layers of all experts, such as "mlp.experts.gate_proj": one expert's in the checkpoint is
     "mlp.experts.3.gate_proj".
 
     `parameter` is the one tensor that a checkpoint may have of all experts and members,
@@ -160,9 +160,9 @@ class Attention:
     how many positions a query attends to, its own included; None: all. `rope` None: positions do
     not enter. Norms are over a head, or, as their size says, over all heads; before the rotation,
     or behind it if `norms_rotated`. `kv_layer` is the layer whose keys and values it reads, None:
-    its own. Where `values_are_keys`, values are what keys are before their norm and rotation.
-    `sinks` is the tensor with a number for each head: a score of what has no value, which takes
-    part in the softmax.
+    its own. Where `values_are_keys`, values are the keys before their norm and rotation. `sinks` is
+    the tensor with a number for each head: a score without a value, which takes part in the
+    softmax.
     """
 
     num_heads: int
@@ -231,9 +231,9 @@ class ClampedSwiglu:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Chooses the experts of a token by logits, which the projection makes of what the half reads,
-    or of the norm of the residual stream. `bias` is the tensor that is added to scores to choose
-    by, `expert_scales` the one that weights are multiplied by; both have a number for each
+    """Chooses the experts of a token by logits, which the projection makes of the half's input, or
+    of the norm of the residual stream. `bias` is the tensor that is added to scores to choose by,
+    `expert_scales` the tensor that weights are multiplied by; both have a number for each
     expert."""
 
     projection: Projection
@@ -245,12 +245,12 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts: the sum of what a token's experts make, each
-    down(activation(gate) * up), weighed as the router says, and of what all share: a dense half,
-    times sigmoid(shared_gate) if there is such a gate.
+    """A mixture of experts: the sum of the outputs of a token's experts, each down(activation(gate)
+    * up), weighed as the router says, and of the part that all share: a dense half, times
+    sigmoid(shared_gate) if there is such a gate.
 
-    With a `norm` experts read that of the residual stream, and not what the dense half reads.
-    What the two make has post-norms of its own.
+    With a `norm` experts read the norm of the residual stream, and not the dense half's input. The
+    outputs of both have post-norms of their own.
     """
 
     router: Router
@@ -284,7 +284,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """out(activation(gate(x)) * e), e being the layer's part of what `LayerInputs` computes."""
+    """out(activation(gate(x)) * e), e being the layer's part of the output of `LayerInputs`."""
 
     activation: Activation
     gate: Projection
@@ -294,11 +294,12 @@ class LayerInput:
 @dataclass(frozen=True, slots=True)
 class Block:
     """A layer: attention, then the feed-forward half; each reads the norm of the residual stream,
-    or the stream itself, and adds to it, normed or not, times `residual_scale`. What there may be
-    of a `layer_input` reads the stream itself, and adds to it last.
+    or the stream itself, and adds to it, normed or not, times `residual_scale`. A `layer_input`, if
+    there is one, reads the stream itself, and adds to it last.
 
-    `is_parallel`: both halves read what `attention_norm` makes. `scalar` is the module whose number
-    the stream is multiplied by at the end. The checkpoint may have modules that are `unused`.
+    `is_parallel`: both halves read the output of `attention_norm`. `scalar` is the module whose
+    number the stream is multiplied by at the end. The checkpoint may have modules that are
+    `unused`.
     """
 
     attention: Attention
@@ -322,7 +323,7 @@ class Block:
 
     @property
     def post_norms(self) -> tuple[Norm, ...]:
-        """Norms of what the halves, and the layer's input, add to the stream."""
+        """Norms of the additions of the halves, and the layer's input, to the stream."""
         found = [self.attention_post_norm, self.feed_forward_post_norm, self.layer_input_post_norm]
         if self.experts is not None:
             found += [self.experts.post_norm, self.experts.shared_post_norm]
@@ -335,7 +336,7 @@ class Block:
 
     @property
     def dense(self) -> Dense | None:
-        """The half that every token passes through, of a mixture that which all share."""
+        """The half that every token passes through, of a mixture the half that all share."""
         half = self.feed_forward
         return half if isinstance(half, Dense) else half.shared
 
@@ -389,8 +390,8 @@ class Head:
 
 class Wrapper(NamedTuple):
     """How a whole checkpoint, of a model of several towers, names the tensors of its text part:
-    `prefixes` and what they stand for; and `others`, the towers that are not served. Where a name
-    of theirs begins with one of two `tower_prefixes`, it may begin with the other."""
+    `prefixes` and their replacements; and `others`, the towers that are not served. Where a name of
+    theirs begins with one of two `tower_prefixes`, it may begin with the other."""
 
     prefixes: tuple[tuple[str, str], ...] = ()
     others: tuple[str, ...] = ()
@@ -427,10 +428,10 @@ TEXT_ALONE = Wrapper()
 
 @dataclass(frozen=True)
 class Decoder:
-    """What one model computes.
+    """The computation of one model.
 
-    `dtype` is what its weights were saved as, by torch's name; `config_sha256` the hex digest of
-    config.json as canonical JSON: keys sorted, no spaces. Embeddings are multiplied by
+    `dtype` is the type that its weights were saved in, by torch's name; `config_sha256` the hex
+    digest of config.json as canonical JSON: keys sorted, no spaces. Embeddings are multiplied by
     `embedding_scale`, rounded to their dtype. The checkpoint may have `num_unused_layers` behind
     the last.
     """
@@ -485,7 +486,7 @@ class Decoder:
 
     @property
     def max_intermediate_size(self) -> int:
-        """That of the widest dense half; 0 if there are none."""
+        """The size of the widest dense half; 0 if there are none."""
         return max((each.dense.size for each in self.blocks if each.dense is not None), default=0)
 
     @cached_property

@@ -1,9 +1,9 @@
-"""What a decoder has beyond what every decoder has: the features that a backend must compute.
+"""The features of a decoder that not every decoder has and that a backend must compute.
 
 Read off the description itself, so that none can be forgotten. Each type of part is a feature, such
 as "dense", and so is each field that says more than its default ("attention.softcap"), each choice
-of several ("norm.kind=layer"), and the absence of what has no default ("attention.rope=none"). What
-only sizes tell has names of its own.
+of several ("norm.kind=layer"), and the absence of a part without a default ("attention.rope=none").
+Features that only sizes show have names of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOT_COMPUTED = frozenset(
         "decoder.num_unused_layers",
         # When a sequence ends.
         *("decoder.eos_token_ids",),
-        # What `Rope` itself makes frequencies and a scale of.
+        # The fields from which `Rope` itself makes frequencies and a scale.
         *("rope.rope_type", "rope.rope_theta", "rope.factor", "rope.attention_factor"),
         *("rope.original_max_position_embeddings", "rope.truncate", "rope.alpha", "rope.is_long"),
         *("rope.low_freq_factor", "rope.high_freq_factor", "rope.beta_fast", "rope.beta_slow"),
@@ -61,7 +61,8 @@ def _features(part: Any) -> Iterator[str]:
 
 
 def _of_sizes(decoder: Decoder) -> Iterator[str]:
-    """Yields what sizes tell: whole-width norms, wide heads, and what layers do not have alike."""
+    """Yields the features that sizes show: whole-width norms, wide heads, and differences between
+    layers."""
     for each in decoder.attentions:
         norms = (each.q_norm, each.k_norm)
         if any(norm is not None and norm.size > each.head_dim for norm in norms):

@@ -1,6 +1,6 @@
 """Says which files a model's folder has to have, and checks them before anything large is loaded.
 
-The weights themselves are checked by what reads them, and the tokenizer by its library.
+The reader of the weights checks these, and the tokenizer's library the tokenizer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 def weight_stamps(model_dir: Path) -> dict[Path, tuple[int, int, int]]:
     """Returns the inode, size and time of change in nanoseconds of each of `weight_files`, which
-    differ once it is written or replaced. Raises OSError for one that is not there."""
+    differ once it is written or replaced. Raises OSError for a missing one."""
     stats = {path: path.stat() for path in weight_files(model_dir)}
     return {path: (each.st_ino, each.st_size, each.st_mtime_ns) for path, each in stats.items()}
 
@@ -69,7 +69,7 @@ def has_vocabulary(model_dir: Path) -> bool:
 
 def check_files(model_dir: Path, *, has_tokenizer: bool = True) -> None:
     """Raises UnsupportedModel naming the first file that is missing, or that is broken so that it
-    shows in a moment, and saying what to do."""
+    shows in a moment, with a remedy."""
     for name in missing_files(model_dir, has_tokenizer=has_tokenizer):
         raise UnsupportedModel(f"{model_dir} has no {name}{_advice(model_dir, name)}")
     vocabularies = VOCABULARIES if has_tokenizer else ()
@@ -90,7 +90,7 @@ def check_tokenizer(model_dir: Path) -> None:
 
 
 def _advice(model_dir: Path, name: str) -> str:
-    """Returns what follows the name of a missing file."""
+    """Returns the words after the name of a missing file."""
     if name == TOKENIZER:
         save = f"AutoTokenizer.from_pretrained(MODEL).save_pretrained({str(model_dir)!r})"
         return (
@@ -103,7 +103,7 @@ def _advice(model_dir: Path, name: str) -> str:
 
 
 def _advice_on_pickles(model_dir: Path) -> str:
-    """Returns what follows that there are no safetensors."""
+    """Returns the words after "no safetensors"."""
     pickle = min(model_dir.glob("pytorch_model*.bin"), default=None)
     if pickle is None:
         return ": weights are read from safetensors, as save_pretrained writes them"

@@ -1,5 +1,5 @@
-"""Reads what a model's generation_config.json says: how it ends a text, and how its tokens are
-chosen by default."""
+"""Reads a model's generation_config.json: how it ends a text, and how its tokens are chosen by
+default."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GREEDY_BELOW = 0.01
 
 
 def read_generation_config(model_dir: Path) -> dict[str, Any]:
-    """Returns what the file holds, nothing if there is none. Raises UnsupportedModel."""
+    """Returns the file's contents, nothing if there is none. Raises UnsupportedModel."""
     path = model_dir / FILE_NAME
     return read_json(path) if path.exists() else {}
 

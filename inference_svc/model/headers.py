@@ -1,5 +1,5 @@
-"""What the headers of a checkpoint's files say: its tensors, where they lie, and the linear layers
-of towers that are not served."""
+"""The contents of the headers of a checkpoint's files: its tensors, where they lie, and the linear
+layers of towers that are not served."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inference_svc.model.description import Wrapper
 from inference_svc.model.files import INDEX, MAX_HEADER_BYTES, SINGLE, weight_files
 
 PIECE_BYTES = 1 << 20
-"""What is read at once."""
+"""The bytes that are read at once."""
 _WEIGHT = ".weight"
 
 
@@ -28,8 +28,8 @@ class StoredTensor(NamedTuple):
 
 
 class TowerModule(NamedTuple):
-    """A linear layer of a tower that is not served. `names` are those that it goes by, of the
-    newest transformers first."""
+    """A linear layer of a tower that is not served. `names` are its possible names, of the newest
+    transformers first."""
 
     tower: str
     names: tuple[str, ...]
@@ -46,7 +46,7 @@ def stored_tensors(model_dir: Path) -> Iterator[tuple[str, StoredTensor]]:
 
 def tensor_names(model_dir: Path) -> list[str]:
     """Returns the names of the tensors in a model's folder, by its index if it has one; none where
-    the weights are not there, or broken: what reads them says so."""
+    the weights are not there, or broken, which their reader reports."""
     index = model_dir / INDEX
     try:
         if not (model_dir / SINGLE).exists() and index.exists():
@@ -59,8 +59,8 @@ def tensor_names(model_dir: Path) -> list[str]:
 def tensors_named(
     model_dir: Path, wrapper: Wrapper, names: Collection[str]
 ) -> dict[str, StoredTensor]:
-    """Returns those of a model's text part that have these names; none where the weights are not
-    there, or broken: what reads them says so."""
+    """Returns the tensors of a model's text part that have these names; none where the weights are
+    not there, or broken, which their reader reports."""
     try:
         found = ((wrapper.text_name(name), each) for name, each in stored_tensors(model_dir))
         return {name: each for name, each in found if name is not None and name in names}
@@ -86,8 +86,8 @@ def is_same_content(first: StoredTensor, second: StoredTensor) -> bool:
 
 
 def tower_modules(model_dir: Path, wrapper: Wrapper) -> tuple[TowerModule, ...]:
-    """Returns what can be a linear layer, by its shape, of the towers that a whole model has beside
-    its text part, in the order of their names. Raises as `stored_tensors`."""
+    """Returns the tensors that can be linear layers, by their shapes, of the towers that a whole
+    model has beside its text part, in the order of their names. Raises as `stored_tensors`."""
     found = []
     for name, tensor in sorted(stored_tensors(model_dir)) if wrapper.others else ():
         is_matrix = name.endswith(_WEIGHT) and len(tensor.shape) == 2

@@ -40,7 +40,7 @@ SMALL_FILES = (
     *("merges.txt", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json"),
 )
-"""What is downloaded of a model before its weights, as far as it has them."""
+"""The files of a model that are downloaded before its weights, as far as it has them."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -80,9 +80,9 @@ def download(
     or_folder: bool = False,
     redirect_hosts: Iterable[str] = REDIRECT_HOSTS,
 ) -> Path:
-    """Returns the folder of a model of the hub, after downloading what of it is served and not in
-    the hub's cache; `say` gets a line that tells of it. Besides its own host the hub may send the
-    download to the `redirect_hosts`.
+    """Returns the folder of a model of the hub, after downloading the served files that are not in
+    the hub's cache; `say` gets a line about it. Besides its own host the hub may send the download
+    to the `redirect_hosts`.
 
     Raises UnsupportedModel for a model that is not served, before its weights are downloaded, and
     InvalidSetting with the command to run where it cannot be downloaded. `or_folder`: the name was
@@ -116,7 +116,7 @@ def _download(name: str, say: Callable[[str], None], redirect_hosts: Iterable[st
 
 
 def _fetch(name: str) -> Path:
-    """Downloads what is served of a model, its weights last."""
+    """Downloads the served files of a model, its weights last."""
     repo, revision = split_hub_name(name)
     with _explained(name):
         from huggingface_hub import snapshot_download
@@ -143,8 +143,8 @@ def _fetch(name: str) -> Path:
 
 def _find_commit(repo: str, revision: str | None) -> tuple[str, frozenset[str]]:
     """Returns the commit of a revision, of the model's newest without one, and the names of its
-    files. The hub's library makes paths of the commit, without a look at what the server called so.
-    Raises ValueError, and what the library raises."""
+    files. The hub's library makes paths of the commit, without a check of the server's value.
+    Raises ValueError, and errors of the library."""
     from huggingface_hub import HfApi
 
     info = HfApi().model_info(repo, revision=revision)
@@ -166,7 +166,7 @@ def _write_ref(repo: str, revision: str, commit: str) -> None:
 
 
 def _check_small_files(name: str, folder: Path) -> None:
-    """Raises UnsupportedModel for what shows without the weights that the model is not served."""
+    """Raises UnsupportedModel if the model is not served by facts that show without its weights."""
     # Imports torch, which a start of the service does after its settings are known to be good.
     from inference_svc.model.architectures import load_description
 
@@ -204,8 +204,8 @@ def _cache_dir() -> str:
 
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Raises InvalidSetting for what the hub's library raises: whatever it stumbles over in the
-    answers of a server that is no hub, too."""
+    """Raises InvalidSetting for errors of the hub's library, also any that the answers of a server
+    cause that is no hub."""
     try:
         from huggingface_hub import constants, errors
     except ImportError:
@@ -220,7 +220,7 @@ def _explained(name: str) -> Iterator[None]:
     endpoint = redact(constants.ENDPOINT)
     # The base class of the errors of the HTTP library underneath, whichever that is.
     transport_error: type[Exception] = errors.HfHubHTTPError.__bases__[0]
-    # Those of the hub's library are OSErrors, too.
+    # Errors of the hub's library are OSErrors, too.
     of_the_hub = (transport_error, errors.EntryNotFoundError, errors.HFValidationError)
     try:
         yield

@@ -18,8 +18,8 @@ class StepInputs:
 
     `token_ids` and `positions` are int64 [T]. `logit_rows`, int64 [rows], holds the index of each
     row's last token: only these get logits, which say whether the row is computed soundly, also
-    where it does not sample. `attention` holds where keys and values are stored and what each token
-    attends to.
+    where it does not sample. `attention` holds where keys and values are stored and the positions
+    that each token attends to.
     """
 
     token_ids: Tensor

@@ -15,7 +15,7 @@ from kernels.attention import rotary_angles
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Computes x @ weight.T + bias."""
+    """Computes x @ weight.T + bias: weight [out, in], bias [out], both in the model's dtype."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -35,20 +35,20 @@ class Linear:
 
     @staticmethod
     def of(weight: Tensor) -> Linear:
-        """Returns a projection that shares its weight [out, in]."""
+        """Returns a projection without a bias that shares `weight` [out, in]."""
         return Linear(weight)
 
     def put_rows(self, start: int, rows: Tensor) -> None:
-        """Copies rows [N, in] to those from `start` on."""
+        """Copies rows [N, in], of any float dtype, to the weight's rows from `start` on."""
         self.weight[start : start + len(rows)].copy_(rows)
 
     def put_bias(self, start: int, values: Tensor) -> None:
-        """Copies values [N] to those from `start` on."""
+        """Copies values [N], of any float dtype, to the bias's values from `start` on."""
         assert self.bias is not None
         self.bias[start : start + len(values)].copy_(values)
 
     def rows(self, start: int, end: int) -> Tensor:
-        """Returns rows [start, end) of the weight, a view."""
+        """Returns rows [start, end) of the weight, a view [end - start, in]."""
         return self.weight[start:end]
 
     @property

@@ -19,8 +19,8 @@ class ExpertsLora(Protocol):
 
 
 class Lora(Protocol):
-    """One step's adapters. What it changes are exactly those tokens whose row has an adapter with
-    the target, in place, after the base has computed.
+    """One step's adapters. Changes exactly the tokens whose row has an adapter with the target, in
+    place, after the base has computed.
 
     Groups are "layers.{i}.qkv" (out: q, k and v side by side), "layers.{i}.o",
     "layers.{i}.gate_up" (out: gate and up side by side) and "layers.{i}.down", and others by the
@@ -36,22 +36,23 @@ class Lora(Protocol):
 
     def add(self, group: str, x: Tensor, out: Tensor, bias: Tensor | None) -> None:
         """x: [T, in], in the model's dtype, out: [T, sum of the group's outs], in that or in fp32;
-        `bias` is what `out` has of the base's."""
+        `bias`, [sum of the group's outs], is the base's in `out`."""
 
     def order_tokens(self) -> TokenOrder | None:
         """Returns the order that pairs of one expert are sorted in; None if no adapter of this step
         changes experts."""
 
     def of_pairs(self, order: TokenOrder, experts: Tensor, pairs: Pairs) -> ExpertsLora:
-        """Returns what adapters change of a layer's experts. experts: int32 [T, chosen], those of
-        each token, and `pairs` of these, sorted in that order."""
+        """Returns the adapters' changes of a layer's experts. experts: int32 [T, chosen], the
+        experts of each token, and `pairs` of these, sorted in that order."""
 
     def add_embedding(self, token_ids: Tensor, out: Tensor) -> None:
-        """token_ids: int64 [T], out: [T, hidden_size]."""
+        """token_ids: int64 [T], out: [T, hidden_size], in the model's dtype."""
 
     def add_head(self, x: Tensor, out: Tensor) -> None:
         """x: [number of logit rows, hidden_size], out: [number of logit rows, vocab_size and
-        `num_added_tokens`]; row i belongs to token `logit_rows[i]` of the step."""
+        `num_added_tokens`], both in the model's dtype; row i belongs to token `logit_rows[i]` of
+        the step."""
 
     def norm(self, module: str, norm: NormWeight, *, logits_only: bool = False) -> NormWeight:
         """Returns the norm with a weight for each token, [T, size], or for each logit row, where an

@@ -32,18 +32,20 @@ from kernels.experts import padded_rows
 
 
 class Sink(Protocol):
-    """What takes the values of a parameter: a tensor, or a projection in a backend's form."""
+    """The receiver of a parameter's values: a tensor, or a projection in a backend's form."""
 
-    def put_rows(self, start: int, rows: Tensor) -> None: ...
+    def put_rows(self, start: int, rows: Tensor) -> None:
+        """Takes rows [N, in], of any float dtype, as the rows from `start` on."""
 
-    def put_bias(self, start: int, values: Tensor) -> None: ...
+    def put_bias(self, start: int, values: Tensor) -> None:
+        """Takes values [N], of any float dtype, as the bias's from `start` on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor of the checkpoint: its shape, and what puts it into the projection that it is a part
-    of; None: it is the whole of a parameter that is no projection. With `num_experts` it has the
-    parts of so many, which are put one by one."""
+    """A tensor of the checkpoint: its shape, and the writer that puts it into the projection that
+    it is a part of; None: it is the whole of a parameter that is no projection. With `num_experts`
+    it has the parts of so many, which are put one by one."""
 
     shape: tuple[int, ...]
     put: Callable[[Sink, Tensor, int], None] | None = None
@@ -55,8 +57,8 @@ Form: TypeAlias = Mapping[str, Piece]
 
 
 class Role(enum.Enum):
-    """What a parameter is: a table of rows, a projection, a norm's weight, a number of a layer, or
-    numbers in fp32."""
+    """The kind of a parameter: a table of rows, a projection, a norm's weight, a number of a layer,
+    or numbers in fp32."""
 
     TABLE = "table"
     PROJECTION = "projection"
@@ -71,7 +73,7 @@ class Parameter:
     that these may have: made when they are asked for, as experts have thousands.
 
     `key` is such as "layers.0.qkv", of a norm its module; `members` maps the modules that adapters
-    know to their sizes. `in_size` is 0 of what has one dimension.
+    know to their sizes. `in_size` is 0 for one dimension.
     """
 
     key: str
@@ -119,7 +121,8 @@ def parameters(decoder: Decoder) -> tuple[Parameter, ...]:
 
 
 def weights_bytes(decoder: Decoder, dtype: torch.dtype) -> int:
-    """Returns what `load_weights` will take with plain projections, without allocating."""
+    """Returns the bytes that `load_weights` will take with plain projections, without
+    allocating."""
     return sum(each.num_bytes(dtype) for each in parameters(decoder))
 
 
@@ -144,7 +147,7 @@ def vectors(decoder: Decoder) -> Iterator[Vector]:
 
 
 def unused(decoder: Decoder) -> tuple[str, ...]:
-    """Returns what the names of tensors begin with that the checkpoint may have and that nothing
+    """Returns the prefixes of tensors' names that the checkpoint may have and that nothing
     reads."""
     blocks = enumerate(decoder.blocks)
     paths = [layer_path(layer, module) for layer, block in blocks for module in block.unused]
@@ -237,7 +240,7 @@ def _projection_parameter(
 
 def _linear_forms(projection: Projection, path_of: Callable[[str], str]) -> Iterator[Form]:
     """Yields the tensors by the names of one release of transformers after the other; published
-    files have those of earlier ones."""
+    files have the names of earlier ones."""
     names = [(member.module, *member.others) for member in projection.stored]
     sizes = [member.out_features for member in projection.stored]
     for index in reversed(range(max(map(len, names)))):
@@ -335,7 +338,7 @@ def _put_expert_bias(
 
 
 def _in_order(projection: ExpertsProjection, values: Tensor) -> Tensor:
-    """Returns what takes turns of the members member by member."""
+    """Returns the receiver that takes turns of the members member by member."""
     if not projection.is_interleaved:
         return values
     count = len(projection.members)

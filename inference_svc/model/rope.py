@@ -1,6 +1,6 @@
 """Rotary position embedding: the parameters in config.json, and their frequencies.
 
-The formulas are those of transformers' `modeling_rope_utils`; only kinds whose frequencies do not
+The formulas are from transformers' `modeling_rope_utils`; only kinds whose frequencies do not
 depend on the sequence's length so far are supported. `dynamic` is HunYuan's, whose fixed `alpha`
 stretches the base (transformers' `ntk_alpha`).
 """
@@ -174,11 +174,11 @@ def _mscale(scale: float, mscale: float) -> float:
 
 
 class RopeFacts(NamedTuple):
-    """What a family says of its rotation beside the parameters in config.json.
+    """A family's facts about its rotation beside the parameters in config.json.
 
     `part`: of a head that is turned if config.json does not say; None: all of it, always. `kinds`
-    has further values of `rope_type`, and what they are called here; `other_keys` are parameters
-    that are not the rotation's.
+    has further values of `rope_type`, and their names here; `other_keys` are parameters that are
+    not the rotation's.
     """
 
     max_position_embeddings: int
@@ -202,7 +202,7 @@ def parse_rope(config: Mapping[str, Any], facts: RopeFacts) -> Rope:
 
 
 def parse_parameters(values: Any, where: str, config: Mapping[str, Any], facts: RopeFacts) -> Rope:
-    """Reads `values`, the parameters of one rotation, and what is beside them in `config`. Raises
+    """Reads `values`, the parameters of one rotation, and the keys beside them in `config`. Raises
     as `parse_rope`."""
     if not isinstance(values, Mapping):
         raise UnsupportedModel(f"config.json: {where} is not an object: {values!r}")
@@ -237,7 +237,8 @@ def _part(value: Any, config: Mapping[str, Any], facts: RopeFacts) -> Any:
 
 
 def _check(field: str, key: str, value: Any) -> None:
-    """Raises UnsupportedModel for what is no number, or no list of numbers where that is due."""
+    """Raises UnsupportedModel for a value that is no number, or no list of numbers where one is
+    due."""
     numbers = value if key in _LISTS else [value]
     are_numbers = isinstance(numbers, list) and all(
         isinstance(each, int | float) and math.isfinite(each) for each in numbers

@@ -1,7 +1,7 @@
-"""The decoder in torch: one class computes whatever a description says.
+"""The decoder in torch: one class computes any description.
 
 It reads a step's inputs, the key-value cache, and a `Lora` if the step has adapters; requests,
-pages and adapters are unknown here. What lies between the projections is one kernel each on a
+pages and adapters are unknown here. The operations between the projections are one kernel each on a
 device, and its definition in torch on a CPU.
 """
 
@@ -88,7 +88,7 @@ class _Step:
     layer_inputs: Tensor | None
     """[T, layers, size of a layer's]"""
     q_scales: Mapping[QueryGrowth, Tensor]
-    """What each token's queries are multiplied by, [T]."""
+    """The factors of each token's queries, [T]."""
     token_order: TokenOrder | None
     """The order of pairs where adapters change experts."""
     choices: Mapping[int, Tensor]
@@ -97,8 +97,8 @@ class _Step:
 
 @dataclass(slots=True)
 class Stream:
-    """The residual stream [T, hidden_size]. `delta` is what is still to be added to it, times
-    `delta_scale`, and `sum_scale` what their sum is multiplied by: the next norm does it along."""
+    """The residual stream [T, hidden_size], in the model's dtype. `delta` is still to be added to
+    it, times `delta_scale`, and `sum_scale` multiplies their sum; the next norm does both."""
 
     hidden: Tensor
     delta: Tensor | None = None
@@ -106,10 +106,12 @@ class Stream:
     sum_scale: float = 1.0
 
     def leave(self, delta: Tensor, delta_scale: float = 1.0) -> None:
+        """Leaves `delta` [T, hidden_size] to be added by the next norm."""
         self.delta, self.delta_scale, self.sum_scale = delta, delta_scale, 1.0
 
     def normed(self, norm: NormWeight | None, rows: Tensor | None = None) -> Tensor:
-        """Returns its norm, or itself, of all rows or of these."""
+        """Returns its norm, or itself, of all rows or of these, int64 [N]: [T or N,
+        hidden_size]."""
         delta, self.delta = self.delta, None
         return add_rms_norm(
             self.hidden, delta, norm, rows, delta_scale=self.delta_scale, sum_scale=self.sum_scale
@@ -152,9 +154,9 @@ class Transformer:
     ) -> Stream:
         """Computes one step up to the last norm, of all tokens.
 
-        Writes the step's keys and values to the cells of `inputs.attention`; what each token
-        attends to must be in the cache already, or be computed in this step. Without `lora` no
-        adapter code runs. `choices`, int32 [layers that have experts, T, num_chosen], are
+        Writes the step's keys and values to the cells of `inputs.attention`; the positions that
+        each token attends to must be in the cache already, or be computed in this step. Without
+        `lora` no adapter code runs. `choices`, int32 [layers that have experts, T, num_chosen], are
         overwritten with the experts of each token.
         """
         hidden = _embedded(inputs.token_ids, self.weights.embedding, lora)
@@ -308,7 +310,7 @@ class Transformer:
         shared: Tensor | None,
         step: _Step,
     ) -> Tensor:
-        """x, hidden, shared (what all share): [T, hidden_size] -> [T, hidden_size]."""
+        """x, hidden, shared (the half that all share): [T, hidden_size] -> [T, hidden_size]."""
 
         def own(norm: Norm | None, weight: NormWeight | None) -> NormWeight | None:
             return _own(norm, weight, step.lora, index)
@@ -349,7 +351,7 @@ class Transformer:
         routing: Routing,
         step: _Step,
     ) -> tuple[Tensor, Pairs]:
-        """x: [T, hidden_size] -> what experts make of each pair, [P, hidden_size]."""
+        """x: [T, hidden_size] -> the experts' outputs of each pair, [P, hidden_size]."""
         order = step.token_order
         tokens = None if order is None else order.tokens
         pairs = sort_pairs(routing.experts, experts.num_experts, tokens)
@@ -391,7 +393,7 @@ class Transformer:
             logits = F.pad(logits, (0, lora.num_added_tokens), value=float("-inf"))
         lora.add_head(normed, logits)
         bounded = bound_logits(logits, head.scale, head.softcap)
-        # A cap would make numbers of what there is not.
+        # A cap would make numbers of absent tokens.
         absent = logits.isneginf() if lora.num_added_tokens and head.softcap else None
         return bounded if absent is None else bounded.masked_fill_(absent, float("-inf"))
 
@@ -406,7 +408,7 @@ def _post_normed(delta: Tensor, norm: NormWeight | None) -> Tensor:
 
 
 def _q_scale(growth: QueryGrowth, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns by what each token's queries grow, [T]."""
+    """Returns the factors by which each token's queries grow, [T]."""
     grown = torch.log1p(torch.floor(positions / growth.length))
     return (1 + growth.beta * grown).to(dtype)
 

@@ -44,10 +44,10 @@ class Packed(Protocol):
     def num_bytes(self) -> int: ...
 
     def put_rows(self, start: int, rows: Tensor) -> None:
-        """Takes rows [N, in] of a file as those from `start` on."""
+        """Takes rows [N, in] of a file, of any float dtype, as the rows from `start` on."""
 
     def put_bias(self, start: int, values: Tensor) -> None:
-        """Takes values [N] of a file as those of the bias from `start` on."""
+        """Takes values [N] of a file, of any float dtype, as the bias's from `start` on."""
 
 
 P = TypeVar("P", bound=Packed)
@@ -69,7 +69,7 @@ class Projections(Protocol[P_co]):
         """Allocates one whose rows are put later, each once, in any order."""
 
     def of(self, weight: Tensor) -> P_co:
-        """Returns one of a weight [out, in] that stays where it is, which it may share."""
+        """Returns a projection of a weight [out, in] that stays where it is, and may be shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,8 @@ class RouterWeights(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class ExpertsWeights(Generic[P]):
-    """The weights of `Experts`. Those of all experts lie below each other in one projection, each
-    on `padded_rows`."""
+    """The weights of `Experts`. All experts' lie below each other in one projection, each on
+    `padded_rows`."""
 
     router: RouterWeights[P]
     gate_up: P
@@ -124,7 +124,7 @@ class LayerInputsWeights(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class BlockWeights(Generic[P]):
-    """The weights of a `Block`, by its names; None for what it does not have."""
+    """The weights of a `Block`, by its names; None for absent ones."""
 
     attention_norm: NormWeight | None
     qkv: P
@@ -200,7 +200,7 @@ class BlockWeights(Generic[P]):
 
 
 class Make(Generic[P]):
-    """Makes the parts of a block's weights: `make_numbers` those in fp32, of this name and size."""
+    """Makes the parts of a block's weights: `make_numbers` makes fp32 [size], by name and size."""
 
     def __init__(
         self,
@@ -216,6 +216,7 @@ class Make(Generic[P]):
         return None if norm is None else self._make_norm(norm)
 
     def numbers(self, name: str, size: int) -> Tensor | None:
+        """Returns fp32 [size]; None without a name."""
         return self._make_numbers(name, size) if name else None
 
 
@@ -282,7 +283,7 @@ def load_weights(
 
 
 def check_tensors(model_dir: Path, decoder: Decoder) -> list[TextTensor]:
-    """Returns the tensors of a model directory but for those of other towers, in the order in which
+    """Returns the tensors of a model directory without other towers' tensors, in the order in which
     they lie in its files. Raises UnsupportedModel naming a missing, unexpected or misshapen one."""
     tensors = _tensors(model_dir, decoder.wrapper)
     try:
@@ -429,8 +430,8 @@ def ones(norm: Norm, dtype: torch.dtype, device: torch.device) -> NormWeight:
 
 @dataclass(frozen=True, slots=True)
 class TextTensor:
-    """A tensor of a file, as the file's header has it; `name` is what a model of text alone calls
-    it."""
+    """A tensor of a file, as the file's header has it; `name` is its name in a model of text
+    alone."""
 
     name: str
     stored_name: str

@@ -19,7 +19,7 @@ CONNECT_SECONDS = 2.0
 PULL_METHOD = f"/{pb.DESCRIPTOR.services_by_name['AdapterStoreService'].full_name}/PullAdapter"
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""What a store that is broken may make this service hold: chunks of images have half a MiB, the
+"""The memory that a broken store may make this service hold: chunks of images have half a MiB, the
 header of the largest model that we know of 6 MB."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, str | int], ...] = (
@@ -42,7 +42,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, str | int], ...] = (
     # Bulk data and catalog calls do not share a connection.
     ("grpc.use_local_subchannel_pool", 1),
     # With gRPC's own retries, which are under ours, a pull that is opened while its connection ends
-    # may never end, whatever its deadline (grpcio 1.80 to 1.85, blocking streams).
+    # may never end, with any deadline (grpcio 1.80 to 1.85, blocking streams).
     ("grpc.enable_retries", 0),
 )
 

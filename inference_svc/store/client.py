@@ -184,7 +184,7 @@ class ReplicaSession:
         """Raises AdapterNotFound, and CorruptImage for content of another digest."""
         response = await self._call("GetText", pb.GetTextRequest(digest=digest), timeout_s)
         if digest != f"sha256:{hashlib.sha256(response.content).hexdigest()}":
-            raise CorruptImage(f"what the store sent as {digest} has another digest")
+            raise CorruptImage(f"the store sent a text for {digest} that has another digest")
         return bytes(response.content)
 
     async def list_adapters(
@@ -199,7 +199,8 @@ class ReplicaSession:
         return AdapterPage(records, response.next_page_token)
 
     async def register(self, name: str, source: Source, metadata: Metadata) -> Registered:
-        """Sends the caller's own `metadata`: the store's refusals are no sign of its health."""
+        """Sends the caller's own `metadata`: the store's refusals are no sign of its health.
+        Raises the store's refusal, or the error of a failed call."""
         pooled = self._channels.acquire(self._endpoint)
         request = pb.RegisterAdapterRequest(
             name=name,
@@ -343,6 +344,7 @@ class NoStore:
         image_id: str = "",
         avoid: Collection[str] = (),
     ) -> PullStream:
+        """Raises AdapterNotFound."""
         raise AdapterNotFound("this server has no adapter store", subject="adapter")
 
 
@@ -405,7 +407,7 @@ class _ImageStream:
 
 
 class RemoteImages(ImageClient):
-    """Has replicas of its own, which exchange what they learn with those of the main process."""
+    """Has replicas of its own, which exchange their findings with the main process's."""
 
     def __init__(
         self, replicas: Replicas, access: StoreAccess, publish: Callable[[Any], None]

@@ -88,7 +88,7 @@ _DTYPE_NAMES = {
     pb.DATA_TYPE_INT32: "int32",
 }
 _NO_CHANGE = (pb.EVENT_KIND_PINNED, pb.EVENT_KIND_UNPINNED, pb.EVENT_KIND_BOOKMARK)
-"""Events after which every name points to what it did before."""
+"""Events after which every name points to the same content as before."""
 
 
 def to_error(error: grpc.RpcError) -> ServiceError:
@@ -144,7 +144,7 @@ def knows_no_vectors(error: InvalidArgument) -> bool:
 def to_event(event: pb.AdapterEvent) -> NameEvent:
     if event.kind in _NO_CHANGE:
         return NameEvent(event.revision)
-    if event.kind == pb.EVENT_KIND_DELETED:  # the digest is what it pointed to
+    if event.kind == pb.EVENT_KIND_DELETED:  # the digest is its former one
         return NameEvent(event.revision, event.name)
     return NameEvent(event.revision, event.name, event.digest, event.version)
 

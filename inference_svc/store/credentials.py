@@ -46,7 +46,7 @@ class TokenFile:
             stamp = self._read_stamp()
             if stamp != self._stamp:
                 self._token = _read_token(self._path)
-                self._stamp = stamp  # only now: what could not be read is tried again
+                self._stamp = stamp  # only now: a file that could not be read is tried again
                 self._problem = ""
                 logger.info("reread the store's token")
         except (OSError, InvalidSetting) as error:

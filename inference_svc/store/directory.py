@@ -3,9 +3,9 @@
 Knows no transport: `Catalog` is the store's side, and the watch calls `apply`, `watch_started`,
 `watch_lost` and `reset`. Everything runs on one event loop.
 
-The store decides who may use what: lookups are made on behalf of the caller, and another tenant's
-adapters are to it, and so to us, as if they did not exist. An answer to one caller is never given
-to another, unless both belong to the tenant that owns the adapter.
+The store decides who may use which adapter: lookups are made on behalf of the caller, and another
+tenant's adapters are to it, and so to us, as if they did not exist. An answer to one caller is
+never given to another, unless both belong to the tenant that owns the adapter.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Binding:
     """A resolved reference. `label` is "tenant/name@version", or the digest if that was the
     reference. With `invocation_tokens` it is active from the first of them on, where all of them
     follow one another in the prompt for the last time. `parts` are the adapters of a combination,
-    and what each is multiplied with. What it has of tokens and text is as in AdapterRecord; of a
-    combination that of the one which adds tokens, and nothing if none does."""
+    and their factors. Its tokens and text are as in AdapterRecord; a combination has the ones of
+    the adapter that adds tokens, and none if no adapter does."""
 
     label: str
     tenant: str
@@ -85,7 +85,7 @@ class Servable:
     """This server's limits: adapters of these base models up to this rank, and, if it is restricted
     to `lora_targets`, that change none of its other `modules`, by themselves or as parts of one of
     `fused_modules`. An adapter may name modules in other ways, or have whole weights that equal the
-    base's: then its image says what it changes."""
+    base's: then its image shows its changes."""
 
     base_models: tuple[str, ...]
     max_lora_rank: int
@@ -94,8 +94,8 @@ class Servable:
     fused_modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def refusal(self, record: AdapterRecord) -> tuple[str, str] | None:
-        """Returns what of an adapter this server does not apply, in words that follow "has", and
-        the field that says so; None if it applies everything."""
+        """Returns the contents of an adapter that this server does not apply, in words that follow
+        "has", and their field; None if it applies everything."""
         changed: set[str] = set()
         for name in record.targets:
             changed.update(self.fused_modules.get(name, (name,)))
@@ -115,7 +115,7 @@ class Servable:
 class Directory:
     """Resolves references. Without a catalog (no store) every reference is unknown.
 
-    Entries are valid while the watch is live, because the watch removes what changes. While the
+    Entries are valid while the watch is live, because the watch removes changed ones. While the
     store is unreachable they keep resolving for `name_ttl_s` from when they were last valid.
     `layout_id` is set once the store has accepted the layout. `on_repointed` is called with the old
     and the new digest when a name in use here moves, `on_moved` with any name that points to
@@ -162,7 +162,7 @@ class Directory:
     async def resolve(
         self, principal: Principal, text: str, min_revision: int = 0, subject: str = "adapter"
     ) -> Binding:
-        """Returns what `text` points to for this caller, at `min_revision` or later.
+        """Returns the adapter that `text` points to for this caller, at `min_revision` or later.
 
         Raises InvalidArgument (not a reference), AdapterNotFound (also for another tenant's),
         AdapterUnusable (with the reason) or StoreUnavailable.
@@ -198,7 +198,7 @@ class Directory:
     def names_of(self, principal: Principal, digest: str, limit: int | None = None) -> list[str]:
         """Returns the caller's names, with or without version, known to point to a digest, sorted;
         at most the `limit` longest cached ones. Of a superseded one its last version; of one that
-        nothing has requested since a name moved to it, the version that the watch told of."""
+        was not requested since a name moved to it, the version of the watch's event."""
         label = self._superseded.label(digest)
         refs = chain(filter(None, (label,)), self._cache.refs_of(digest))
         names = (ref for ref in refs if not ref.endswith(digest))
@@ -221,8 +221,8 @@ class Directory:
         return tenants is None or self._owners.is_owner(tenants, digest, self._clock())
 
     async def owned(self, principal: Principal, digests: Collection[str]) -> set[str]:
-        """Returns those that the caller owns. Stale claims are looked up in the store; while it is
-        unreachable they count for nothing."""
+        """Returns the digests that the caller owns. Stale claims are looked up in the store; while
+        it is unreachable they count for nothing."""
         tenants = principal.tenants
         for digest in digests if tenants is not None else ():
             assert tenants is not None
@@ -282,7 +282,7 @@ class Directory:
         entry = self._cached(key, min_revision)
         if entry is None:
             return None
-        # What the watch had not removed was valid at its last event.
+        # Entries that the watch had not removed were valid at its last event.
         age_s = self._clock() - max(entry.fetched_s, self._last_event_s)
         return entry.record if age_s < self._name_ttl_s else None
 
@@ -391,8 +391,8 @@ class Directory:
                 self.on_moved(event.name, event.revision)
 
     def _move(self, event: NameEvent) -> None:
-        """Forgets what a name points to, and what that was if it is in use here: then it looks up
-        the new one, before somebody has to wait for it."""
+        """Forgets a name's target, and remembers the former one if it is in use here: then it looks
+        up the new one, before somebody has to wait for it."""
         cached = self._cache.get(event.name)
         self._cache.remove_name(event.name)
         old = self._superseded.previous(event.name)

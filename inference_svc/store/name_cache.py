@@ -1,4 +1,4 @@
-"""Caches what the store answered, by reference, by name and by digest."""
+"""Caches the store's answers, by reference, by name and by digest."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class LookupKey:
         return [] if self.ref.name else [f"{each}/{self.ref}" for each in sorted(self.tenants)]
 
     def cache_key_of(self, record: AdapterRecord) -> str:
-        """Returns where this answer is cached. Raises AdapterNotFound for one that these tenants
-        may not see."""
+        """Returns where this answer is cached. Raises AdapterNotFound for an adapter that these
+        tenants may not see."""
         if self.tenants is None:
             return str(self.ref)
         tenant = tenant_of(record.name)
@@ -95,7 +95,8 @@ class NameCache:
             self.remove(ref)
 
     def remove_version(self, name: str, version: int) -> None:
-        """Removes what points to this version of a name: other versions may have its bytes."""
+        """Removes entries that point to this version of a name: other versions may have its
+        bytes."""
         for ref in list(self._refs_of_name.get(name, ())):
             if self._entries[ref].record.version == version:
                 self.remove(ref)

@@ -5,7 +5,7 @@ services agree on it, and each replica's memory holds its share of the images. W
 leaves, its keys move to the next in their own order, and no other key moves.
 
 Policy only: no transport, and no thread. All methods are thread-safe. Where images are pulled in
-another process, each process has its own `Replicas`, and they exchange what they learn.
+another process, each process has its own `Replicas`, and they exchange their findings.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Replicas:
     """The store's replicas, and which of them are ejected.
 
     A replica that fails is ejected for a time that doubles with every failure in a row. A monitor
-    probes those that are due; without one, the time simply passes.
+    probes the due ones; without one, the time simply passes.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Replicas:
         self._publish = publish
 
     def on_update(self, update: Any) -> None:
-        """Applies what a counterpart has published."""
+        """Applies the updates that a counterpart has published."""
         kind, *arguments = update
         changes: dict[str, Callable[..., object]] = {
             "replace": self._replace,
@@ -184,7 +184,7 @@ class Replicas:
 
     def report_probe(self, address: str, is_healthy: bool) -> None:
         """Ends the ejection of a healthy replica, whose failures are forgotten with the first
-        successful call; extends that of another."""
+        successful call; extends the ejection of another."""
         with self._lock:
             replica = self._replicas.get(address)
             if replica is None:

@@ -1,5 +1,5 @@
-"""Which contents no name points to any more, of those that names used here pointed to: the first to
-leave memory, and shown as old."""
+"""Which contents no name points to any more, among the contents that names used here pointed to:
+the first to leave memory, and shown as old."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_SUPERSEDED = 4096
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """What a name pointed to: "tenant/name@version" and the digest."""
+    """The target of a name: "tenant/name@version" and the digest."""
 
     label: str
     digest: str
@@ -41,7 +41,7 @@ class SupersededVersions:
         return list(self._moved_to.get(digest, ()))
 
     def previous(self, name: str) -> Version | None:
-        """Returns what a name pointed to that has moved since it was last used, if it was."""
+        """Returns the former target of a name that has moved since it was last used, if it was."""
         return self._moved.get(name)
 
     def move(self, name: str, old: Version, new: Version | None, *, is_used: bool) -> None:

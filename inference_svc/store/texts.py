@@ -27,9 +27,9 @@ from servicekit.work_budget import WorkBudget
 MAX_ENTRIES = 4096
 MAX_BYTES = 256 << 20
 ENTRY_BYTES = 16 << 10
-"""What the text of an adapter takes that adds no token."""
+"""The memory of the text of an adapter that adds no token."""
 BYTES_PER_BYTE = 12
-"""What each byte of an extract or a template takes as objects."""
+"""The memory of each byte of an extract or a template as objects."""
 RESULTS = ("made", "refused", "failed")
 
 Key = tuple[str, str]
@@ -50,14 +50,14 @@ class AdapterTexts:
     """Lives on one event loop."""
 
     def __init__(self, base: BaseTokenizer, source: TextSource, work: WorkBudget) -> None:
-        """What makes a text is charged to `work`."""
+        """The time for making a text is charged to `work`."""
         self._base = base
         self._source = source
         self._work = work
         self._processes = TemplateProcesses()
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._bytes: Counter[str] = Counter()
-        """By tenant, of those that have entries."""
+        """By tenant, for tenants that have entries."""
         self._making: dict[Key, asyncio.Task[_Entry]] = {}
         self._results: Counter[str] = Counter(dict.fromkeys(RESULTS, 0))
 
@@ -66,9 +66,8 @@ class AdapterTexts:
         self._processes.close()
 
     async def get(self, adapter: Binding, account: str, threads: Executor) -> TextModel:
-        """Returns what an adapter's requests are tokenised with; the model's own for one that
-        brings nothing else. What is new is made by one of the account's `threads`, once its work
-        allows that.
+        """Returns the text model of an adapter's requests, the base model's for an adapter without
+        its own. A new one is made by one of the account's `threads`, once its work allows that.
 
         Raises AdapterUnusable for a tokenizer that changes more than it may, AdapterNotFound,
         CorruptImage, StoreUnavailable, ShareExceeded where the account's earlier texts took too
@@ -78,7 +77,7 @@ class AdapterTexts:
         if key == ("", ""):
             return self._base.text
         if key not in self._entries and key not in self._making:
-            # One at a time: what is being made is charged only once it is.
+            # One at a time, because the time is charged only at the end.
             async with self._work.turn(account):
                 entry = await self._made(key, adapter.tenant, account, threads)
         else:
@@ -101,7 +100,7 @@ class AdapterTexts:
             # A caller that is cancelled must not cancel the others'.
             return await asyncio.shield(making)
         finally:
-            # Nor end its account's turn before what it began is charged.
+            # Nor end its account's turn before its work is charged.
             await asyncio.wait({making})
 
     def samples(self) -> Iterator[Sample]:

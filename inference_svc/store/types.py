@@ -1,5 +1,5 @@
 """The store's catalog as this service sees it: its records, pages and events, and the protocols of
-what answers for it. Knows no transport."""
+stores. Knows no transport."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class LayoutVerdict:
 class AdapterRecord:
     """One version of an adapter as the store described it when its catalog was at `revision`.
     `create_time_s`, a `time.time()`, is when the version was registered. `targets` are last
-    components of the names that it gives to modules, `segment_kinds` what it changes beside A and
-    B; of aLoRA it is active from its `invocation_tokens` on. It has rows for `added_tokens` behind
-    the model's vocabulary. Digests of its tokenizer and its chat template are "" for none."""
+    components of the names that it gives to modules, `segment_kinds` its contents beside A and B;
+    of aLoRA it is active from its `invocation_tokens` on. It has rows for `added_tokens` behind the
+    model's vocabulary. Digests of its tokenizer and its chat template are "" for none."""
 
     name: str
     version: int
@@ -57,7 +57,7 @@ class Source:
 class Registered:
     """A registration: the revision from which the name points to the adapter, its base model, how
     the store chose that, in words, the unknown keys of the adapter's config that the store's
-    operator lets pass, and what its trainer should know."""
+    operator lets pass, and warnings for its trainer."""
 
     revision: int
     base_model: str
@@ -68,10 +68,10 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What this server says beside its layout: further names of the base model, the highest rank
-    that it accepts, the targets that it is restricted to, if it is, the kinds of segments that it
-    applies besides A and B, and how many tokens adapters may add. Adapters are applied from their
-    invocation tokens on, if they have any."""
+    """This server's announcement beside its layout: further names of the base model, the highest
+    rank that it accepts, the targets that it is restricted to, if it is, the kinds of segments that
+    it applies besides A and B, and how many tokens adapters may add. Adapters are applied from
+    their invocation tokens on, if they have any."""
 
     aliases: tuple[str, ...]
     max_rank: int
@@ -112,8 +112,8 @@ class HistoryGone(Exception):
 
 class Catalog(Protocol):
     async def get_adapter(self, ref: str, tenants: Collection[str] = ()) -> AdapterRecord:
-        """Returns what callers of these tenants may see; without any, what anyone may. Raises
-        AdapterNotFound, StoreUnavailable or another ServiceError."""
+        """Returns the adapter that callers of these tenants may see; without tenants, one that
+        anyone may see. Raises AdapterNotFound, StoreUnavailable or another ServiceError."""
         ...
 
 

@@ -106,7 +106,7 @@ class CatalogWatch:
             except ServiceError as error:
                 self._log_outage(error)
             except Exception:
-                # The base model is served whatever happens to the store.
+                # The base model is served also while the store fails.
                 logger.exception("the connection to the store failed")
             finally:
                 self._directory.watch_lost()

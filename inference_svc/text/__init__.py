@@ -5,7 +5,7 @@ chat_template      a chat template, bounded in time and size
 template_process   renders adapters' chat templates in processes of their own
 tokenizer          a Hugging Face tokenizer, and facts about its vocabulary
 adapter_tokenizer  the same with the tokens and the chat template of an adapter
-text_model         what a tokenizer is to the rest of the service
+text_model         a tokenizer's interface to the rest of the service
 no_tokenizer       stands for it where there is none: token ids in, token ids out
 detokenizer        token ids to text, incrementally
 stop               matches stop strings across tokens

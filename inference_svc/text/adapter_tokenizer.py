@@ -3,9 +3,9 @@
 The `tokenizers` library gives each backend its own added tokens around a model that they share: so
 an adapter takes the memory of its tokens, and not of a vocabulary.
 
-What of a text's tokens would change is refused by name: the tokens of the model keep their ids, and
-everything else that the adapter's files say is compared by hash with what the model's files say, or
-with what transformers makes of them, which some releases save in their place.
+Changes of a text's tokens are refused by name: the tokens of the model keep their ids, and
+everything else that the adapter's files say is compared by hash with the model's files, or with the
+files that transformers makes of them, which some releases save in their place.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from servicekit.tokenizer_extract import (
 )
 
 MAX_NEW_BYTES = 96 << 10
-"""What the texts of the tokens that an adapter adds may have together, in UTF-8, as the model's
+"""The size that the texts of an adapter's added tokens may have together, in UTF-8, as the model's
 normalizer makes them. The `tokenizers` library builds automata of them and of the model's own, and
 holds Python's interpreter meanwhile: up to a microsecond a byte. It cannot do so in steps."""
 AUTOMATON_BYTES = 64
-"""What the automata of added tokens take for each byte of their texts, as measured with tokenizers
-0.23: 15 of long tokens, 61 of single characters."""
+"""The memory of the automata of added tokens for each byte of their texts, as measured with
+tokenizers 0.23: 15 of long tokens, 61 of single characters."""
 
 _WORDS = {
     "vocabulary": "the vocabulary",
@@ -153,7 +153,7 @@ class BaseTokenizer:
         for content, token in self.tokens.items():
             own = found.pop(content, None)
             if own is None and content not in in_files:
-                continue  # transformers adds it by itself to what has none
+                continue  # transformers adds it by itself where there is none
             if own is None:
                 raise _changed(f"token {show(content)} of the model, which it has not", content)
             if own.id != token.id:
@@ -213,7 +213,7 @@ class BaseTokenizer:
         )
 
     def _prompt_refusal(self, extract: TokenizerExtract) -> str:
-        """Returns what of text prompts, not of chats, would change; "" for nothing."""
+        """Returns the changes of text prompts, not of chats, in words; "" for none."""
         assert self.extract is not None
         known = {self.extract.parts["post_processor"], self.loaded_parts["post_processor"]}
         if extract.parts["post_processor"] not in known:
@@ -236,8 +236,8 @@ class BaseTokenizer:
 
 
 class AdapterText(BackendText):
-    """`prompt_refusal` says what of text prompts would change, "" for nothing; `automaton_bytes`
-    are those that its added tokens take, 0 where they are the model's."""
+    """`prompt_refusal` names the changes of text prompts, "" for none; `automaton_bytes` is the
+    memory of its added tokens, 0 where they are the model's."""
 
     prompt_refusal = ""
     automaton_bytes = 0
@@ -267,7 +267,7 @@ class _ChildTemplate:
 
 
 class _VisibleIds:
-    """A model's visible tokens, and of those that are new the ones that are not special."""
+    """A model's visible tokens, and of the new ones those without a special meaning."""
 
     def __init__(self, of_base: Container[int], new: Sequence[AddedToken]) -> None:
         self._of_base = of_base
@@ -279,7 +279,8 @@ class _VisibleIds:
 
 
 def _read_extract(text: Tokenizer, model_dir: Path) -> TokenizerExtract | None:
-    """Reads the model's files, and what the library says of a tokenizer made of other files."""
+    """Reads the model's files, or, without tokenizer.json, the library's form of a tokenizer made
+    of other files."""
     try:
         path = model_dir / "tokenizer.json"
         tokenizer = json.loads(path.read_bytes() if path.exists() else text.backend.to_str())

@@ -43,10 +43,10 @@ class Renderer(Protocol):
 
 class ChatTemplate:
     """Renders as transformers does: with the same names, settings and extensions, in a sandbox of
-    jinja's: no attribute that begins with an underscore, nothing that changes what it is given.
+    jinja's: no attribute that begins with an underscore, nothing that changes its arguments.
     `specials` are texts by the names of their roles, such as "eos_token".
 
-    Raises jinja2's errors, and others, for what is no template."""
+    Raises jinja2's errors, and others, for an invalid template."""
 
     def __init__(self, source: str, specials: Mapping[str, str]) -> None:
         environment = _environment()
@@ -54,7 +54,7 @@ class ChatTemplate:
         self._specials = dict(specials)
 
     def render(self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float) -> str:
-        """See Renderer."""
+        """See Renderer. Raises InvalidArgument for any error of the template, and MemoryError."""
         try:
             return "".join(self._pieces(messages, max_chars, _Turns(max_seconds)))
         except (InvalidArgument, MemoryError):
@@ -105,7 +105,7 @@ class _Turns:
 
 
 class _Generation(Extension):
-    """The tag around what a model is trained on, which changes nothing of the text."""
+    """The tag around the text that a model is trained on, which changes nothing of the text."""
 
     tags = {"generation"}  # noqa: RUF012 (as jinja declares it)
 
@@ -190,8 +190,8 @@ def _raise_exception(message: str) -> None:
 
 
 def _with_turns(template: nodes.Template) -> nodes.Template:
-    """Returns the parsed template with a call at the begin of whatever may be repeated: a template
-    has no other way to run for long, but for calls that take long themselves."""
+    """Returns the parsed template with a call at the begin of every part that may be repeated: a
+    template has no other way to run for long, but for calls that take long themselves."""
     repeated = template.find_all((nodes.For, nodes.Macro, nodes.CallBlock))
     for node in list(cast("Iterator[nodes.For]", repeated)):
         call = nodes.Call(nodes.Name(_TURN, "load"), [], [], None, None)

@@ -53,7 +53,7 @@ class Detokenizer:
         return self._advance(text, len(self._token_ids))
 
     def flush(self) -> str:
-        """Returns what is still held back; called once, at the end."""
+        """Returns the text that is still held back; called once, at the end."""
         end = len(self._token_ids)
         return self._advance(self._decoder.decode(self._token_ids[self._prefix :]), end)
 

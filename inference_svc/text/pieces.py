@@ -53,8 +53,8 @@ class IdPieces:
 
 
 class Pieces:
-    """Finds pieces, and caches them. Those of a vocabulary that differs from another in
-    `changed_ids` only are that one's else."""
+    """Finds pieces, and caches them. A vocabulary that differs from another in `changed_ids` only
+    has the other one's pieces else."""
 
     def __init__(
         self,

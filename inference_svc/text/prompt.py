@@ -18,7 +18,7 @@ from servicekit.work_budget import WorkBudget
 INLINE_CHARS = 2000
 """Shorter texts are tokenised inline: a change of threads would cost more."""
 TEMPLATE_CHARS = 20
-"""About what a chat template adds to each message."""
+"""The approximate length that a chat template adds to each message."""
 NUM_THREADS = 2
 INLINE_SECONDS, TEMPLATE_SECONDS = 0.05, 2.0
 """How long a chat template may take on the event loop, and in a thread."""
@@ -58,7 +58,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextLimits:
-    """What encodes a prompt, and the ids below which a token has a row in the model's tables."""
+    """The encoder of a prompt, and the ids below which a token has a row in the model's tables."""
 
     encoder: Encoder
     vocab_size: int
@@ -67,7 +67,7 @@ class TextLimits:
 class PromptEncoder:
     """`max_model_len` bounds the prompt, with room for one token of output; `vocab_size` is the
     model's, which may know fewer tokens than its tokenizer. With a `share` below 1 accounts take
-    turns, and none has all threads. What a prompt took that is refused is charged to `work`."""
+    turns, and none has all threads. The time of a refused prompt is charged to `work`."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class PromptEncoder:
         return self._threads.shares
 
     def threads_of(self, account: str) -> Executor:
-        """Returns an account's executor for what else is long before its prompts are tokenised."""
+        """Returns an account's executor for other long work before its prompts are tokenised."""
         return self._threads.of(account)
 
     async def encode(
@@ -102,11 +102,11 @@ class PromptEncoder:
         num_added_tokens: int = 0,
     ) -> tuple[int, ...]:
         """Encodes with an adapter's own encoder if it has one; it has rows for so many tokens
-        behind those of the model.
+        behind the model's.
 
         Raises InvalidArgument for a prompt that is empty, too long, or refused by the chat
-        template, ShareExceeded if too many prompts of the account wait, and what the encoder
-        raises."""
+        template, ShareExceeded if too many prompts of the account wait, and errors of the
+        encoder."""
         base = self._base
         text = TextLimits(encoder or base.encoder, base.vocab_size + num_added_tokens)
         if isinstance(prompt, str) or is_chat(prompt):
@@ -152,7 +152,7 @@ class PromptEncoder:
                 self._inline_from_s = time.monotonic() + INLINE_RETRY_SECONDS
                 logger.warning("chats are rendered in a thread", extra={"why": error.message})
         if text.encoder.renders_in_child:
-            await self._work.wait(account)  # what it owes for templates that took too much
+            await self._work.wait(account)  # until its debt for costly templates is paid
         job = self._encode, prompt, account, text, TEMPLATE_SECONDS
         encoding = self._threads.submit(account, *job)
         return await asyncio.wrap_future(encoding)
@@ -180,7 +180,7 @@ class PromptEncoder:
         text: TextLimits,
         max_seconds: float,
     ) -> tuple[int, ...]:
-        # What a child process takes is not of this thread.
+        # A child process's time is not this thread's.
         clock = time.monotonic if text.encoder.renders_in_child else time.thread_time
         start_s = clock()
         try:
@@ -204,7 +204,7 @@ def is_chat(prompt: Prompt) -> TypeGuard[tuple[ChatMessage, ...]]:
 
 
 def _num_chars(prompt: Prompt) -> int:
-    """Returns the length to tokenise; an empty message still has what the template adds."""
+    """Returns the length to tokenise; an empty message still has the template's additions."""
     if isinstance(prompt, str):
         return len(prompt)
     if is_chat(prompt):

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Passes text through until a stop string is complete, and holds back what may become one.
+    """Passes text through until a stop string is complete, and holds back text that may become one.
 
-    The match is the one that completes first; of several that complete with the same character,
+    The match is the string that completes first; of several that complete with the same character,
     the longest. It does not depend on how the text is cut into pieces.
     """
 
@@ -19,8 +19,8 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
-        """Adds text. Returns what may be shown, and whether a stop string is complete (then nothing
-        follows).
+        """Adds text. Returns the text that may be shown, and whether a stop string is complete
+        (then nothing follows).
 
         With `may_stop` false no match may end within `text`; one may still begin there.
         """
@@ -35,7 +35,7 @@ class StopMatcher:
         return window[:shown], False
 
     def flush(self) -> str:
-        """Returns what is still held back; called once, when no more text comes."""
+        """Returns the text that is still held back; called once, when no more text comes."""
         held, self._held = self._held, ""
         return held
 

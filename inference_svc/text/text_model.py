@@ -1,4 +1,4 @@
-"""What a tokenizer is to the rest of the service."""
+"""A tokenizer's interface to the rest of the service."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from inference_svc.text.prompt import Encoder
 
 
 class TextModel(Encoder, TokenDecoder, Vocabulary, Protocol):
-    """Both directions of a tokenizer, and its tokens one by one. `end_ids` end an answer beside
-    those that the model has."""
+    """Both directions of a tokenizer, and its tokens one by one. `end_ids` end an answer beside the
+    model's."""
 
     @property
     def pieces(self) -> Pieces: ...

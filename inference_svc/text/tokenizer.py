@@ -19,7 +19,7 @@ IMPORT_BYTES = 32 << 20
 BYTES_PER_JSON_BYTE = 12
 BYTES_PER_MODEL_BYTE = 100
 MAX_REASON_CHARS = 300
-"""How much is repeated of what transformers says of a tokenizer that it cannot load."""
+"""How much is repeated of transformers' error for a tokenizer that it cannot load."""
 COMPOSED_CHARS = 4
 """How many characters a normaliser composes into one at most: a letter and its marks."""
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -40,7 +40,7 @@ def tokenizer_bytes(model_dir: Path) -> int:
 def _config(model_dir: Path) -> Any:
     """Returns the fields of config.json that AutoTokenizer chooses a class by, if
     tokenizer_config.json names one. Otherwise None: it then chooses by the model's own class of
-    configuration, whose import takes seconds and loads what transformers' models compute with."""
+    configuration, whose import takes seconds and loads the libraries of transformers' models."""
     from transformers import PreTrainedConfig
 
     named = _read_json(model_dir / "tokenizer_config.json")
@@ -55,7 +55,7 @@ def _config(model_dir: Path) -> Any:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Returns {} for what AutoTokenizer has to find fault with."""
+    """Returns {} for a file whose faults AutoTokenizer reports."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -67,7 +67,7 @@ class BackendText:
     """Text to tokens and back by a backend of the `tokenizers` library. Thread-safe.
 
     `specials` are the texts of special tokens by their roles; `template` is None where there is no
-    chat template. `end_ids` end an answer beside those that the model has.
+    chat template. `end_ids` end an answer in addition to the model's.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Tokenizer(BackendText):
 
 def max_chars_per_token(texts: Iterable[str], backend: Any) -> int:
     """Returns the length of the longest token's text. (One character may be several tokens; no
-    token but that of a run of whitespace, which some tokenizers leave out, is of more.)"""
+    token except a run of whitespace, which some tokenizers leave out, is of more.)"""
     longest = max(map(len, texts))
     return longest if backend.normalizer is None else COMPOSED_CHARS * longest
 

@@ -131,6 +131,6 @@ class Resolver:
         try:
             self._on_change(resolve(self._target))
         except (OSError, ValueError):
-            pass  # former addresses are better than none, and gRPC reports what is wrong
+            pass  # former addresses are better than none, and gRPC reports the fault
         finally:
             resolution.set_result(None)

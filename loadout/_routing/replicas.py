@@ -90,7 +90,7 @@ def _score(address: str, key: str) -> bytes:
 class Replicas:
     """The replicas there are, their loads, and which of them are healthy.
 
-    `lock` also guards what the owner keeps per replica: two locks would be taken in both orders.
+    `lock` also guards the owner's data per replica: two locks would be taken in both orders.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ OPTIONS: ChannelOptions = (
     # A new client does not inherit the backoff of another's failed attempts.
     ("grpc.use_local_subchannel_pool", 1),
     # With gRPC's own retries, which are under ours, a stream that is opened while its connection
-    # ends may never end, whatever its deadline (grpcio 1.80 to 1.85, blocking streams).
+    # ends may never end, with any deadline (grpcio 1.80 to 1.85, blocking streams).
     ("grpc.enable_retries", 0),
 )
 

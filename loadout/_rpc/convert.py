@@ -313,7 +313,7 @@ def _packed_of(
 
 
 def _joined_packed(parts: Iterable[types.PackedLogprobs | None]) -> types.PackedLogprobs | None:
-    """Joins those of neighbouring tokens, in order."""
+    """Joins the arrays of neighbouring tokens, in order."""
     found = [part for part in parts if part is not None]
     if len(found) < 2:
         return found[0] if found else None

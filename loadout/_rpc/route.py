@@ -89,7 +89,7 @@ class Direct:
 
 
 class ToReplica:
-    """The route to one replica of `service`, whatever becomes of it."""
+    """The route to one replica of `service`, also while it fails."""
 
     resolving = None
 

@@ -1,4 +1,4 @@
-"""Explains from gRPC's details why a service cannot be reached, and what to do."""
+"""Explains from gRPC's details why a service cannot be reached, with a remedy."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ services        store, serve
 adapters        register, adapters
 verdicts        which servers can serve an adapter
 check           check
-engines         what other engines do with parts of an adapter, with sources
+engines         treatment of parts of an adapter by other engines, with sources
 layouts         layouts
 versions        versions, rollback, prune, delete
 generate        generate
@@ -26,14 +26,14 @@ profile         profile
 signing         keygen, digest, sign
 strip           strip
 convert         convert
-tokenizer       what is said of a tokenizer that lies beside an adapter
+tokenizer       lines about a tokenizer that lies beside an adapter
 token           token
 help            the help page of a command
 options         options that several commands share
 connection      the options for token and TLS, and the clients they make
 suggestions     close names and versions for an adapter that is not there
 completion      completion of adapter names in a shell
-config          what commands read from the environment
+config          variables that commands read
 service_code    runs code of the services, for commands that need none of them
 signals         SIGTERM for a command that has started processes
 output          tables, JSON, files, and the one line of a failure

@@ -18,7 +18,8 @@ FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command and returns its exit code; never shows a traceback for what can happen."""
+    """Runs one command and returns its exit code; never shows a traceback for errors that can
+    happen."""
     command = typer.main.get_command(app)
     try:
         code = command.main(arguments, prog_name="loadout", standalone_mode=False)
@@ -27,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except Exception as error:
-        # What the command line parser raises has this method, in every version of typer.
+        # Errors of the command line parser have this method, in every version of typer.
         format_message = getattr(error, "format_message", None)
         if format_message is None:
             raise

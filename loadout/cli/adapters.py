@@ -105,7 +105,7 @@ Keep = Annotated[
 
 
 MAX_SIGNATURE_BYTES = 4 << 10
-"""What is read of a signature's file, which has one short line, and may be a pipe."""
+"""The bytes that are read of a signature's file, which has one short line, and may be a pipe."""
 
 Ephemeral = Annotated[
     bool,
@@ -195,7 +195,7 @@ def _report(result: Registration, *, as_json: bool, require_servable: bool) -> N
 
 
 def _print_tokenizer(source: str, name: str, model: Path | None, base_model: str) -> None:
-    """Prints what is not used of a local folder, to stderr and before it is sent: it tells also why
+    """Prints the unused files of a local folder, to stderr and before it is sent: it tells also why
     an adapter is refused. Raises InvalidArgument for a folder that is no adapter."""
     if is_uri(source):
         if model is not None:
@@ -228,7 +228,7 @@ def _print_registration(result: Registration) -> None:
 
 
 def _digest_to_sign(source: str) -> str:
-    """Returns the digest of a local folder; that of a URI must be given."""
+    """Returns the digest of a local folder; a URI's must be given."""
     if is_uri(source):
         raise typer.BadParameter("a URI needs --expected-digest", param_hint="--sign-key")
     return compute_digest(Path(source))
@@ -253,7 +253,8 @@ def _label(text: str) -> tuple[str, str]:
 
 @contextmanager
 def _upload_bar() -> Iterator[Callable[[int, int], None]]:
-    """Yields what shows a bar on stderr from the first uploaded bytes on, on a terminal."""
+    """Yields the function that shows a bar on stderr from the first uploaded bytes on, on a
+    terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("uploading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

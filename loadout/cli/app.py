@@ -1,4 +1,4 @@
-"""The commands, put together. Each lives in the module that is named for what it does."""
+"""The commands, put together. Each lives in the module that is named for its task."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from loadout.cli.help import HELP_ALL, HelpCommand
 
 
 class Commands(typer.Typer):
-    """Commands whose help is that of HelpCommand."""
+    """Commands with the help of HelpCommand."""
 
     def command(self, name: str | None = None, **options: Any) -> Any:
         return super().command(name, **{"cls": HelpCommand, **options})

@@ -22,7 +22,7 @@ class Chosen(NamedTuple):
 
     @property
     def shape(self) -> Mapping[str, Any]:
-        """What its speed depends on, without its name."""
+        """The fields that its speed depends on, without its name."""
         return {
             "rank": self.adapter.rank,
             "targets": " ".join(sorted(self.adapter.targets)),

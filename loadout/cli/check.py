@@ -46,7 +46,7 @@ _NOTHING: Report = {
     "warnings": (),
     "server": None,
 }
-"""What there is to say of a folder that is no adapter's."""
+"""The text about a folder that is no adapter's."""
 
 _KIND_WORDS = {
     "a": "A",
@@ -211,7 +211,7 @@ def _print_modules(modules: list[Mapping[str, Any]]) -> None:
 
 
 def _print_engine(report: Report, engine: Engine) -> None:
-    """Prints what is known of an adapter that is not refused."""
+    """Prints the facts about an adapter that is not refused."""
     if report["refusal"]:
         return
     notes = notes_on(report["features"], engine)
@@ -240,7 +240,7 @@ def _engine_json(report: Report, engine: Engine) -> dict[str, Any]:
 
 
 def _raise_refusal(report: Report) -> None:
-    """Raises CommandFailed for what a store or the server refuses."""
+    """Raises CommandFailed for an adapter that a store or the server refuses."""
     if report["refusal"]:
         raise CommandFailed(_text(report["refusal"]))
     server = report["server"]

@@ -1,4 +1,4 @@
-"""Completion of adapter names in a shell, from what the services have."""
+"""Completion of adapter names in a shell, by the services' lists."""
 
 from __future__ import annotations
 

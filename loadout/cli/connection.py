@@ -83,7 +83,7 @@ class Connection:
         try:
             token = self.token_file.read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError) as error:
-            # What was read must not be quoted.
+            # The contents must not be quoted.
             why = error.strerror if isinstance(error, OSError) else "not ASCII"
             raise CommandFailed(f"--token-file: {self.token_file}: {why}") from None
         if not token:
@@ -180,8 +180,8 @@ _OPTIONS: dict[str, Any] = {
 
 
 def _known_store(arguments: dict[str, Any]) -> str:
-    """Returns the store that the command has called, or else one that the user has named; "" for
-    none: the default's address may be anybody's, who would get the token."""
+    """Returns the store that the command has called, or else the store that the user has named; ""
+    for none: the default's address may be anybody's, who would get the token."""
     store: str = arguments.get("store", "")
     if "inference" in arguments and store == options.DEFAULT_STORE:
         store = ""

@@ -66,15 +66,15 @@ def convert(
 
 
 def _lines(report: Mapping[str, Any], target: Path) -> list[str]:
-    """Returns what is said of a conversion."""
+    """Returns the lines about a conversion."""
     (rank, new_rank), (size, new_size) = report["rank"], map(decimal, report["num_bytes"])
     method = report["initialisation"]
-    began = "it" if method == "true" else method
+    of = "" if method == "true" else f" of {method}"
     base = report["base_model"] or "a base model that it does not name"
     lines = [
         f"{shown(target)}: a plain LoRA of {base}",
         f"{report['num_modules']} modules, rank {rank} -> {new_rank}, {size} -> {new_size}; "
-        f"training changed {100 * report['change']:.2g} % of what {began} began with",
+        f"training changed {100 * report['change']:.2g} % of the initial weights{of}",
     ]
     if report["kept"]:
         lines.append(f"unchanged, because nothing was subtracted: {', '.join(report['kept'])}")
@@ -82,7 +82,7 @@ def _lines(report: Mapping[str, Any], target: Path) -> list[str]:
         lines.append(f"left out, because they are base weights: {', '.join(report['left_out'])}")
     if method == "loftq":
         lines.append(
-            "note: it was trained over quantised weights; over plain ones it computes the same but "
-            "for what LoftQ's rank left of their error"
+            "note: it was trained over quantised weights; over plain ones it computes the same "
+            "except for the error that LoftQ's rank left"
         )
     return lines

@@ -41,7 +41,8 @@ RETRY = RetryPolicy(max_attempts=1)
 """A service that does not answer now is a finding."""
 MAX_PART_BYTES = 32 << 20
 MAX_PARTS = 64
-"""Limit per service. Ours have about ten; what answers in their place is not trusted."""
+"""Limit per service. Ours have about ten; another program that answers in their place is not
+trusted."""
 _NAME = re.compile(r"[a-z0-9_]{1,40}\.(json|txt)")
 
 
@@ -104,7 +105,7 @@ def debug(
 def _collect_all(
     inference: str, store: str, connection: Connection, timeout_s: float
 ) -> list[Report]:
-    """Reads from all at once, so that one that hangs costs no more than its own timeout."""
+    """Reads from all at once, so that a hanging one costs no more than its own timeout."""
     jobs = []
     for kind, given in (("store", store), ("inference", inference)):
         addresses = split(kind, given)

@@ -132,8 +132,8 @@ def up_settings(
     serve_flags: tuple[str, ...] = (),
     work_dir: Path,
 ) -> SystemSettings:
-    """Returns what `loadout up` starts: the demo's model if neither it nor the service's flags,
-    variables or file name one."""
+    """Returns the parts that `loadout up` starts: the demo's model if neither it nor the service's
+    flags, variables or file name one."""
     given = Given(INFERENCE_PREFIX, serve_flags)
     is_demo = model is None and given.find("model") is None
     return SystemSettings(
@@ -170,7 +170,7 @@ def _run_until_interrupted(settings: SystemSettings, work_dir: Path) -> None:
 
 
 def _serve(system: System, work_dir: Path, *, is_demo: bool) -> None:
-    """Says what runs, and what to try, until Ctrl-C."""
+    """Prints the running parts, and commands to try, until Ctrl-C."""
     if is_demo:
         with Client(store=system.addresses.store) as client:
             sources = work_dir / "sources"

@@ -21,7 +21,8 @@ ENGINES: Mapping[Engine, str] = {Engine.VLLM: "vLLM 0.33.0", Engine.SGLANG: "SGL
 
 
 class Does(enum.StrEnum):
-    """What becomes of it. Of what is dropped, or computed otherwise, a caller learns nothing."""
+    """The treatment of a feature. A caller learns nothing of one that is dropped, or computed
+    otherwise."""
 
     DROPS = "drops it"
     CHANGES = "computes it differently"
@@ -32,7 +33,7 @@ class Does(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What an engine does with a feature: a value of adapter_store.checkpoint.features.Feature."""
+    """An engine's treatment of a feature: a value of adapter_store.checkpoint.features.Feature."""
 
     engine: Engine
     feature: str
@@ -163,5 +164,5 @@ NOTES = (
 
 
 def notes_on(features: Collection[str], engine: Engine) -> list[Note]:
-    """Returns what is known of the engine and an adapter with these features."""
+    """Returns the known facts about the engine and an adapter with these features."""
     return [note for note in NOTES if note.engine is engine and note.feature in features]

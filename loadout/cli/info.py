@@ -1,4 +1,4 @@
-"""`loadout info`: what both services are, with their limits and memory."""
+"""`loadout info`: both services' versions, limits and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`loadout inspect`: what one resident adapter consists of, and what it makes a step do."""
+"""`loadout inspect`: the contents of one resident adapter, and its work in a step."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def _range(offset: int, num_bytes: int) -> str:
 
 
 def _target_table(targets: Iterable[ResidentTarget]) -> Table:
-    """Returns a row for each kind of module: the layers where it has the same parts and rank, what
-    they take together, and where the first part begins. Other modules' parts lie between."""
+    """Returns a row for each kind of module: the layers where it has the same parts and rank, their
+    bytes together, and where the first part begins. Other modules' parts lie between."""
     rows: dict[tuple[str, ...], list[ResidentTarget]] = {}
     for target in targets:
         holds = ", ".join(segment.kind.value for segment in target.segments)
@@ -159,7 +159,7 @@ def _group_table(groups: Iterable[OperationGroup], unit: str) -> Table:
 
 
 def _unit(inspected: InspectedAdapter) -> str:
-    """Returns what is counted: a CPU runs operations, a device launches kernels."""
+    """Returns the counted unit: a CPU runs operations, a device launches kernels."""
     return "launches" if inspected.kernels.startswith("triton") else "operations"
 
 

@@ -39,7 +39,7 @@ Examples:
 
 
 class Mode(enum.StrEnum):
-    """What becomes of the requests that run."""
+    """The treatment of running requests."""
 
     KEEP = "keep"
     WAIT = "wait"
@@ -148,7 +148,7 @@ def _ask_each(
     as_json: bool,
     line_of: Callable[[dict[str, Any]], str],
 ) -> None:
-    """Asks every replica, whichever fails, and prints what each has answered."""
+    """Asks every replica, also if some fail, and prints each one's answer."""
     rows: list[dict[str, Any]] = []
     for replica, client in at:
         with at.noting_failure(replica):

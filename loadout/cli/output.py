@@ -1,4 +1,4 @@
-"""What commands print and write: tables, JSON, files, and the one line of a failure."""
+"""The output of commands: tables, JSON, files, and the one line of a failure."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ PIPED_WIDTH = 160
 
 
 class CommandFailed(Exception):
-    """Ends the command with exit code 1; the message is what the user reads."""
+    """Ends the command with exit code 1; the message is for the user."""
 
 
 def table_console() -> Console:
-    """Returns a console that prints what the services sent as it is: names and errors may have
+    """Returns a console that prints the services' texts unchanged: names and errors may have
     brackets, which rich would take for markup."""
     width = None if Console().is_terminal else PIPED_WIDTH
     return Console(highlight=False, markup=False, emoji=False, width=width)
@@ -89,8 +89,8 @@ def time_stamp() -> str:
 
 
 def split_layer(name: str) -> tuple[str, int | None, str]:
-    """Returns what comes before a layer's number in a dotted name, the number, and what comes after
-    it; None and all of the name if it has none."""
+    """Returns the part before a layer's number in a dotted name, the number, and the part after it;
+    None and all of the name if it has none."""
     match = _LAYER.fullmatch(name)
     if match is None:
         return "", None, name

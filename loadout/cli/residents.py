@@ -1,4 +1,4 @@
-"""`loadout load`, `unload`, `pin`, `unpin` and `residents`: what a server holds in memory."""
+"""`loadout load`, `unload`, `pin`, `unpin` and `residents`: the adapters in a server's memory."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def residents(
 
 
 class Targets:
-    """The replicas that a command goes to, and what has failed at them."""
+    """The replicas that a command goes to, and their failures."""
 
     def __init__(self, inference: str, connection: Connection, *, every_replica: bool) -> None:
         self._inference = inference
@@ -262,7 +262,7 @@ class Targets:
 
     @contextmanager
     def noting_failure(self, replica: str) -> Iterator[None]:
-        """Lets the command go on elsewhere, and show what has succeeded."""
+        """Lets the command go on elsewhere, and show the successes."""
         try:
             yield
         except LoadoutError as error:
@@ -275,7 +275,7 @@ class Targets:
 
 
 def _evictable(client: Client) -> list[tuple[str, str]]:
-    """Returns name and digest of what is resident and not pinned."""
+    """Returns name and digest of the resident adapters that are not pinned."""
     return [(each.label, each.digest) for each in client.residents() if not each.pinned]
 
 

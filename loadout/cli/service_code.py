@@ -15,8 +15,8 @@ PROGRESS = "progress: "
 
 
 def run_service_code(module: str, *arguments: str) -> str:
-    """Runs a command of a service's module in a process; returns what it prints. What it says of
-    its progress is shown while it runs. Raises CommandFailed."""
+    """Runs a command of a service's module in a process; returns its output. Its progress is shown
+    while it runs. Raises CommandFailed."""
     error = ""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What a signal does to a command that has started processes."""
+"""The effect of a signal on a command that has started processes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a command suggests for an adapter that is not there: close names of the same tenant, or the
-versions that there are. The services themselves say only that it is not there."""
+"""Suggestions for an adapter that is not there: close names of the same tenant, or the versions
+that there are. The services themselves say only that it is not there."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from loadout.client import Client
 from loadout.errors import LoadoutError, NotFound
 
 MAX_NAMES = 100
-"""How many names are compared of those that begin alike."""
+"""How many names are compared of all that begin alike."""
 
 _MISSING = re.compile(r"no adapter ([a-z0-9._-]+)/([A-Za-z0-9._-]+)(?:@([0-9]+))?\b")
 
 
 def suggest(error: NotFound, open_client: Callable[[], Client]) -> str:
-    """Returns what to add to the error, "" for nothing: also if the store does not answer, or the
+    """Returns an addition to the error, "" for none: also if the store does not answer, or the
     caller may not read there."""
     found = _MISSING.search(error.message)
     if found is None:

@@ -86,7 +86,7 @@ def token(
 
 
 def check_tenants(tenants: Iterable[str]) -> None:
-    """Raises BadParameter for what is no tenant of a policy."""
+    """Raises BadParameter for an invalid tenant of a policy."""
     for each in tenants:
         if not _TENANT.fullmatch(each):
             raise typer.BadParameter(

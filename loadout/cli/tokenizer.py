@@ -1,8 +1,9 @@
-"""What `loadout register` and `loadout check` say of what lies beside an adapter about text.
+"""The lines of `loadout register` and `loadout check` about an adapter's tokenizer and chat
+template.
 
 Servers use them for its requests where the tokenizer only adds tokens to the base model's. Where it
-changes others, requests for the adapter are refused; and of what is not used the adapter generates
-badly without anything having failed.
+changes others, requests for the adapter are refused; and without unused ones the adapter generates
+badly although nothing has failed.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ MAX_ID_DIGITS = 18
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 VOCABULARY_FILES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
-"""What has the tokens of tokenizers without a tokenizer.json."""
+"""Files with the tokens of tokenizers without a tokenizer.json."""
 ADDED_TOKENS = "added_tokens.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """What an open folder has of a tokenizer. `tokens` are ids by token; none where neither
+    """The parts of a tokenizer in an open folder. `tokens` are ids by token; none where neither
     tokenizer.json nor vocab.json says which there are."""
 
     folder: GivenFolder
@@ -55,13 +56,13 @@ class Tokenizer:
 
     @property
     def used_parts(self) -> list[str]:
-        """What is there that the store reads, in words."""
+        """The parts that the store reads, in words."""
         found = {"tokenizer": self.is_used, "chat template": bool(self.template)}
         return [part for part, is_there in found.items() if is_there]
 
     @property
     def unused_parts(self) -> list[str]:
-        """What is there that the store does not read, in words."""
+        """The parts that the store does not read, in words."""
         found = {
             "tokenizer without a tokenizer.json": self.has_tokens and not self.is_used,
             ADDED_TOKENS: self.has_added_alone,
@@ -70,7 +71,7 @@ class Tokenizer:
 
 
 def describe_tokenizer(folder: Path, model: Path | None, base_model: str) -> str:
-    """Returns a line on what lies beside the adapter in `folder`, compared with the base model in
+    """Returns a line on the text files of the adapter in `folder`, compared with the base model in
     the folder `model`, or where the adapter's config or `base_model` leads to one on this machine;
     "" if there is nothing. Raises FileRefused for a folder that cannot be read."""
     with ExitStack() as stack:
@@ -93,7 +94,7 @@ def describe_tokenizer(folder: Path, model: Path | None, base_model: str) -> str
 
 
 def _compare(saved: Tokenizer, base: Tokenizer, said: list[str]) -> str:
-    """Returns the line of a folder that has one of the parts, which begins with what is `said`."""
+    """Returns the line of a folder that has one of the parts, which begins with `said`."""
     model, is_bad, same = shown(base.folder.path), False, []
     if saved.has_tokens or (saved.has_added_alone and base.tokens):
         changes, added = _compare_tokens(saved, base)
@@ -123,12 +124,12 @@ def _compare(saved: Tokenizer, base: Tokenizer, said: list[str]) -> str:
 
 
 def has_tokenizer(model: Path) -> bool:
-    """Returns whether a model's folder has what makes up a tokenizer."""
+    """Returns whether a model's folder has all parts of a tokenizer."""
     return any(os.path.isfile(model / name) for name in (TOKENIZER_FILE, *VOCABULARY_FILES))
 
 
 def read_tokenizer(folder: GivenFolder) -> Tokenizer:
-    """Reads what is there and well-formed."""
+    """Reads the parts that are there and well-formed."""
     whole, config = _read_json(folder, TOKENIZER_FILE), _read_json(folder, TOKENIZER_CONFIG)
     tokenizer = Tokenizer(folder, {}, _read_template(folder, config))
     model, added = _mapping(whole.get("model")), _vocabulary(_read_json(folder, ADDED_TOKENS))
@@ -143,11 +144,11 @@ def read_tokenizer(folder: GivenFolder) -> Tokenizer:
 
 
 def _compare_tokens(saved: Tokenizer, base: Tokenizer) -> tuple[list[str] | None, str]:
-    """Returns what differs of the base model's tokens, in words, None if the files cannot be
+    """Returns the differences to the base model's tokens, in words, None if the files cannot be
     compared; and which tokens are added, "" for none.
 
-    Other parts, such as what splits text before, are not: releases write equal ones differently,
-    and trainers do not change them."""
+    Other parts, such as the splitter of texts, are not: releases write equal ones differently, and
+    trainers do not change them."""
     if not (saved.tokens and base.tokens):
         return _compare_files(saved.folder, base.folder), ""
     found = []

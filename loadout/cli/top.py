@@ -104,7 +104,7 @@ class MetricsPlace:
         self._address = given
 
     def address(self, server: Future[ServerInfo | LoadoutError]) -> str:
-        """Returns it; of an unknown one waits for what the `server` says. Raises LoadoutError."""
+        """Returns it; if it is unknown, waits for the answer of `server`. Raises LoadoutError."""
         if self._address is None:
             info = server.result()
             if isinstance(info, LoadoutError):
@@ -119,8 +119,8 @@ class MetricsPlace:
 
 
 def take_sample(client: Client, place: MetricsPlace, pool: ThreadPoolExecutor) -> Sample:
-    """Reads everything at once: what does not answer delays nothing else, except for the server
-    whose metrics have not been found yet."""
+    """Reads everything at once: a part that does not answer delays nothing else, except for the
+    server whose metrics have not been found yet."""
     server = pool.submit(_try, client.server_info)
     residents = pool.submit(_try, lambda: client.residents(MAX_RESIDENTS))
     metrics = pool.submit(_try, lambda: scrape(place.address(server)))

@@ -27,8 +27,8 @@ LATENCIES = ("first_token_seconds", "inter_token_seconds", "adapter_wait_seconds
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The state of the system; what did not answer is an error in its place. `time_s` is of the
-    monotonic clock."""
+    """The state of the system; a part that did not answer is an error in its place. `time_s` is of
+    the monotonic clock."""
 
     server: ServerInfo | LoadoutError
     residents: tuple[ResidentAdapter, ...] | LoadoutError
@@ -70,7 +70,7 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What the metrics say. `rates` and `latencies` are of the time between two samples, and empty
+    """The metrics' values. `rates` and `latencies` are of the time between two samples, and empty
     in the first one; latencies without observations are left out."""
 
     running: int
@@ -90,7 +90,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """Everything that `loadout top` shows; errors stand in place of what did not answer."""
+    """Everything that `loadout top` shows; errors stand in place of missing answers."""
 
     time: datetime
     server: ServerInfo | LoadoutError

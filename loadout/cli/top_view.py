@@ -389,7 +389,7 @@ class Row:
 
 def _join(residents: Sequence[ResidentAdapter], rates: Mapping[str, AdapterRates]) -> Iterator[Row]:
     """Yields a row per resident, with the rates of its names, which metrics have without versions,
-    and one per other adapter that has rates. Those of a superseded one are its successor's."""
+    and one per other adapter that has rates. A superseded one's are its successor's."""
     left = dict(rates)
     for each in residents:
         refs = () if each.superseded else each.names

@@ -1,4 +1,5 @@
-"""What `loadout register` and `loadout adapters` say of the servers that could serve an adapter."""
+"""The lines of `loadout register` and `loadout adapters` about the servers that could serve an
+adapter."""
 
 from __future__ import annotations
 
@@ -82,8 +83,8 @@ def check_servable(adapter: Adapter) -> None:
 
 
 def _is_of_earlier_store(adapter: Adapter) -> bool:
-    """Returns whether the store is of 0.2, which says nothing of servers: later ones say that what
-    is ready fits."""
+    """Returns whether the store is of 0.2, which says nothing of servers: later ones report that a
+    ready image fits."""
     states = adapter.layout_states
     return any(state.state is ImageState.READY and not state.fits for state in states)
 
@@ -104,7 +105,7 @@ def _line(state: LayoutState, server: ServerVerdict) -> str:
         return f"{NOT_SERVABLE} by {where}: {server.reason}"
     if state.unused_spaces:
         spaces = ", ".join(state.unused_spaces)
-        where += f", but for what it changes in {spaces}, which no request passes through"
+        where += f", except its changes in {spaces}, which no request passes through"
     if state.state is ImageState.READY:
         return f"{SERVABLE} by {where}"
     if not _is_open(state):

@@ -7,7 +7,7 @@ system    S3 server, adapter store and inference service as processes
 process   one child process: started, watched, ended
 traffic   the requests: held-out words for the base and every adapter, mixed
 report    the table of results, and the hit rates
-run       what `loadout demo` does, in order
+run       the steps of `loadout demo`, in order
 train     trains the model and the adapters from nothing
 s3        an S3 server in a process of its own
 """

@@ -39,7 +39,8 @@ def register_all(
 ) -> dict[str, int]:
     """Registers all adapters and calls `done` for each; returns the revision of each job's name.
 
-    `folder` is a source root of the store; what is to come from a folder is copied there.
+    `folder` is a source root of the store; adapters that are to come from a folder are copied
+    there.
     """
     buckets = _open_s3(s3_url)
     revisions = {}

@@ -16,8 +16,8 @@ STORE_PREFIX, INFERENCE_PREFIX = "LOADOUT_STORE_", "LOADOUT_INFERENCE_"
 @dataclass(frozen=True)
 class Given:
     """The settings that `flags` give; unless `only_flags`, also variables with `prefix`, and the
-    file that a flag or variable names. They are known by the flags' names without `--`. What is
-    wrong with them the service says."""
+    file that a flag or variable names. They are known by the flags' names without `--`. The service
+    reports their faults."""
 
     prefix: str
     flags: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What the demo's model and adapters do: one job per adapter, and copying for the plain base.
+"""The tasks of the demo's model and adapters: one job per adapter, and copying for the plain base.
 
 Pure Python: this file knows the jobs, the words and which words were never trained on. It knows
 nothing of tensors, files or services.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 BASE_MODEL = "loadout-demo"
-"""The model's name: what every adapter names as its base."""
+"""The model's name: every adapter names it as its base."""
 
 SEPARATOR = "="
 """Ends a prompt; chosen because no shell gives it a meaning."""
@@ -25,7 +25,7 @@ MAX_ANSWER_LETTERS = 2 * MAX_LETTERS
 
 PRINTABLE = " " + string.ascii_letters + string.digits + string.punctuation
 WIDE_ALPHABET = PRINTABLE.replace(SEPARATOR, "")
-"""What the base can copy."""
+"""The characters that the base can copy."""
 
 HELD_OUT_PERCENT = 10
 """Share of all words that training never sees."""
@@ -136,7 +136,7 @@ JOBS = (BASE, *ADAPTER_JOBS)
 
 
 def prompt(text: str) -> str:
-    """The text to send for `text`: the model answers what follows it."""
+    """The text to send for `text`: the model answers with the text after it."""
     return text + SEPARATOR
 
 
@@ -153,7 +153,7 @@ def is_held_out(text: str) -> bool:
 def training_words(job: Job, seed: int) -> Iterator[str]:
     """Endless words to train `job` on; none is held out.
 
-    Half of what the base meets is longer and of more characters: answers are made of those.
+    Half of the base's texts are longer and of more characters, because answers are made of those.
     """
     rng = random.Random(f"train:{job.name}:{seed}")
     while True:

@@ -21,8 +21,8 @@ LAST_WORD = "loadout: "
 
 
 class ProcessFailed(Exception):
-    """A part of the system died, did not start, or did not stop properly; the message has what it
-    said of that, or the end of its log."""
+    """A part of the system died, did not start, or did not stop properly; the message has its
+    error, or the end of its log."""
 
 
 class Process:
@@ -68,7 +68,7 @@ class Process:
         raise self._failure(f"was not ready after {timeout_s:.0f} s")
 
     def warnings(self) -> list[str]:
-        """Returns what its log says of variables that are no settings."""
+        """Returns its log's warnings about variables that are no settings."""
         found = _NO_SETTING.findall(self.log_path.read_text(errors="replace"))
         return list(dict.fromkeys(found))
 

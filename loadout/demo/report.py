@@ -57,7 +57,8 @@ def by_job(answers: Sequence[Answer]) -> list[JobResult]:
 
 
 def hit_rates(store: Metrics, inference: Metrics) -> list[HitRate]:
-    """Returns those of the store's memory and disk tiers, and of the inference service's slots."""
+    """Returns the hit rates of the store's memory and disk tiers, and of the inference service's
+    slots."""
     tiers = [
         _hit_rate(f"store {tier}", store, "loadout_store_tier", tier=tier)
         for tier in ("memory", "disk")

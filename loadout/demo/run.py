@@ -1,4 +1,4 @@
-"""What `loadout demo` does, in the order of time."""
+"""The steps of `loadout demo`, in the order of time."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from loadout.prometheus import scrape
 NUM_REQUESTS = 200
 NUM_IN_FLIGHT = 32
 MEMORY_FLAGS = ("--kv-memory", "128MiB", "--adapter-memory", "64MiB")
-"""Enough for every request at once, and less than half of what a service takes by default: all of
-it is written at the start, which takes a second."""
+"""Enough for every request at once, and less than half of a service's default: all of it is written
+at the start, which takes a second."""
 
 
 def demo_settings(folder: Path) -> SystemSettings:

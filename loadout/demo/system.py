@@ -29,7 +29,7 @@ S3_REGION = "us-east-1"
 
 @dataclass(frozen=True, slots=True)
 class SystemSettings:
-    """What to start. `s3` adds an S3 server, whose bucket S3_BUCKET the store may read.
+    """The parts to start. `s3` adds an S3 server, whose bucket S3_BUCKET the store may read.
 
     `source_roots` are folders that file:// sources may lie in, besides those that the store's user
     names. Further flags are handed to the services as they are; a setting that they give counts
@@ -97,7 +97,7 @@ class System:
         return "" if not given or own in given else ",".join(given)
 
     def listens(self) -> dict[str, str]:
-        """Returns the addresses at which the parts will listen, by what is there."""
+        """Returns the addresses at which the parts will listen, by the present parts."""
         settings, store, inference = self._settings, self.given_store, self.given_inference
         found = {
             "the inference service": inference.find("listen") or settings.inference_listen,
@@ -134,7 +134,7 @@ class System:
         return {process.name: process.pid for process in self._processes}
 
     def warnings(self) -> list[str]:
-        """Returns what the parts have said of variables that are no settings."""
+        """Returns the parts' warnings about variables that are no settings."""
         return [line for process in self._processes for line in process.warnings()]
 
     def check_alive(self) -> None:
@@ -217,7 +217,7 @@ class System:
         return [*prefix, *command, *settings.store_flags]
 
     def _sources(self, s3_url: str) -> tuple[list[str], list[str]]:
-        """Returns what is to stand before the store's command, and its flags of sources."""
+        """Returns the words before the store's command, and its flags of sources."""
         settings, flags = self._settings, []
         if settings.source_roots:
             ours = (str(root.resolve()) for root in settings.source_roots)

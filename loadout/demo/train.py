@@ -1,8 +1,8 @@
 """Train the demo's model and adapters from nothing: `python -m loadout.demo.train [--out DIR]`.
 
-The base learns to copy a word; every adapter is then trained on the saved base. What is written is
-in ordinary Hugging Face and PEFT format. The run ends by measuring the saved files on held-out
-words, and fails if a job is below its bar.
+The base learns to copy a word; every adapter is then trained on the saved base. The files are in
+ordinary Hugging Face and PEFT format. The run ends by measuring the saved files on held-out words,
+and fails if a job is below its bar.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ WARMUP_SHARE = 0.06  # of all steps; then half a cosine down to nothing
 BETAS = (0.9, 0.98)
 WEIGHT_DECAY = 0.01
 MAX_GRAD_NORM = 1.0
-IGNORED_LABEL = -100  # what cross_entropy leaves out
+IGNORED_LABEL = -100  # the label that cross_entropy leaves out
 
 EVALUATED_WORDS = 500
 EVALUATION_SEED = 0
@@ -158,7 +158,7 @@ def fit(model: nn.Module, tokenizer: PreTrainedTokenizerFast, job: Job, progress
     task = progress.add_task(job.title, total=steps, loss=math.nan)
     model.train()
     for ids, labels in islice(batches(tokenizer, job), steps):
-        # Padding is on the right here, so causal attention alone keeps it out of what is labelled.
+        # Padding is on the right here, so causal attention alone keeps it out of labelled tokens.
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
         loss.backward()

@@ -70,7 +70,7 @@ class AuditEntry:
         self.roles = sorted(caller.roles)
 
     def set_outcome(self, outcome: Any) -> None:
-        """Called with what `pending` returned; a service overrides it to set its fields."""
+        """Called with the message of `pending`; a service overrides it to set its fields."""
 
     def set_result(self, error: BaseException | None) -> None:
         match error:
@@ -162,7 +162,7 @@ class Audit(Generic[EntryT]):
 
     def begin(self, entry: EntryT) -> None:
         """Writes down that an authorized call starts, if the file is required. Raises Unavailable
-        if that fails: what cannot be audited must not happen."""
+        if that fails: a change that cannot be audited must not happen."""
         if not self._is_required:
             return
         entry.result = "started"

@@ -18,7 +18,7 @@ class Authenticator(Generic[ActionT]):
         self.policies = policies
 
     def authenticate(self, metadata: Metadata) -> Principal[ActionT]:
-        """Returns the caller. Raises Unauthenticated: no token, or one that the policy does not
+        """Returns the caller. Raises Unauthenticated: no token, or a token that the policy does not
         know."""
         principal: Principal[ActionT] = self.policies.policy.authenticate(bearer_token(metadata))
         return principal

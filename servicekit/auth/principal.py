@@ -1,4 +1,5 @@
-"""A caller, and what its roles and tenants allow. Plain data: no transport, no files."""
+"""A caller, and the actions that its roles and tenants allow. Plain data: no transport, no
+files."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from servicekit.errors import PermissionDenied
 from servicekit.refs import DEFAULT_TENANT
 
 ActionT = TypeVar("ActionT", bound=Enum)
-"""What a call does; every RPC of a service is one of its actions. Values read "may not <value>"."""
+"""The action of a call; every RPC of a service is one of its actions. Values read "may not
+<value>"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class Principal(Generic[ActionT]):
             )
 
     def require_all_tenants(self) -> None:
-        """Raises PermissionDenied unless the caller is for all tenants: what a call answers may be
+        """Raises PermissionDenied unless the caller is for all tenants, because the answer may be
         about any of them."""
         if self.tenants is not None:
             raise PermissionDenied(
@@ -80,7 +82,8 @@ def tenant_account(tenant: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Roles(Generic[ActionT]):
-    """The roles of a service by the names that the policy file gives them, with what each allows.
+    """The roles of a service by the names that the policy file gives them, with the actions that
+    each allows.
 
     `foreign` are the roles of services that share the policy file; they allow nothing here.
     """

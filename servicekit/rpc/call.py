@@ -1,9 +1,9 @@
-"""A call in progress, with what it holds of its account's share: its request until the handler lets
-go of it, and its answers until they are sent.
+"""A call in progress, with its part of its account's share: its request until the handler lets go
+of it, and its answers until they are sent.
 
 gRPC keeps a message that its reader's window has no room for until the reader takes it or its
-connection ends: neither an error nor the end of the handler lets go of it. So what a call answers
-is counted until then, and a handler waits for a slow reader only so long.
+connection ends: neither an error nor the end of the handler lets go of it. So a call's answer is
+counted until then, and a handler waits for a slow reader only so long.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Serialize: TypeAlias = Callable[[Any], bytes]
 
 
 class Call:
-    """What a handler gets as its context: gRPC's, whose `write` ends with ReaderStalled if the
-    reader is slower than `pace`. Belongs to the task that makes it, and holds its places at most
-    until that ends: when all is sent, or the caller has gone."""
+    """The context that a handler gets: gRPC's, whose `write` ends with ReaderStalled if the reader
+    is slower than `pace`. Belongs to the task that makes it, and holds its places at most until
+    that ends: when all is sent, or the caller has gone."""
 
     def __init__(
         self, context: grpc.aio.ServicerContext, serialize: Serialize | None, pace: Pace
@@ -80,7 +80,7 @@ class Call:
         return self._serialize(message)
 
     def last(self, message: Any) -> bytes:
-        """Returns the only message of an answer as bytes. The place keeps what that takes."""
+        """Returns the only message of an answer as bytes. The place keeps its memory."""
         raw = self.serialized(message)
         if self.answer_place is not None:
             self.answer_place.shrink(COPIES * len(raw))
@@ -88,7 +88,7 @@ class Call:
 
     async def write(self, message: Any) -> None:
         """Returns once the message is on its way. Raises ReaderStalled, ShareExceeded for a message
-        that is larger than what the place can grow to, and gRPC's errors if the caller has gone."""
+        that is larger than the place can become, and gRPC's errors if the caller has gone."""
         raw = self.serialized(message)
         place, usual_bytes = self.answer_place, 0
         if place is not None and COPIES * len(raw) > place.amount:
@@ -120,7 +120,7 @@ class Call:
         self._refusal = status, trailers
 
     async def end(self) -> None:
-        """Ends a call that was refused, after what was sent before; waits until that is read or the
+        """Ends a call that was refused, after all earlier messages; waits until that is read or the
         caller has gone. Raises AbortError then."""
         if self._refusal is None:
             return
@@ -158,7 +158,7 @@ class Call:
 async def abort(
     context: grpc.aio.ServicerContext, status: status_pb2.Status, trailers: Trailers = ()
 ) -> None:
-    """Ends a call with this answer, once what was sent before it is read. Raises AbortError."""
+    """Ends a call with this answer, once all earlier messages are read. Raises AbortError."""
     rich = rpc_status.to_status(status)
     await context.abort(rich.code, rich.details, (*rich.trailing_metadata, *trailers))
 

@@ -1,4 +1,4 @@
-"""What is known of the call in progress, for its log line and its span."""
+"""Facts about the call in progress, for its log line and its span."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FACTS: ContextVar[dict[str, str] | None] = ContextVar("call_facts", default=Non
 
 
 def begin(facts: dict[str, str]) -> None:
-    """Collects what this call's task notes in `facts` from now on. Each call has a task of its
+    """Collects the notes of this call's task in `facts` from now on. Each call has a task of its
     own."""
     _FACTS.set(facts)
 

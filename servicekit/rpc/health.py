@@ -1,4 +1,4 @@
-"""grpc.health.v1, for callers without a token: what it reads and holds of them is bounded."""
+"""grpc.health.v1, for callers without a token: the requests that it reads and holds are bounded."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from servicekit.rpc.call import Trailers
 
 MAX_ARRIVING = 1
-"""Requests that are read at once: each may be as large as the server's largest message. One that is
-there already, as most are, is read without a pause."""
+"""Requests that are read at once: each may be as large as the server's largest message. A request
+that is there already, as most are, is read without a pause."""
 ARRIVAL_SECONDS = 2.0
 MAX_REQUEST_BYTES = 1024
 MAX_WATCHES = 128
@@ -32,8 +32,8 @@ class Health:
     """The health service of a server whose services are all in one state.
 
     Both always answer: while too many requests are arriving, for the server as a whole, without
-    reading which service is asked for. Watch refuses with RESOURCE_EXHAUSTED what is too much for
-    the server or for its peer's address. `trailers` are sent with the answers of Check.
+    reading which service is asked for. Watch refuses, with RESOURCE_EXHAUSTED, streams that are too
+    many for the server or for its peer's address. `trailers` are sent with the answers of Check.
     """
 
     def __init__(self, services: tuple[str, ...], trailers: Callable[[], Trailers]) -> None:

@@ -88,8 +88,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     """Answers every error of a handler with its status, logs every call, and knows which run. With
     `tracing`, each is a span. `on_end` is called with how each call ended.
 
-    A draining server answers new calls until none come any more: those that arrive while grpc
-    stops are dropped, and their callers would read CANCELLED.
+    A draining server answers new calls until none come any more, because calls that arrive while
+    grpc stops are dropped, and their callers would read CANCELLED.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             raw = b""
             async with self._observed(method, context) as call:
                 await self._enter(method, call)
-                # The handler alone holds what was read, so that it can let go of it.
+                # The handler alone holds the message, so that it can let go of it.
                 response = await method.behaviour(await self._read(method, call), call)
                 raw = call.last(response)
             await call.end()
@@ -191,7 +191,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(answer)
 
     async def _read(self, method: _Served, call: Call) -> Any:
-        """Returns what the method's handler takes: the message of the call, or a stream of them."""
+        """Returns the argument of the method's handler: the message of the call, or a stream of
+        them."""
         if method.takes_stream:
             return self._requests.read_stream(call, method.bounds)
         call.request_place = await self._requests.place()
@@ -214,7 +215,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self, method: _Served, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[Call]:
         """Yields the call. Its errors become its refusal, with which it is to be ended: a reader
-        that has not taken what was sent before is nothing to wait for here."""
+        that has not taken earlier messages is nothing to wait for here."""
         path = method.path
         start = time.monotonic()
         code, failure = "OK", None
@@ -284,8 +285,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses callers without a token that the policy knows, before a byte of what they send is
-    read: a message may be large. Health stays open: probes have no token.
+    """Refuses callers without a token that the policy knows, before a byte of their messages is
+    read, because these may be large. Health stays open: probes have no token.
 
     Runs inside a CallInterceptor. `on_refused(method, peer, error)` is called for a service's own
     methods.

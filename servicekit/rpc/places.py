@@ -1,5 +1,6 @@
-"""What the calls of a server share: the memory of their requests and of their answers, the threads
-that parse, and how many calls of some methods run. Each account has its share of all of it."""
+"""The resources that the calls of a server share: the memory of their requests and of their
+answers, the threads that parse, and how many calls of some methods run. Each account has its share
+of all of it."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from servicekit.shares import FairExecutor, Pace, Reservation, Shares
 from servicekit.work_budget import WorkBudget
 
 CALL_BYTES = 16 << 10
-"""What every call holds at least: its headers, of at most that much, and its task."""
+"""The least that every call holds: its headers, of at most this size, and its task."""
 PLACE_SECONDS = 10.0
-"""How long a call waits until its account has its share of what it needs."""
+"""How long a call waits until its account's share has room for it."""
 ANSWER_PACE = Pace(bytes_per_second=64 << 10, stall_seconds=30.0)
 
 CALLER: ContextVar[str] = ContextVar("caller", default="")
@@ -23,9 +24,9 @@ policy."""
 
 
 class CallPlaces:
-    """`request_bytes` are those of messages that are arriving or that a handler holds,
-    `answer_bytes` those that handlers make and that nobody has read yet. Readers may not be slower
-    than `pace`. `request_work` is what reading and parsing takes. Lives on the event loop."""
+    """`request_bytes` count messages that are arriving or that a handler holds, `answer_bytes`
+    messages that handlers make and that nobody has read yet. Readers may not be slower than `pace`.
+    `request_work` is the work of reading and parsing. Lives on the event loop."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class CallPlaces:
         return self.request_work.measured(account, self.parsers.of(account))
 
     def close(self) -> None:
-        """Ends the threads once what they parse is parsed."""
+        """Ends the threads once they have parsed their messages."""
         self.parsers.close()
 
 

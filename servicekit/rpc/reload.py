@@ -23,8 +23,8 @@ LOOKS_PER_INTERVAL = 2
 
 
 class Reloader:
-    """Takes over the files of policy and certificates, and opens the audit file anew. What cannot
-    be taken over stays as it was.
+    """Takes over the files of policy and certificates, and opens the audit file anew. A file that
+    cannot be taken over stays as it was.
 
     Lives on the event loop and reads in threads. One `reload` or `look` runs at a time.
     """
@@ -37,7 +37,7 @@ class Reloader:
         self._files: tuple[ReloadableFiles, ...] = (policies, certificates)
         self._watches = [FileWatch(files) for files in self._files if files.can_be_watched]
         self._problems: dict[str, str] = {}
-        """Why what the files hold is not in force, by setting."""
+        """Why the files' contents are not in force, by setting."""
 
     async def reload(self) -> None:
         """Takes over everything as it is now."""
@@ -56,13 +56,13 @@ class Reloader:
                 self._note_taken_over(files)
 
     async def look(self) -> None:
-        """Looks once whether files have changed. What cannot be taken over is tried at each look,
-        and reported at the first."""
+        """Looks once whether files have changed. A file that cannot be taken over is tried at each
+        look, and reported at the first."""
         for watch in self._watches:
             files = watch.files
             try:
                 found = await asyncio.to_thread(watch.look)
-            except Exception as error:  # whatever it is, the next look may be better
+            except Exception as error:  # of any kind: the next look may succeed
                 if self._problems.get(files.setting) != str(error):
                     self._note_refused(files, error)
                 continue
@@ -95,8 +95,8 @@ class Reloader:
 
 @asynccontextmanager
 async def reloading(settings: ServiceSettings, reloader: Reloader) -> AsyncIterator[None]:
-    """Reloads on SIGHUP, and what changes, while the context lasts. Does nothing if there is
-    nothing to read again: a terminal that closes then ends the process, as usual."""
+    """Reloads all files on SIGHUP, and changed files periodically, while the context lasts. Does
+    nothing if there is nothing to read again: then a terminal that closes ends the process."""
     if not (settings.policy_file or settings.tls_cert_file or settings.audit_file):
         yield
         return

@@ -28,17 +28,17 @@ SMALL_BYTES = 64 << 10
 INLINE_ENTRIES = 1024
 """Messages with more are parsed off the event loop: they would hold up all other calls."""
 READ_BYTES_PER_SECOND = 200 << 20
-"""What one processor reads of large messages, about."""
+"""The approximate rate at which one processor reads large messages."""
 ARRIVAL_SECONDS = 30.0
 """How long a message may take to arrive; one of a stream comes when its caller has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestBounds:
-    """What a call of a method may hold. `max_items` of repeated fields and maps, `max_chars` of
-    texts, each by its path, such as "layout.targets". `answer_bytes` is what its answers take at
-    most until they are sent: twice the largest, which gRPC copies. Of all calls of the method only
-    `max_running` are read and run at once, if that is not 0; further ones wait unread.
+    """The limits of a call of a method. `max_items` of repeated fields and maps, `max_chars` of
+    texts, each by its path, such as "layout.targets". `answer_bytes` is the most memory that its
+    answers take until they are sent: twice the largest, which gRPC copies. Of all calls of the
+    method only `max_running` are read and run at once, if that is not 0; further ones wait unread.
     `read_direct` reads messages of one form at once, in no time, and returns None for others."""
 
     message: type[Message]
@@ -139,7 +139,7 @@ class RequestReader:
         return await wait_for(self._places.request_bytes, self._max_bytes)
 
     async def read(self, source: Source, bounds: RequestBounds, place: Reservation) -> Any:
-        """Returns the only message of a call; `place` keeps what it takes. Raises as
+        """Returns the only message of a call; `place` keeps its memory. Raises as
         RequestBounds.parse, and DeadlineExceeded if it does not arrive in time."""
         try:
             async with asyncio.timeout(ARRIVAL_SECONDS):
@@ -173,7 +173,7 @@ class RequestReader:
             self._charge(num_bytes)
 
     def _charge(self, num_bytes: int) -> None:
-        """Charges what reading a message takes, if it is large."""
+        """Charges the work of reading a message, if it is large."""
         if num_bytes > SMALL_BYTES:
             work_s = num_bytes / READ_BYTES_PER_SECOND
             self._places.request_work.charge(CALLER.get(), work_s)

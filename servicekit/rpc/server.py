@@ -44,7 +44,7 @@ OPTIONS = (
     # Peers that are gone hold nothing: streams are long and may be silent.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # What callers without a token may hold: connections that say nothing, or make no call.
+    # Limits of callers without a token: connections that send nothing, or make no call.
     ("grpc.http2.bdp_probe", 0),
     # Uploads come in large messages: with the default frames of 16 KiB callers work twice as long.
     ("grpc.http2.max_frame_size", 1 << 20),
@@ -134,7 +134,7 @@ def announce_ready(addresses: dict[str, str], ready_file: Path | None) -> None:
 
 
 def with_port(address: str, port: int) -> str:
-    """Returns the address with its port replaced: by the one that the system chose for 0."""
+    """Returns the address with its port replaced: by the port that the system chose for 0."""
     host = split_address(address)[0]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

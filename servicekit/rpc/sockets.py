@@ -78,8 +78,8 @@ class Accepted:
 
 
 class AcceptedSockets:
-    """The sockets that this process has accepted at a port, and those that listen there, from the
-    first `read` to `close`. For one thread.
+    """The sockets that this process has accepted at a port, and the listening ones, from the first
+    `read` to `close`. For one thread.
 
     It holds two files all the time, so that it works when the process has no others left.
     """
@@ -99,7 +99,7 @@ class AcceptedSockets:
         self._files = None
 
     def read(self) -> list[Accepted] | None:
-        """Returns those that are open; None where the system does not list files, or cannot at the
+        """Returns the open sockets; None where the system does not list files, or cannot at the
         moment."""
         seen: dict[int, tuple[int, Peer | None]] = {}
         try:
@@ -123,8 +123,8 @@ class AcceptedSockets:
         ]
 
     def reset(self, accepted: Accepted) -> None:
-        """Resets the connection, if the file is still this socket. What has arrived is dropped:
-        after a mere shutdown gRPC would read on, thousands of calls."""
+        """Resets the connection, if the file is still this socket. Data that has arrived is
+        dropped: after a mere shutdown gRPC would read on, thousands of calls."""
         if self._files is None:
             return
         folder, copy = self._files

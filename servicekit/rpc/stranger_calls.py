@@ -22,8 +22,8 @@ Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.Rpc
 
 
 class StrangerInterceptor(grpc.aio.ServerInterceptor):
-    """Notes every call at its connection, health checks and calls of no method included. Those of
-    a connection that is being closed cost next to nothing. `strangers` is set before the first."""
+    """Notes every call at its connection, health checks and calls of no method included. Calls of a
+    connection that is being closed cost next to nothing. `strangers` is set before the first."""
 
     strangers: Strangers
 

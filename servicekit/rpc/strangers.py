@@ -1,10 +1,10 @@
-"""Connections that have shown no token: few, of few calls and few bytes. What storms is closed.
+"""Connections that have shown no token: few, of few calls and few bytes. Storming ones are closed.
 
 A connection is a stranger's until one of its calls has a token that the policy knows, and known
-from then on. gRPC parses what strangers send before any code of ours runs, at a cost of some 25 KiB
-a call, faster than we can answer. So connections that send too much are reset by what the kernel
-says of them. Where all of an address do too much, those that did more than a probe are, and new
-connections from there wait in the kernel, most of the time, for a while.
+from then on. gRPC parses strangers' messages before any code of ours runs, at a cost of some 25 KiB
+a call, faster than we can answer. So connections that send too much are reset by the kernel's
+counts. Where all connections of an address do too much, the ones that did more than a probe are
+reset, and new connections from there wait in the kernel, most of the time, for a while.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ OPEN_SECONDS, SHUT_SECONDS = 0.2, (0.4, 1.2)
 than a probe, after so long at least and at most: at no fixed time of a second, because clients try
 again after whole seconds."""
 QUIET_CALLS, QUIET_BYTES = 4, 8 << 10
-"""What a stranger may do in a second to be left alone when its address storms, as probes do; and a
-call and KiB more per second."""
+"""The calls and bytes in a second with which a stranger is left alone when its address storms, as
+probes do; and a call and KiB more per second."""
 CLOSED_SECONDS = 30.0
 """How long calls of a connection that was closed may still wait to be read."""
 TRIM_SECONDS, TRIM_CONNECTIONS, TRIM_CALLS, TRIM_WITHIN_SECONDS = 2.0, 64, 256, 10.0
-"""The heap gives back what is free, so often at most, after so many connections or calls of
+"""The heap gives back free memory, so often at most, after so many connections or calls of
 strangers within so long; for CLOSED_SECONDS, because they are freed one by one."""
 LOG_SECONDS = 10.0
 
@@ -56,7 +56,7 @@ _dice = random.SystemRandom()
 
 @dataclass(frozen=True, slots=True)
 class StrangerLimits:
-    """What strangers may do.
+    """Limits of strangers.
 
     There are `max_connections` of them at once: of the address with most the oldest is closed for a
     new one. Of an address there are `address_connections`, which are forgiven at a rate once they
@@ -95,7 +95,7 @@ class StrangerLimits:
 
 
 class _Leak:
-    """Counts what is forgiven at a rate; if `is_short`, not more than is forgiven in a second
+    """A count that is forgiven at a rate; if `is_short`, not more than is forgiven in a second
     beyond `limit`."""
 
     def __init__(self, limit: float, per_second: float, is_short: bool = False) -> None:
@@ -130,7 +130,7 @@ class _Connection:
     inode: int | None = None
     num_calls: int = 0
     first_bytes: int | None = 0
-    """What it had received when it became a stranger; None until the next look."""
+    """The bytes that it had received when it became a stranger; None until the next look."""
     num_bytes: int = 0
     counted_bytes: int = 0
     is_counted: bool = False
@@ -179,7 +179,7 @@ class _Address:
 
 @dataclass(slots=True)
 class _Closed:
-    """What was closed since the last line of the log."""
+    """Connections closed since the last line of the log."""
 
     by_address: Counter[str] = field(default_factory=Counter)
     logged_s: float = 0.0
@@ -197,7 +197,7 @@ class Strangers:
         self._addresses: dict[str, _Address] = {}
         self._calls = _Leak(TRIM_CALLS, TRIM_CALLS / TRIM_WITHIN_SECONDS, is_short=True)
         self._gone = _Leak(TRIM_CONNECTIONS, TRIM_CONNECTIONS / TRIM_WITHIN_SECONDS, is_short=True)
-        """What strangers did lately."""
+        """The recent calls and bytes of strangers."""
         self._trimmed_s = self._trim_until_s = self._swept_s = self._pruned_s = 0.0
         self._failed_s = -LOG_SECONDS
         self._is_trim_due = False
@@ -266,10 +266,10 @@ class Strangers:
                 self._wake.set()
 
     def sweep(self) -> None:
-        """Looks at all connections once, and closes those that are to be closed."""
+        """Looks at all connections once, and closes the ones that exceed a limit."""
         now_s = time.monotonic()
         accepted = self._sockets.read()
-        if accepted is None:  # what is known of the connections stays
+        if accepted is None:  # known facts about the connections stay
             return
         with self._lock:
             self._forget(accepted, now_s)
@@ -347,7 +347,7 @@ class Strangers:
         return not connection.is_doomed and (not is_storm or connection.is_quiet(now_s))
 
     def _know(self, peer: Peer, connection: _Connection, now_s: float) -> None:
-        """What it did before it was known is no longer its address's."""
+        """Its calls and bytes before it was known no longer count for its address."""
         connection.known_s = now_s
         if connection.is_known:
             return
@@ -434,7 +434,7 @@ class Strangers:
         return [max(groups.values(), key=len).pop() for _ in range(excess)]
 
     def _tidy(self, now_s: float) -> None:
-        """Gives memory back after a storm, and says what was closed."""
+        """Gives memory back after a storm, and logs the closed connections."""
         with self._lock:
             if self._is_trim_due:
                 self._is_trim_due = False

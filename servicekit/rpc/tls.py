@@ -37,7 +37,7 @@ class CertificateFiles(ReloadableFiles):
             self.current = self._checked(*contents)
 
     def _checked(self, chain: bytes, key: bytes, client_ca: bytes | None = None) -> Certificates:
-        # gRPC takes whatever it is given, and refuses every handshake later.
+        # gRPC takes any files, and refuses every handshake later.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         chain_path, key_path, *client_ca_paths = self._paths
         try:
@@ -55,7 +55,7 @@ class CertificateFiles(ReloadableFiles):
                     "tls_client_ca_file", f"{path} has no PEM certificate"
                 ) from exc
             context.verify_mode = ssl.CERT_REQUIRED
-        # Python's ssl has read the files itself: what it has checked must be what gRPC gets.
+        # Python's ssl has read the files itself: gRPC must get the same bytes that it has checked.
         if self.read() != ((chain, key) if client_ca is None else (chain, key, client_ca)):
             raise invalid_setting("tls_cert_file", "the files changed while they were read")
         return Certificates(chain, key, client_ca, context)
@@ -83,7 +83,7 @@ def rotating_context(files: CertificateFiles) -> ssl.SSLContext | None:
     context = files.current.context
 
     def choose(connection: ssl.SSLObject, server_name: str | None, used: ssl.SSLContext) -> None:
-        """Called for every client, also for one that names no server."""
+        """Called for every client, also for a client that names no server."""
         if files.current is not None:
             connection.context = files.current.context
 

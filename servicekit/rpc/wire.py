@@ -15,8 +15,8 @@ MAX_UNPACKED = 4096
 """Numbers of a repeated field that come one by one. Every client of ours packs them; each takes as
 long to count as a thousand that are packed."""
 MAX_FIELDS_PER_ENTRY = 16
-"""Fields that are not counted of the messages that repeat, on average, if what repeats within them
-is counted."""
+"""Fields that are not counted of the messages that repeat, on average, if the repeated fields
+within them are counted."""
 MAX_VARINT_BYTES = 10
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
 
@@ -36,8 +36,8 @@ class TooMany(ValueError):
 @dataclass(slots=True)
 class _Node:
     """A field that is counted, or a message whose fields are; `limit` None: it is not itself.
-    `others` is what fields of the message that are not counted are counted as, and how many there
-    may be."""
+    `others` is the name for the message's fields that are not counted themselves, and how many of
+    them there may be."""
 
     path: str = ""
     limit: int | None = None
@@ -47,9 +47,9 @@ class _Node:
 
 
 class Counter:
-    """Counts the fields of a message and of the messages in it. `limits` has the paths of those
-    that repeat, such as "layout.targets", and of what repeats within these, such as
-    "layout.targets.other_names": of all of them together."""
+    """Counts the fields of a message and of the messages in it. `limits` has the paths of repeated
+    fields, such as "layout.targets", and of repeated fields within these, such as
+    "layout.targets.other_names", for all of them together."""
 
     def __init__(self, message: type[Message], limits: Mapping[str, int]) -> None:
         self._root = _node(message.DESCRIPTOR, "", limits)

@@ -25,8 +25,8 @@ _HELP_WIDTH = 100
 class Setting:
     """One setting as `--help` and the documents show it.
 
-    `metavar` is the form of its values, "" for a switch; `bounds` are those of a number, such as
-    "≥ 1". `default` is as it may be given, "" where there is none.
+    `metavar` is the form of its values, "" for a switch; `bounds` are a number's, such as "≥ 1".
+    `default` is as it may be given, "" where there is none.
     """
 
     name: str
@@ -70,8 +70,8 @@ class Setting:
 
 
 def describe(service: type[ServiceSettings]) -> list[Setting]:
-    """Returns a service's settings in the order of its groups; its own basics before those that all
-    services have."""
+    """Returns a service's settings in the order of its groups; its own basics before the settings
+    of all services."""
     prefix = service.model_config["env_prefix"]
     found = [_setting(name, prefix, field) for name, field in service.model_fields.items()]
     own = list(service.__annotations__)

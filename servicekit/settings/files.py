@@ -1,5 +1,5 @@
-"""Files that settings name and that may change while the service runs: what is in force, and what
-is taken over of what is found."""
+"""Files that settings name and that may change while the service runs: the contents in force, and
+how changes are taken over."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ReloadableFiles(ABC):
         self.setting = setting
         self._paths = paths
         self.contents: Contents = ()
-        """What is in force."""
+        """The contents in force."""
         self.reload()
 
     @property
@@ -51,8 +51,8 @@ class ReloadableFiles(ABC):
 
 
 class Sight(enum.Enum):
-    """What a look has found: what is in force; other contents, which may be half written; or that
-    it took over what the files hold."""
+    """The result of a look: contents equal those in force; other contents, which may be half
+    written; or new contents that were taken over."""
 
     SAME = enum.auto()
     UNSETTLED = enum.auto()
@@ -60,10 +60,11 @@ class Sight(enum.Enum):
 
 
 class FileWatch:
-    """Looks whether files have changed, and takes over what it has found at two looks in a row.
+    """Looks whether files have changed, and takes over contents that it has found at two looks in a
+    row.
 
-    What is being written is different at each look, an empty or a valid first half included. Only
-    contents count: on some file systems dates and inodes stay while contents change, or change
+    A file that is being written is different at each look, an empty or a valid first half included.
+    Only contents count: on some file systems dates and inodes stay while contents change, or change
     while contents stay.
     """
 
@@ -73,7 +74,7 @@ class FileWatch:
 
     def look(self) -> Sight:
         """Blocks, in any thread. Raises InvalidSetting or OSError, at every look, as long as the
-        files hold what cannot be taken over."""
+        files hold contents that cannot be taken over."""
         found: Contents = ()
         error: OSError | None = None
         try:

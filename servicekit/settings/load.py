@@ -27,8 +27,8 @@ from servicekit.settings.types import check_endpoint, shown
 _OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _OTLP_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
-# What has a service's prefix and is none of its settings: an option of `loadout top`, and what
-# Kubernetes sets for a Service.
+# Variables with a service's prefix that are none of its settings: an option of `loadout top`, and
+# the variables that Kubernetes sets for a Service.
 _OTHER_VARIABLES = re.compile(
     r"LOADOUT_INFERENCE_METRICS|.*_SERVICE_HOST|.*_SERVICE_PORT(_.*)?|.*_PORT(_\d+_.*)?"
 )
@@ -161,8 +161,8 @@ def _read_environment(
 
 
 def unknown_variables(service: type[ServiceSettings]) -> list[str]:
-    """Returns a line for each variable with the service's prefix that sets nothing, such as one
-    that is misspelled; with the nearest name."""
+    """Returns a line for each variable with the service's prefix that sets nothing, such as a
+    misspelled name; with the nearest name."""
     prefix = service.model_config["env_prefix"].upper()
     known = [setting.variable for setting in describe(service)]
     names = sorted(name for name in os.environ if name.upper().startswith(prefix))
@@ -223,7 +223,7 @@ _RULES = {
 
 
 def _explain(problem: ErrorDetails, setting: Setting | None = None) -> str:
-    """Returns what a value must be; the value itself, too, unless it is a secret."""
+    """Returns the form that a value must have; the value itself, too, unless it is a secret."""
     if problem["type"] == "missing":
         return f"is required: {setting.meaning}" if setting else "is required"
     rule = _RULES.get(problem["type"])

@@ -20,7 +20,7 @@ PROCESS = Group("Process")
 
 
 class ServiceSettings(BaseSettings):
-    """What all services have. A service's class adds its own, and names itself."""
+    """The settings of all services. A service's class adds its own, and names itself."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -33,7 +33,7 @@ class ServiceSettings(BaseSettings):
     groups: ClassVar[tuple[Group, ...]]
     """The groups in the order in which they are shown."""
     former: ClassVar[Mapping[str, str]] = {}
-    """Former names of settings, which are refused, and what the settings are called now."""
+    """Former names of settings, which are refused, with the settings' present names."""
 
     listen: Annotated[Address, Level.COMMON, BASICS]
     """Address of the gRPC server. Port 0 picks a free port; --ready-file shows which."""

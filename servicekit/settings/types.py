@@ -19,8 +19,8 @@ _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\s\[\]]+):([0-9]{1,5})")
 
 
 def shown(value: object) -> str:
-    """Returns a value for an error, without what an address may have before its host: a password.
-    Whatever was meant: what is not valid may be half of an address."""
+    """Returns a value for an error, without the part of an address before its host, which may be a
+    password. This applies to any value: an invalid one may be half of an address."""
     text = repr(value)
     return text if "@" not in text else f"'{HIDDEN}{text[text.rindex('@') :]}"
 

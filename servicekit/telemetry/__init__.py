@@ -7,7 +7,7 @@ tracing         decides whether traces are sent, and makes a gRPC call a span
 otlp            sends spans over OTLP; imports OpenTelemetry, loaded on demand
 metrics         defines metrics, and the registry that makes and exports them
 histogram       durations counted in buckets, cheap enough for every step
-place_metrics   metrics of what tenants share, the same for each service
+place_metrics   metrics of the resources that tenants share, the same for each service
 exposition      writes metrics in the text format
 metrics_server  serves metrics over HTTP
 recent_errors   the calls that failed most recently, by method and reason

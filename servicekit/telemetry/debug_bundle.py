@@ -25,7 +25,7 @@ PART_SECONDS = 5.0
 """Time limit for making one part."""
 
 PartMaker: TypeAlias = Callable[[], Awaitable[Any]]
-"""Returns a part's content: text, or what JSON can express."""
+"""Returns a part's content: text, or an object that JSON can express."""
 
 
 class Part(NamedTuple):
@@ -60,7 +60,7 @@ async def _make_part(name: str, make: PartMaker, redactor: Redactor) -> Part:
 
 
 def describe_settings(settings: BaseModel) -> dict[str, Any]:
-    """Returns all settings in force, and the names of those that were set. Files are named, their
+    """Returns all settings in force, and the names of the changed ones. Files are named, their
     contents are not read."""
     return {"settings": settings.model_dump(mode="json"), "set": sorted(settings.model_fields_set)}
 

@@ -15,7 +15,7 @@ from prometheus_client.utils import floatToGoString
 
 
 def exposition(registry: Collector) -> tuple[bytes, str]:
-    """Returns a scrape in the text format, and its media type. It may block on what is scraped."""
+    """Returns a scrape in the text format, and its media type. May block on a scraped source."""
     return write_text(registry.collect()), CONTENT_TYPE_PLAIN_0_0_4
 
 

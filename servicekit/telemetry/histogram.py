@@ -29,8 +29,8 @@ IDLE_BOUNDS_S = (0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0)
 
 @dataclass(frozen=True, slots=True)
 class HistogramState:
-    """Counts observations per bucket: those of at most each bound and above the one before, and
-    last those above all bounds."""
+    """Counts observations per bucket: at most each bound and above the bound before, and last all
+    above the highest bound."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]

@@ -50,8 +50,8 @@ _FAMILIES: dict[Kind, Any] = {
 @dataclass(frozen=True, slots=True)
 class Definition:
     """Defines a metric. `name` is without the suffix that Prometheus adds to counters. `bounds_s`
-    are the buckets of a histogram that is counted in its registry; one that is read at every
-    scrape brings its own."""
+    are the buckets of a histogram that is counted in its registry; a histogram that is read at
+    every scrape brings its own."""
 
     name: str
     kind: Kind
@@ -95,7 +95,7 @@ PROCESS = (
     _PLAIN.gauge("process_open_fds", "Open file descriptors of the process."),
     _PLAIN.gauge("process_max_fds", "Limit of open file descriptors of the process."),
 )
-"""What every MetricRegistry exports of its process."""
+"""The metrics that every MetricRegistry exports of its process."""
 
 
 FILES_REFUSED = "files_refused"
@@ -180,7 +180,7 @@ class ScrapeCollector(Collector):
 
 
 class MetricRegistry(CollectorRegistry):
-    """Makes a service's metrics from its definitions, and exports those of the process."""
+    """Makes a service's metrics from its definitions, and exports the process's metrics."""
 
     def __init__(self, definitions: Definitions) -> None:
         super().__init__()

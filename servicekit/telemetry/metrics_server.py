@@ -22,8 +22,8 @@ from servicekit.telemetry.exposition import exposition
 POLL_SECONDS = 0.05
 """How often the server's thread checks whether to stop; closing takes this long."""
 MAX_CONNECTIONS, PEER_SHARE = 16, 0.5
-"""At once, and what one address may have of those that others leave. Each is one scrape; further
-ones are closed."""
+"""At once, and the share of one address in the connections that others leave free. Each is one
+scrape; further ones are closed."""
 REQUEST_SECONDS = 10.0
 """How long a request may take to arrive, and its answer to be read."""
 MAX_HEADER_BYTES = 16 << 10

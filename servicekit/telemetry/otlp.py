@@ -137,7 +137,7 @@ class OtlpTracing:
 
 
 def _offset_ns() -> int:
-    """Returns what turns the monotonic clock into the time of day."""
+    """Returns the offset that turns the monotonic clock into the time of day."""
     return time.time_ns() - time.monotonic_ns()
 
 

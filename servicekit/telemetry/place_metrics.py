@@ -1,4 +1,4 @@
-"""Metrics of what tenants share: how full each place is, who waits for it, and what it refused."""
+"""Metrics of the resources that tenants share: how full each is, and who waits or was refused."""
 
 from __future__ import annotations
 

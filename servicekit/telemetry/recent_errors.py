@@ -22,7 +22,7 @@ MAX_CHARS = 500
 @dataclass(frozen=True, slots=True)
 class CallEnd:
     """Describes how a call ended: `code` is a gRPC status's name or an HTTP status; `reason` and
-    `message` are the error's, "" without one; `facts` is what else is known of the call."""
+    `message` are the error's, "" without one; `facts` are further facts about the call."""
 
     method: str
     code: str

@@ -74,7 +74,7 @@ def begin_call(
 
 
 def end_call(span: OpenSpan, code: str, reason: str, remaining_s: float | None) -> None:
-    """Ends the span of a gRPC call. `remaining_s` is what is left of the caller's deadline, None
+    """Ends the span of a gRPC call. `remaining_s` is the rest of the caller's deadline, None
     without one: a passed deadline arrives as CANCELLED. Unauthenticated calls are not recorded."""
     if code == "UNAUTHENTICATED":
         return

@@ -11,7 +11,7 @@ from bench import gpu_cost
 from bench.gpu_bytes import floor_bytes, traffic
 from bench.gpu_step import Step, Workload, trace
 from bench.results import FOLDER
-from tests.gpu.models import FEATURES, SHAPE
+from tests.support.gpu.models import FEATURES, SHAPE
 
 MOST_MEMORY = 1.05
 """Bytes from and to memory, of the fewest."""

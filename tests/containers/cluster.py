@@ -14,8 +14,8 @@ from tests.containers import firewall
 from tests.containers.dns import GATEWAY, SUBNET, Dns
 from tests.containers.play import Provided
 from tests.containers.pods import NETWORK, Pod
-from tests.deploy.manifests import Manifests, Workload
-from tests.deploy.policies import Peer, visitors
+from tests.support.deploy.manifests import Manifests, Workload
+from tests.support.deploy.policies import Peer, visitors
 from tools.containers.engine import ContainersFailed, podman, run
 from tools.containers.images import CPU_IMAGE
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import IPv4Network
 
 from tests.containers.dns import GATEWAY
-from tests.deploy.manifests import Object
-from tests.deploy.policies import ELSEWHERE, Peer, is_open
+from tests.support.deploy.manifests import Object
+from tests.support.deploy.policies import ELSEWHERE, Peer, is_open
 from tools.containers.engine import ContainersFailed
 
 VISITORS = IPv4Network("10.119.0.128/25")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.deploy.manifests import Object, Workload
+from tests.support.deploy.manifests import Object, Workload
 from tools.containers.engine import podman
 
 NOT_PLAYED = ("startupProbe", "readinessProbe", "livenessProbe", "lifecycle", "ports")

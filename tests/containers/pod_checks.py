@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.containers.pods import Pod
-from tests.deploy.manifests import gibibytes
+from tests.support.deploy.manifests import gibibytes
 
 
 def check_user(pod: Pod) -> None:

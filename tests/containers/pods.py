@@ -12,7 +12,7 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.containers.play import Provided, pod_objects
-from tests.deploy.manifests import Object, Workload
+from tests.support.deploy.manifests import Object, Workload
 from tools.containers.engine import ContainersFailed, environment, podman
 
 NETWORK = "loadout-test"

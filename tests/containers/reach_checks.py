@@ -9,8 +9,7 @@ from pathlib import Path
 from tests.containers.cluster import Cluster
 from tests.containers.dns import GATEWAY
 from tests.containers.pods import Pod
-from tests.deploy.policies import may_enter, visitors
-from tests.deploy.test_network_policies import OUTSIDE_PORTS, connections
+from tests.support.deploy.policies import OUTSIDE_PORTS, connections, may_enter, visitors
 from tools.containers.engine import environment
 from tools.containers.images import CPU_IMAGE
 

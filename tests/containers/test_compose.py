@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from loadout import Client
-from tests.deploy.manifests import DEPLOY, ROOT
+from tests.support.deploy.manifests import DEPLOY, ROOT
 from tools.containers import bases
 from tools.containers.engine import environment, podman
 from tools.containers.images import CPU_IMAGE, PREVIOUS_IMAGE

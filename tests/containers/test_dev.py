@@ -13,7 +13,7 @@ from tests.containers.cluster import Cluster
 from tests.containers.pod_checks import CHECKS
 from tests.containers.pods import Pod
 from tests.containers.reach_checks import check_pods, check_visitors
-from tests.deploy.manifests import overlay
+from tests.support.deploy.manifests import overlay
 
 pytestmark = [pytest.mark.containers, pytest.mark.processes, pytest.mark.timeout(900)]
 

@@ -9,8 +9,8 @@ import pytest
 from tests.containers.dns import GATEWAY, MACHINE
 from tests.containers.pod_checks import is_mounted_read_only
 from tests.containers.pods import Pod
-from tests.deploy.manifests import ROOT, compose
-from tests.support.hub_server import HubServer, Repo
+from tests.support.deploy.manifests import ROOT, compose
+from tests.support.servers.hub_server import HubServer, Repo
 
 pytestmark = [pytest.mark.containers, pytest.mark.processes, pytest.mark.timeout(600)]
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.adapter_store.certificates import Authority
-from tests.adapter_store.service.guarded import token_lines, token_of
 from tests.containers.backing import KEYS, S3Server, start_postgres
 from tests.containers.callers import Callers
 from tests.containers.cluster import Cluster
 from tests.containers.pod_checks import CHECKS
 from tests.containers.pods import Pod
 from tests.containers.reach_checks import check_pods, check_visitors
-from tests.deploy.manifests import ROOT, Manifests, compose
+from tests.support.access.certificates import Authority
+from tests.support.access.policies import token_lines, token_of
+from tests.support.deploy.manifests import ROOT, Manifests, compose
 
 pytestmark = [pytest.mark.containers, pytest.mark.processes, pytest.mark.timeout(900)]
 

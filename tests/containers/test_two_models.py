@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.deploy.manifests import overlay
+from tests.support.deploy.manifests import overlay
 
 pytestmark = [pytest.mark.containers, pytest.mark.processes, pytest.mark.timeout(600)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.containers.callers import Callers
-from tests.deploy.manifests import compose, overlay
+from tests.support.deploy.manifests import compose, overlay
 
 pytestmark = [pytest.mark.containers, pytest.mark.processes, pytest.mark.timeout(900)]
 

@@ -26,7 +26,7 @@ from contract.folders import (
     TooLarge,
     shown,
 )
-from tests.support.hub_cache import REPOSITORY, SNAPSHOT, linked
+from tests.support.servers.hub_cache import REPOSITORY, SNAPSHOT, linked
 
 pytestmark = pytest.mark.timeout(60)  # a fault may be to wait for ever
 

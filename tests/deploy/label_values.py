@@ -22,8 +22,8 @@ from inference_svc.metrics.top_adapters import BASE, FORMER, OTHER
 from loadout.adapter_store.v1 import adapter_store_pb2
 from loadout.inference.v1 import inference_pb2
 from servicekit.telemetry.histogram import IDLE_BOUNDS_S
-from tests.deploy.rules import rules
-from tests.servicekit.error_kinds import GENERAL, kinds_of
+from tests.support.deploy.rules import rules
+from tests.support.error_kinds import GENERAL, kinds_of
 
 Known = dict[str, set[str]]
 """By label."""

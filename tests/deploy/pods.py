@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loadout.demo.process import Process
-from tests.deploy.manifests import Workload
+from tests.support.deploy.manifests import Workload
 
 START_SECONDS = 90.0
 
@@ -86,3 +86,12 @@ class Pod:
         start = time.monotonic()
         code = self._process.stop(float(self.workload.pod["terminationGracePeriodSeconds"]))
         return code, time.monotonic() - start
+
+
+SMALL: dict[str, str | None] = {
+    "LOADOUT_INFERENCE_DEVICE": "cpu",
+    "LOADOUT_INFERENCE_BASE_MODEL": "loadout-demo",
+    "LOADOUT_INFERENCE_ADAPTER_MEMORY": "32MiB",
+    "LOADOUT_INFERENCE_HOST_MEMORY": "0",
+    "LOADOUT_INFERENCE_KV_MEMORY": "32MiB",
+}

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from inference_svc.config import InferenceSettings
-from tests.deploy.manifests import COMPONENTS, EVERYTHING, Manifests, compose, overlay
+from tests.support.deploy.manifests import COMPONENTS, EVERYTHING, Manifests, compose, overlay
 
 pytestmark = pytest.mark.processes  # kubectl builds what they read
 

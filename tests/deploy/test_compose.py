@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import yaml
@@ -11,28 +10,14 @@ import yaml
 from loadout.health.__main__ import parse_arguments
 from servicekit.rpc.tls import check_exposure
 from tests.deploy import dockerfile
-from tests.deploy.manifests import ROOT
-from tests.deploy.test_images import versions
-from tests.deploy.test_probes import END_SECONDS, LAST_SECONDS, SERVICES
-from tests.deploy.test_settings import CLASSES, DEMO_MODEL
+from tests.support.deploy.compose import COMPOSE, CUDA, FOLDER
+from tests.support.deploy.images import versions
+from tests.support.deploy.manifests import ROOT
+from tests.support.deploy.probes import END_SECONDS, LAST_SECONDS, SERVICES
+from tests.support.deploy.settings import CLASSES, DEMO_MODEL
 
-FOLDER = ROOT / "deploy" / "compose"
 SERVICES_OF_OURS = {"adapter-store": "adapter_store", "inference": "inference_svc"}
 VARIABLE = re.compile(r"\$\{(\w+)")
-
-
-class Loader(yaml.SafeLoader):
-    """Compose's own tags, such as !override, say how files are merged; values are plain."""
-
-
-Loader.add_constructor("!override", lambda loader, node: loader.construct_sequence(node))
-
-
-def read(name: str) -> dict[str, Any]:
-    return dict(yaml.load((FOLDER / name).read_text(), Loader))
-
-
-COMPOSE, CUDA = read("compose.yaml"), read("compose.cuda.yaml")
 
 
 @pytest.fixture(params=SERVICES_OF_OURS)

@@ -20,7 +20,7 @@ import inference_svc.api.http.app
 from adapter_store.config import StoreSettings
 from adapter_store.registration.tenant_policy import parse_policy
 from inference_svc.config import split_hub_name
-from tests.deploy.manifests import (
+from tests.support.deploy.manifests import (
     COMPONENTS,
     OVERLAYS,
     ROOT,
@@ -29,9 +29,9 @@ from tests.deploy.manifests import (
     gibibytes,
     overlay,
 )
-from tests.deploy.test_references import DOCS, DOCUMENTED
-from tests.deploy.test_schemas import VERSIONS, is_custom
-from tests.deploy.test_settings import CLASSES
+from tests.support.deploy.page import DOCS, DOCUMENTED
+from tests.support.deploy.schemas import VERSIONS, is_custom
+from tests.support.deploy.settings import CLASSES
 
 pytestmark = pytest.mark.processes
 

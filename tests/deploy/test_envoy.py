@@ -12,9 +12,8 @@ import yaml
 from inference_svc.api.load_report import REFUSED_HEADER
 from loadout._routing.metadata import ADAPTER_HEADER
 from loadout.inference.v1 import inference_pb2
-from tests.adapter_store.certificates import Authority
-from tests.deploy.manifests import SCALED_TO_ZERO, overlay
-from tests.system.envoy import (
+from tests.support.access.certificates import Authority
+from tests.support.deploy.envoy import (
     CERTIFICATES,
     CONFIG,
     STATS,
@@ -23,6 +22,7 @@ from tests.system.envoy import (
     round_robin,
     validate,
 )
+from tests.support.deploy.manifests import SCALED_TO_ZERO, overlay
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 RESOURCES: dict[str, Any] = yaml.safe_load(CONFIG.read_text())["static_resources"]

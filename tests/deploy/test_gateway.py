@@ -12,15 +12,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.deploy.manifests import Manifests, Object, Workload, compose
-from tests.deploy.policies import Peer, lets_through
-from tests.deploy.test_schemas import (
-    VERSIONS,
-    is_custom,
-    schemas_are_read_once,  # noqa: F401 (a fixture)
-)
+from tests.support.deploy.manifests import Manifests, Object, Workload, compose
+from tests.support.deploy.policies import Peer, lets_through
+from tests.support.deploy.schemas import VERSIONS, is_custom
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("schemas_are_read_once")]
 
 SCHEMAS = {
     schema["title"]: schema

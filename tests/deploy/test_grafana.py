@@ -10,8 +10,8 @@ from pathlib import PurePosixPath
 import pytest
 import yaml
 
-from tests.deploy.manifests import KUBERNETES, ROOT, Manifests
-from tests.deploy.test_compose import COMPOSE, FOLDER
+from tests.support.deploy.compose import COMPOSE, FOLDER
+from tests.support.deploy.manifests import KUBERNETES, ROOT, Manifests
 
 GRAFANA = ROOT / "deploy" / "grafana"
 DASHBOARDS = sorted((GRAFANA / "dashboards").iterdir())

@@ -13,21 +13,16 @@ import tomllib
 import pytest
 
 from tests.deploy import dockerfile
-from tests.deploy.manifests import ROOT, all_workloads
+from tests.support.deploy.images import FOLDER, versions
+from tests.support.deploy.manifests import ROOT, all_workloads
 from tools import sbom_docs
 
 pytestmark = pytest.mark.processes  # kubectl builds what they read
 
-FOLDER = ROOT / "deploy" / "images"
 IMAGES = dockerfile.parse(FOLDER / "Dockerfile")
 TARGETS = ("cpu", "cuda")
 TOOLS = ("apt-get", "apt ", "apk ", "g++", "gcc", "clang", "cmake", "build-essential", "pip ")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-
-
-def versions() -> dict[str, str]:
-    lines = (FOLDER / "versions.env").read_text().splitlines()
-    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
 def ignores(path: str) -> bool:

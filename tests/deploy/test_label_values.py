@@ -9,8 +9,8 @@ import re
 import pytest
 
 from tests.deploy.label_values import known
-from tests.deploy.manifests import ROOT
-from tests.deploy.rules import matchers, metric, rules, selectors
+from tests.support.deploy.manifests import ROOT
+from tests.support.deploy.rules import matchers, metric, rules, selectors
 from tools.dashboards.reading import expressions
 
 EXPRESSIONS = {

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from loadout import Client
-from tests.deploy.manifests import (
+from tests.deploy.pods import SMALL, Places, Pod
+from tests.support.deploy.manifests import (
     EVERYTHING,
     HUB_MODEL,
     HUB_SETTINGS,
@@ -22,11 +23,9 @@ from tests.deploy.manifests import (
     Workload,
     compose,
     overlay,
+    variables,
 )
-from tests.deploy.pods import Places, Pod
-from tests.deploy.test_pod_security import variables
-from tests.deploy.test_pods import SMALL
-from tests.support.hub_server import HUB_VARIABLES, HubServer, Repo
+from tests.support.servers.hub_server import HUB_VARIABLES, HubServer, Repo
 
 pytestmark = pytest.mark.processes
 

@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from urllib.parse import urlsplit
 
 import pytest
 
-from tests.deploy.manifests import Manifests, Object, Workload
-from tests.deploy.policies import ELSEWHERE, Peer, is_open, lets_through, may_enter, visitors
-from tests.deploy.test_references import matches
-
-DNS, HTTPS, POSTGRES, OTLP = 53, 443, 5432, 4317
-OUTSIDE_PORTS = (22, 25, DNS, 80, HTTPS, OTLP, POSTGRES, 6443, 7070, 7080, 10250)
+from tests.support.deploy.manifests import Manifests, Object, matches
+from tests.support.deploy.policies import (
+    ELSEWHERE,
+    OUTSIDE_PORTS,
+    Peer,
+    connections,
+    is_open,
+    lets_through,
+    may_enter,
+    visitors,
+)
 
 
 def policies(manifests: Manifests) -> list[Object]:
     return manifests.of_kind("NetworkPolicy")
-
-
-def connections(workload: Workload) -> Iterator[tuple[str, int, str]]:
-    """What a pod opens by its configuration: the Service, or "" for what is outside, with port and
-    protocol. Names must be resolved first."""
-    settings = workload.environment
-    yield from (("", DNS, "UDP"), ("", DNS, "TCP"))
-    if store := settings.get("LOADOUT_INFERENCE_STORE"):
-        host, _, port = store.partition(":")
-        yield host, int(port), "TCP"
-    for name in ("LOADOUT_STORE_OTLP_ENDPOINT", "LOADOUT_INFERENCE_OTLP_ENDPOINT"):
-        if name in settings:
-            yield "", urlsplit(settings[name]).port or 0, "TCP"
-    if "LOADOUT_STORE_CATALOG_DSN" in workload.secret_variables:
-        yield "", POSTGRES, "TCP"
-    # S3 and the hub: sources and shared images of a store, the models of an init container.
-    if workload.module == "adapter_store" or workload.init_containers:
-        yield "", HTTPS, "TCP"
 
 
 def reached(manifests: Manifests, host: str) -> list[Peer]:

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from tests.deploy import dockerfile
-from tests.deploy.manifests import ROOT, Object, gibibytes
+from tests.support.deploy.manifests import ROOT, gibibytes, variables
 
 ALLOWED_VOLUMES = {"emptyDir", "secret", "configMap", "persistentVolumeClaim"}
 HOST_FIELDS = ("hostNetwork", "hostPID", "hostIPC", "hostUsers", "shareProcessNamespace")
-
-
-def variables(container: Object) -> dict[str, str]:
-    """Returns the values of the container's own variables."""
-    return {each["name"]: each["value"] for each in container.get("env", ()) if "value" in each}
 
 
 def test_nobody_is_root(workload):

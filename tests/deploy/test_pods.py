@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from loadout import Client, TlsConfig
-from tests.adapter_store.certificates import Authority
-from tests.adapter_store.service.guarded import token_lines, token_of
-from tests.deploy.manifests import ROOT, Manifests, overlay
-from tests.deploy.pods import Places, Pod
-from tests.deploy.test_scaling import targets
+from tests.deploy.pods import SMALL, Places, Pod
+from tests.support.access.certificates import Authority
+from tests.support.access.policies import token_lines, token_of
+from tests.support.deploy.manifests import ROOT, Manifests, overlay
+from tests.support.deploy.scaling import targets
 
 ASSETS = ROOT / "loadout" / "demo" / "assets"
 IMAGE = {"/opt/loadout/demo": ASSETS, "/models/base": ASSETS / "model"}
@@ -27,13 +27,6 @@ ALONE: dict[str, str | None] = {
     "LOADOUT_STORE_S3_BUCKETS": None,
 }
 """A store over SQLite: tests/adapter_store has those over PostgreSQL and S3."""
-SMALL: dict[str, str | None] = {
-    "LOADOUT_INFERENCE_DEVICE": "cpu",
-    "LOADOUT_INFERENCE_BASE_MODEL": "loadout-demo",
-    "LOADOUT_INFERENCE_ADAPTER_MEMORY": "32MiB",
-    "LOADOUT_INFERENCE_HOST_MEMORY": "0",
-    "LOADOUT_INFERENCE_KV_MEMORY": "32MiB",
-}
 
 Run = Callable[..., Pod]
 

@@ -4,22 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-import adapter_store.app
-import inference_svc.app
 from loadout.health.__main__ import parse_arguments
-from servicekit.rpc.interceptor import QUIET_LIMIT_SECONDS
-from servicekit.rpc.server import ANSWER_SECONDS
-from tests.deploy.manifests import Object, Workload
-from tests.deploy.test_settings import settings  # noqa: F401 (a fixture)
+from tests.support.deploy.manifests import Object, Workload
+from tests.support.deploy.probes import END_SECONDS, LAST_SECONDS, SERVICES
 
-SERVICES = {
-    "adapter_store": adapter_store.app.SERVICE,
-    "inference_svc": inference_svc.app.SERVICE,
-}
-LAST_SECONDS = QUIET_LIMIT_SECONDS + ANSWER_SECONDS
-"""What a drain takes besides its grace."""
-END_SECONDS = 5.0
-"""To end threads and processes, and to free the device."""
 START_SECONDS = 1.0
 """Time to start the process of a probe that has one."""
 
@@ -44,7 +32,7 @@ def test_probes_ask_for_a_service_that_is_served(workload):
         assert service in allowed
 
 
-def test_probes_speak_tls_where_the_service_does(workload, settings):  # noqa: F811
+def test_probes_speak_tls_where_the_service_does(workload, settings):
     """The kubelet's own do not, in any version but the newest behind a gate."""
     for probe in workload.probes.values():
         if settings.tls_cert_file is None:
@@ -73,7 +61,7 @@ def test_probes_are_patient(workload, kind, seconds):
     assert ready["periodSeconds"] * ready["failureThreshold"] <= 20
 
 
-def test_the_grace_period_holds_the_drain(workload, settings):  # noqa: F811
+def test_the_grace_period_holds_the_drain(workload, settings):
     sleep = workload.container["lifecycle"]["preStop"]["sleep"]["seconds"]
     ready = workload.probes["readiness"]
     assert sleep >= ready["periodSeconds"], "until nobody is sent here any more"

@@ -13,8 +13,8 @@ import yaml
 
 from adapter_store.metrics.definitions import SECTIONS as STORE_SECTIONS
 from inference_svc.metrics.definitions import SECTIONS as INFERENCE_SECTIONS
-from tests.deploy.manifests import ROOT, overlay
-from tests.deploy.rules import (
+from tests.support.deploy.manifests import ROOT, overlay
+from tests.support.deploy.rules import (
     UNIT_TESTS,
     Rule,
     groups,

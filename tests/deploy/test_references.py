@@ -6,22 +6,10 @@ import re
 
 import pytest
 
-from tests.deploy.manifests import ROOT, Labels, Manifests, Object, Workload, all_workloads
+from tests.support.deploy.manifests import Manifests, Object, Workload, all_workloads, matches
+from tests.support.deploy.page import DOCUMENTED
 
-DOCS = (ROOT / "docs" / "kubernetes.md").read_text()
-DOCUMENTED = set(re.findall(r"^\| `([a-z0-9-]+)` \| (?:Secret|PersistentVolumeClaim)", DOCS, re.M))
-"""What the overlays expect to be there: the first column of the page's table."""
 CLAIM = "PersistentVolumeClaim"
-
-
-def matches(selector: Object, labels: Labels) -> bool:
-    """Decides as Kubernetes does; knows only In, the one operator that we use."""
-    wanted = selector.get("matchLabels", {})
-    expressions = selector.get("matchExpressions", [])
-    assert all(each["operator"] == "In" for each in expressions)
-    return wanted.items() <= labels.items() and all(
-        labels.get(each["key"]) in each["values"] for each in expressions
-    )
 
 
 def pods_of(manifests: Manifests, selector: Object) -> list[Workload]:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.deploy.manifests import KUBERNETES, ROOT, Manifests
-from tests.deploy.rules import rules
+from tests.support.deploy.manifests import KUBERNETES, ROOT, Manifests
+from tests.support.deploy.rules import rules
 from tools.prometheus_rule import rule_files
 
 pytestmark = pytest.mark.processes

@@ -10,22 +10,20 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.deploy.manifests import (
+from tests.support.deploy.manifests import (
     KUBERNETES,
     ROOT,
     SCALED_TO_ZERO,
     Manifests,
     Object,
+    matches,
     overlay,
 )
-from tests.deploy.rules import promtool
-from tests.deploy.test_references import matches
+from tests.support.deploy.rules import promtool
+from tests.support.deploy.scaling import METRIC, WOKEN_BY, targets
 
 pytestmark = pytest.mark.processes  # kubectl builds what they read
 
-METRIC = re.compile(r"\b(?:loadout_(?:store|inference)_|vllm:)\w+")
-WOKEN_BY = "envoy_http_downstream_rq_total"
-"""A real Envoy exports it: tests/system/test_routing.py."""
 PREFIXES = {"adapter_store": "loadout_store_", "inference_svc": "loadout_inference_"}
 
 
@@ -73,19 +71,6 @@ def test_one_autoscaler_scales_inference_where_there_are_gpus(manifests):
         least, most = scaled_replicas(each)
         assert least < most
         assert least == (0 if manifests is overlay(SCALED_TO_ZERO) else 2)
-
-
-def targets(autoscaler: Object) -> dict[str, int]:
-    """Metric -> how much of it a replica is to have."""
-    if autoscaler["kind"] == "ScaledObject":
-        pairs = [
-            (METRIC.findall(trigger["metadata"]["query"]), trigger["metadata"]["threshold"])
-            for trigger in autoscaler["spec"]["triggers"]
-        ]
-    else:
-        pods = [metric["pods"] for metric in autoscaler["spec"]["metrics"]]
-        pairs = [([each["metric"]["name"]], each["target"]["averageValue"]) for each in pods]
-    return {metric: int(value) for [metric], value in pairs}
 
 
 @pytest.mark.parametrize("name", ["production", "production-keda", "node-local-store"])

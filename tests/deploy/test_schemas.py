@@ -3,57 +3,32 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 from pathlib import Path
 
 import jsonschema
 import kubernetes_validate
 import pytest
-from kubernetes_validate import utils
 
-from tests.deploy.manifests import BUILDS, Object, overlay
+from tests.support.deploy.manifests import BUILDS, Object, overlay
+from tests.support.deploy.schemas import VERSIONS, is_custom
 
-pytestmark = pytest.mark.processes  # kubectl builds what they read
+pytestmark = [
+    pytest.mark.processes,  # kubectl builds what they read
+    pytest.mark.usefixtures("schemas_are_read_once"),
+]
 
 SCHEMAS = Path(__file__).parent / "schemas"
-OLDEST = "1.30"
-"""The oldest Kubernetes that has everything on by default: since then `preStop` may sleep."""
 
 
-def _parts(version: str) -> list[int]:
-    return [int(part) for part in version.split(".")]
-
-
-VERSIONS = sorted(
-    {
-        minor
-        for version in utils.all_versions()
-        if _parts(minor := utils.major_minor(version)) >= _parts(OLDEST)
-    },
-    key=_parts,
-)
 CUSTOM = {json.loads(path.read_text())["title"]: path for path in SCHEMAS.glob("*.json")}
 """apiVersion/kind -> schema."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def schemas_are_read_once():
-    """The package reads its definitions, megabytes of JSON, anew for each object."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))
-        yield
 
 
 def all_objects() -> dict[str, Object]:
     """Returns the objects of all overlays and components, equal ones once."""
     found = [each for name in BUILDS for each in overlay(name).objects]
     return {json.dumps(each, sort_keys=True): each for each in found}
-
-
-def is_custom(thing: Object) -> bool:
-    group = thing["apiVersion"].partition("/")[0]
-    return "." in group and not group.endswith(".k8s.io")
 
 
 def check_custom(thing: Object) -> None:

@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
-import pytest
-
-from adapter_store.config import StoreSettings
-from inference_svc.config import InferenceSettings, split_hub_name
+from inference_svc.config import split_hub_name
 from loadout.health.__main__ import parse_arguments
 from servicekit.rpc.tls import check_exposure
-from tests.deploy.manifests import ROOT, Workload, gibibytes
+from tests.support.deploy.manifests import ROOT, Workload, gibibytes
+from tests.support.deploy.settings import CLASSES, DEMO_MODEL
 
-CLASSES = {
-    "adapter_store": ("LOADOUT_STORE_", StoreSettings),
-    "inference_svc": ("LOADOUT_INFERENCE_", InferenceSettings),
-}
-DEMO_MODEL = "/opt/loadout/demo/model"
-"""Where the images have the demo's model; see finish.sh."""
-SAMPLE_SECRETS = {"LOADOUT_STORE_CATALOG_DSN": "postgresql+psycopg://loadout:x@postgres/loadout"}
 GIB = 1 << 30
 OF_THE_HUB = {"HF_HOME", "HF_TOKEN_PATH"}
 """Variables of the hub's library."""
-
-
-@pytest.fixture
-def settings(workload, monkeypatch, tmp_path):
-    """The pod's settings as its service reads them."""
-    for name in [each for each in os.environ if each.startswith("LOADOUT_")]:
-        monkeypatch.delenv(name)
-    environment = dict(workload.environment)
-    environment |= {name: SAMPLE_SECRETS[name] for name in workload.secret_variables}
-    if workload.module == "inference_svc":
-        # The service looks whether there is a model.
-        (tmp_path / "config.json").write_text("{}")
-        environment["LOADOUT_INFERENCE_MODEL"] = str(tmp_path)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    return CLASSES[workload.module][1]()
 
 
 def test_every_variable_is_a_setting(workload):

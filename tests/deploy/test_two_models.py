@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.deploy.manifests import KUBERNETES, Manifests, overlay
+from tests.support.deploy.manifests import KUBERNETES, Manifests, overlay
 
 pytestmark = pytest.mark.processes  # kubectl builds what they read
 

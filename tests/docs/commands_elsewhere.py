@@ -85,12 +85,12 @@ ELSEWHERE = (
     ),
     Elsewhere(
         r"docs/development/add-an-architecture.md: python -m pytest .*inference_svc.*",
-        "tests/inference_svc/model/test_parity.py",
+        "tests/support/models/families.py",
         '"exaone4": (',
     ),
     Elsewhere(
         r"docs/development/add-an-architecture.md: python -m pytest .*system.*",
-        "tests/system/zoo.py",
+        "tests/support/models/zoo.py",
         '"exaone4": (',
     ),
     Elsewhere(

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from loadout._rpc import calls
-from tests.adapter_store.service import access_calls as of_store
-from tests.servicekit.error_kinds import kinds_of
-from tests.system import test_access_table as of_inference
+from tests.support.access import inference_roles as of_inference
+from tests.support.error_kinds import kinds_of
+from tests.support.store import access_calls as of_store
 from tools.api_docs import PATH, PROTOCOL_PATH, compile_protos, render
 from tools.api_facts import SERVICES, Service, exact_reasons, meanings, roles_of
 from tools.proto_comments import Comments, declarations

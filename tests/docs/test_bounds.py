@@ -9,7 +9,7 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool
 
 from inference_svc.api.http.request import AdapterPartBody, Body
-from tests.docs.test_held import all_tests
+from tests.support.all_tests import all_tests
 from tools import bounds_docs, bounds_inventory
 from tools.bounds_texts.inference import HTTP_FIELDS, INFERENCE_FIELDS, PULLED_FIELDS
 from tools.bounds_texts.line import Line, expanded

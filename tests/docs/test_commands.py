@@ -33,7 +33,7 @@ from servicekit.settings.describe import describe
 from servicekit.settings.load import parse_flags
 from servicekit.settings.service import ServiceSettings
 from tests.docs.commands_elsewhere import ELSEWHERE
-from tests.support.hub_server import HUB_VARIABLES, HubServer, Repo
+from tests.support.servers.hub_server import HUB_VARIABLES, HubServer, Repo
 from tests.support.up import Up
 from tests.support.wait import until
 from tools.cli_docs import MARKER, PATH

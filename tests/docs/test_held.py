@@ -4,14 +4,13 @@ place."""
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from loadout.adapter_store.v1 import adapter_store_pb2
 from loadout.inference.v1 import inference_pb2
+from tests.support.all_tests import ROOT, all_tests
 
-ROOT = Path(__file__).parent.parent.parent
 SECURITY, LIMITS = "security.md", "limits.md"
 SERVICES = (
     adapter_store_pb2.DESCRIPTOR.services_by_name["AdapterStoreService"],
@@ -31,13 +30,6 @@ def rows(page: str, heading: str) -> list[list[str]]:
     table = re.split(r"\n##+ ", text.partition(f"{heading}\n")[2], maxsplit=1)[0]
     found = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
     return found[1:]  # without its head
-
-
-def all_tests() -> set[str]:
-    found: set[str] = set()
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        found.update(re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE))
-    return found
 
 
 @pytest.mark.parametrize("heading", TABLES)

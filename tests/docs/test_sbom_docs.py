@@ -15,7 +15,7 @@ from cyclonedx.validation.json import JsonStrictValidator
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.support.installed import closure
+from tests.support.machine.installed import closure
 from tools import constraints, sbom, sbom_docs
 from tools.requirements import CONSTRAINTS, requirements
 

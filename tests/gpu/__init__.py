@@ -7,7 +7,6 @@ Elsewhere nothing here is collected: `make gpu-emulate` runs all of it in proces
 and `tests/test_gpu_emulated.py` the tests marked `smoke`.
 
 conftest    the device, or its emulation
-lora        LoRA of one step at fixed addresses, and what must hold of it
-models      tiny decoders with random weights, adapters for them, and batches of their steps
-shortage    a device with little memory, real or not
+
+Models, adapters and batches are in `tests/support/gpu`.
 """

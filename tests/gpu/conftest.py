@@ -12,7 +12,7 @@ import torch
 
 from kernels import tuning
 from kernels.dispatch import interpreted
-from tests.kernels.worker import teach_the_interpreter_ranges
+from tests.support.kernels.worker import teach_the_interpreter_ranges
 
 IS_EMULATED = os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -13,7 +13,7 @@ from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.targets import build_layout
 from inference_svc.adapters.tiers import HostCopy, HostTier, TableClear, TableWrite
-from tests.gpu.models import MAX_RANK, make_decoder
+from tests.support.gpu.models import MAX_RANK, make_decoder
 
 ARENA_BYTES, HOST_BYTES, NUM_IMAGES = 1 << 15, 1 << 18, 12
 COPY_TIMEOUT_S = 60.0

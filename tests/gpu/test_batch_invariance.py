@@ -31,8 +31,8 @@ from kernels.attention import (
     rotary_angles,
     rotate_and_store,
 )
-from tests.gpu.lora import GROUP, Bench, rows_of
-from tests.gpu.models import PAGE_SIZE, SUM, Eager, Model, make_decoder
+from tests.support.gpu.lora import GROUP, Bench, rows_of
+from tests.support.gpu.models import PAGE_SIZE, SUM, Eager, Model, make_decoder
 
 NUM_ROWS, MAX_PAGES = 16, 12
 CHOICES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.lora import (
+from tests.support.gpu.lora import (
     DTYPES,
     Bench,
     check_definition,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from inference_svc.engine.step_limit import StepLimit
-from tests.gpu.models import MAX_TOKENS, Model, make_decoder
-from tests.gpu.shortage import little_memory, tokens
+from tests.support.gpu.models import MAX_TOKENS, Model, make_decoder
+from tests.support.gpu.shortage import little_memory, tokens
 
 WIDE = 1 << 16
 """So wide that some tokens fit what is left of a real device, and not all."""

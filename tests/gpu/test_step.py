@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from inference_svc.backends.cuda_graphs import CudaRecorder
-from tests.gpu.models import (
+from tests.support.gpu.models import (
     FEATURES,
     MAX_ADDED,
     SUM,

@@ -13,7 +13,7 @@ from loadout._rpc.status import read_details
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 from servicekit.rpc.interceptor import QUIET_SECONDS
-from tests.inference_svc.serving import NOT_SERVING, SERVING, Running, digest_of, error_of
+from tests.support.inference.serving import NOT_SERVING, SERVING, Running, digest_of, error_of
 from tests.support.wait import until_async
 
 

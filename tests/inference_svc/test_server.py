@@ -15,7 +15,8 @@ from inference_svc.app import SERVICE, InferenceServer
 from inference_svc.config import InferenceSettings
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.rpc.status import code_for
-from tests.inference_svc.serving import (
+from tests.support.error_kinds import GENERAL, kinds_of
+from tests.support.inference.serving import (
     LAYOUT,
     MAX_MODEL_LEN,
     SERVING,
@@ -24,7 +25,6 @@ from tests.inference_svc.serving import (
     error_of,
     subjects,
 )
-from tests.servicekit.error_kinds import GENERAL, kinds_of
 from tests.support.wait import until_async
 
 

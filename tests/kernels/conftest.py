@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from kernels.native import build
 from kernels.native.library import Library
+from tests.support.kernels.poisoned import poisoned
+from tests.support.kernels.worker_process import Worker
 from tests.support.native import native_library
-
-ROOT = Path(__file__).parents[2]
-WORKER = Path(__file__).parent / "worker.py"
-POISONED_PACKAGES = ("kernels.", "inference_svc.")
-
-
-def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """An allocator whose memory is NaN when our packages ask, so that an output element that a
-    kernel forgets, or a scratch element that it reads unwritten, shows."""
-
-    def allocate_poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = allocate(*args, **kwargs)
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        if tensor.is_floating_point() and caller.startswith(POISONED_PACKAGES):
-            tensor.fill_(float("nan"))
-        return tensor
-
-    return allocate_poisoned
 
 
 @pytest.fixture(autouse=True)
@@ -56,37 +34,6 @@ def assert_close():
         assert error <= ratio * scale, f"{name}: relative RMS {error / scale:.1e} > {ratio:.1e}"
 
     return check
-
-
-class Worker:
-    """A Python process of its own: Triton decides at import whether it interprets or compiles."""
-
-    def __init__(self, operations: Path, interpret: bool) -> None:
-        env = {
-            **os.environ,
-            "TRITON_INTERPRET": "1" if interpret else "0",
-            "PYTHONPATH": str(ROOT),
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, str(WORKER), str(operations)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=env,
-        )
-
-    def call(self, operation: str, *args: Any, **kwargs: Any) -> Any:
-        """Runs a function of the operations there; raises what it raised, as text."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        pickle.dump((operation, args, kwargs), self._process.stdin)
-        self._process.stdin.flush()
-        ok, result = pickle.load(self._process.stdout)
-        if not ok:
-            raise RuntimeError(result)
-        return result
-
-    def close(self) -> None:
-        self._process.communicate(timeout=30)
 
 
 @pytest.fixture(scope="session")

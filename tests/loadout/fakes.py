@@ -16,7 +16,7 @@ from loadout._routing.metadata import ADAPTER_HEADER, LOAD_HEADER
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 from loadout.retry import RetryPolicy
-from tests.loadout.conftest import FakeInference, Server
+from tests.support.loadout.scripted import FakeInference, Server
 
 RETRY = RetryPolicy(max_attempts=4, first_backoff_s=0.02, max_backoff_s=0.1)
 LOADED = (pb.LoadAdapterResponse(), pb.PinAdapterResponse(), pb.UnpinAdapterResponse())

@@ -10,7 +10,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from loadout.health.__main__ import main
-from tests.adapter_store.certificates import Authority
+from tests.support.access.certificates import Authority
 
 SERVICE = "loadout.some.v1.Service"
 

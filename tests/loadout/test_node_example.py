@@ -12,8 +12,8 @@ import pytest
 
 from loadout._routing.metadata import ADAPTER_HEADER, adapter_key
 from loadout.inference.v1 import inference_pb2_grpc as inference_grpc
-from tests.adapter_store.certificates import Authority
-from tests.loadout.conftest import Server
+from tests.support.access.certificates import Authority
+from tests.support.loadout.scripted import Server
 
 pytestmark = pytest.mark.processes
 

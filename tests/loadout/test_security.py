@@ -16,8 +16,8 @@ from loadout.adapter_store.v1 import adapter_store_pb2_grpc as store_grpc
 from loadout.cli.__main__ import main
 from loadout.retry import RetryPolicy
 from loadout.security import is_loopback
-from tests.adapter_store.certificates import Authority
-from tests.loadout.conftest import Server
+from tests.support.access.certificates import Authority
+from tests.support.loadout.scripted import Server
 
 TOKEN = "s3cret-token"
 ONCE = RetryPolicy(max_attempts=1)

@@ -12,7 +12,7 @@ from loadout import AsyncClient, Client, errors
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as store_grpc
 from loadout.retry import RetryPolicy
-from tests.loadout.conftest import FakeStore, Server
+from tests.support.loadout.scripted import FakeStore, Server
 
 QUICK = RetryPolicy(first_backoff_s=0.001)
 ADAPTER = store_pb.Adapter(name="default/a", version=1, digest="sha256:00")

@@ -18,7 +18,7 @@ from loadout.upload import (
     is_uri,
     open_folder,
 )
-from tests.support.hub_cache import linked
+from tests.support.servers.hub_cache import linked
 
 WEIGHTS = (2).to_bytes(8, "little") + b"{}"
 

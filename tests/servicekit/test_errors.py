@@ -9,7 +9,7 @@ import pytest
 import adapter_store.errors
 import inference_svc.errors
 from servicekit.errors import ServiceError
-from tests.servicekit.error_kinds import AT_START, GENERAL, kinds_of
+from tests.support.error_kinds import AT_START, GENERAL, kinds_of
 
 KINDS = [*GENERAL, *kinds_of(adapter_store.errors), *kinds_of(inference_svc.errors), *AT_START]
 

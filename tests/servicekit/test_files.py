@@ -9,7 +9,7 @@ import pytest
 
 from servicekit.errors import InvalidSetting
 from servicekit.settings.files import Contents, FileWatch, ReloadableFiles, Sight
-from tests.support.secret_volume import SecretVolume
+from tests.support.machine.secret_volume import SecretVolume
 
 
 class Words(ReloadableFiles):

@@ -25,7 +25,7 @@ from servicekit.shares import (
     Shares,
     limit_of,
 )
-from tests.support.threads import no_more_threads
+from tests.support.machine.limits import no_more_threads
 from tests.support.wait import TIMEOUT_S, until
 
 ACCOUNTS = ("a", "b", "c")

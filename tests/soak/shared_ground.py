@@ -21,7 +21,7 @@ from tests.soak.leftovers import (
     find_stray_images,
 )
 from tests.soak.replicas import BURIAL_S
-from tests.support.postgres import PostgresServer
+from tests.support.servers.postgres import PostgresServer
 from tests.support.wait import until
 
 BUCKET, PREFIX = "soak", "store"

@@ -35,7 +35,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from loadout.demo.process import Process
-from tests.support.small_volume import SmallVolume, enter
+from tests.support.machine.small_volume import SmallVolume, enter
 
 ADDRESS = "LOADOUT_TEST_FORKS"
 """The environment variable with the socket's path, which forks use to have engines forked."""

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from adapter_store.checkpoint.convert import convert
 from adapter_store.checkpoint.strip import strip
-from tests.system.trained import (
+from tests.support.models.trained import (
     PREFIX,
     WEIGHTS,
     Trainer,

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from tests.adapter_store.service.guarded import ROOT, token_lines, write_policy
+from tests.support.access.policies import ROOT, token_lines, write_policy
 from tests.support.forks import ForkedProcess
-from tests.support.peak_memory import grown_mib
+from tests.support.machine.peak_memory import grown_mib
 
 READY_S = 120.0
 GRACE_S = 40.0

@@ -16,9 +16,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
+from tests.support.access.policies import token_lines, token_of, write_policy
 from tests.support.forks import ForkedProcess, engine_of
-from tests.system.zoo import Zoo
+from tests.support.models.zoo import Zoo
 
 READY_S, GRACE_S, ANSWER_S = 120.0, 40.0, 120.0
 MIB = 1 << 20

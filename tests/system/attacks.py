@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2
-from tests.support.http2 import Connection, message
+from tests.support.servers.http2 import Connection, message
 
 HEALTH = "/grpc.health.v1.Health"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"

@@ -13,14 +13,14 @@ import pytest
 from inference_svc.core import EngineConfig
 from inference_svc.engine.messages import LayoutAccepted
 from inference_svc.engine.thread import EngineThread
-from tests.adapter_store.certificates import Authority
-from tests.support.otlp import Receiver
+from tests.support.access.certificates import Authority
+from tests.support.models.zoo import Zoo, make_zoo
+from tests.support.servers.otlp import Receiver
 from tests.system import guarded
 from tests.system.engines import CompilingStore, Running
 from tests.system.guarded import Inference
 from tests.system.observed import ENVIRONMENT, Observed
 from tests.system.services import Services
-from tests.system.zoo import Zoo, make_zoo
 
 
 @pytest.fixture(scope="session")

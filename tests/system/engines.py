@@ -190,3 +190,16 @@ class Running:
         assert not built.engine.sequences
         assert all(r.users == 0 for r in built.residency.device.residents())
         assert not built.residency.waiters
+
+
+def check_case_happened(case: str, running: Any) -> None:
+    """A case that did not do what its name says proves nothing."""
+    built = running.engine.built
+    if case.startswith("preemption"):
+        assert built.engine.scheduler.num_preemptions > 0
+    if case in ("small-arena", "two-slots", "host-tier", "small-host-tier"):
+        assert built.residency.device.num_evictions > 0
+    if case == "host-tier":
+        assert built.residency.counters.host_hits > 0
+    if case == "small-host-tier":
+        assert built.residency.host.slots.num_evictions > 0

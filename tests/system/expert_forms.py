@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from contract.adapter_files import MLX_WEIGHTS_FILE
 from inference_svc.model.architectures import load_description
-from tests.system.trained import CONFIG, PREFIX, WEIGHTS
+from tests.support.models.trained import CONFIG, PREFIX, WEIGHTS
 
 HF = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
 TINKERS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}

@@ -25,10 +25,11 @@ from inference_svc.store.credentials import read_store_access
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
-from tests.adapter_store.service.conftest import Bearer, Served
-from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
+from tests.support.access.policies import token_lines, token_of, write_policy
+from tests.support.models.zoo import Zoo
+from tests.support.store.client import Bearer
+from tests.support.store.served import Served
 from tests.support.wait import until
-from tests.system.zoo import Zoo
 
 OWN, OTHER = "team-a", "team-b"
 ROOT = token_lines("root", ["admin", "caller", "operator"], ["*"])

@@ -8,9 +8,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.system.envoy import Envoy, round_robin
+from tests.support.deploy.envoy import Envoy, round_robin
+from tests.support.models.zoo import make_zoo
 from tests.system.routed import Routed, adapters_of_w4, hit_share
-from tests.system.zoo import make_zoo
 
 ALPHAS = (0.3, 0.6, 1.0)
 NUM_ADAPTERS = 200

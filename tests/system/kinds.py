@@ -4,7 +4,7 @@ oracle."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import torch
 
 from inference_svc.api.generate_call import activation_of
 from inference_svc.core import Part, combination_digest
+from tests.support.models.parity import RecordingSampler
+from tests.support.models.zoo import ALL, VOCAB, AdapterSpec, Zoo, adapted, make_model, quiet
 from tests.system.engines import Running
-from tests.system.zoo import ALL, VOCAB, AdapterSpec, Zoo, adapted, make_model, quiet
 
 ROWS = [0, 3, 50, 127]
 INVOCATION, ADDED = (5, 9, 5), (VOCAB, VOCAB + 1)
@@ -130,3 +131,13 @@ def _with_tokens(base: Any) -> Any:
         for part in (model.get_input_embeddings(), model.get_output_embeddings()):
             part.weight[VOCAB:] = torch.randn(len(ADDED), part.weight.shape[1]) * 0.15
     return model
+
+
+def begin(zoo: Zoo, start: Callable, **settings: Any) -> tuple[Running, RecordingSampler]:
+    """Starts an engine whose logits are kept."""
+    if isinstance(zoo, Kinds):
+        settings["max_added_tokens"] = len(ADDED)
+    running = start(zoo, max_model_len=512, **settings)
+    recorder = RecordingSampler(running.engine.decoder.eos_token_ids)
+    running.engine.built.engine.runner._sampler = recorder
+    return running, recorder

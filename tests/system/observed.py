@@ -18,11 +18,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from loadout import Client
 from loadout.types import ImageState
-from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
-from tests.support.otlp import Receiver
+from tests.support.access.policies import token_lines, token_of, write_policy
+from tests.support.models.zoo import Zoo
+from tests.support.servers.otlp import Receiver
 from tests.support.wait import until
 from tests.system.services import Services
-from tests.system.zoo import Zoo
 
 ROOT = token_lines("root", ["admin", "publisher", "caller", "operator"], ["*"])
 SERVER = token_lines("server", ["server"], ["*"])

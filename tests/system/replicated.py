@@ -18,9 +18,9 @@ from loadout import Client
 from loadout.demo.process import Process
 from loadout.prometheus import Metrics, scrape
 from tests.support.forks import ForkedProcess
-from tests.support.postgres import PostgresServer
+from tests.support.models.zoo import Zoo
+from tests.support.servers.postgres import PostgresServer
 from tests.system.services import GRACE_S, READY_S
-from tests.system.zoo import Zoo
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "test",

@@ -22,8 +22,8 @@ from loadout.demo.process import Process
 from loadout.errors import Unavailable
 from loadout.prometheus import Metrics, scrape
 from tests.support.forks import ForkedProcess
+from tests.support.models.zoo import Zoo
 from tests.system.services import GRACE_S, READY_S
-from tests.system.zoo import Zoo
 
 MAX_LORAS = 32
 """What each replica holds, as in W4."""

@@ -15,7 +15,7 @@ from loadout.demo.process import Process
 from loadout.prometheus import scrape
 from loadout.retry import RetryPolicy
 from tests.support.forks import ForkedProcess
-from tests.system.zoo import Zoo
+from tests.support.models.zoo import Zoo
 
 READY_S = 120.0
 GRACE_S = 40.0

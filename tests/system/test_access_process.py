@@ -14,11 +14,11 @@ import pytest
 from loadout import Client, TlsConfig, errors
 from loadout.cli.__main__ import main
 from loadout.retry import RetryPolicy
-from tests.adapter_store.certificates import Authority
-from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
+from tests.support.access.certificates import Authority
+from tests.support.access.policies import token_lines, token_of, write_policy
+from tests.support.models.zoo import Zoo
 from tests.support.wait import until
 from tests.system.services import Services
-from tests.system.zoo import Zoo
 
 TENANTS = {"team-a": "r16", "team-b": "r64"}
 """Each calls its adapter `mine`; behind it lies this one of the zoo."""

@@ -14,10 +14,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from adapter_store.checkpoint.open import open_checkpoint
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2 as pb
-from tests.adapter_store.service.conftest import serving
-from tests.adapter_store.service.guarded import answer_of, token_lines, token_of
+from tests.support.access.inference_roles import ALLOWED, OPERATORS
+from tests.support.access.policies import answer_of, token_lines, token_of
+from tests.support.models.zoo import Zoo
+from tests.support.store.served import serving
 from tests.system.guarded import OTHER, OWN, House, generate
-from tests.system.zoo import Zoo
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"]
 
@@ -41,26 +42,6 @@ TOKENS = [
     token_lines("both", ["caller", "operator"]),
     token_lines("neighbour", ["caller", "operator"], [OTHER]),
 ]
-GENERATORS = {"caller", "both", "neighbour", "root"}
-OPERATORS = {"operator", "both", "neighbour", "root"}
-ALLOWED = {
-    "Generate": GENERATORS,
-    "InspectAdapter": OPERATORS,
-    "LoadAdapter": OPERATORS | {"publisher"},
-    "UnloadAdapter": OPERATORS,
-    "PinAdapter": OPERATORS,
-    "UnpinAdapter": OPERATORS,
-    "ListResidentAdapters": OPERATORS,
-    "GetServerInfo": GENERATORS | OPERATORS,
-    # What tells of all tenants is for who is for all.
-    "GetDebugInfo": {"root"},
-    "ProfileSteps": {"root"},
-    # And what every tenant's requests feel.
-    "PauseGeneration": {"root"},
-    "ResumeGeneration": {"root"},
-    "Sleep": {"root"},
-    "Wake": {"root"},
-}
 SUBJECTS = ["base", "own name", "own digest", "other name", "other digest"]
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from inference_svc.api.generate_call import activation_of
+from tests.support.models.zoo import ALL, AdapterSpec, Zoo, make_zoo
 from tests.system.engines import Running
 from tests.system.services import Services
-from tests.system.zoo import ALL, AdapterSpec, Zoo, make_zoo
 
 INVOCATION = (5, 9, 5)
 NUM_GREEDY = 64

@@ -17,7 +17,6 @@ from adapter_store.errors import IncompatibleAdapter
 from adapter_store.images import pull
 from adapter_store.images.compile import compile_image
 from adapter_store.images.layout import from_text, to_text
-from adapter_store.images.layout_checks import validate
 from adapter_store.images.plan import ImagePlan
 from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.layout import KIND_WORDS, ModelLayout
@@ -25,10 +24,10 @@ from inference_svc.adapters.targets import build_layout
 from inference_svc.errors import AdapterUnusable, CorruptImage
 from inference_svc.model import base_hashes
 from inference_svc.model.architectures import load_description
-from inference_svc.store.convert import from_layout, from_registration, to_pull_message
+from inference_svc.store.convert import from_registration, to_pull_message
 from inference_svc.store.types import Announcement
-from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-from tests.system.zoo import ALL, FUSED, MODELS, VOCAB, AdapterSpec, Zoo, make_zoo
+from tests.support.models.zoo import ALL, FUSED, MODELS, VOCAB, AdapterSpec, Zoo, make_zoo
+from tests.support.store.messages import as_stored
 
 NOT_CHANGED = (
     *("embed_tokens_per_layer", "router.scale", "per_expert_scale"),
@@ -47,13 +46,6 @@ def layout(zoo: Zoo) -> ModelLayout:
     description = load_description(zoo.model_dir)
     with base_hashes.hashing_base(zoo.model_dir, description, 1) as wait:
         return build_layout(description, "base", torch.float32).with_base(wait())
-
-
-def as_stored(layout: ModelLayout, image_format: int = 2) -> Layout:
-    message = pb.ModelLayout.FromString(from_layout(layout).SerializeToString())
-    made = dataclasses.replace(of_store.from_layout(message), image_format=image_format)
-    validate(made)
-    return made
 
 
 def test_it_names_every_weight_that_adapters_may_change(zoo: Zoo, layout: ModelLayout) -> None:

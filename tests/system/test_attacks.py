@@ -22,10 +22,11 @@ from google.protobuf.message_factory import GetMessageClass
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2
-from tests.adapter_store.certificates import Authority
-from tests.adapter_store.service.conftest import Client
-from tests.adapter_store.service.guarded import token_of
-from tests.support.http2 import Connection, message
+from tests.support.access.certificates import Authority
+from tests.support.access.policies import token_of
+from tests.support.models.zoo import Zoo
+from tests.support.servers.http2 import Connection, message
+from tests.support.store.client import Client
 from tests.support.wait import until
 from tests.system.attacked import Attacked, attacked_inference, attacked_store
 from tests.system.attacks import (
@@ -40,7 +41,6 @@ from tests.system.attacks import (
     reset_storm,
     stray_calls,
 )
-from tests.system.zoo import Zoo
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 

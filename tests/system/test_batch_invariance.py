@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.native import native_library
+from tests.system.engines import check_case_happened
 
 NUM_TOKENS = 24
 NUM_MIXES = 10
@@ -99,19 +100,6 @@ def test_alone_and_in_any_mix_the_same_tokens(
             assert tokens == expected[index], (mix, index)
     check_case_happened(case, running)
     running.check_idle()
-
-
-def check_case_happened(case: str, running: Any) -> None:
-    """A case that did not do what its name says proves nothing."""
-    built = running.engine.built
-    if case.startswith("preemption"):
-        assert built.engine.scheduler.num_preemptions > 0
-    if case in ("small-arena", "two-slots", "host-tier", "small-host-tier"):
-        assert built.residency.device.num_evictions > 0
-    if case == "host-tier":
-        assert built.residency.counters.host_hits > 0
-    if case == "small-host-tier":
-        assert built.residency.host.slots.num_evictions > 0
 
 
 @pytest.mark.parametrize("native_kernels", [True, False])

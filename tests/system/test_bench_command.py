@@ -11,7 +11,7 @@ import pytest
 
 from loadout.benchmark.measure import METRICS
 from loadout.cli.__main__ import main
-from tests.adapter_store.service.guarded import token_of
+from tests.support.access.policies import token_of
 from tests.system.observed import Observed
 from tests.system.services import Services
 

@@ -12,10 +12,10 @@ import pytest
 from adapter_store.checkpoint.features import Feature
 from loadout.cli.__main__ import main
 from loadout.cli.engines import NOTES, Does, Engine
-from tests.support.hub_cache import linked
-from tests.support.whole_models import make_whole
-from tests.system.trained import Trainer, as_mlx
-from tests.system.zoo import AdapterSpec, make_zoo
+from tests.support.models.trained import Trainer, as_mlx
+from tests.support.models.whole_models import make_whole
+from tests.support.models.zoo import AdapterSpec, make_zoo
+from tests.support.servers.hub_cache import linked
 
 pytestmark = pytest.mark.processes
 

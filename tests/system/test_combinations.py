@@ -14,9 +14,9 @@ import torch
 from inference_svc.core import MAX_PARTS, Part, combination_digest
 from inference_svc.errors import AdapterUnusable, NoRoom
 from loadout import errors
+from tests.support.models.zoo import SPECS, VOCAB, Zoo, make_zoo, quiet
 from tests.system.engines import Running
 from tests.system.services import Services
-from tests.system.zoo import SPECS, VOCAB, Zoo, make_zoo, quiet
 
 NUM_GREEDY = 64
 SUMS: dict[str, tuple[tuple[str, float], ...]] = {

@@ -12,11 +12,11 @@ import pytest
 
 from loadout import Client
 from loadout.cli.__main__ import main
-from tests.adapter_store.certificates import Authority
-from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
+from tests.support.access.certificates import Authority
+from tests.support.access.policies import token_lines, token_of, write_policy
+from tests.support.models.zoo import Zoo
 from tests.system.secretive import HELD, LOOK_SECRET, fail_with
 from tests.system.services import Services
-from tests.system.zoo import Zoo
 
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "AKIAenvironment1",

@@ -12,9 +12,9 @@ from inference_svc.core import EngineConfig, FinishReason
 from inference_svc.engine.messages import Command
 from inference_svc.errors import AdapterNotFound, AdapterUnusable, DuplicateRequest, QueueFull
 from servicekit.errors import Draining
+from tests.support.models.zoo import Zoo
 from tests.system.engines import Running
 from tests.system.transports import set_gate, start_engine
-from tests.system.zoo import Zoo
 
 PROMPT = [5, 6, 7, 8]
 LONG = 200

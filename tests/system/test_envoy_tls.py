@@ -10,11 +10,11 @@ import pytest
 
 from loadout import Client, TlsConfig, errors
 from loadout.retry import RetryPolicy
-from tests.adapter_store.certificates import Authority
-from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
-from tests.system.envoy import Envoy
+from tests.support.access.certificates import Authority
+from tests.support.access.policies import token_lines, token_of, write_policy
+from tests.support.deploy.envoy import Envoy
+from tests.support.models.zoo import Zoo
 from tests.system.guarded import Inference, serve_base
-from tests.system.zoo import Zoo
 
 ONCE = RetryPolicy(max_attempts=1)
 NAME = "inference-replicas"

@@ -22,7 +22,10 @@ from inference_svc.core import Part, combination_digest
 from inference_svc.errors import CorruptImage
 from inference_svc.model.architectures import load_description
 from inference_svc.store.convert import to_pull_message
-from tests.support.parity import prompts
+from tests.support.models.parity import prompts
+from tests.support.models.trained import edited
+from tests.support.models.zoo import PARAMETERS, AdapterSpec, Zoo, adapted, make_model
+from tests.support.store.messages import as_stored
 from tests.system.expert_forms import (
     DOWN,
     FORMS,
@@ -33,9 +36,6 @@ from tests.system.expert_forms import (
     turned_file,
     write_form,
 )
-from tests.system.test_announced_layout import as_stored
-from tests.system.trained import edited
-from tests.system.zoo import PARAMETERS, AdapterSpec, Zoo, adapted, make_model
 
 KINDS = ("qwen3-moe", "mixtral", "gpt-oss")
 PLAIN, PATTERNS, SHARED = "plain", "patterned", "shared"

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from loadout import Client, errors
+from tests.support.models.zoo import Zoo
 from tests.support.wait import until
 from tests.system.services import GRACE_S, Services
-from tests.system.zoo import Zoo
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 PROMPT = [ord(char) for char in "some prompt"]

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from inference_svc.api.http.request import MAX_BODY_BYTES, MAX_VALUES
-from tests.adapter_store.certificates import Authority
+from tests.support.access.certificates import Authority
+from tests.support.models.zoo import SPECS, Zoo, make_zoo
 from tests.support.wait import until
 from tests.system.attacked_front import (
     ATTACKER,
@@ -29,7 +30,6 @@ from tests.system.attacked_front import (
     request_head,
     status_of,
 )
-from tests.system.zoo import SPECS, Zoo, make_zoo
 
 SMALL = {"model": "base", "prompt": "abc", "max_tokens": 1}
 NUM_HALF_SENT, NUM_WAITING, NUM_REFUSED, NUM_PROMPTS = 600, 60, 20, 20

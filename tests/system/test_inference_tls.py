@@ -11,8 +11,8 @@ import pytest
 from loadout import Client, TlsConfig, errors
 from loadout.retry import RetryPolicy
 from servicekit.errors import InvalidSetting
-from tests.adapter_store.certificates import Authority
-from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
+from tests.support.access.certificates import Authority
+from tests.support.access.policies import token_lines, token_of, write_policy
 from tests.system.guarded import Inference
 
 BASE = "llama"

@@ -17,9 +17,9 @@ from inference_svc.engine.status_types import AdapterDetails
 from inference_svc.errors import AdapterNotFound
 from kernels.native.library import Program
 from loadout.inference.v1 import inference_pb2 as pb
+from tests.support.models.zoo import SPECS
 from tests.system.engines import Running
 from tests.system.kinds import ADDED, make_kinds
-from tests.system.zoo import SPECS
 
 PROMPT = [5, 60, 9, 33, 71, 12]
 NAMES = [spec.name for spec in SPECS]

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inference_svc.engine.messages import Output
+from tests.support.models.parity import prompts, relative_rms
+from tests.support.models.trained import WEIGHTS, edited
+from tests.support.models.zoo import ALL, AdapterSpec, Zoo, adapted, make_model, quiet
 from tests.support.pairs import PATHS
-from tests.support.parity import RecordingSampler, prompts, relative_rms
 from tests.system.engines import Running
-from tests.system.kinds import ADDED, ALORA, ROWS, Kinds, make_kinds, shake
-from tests.system.trained import WEIGHTS, edited
-from tests.system.zoo import ALL, AdapterSpec, Zoo, adapted, make_model, quiet
+from tests.system.kinds import ALORA, ROWS, Kinds, begin, make_kinds, shake
 
 KINDS = ("qwen3", "gemma2", "cohere2")
 """Norms of queries and keys, and biases; norms behind and caps; LayerNorms, a tied head."""
@@ -54,16 +54,6 @@ def test_each_kind_alone_has_the_oracles_logits(zoo: Kinds, path: str, start: Ca
         zoo.submit(running, name or "base", prompt, name)
         check(zoo, name, prompt, *running.result(name or "base"), recorder.logits[name or "base"])
     running.check_idle()
-
-
-def begin(zoo: Zoo, start: Callable, **settings: Any) -> tuple[Running, RecordingSampler]:
-    """Starts an engine whose logits are kept."""
-    if isinstance(zoo, Kinds):
-        settings["max_added_tokens"] = len(ADDED)
-    running = start(zoo, max_model_len=512, **settings)
-    recorder = RecordingSampler(running.engine.decoder.eos_token_ids)
-    running.engine.built.engine.runner._sampler = recorder
-    return running, recorder
 
 
 def check(

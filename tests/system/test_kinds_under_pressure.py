@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from inference_svc.engine.messages import Command
+from tests.support.models.parity import RecordingSampler
 from tests.support.pairs import PATHS
-from tests.support.parity import RecordingSampler
-from tests.system.engines import Running
+from tests.system.engines import Running, check_case_happened
 from tests.system.kinds import ADDED, Kinds, make_kinds
-from tests.system.test_batch_invariance import check_case_happened
 
 NUM_TOKENS, NUM_MIXES, NUM_RANDOM = 12, 3, 80
 PAGE_BYTES = 2 * 2 * 16 * 2 * 32 * 4

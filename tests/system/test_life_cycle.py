@@ -21,9 +21,9 @@ from loadout import Client
 from loadout.errors import InvalidArgument, LoadoutError, Unavailable
 from loadout.retry import RetryPolicy
 from loadout.types import Chunk, Registration
+from tests.support.models.zoo import Zoo
 from tests.support.wait import TIMEOUT_S, until
 from tests.system.services import GRACE_S, Services
-from tests.system.zoo import Zoo
 
 PROMPT = [ord(char) for char in "some prompt"]
 NUM_TOKENS = 200

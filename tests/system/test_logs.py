@@ -15,7 +15,7 @@ import pytest
 
 from loadout import AsyncClient
 from loadout.errors import InvalidArgument, LoadoutError, NotFound, Unauthenticated
-from tests.adapter_store.service.guarded import token_of
+from tests.support.access.policies import token_of
 from tests.support.wait import until, until_async
 from tests.system.observed import S3_SECRET, Observed
 from tests.system.secretive import HELD, LOOK_SECRET, fail_with

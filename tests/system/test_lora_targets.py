@@ -17,8 +17,8 @@ from inference_svc.model.description import EMBED_TOKENS, LM_HEAD
 from loadout import errors
 from loadout.cli.__main__ import main
 from servicekit.settings.load import load_settings
+from tests.support.models.zoo import Zoo
 from tests.system.services import Services
-from tests.system.zoo import Zoo
 
 ACCEPTED = ("q_proj", "v_proj")
 PROMPT = [5, 60, 9, 33, 71, 12]

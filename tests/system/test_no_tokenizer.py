@@ -16,8 +16,8 @@ from inference_svc.errors import UnsupportedModel
 from inference_svc.model.files import check_files
 from loadout import Client
 from loadout.errors import InvalidArgument
+from tests.support.models.zoo import Zoo
 from tests.system.guarded import serve_base
-from tests.system.zoo import Zoo
 
 PROMPT = [5, 9, 70, 12]
 

@@ -27,11 +27,11 @@ from inference_svc.engine.messages import Command, Output
 from inference_svc.errors import AdapterUnusable, NotFinite
 from loadout.errors import FailedPrecondition
 from loadout.prometheus import scrape
+from tests.support.models.trained import WEIGHTS
+from tests.support.models.zoo import PARAMETERS, AdapterSpec, Zoo, adapted, make_model
 from tests.system.engines import Running
 from tests.system.kinds import ADDED, Kinds, make_kinds
 from tests.system.services import Services
-from tests.system.trained import WEIGHTS
-from tests.system.zoo import PARAMETERS, AdapterSpec, Zoo, adapted, make_model
 
 DTYPES = {
     DataType.FLOAT32: torch.float32,

@@ -16,12 +16,12 @@ import pytest
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2 as pb
-from tests.adapter_store.conftest import tiny_layout
-from tests.adapter_store.service.conftest import serving
-from tests.adapter_store.service.guarded import audit_lines, token_lines, token_of
+from tests.support.access.policies import audit_lines, token_lines, token_of
+from tests.support.models.zoo import Zoo
+from tests.support.store.adapters import tiny_layout
+from tests.support.store.served import serving
 from tests.support.wait import until
 from tests.system.guarded import OTHER, OWN, House
-from tests.system.zoo import Zoo
 
 TOKENS = [
     token_lines("caller", ["caller"]),
@@ -357,8 +357,8 @@ def test_load_of_an_adapter_that_names_no_base_is_for_the_server_that_is_asked(
         house.root.register(f"{OWN}/{name}", folder)
     loaded = house.post("/v1/load_lora_adapter", "trainer", lora_name=name, lora_path=str(folder))
     assert loaded.text.endswith(
-        "Its base model is llama: that of the server that was asked to load it; the adapter's "
-        "config names '/mnt/runs/7/base': make sure that it is the same model."
+        "Its base model is llama: the base model of the server that was asked to load it; the "
+        "adapter's config names '/mnt/runs/7/base': make sure that it is the same model."
     )
     assert client.completions.create(model=name, prompt="a", max_tokens=1).model == f"{name}@1"
     house.root.stub.ForgetLayout(store_pb.ForgetLayoutRequest(layout_id=layout_id))

@@ -13,7 +13,7 @@ import httpx2
 import openai
 import pytest
 
-from tests.adapter_store.certificates import Authority
+from tests.support.access.certificates import Authority
 from tests.system.guarded import Inference
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from inference_svc.model.architectures import families
+from tests.support.models.parity import RecordingSampler, decile_rms, prompts, relative_rms
+from tests.support.models.zoo import MODELS, PARAMETERS, AdapterSpec, Zoo, make_zoo, modules_of
 from tests.support.pairs import PATHS, pairs
-from tests.support.parity import RecordingSampler, decile_rms, prompts, relative_rms
-from tests.system.zoo import MODELS, PARAMETERS, AdapterSpec, Zoo, make_zoo, modules_of
 
 
 @pytest.mark.parametrize(("kind", "dtype", "path"), pairs(MODELS))

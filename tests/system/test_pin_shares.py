@@ -10,9 +10,9 @@ import pytest
 from loadout import Client
 from loadout.errors import ResourceExhausted
 from loadout.retry import RetryPolicy
-from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
+from tests.support.access.policies import token_lines, token_of, write_policy
+from tests.support.models.zoo import Zoo
 from tests.system.services import Services
-from tests.system.zoo import Zoo
 
 pytestmark = pytest.mark.processes
 

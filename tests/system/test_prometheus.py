@@ -18,8 +18,8 @@ import yaml
 
 from adapter_store.metrics import definitions as store
 from inference_svc.metrics import definitions as inference
-from tests.deploy.manifests import ROOT
-from tests.deploy.rules import matchers, metric, rules, selectors
+from tests.support.deploy.manifests import ROOT
+from tests.support.deploy.rules import matchers, metric, rules, selectors
 from tests.system.dashboards import FOLDER, Dashboard
 from tools.metric_docs import PATH as PAGE
 from tools.mixed_load.load import MixedLoad

@@ -18,12 +18,12 @@ from inference_svc.core import PackedLogprobs, packed_token_bytes
 from loadout import types
 from loadout.errors import InvalidArgument
 from loadout.prometheus import scrape
+from tests.support.machine.peak_memory import grown_mib
+from tests.support.models.parity import prompts
+from tests.support.models.zoo import MODELS, Zoo, make_model
 from tests.support.pairs import PATHS, by_path
-from tests.support.parity import prompts
-from tests.support.peak_memory import grown_mib
 from tests.system.engines import Running
 from tests.system.services import Services
-from tests.system.zoo import MODELS, Zoo, make_model
 
 BACKENDS = pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 ADAPTER = "r16"

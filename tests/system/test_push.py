@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from loadout import AsyncClient, Client
 from loadout.errors import InvalidArgument, NotFound, NotLoaded
 from loadout.retry import RetryPolicy
+from tests.support.models.zoo import Zoo
 from tests.support.wait import until
 from tests.system.routed import PROMPT, Routed
-from tests.system.zoo import Zoo
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

@@ -17,13 +17,13 @@ from loadout import Client, errors
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.demo.process import Process
 from servicekit.settings.types import split_address
-from tests.adapter_store.certificates import Authority
-from tests.adapter_store.service.conftest import Client as StoreClient
-from tests.adapter_store.service.guarded import audit_lines, token_lines, token_of
-from tests.support.secret_volume import SecretVolume
+from tests.support.access.certificates import Authority
+from tests.support.access.policies import audit_lines, token_lines, token_of
+from tests.support.machine.secret_volume import SecretVolume
+from tests.support.models.zoo import Zoo
+from tests.support.store.client import Client as StoreClient
 from tests.support.wait import until
 from tests.system.services import Services
-from tests.system.zoo import Zoo
 
 pytestmark = pytest.mark.processes
 

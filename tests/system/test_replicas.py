@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from loadout import Client
+from tests.support.models.zoo import Zoo
 from tests.support.wait import until
 from tests.system.replicated import Replicated, replicated
-from tests.system.zoo import Zoo
 
 PROMPT = [ord(char) for char in "some prompt"]
 TOKENS = 4

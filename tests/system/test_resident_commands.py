@@ -10,8 +10,8 @@ import pytest
 
 from loadout.cli.__main__ import main
 from loadout.types import AdapterTier
+from tests.support.models.zoo import ALL
 from tests.system.services import Services
-from tests.system.zoo import ALL
 
 
 @pytest.fixture

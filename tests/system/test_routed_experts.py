@@ -28,11 +28,11 @@ from inference_svc.engine.routed_pages import RoutedPages
 from inference_svc.model.architectures import load_description
 from loadout import types
 from loadout.errors import InvalidArgument
+from tests.support.models.parity import prompts
+from tests.support.models.zoo import Zoo
 from tests.support.pairs import PATHS, by_path
-from tests.support.parity import prompts
 from tests.system.engines import Running
 from tests.system.services import Services
-from tests.system.zoo import Zoo
 
 KINDS = ("qwen3-moe", "gpt-oss")
 BACKENDS = pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])

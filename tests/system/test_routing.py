@@ -16,11 +16,11 @@ from loadout._routing.replicas import rank
 from loadout.errors import StreamLost, Unavailable
 from loadout.retry import RetryPolicy
 from loadout.types import Chunk
-from tests.deploy.test_scaling import WOKEN_BY
+from tests.support.deploy.envoy import Envoy, round_robin
+from tests.support.deploy.scaling import WOKEN_BY
+from tests.support.models.zoo import Zoo
 from tests.support.wait import until
-from tests.system.envoy import Envoy, round_robin
 from tests.system.routed import PROMPT, Routed, adapters_of_w4, ask, hit_share, play
-from tests.system.zoo import Zoo
 
 NUM_ADAPTERS = 200
 NUM_KEYS = 24

@@ -21,11 +21,11 @@ from inference_svc.store.client import CatalogClient, ImageClient
 from inference_svc.store.credentials import StoreAccess, read_store_access
 from inference_svc.store.replicas import Endpoint, Replicas
 from inference_svc.store.types import Announcement
-from tests.adapter_store.certificates import Authority
-from tests.adapter_store.service.conftest import Client, Served, serving
-from tests.adapter_store.service.guarded import ROOT, token_lines, token_of, write_policy
-from tests.adapter_store.service.test_tls import credentials
-from tests.system.zoo import Zoo
+from tests.support.access.certificates import Authority, credentials
+from tests.support.access.policies import ROOT, token_lines, token_of, write_policy
+from tests.support.models.zoo import Zoo
+from tests.support.store.client import Client
+from tests.support.store.served import Served, serving
 
 
 class Guarded:

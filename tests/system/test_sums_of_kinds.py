@@ -12,12 +12,11 @@ import torch
 
 from inference_svc.core import Part, combination_digest
 from inference_svc.errors import AdapterUnusable
+from tests.support.models.parity import prompts, relative_rms
+from tests.support.models.zoo import VOCAB, quiet
 from tests.support.pairs import PATHS
-from tests.support.parity import prompts, relative_rms
 from tests.system.engines import Running
-from tests.system.kinds import ADDED, TOKENS, Kinds, make_kinds
-from tests.system.test_kinds import begin
-from tests.system.zoo import VOCAB, quiet
+from tests.system.kinds import ADDED, TOKENS, Kinds, begin, make_kinds
 
 Parts = tuple[tuple[str, float], ...]
 

@@ -18,9 +18,9 @@ from transformers import AutoTokenizer
 from loadout.errors import FailedPrecondition, InvalidArgument
 from loadout.prometheus import scrape
 from loadout.types import ChatMessage, Completion, FinishReason
-from tests.support import tokenizer_files as files
+from tests.support.models import tokenizer_files as files
+from tests.support.models.zoo import CHAT_TEMPLATE, Zoo
 from tests.system.services import GRACE_S, Services
-from tests.system.zoo import CHAT_TEMPLATE, Zoo
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 

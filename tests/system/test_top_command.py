@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from loadout.cli.__main__ import main
+from tests.support.models.zoo import Zoo
 from tests.system.services import Services
-from tests.system.zoo import Zoo
 
 
 # Services of its own: what other tests do on the shared ones moves the busiest adapter elsewhere.

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from loadout.errors import DeadlineExceeded, NotFound
-from tests.adapter_store.service.guarded import token_of
-from tests.support.otlp import Received, Trace
+from tests.support.access.policies import token_of
+from tests.support.servers.otlp import Received, Trace
 from tests.support.wait import until
 from tests.system.observed import Observed
 from tests.system.secretive import HELD, LOOK_SECRET, fail_with

@@ -20,7 +20,17 @@ from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.images.check import Server, check_folder
 from loadout import errors
 from loadout.cli.__main__ import main
-from tests.support.hub_cache import SNAPSHOT, linked
+from tests.support.models.trained import (
+    PREFIX,
+    WEIGHTS,
+    Trainer,
+    as_mlx,
+    as_torchtune,
+    edited,
+    renamed,
+)
+from tests.support.models.zoo import ALL, AdapterSpec, Zoo, make_zoo
+from tests.support.servers.hub_cache import SNAPSHOT, linked
 from tests.system.adapter_makers import (
     added_tokens,
     another_row,
@@ -46,16 +56,6 @@ from tests.system.adapter_makers import (
     with_fields,
 )
 from tests.system.services import Services
-from tests.system.trained import (
-    PREFIX,
-    WEIGHTS,
-    Trainer,
-    as_mlx,
-    as_torchtune,
-    edited,
-    renamed,
-)
-from tests.system.zoo import ALL, AdapterSpec, Zoo, make_zoo
 from tools.conformance import server_of
 
 PROMPT = [ord(char) for char in "the quick brown fox"]
@@ -296,7 +296,7 @@ WAYS = {
     "capitals in the tenant": refused(
         lora(),
         "tenant 'Acme' is not of the form",
-        "what is before a slash is the tenant",
+        "the part before a slash is the tenant",
         ref="Acme/a",
     ),
 }

@@ -19,9 +19,9 @@ from loadout import Client
 from loadout.demo.process import Process
 from loadout.retry import RetryPolicy
 from loadout.types import Completion, Registration
+from tests.support.models.zoo import Zoo
 from tests.support.wait import until
 from tests.system.services import Services
-from tests.system.zoo import Zoo
 
 pytestmark = pytest.mark.processes
 

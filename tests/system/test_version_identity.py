@@ -36,9 +36,9 @@ from inference_svc.engine.messages import (
 )
 from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import Asleep, StoreUnavailable
+from tests.support.models.zoo import Zoo
 from tests.support.wait import TIMEOUT_S, until
 from tests.system.engines import CompilingStore
-from tests.system.zoo import Zoo
 
 VERSIONS = ("r1", "r16", "r33")
 """The adapters of the zoo that one name moves between."""

@@ -19,12 +19,10 @@ import transformers
 
 from loadout import errors
 from loadout.cli.__main__ import main
-from tests.support.pairs import PATHS
-from tests.support.parity import RecordingSampler, prompts, relative_rms
-from tests.support.whole_models import WHOLE, whole_class, whole_config
-from tests.system.services import Services
-from tests.system.trained import renamed
-from tests.system.zoo import (
+from tests.support.models.parity import RecordingSampler, prompts, relative_rms
+from tests.support.models.trained import renamed
+from tests.support.models.whole_models import WHOLE, whole_class, whole_config
+from tests.support.models.zoo import (
     VOCAB,
     AdapterSpec,
     Zoo,
@@ -32,6 +30,8 @@ from tests.system.zoo import (
     save_tokenizer,
     shake_norms_and_biases,
 )
+from tests.support.pairs import PATHS
+from tests.system.services import Services
 
 TEXT = {
     "vocab_size": VOCAB + 8,  # beyond the tokenizer's are those of images
@@ -172,7 +172,7 @@ def test_what_another_towers_modules_change_has_no_effect_and_the_verdict_says_s
     assert got != oracle.greedy("", PROMPT, NUM_TOKENS)
     capfd.readouterr()
     assert main(["register", "both", source, "--store", services.store_address]) == 0
-    said = r"servable by .*, but for what it changes in .*vision_tower, which no request passes"
+    said = r"servable by .*, except its changes in .*vision_tower, which no request passes"
     assert re.search(said, capfd.readouterr().out)
 
 

@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from tests.support.installed import closure
+from tests.support.machine.installed import closure
 from tools import constraints, install
 from tools.constraints import Pin
 from tools.requirements import CONSTRAINTS, build_requirements, pinned_pip, requirements

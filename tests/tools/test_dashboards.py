@@ -16,7 +16,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from adapter_store.metrics import definitions as store_definitions
 from inference_svc.metrics import definitions as inference_definitions
 from servicekit.telemetry.metrics import Definition
-from tests.deploy.manifests import ROOT
+from tests.support.deploy.manifests import ROOT
 from tools.dashboards import limits, links
 from tools.dashboards.__main__ import FOLDER, render
 from tools.dashboards.board import in_sight

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
 from types import SimpleNamespace
@@ -19,34 +18,13 @@ from loadout import Client
 from loadout.demo.adapters import ADAPTERS, MODEL
 from loadout.demo.jobs import BASE_MODEL
 from loadout.demo.process import Process
-from loadout.prometheus import scrape
+from tests.support.loadout.fleet import Fleet, Replica
 
 collect_ignore_glob = [] if find_spec("trl") else ["test_*.py"]
 """`make test-trl` installs what these tests import."""
 
 READY_S = 180.0
 GRACE_S = 45.0
-
-
-@dataclass(frozen=True)
-class Replica:
-    url: str
-    grpc: str
-    metrics: str
-
-    @property
-    def num_requests(self) -> float:
-        return scrape(self.metrics).sum("loadout_inference_requests_total")
-
-
-@dataclass(frozen=True)
-class Fleet:
-    replicas: list[Replica]
-    client: Client
-
-    @property
-    def urls(self) -> list[str]:
-        return [replica.url for replica in self.replicas]
 
 
 @pytest.fixture(scope="session")
@@ -85,13 +63,6 @@ def tokenizer() -> PreTrainedTokenizerBase:
 def model() -> torch.nn.Module:
     """The oracle."""
     return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-
-
-def logprobs_of(model: torch.nn.Module, token_ids: list[int]) -> torch.Tensor:
-    """Returns those of every token at each position but the first, [len - 1, vocabulary]."""
-    with torch.no_grad():
-        logits = model(torch.tensor([token_ids])).logits[0, :-1]
-    return logits.log_softmax(-1)
 
 
 @pytest.fixture

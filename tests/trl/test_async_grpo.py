@@ -16,7 +16,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 from loadout.demo.adapters import MODEL
 from loadout.errors import NotFound
 from loadout.integrations.trl import AsyncGRPOTrainer
-from tests.trl.conftest import Fleet
+from tests.support.loadout.fleet import Fleet
 from tests.trl.rewards import MAX_TOKENS, reward_of
 
 pytestmark = [

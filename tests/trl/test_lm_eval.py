@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from loadout.demo.adapters import ADAPTERS, MODEL
 from loadout.demo.jobs import BASE_MODEL
-from tests.trl.conftest import Fleet, logprobs_of
+from tests.support.loadout.fleet import Fleet
+from tests.support.models.parity import logprobs_of
 
 pytestmark = [
     *(pytest.mark.trl, pytest.mark.processes),

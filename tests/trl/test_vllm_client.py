@@ -12,7 +12,8 @@ from trl.generation import vllm_client
 
 from loadout.demo.adapters import ADAPTERS
 from loadout.demo.jobs import BASE_MODEL
-from tests.trl.conftest import Fleet, logprobs_of
+from tests.support.loadout.fleet import Fleet
+from tests.support.models.parity import logprobs_of
 
 pytestmark = [pytest.mark.trl, pytest.mark.processes]
 

@@ -3,10 +3,10 @@
     <module>.lora_a        [in, rank]
     <module>.lora_b        [rank, out]
 
-delta = scale * A @ B, so both are transposed against PEFT's, and the scale is given as it is. Those
-of experts are not: see adapter_store.checkpoint.experts.
-`<module>` is the module's path in MLX-LM's model, by Hugging Face's names and without a prefix. The
-config is what the training command was called with. What is computed follows from
+delta = scale * A @ B, so both are transposed against PEFT's, and the scale is given as it is.
+Experts' are not: see adapter_store.checkpoint.experts. `<module>` is the module's path in MLX-LM's
+model, by Hugging Face's names and without a prefix. The config has the arguments of the training
+command. What is computed follows from
 
     fine_tune_type         lora; dora and full are refused
     lora_parameters        rank, scale, keys (modules, by their path within a layer or in the model;
@@ -64,7 +64,7 @@ NO_EFFECT = frozenset(
         *("text_feature", "trust_remote_code", "verbose"),
     }
 )
-"""How it was trained. Weights that training was resumed from are in those that it saved."""
+"""How it was trained. Weights that training was resumed from are in the saved ones."""
 
 PARAMETERS = frozenset({"rank", "scale", "dropout", "keys", "alpha"})
 """Known keys of lora_parameters: dropout drops nothing at inference, and alpha is not used."""

@@ -24,13 +24,13 @@ from contract.adapter_files import CONFIG_FILE
 
 
 def _no_more(targets: Iterable[Changes], config: AdapterConfig) -> None:
-    """Checks nothing besides what every format needs."""
+    """Checks nothing besides the needs of every format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Reads one format: its config, its tensors' names, and what only it can check of both. Each
-    raises InvalidAdapter."""
+    """Reads one format: its config, its tensors' names, and the checks of both that only it can
+    make. Each raises InvalidAdapter."""
 
     parse_config: Callable[[Mapping[str, Any], CheckpointLimits], AdapterConfig]
     parse_key: Callable[[str], TensorKey]
@@ -43,7 +43,7 @@ class Reader:
         return self.parse_config(parse_object(data, CONFIG_FILE), limits)
 
     def read_contents(self, records: Iterable[TensorRecord], config: AdapterConfig) -> Contents:
-        """Returns what the tensors make up. Raises as the function of this name."""
+        """Returns the contents that the tensors make up. Raises as the function of this name."""
         contents = read_contents(records, config, self.parse_key)
         self.check(contents.changes, config)
         return contents

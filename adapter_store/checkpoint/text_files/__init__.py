@@ -1,8 +1,8 @@
 """The tokenizer and the chat template that lie beside an adapter, read in a child process.
 
 A tokenizer's file may have tens of megabytes, and parsing it holds Python's lock: a child process
-does it, without secrets in its environment, limited in memory, CPU time and wall-clock time. What
-is kept is the tokenizer's extract (servicekit/tokenizer_extract.py) and the template's text.
+does it, without secrets in its environment, limited in memory, CPU time and wall-clock time. It
+keeps the tokenizer's extract (servicekit/tokenizer_extract.py) and the template's text.
 
 __main__  the program of the child process
 """
@@ -42,12 +42,12 @@ CHILDREN = 2
 WAIT_SECONDS = 0.2
 """How often one who waits for these looks whether it is still wanted."""
 MAX_CACHED_BYTES, ENTRY_BYTES = 32 << 20, 1 << 10
-"""What is remembered of folders that were read, and what each takes besides its texts."""
+"""The number of read folders that are remembered, and the memory of each besides its texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterText:
-    """What lies beside an adapter about text, empty where there is none: the extract of its
+    """The text files' contents of an adapter, empty where there are none: the extract of its
     tokenizer, as servicekit.tokenizer_extract writes it, and its chat template in UTF-8."""
 
     tokenizer: bytes = b""
@@ -63,7 +63,7 @@ class AdapterText:
 
     @property
     def contents(self) -> dict[str, bytes]:
-        """What there is, by digest."""
+        """The existing texts, by digest."""
         found = {self.tokenizer_digest: self.tokenizer}
         found[self.chat_template_digest] = self.chat_template
         return {digest: content for digest, content in found.items() if digest}
@@ -78,9 +78,9 @@ def _digest_of(content: bytes) -> str:
 
 
 class TextReader:
-    """Reads text files, and remembers what was found in those of the same bytes: most are copies of
-    a base model's, which every run of a trainer saves again. Each account has memories of its own:
-    none can tell by the time what others have registered. Thread-safe."""
+    """Reads text files, and remembers the results by the files' bytes: most are copies of a base
+    model's, which every run of a trainer saves again. Each account has memories of its own: none
+    can tell by the time which files others have registered. Thread-safe."""
 
     def __init__(self, share: float = 1.0) -> None:
         """With a `share` below 1 no account has all places."""
@@ -96,7 +96,7 @@ class TextReader:
         account: str,
         check_cancelled: Callable[[], None] = lambda: None,
     ) -> AdapterText:
-        """Returns what the text files among `files`, all of a folder, say. Raises as
+        """Returns the contents of the text files among `files`, all of a folder. Raises as
         `read_text`."""
         present = sorted((file for file in files if is_text_file(file.name)), key=lambda f: f.name)
         if not present:
@@ -147,11 +147,12 @@ def read_text(
     check_cancelled: Callable[[], None] = lambda: None,
     work_dir: Path | None = None,
 ) -> AdapterText:
-    """Returns what these text files of a folder say. `check_cancelled` is called periodically and
-    may raise; temporary files lie in `work_dir`, by default where the system has them.
+    """Returns the contents of these text files of a folder. `check_cancelled` is called
+    periodically and may raise; temporary files lie in `work_dir`, by default where the system has
+    them.
 
-    Raises InvalidAdapter: FILE_TOO_LARGE, FILE_NOT_REGULAR, what parse_object and make_extract
-    refuse, TEMPLATE_INVALID, TOKENIZER_TOO_LARGE (it takes too much time or memory to read).
+    Raises InvalidAdapter: FILE_TOO_LARGE, FILE_NOT_REGULAR, as parse_object and make_extract,
+    TEMPLATE_INVALID, TOKENIZER_TOO_LARGE (it takes too much time or memory to read).
     """
     extract = template = b""
     parsed = [name for name in names if name != TEMPLATE_FILE]

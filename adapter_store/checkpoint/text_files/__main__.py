@@ -27,7 +27,8 @@ def set_limits(memory_bytes: int, cpu_seconds: int) -> None:
 
 
 def read_files(folder: Path, names: Collection[str]) -> tuple[bytes, bytes]:
-    """Returns the extract, and the chat template of the configuration."""
+    """Returns the extract, and the chat template of the configuration. Raises InvalidTokenizer, and
+    InvalidAdapter for a file that is no JSON object."""
     from adapter_store.checkpoint.json import parse_object
     from servicekit.tokenizer_extract import MAX_EXTRACT_BYTES, InvalidTokenizer, make_extract
 
@@ -51,8 +52,8 @@ def read_files(folder: Path, names: Collection[str]) -> tuple[bytes, bytes]:
 
 
 def template_of(config: dict[str, Any]) -> bytes:
-    """Returns the chat template of a configuration, of several the one that is called "default";
-    the parent checks it."""
+    """Returns the chat template of a configuration, of several the template that is called
+    "default"; the parent checks it. Raises InvalidTokenizer TEMPLATE_INVALID if it is no text."""
     from servicekit.tokenizer_extract import InvalidTokenizer
 
     found = config.get("chat_template")

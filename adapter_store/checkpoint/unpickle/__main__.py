@@ -44,7 +44,7 @@ class Refused(Exception):
 
 
 def set_limits(memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
-    """Sets the limits from here on, in addition to what importing torch took."""
+    """Sets the limits from here on, in addition to the use of importing torch."""
     with open("/proc/self/statm") as file:
         mapped_bytes = int(file.read().split()[0]) * resource.getpagesize()
     used_seconds = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime) + 1
@@ -92,7 +92,8 @@ def check_archive(path: str, file_bytes: int, max_entries: int) -> None:
 
 
 def load(path: str) -> dict[str, torch.Tensor]:
-    """Loads the tensors, mapped from the file. No class other than torch's own is instantiated."""
+    """Loads the tensors, mapped from the file. No class other than torch's own is instantiated.
+    Raises Refused."""
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
@@ -105,6 +106,7 @@ def load(path: str) -> dict[str, torch.Tensor]:
 
 
 def check_tensors(tensors: dict[str, torch.Tensor], file_bytes: int) -> None:
+    """Raises Refused for tensors that are not dense, of another dtype, or larger than the file."""
     total_bytes = 0
     for name, tensor in tensors.items():
         shown = ascii(name[:100])
@@ -137,6 +139,7 @@ def write(tensors: dict[str, torch.Tensor], path: str) -> None:
 
 
 def convert(source: str, output: str, memory_bytes: int, cpu_seconds: int, entries: int) -> None:
+    """Writes the tensors of a pickle as safetensors, within these limits. Raises Refused."""
     with open(source, "rb") as file:
         file_bytes = file.seek(0, 2)
     set_limits(memory_bytes, cpu_seconds, file_bytes + MAX_PICKLE_BYTES)
@@ -169,7 +172,7 @@ def main() -> None:
         convert(source, output, memory_bytes, cpu_seconds, entries)
     except Refused as refused:
         result = {"reason": refused.reason, "detail": str(refused)}
-    except Exception as error:  # whatever a damaged archive makes the libraries raise
+    except Exception as error:  # any error that a damaged archive makes the libraries raise
         detail = f"{type(error).__name__}: {_first_line(error)}" if str(error) else ""
         result = {"reason": "PICKLE_INVALID", "detail": detail}
     with open(result_path, "x") as file:

@@ -1,6 +1,6 @@
 """InferenceService over gRPC.
 
 servicer  convert, call the service, convert
-bounds    what a request of each RPC may hold
+bounds    limits of each RPC's request
 convert   protobuf messages to our types and back
 """

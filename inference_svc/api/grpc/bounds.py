@@ -1,4 +1,4 @@
-"""What a request of each RPC may hold, checked before it is converted."""
+"""Limits of each RPC's request, checked before it is converted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.rpc.requests import RequestBounds, RequestTable
 
 MAX_GENERATE_BYTES = 4 << 20
-"""Holds a million tokens, as ids or as text, and what each message of a chat adds."""
+"""Holds a million tokens, as ids or as text, and the additions of each message of a chat."""
 DEBUG_BYTES = 2 << 20
 """The largest part of a debug bundle has a thousand rows."""
 
@@ -21,8 +21,8 @@ ADAPTER_BYTES = 4 << 20
 
 
 def request_bounds(max_model_len: int) -> RequestTable:
-    """`max_model_len` bounds the tokens of a prompt: one that is a little too long is told so
-    later, by the tokens that it has."""
+    """`max_model_len` bounds the tokens of a prompt: a prompt that is a little too long is refused
+    later, by its number of tokens."""
     generate = RequestBounds(
         pb.GenerateRequest,
         MAX_GENERATE_BYTES,

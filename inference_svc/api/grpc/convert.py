@@ -242,8 +242,8 @@ def to_generation_state(state: str) -> pb.GenerationState:
 
 
 class Answer:
-    """One of a call's answers, as responses: what all of them have, and how many tokens there were
-    before. `packs_logprobs`: those of generated tokens become arrays."""
+    """One of a call's answers, as responses: their common fields, and how many tokens there were
+    before. `packs_logprobs`: log probabilities of generated tokens become arrays."""
 
     def __init__(
         self,
@@ -275,7 +275,7 @@ class Answer:
         yield self._response(delta, previous or {})
 
     def _arrays(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        """Yields fields of responses, in each one that may take MAX_ARRAY_BYTES."""
+        """Yields fields of responses, at most MAX_ARRAY_BYTES in each."""
         for scores in split_logprobs(delta.scores, MAX_ARRAY_BYTES):
             yield {"prompt_logprobs": _to_packed(scores)}
         if self._packs_logprobs and delta.logprobs:
@@ -290,7 +290,8 @@ class Answer:
             yield {"routed_experts": pb.RoutedExperts(num_tokens=routed.num_tokens, **fields)}
 
     def _of(self, delta: Delta) -> dict[str, Any]:
-        """Returns what all responses of a delta have: with the version that has made its tokens."""
+        """Returns the common fields of a delta's responses, with the version that has made its
+        tokens."""
         version = delta.version
         if version is None:
             return self._common
@@ -396,7 +397,7 @@ def to_resident_adapter(
 def to_inspected(
     details: AdapterDetails, layout: ModelLayout, adapter: pb.ResidentAdapter
 ) -> pb.InspectAdapterResponse:
-    """Names the targets, and lists those that the adapter has of each group."""
+    """Names the targets, and lists the ones that the adapter has in each group."""
     response = pb.InspectAdapterResponse(
         adapter=adapter,
         slot=details.slot,

@@ -27,7 +27,7 @@ from servicekit.rpc.requests import INLINE_ENTRIES
 Context: TypeAlias = Call
 
 ELSEWHERE = (Draining, QueueFull, Asleep)
-"""What another replica may take: nothing was done here."""
+"""Errors after which another replica may take the call, because nothing was done here."""
 
 
 def call_rules(load: Callable[[], str], max_model_len: int) -> CallRules:

@@ -17,5 +17,5 @@ sse          sends server-sent events
 models       /v1/models
 adapters     /v1/load_lora_adapter and /v1/unload_lora_adapter
 life_cycle   /pause, /resume, /sleep, /wake_up, and whether they were called
-trainers     /server_info and what else trainers ask for
+trainers     /server_info and other routes that trainers call
 """

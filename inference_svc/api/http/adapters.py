@@ -89,7 +89,7 @@ class Adapters:
 
 
 def _describe(registered: Registered) -> str:
-    """Returns what a registration says besides its success."""
+    """Returns the details of a successful registration."""
     text = ""
     if registered.base_model_reason:
         text += f" Its base model is {registered.base_model}: {registered.base_model_reason}."

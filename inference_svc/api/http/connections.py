@@ -1,5 +1,5 @@
-"""Limits of connections: callers have shares of them; those that send no request, or do not read,
-are closed."""
+"""Limits of connections: callers have shares of them; connections that send no request, or do not
+read, are closed."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from servicekit.shares import MinimumRate, Pace, Reservation, Shares
 HEADER_SECONDS = 20.0
 """Time for a request's header: from the connection, or from the first byte of a further request."""
 HANDSHAKE_SECONDS, TLS_CLOSE_SECONDS = 10.0, 10.0
-"""Time for a TLS handshake; and at the end for what is unsent, and the client's notice."""
+"""Time for a TLS handshake; and at the end for unsent bytes, and the client's notice."""
 WRITE_SECONDS, MIN_WRITE_BYTES_PER_S = 30.0, 16 << 10
-"""How long a client may read nothing of what is buffered for it; and as long it may be behind this
+"""How long a client may read none of the bytes buffered for it; and as long it may be behind this
 rate, of which a response of 20 MB takes twenty minutes."""
 CLOSE_SECONDS = 1.0
 """Time for the last bytes on a connection whose keep-alive has timed out."""
@@ -39,16 +39,16 @@ STRANGERS = 0.25
 MAX_STRANGER_BYTES = 20 << 20
 """Held of all requests whose callers are not known yet, and of their TLS."""
 TLS_BYTES, TLS_READ_BYTES = 70 << 10, 16 << 10
-"""What TLS holds of a connection, as measured during a handshake (afterwards it is 44 KiB); of it
-what is read at once, a record."""
+"""The memory of TLS for a connection, as measured during a handshake (afterwards it is 44 KiB); and
+of a record, which is read at once."""
 UNREAD_BYTES, READ_BYTES = 8 << 10, 256 << 10
 """Read from a socket at once: while thousands may send at the same moment; and of a body that is
 wanted, whose memory is reserved."""
 MAX_UNSENT_BYTES = 64 << 10
 """Of a response, before the next part waits for its client."""
 MAX_LINGERING, PEER_SHARE = 128, 0.5
-"""How many refused clients may send on for a moment, of those that are known and of others; and a
-peer's share of them."""
+"""How many refused clients may send on for a moment, known ones and others; and a peer's share of
+them."""
 SEND_BUFFER_BYTES = 256 << 10
 """In the kernel, which would otherwise buffer megabytes for a client that does not read: 0.1 s of
 20 Mbit/s."""
@@ -91,9 +91,9 @@ class ConnectionLimit:
     its caller's share of three quarters of all. Idle ones have had one.
 
     When all are taken, one is closed for a new one: while strangers have more than their quarter,
-    of the peer with most of them the one that has waited longest, else of the account with the most
-    idle ones that which has been idle longest. So probes and callers get in, however many
-    connections others hold.
+    the one of the peer with most strangers that has waited longest, else, of the account with the
+    most idle ones, the longest idle. So probes and callers get in, however many connections others
+    hold.
     """
 
     def __init__(self, max_connections: int, share: float = 1.0) -> None:
@@ -126,7 +126,7 @@ class ConnectionLimit:
             self._abort(each)
 
     def set_stranger(self, connection: Connection) -> None:
-        """Has it wait from now on, holding nothing but what TLS takes."""
+        """Has it wait from now on, holding nothing but the memory of TLS."""
         if connection not in self._open:
             return
         self._leave(connection)
@@ -152,8 +152,8 @@ class ConnectionLimit:
             self.set_stranger(connection)
 
     def hold(self, connection: Connection, num_bytes: int) -> None:
-        """Notes how much a stranger holds beside its TLS. If all hold too much, closes those of the
-        peer that holds most, the largest first."""
+        """Notes how much a stranger holds beside its TLS. If all hold too much, closes connections
+        of the peer that holds most, the largest first."""
         if connection not in self._strangers.get(connection.peer, {}):
             return
         num_bytes += connection.tls_bytes
@@ -163,8 +163,8 @@ class ConnectionLimit:
             self._abort(max(self._strangers[peer], key=lambda each: each.stranger_bytes))
 
     def linger(self, connection: Connection, is_known: bool) -> Reservation | None:
-        """Returns a place for discarding what a refused client still sends; None if its peer, or
-        all that are known or unknown like it, have too many."""
+        """Returns a place for discarding the bytes that a refused client still sends; None if its
+        peer, or all that are known or unknown like it, have too many."""
         try:
             return self._lingering[is_known].reserve(connection.peer)
         except ShareExceeded:
@@ -262,10 +262,10 @@ class Connection(H11Protocol):
             self._place = None
         self._header_timer.cancel()
         self._write_timer.cancel()
-        self.app_state = {}  # free at once what refers to itself by it
+        self.app_state = {}  # frees cycles through it at once
 
     def abort(self) -> None:
-        """Closes it at once, whatever is unsent, also while TLS shakes hands."""
+        """Closes it at once, with bytes unsent, also while TLS shakes hands."""
         if self._socket is not None:
             self._socket.abort()  # type: ignore[attr-defined]
 
@@ -282,7 +282,7 @@ class Connection(H11Protocol):
     @contextmanager
     def reading_body(self) -> Iterator[None]:
         """Lets the body come in large parts, whose memory is the request's. Before and after, not
-        much more than what is read at once lies here unread."""
+        much more than one read's bytes lies here unread."""
         self._reads_body = True
         self._read_at_once(READ_BYTES)
         try:

@@ -13,8 +13,9 @@ T = TypeVar("T")
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Returns or raises what `work` does. Raises ClientDisconnect if the client disconnects before;
-    then, as when it is cancelled itself, it cancels the work and waits for its end.
+    """Returns the result of `work`, or raises its error. Raises ClientDisconnect if the client
+    disconnects before; then, as when it is cancelled itself, it cancels the work and waits for its
+    end.
 
     Nothing but the disconnect may be left to `receive`.
     """

@@ -41,7 +41,7 @@ CLIENT_CLOSED_REQUEST = 499
 """Never sent: counted where the client disconnected before the response."""
 
 INTERNAL_MESSAGE = "internal error"
-"""What a caller sees of our bugs; the log has the rest."""
+"""The text that a caller gets for our bugs; the log has the rest."""
 
 
 class ErrorStatus(NamedTuple):
@@ -167,14 +167,15 @@ def error_of(scope: Scope) -> Exception | None:
 
 
 def forget_error(scope: Scope) -> None:
-    """Lets go of a request's error once it is counted: what has the scope would keep it."""
+    """Lets go of a request's error once it is counted, because holders of the scope would keep
+    it."""
     error = scope.get("state", {}).pop("error", None)
     if isinstance(error, errors.ServiceError):
         _release_frames(error)
 
 
 def _release_frames(error: BaseException) -> None:
-    """Lets go of the frames that the error came through, and those of its causes: they hold the
+    """Lets go of the frames that the error came through, and its causes' frames: they hold the
     request's body, and tasks that raised the error in turn hold it, until a collection of cycles.
     """
     link: BaseException | None = error
@@ -242,9 +243,9 @@ def _respond(
 
 
 class UnreadBodyResponse(JSONResponse):
-    """Closes the connection of a request whose body was not read. What the client still sends is
-    discarded for a while: closing at once would reset the connection, and the client might never
-    see the response."""
+    """Closes the connection of a request whose body was not read. Bytes that the client still sends
+    are discarded for a while, because closing at once would reset the connection, and the client
+    might never see the response."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.headers["connection"] = "close"

@@ -87,7 +87,7 @@ class IncomingRequest(Generic[B]):
         return min(body_bytes(self._request), MAX_BODY_BYTES)
 
     async def read(self, parsers: Executor) -> GenerateCall:
-        self.num_read = body_bytes(self._request)  # what is refused is read too, and discarded
+        self.num_read = body_bytes(self._request)  # a refused body is read too, and discarded
         body: B = await read_body(
             self._request,
             self._endpoint.body,
@@ -109,7 +109,7 @@ class IncomingRequest(Generic[B]):
         self._is_read.set()
 
     async def receive_after_body(self) -> Message:
-        """Receives what follows the body: the client's disconnect."""
+        """Receives the message after the body: the client's disconnect."""
         await self._is_read.wait()
         return await self._request.receive()
 
@@ -166,7 +166,7 @@ class GenerateRoute(Generic[B]):
         ]
 
     def _head(self, stream: GenerateStream, object_type: str) -> dict[str, Any]:
-        """Returns what every object of the response begins with."""
+        """Returns the first fields of every object of the response."""
         binding = stream.binding
         parts = binding.parts if binding is not None else ()
         adapters = [

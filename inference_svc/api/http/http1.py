@@ -1,5 +1,4 @@
-"""HTTP/1.1 as one reader understands it only: what two readers could take for different requests is
-refused.
+"""HTTP/1.1 without ambiguity: refuses bytes that two readers could take for different requests.
 
 h11 takes a line feed for the end of a line, folds lines, reads the trailers of a chunked body the
 same way, and lets Transfer-Encoding win over Content-Length, in HTTP/1.0, too. A proxy in front may
@@ -32,6 +31,7 @@ class StrictServer(h11.Connection):
         super().__init__(h11.SERVER, max_head_bytes)
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """Returns the next event. Raises RemoteProtocolError for bytes that h11 or this refuses."""
         if self.their_state is h11.IDLE:
             self._check_lines(self.trailing_data[0])
         event = super().next_event()
@@ -47,7 +47,7 @@ class StrictServer(h11.Connection):
     @staticmethod
     def _check_lines(received: bytes) -> None:
         """Raises RemoteProtocolError for a head whose lines are not plain. Looks at it once all of
-        it is there: what h11 finds wrong before is its own error."""
+        it is there: faults that h11 finds before are its own errors."""
         end = _HEAD_END.search(received)
         if end is None:
             return

@@ -24,7 +24,7 @@ _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 _PAUSE_NAMES = ("mode", "wait_for_inflight_requests", "resume_after_seconds", "clear_cache")
 """`clear_cache` has no effect: pages are found by the version that made them, and never stale."""
 _TAGS = frozenset({"weights", "kv_cache"})
-"""What vLLM wakes by itself; here all wakes at once."""
+"""The parts that vLLM can wake one by one; here all wake at once."""
 LEVELS = {"0": False, "1": True, "2": True}
 """Whether vLLM's level frees the weights; here they are read again whichever it was."""
 
@@ -34,7 +34,8 @@ class LifeCycleRoutes:
         self._service = service
 
     async def pause(self, request: Request) -> Response:
-        """Takes ?mode=keep (default), wait or abort, and ?resume_after_seconds=."""
+        """Takes ?mode=keep (default), wait or abort, and ?resume_after_seconds=. Raises
+        InvalidArgument."""
         caller = self._authorize(request, "PauseGeneration")
         query = _query(request, _PAUSE_NAMES)
         waits = _flag(query, "wait_for_inflight_requests")  # vLLM's, before it had modes
@@ -56,7 +57,7 @@ class LifeCycleRoutes:
 
     async def sleep(self, request: Request) -> Response:
         """Takes ?level=0, pages only, 1 (default) or 2, weights too; ?mode=keep, which alone
-        loses nothing."""
+        loses nothing. Raises InvalidArgument."""
         caller = self._authorize(request, "Sleep")
         query = _query(request, ("level", "mode"))
         level = query.get("level", "1")
@@ -70,7 +71,7 @@ class LifeCycleRoutes:
         return JSONResponse({"status": "asleep", "freed_bytes": freed_bytes})
 
     async def wake(self, request: Request) -> Response:
-        """Takes ?tags=weights and ?tags=kv_cache, without effect."""
+        """Takes ?tags=weights and ?tags=kv_cache, without effect. Raises InvalidArgument."""
         caller = self._authorize(request, "Wake")
         _query(request, ("tags",))
         if not _TAGS.issuperset(request.query_params.getlist("tags")):
@@ -100,7 +101,7 @@ class LifeCycleRoutes:
 
 
 def _query(request: Request, names: tuple[str, ...]) -> Mapping[str, str]:
-    """Returns the query. Raises InvalidArgument for what is none of these."""
+    """Returns the query. Raises InvalidArgument for any other value."""
     for name in request.query_params:
         if name not in names:
             allowed = ", ".join(names) or "nothing"

@@ -40,8 +40,8 @@ def adapter_of(model: str, facts: ServerFacts) -> str:
 
 
 def label_of(binding: Binding | None, principal: Principal, facts: ServerFacts) -> str:
-    """Returns the name of what answered, with its version: a valid model name. Of several adapters
-    it is the base model's."""
+    """Returns the name of the model or adapter that answered, with its version: a valid model name.
+    Of several adapters it is the base model's."""
     if binding is None or binding.parts:
         return facts.base_model
     return short_name(binding.label, principal.home_tenant)

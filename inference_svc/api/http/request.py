@@ -124,7 +124,7 @@ def check_request_id(request: Request) -> None:
 
 
 def body_bytes(request: Request) -> int:
-    """Returns how long the body is said to be, or may be; of one that is too long, one byte too
+    """Returns how long the body is said to be, or may be; for a body that is too long, one byte too
     many."""
     length = request.headers.get("content-length")
     if length is None:
@@ -208,10 +208,10 @@ def _check_structure(data: bytes | bytearray, max_values: int) -> None:
         and data.count(b",") <= max_values
         and data.count(b'"') <= 2 * MAX_STRINGS
     ):
-        return  # few with what is in strings, and so without
+        return  # few even with the characters in strings, so few without
     data = data.replace(rb"\\", b"").replace(rb"\"", b"")
     _check_count(data.count(b'"') // 2, MAX_STRINGS, "strings")
-    data = b"".join(data.split(b'"')[::2])  # what is outside of strings
+    data = b"".join(data.split(b'"')[::2])  # the parts outside of strings
     num_containers = _num_containers(data)
     _check_count(num_containers, MAX_CONTAINERS, "objects and lists")
     max_keys = MAX_KEYS + MAX_KEYS_PER_CONTAINER * num_containers
@@ -288,7 +288,7 @@ _RULES = {
     "too_long": "must have at most {max_length} items",
     "string_too_long": "must have at most {max_length} characters",
 }
-"""What each kind of problem means, by the validator's name of it."""
+"""The meaning of each kind of problem, by the validator's name of it."""
 
 
 def _as_json(context: Mapping[str, Any]) -> dict[str, Any]:
@@ -310,8 +310,8 @@ def _path(location: tuple[int | str, ...]) -> str:
 # --- fields of the generating routes --------------------------------------------------------------
 
 MAX_RESPONSE_LOGPROBS = 1 << 18
-"""Logprobs of one response: of each token its own, and those of its alternatives. They are about
-20 MB of JSON, and a second and a half of a processor."""
+"""Logprobs of one response: each token's own, and its alternatives'. They are about 20 MB of JSON,
+and a second and a half of a processor."""
 
 
 MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_IGNORED_CHARS = 16, 64, 512
@@ -331,7 +331,7 @@ def _to_list(value: object) -> object:
 
 
 class AnswerOptions(NamedTuple):
-    """What a request says about the form of its answer: all that is kept of its body.
+    """A request's choices about the form of its answer: all that is kept of its body.
     `includes_ids` None: if there is no tokenizer, where they are all there is of an answer."""
 
     stream: bool
@@ -372,6 +372,8 @@ class RequestBody(Body):
     def to_call(
         self, request_id: str, adapter: str, prompts: tuple[Prompt, ...], sampling: SamplingParams
     ) -> GenerateCall:
+        """Returns the call for these prompts. Raises InvalidArgument for adapters beside another
+        model than the base model, and for invalid scales."""
         if self.adapters and adapter:
             raise InvalidArgument("model: must be the base model beside adapters", subject="model")
         fields, path = self.sampling_fields
@@ -402,7 +404,7 @@ class RequestBody(Body):
 
     @property
     def sampling_fields(self) -> tuple[SamplingBody, str]:
-        """The fields about sampling, and the path to them."""
+        """The fields about sampling, and the path to them. Every subclass has its own."""
         raise NotImplementedError
 
     @property

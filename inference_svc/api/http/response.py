@@ -45,13 +45,14 @@ FINISH_REASONS = {
 }
 
 RESERVED_BYTES, ID_BYTES, VERSION_BYTES = 16 << 10, 8, 512
-"""Reserved for an answer at once; and what a token's id takes."""
+"""Reserved for an answer at once; and the bytes of a token's id."""
 
 SLICE_TOKENS, SLICE_SCORES_BYTES, SLICE_ROUTED_BYTES = 32, 4 << 10, 256 << 10
 """Tokens with logprobs, bytes of packed ones, and bytes of experts, that are formatted before other
 requests may run."""
 FEW_LOGPROBS = 21
-"""Logprobs of a token that a slice has SLICE_TOKENS of; fewer of those that have more."""
+"""Logprobs of a token for which a slice has SLICE_TOKENS tokens; with more logprobs it has
+fewer."""
 
 NO_USAGE = Usage(0, 0, 0)
 
@@ -88,8 +89,8 @@ class ChoiceFormatter(Protocol):
 
 
 class AnswerMemory:
-    """What an answer holds until its client has read it, of its account's share of `answers`, in
-    bytes."""
+    """An answer's part of its account's share of `answers`, in bytes, until its client has read
+    it."""
 
     def __init__(self, answers: Shares, account: str) -> None:
         self._answers = answers
@@ -116,8 +117,8 @@ class AnswerMemory:
 
 
 class Choice:
-    """One choice's deltas joined, logprobs already encoded. If it `has_scores`, those of the prompt
-    are among them: of its first token there are none."""
+    """One choice's deltas joined, logprobs already encoded. If it `has_scores`, the prompt's are
+    among them, but its first token has none."""
 
     def __init__(self, formatter: ChoiceFormatter, *, has_scores: bool = False) -> None:
         self.token_ids: list[int] = []
@@ -204,8 +205,8 @@ def to_version(version: AdapterVersion) -> dict[str, Any]:
 
 
 class _RoutedText:
-    """The experts of neighbouring tokens as base64, encoded while they come: what does not fill
-    three bytes waits for more."""
+    """The experts of neighbouring tokens as base64, encoded while they come: a remainder of less
+    than three bytes waits for more."""
 
     def __init__(self, first: RoutedExperts) -> None:
         self._first = first
@@ -228,7 +229,7 @@ class _RoutedText:
 
 
 def _routed_head(first: RoutedExperts, num_tokens: int) -> dict[str, Any]:
-    """Returns what says how to read the experts of so many tokens."""
+    """Returns the fields that describe how to read the experts of so many tokens."""
     return {
         "first_position": first.first_position,
         "shape": [num_tokens, first.num_layers, first.num_chosen],
@@ -251,7 +252,7 @@ async def encode_full(
 ) -> list[bytes]:
     """Returns one JSON object in parts: `head`, the usage, and a choice for each formatter. Raises
     ShareExceeded, and like GenerateStream.deltas. If it `has_scores`, the first choice of each
-    prompt has those of the prompt."""
+    prompt has the prompt's."""
     of_head, of_choices = _prompt_members(stream, prompt_ids)
     memory.add(len(of_head) + sum(map(len, of_choices)))
     per_prompt = stream.call.num_choices
@@ -273,7 +274,7 @@ async def encode_full(
 
 
 def _prompt_members(stream: GenerateStream, prompt_ids: PromptIds) -> tuple[bytes, list[bytes]]:
-    """Returns what the answer's head has of the prompts, and what each choice has."""
+    """Returns the prompts' fields for the answer's head and for each choice."""
     requests, per_prompt = stream.requests, stream.call.num_choices
     if prompt_ids is PromptIds.IN_CHOICES:
         members = [_prompt_member(request) for request in requests[::per_prompt]]
@@ -361,8 +362,9 @@ def _slice_tokens(num_top: int) -> int:
 
 
 def _echo_slices(delta: Delta, top_k: int) -> Iterator[Delta]:
-    """Yields the log probabilities of an echoed prompt as those of tokens, slice by slice: objects
-    of all that is not read yet would block the event loop. The slices have them as arrays, too."""
+    """Yields the log probabilities of an echoed prompt in the form of generated tokens', slice by
+    slice: objects of all that is not read yet would block the event loop. The slices have them as
+    arrays, too."""
     for piece in delta.scores:
         size = _slice_tokens(piece.top_k)
         for start in range(0, piece.num_tokens, size):
@@ -379,10 +381,10 @@ def _echo_slices(delta: Delta, top_k: int) -> Iterator[Delta]:
 
 
 def _slices(delta: Delta, echoed_top_k: int | None = None) -> Iterator[Delta]:
-    """Splits a delta by its experts, its prompt's and its logprobs, which take long to format: what
-    a slow reader has not read grows without a bound. The text is in the last slice. A slice has
-    experts of neighbouring tokens in one piece. With `echoed_top_k` the logprobs begin with those
-    of the echoed prompt, as many for each token; the first token's are not a number."""
+    """Splits a delta by its experts, its prompt's and its logprobs, which take long to format: data
+    that a slow reader has not read grows without a bound. The text is in the last slice. A slice
+    has experts of neighbouring tokens in one piece. With `echoed_top_k` the logprobs begin with the
+    echoed prompt's, as many for each token; the first token's are not a number."""
     if echoed_top_k is not None:
         yield from _echo_slices(delta, echoed_top_k)
         first = [TokenLogprobs(token_id, math.nan) for token_id in delta.echoed_ids[:1]]

@@ -86,7 +86,7 @@ class HttpServer:
 
     @property
     def connections(self) -> Shares:
-        """Those that known callers' requests hold."""
+        """The connections that known callers' requests hold."""
         return self._limit.busy
 
     async def start(self, app: RequestMiddleware) -> None:
@@ -118,7 +118,7 @@ def _config(
 ) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        # The one of uvicorn's parsers that bounds headers.
+        # The only parser of uvicorn that bounds headers.
         http=cast("type[asyncio.Protocol]", partial(_make_protocol, limit, context)),
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         ws="none",
@@ -126,7 +126,7 @@ def _config(
         interface="asgi3",
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=ANSWER_SECONDS,
-        # The peer that is audited is the one that connected, whatever a header says.
+        # The peer that is audited is the one at the connection's end, not one that a header names.
         proxy_headers=False,
         server_header=False,
         backlog=ACCEPTED_AT_ONCE,
@@ -139,7 +139,7 @@ def _config(
 def _make_protocol(
     limit: ConnectionLimit, context: ssl.SSLContext | None, **uvicorn: Any
 ) -> asyncio.BaseProtocol:
-    """Returns what an accepted socket gets. (asyncio's own TLS tells of a connection only once its
+    """Returns an accepted socket's protocol. (asyncio's own TLS tells of a connection only once its
     handshake has ended.)"""
     connection = Connection(limit, **uvicorn)
     return connection if context is None else TlsProtocol(connection, context)

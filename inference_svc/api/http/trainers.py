@@ -1,5 +1,5 @@
-"""What trainers ask a server for beside generation, by the names of vLLM's routes: its facts, its
-number of workers, and a prefix cache without what it has. Full weights cannot be pushed."""
+"""The routes besides generation that trainers call, by vLLM's names: facts about the server, its
+number of workers, and a reset of its prefix cache. Full weights cannot be pushed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Trainers:
         self._service = service
 
     async def server_info(self, request: Request) -> Response:
-        """Takes ?config_format=json, which is the default here."""
+        """Takes ?config_format=json, which is the default here. Raises InvalidArgument."""
         with authenticated(request) as caller:
             admit(request, self._service.authorize(caller, Action.INFO))
         config_format = request.query_params.get("config_format", "json")
@@ -46,13 +46,14 @@ class Trainers:
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Requires an operator of all tenants, who share the cache. Nobody needs it for the sake of
-        adapters: what is cached is of one digest."""
+        adapters: cached pages are of one digest."""
         with authenticated(request) as caller:
             admit(request, self._service.authorize_change(caller, "ResetPrefixCache"))
         await self._service.reset_prefix_cache(caller)
         return JSONResponse({"success": True})
 
     async def refuse_weights(self, request: Request) -> Response:
+        """Raises HTTPException 501: full weights cannot be pushed."""
         with authenticated(request) as caller:
             admit(request, self._service.authorize(caller, Action.OPERATE))
         raise HTTPException(501, NO_FULL_WEIGHTS.format(request.url.path))

@@ -1,7 +1,7 @@
-"""The families of models: one module each, which describes what config.json says as data.
+"""The families of models: one module each, which turns config.json into a description.
 
 A family is added by a module with FAMILIES (and a row of test_parity.py, which compares its logits
-with those of transformers): it is found by being here, and nothing else knows its name.
+with transformers' logits): it is found by being here, and nothing else knows its name.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ logger = logging.getLogger(__name__)
 class Family:
     """Models of one architecture, as config.json names it.
 
-    `describe` makes a description of a config whose keys are known: those of `config_keys.READ`,
-    and `reads`. `ignores` do not change what is computed, nor do those of `accepts` with the value
-    that is there. `defaults` are what transformers assumes for keys that config.json leaves out,
-    where that differs from `DEFAULTS`.
+    `describe` makes a description of a config whose keys are known: the keys of `config_keys.READ`,
+    and `reads`. `ignores` do not change the computation, nor do `accepts` with their value there.
+    `defaults` are the values that transformers assumes for keys that config.json leaves out, where
+    that differs from `DEFAULTS`.
     """
 
     architecture: str
@@ -67,8 +67,8 @@ class Family:
 
 def describe_text_part(config: ConfigReader, parts: Mapping[str, str], wrapper: Wrapper) -> Decoder:
     """Returns the decoder that `text_config` describes; `parts` has the architecture of each
-    `model_type` of it, the one that is meant without any first. The model's own flag says whether
-    the head is tied."""
+    `model_type` of it, the default first. The model's own flag says whether the head is tied.
+    Raises UnsupportedModel."""
     values = config.get("text_config")
     if not isinstance(values, Mapping):
         raise config.unsupported("text_config", "must describe the text part")
@@ -123,7 +123,7 @@ def _has_own_head(model_dir: Path, wrapper: Wrapper, *, is_said: bool) -> bool:
     """Returns whether the checkpoint of a model whose head is its embedding, as its config says or
     by default means, has another head all the same: then that is served, as by transformers."""
     found = tensors_named(model_dir, wrapper, (EMBEDDING, HEAD))
-    if len(found) < 2:  # weights that are not there, or not whole: what reads them says so
+    if len(found) < 2:  # weights are missing or not whole: their reader reports it
         return not is_said and HEAD in map(wrapper.text_name, tensor_names(model_dir))
     is_own = not is_same_content(found[EMBEDDING], found[HEAD])
     if is_own and is_said:

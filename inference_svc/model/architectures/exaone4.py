@@ -40,7 +40,7 @@ def describe(config: ConfigReader) -> Decoder:
 
 
 def _kind_of(config: ConfigReader, layer: int) -> str:
-    """Returns what `sliding_window_pattern` says of a layer: of how many one attends to all, or a
+    """Returns the kind of a layer by `sliding_window_pattern`: of how many one attends to all, or a
     letter for each in turn, L for a window and G for none, but for the last layer, which attends to
     all."""
     pattern = config.get("sliding_window_pattern")

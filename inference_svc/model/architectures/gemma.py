@@ -109,7 +109,7 @@ _READS = names(
     """
 )
 _IGNORES = names("hidden_act cache_implementation")
-# `hidden_act` is what older files have beside `hidden_activation`, which is what counts.
+# `hidden_act` is a key of older files beside `hidden_activation`, which counts.
 _DEFAULTS = {
     "vocab_size": 256000,
     "hidden_size": 2304,

@@ -48,13 +48,14 @@ from kernels.experts import Choice
 
 _norm = partial(norm, is_wide=True)
 _UNUSED = tuple(f"self_attn.{name}" for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
-"""What published files have of layers that read other layers' keys and values."""
+"""The tensors in published files of layers that read other layers' keys and values."""
 _THETAS = {FULL: 1e6, SLIDING: 1e4}
 
 
 def describe_gemma4(config: ConfigReader) -> Decoder:
+    """Raises UnsupportedModel."""
     if config.get("use_bidirectional_attention") not in (None, "vision"):
-        reason = "text that attends to what follows is not supported"
+        reason = "text that attends to later tokens is not supported"
         raise config.unsupported("use_bidirectional_attention", reason)
     types = list(config.layer_types(every_full(6)))
     types[-1] = FULL  # as transformers does
@@ -109,7 +110,7 @@ def _reader_of(config: ConfigReader, layer: int, kind: str) -> ConfigReader:
             changes[KV_HEADS] = config.positive("num_global_key_value_heads")
         return config.with_values(**changes)
     if not isinstance(by_layer, dict) or not all(str(key).isdigit() for key in by_layer):
-        raise config.unsupported("per_layer_config", "must map layers to what differs in them")
+        raise config.unsupported("per_layer_config", "must map layers to their differing values")
     found = {int(key): values for key, values in by_layer.items()}.get(layer, {})
     if not isinstance(found, dict) or found.keys() - {"head_dim", KV_HEADS}:
         reason = f"layers may differ in head_dim and {KV_HEADS} only"

@@ -21,6 +21,7 @@ _DEFAULT_ROPE = {
 
 
 def describe(config: ConfigReader) -> Decoder:
+    """Raises UnsupportedModel."""
     given = config.get("rope_scaling") or config.get("rope_parameters")
     if given is None:
         given = _DEFAULT_ROPE

@@ -65,8 +65,8 @@ def describe_olmoe(config: ConfigReader) -> Decoder:
 
 
 def _rope_of(config: ConfigReader, kind: str) -> Rope:
-    """Returns the rotation of layers of this kind. In older files `rope_scaling` is that of full
-    attention alone."""
+    """Returns the rotation of layers of this kind. In older files `rope_scaling` is full
+    attention's alone."""
     facts = rope_facts(config, theta=500_000.0)
 
     def older() -> Rope:

@@ -8,12 +8,12 @@ from inference_svc.model.config_reader import ConfigReader
 from inference_svc.model.description import Decoder
 
 _KINDS = {"longrope": "longrope", "su": "longrope", "yarn": "longrope"}
-"""What older files call them."""
+"""Their names in older files."""
 _ORIGINAL = "original_max_position_embeddings"
 
 
 def describe(config: ConfigReader) -> Decoder:
-    # Counts even where it is left out: what the rotation's own parameters say of it does not.
+    # Counts even where it is left out; its value in the rotation's own parameters does not.
     original = {_ORIGINAL: config.get(_ORIGINAL)}
     turned = rope(config.with_values(**original), part=1.0, kinds=_KINDS)
     mixer = attention(config, turned, is_stored_fused=True)
@@ -26,7 +26,7 @@ FAMILIES = (
         "Phi3ForCausalLM",
         describe,
         reads=names("hidden_act rms_norm_eps sliding_window"),
-        ignores=names("attention_bias auto_map"),  # transformers' own code is what we compare with
+        ignores=names("attention_bias auto_map"),  # we compare with transformers' own code
         accepts={"full_attn_mod": 1, "interpolate_factor": 1},
         defaults={
             "vocab_size": 32064,

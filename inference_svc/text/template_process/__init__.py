@@ -26,11 +26,11 @@ from servicekit.errors import InvalidArgument
 
 NUM_CHILDREN = 2
 MEMORY_BYTES = 256 << 20
-"""What a template may take, beside what its process has at start."""
+"""The memory that a template may take, beside its process's memory at start."""
 WALL_SECONDS = 30.0
 """How long a child may take to answer however busy the machine is."""
 HEADER_BYTES = 5
-"""What comes before the text of a reply: its kind, and the length of the text in bytes."""
+"""The header of a reply: its kind, and the length of the text in bytes."""
 MAX_ERROR_BYTES = 4096
 
 CHILD = Path(__file__).with_name("__main__.py")
@@ -54,7 +54,7 @@ class TemplateProcesses:
         self._is_closed = False
 
     def close(self) -> None:
-        """Ends the children that are idle, and others with what they render."""
+        """Ends the children that are idle, and others once they have rendered."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
@@ -69,8 +69,8 @@ class TemplateProcesses:
         max_chars: int,
         max_seconds: float,
     ) -> str:
-        """Renders as Renderer. Raises also ChatTemplateInvalid for what is no template, and
-        TemplateTimeout for what takes too much memory."""
+        """Renders as Renderer. Raises also ChatTemplateInvalid for an invalid template, and
+        TemplateTimeout for one that takes too much memory."""
         request = {
             "source": source,
             "specials": dict(specials),
@@ -169,7 +169,7 @@ class _Child:
             if pipe is not None:
                 try:
                     pipe.close()
-                except OSError:  # what was not written yet has no reader
+                except OSError:  # unwritten data has no reader
                     continue
 
 

@@ -3,7 +3,7 @@
 Run as `python -I .../__main__.py ROOT MEMORY_BYTES`; ROOT is where our packages lie. A request on
 stdin is its length, four bytes, and JSON; a reply on stdout is its kind, one byte, its length and
 its text: T the conversation, R why the template refuses it, S that it takes too long, I why it is
-no template. What takes more memory or time than that is ended by the system.
+no template. The system ends a process that takes more memory or time than that.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ EXTRA_SECONDS = 0.5
 """How much longer a rendering may take that does not notice that its time is over."""
 MAX_TEMPLATES, MAX_TEMPLATE_CHARS = 64, 1 << 20
 """Compiled, a template takes up to some fifty times as much as its text: so one tenant's leave
-memory for what others' take."""
+memory for others'."""
 MAX_ERROR_CHARS = 500
 PR_SET_NO_NEW_PRIVS = 38
 
 
 def set_limits(memory_bytes: int) -> None:
-    """Sets the limits from here on, in addition to what the imports took."""
+    """Sets the limits from here on, in addition to the imports' use."""
     with open("/proc/self/statm") as file:
         mapped_bytes = int(file.read().split()[0]) * resource.getpagesize()
     for kind, limit in (

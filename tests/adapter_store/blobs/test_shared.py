@@ -18,7 +18,7 @@ from adapter_store.core import BlobPlace, SourceFile
 from adapter_store.errors import BlobLost, CorruptData, DiskFull
 from servicekit.refs import AdapterName
 from tests.adapter_store.shared_parts import SharedParts, die
-from tests.support.small_volume import small_volume
+from tests.support.machine.small_volume import small_volume
 from tests.support.wait import until
 
 A = AdapterName("default", "a")

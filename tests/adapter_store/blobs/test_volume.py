@@ -17,7 +17,7 @@ from adapter_store.blobs.volume import (
     Volume,
 )
 from adapter_store.errors import DiskFull
-from tests.support.small_volume import SmallVolume, small_volume
+from tests.support.machine.small_volume import SmallVolume, small_volume
 
 pytestmark = pytest.mark.processes
 

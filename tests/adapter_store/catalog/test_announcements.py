@@ -24,7 +24,7 @@ from adapter_store.core import (
 )
 from adapter_store.errors import LimitExceeded
 from servicekit.refs import AdapterName
-from tests.adapter_store.catalog.conftest import BASE, Names
+from tests.support.store.catalogs import BASE, Names
 
 SECOND = timedelta(seconds=1)
 TTL = timedelta(days=1)

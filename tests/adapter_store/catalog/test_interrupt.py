@@ -9,9 +9,8 @@ import pytest
 
 from adapter_store.catalog.database import Interrupt, SqliteDatabase
 from adapter_store.errors import CatalogUnavailable
+from tests.support.store.catalogs import ENDLESS
 from tests.support.wait import TIMEOUT_S
-
-ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT count(*) FROM n"
 
 
 def test_a_statement_ends_with_its_caller(tmp_path: Path) -> None:

@@ -19,8 +19,7 @@ from adapter_store.images import layout as layouts
 from adapter_store.registration.registrar import Registration
 from servicekit.errors import NotFound
 from servicekit.refs import AdapterName, AdapterRef
-from tests.adapter_store.catalog.conftest import Clock
-from tests.adapter_store.catalog.test_layouts import live_layouts
+from tests.support.store.catalogs import Clock, live_layouts
 from tests.support.wait import until_async
 
 TTL = timedelta(days=7)

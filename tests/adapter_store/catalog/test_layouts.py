@@ -15,7 +15,7 @@ from adapter_store.catalog.schema import layouts
 from adapter_store.core import Announcement, ImageState, LayoutVerdict
 from adapter_store.errors import LimitExceeded
 from servicekit.refs import AdapterRef
-from tests.adapter_store.catalog.conftest import BASE, Clock, Names
+from tests.support.store.catalogs import BASE, Clock, Names, live_layouts
 
 DAY = timedelta(days=1)
 TTL = 7 * DAY
@@ -36,10 +36,6 @@ def catalog(place, clock) -> Iterator[Catalog]:
 def last_use(catalog: Catalog) -> int:
     with catalog._database.read() as conn:
         return conn.execute(layouts.select()).one().last_use_time
-
-
-def live_layouts(catalog: Catalog) -> list[str]:
-    return sorted(set(catalog.layout_ids()) - catalog.unused_layouts())
 
 
 def states(names: Names, name: str) -> dict[str, ImageState]:

@@ -17,7 +17,7 @@ from adapter_store.catalog.catalog import Catalog
 from adapter_store.core import Announcement, EventKind, SegmentKind, SignatureState
 from adapter_store.errors import CorruptData
 from servicekit.refs import AdapterName, AdapterRef
-from tests.adapter_store.catalog.conftest import BASE, Names
+from tests.support.store.catalogs import BASE, Names
 
 FIRST_RELEASE = Path(__file__).with_name("first_release.sql")
 

@@ -13,7 +13,7 @@ from adapter_store.core import EventKind, ImageKey, SignatureState, SourceFile
 from adapter_store.errors import Conflict, LimitExceeded
 from servicekit.errors import NotFound
 from servicekit.refs import AdapterName, AdapterRef
-from tests.adapter_store.catalog.conftest import ReceivedEvents
+from tests.support.store.catalogs import ReceivedEvents
 
 A = AdapterName("default", "a")
 

@@ -10,7 +10,7 @@ import pytest
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.errors import CatalogUnavailable
 from servicekit.refs import AdapterName, AdapterRef
-from tests.adapter_store.catalog.conftest import Names, ReceivedEvents
+from tests.support.store.catalogs import Names, ReceivedEvents
 from tests.support.wait import until
 
 A = AdapterName("default", "a")

@@ -17,7 +17,7 @@ from adapter_store.catalog.presence import Presence
 from adapter_store.core import Announcement
 from adapter_store.errors import CatalogUnavailable, disk_full
 from servicekit.errors import Draining, NotFound
-from tests.adapter_store.catalog.conftest import BASE, WAIT_SECONDS
+from tests.support.store.catalogs import BASE, WAIT_SECONDS
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from adapter_store.catalog.catalog import Catalog
 from adapter_store.core import Quota
 from servicekit.errors import QuotaExceeded
 from servicekit.refs import AdapterName
-from tests.adapter_store.catalog.conftest import Names
+from tests.support.store.catalogs import Names
 
 
 def register(names, name: str, digest: str, quota: Quota, source_bytes: int = 100):

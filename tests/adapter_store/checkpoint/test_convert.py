@@ -24,7 +24,7 @@ from tests.adapter_store.checkpoint.initialised import (
     save_model,
     train,
 )
-from tests.support.hub_cache import linked
+from tests.support.servers.hub_cache import linked
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 COMPUTED = ("pissa", "olora")

@@ -71,8 +71,8 @@ def test_more_must_be_given(folders) -> None:
     ("init", "began"),
     [
         ("pissa_niter_16", "a randomised decomposition"),
-        ("pissa_something", "what is not known here"),
-        ("corda", "what its data did"),
+        ("pissa_something", "facts that are not known here"),
+        ("corda", "the effect of its data"),
         ("lora_ga", "gradients of its data"),
         ("loftq", "the errors of quantising the base"),
     ],
@@ -212,7 +212,10 @@ def test_a_base_without_the_weight(folders) -> None:
         ),
         (lambda w: w.to(torch.float8_e4m3fn), "is torch.float8_e4m3fn: pissa begins with weights"),
         (lambda w: w.fill_(torch.inf), "contains NaN or infinite values"),
-        (lambda _: torch.eye(32), "its singular values 4 and 5 are equal, so what pissa began"),
+        (
+            lambda _: torch.eye(32),
+            "its singular values 4 and 5 are equal, so it does not determine the start of pissa",
+        ),
     ],
     ids=["shape", "dtype", "infinite", "ambiguous"],
 )
@@ -238,7 +241,7 @@ def test_another_model_of_the_same_shapes(folders, tmp_path) -> None:
         torch.nn.init.normal_(weight, std=0.2)
     other.save_pretrained(folders["model"])
     message = refusal(folders, "model").message
-    assert "further from what training is said to have begun with than from zero" in message
+    assert "further from the stated start of training than from zero" in message
     convert(folders["trained"], tmp_path / "out", folders["model"], force=True)
 
 
@@ -253,7 +256,7 @@ def test_an_initial_adapter_that_did_not_change_the_base(folders) -> None:
 def test_the_trained_adapter_as_the_initial_one(folders) -> None:
     edit(folders["initial"], init_lora_weights=True)
     shutil.copy(folders["trained"] / WEIGHTS, folders["initial"] / WEIGHTS)
-    assert "the adapter is what training began with" in refusal(folders, "initial").message
+    assert "the adapter equals the start of training" in refusal(folders, "initial").message
 
 
 def test_folders_that_are_none_or_of_another_kind(folders, tmp_path) -> None:

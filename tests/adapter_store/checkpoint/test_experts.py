@@ -15,44 +15,33 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
-from adapter_store.core import DataType, Layout, OtherName, SegmentKind, Target, TargetKind
+from adapter_store.core import DataType, Layout, SegmentKind, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.images.compile import Image, compile_image
-from adapter_store.images.layout_checks import validate
 from contract.adapter_files import MLX_WEIGHTS_FILE
-from tests.adapter_store.checkpoints import CONFIG, WEIGHTS, refusal
-from tests.adapter_store.images.test_format_2 import values_of
+from tests.support.store.checkpoints import CONFIG, WEIGHTS, refusal
+from tests.support.store.format_2 import values_of
+from tests.support.store.trained_experts import (
+    EXPERTS,
+    FOLDERS,
+    HIDDEN,
+    INNER,
+    MODULE,
+    PREFIX,
+    RANK,
+    SAME,
+    SCALE,
+    SIZES,
+    W1,
+    W2,
+    W3,
+    layout,
+    stacks,
+)
 
-FOLDERS = Path(__file__).parent / "trainers"
-STACKED = ("experts_tinker", "experts_mlx")
-SAME = ("experts_apart", *STACKED)
-HIDDEN, INNER, EXPERTS, RANK, SCALE = 16, 12, 4, 2, 2.0
-MODULE = "model.layers.0.mlp.experts"
-PREFIX = f"base_model.model.{MODULE}"
-SIZES = {"gate": (HIDDEN, INNER), "up": (HIDDEN, INNER), "down": (INNER, HIDDEN)}
 TINKERS = {"gate": "w1", "up": "w3", "down": "w2"}
-W1, W2, W3 = (f"{PREFIX}.{name}.lora_" for name in ("w1", "w2", "w3"))
 
 Tensors = Mapping[str, torch.Tensor]
-
-
-def layout(
-    names: Mapping[str, str] | None = None, num_experts: int = EXPERTS, **fields: Any
-) -> Layout:
-    """The experts of a layer as Qwen3 has them: gate and up are one parameter, too."""
-    targets = []
-    for part, (name, (num_in, num_out)) in enumerate(SIZES.items()):
-        own = names[name] if names else f"{name}_proj"
-        fused = OtherName(f"{MODULE}.gate_up_proj", outputs=(part * INNER, (part + 1) * INNER))
-        shape = (TargetKind.EXPERTS, num_in, num_out, num_experts)
-        other_names = () if name == "down" else (fused,)
-        group = "down" if name == "down" else "gate_up"
-        targets.append(
-            Target(f"{MODULE}.{own}", 0, group, *shape, other_names=other_names, **fields)
-        )
-    made = Layout("org/tiny", "0" * 64, DataType.FLOAT32, 2, tuple(targets))
-    validate(made)
-    return made
 
 
 def image_of(checkpoint: Checkpoint | Path, of: Layout | None = None) -> Image:
@@ -115,10 +104,6 @@ def copy(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return make
-
-
-def stacks(*shape_a: int, b: tuple[int, ...], key: str = W2) -> dict[str, torch.Tensor]:
-    return {f"{key}A.weight": torch.ones(shape_a), f"{key}B.weight": torch.ones(b)}
 
 
 @pytest.mark.parametrize("options", [{}, {"expert_slice": (1, 3)}], ids=["all", "two"])

@@ -14,7 +14,7 @@ from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.core import DataType, TargetKind
 from adapter_store.errors import CorruptData, InvalidAdapter, LimitExceeded
 from contract.adapter_files import is_adapter_file
-from tests.adapter_store.checkpoints import CONFIG, Q0, WEIGHTS, A, B, pair, refusal
+from tests.support.store.checkpoints import CONFIG, Q0, WEIGHTS, A, B, pair, refusal
 
 
 def test_opens_an_adapter(make_adapter):

@@ -12,7 +12,7 @@ import torch
 
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.core import SegmentKind
-from tests.adapter_store.checkpoints import Q0, A, B, pair, refusal
+from tests.support.store.checkpoints import Q0, A, B, pair, refusal
 
 BIAS, MAGNITUDE = f"{Q0}.lora_B.bias", f"{Q0}.lora_magnitude_vector"
 OUT = torch.ones(16)

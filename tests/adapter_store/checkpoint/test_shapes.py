@@ -21,9 +21,9 @@ from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
 from adapter_store.images.compile import compile_image
 from adapter_store.images.layout_checks import validate
 from contract.adapter_files import MLX_WEIGHTS_FILE
-from tests.adapter_store.checkpoint.test_experts import FOLDERS
-from tests.adapter_store.checkpoint.test_experts import layout as experts_layout
-from tests.adapter_store.checkpoints import CONFIG, WEIGHTS
+from tests.support.store.checkpoints import CONFIG, WEIGHTS
+from tests.support.store.trained_experts import FOLDERS
+from tests.support.store.trained_experts import layout as experts_layout
 
 HIDDEN, VOCAB, RANK = 16, 64, 2
 EMBEDDING, HEAD, NORM = "model.embed_tokens", "lm_head", "model.norm"

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from adapter_store.checkpoint.open import open_checkpoint
-from tests.adapter_store.checkpoints import WEIGHTS, refusal
+from tests.support.store.checkpoints import WEIGHTS, refusal
 
 
 def shard(folder: Path, weight_map: dict[str, str] | None = None) -> dict[str, str]:

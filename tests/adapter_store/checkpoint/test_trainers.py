@@ -23,7 +23,7 @@ from adapter_store.sources.staging import choose_files
 from contract.adapter_files import MLX_WEIGHTS_FILE, is_text_file
 from loadout import upload
 from loadout.errors import InvalidArgument
-from tests.adapter_store.checkpoints import CONFIG, WEIGHTS, refusal
+from tests.support.store.checkpoints import CONFIG, WEIGHTS, refusal
 
 FOLDERS = Path(__file__).parent / "trainers"
 SAME = ("peft", "trl", "torchtune", "megatron", "mlx")

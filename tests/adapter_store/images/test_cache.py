@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch
 
-from adapter_store.app import Store, open_store
+from adapter_store.app import Store
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.config import StoreSettings
 from adapter_store.core import ANYONE, Announcement, DataType, ImageKey, ImageState
 from adapter_store.errors import CorruptData, IncompatibleAdapter
 from adapter_store.images import builder as builder_module
@@ -22,28 +20,10 @@ from adapter_store.images import precompile
 from adapter_store.images.buffers import resident_buffer
 from adapter_store.images.compile import compile_image
 from adapter_store.images.worker_pool import Priority
-from adapter_store.registration.registrar import Registration
 from servicekit.errors import FailedPrecondition, NotFound
 from servicekit.refs import AdapterName, AdapterRef
+from tests.support.store.images import register
 from tests.support.wait import TIMEOUT_S, until_async
-
-
-@pytest.fixture
-def start(tmp_path):
-    """start(**settings): a store over tmp_path/data that may read adapters under tmp_path."""
-
-    @asynccontextmanager
-    async def start_store(**settings):
-        values = {
-            "data_dir": tmp_path / "data",
-            "source_roots": (tmp_path,),
-            "compile_workers": 1,
-            **settings,
-        }
-        async with open_store(StoreSettings(**values)) as store:
-            yield store
-
-    return start_store
 
 
 @pytest.fixture
@@ -63,12 +43,6 @@ def compiles(monkeypatch):
     made_and_gate = type("Compiles", (), {"made": made, "gate": gate})
     yield made_and_gate
     gate.set()
-
-
-async def register(store: Store, folder, name: str = "a", **asked):
-    registration = Registration(AdapterName("default", name), **asked)
-    change = await store.service.register(ANYONE, registration, f"file://{folder}")
-    return (await change.wait())[0]
 
 
 async def pulled_bytes(store: Store, key) -> bytes:

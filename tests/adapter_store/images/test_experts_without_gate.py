@@ -16,9 +16,9 @@ from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.core import DataType, Layout, Target, TargetKind
 from adapter_store.images.compile import Image, compile_image
 from adapter_store.images.layout_checks import validate
-from tests.adapter_store.checkpoints import CONFIG, WEIGHTS, refusal
-from tests.adapter_store.images.test_format_2 import values_of
-from tests.adapter_store.images.test_peft_contents import deltas_of
+from tests.support.store.checkpoints import CONFIG, WEIGHTS, refusal
+from tests.support.store.format_2 import values_of
+from tests.support.store.peft_models import deltas_of
 
 HIDDEN, INNER, EXPERTS, RANK = 16, 24, 4, 2
 MODULE = "backbone.layers.0.mixer.experts"

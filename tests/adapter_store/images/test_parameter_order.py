@@ -3,7 +3,6 @@ each of its releases, by the version in the file."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapter_store.checkpoint.open import open_checkpoint
-from tests.adapter_store.checkpoints import CONFIG, WEIGHTS, refusal
-from tests.adapter_store.images.test_peft_contents import (
+from tests.support.store.checkpoints import WEIGHTS, edit, refusal
+from tests.support.store.peft_models import (
     DOWN,
     EXPERTS,
     GATE,
@@ -60,12 +59,6 @@ def save(
     adapted = adapt(folder, model, target_modules=[], **options)
     edit(folder, **fields)
     return adapted
-
-
-def edit(folder: Path, **fields: Any) -> None:
-    config = json.loads((folder / CONFIG).read_text()) | fields
-    kept = {key: value for key, value in config.items() if value is not None}
-    (folder / CONFIG).write_text(json.dumps(kept))
 
 
 def added(adapted: Any, kind: str) -> torch.Tensor:
@@ -145,7 +138,7 @@ def test_without_a_version_of_a_release_it_is_refused_by_name(tmp_path, version)
     error = refusal(tmp_path)
     assert (error.reason, error.subject) == ("CONFIG_UNSUPPORTED", OUTSIDE_A)
     assert f"{EXPERTS}.down_proj has as many inputs as outputs" in error.message
-    assert 'write the one that it was trained with, such as "peft_version": ' in error.message
+    assert 'write the version that it was trained with, such as "peft_version": ' in error.message
 
 
 @pytest.mark.parametrize(
@@ -201,4 +194,4 @@ def test_parameters_that_contradict_each_other_are_refused_by_name(tmp_path, kin
     save_file({key: each.contiguous() for key, each in tensors.items()}, tmp_path / WEIGHTS)
     error = refusal(tmp_path)
     assert (error.reason, error.subject) == ("SHAPE_INVALID", OUTSIDE_A)
-    assert "are not those of one mixture of experts" in error.message
+    assert "are not the shapes of one mixture of experts" in error.message

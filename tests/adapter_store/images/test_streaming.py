@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from contextlib import aclosing
-from pathlib import Path
 
 import pytest
 
@@ -21,89 +19,7 @@ from adapter_store.images.compile import compile_image
 from adapter_store.images.pull import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, Pulls
 from servicekit.errors import ReaderStalled
 from servicekit.shares import Shares
-from tests.adapter_store.images import test_cache
-
-SECONDS = 60
-
-register, start = test_cache.register, test_cache.start
-
-
-class Steps:
-    """Holds compiling up before every part but the first, until `go` is called for it."""
-
-    def __init__(self) -> None:
-        self.made: list[str] = []
-        self.reached = threading.Semaphore(0)
-        self._allowed = threading.Semaphore(0)
-        self.failure: Exception | None = None
-
-    def go(self, parts: int = 100) -> None:
-        self._allowed.release(parts)
-
-    def before_part(self, index: int) -> None:
-        if index:
-            self.reached.release()
-            assert self._allowed.acquire(timeout=SECONDS)
-            if self.failure is not None:
-                raise self.failure
-
-
-@pytest.fixture
-def steps(monkeypatch):
-    steps = Steps()
-    compile_parts = builder_module.compile_parts
-
-    def stepwise(checkpoint, plan, buffer, **options):
-        steps.made.append(checkpoint.digest)
-        for part in compile_parts(checkpoint, plan, buffer, **options):
-            steps.before_part(part.index)
-            yield part
-
-    monkeypatch.setattr(builder_module, "compile_parts", stepwise)
-    yield steps
-    steps.go()
-
-
-def expected_bytes(folder: Path, layout) -> bytes:
-    return bytes(compile_image(open_checkpoint(folder), layout).buffer.numpy().data)
-
-
-async def read(stream) -> tuple[bytes, list[object]]:
-    data, others = b"", []
-    async for message in stream:
-        if isinstance(message, ImageChunk):
-            data += bytes(message.data)
-        else:
-            others.append(message)
-    return data, others
-
-
-def scenario(
-    start: Callable,
-    make_adapter,
-    make_layout,
-    test,
-    held_bytes: Shares | None = None,
-    **settings,
-) -> None:
-    """test(store, pulls, key, folder) in a store that knows one adapter of several parts, not
-    compiled yet."""
-
-    async def main() -> None:
-        folder = make_adapter(("embed_tokens", "q_proj", "down_proj"))
-        pulls_only = {"disk_cache_bytes": 1 << 20, "compile_ahead": False}
-        async with start(**pulls_only, **settings) as store:
-            digest = (await register(store, folder)).digest
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
-            pulls = Pulls(
-                *(store.images, store.metrics, store.service.layout_usage.record),
-                held_bytes or Shares("pulled_bytes", 1 << 30),
-            )
-            async with asyncio.timeout(SECONDS):
-                await test(store, pulls, ImageKey(digest, layout_id), folder)
-            store.images.check_integrity()
-
-    asyncio.run(main())
+from tests.support.store.images import SECONDS, expected_bytes, read, register, scenario
 
 
 def test_the_first_bytes_leave_before_the_last_part_is_made(

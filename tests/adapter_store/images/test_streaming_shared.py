@@ -16,10 +16,7 @@ from adapter_store.images.builder import ImageBuilder
 from adapter_store.images.file import open_image
 from adapter_store.images.pull import Pulls
 from servicekit.shares import Shares
-from tests.adapter_store.images import test_cache, test_streaming
-from tests.adapter_store.images.test_streaming import SECONDS, expected_bytes, read, scenario
-
-register, start, steps = test_cache.register, test_cache.start, test_streaming.steps
+from tests.support.store.images import SECONDS, expected_bytes, read, register, scenario
 
 
 class FolderShared:

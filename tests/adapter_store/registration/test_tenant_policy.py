@@ -14,7 +14,7 @@ from adapter_store.registration.tenant_policy import (
     parse_policy,
 )
 from servicekit.errors import InvalidSetting
-from tests.servicekit.auth.test_policy import FIRST_RELEASE
+from tests.support.access.policies import FIRST_RELEASE
 
 HASH = hashlib.sha256(b"secret").hexdigest()
 OTHER_HASH = hashlib.sha256(b"another").hexdigest()

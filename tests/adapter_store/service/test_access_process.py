@@ -12,14 +12,8 @@ import pytest
 from adapter_store.__main__ import _run as run_process
 from adapter_store.config import StoreSettings
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-from tests.adapter_store.conftest import tiny_layout
-from tests.adapter_store.service.guarded import (
-    ROOT,
-    audit_lines,
-    token_lines,
-    token_of,
-    write_policy,
-)
+from tests.support.access.policies import ROOT, audit_lines, token_lines, token_of, write_policy
+from tests.support.store.adapters import tiny_layout
 from tests.support.wait import until
 
 pytestmark = pytest.mark.slow

@@ -15,8 +15,15 @@ from adapter_store.catalog.filters import encode_version_token
 from adapter_store.checkpoint.open import open_checkpoint
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.refs import parse_name
-from tests.adapter_store.conftest import save_adapter, tiny_layout
-from tests.adapter_store.service.access_calls import (
+from tests.support.access.policies import (
+    ROOT,
+    answer_of,
+    counted_statements,
+    token_lines,
+    token_of,
+    write_policy,
+)
+from tests.support.store.access_calls import (
     ABOUT_OTHERS,
     ALLOWED,
     ASK,
@@ -27,15 +34,8 @@ from tests.adapter_store.service.access_calls import (
     House,
     files_of,
 )
-from tests.adapter_store.service.conftest import Client
-from tests.adapter_store.service.guarded import (
-    ROOT,
-    answer_of,
-    counted_statements,
-    token_lines,
-    token_of,
-    write_policy,
-)
+from tests.support.store.adapters import save_adapter, tiny_layout
+from tests.support.store.client import Client
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ import pytest
 from adapter_store.catalog.catalog import Catalog
 from bench import store_catalog
 from servicekit.refs import AdapterRef
-from tests.adapter_store.conftest import tiny_layout
+from tests.support.store.adapters import tiny_layout
 
 pytestmark = pytest.mark.slow
 

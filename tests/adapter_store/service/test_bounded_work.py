@@ -19,8 +19,8 @@ from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import ShareExceeded
 from servicekit.refs import AdapterName
 from servicekit.shares import MAX_QUEUED
-from tests.adapter_store.catalog.test_interrupt import ENDLESS
-from tests.adapter_store.service.guarded import ROOT, token_lines, token_of, write_policy
+from tests.support.access.policies import ROOT, token_lines, token_of, write_policy
+from tests.support.store.catalogs import ENDLESS
 from tests.support.wait import until
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.adapter_store.service.conftest import Client
 from tests.adapter_store.system_calls import SystemCall, Tracer
+from tests.support.store.client import Client
 from tests.support.wait import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]

@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 from adapter_store import app
 from adapter_store.errors import CatalogUnavailable
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-from tests.adapter_store.service.conftest import Client
+from tests.support.store.client import Client
 from tests.support.wait import until
 
 pytestmark = pytest.mark.slow

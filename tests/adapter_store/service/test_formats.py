@@ -14,8 +14,8 @@ from adapter_store.core import DataType
 from adapter_store.images.compile import compile_image
 from adapter_store.images.layout import layout_id
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-from tests.adapter_store.images.test_format_2 import GATE_UP, HIDDEN, INNER, QKV, change, layout_of
-from tests.adapter_store.service.conftest import layout_message
+from tests.support.store.format_2 import GATE_UP, HIDDEN, INNER, QKV, change, layout_of
+from tests.support.store.messages import layout_message
 
 pytestmark = pytest.mark.slow
 
@@ -199,7 +199,7 @@ def test_what_is_said_of_the_base_needs_format_2_as_well(client, refused):
 def test_a_layout_of_float8_is_reserved_and_refused_by_name(client, refused):
     message = layout_message(layout_of())
     message.dtype = pb.DATA_TYPE_FLOAT8_E4M3
-    with refused("INVALID_ARGUMENT", "layout.dtype: F8_E4M3 is not one that models compute in"):
+    with refused("INVALID_ARGUMENT", "layout.dtype: F8_E4M3 is not a type that models compute in"):
         client.stub.RegisterLayout(pb.RegisterLayoutRequest(layout=message))
 
 

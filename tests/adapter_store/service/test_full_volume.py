@@ -15,10 +15,10 @@ from adapter_store.blobs.volume import NUM_PIECES
 from adapter_store.core import DataType
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.prometheus import scrape
-from tests.adapter_store.conftest import MODULES
-from tests.adapter_store.service.conftest import Client
-from tests.adapter_store.service.test_replicas import AWS, Shared
-from tests.support.small_volume import SmallVolume, small_volume
+from tests.support.machine.small_volume import SmallVolume, small_volume
+from tests.support.store.adapters import MODULES
+from tests.support.store.buckets import AWS, Shared
+from tests.support.store.client import Client
 from tests.support.wait import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]

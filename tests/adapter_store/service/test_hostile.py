@@ -12,7 +12,7 @@ from tests.adapter_store import hostile
 from tests.adapter_store.hostile import CONFIG, UPLOAD_NAMES, WEIGHTS
 from tests.adapter_store.hostile_experts import EXPERT_CASES
 from tests.adapter_store.hostile_texts import TEXT_CASES
-from tests.adapter_store.service.conftest import Served
+from tests.support.store.served import Served
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 

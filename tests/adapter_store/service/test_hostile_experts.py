@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-from tests.adapter_store.checkpoint.test_experts import (
+from tests.support.store.checkpoints import WEIGHTS, edit
+from tests.support.store.client import Client
+from tests.support.store.trained_experts import (
     EXPERTS,
     FOLDERS,
     HIDDEN,
@@ -24,9 +26,6 @@ from tests.adapter_store.checkpoint.test_experts import (
     layout,
     stacks,
 )
-from tests.adapter_store.checkpoints import WEIGHTS
-from tests.adapter_store.images.test_parameter_order import edit
-from tests.adapter_store.service.conftest import Client
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import pytest
 from adapter_store.catalog import announcements, presence
 from adapter_store.catalog import catalog as catalog_module
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-from tests.adapter_store.service.conftest import layout_message
+from tests.support.store.messages import layout_message
 from tests.support.wait import until
 
 

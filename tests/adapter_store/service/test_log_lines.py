@@ -8,7 +8,7 @@ import json
 import pytest
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
+from tests.support.access.policies import token_lines, token_of, write_policy
 from tests.support.logs import captured_log
 
 pytestmark = pytest.mark.slow

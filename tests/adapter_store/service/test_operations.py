@@ -20,7 +20,7 @@ from adapter_store.__main__ import _run as run_process
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.config import StoreSettings
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-from tests.adapter_store.service.conftest import Served
+from tests.support.store.served import Served
 from tests.support.wait import until
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
 from grpc_status import rpc_status
 
 from adapter_store.checkpoint.open import open_checkpoint
@@ -19,6 +18,7 @@ from adapter_store.core import DataType, Target, TargetKind
 from adapter_store.images.compile import compile_image
 from adapter_store.images.pull import part_messages
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from tests.support.store.adapters import make_large
 from tests.support.wait import until
 
 pytestmark = pytest.mark.slow
@@ -175,20 +175,6 @@ def test_deleted_digests_are_pullable_through_the_grace(
     until(lambda: not list((tmp_path / "data" / "blobs").iterdir()))
     with refused("NOT_FOUND"):
         client.pull(digest, layout_id)
-
-
-def make_large(client, make_adapter, make_layout, name: str = "large", value: float = 1.0):
-    """An image of some 34 MB: more than a stream's windows and buffers hold."""
-    features = 1 << 20
-    target = Target("model.layers.0.q", 0, "g", TargetKind.LINEAR, features, 16)
-    key = "base_model.model.model.layers.0.q.lora_{}.weight"
-    tensors = {
-        key.format("A"): torch.full((8, features), value),
-        key.format("B"): torch.ones(16, 8),
-    }
-    folder = make_adapter(("q",), rank=8, tensors=tensors, folder=name)
-    layout_id = client.register_layout(make_layout(targets=(target,)))
-    return client.register(name, folder).adapter.digest, layout_id
 
 
 @pytest.fixture

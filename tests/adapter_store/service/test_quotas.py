@@ -6,10 +6,9 @@ import threading
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
-from tests.adapter_store.service.guarded import ROOT, token_lines, token_of, write_policy
+from tests.support.access.policies import ROOT, token_lines, token_of, write_policy
+from tests.support.store.client import details
 
 pytestmark = pytest.mark.slow
 
@@ -23,16 +22,6 @@ def serve_with(serve, tmp_path):
         return serve(policy_file=policy, **settings)
 
     return start
-
-
-def details(error: grpc.RpcError) -> dict[str, object]:
-    found = {}
-    for packed in rpc_status.from_call(error).details:
-        kind = getattr(error_details_pb2, packed.TypeName().rpartition(".")[2])
-        detail = kind()
-        assert packed.Unpack(detail)
-        found[kind.DESCRIPTOR.name] = detail
-    return found
 
 
 def test_a_full_tenant_costs_no_fetch(serve_with, make_adapter, tmp_path, refused):

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-import boto3
 import grpc
 import pytest
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.prometheus import scrape
-from tests.adapter_store.service.conftest import Client
 from tests.support import forks
+from tests.support.store.buckets import AWS, Shared
+from tests.support.store.client import Client
 from tests.support.wait import until
 
 pytestmark = pytest.mark.slow
@@ -24,13 +24,6 @@ pytestmark = pytest.mark.slow
 START_SECONDS = 120
 WAIT_SECONDS = 60
 LEASE_SECONDS = 2
-AWS = {
-    "AWS_ACCESS_KEY_ID": "test",
-    "AWS_SECRET_ACCESS_KEY": "test",
-    "AWS_CONFIG_FILE": "/nonexistent",
-    "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent",
-    "AWS_EC2_METADATA_DISABLED": "true",
-}
 
 
 ENVIRONMENT = {
@@ -39,29 +32,6 @@ ENVIRONMENT = {
     "LOADOUT_STORE_COLLECT_SECONDS": "0.3",
     "LOADOUT_STORE_BOOKMARK_SECONDS": "0.5",
 }
-
-
-class Shared:
-    """The bucket that the replicas share, seen from outside."""
-
-    def __init__(self, endpoint: str, name: str) -> None:
-        self.uri = f"s3://{name}/store"
-        self._name = name
-        self._client = boto3.client(
-            "s3",
-            endpoint_url=endpoint,
-            region_name="us-east-1",
-            aws_access_key_id="test",
-            aws_secret_access_key="test",
-        )
-        self._client.create_bucket(Bucket=name)
-
-    def keys(self, under: str) -> list[str]:
-        found = self._client.list_objects_v2(Bucket=self._name, Prefix=f"store/{under}/")
-        return [entry["Key"] for entry in found.get("Contents", ())]
-
-    def close(self) -> None:
-        self._client.close()
 
 
 class Replica:

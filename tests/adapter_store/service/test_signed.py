@@ -11,8 +11,8 @@ from adapter_store.__main__ import main
 from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.open import open_checkpoint
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-from tests.adapter_store.service.guarded import ROOT, token_lines, token_of, write_policy
-from tests.adapter_store.service.test_quotas import details
+from tests.support.access.policies import ROOT, token_lines, token_of, write_policy
+from tests.support.store.client import details
 
 pytestmark = pytest.mark.slow
 

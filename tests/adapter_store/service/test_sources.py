@@ -6,7 +6,7 @@ import pytest
 from huggingface_hub import constants
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-from tests.support.hub_server import LFS_HOST, HubServer, Repo
+from tests.support.servers.hub_server import LFS_HOST, HubServer, Repo
 
 pytestmark = pytest.mark.slow
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-from tests.adapter_store.service.guarded import ROOT, token_lines, token_of, write_policy
-from tests.adapter_store.service.test_pulls import make_large
-from tests.support.dripping import DrippingServer
+from tests.support.access.policies import ROOT, token_lines, token_of, write_policy
+from tests.support.servers.dripping import DrippingServer
+from tests.support.store.adapters import make_large
 from tests.support.wait import TIMEOUT_S, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]

@@ -15,8 +15,8 @@ from adapter_store.catalog.catalog import Catalog
 from adapter_store.checkpoint import text_files
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.tokenizer_extract import TokenizerExtract
-from tests.adapter_store.service.guarded import ROOT, token_lines, token_of, write_policy
-from tests.support import tokenizer_files as tokenizers
+from tests.support.access.policies import ROOT, token_lines, token_of, write_policy
+from tests.support.models import tokenizer_files as tokenizers
 from tests.support.wait import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]

@@ -11,8 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import FailedPrecondition
-from tests.adapter_store.certificates import Authority
-from tests.adapter_store.service.guarded import ROOT, token_of, write_policy
+from tests.support.access.certificates import Authority, credentials
+from tests.support.access.policies import ROOT, token_of, write_policy
 
 pytestmark = pytest.mark.slow
 
@@ -20,12 +20,6 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def authority(tmp_path):
     return Authority(tmp_path)
-
-
-def credentials(ca: bytes, pair=None) -> grpc.ChannelCredentials:
-    if pair is None:
-        return grpc.ssl_channel_credentials(ca)
-    return grpc.ssl_channel_credentials(ca, pair[1].read_bytes(), pair[0].read_bytes())
 
 
 def is_reached(served, **connection) -> bool:

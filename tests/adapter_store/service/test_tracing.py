@@ -11,7 +11,7 @@ import pytest
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.telemetry.spans import SpanContext, new_id
-from tests.support.otlp import Receiver
+from tests.support.servers.otlp import Receiver
 
 pytestmark = pytest.mark.slow
 

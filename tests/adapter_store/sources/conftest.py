@@ -1,3 +1,5 @@
+"""A folder for staging, and an adapter's files as a source has them."""
+
 from __future__ import annotations
 
 import itertools

@@ -13,7 +13,7 @@ from adapter_store.sources.hub import HubPlace, HubSource, place_of
 from adapter_store.sources.transfer import RetryPolicy
 from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound
 from tests.adapter_store.sources.faulty import Fault, FaultyProxy
-from tests.support.hub_server import LFS_HOST, HubServer, Repo
+from tests.support.servers.hub_server import LFS_HOST, HubServer, Repo
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BODY = bytes(range(256)) * 40
@@ -222,7 +222,7 @@ def test_limits_hold_before_the_first_byte(hub, source, repo, make_staging):
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
 def test_content_that_the_commit_does_not_record_is_refused(hub, source, repo, staging, name):
     hub.tampered[name] = FILES[name][::-1]
-    with pytest.raises(SourceUnavailable, match=f"{name} is not what commit") as caught:
+    with pytest.raises(SourceUnavailable, match=f"{name} is not the file that commit") as caught:
         source.fetch("hf://team/adapter", staging)
     assert caught.value.reason == "SOURCE_CHANGED"
 

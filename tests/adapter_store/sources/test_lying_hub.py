@@ -18,7 +18,7 @@ from adapter_store.errors import InvalidAdapter, LimitExceeded, SourceUnavailabl
 from adapter_store.sources.hub import MAX_INFO_BYTES, HubSource
 from adapter_store.sources.transfer import RetryPolicy
 from servicekit.errors import FailedPrecondition, NotFound
-from tests.support.hub_server import git_blob_id
+from tests.support.servers.hub_server import git_blob_id
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 COMMIT = "c" * 40
@@ -146,9 +146,9 @@ def test_an_honest_answer_is_taken(fetch):
         (with_weights(size=True), InvalidAdapter, "is missing"),
         (with_weights(size="2048"), InvalidAdapter, "is missing"),
         (with_weights(size=2048.0), InvalidAdapter, "is missing"),
-        (with_weights(blobId="0" * 40), SourceUnavailable, "is not what commit"),
-        (with_weights(lfs={"sha256": "0" * 64}), SourceUnavailable, "is not what commit"),
-        (with_weights(lfs={"sha256": ["x"]}), SourceUnavailable, "is not what commit"),
+        (with_weights(blobId="0" * 40), SourceUnavailable, "is not the file that commit"),
+        (with_weights(lfs={"sha256": "0" * 64}), SourceUnavailable, "is not the file that commit"),
+        (with_weights(lfs={"sha256": ["x"]}), SourceUnavailable, "is not the file that commit"),
         (with_weights(rfilename="../" + WEIGHTS), InvalidAdapter, "is missing"),
         (with_weights(rfilename="/etc/passwd"), InvalidAdapter, "is missing"),
         (info(siblings=[None, 1, "x", {}]), InvalidAdapter, "is missing"),
@@ -175,7 +175,7 @@ def test_lies_about_a_commit_are_refused(hub, fetch, staging, said, error, text)
     ("said", "text"),
     [
         (lambda it: it.send(FILES[WEIGHTS], X_Repo_Commit="d" * 40), "another commit"),
-        (lambda it: it.send(FILES[WEIGHTS][::-1]), "is not what commit"),
+        (lambda it: it.send(FILES[WEIGHTS][::-1]), "is not the file that commit"),
         (lambda it: it.send(FILES[WEIGHTS][:-1], Content_Length="2048"), "cannot be read now"),
         (lambda it: it.send(FILES[WEIGHTS], Content_Length="-1"), "cannot be read now|bytes"),
         (lambda it: it.send_for_ever(), "has  bytes"),

@@ -16,7 +16,7 @@ from inference_svc.store.client import ImageClient
 from inference_svc.store.replicas import Replicas, rank
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
-from tests.inference_svc.adapters.conftest import LAYOUT_ID, TestImage, make_image
+from tests.support.inference.memory_store import LAYOUT_ID, TestImage, make_image
 
 CHUNK_BYTES = 700
 KINDS = {"a": pb.SEGMENT_KIND_A, "b": pb.SEGMENT_KIND_B}

@@ -9,7 +9,7 @@ from inference_svc.adapters import arena as arena_module
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostCopy, HostTier, TableWrite
-from tests.inference_svc.adapters.conftest import reserve
+from tests.support.inference.memory_store import reserve
 from tests.support.wait import until
 
 

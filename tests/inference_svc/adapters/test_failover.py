@@ -15,7 +15,7 @@ from inference_svc.adapters.layout import ModelLayout
 from inference_svc.errors import AdapterNotFound, AdapterUnusable, CorruptImage
 from servicekit.errors import ServiceError
 from tests.inference_svc.adapters.store_replicas import Block, ReplicaSet, abort
-from tests.inference_svc.adapters.test_residency import Loop, assert_computes
+from tests.support.inference.loop import Loop, assert_computes
 from tests.support.wait import until
 
 DIGESTS = [f"sha256:{number:04d}" for number in range(48)]

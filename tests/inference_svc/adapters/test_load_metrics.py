@@ -13,8 +13,8 @@ from inference_svc.adapters.load_metrics import LoadSource
 from inference_svc.adapters.load_states import LoadState
 from servicekit.telemetry.histogram import HistogramState
 from servicekit.telemetry.spans import Span, SpanContext, new_id
-from tests.inference_svc.adapters.loop import Loop
-from tests.inference_svc.engine.world import World
+from tests.support.inference.loop import Loop
+from tests.support.inference.world import World
 
 
 def total(state: HistogramState) -> tuple[int, float]:

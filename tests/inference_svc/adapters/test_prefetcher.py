@@ -20,7 +20,7 @@ from inference_svc.adapters.residency import build_residency
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostCopy, HostTier
 from inference_svc.errors import AdapterNotFound, NoRoom
-from tests.inference_svc.adapters.conftest import make_image
+from tests.support.inference.memory_store import make_image
 
 IMAGE_BYTES = make_image("x", 4).header.total_bytes
 DIGESTS = [f"digest-{number}" for number in range(6)]

@@ -12,7 +12,8 @@ from inference_svc.adapters.image_source import ImageChunk
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.pull import PullDone, PullJob
 from inference_svc.adapters.pull_pace import PROCESSOR_BYTES_PER_S, UNPACED_BYTES, PullPace
-from tests.inference_svc.adapters.test_pull_threads import LAYOUT_ID, Scripted, outcome_of
+from tests.support.inference.memory_store import LAYOUT_ID
+from tests.support.inference.scripted_pulls import Scripted, outcome_of
 
 LARGE = UNPACED_BYTES + 1
 

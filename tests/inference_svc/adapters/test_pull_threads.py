@@ -35,66 +35,20 @@ from inference_svc.adapters.layout import (
     LayoutTarget,
     ModelLayout,
 )
-from inference_svc.adapters.pull import (
-    ImageSink,
-    PullDone,
-    PullEvent,
-    PullFailed,
-    PullJob,
-    PullOpened,
-    SilentSources,
-)
-from inference_svc.adapters.pull_pace import PullPace
+from inference_svc.adapters.pull import PullDone, PullEvent, PullFailed, PullJob, SilentSources
 from inference_svc.adapters.pull_threads import PULL_NICENESS, Puller
 from inference_svc.adapters.resident import target_cuts
-from inference_svc.adapters.slots import Slots
 from inference_svc.errors import AdapterUnusable, CorruptImage, StoreUnavailable
-from tests.inference_svc.adapters.conftest import MemoryStore, MemoryStream
-from tests.inference_svc.adapters.test_residency import Loop, assert_computes
 from tests.support.clock import Clock
+from tests.support.inference.loop import Loop, assert_computes
+from tests.support.inference.memory_store import LAYOUT_ID, MemoryStore, MemoryStream
+from tests.support.inference.scripted_pulls import Scripted, outcome_of
 from tests.support.wait import TIMEOUT_S
-
-LAYOUT_ID = "sha256:layout"
-
-
-class Scripted:
-    """A store that answers every pull with the same messages."""
-
-    def __init__(self, messages: list[PullMessage]) -> None:
-        self.messages = messages
-        self.num_pulls = 0
-        self.source = "script"
-
-    def pull(self, *_asked: object) -> Scripted:
-        self.num_pulls += 1
-        return self
-
-    def __iter__(self) -> Iterator[PullMessage]:
-        return iter(self.messages)
-
-    def cancel(self) -> None:
-        pass
 
 
 def outcome(messages: list[PullMessage], layout: ModelLayout) -> PullEvent:
     """Returns the last event of a pull of these messages; memory is granted at once."""
     return outcome_of(Scripted(messages), layout)
-
-
-def outcome_of(store: Scripted, layout: ModelLayout, pace: PullPace | None = None) -> PullEvent:
-    events: queue.SimpleQueue[PullEvent] = queue.SimpleQueue()
-    puller = Puller(store, 1, events.put, layout.read_header, layout.check_rows, pace)
-    job = PullJob("aaaa", LAYOUT_ID)
-    puller.start(job)
-    memory = memoryview(bytearray(1 << 16))
-    while isinstance(event := events.get(timeout=TIMEOUT_S), PullOpened):
-        slots = Slots(1 << 16, 1)
-        reservation = slots.reserve(event.header)
-        assert reservation is not None
-        if job.grant(ImageSink(memory, reservation.resident.extents)):
-            puller.start(job)
-    puller.close()
-    return event
 
 
 @pytest.fixture
@@ -234,7 +188,7 @@ def test_what_is_incomplete_or_out_of_order_is_corrupt(
     header = format_2(good[0])
     for kind in kinds:
         header = with_more(header, kind, shape=(1,), dtype="float32")
-    with pytest.raises(CorruptImage, match="nor what else a target may have"):
+    with pytest.raises(CorruptImage, match="nor another content that a target may have"):
         layout.read_header(header)
 
 

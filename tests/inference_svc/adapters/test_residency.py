@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.errors import AdapterNotFound, AdapterUnusable, CorruptImage
-from tests.inference_svc.adapters.loop import Loop
+from tests.support.inference.loop import Loop, assert_computes
 
 
 @pytest.fixture(params=[0, 1 << 20], ids=["arena-only", "host-tier"])
@@ -24,19 +23,6 @@ def loop(store, layout: ModelLayout, host_bytes: int) -> Iterator[Loop]:
     yield made
     made.residency.cancel_all()
     made.puller.close()
-
-
-def assert_computes(loop: Loop, store, digest: str, slot: int) -> None:
-    """The table's row shows exactly the image's weights."""
-    image = store.images[digest]
-    values = torch.frombuffer(bytearray(image.data), dtype=torch.float32)
-    segments = {(s.target, s.kind): s for s in image.header.segments}
-    for target, weights in loop.arena.table.weights(slot).items():
-        for kind, view in (("a", weights.a), ("b", weights.b)):
-            segment = segments[target, kind]
-            start = segment.offset // 4
-            expected = values[start : start + view.numel()].view(view.shape)
-            assert torch.equal(view, expected), (target, kind)
 
 
 def needing_room(loop: Loop) -> list[str]:
@@ -222,7 +208,7 @@ def test_pins_refuse_what_they_leave_no_place_for(loop: Loop, store) -> None:
     loop.residency.device.pin("aaaa")
     loop.until(lambda: loop.failures)
     assert [digest for digest, _ in loop.failures] == ["huge"]
-    assert "what is pinned leaves less of --adapter-memory: unpin" in str(loop.failures[0][1])
+    assert "pinned adapters leave less of --adapter-memory: unpin" in str(loop.failures[0][1])
     loop.residency.remove_waiter("huge")
     loop.queue.remove("huge")
     loop.until(lambda: loop.residency.is_resident("cccc"))

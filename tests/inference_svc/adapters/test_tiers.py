@@ -18,9 +18,8 @@ from inference_svc.adapters.tiers import (
     TableWrite,
 )
 from inference_svc.errors import AdapterUnusable
-from tests.inference_svc.adapters.conftest import make_image, reserve
-from tests.inference_svc.adapters.loop import Loop
-from tests.inference_svc.adapters.test_residency import assert_computes
+from tests.support.inference.loop import Loop, assert_computes
+from tests.support.inference.memory_store import make_image, reserve
 
 
 @pytest.mark.parametrize("has_host", [False, True], ids=["arena-only", "host-tier"])

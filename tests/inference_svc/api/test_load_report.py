@@ -11,7 +11,7 @@ from inference_svc.config import CPU_SEQUENCES
 from loadout._routing import metadata
 from loadout._routing.metadata import Load, read_load
 from loadout.inference.v1 import inference_pb2 as pb
-from tests.inference_svc.serving import Running, error_of
+from tests.support.inference.serving import Running, error_of
 from tests.support.wait import until_async
 
 

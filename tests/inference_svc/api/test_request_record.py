@@ -17,7 +17,7 @@ import pytest
 from inference_svc.api.grpc import convert
 from inference_svc.errors import AdapterUnavailable
 from loadout.inference.v1 import inference_pb2 as pb
-from tests.inference_svc.serving import Running, digest_of, error_of
+from tests.support.inference.serving import Running, digest_of, error_of
 from tests.support.logs import captured_log
 from tests.support.wait import until_async
 

@@ -11,8 +11,8 @@ import pytest
 
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.telemetry.spans import SpanContext, caller_of, new_id
-from tests.inference_svc.serving import Running
-from tests.support.otlp import Receiver
+from tests.support.inference.serving import Running
+from tests.support.servers.otlp import Receiver
 
 
 @pytest.fixture(autouse=True)

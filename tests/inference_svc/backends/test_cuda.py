@@ -23,7 +23,7 @@ from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.transformer import Transformer
 from kernels import tuning
-from tests.gpu.models import (
+from tests.support.gpu.models import (
     MAX_PAGES,
     MAX_ROWS,
     MAX_TOKENS,
@@ -36,7 +36,7 @@ from tests.gpu.models import (
     run_scored,
     steps,
 )
-from tests.gpu.shortage import little_memory, tokens
+from tests.support.gpu.shortage import little_memory, tokens
 
 MANY_TOKENS = tuning.constants("store")["many_tokens"]
 SPLIT_TOKENS = tuning.constants("shrink")["split_tokens"]

@@ -9,7 +9,7 @@ import torch
 
 from bench.gpu_launches import META, launches
 from inference_svc.backends.cuda_lora import StepKind
-from tests.gpu.models import Model, make_decoder
+from tests.support.gpu.models import Model, make_decoder
 
 NUM_LAYERS = 32
 LIMITS = {StepKind.BASE: 360, StepKind.LORA: 620, StepKind.ANY: 700}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from inference_svc.backends.cuda_lora import StepKind
 from inference_svc.core import BASE_SLOT, BatchRow
 from kernels.lora.plan import ITEM_NOTHING, TILE_TOKENS, LoraPlan
-from tests.gpu.lora import (
+from tests.support.gpu.lora import (
     DTYPES,
     MAX_ROWS,
     MAX_TOKENS,

@@ -25,7 +25,7 @@ from inference_svc.backends.torch import LoraStep
 from inference_svc.core import EngineConfig, Request, SamplingParams, Sequence
 from inference_svc.engine import sampler
 from inference_svc.engine.sampler import Sampler
-from tests.gpu.models import (
+from tests.support.gpu.models import (
     FEATURES,
     MAX_PAGES,
     MAX_RANK,

@@ -31,8 +31,8 @@ from inference_svc.model.description import Decoder, KVPlace
 from inference_svc.model.kv_caches import KVCaches
 from kernels.attention import KVCache
 from kernels.lora.table import GRANULE_BYTES
-from tests.gpu.models import Eager, make_decoder
-from tests.support.late_streams import LateDevice
+from tests.support.gpu.late_streams import LateDevice
+from tests.support.gpu.models import Eager, make_decoder
 
 PAGE_SIZE, MAX_PAGES, NUM_PAGES, MAX_ROWS, MAX_TOKENS = 2, 8, 40, 3, 40
 NUM_IMAGES, NUM_SLOTS, RANK = 5, 3, 1

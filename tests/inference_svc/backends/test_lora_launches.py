@@ -20,7 +20,7 @@ from inference_svc.core import BASE_SLOT
 from inference_svc.model.description import EMBED_TOKENS
 from kernels.lora import OutputVectors, ReplacedWeight, TableEntry
 from kernels.lora.plan import LoraContents
-from tests.gpu.models import Eager, Model, make_decoder, steps
+from tests.support.gpu.models import Eager, Model, make_decoder, steps
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "nothing": (),

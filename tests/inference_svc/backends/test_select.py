@@ -22,9 +22,8 @@ from inference_svc.model.description import Decoder
 from inference_svc.model.features import NOT_COMPUTED, features, kind_of
 from inference_svc.model.rope import Rope
 from inference_svc.store.client import NoStore
-from tests.inference_svc.model.conftest import TEXT_PARTS
-from tests.inference_svc.model.test_parity import MODELS
-from tests.support.whole_models import SHAPE
+from tests.support.models.families import MODELS, TEXT_PARTS
+from tests.support.models.whole_models import SHAPE
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.inference_svc.engine.stepped import Engine
+from tests.support.inference.stepped import Engine
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,7 @@ from inference_svc.engine.scheduler import Limits, Scheduler
 from inference_svc.engine.step_times import StepTimes
 from inference_svc.engine.throughput import Throughput
 from tests.inference_svc.engine.server import Server
-from tests.inference_svc.engine.world import World
+from tests.support.inference.world import World
 
 
 def request(number: int, tenant: str = "", digest: str = "", **more: object) -> Request:

@@ -17,8 +17,7 @@ from inference_svc.engine.messages import Call, Command, StepOutputs, Submit
 from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import CannotWake, DeviceFault, EngineFailed
 from inference_svc.store.client import NoStore
-from tests.inference_svc.engine.stepped import Engine, requests, tokens_of
-from tests.inference_svc.engine.test_losses import faulty_engine
+from tests.support.inference.stepped import Engine, faulty_engine, requests, tokens_of
 
 ECC = "CUDA error: uncorrectable ECC error encountered"
 ENDED_S = 60.0

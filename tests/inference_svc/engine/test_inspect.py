@@ -8,7 +8,7 @@ import time
 from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.slots import Slots
 from inference_svc.engine.inspect import Inspect, _memory
-from tests.inference_svc.engine.world import World
+from tests.support.inference.world import World
 
 NUM_IMAGES = 2_000
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.support.models.whole_models import WHOLE, whole_class, whole_config
 from tests.support.native import native_library
-from tests.support.whole_models import WHOLE, whole_class, whole_config
 
 TOLERANCE = 0.03
 TEXT: dict[str, Any] = {

@@ -24,27 +24,16 @@ from inference_svc.engine.penalties import TokenCounts
 from inference_svc.errors import NotFinite, OutOfDeviceMemory
 from inference_svc.model.inputs import StepInputs
 from servicekit.errors import Internal
-from tests.inference_svc.engine.stepped import PROMPT_TOKENS, Engine, requests, tokens_of
+from tests.support.inference.stepped import (
+    PROMPT_TOKENS,
+    Engine,
+    faulty_engine,
+    requests,
+    tokens_of,
+)
 
 FAULTY = 62
 """A token that no other prompt has; nor do answers, which `sound` proves."""
-
-
-@dataclass
-class Faulty:
-    """A model that `changes` the logits of a step, or raises."""
-
-    transformer: Any
-    changes: Callable[[StepInputs, Tensor], None]
-
-    @property
-    def weights(self) -> Any:
-        return self.transformer.weights
-
-    def forward(self, inputs: StepInputs, *others: Any) -> Tensor:
-        logits = self.transformer.forward(inputs, *others)
-        self.changes(inputs, logits)
-        return logits
 
 
 def fails(inputs: StepInputs, logits: Tensor) -> None:
@@ -59,12 +48,6 @@ def overflows(inputs: StepInputs, logits: Tensor) -> None:
         if FAULTY in inputs.token_ids[start:end].tolist():
             logits[row] = math.nan
         start = end
-
-
-def faulty_engine(make: Callable[[], Engine], changes: Any) -> Engine:
-    engine = make()
-    engine.backend._transformer = Faulty(engine.backend._transformer, changes)
-    return engine
 
 
 def lost(name: str, before: int, behind: int = 0) -> Request:

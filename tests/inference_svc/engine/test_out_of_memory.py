@@ -15,13 +15,7 @@ from inference_svc.core import BatchRow, Request, SamplingParams, Sequence
 from inference_svc.engine.step_limit import GOOD_STEPS, StepLimit
 from inference_svc.errors import OutOfDeviceMemory
 from inference_svc.model.inputs import StepInputs
-from tests.inference_svc.engine.stepped import (
-    MAX_TOKENS,
-    PROMPT_TOKENS,
-    Engine,
-    requests,
-    tokens_of,
-)
+from tests.support.inference.stepped import MAX_TOKENS, PROMPT_TOKENS, Engine, requests, tokens_of
 
 
 @dataclass

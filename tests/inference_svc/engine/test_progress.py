@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.inference_svc.engine.world import SIZES, World
+from tests.support.inference.world import SIZES, World
 
 pytestmark = pytest.mark.slow
 

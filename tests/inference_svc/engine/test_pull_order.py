@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inference_svc.adapters.load_states import LoadState
-from tests.inference_svc.engine.world import SIZES, World
+from tests.support.inference.world import SIZES, World
 
 DIGESTS = [f"cold{number}" for number in range(60)]
 

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inference_svc.core import Sequence
-from tests.inference_svc.engine.world import SIZES, World
+from tests.support.inference.world import SIZES, World
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from loadout.inference.v1 import inference_pb2
 from servicekit.rpc.status import CODES
 from servicekit.telemetry.histogram import STEP_BOUNDS_S, HistogramState
 from servicekit.telemetry.metrics import Kind
-from tests.inference_svc.metrics.test_scrape_size import MAX_SERIES
+from tests.support.inference.scrapes import MAX_SERIES
 
 METHODS = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name
 ROUTES = [*COMPLETION_ROUTES, *(f"/route/{number}" for number in range(8))]

@@ -13,10 +13,10 @@ from inference_svc.engine.messages import Timings, Usage
 from inference_svc.engine.status_types import ResidentAdapter
 from inference_svc.metrics.metrics import MAX_ADAPTERS, RequestEnd
 from tests.inference_svc.directories import UPPER, A, make, run
-from tests.inference_svc.serving import Running
+from tests.support.inference.scrapes import MAX_SERIES
+from tests.support.inference.serving import Running
 
 NUM_ADAPTERS = 10_000
-MAX_SERIES = 5_500
 PREFIX = "loadout_inference_"
 
 

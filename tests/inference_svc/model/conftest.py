@@ -1,9 +1,8 @@
-"""Small random models of transformers, and our decoder, run over sequences in any chunks."""
+"""Small random models of transformers, and our decoders with their weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +11,26 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from inference_svc import core
 from inference_svc.backends.native import PackedProjections
 from inference_svc.backends.native_buffers import BatchPages, StepArrays, Workspace
 from inference_svc.backends.native_ops import AdapterOps
 from inference_svc.backends.native_program import NativeTransformer
 from inference_svc.model.architectures import load_description
-from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
-from inference_svc.model.lora import Lora
 from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import load_weights
-from kernels.elementwise import NormWeight
-from kernels.experts import Pairs
-from kernels.native.library import NativeOp
+from tests.support.models.decoders import (
+    MAX_TOKENS,
+    NUM_CELLS,
+    Decoder,
+    NativeDecoder,
+    NoAdapters,
+    TorchDecoder,
+)
+from tests.support.models.families import TEXT_PARTS
+from tests.support.models.whole_models import SHAPE
 from tests.support.native import native_library
-from tests.support.whole_models import SHAPE
-
-TEXT_PARTS = ("Gemma3", "Gemma4")
-"""Families whose models of text alone have another config."""
 
 _POSITIVE = ("norm.weight", "layernorm_1.weight", "layernorm_2.weight", "scale")
 """What the names of parameters end with that multiply."""
@@ -85,122 +84,6 @@ def save_model(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return save
-
-
-Rows = Sequence[tuple[core.Sequence, int, int, bool]]
-
-
-@dataclass(eq=False)
-class Decoder:
-    """Our decoder with a cache, and sequences whose pages are scattered in it."""
-
-    cache: KVCaches
-    sequences: list[core.Sequence] = field(default_factory=list)
-
-    def add(self, token_ids: Sequence[int]) -> core.Sequence:
-        request = core.Request(str(len(self.sequences)), tuple(token_ids), core.SamplingParams())
-        sequence = core.Sequence(request)
-        used = sum(len(other.page_ids) for other in self.sequences)
-        count = -(-len(token_ids) // self.cache.page_size)
-        assert used + count <= self.cache.num_pages
-        # 7 has no divisor in common with the number of pages: a walk over all of them.
-        sequence.page_ids = [i * 7 % self.cache.num_pages for i in range(used, used + count)]
-        self.sequences.append(sequence)
-        return sequence
-
-    def step(self, rows: Rows) -> torch.Tensor:
-        """Rows of (sequence, first token, number of tokens, samples); fp32 logits after the last
-        token of each."""
-        raise NotImplementedError
-
-    def every_logit(self, row: tuple[core.Sequence, int, int, bool]) -> torch.Tensor:
-        """One row's step; fp32 logits after each of its tokens."""
-        raise NotImplementedError
-
-    def logits(self, token_ids: Sequence[int], chunk: int) -> torch.Tensor:
-        """Logits after every token, computed `chunk` tokens at a time, the sequence being alone."""
-        sequence, parts = self.add(token_ids), []
-        for start in range(0, len(token_ids), chunk):
-            count = min(chunk, len(token_ids) - start)
-            parts.append(self.every_logit((sequence, start, count, True)))
-        return torch.cat(parts)
-
-
-@dataclass(eq=False, kw_only=True)
-class TorchDecoder(Decoder):
-    transformer: Transformer
-    lora: Lora | None = None
-
-    def step(self, rows: Rows) -> torch.Tensor:
-        return self.transformer.forward(self._inputs(rows), self.cache, self.lora).float()
-
-    def every_logit(self, row: tuple[core.Sequence, int, int, bool]) -> torch.Tensor:
-        inputs = self._inputs([row])
-        inputs = replace(inputs, logit_rows=torch.arange(len(inputs.token_ids)))
-        return self.transformer.forward(inputs, self.cache, self.lora).float()
-
-    def _inputs(self, rows: Rows) -> StepInputs:
-        return StepInputs.build(batch_of(rows), self.cache.page_size)
-
-
-@dataclass(eq=False, kw_only=True)
-class NativeDecoder(Decoder):
-    transformer: NativeTransformer
-    arrays: StepArrays
-
-    def step(self, rows: Rows) -> torch.Tensor:
-        self.arrays.fill(batch_of(rows).columns())
-        return self.transformer.forward().clone()
-
-    def every_logit(self, row: tuple[core.Sequence, int, int, bool]) -> torch.Tensor:
-        self.arrays.fill(batch_of([row]).columns())
-        count = row[2]
-        self.arrays.logit_rows[:count] = torch.arange(count)
-        self.arrays.num_logits[0] = count
-        return self.transformer.forward().clone()
-
-
-def batch_of(rows: Rows) -> core.Batch:
-    return core.Batch(tuple(core.BatchRow(*row) for row in rows))
-
-
-class NoAdapters:
-    def add(
-        self,
-        group: str,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        logits_only: bool,
-    ) -> list[NativeOp]:
-        return []
-
-    def add_experts(
-        self,
-        group: str,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        pairs: Pairs,
-        *,
-        logits_only: bool,
-    ) -> list[NativeOp]:
-        return []
-
-    def add_embedding(self, token_ids: torch.Tensor, out: torch.Tensor) -> list[NativeOp]:
-        return []
-
-    def replace_embeddings(self, token_ids: torch.Tensor, out: torch.Tensor) -> list[NativeOp]:
-        return []
-
-    def replace_logits(self, x: torch.Tensor, out: torch.Tensor) -> list[NativeOp]:
-        return []
-
-    def token_weights(self, module: str, norm: NormWeight, *, logits_only: bool) -> None:
-        """No adapter replaces any."""
-
-
-MAX_TOKENS, NUM_CELLS = 120, 400
 
 
 @pytest.fixture

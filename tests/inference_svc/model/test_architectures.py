@@ -13,7 +13,7 @@ import transformers
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.architectures import families, load_description
 from inference_svc.model.description import Decoder
-from tests.inference_svc.model.conftest import TEXT_PARTS
+from tests.support.models.families import TEXT_PARTS
 
 FAMILIES = [name[: -len("ForCausalLM")] for name in families() if name.endswith("ForCausalLM")]
 LLAMA_32 = {

@@ -16,8 +16,8 @@ from inference_svc.errors import UnsupportedModel
 from inference_svc.model import weights
 from inference_svc.model.architectures import load_description
 from inference_svc.model.layers import Linear
-from tests.inference_svc.model.test_parity import MODELS
-from tests.support.whole_models import WHOLE, make_whole
+from tests.support.models.families import MODELS
+from tests.support.models.whole_models import WHOLE, make_whole
 
 FIRST = dict(reversed(MODELS.values()))
 """A model of each family."""

@@ -19,7 +19,7 @@ from inference_svc.errors import UnsupportedModel
 from inference_svc.model.hub import download, find_model
 from servicekit.errors import InvalidSetting
 from servicekit.settings.load import load_settings
-from tests.support.hub_server import LFS_HOST, HubServer, Repo
+from tests.support.servers.hub_server import LFS_HOST, HubServer, Repo
 
 NAME = "team/tiny-1.5"
 CONFIG = json.dumps({"architectures": ["LlamaForCausalLM"]}).encode()
@@ -405,7 +405,7 @@ STORAGE = {"X-Xet-Hash": "0" * 64}
     [
         ("http://localhost:{port}/stolen", "with the token to http://localhost:{port};"),
         ("{url}/xet-token/http://10.0.0.1", "sends it to http://10.0.0.1;"),
-        ("{url}/xet-token/http://[::1", "sends it to what is no address;"),
+        ("{url}/xet-token/http://[::1", "sends it to an invalid address;"),
     ],
 )
 def test_the_storage_that_a_hub_names_is_no_other_host(

@@ -7,8 +7,8 @@ import torch
 from inference_svc.backends.native_program import MAX_PROGRAMS
 from kernels.attention.native import rotary_angles_op
 from kernels.native.library import NativeOp
-from tests.inference_svc.model.conftest import NoAdapters
-from tests.support.whole_models import SHAPE
+from tests.support.models.decoders import NoAdapters
+from tests.support.models.whole_models import SHAPE
 
 
 class CountedAdapters(NoAdapters):

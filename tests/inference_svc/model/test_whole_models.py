@@ -16,7 +16,7 @@ from inference_svc.model.headers import tower_modules
 from inference_svc.model.layers import Linear
 from inference_svc.model.parameters import weights_bytes
 from inference_svc.model.weights import load_weights
-from tests.support.whole_models import WHOLE, make_whole
+from tests.support.models.whole_models import WHOLE, make_whole
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from inference_svc.config import InferenceSettings
 from inference_svc.store import credentials
 from inference_svc.store.credentials import StoreAccess, TokenFile, read_store_access
 from servicekit.errors import InvalidSetting, PermissionDenied
-from tests.adapter_store.certificates import Authority
+from tests.support.access.certificates import Authority
 
 TOKEN = "c2VjcmV0LW9mLXRoaXM"
 

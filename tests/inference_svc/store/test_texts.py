@@ -22,8 +22,8 @@ from inference_svc.text.tokenizer import Tokenizer
 from servicekit.errors import ShareExceeded
 from servicekit.tokenizer_extract import AddedToken
 from servicekit.work_budget import MAX_DEBT_SECONDS, WorkBudget
-from tests.support import tokenizer_files as files
-from tests.support.peak_memory import resident_mib
+from tests.support.machine.peak_memory import resident_mib
+from tests.support.models import tokenizer_files as files
 
 
 class Store:

@@ -20,7 +20,7 @@ from inference_svc.text.template_process import TemplateProcesses
 from inference_svc.text.text_model import TextModel
 from inference_svc.text.tokenizer import Tokenizer
 from servicekit.tokenizer_extract import TokenizerExtract, make_extract
-from tests.support import tokenizer_files as files
+from tests.support.models import tokenizer_files as files
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{{ eos_token }}{% endfor %}"

@@ -13,7 +13,8 @@ from inference_svc.errors import TemplateTimeout
 from inference_svc.text.chat_template import ChatTemplate
 from inference_svc.text.prompt import ChatMessage
 from servicekit.errors import InvalidArgument
-from tests.inference_svc.conftest import CHAT_TEMPLATE, byte_level, save_tokenizer
+from tests.support.models.templates import ENDLESS, REFUSED
+from tests.support.models.tokenizers import CHAT_TEMPLATE, byte_level, save_tokenizer
 
 MESSAGES = (
     ChatMessage("system", "be kind"),
@@ -34,31 +35,6 @@ TEMPLATES = {
     "{% if x is iterable %}{{ loop(x) }}{% else %}{{ x }}{% endif %}{% endfor %}",
     "call": "{% macro box() %}<{{ caller() }}>{% endmacro %}"
     "{% call box() %}{% generation %}{{ messages[0].content }}{% endgeneration %}{% endcall %}",
-}
-NEST = "{% for a in range(90000) %}" * 3
-ENDLESS = {
-    "loops": NEST + "{% set x = a %}" + "{% endfor %}" * 3,
-    "recursion": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
-    "{{ f(60) }}",
-    "recursive loop": "{% for x in [1, 2] recursive %}{{ loop([1, 2]) if loop.depth < 60 }}"
-    "{% endfor %}",
-}
-REFUSED = {
-    "much": (
-        "{% for a in range(90000) %}{{ messages[0].content * 100 }}{% endfor %}",
-        "characters",
-    ),
-    "repeated": ("{{ 'x' * 999999999999 }}", "more than"),
-    "repeated list": ("{{ 99999999 * [1] }}", "more than"),
-    "power": ("{{ 9 ** 999999999 }}", "more than 64"),
-    "range": ("{% for a in range(999999999) %}{% endfor %}", "Range too big"),
-    "class": ("{{ messages.__class__.__mro__ }}", "unsafe"),
-    "globals": ("{{ raise_exception.__globals__['os'].system('true') }}", "unsafe"),
-    "namespace": ("{% set ns = namespace(__class__=1) %}", "__class__"),
-    "namespace later": ("{% set ns = namespace() %}{% set ns._a = 1 %}", "_a"),
-    "import": ("{% import 'os' as os %}", "no loader"),
-    "include": ("{% include '/etc/passwd' %}", "no loader"),
-    "change": ("{{ messages.append(1) }}", "not callable|unsafe"),
 }
 
 

@@ -14,8 +14,8 @@ from inference_svc.text.prompt import ChatMessage
 from inference_svc.text.template_process import NUM_CHILDREN, TemplateProcesses
 from inference_svc.text.template_process.__main__ import MAX_TEMPLATES, Templates
 from servicekit.errors import InvalidArgument, ServiceError
-from tests.inference_svc.conftest import CHAT_TEMPLATE
-from tests.inference_svc.text.test_chat_template import ENDLESS, REFUSED
+from tests.support.models.templates import ENDLESS, REFUSED
+from tests.support.models.tokenizers import CHAT_TEMPLATE
 
 pytestmark = pytest.mark.processes
 

@@ -14,7 +14,7 @@ from inference_svc.errors import UnsupportedModel
 from inference_svc.text.prompt import ChatMessage
 from inference_svc.text.tokenizer import Tokenizer, tokenizer_bytes
 from servicekit.errors import InvalidArgument
-from tests.inference_svc.conftest import CHAT_TEMPLATE, byte_level, save_tokenizer
+from tests.support.models.tokenizers import CHAT_TEMPLATE, byte_level, save_tokenizer
 
 
 def test_encode_equals_hugging_face(tokenizers: dict[str, Tokenizer]) -> None:

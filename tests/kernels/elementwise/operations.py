@@ -1,4 +1,4 @@
-"""The Triton operations between projections as tests/kernels/worker.py runs them."""
+"""The Triton operations between projections as tests/support/kernels/worker.py runs them."""
 
 from __future__ import annotations
 

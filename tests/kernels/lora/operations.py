@@ -1,4 +1,4 @@
-"""The Triton operations of LoRA as tests/kernels/worker.py runs them."""
+"""The Triton operations of LoRA as tests/support/kernels/worker.py runs them."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from kernels.lora import (
     reference,
 )
 from kernels.lora.table import ABSENT, MAX_PARTS, MixPart, OutputVectors, ReplacedWeight
-from tests.kernels.lora.conftest import _without_views
-from tests.kernels.lora.packing import Packing
+from tests.support.kernels.adapters import without_views
+from tests.support.kernels.packing import Packing
 
 IN, WIDTHS, VOCAB = 70, (96, 33, 40), 50
 RANKS = (1, 3, 8, 16, 33, 5, 12)
@@ -180,7 +180,7 @@ def test_sums_are_the_formulas(path: str, dtype: torch.dtype, library: Any) -> N
 def test_sums_in_triton(interpreter: Any, dtype: torch.dtype) -> None:
     table, group, dense = build(dtype)
     plan = LoraPlan.build(SLOTS, LENGTHS, table, "cpu")
-    given, read = Operands.make(dtype), _without_views(table)
+    given, read = Operands.make(dtype), without_views(table)
     args = (given.out, given.x, read, plan, group, given.base_bias)
     out = interpreter.call("add_lora_vectors", *args)
     rows = interpreter.call("add_lora_embedding", given.rows, given.ids, read, plan, 0)
@@ -191,7 +191,7 @@ def test_a_sum_in_triton_is_added_in_order_and_rounded_once(interpreter: Any) ->
     """Decode rows have the bits of sums in fp32, and single adapters those of a batch of their
     own."""
     table, group, _ = build(torch.float32)
-    given, read = Operands.make(torch.float32, len(SLOTS)), _without_views(table)
+    given, read = Operands.make(torch.float32, len(SLOTS)), without_views(table)
     found = {}
     for name, slots in (("mixed", SLOTS), ("single", [s if s < MAX_LORAS else -1 for s in SLOTS])):
         plan = LoraPlan.build(slots, [1] * len(slots), table, "cpu")

@@ -16,7 +16,8 @@ from kernels.experts import sort_pairs
 from kernels.lora import BASE_SLOT, LoraPlan, LoraTable, TokenOrder, reference
 from kernels.lora.plan import ITEM_NOTHING, ITEM_TILE, ITEM_TOKEN, TILE_TOKENS
 from kernels.lora.table import MixPart
-from tests.kernels.lora.test_experts import EXPERTS, GROUP, MIXED, RATIOS, mixture, without_views
+from tests.support.kernels.adapters import without_views
+from tests.support.kernels.mixtures import EXPERTS, GROUP, MIXED, RATIOS, mixture
 
 NUM_SLOTS = 4
 

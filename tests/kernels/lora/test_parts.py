@@ -7,7 +7,7 @@ import torch
 
 from kernels.lora import BASE_SLOT, LoraGroup, LoraTable, TableEntry, cpu, native, reference
 from kernels.lora.plan import TILE_TOKENS
-from tests.kernels.lora.parts import join, join_native, join_tensors, part_tables
+from tests.support.kernels.parts import join, join_native, join_tensors, part_tables
 
 ROWS = ([BASE_SLOT, 0, 1, 1, 2, 3, 4, 5, BASE_SLOT], [5, 7, 1, TILE_TOKENS + 3, 1, 2, 1, 3, 1])
 """Ranks 1, 3, 8, 16, 33 and 64."""

@@ -22,9 +22,9 @@ from kernels.lora import (
     native,
     reference,
 )
-from tests.adapter_store.images.test_format_2 import SCALE, Saved
-from tests.kernels.lora.parts import join
+from tests.support.kernels.parts import join
 from tests.support.native import native_library
+from tests.support.store.format_2 import SCALE, Saved
 
 HIDDEN, INNER, EXPERTS = 24, 40, 5
 W1, W3, FUSED = (f"model.layers.0.mlp.experts.{name}" for name in ("w1", "w3", "w13"))

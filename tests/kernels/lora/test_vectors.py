@@ -22,8 +22,8 @@ from kernels.lora import (
     reference,
 )
 from kernels.lora.table import ABSENT
-from tests.kernels.lora.conftest import RATIOS, _without_views
-from tests.kernels.lora.packing import Packing
+from tests.support.kernels.adapters import RATIOS, without_views
+from tests.support.kernels.packing import Packing
 
 DTYPES = [torch.float32, torch.bfloat16]
 IN, WIDTHS, VOCAB = 70, (96, 33, 40), 50
@@ -139,7 +139,7 @@ def test_triton(interpreter, assert_close, dtype, lengths):
     case = build(dtype)
     plan = LoraPlan.build(SLOTS, lengths, case.table, "cpu")
     x, out = case.inputs(plan.num_tokens)
-    table = _without_views(case.table)
+    table = without_views(case.table)
     args = (out, x, table, plan, case.group, case.base_bias)
     got = interpreter.call("add_lora_vectors", *args)
     expected = formula(case, out, x, plan, case.base_bias)
@@ -162,7 +162,7 @@ def test_magnitude_of_an_embedding(library, interpreter, assert_close, path):
             expected[t] = (out[t] + scale * a[ids[t]] @ b) * vectors.get("magnitude", 1.0)
     got = out.clone()
     if path == "triton":
-        got = interpreter.call("add_lora_embedding", out, ids, _without_views(table), plan, 0)
+        got = interpreter.call("add_lora_embedding", out, ids, without_views(table), plan, 0)
     elif path == "native":
         native.add_lora_embedding(library, got, ids, table, plan, 0)
     else:

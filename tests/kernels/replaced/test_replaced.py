@@ -14,7 +14,7 @@ import torch
 from kernels import replaced
 from kernels.lora import BASE_SLOT, LoraPlan, LoraTable, ReplacedWeight, TableRow
 from kernels.replaced import native
-from tests.kernels.lora.packing import Packing
+from tests.support.kernels.packing import Packing
 
 OPERATIONS = Path(__file__).parent / "operations.py"
 VOCAB, ADDED, SIZE = 300, 5, 70

@@ -36,10 +36,10 @@ def test_it_says_what_it_made_and_what_that_costs(run, tmp_path: Path) -> None:
     assert (code, error) == (0, "")
     assert printed.splitlines() == [
         f"{out}: a plain LoRA of acme/tiny",
-        "1 modules, rank 2 -> 4, 16.0 kB -> 32.0 kB; training changed 10 % of what loftq began "
-        "with",
-        "note: it was trained over quantised weights; over plain ones it computes the same but for "
-        "what LoftQ's rank left of their error",
+        "1 modules, rank 2 -> 4, 16.0 kB -> 32.0 kB; training changed 10 % of the initial weights "
+        "of loftq",
+        "note: it was trained over quantised weights; over plain ones it computes the same except "
+        "for the error that LoftQ's rank left",
     ]
     a, b = (tensor for _, tensor in sorted(load_file(out / WEIGHTS).items()))
     wanted = 0.1 * torch.arange(2000.0).reshape(1000, 2) @ torch.ones(2, 1000)
@@ -50,7 +50,9 @@ def test_a_refusal_is_one_line(run, tmp_path: Path) -> None:
     trained = write_adapter(tmp_path / "trained", 1.0, init_lora_weights="corda")
     code, printed, error = run("convert", str(trained), str(tmp_path / "out"))
     assert (code, printed) == (1, "")
-    assert error.startswith("loadout: init_lora_weights='corda' begins with what its data did to")
+    assert error.startswith(
+        "loadout: init_lora_weights='corda' begins with the effect of its data on"
+    )
     assert len(error.splitlines()) == 1
     code, _, error = run("convert", str(tmp_path), str(tmp_path / "out"))
     assert code == 1

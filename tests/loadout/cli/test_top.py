@@ -10,7 +10,7 @@ import pytest
 from loadout.cli.top import MetricsPlace
 from loadout.errors import LoadoutError, StreamLost, Unavailable
 from loadout.types import ServerInfo
-from tests.loadout.cli.test_top_view import SERVER
+from tests.support.loadout.server_info import SERVER
 
 
 def answered(server: ServerInfo | LoadoutError) -> Future[ServerInfo | LoadoutError]:

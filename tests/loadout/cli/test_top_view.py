@@ -15,14 +15,11 @@ from loadout.cli.top_overview import Sample, overview
 from loadout.cli.top_view import MAX_RESIDENTS, SPARKS, View, bar, sparkline
 from loadout.errors import StreamLost
 from loadout.prometheus import Metrics, parse, quantile
+from tests.support.loadout.server_info import SERVER
 
 DEAD = StreamLost("Socket closed", code="UNAVAILABLE")
 TIER = types.TierStatus(1, 2, 3, 3, 1, 0)
 STORE = types.StoreStatus("0", 5, 100_000, 1, TIER, TIER, 7, 0)
-LIMITS = types.ServerLimits(64, 4, 8, 8, 64, 16, 1000)
-SERVER = types.ServerInfo(
-    "llama", "llama", "float32", "cpu", "", LIMITS, (types.MemoryUse("arena", 50, 200),), {}, ""
-)
 PREFIX = "loadout_inference_"
 
 

@@ -24,7 +24,7 @@ import pytest
 from adapter_store.config import StoreSettings
 from loadout.cli.__main__ import main
 from servicekit.settings.load import load_settings, unknown_variables
-from tests.support.hub_server import HUB_VARIABLES, HubServer, Repo
+from tests.support.servers.hub_server import HUB_VARIABLES, HubServer, Repo
 from tests.support.up import Up
 
 PART = """

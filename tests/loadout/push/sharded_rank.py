@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from loadout import AsyncClient, Client
 from loadout.errors import LoadoutError
-from tests.loadout.push.test_tensors import CONFIG, A, B
+from tests.support.loadout.tensors import CONFIG, A, B
 
 NUM_RANKS = 2
 

@@ -19,11 +19,9 @@ from loadout._push.adapter import check_pairs, read_config, read_tensors, saved_
 from loadout._push.tensors import describe, in_order, pieces
 from loadout._push.upload import METADATA
 from loadout.errors import InvalidArgument
+from tests.support.loadout.tensors import CONFIG, PREFIX, A, B
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
-A, B = f"{PREFIX}.lora_A.weight", f"{PREFIX}.lora_B.weight"
-CONFIG = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}
 
 
 def pair(rank: int = 2) -> dict[str, torch.Tensor]:

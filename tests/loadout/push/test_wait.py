@@ -15,7 +15,7 @@ from loadout.errors import NotLoaded
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.retry import ASLEEP
 from tests.loadout.fakes import Asynchronous, Blocking, FakeReplica
-from tests.loadout.push.test_tensors import CONFIG, A, B
+from tests.support.loadout.tensors import CONFIG, A, B
 
 TENSORS = {A: np.ones((2, 5), np.float32), B: np.ones((7, 2), np.float32)}
 

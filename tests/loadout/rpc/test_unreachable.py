@@ -16,8 +16,8 @@ from loadout._rpc.unreachable import explain
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as store_grpc
 from loadout.cli.__main__ import main
 from loadout.retry import RetryPolicy
-from tests.adapter_store.certificates import Authority
-from tests.loadout.conftest import Server
+from tests.support.access.certificates import Authority
+from tests.support.loadout.scripted import Server
 
 ONCE = RetryPolicy(max_attempts=1)
 

@@ -11,8 +11,8 @@ from adapter_store.core import Action
 from servicekit.auth.authenticator import Authenticator
 from servicekit.auth.policy import PolicyFile
 from servicekit.errors import PermissionDenied, Unauthenticated
-from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
-from tests.servicekit.auth.services import STORE
+from tests.support.access.policies import token_lines, token_of, write_policy
+from tests.support.access.services import STORE
 
 
 def carrying(value: str) -> list[tuple[str, str | bytes]]:

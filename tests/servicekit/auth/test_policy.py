@@ -9,12 +9,12 @@ import pytest
 
 from servicekit.auth.policy import PolicyFile
 from servicekit.errors import InvalidSetting, Unauthenticated
-from tests.servicekit.auth.services import INFERENCE, STORE, Service, each_service
+from tests.support.access.policies import FIRST_RELEASE
+from tests.support.access.services import INFERENCE, STORE, Service, each_service
 
 HASH = hashlib.sha256(b"secret").hexdigest()
 OTHER_HASH = hashlib.sha256(b"another").hexdigest()
 TOKEN = f'[tokens.a]\nsha256 = "{HASH}"\nroles = ["reader"]\ntenants = ["t"]\n'
-FIRST_RELEASE = Path(__file__).with_name("release_1_policy.toml")
 
 GOOD = f"""
 [tokens.trainer-a]

@@ -12,7 +12,7 @@ from adapter_store.core import Action as StoreAction
 from inference_svc.core import Action as InferenceAction
 from servicekit.auth.principal import Principal
 from servicekit.errors import PermissionDenied
-from tests.servicekit.auth.services import INFERENCE, STORE, Service, each_service
+from tests.support.access.services import INFERENCE, STORE, Service, each_service
 
 ALLOWED: dict[str, set[Enum]] = {
     "reader": {StoreAction.READ, StoreAction.PULL},

@@ -7,9 +7,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+from google.protobuf.wrappers_pb2 import BytesValue
 
 from servicekit.rpc.interceptor import CallInterceptor, CallRules, Continuation
 from servicekit.rpc.places import CALLER, CallPlaces
+from servicekit.rpc.requests import RequestBounds
 from servicekit.shares import Pace, Shares
 from servicekit.telemetry.recent_errors import CallEnd
 
@@ -62,3 +64,6 @@ async def serving(
     finally:
         await server.stop(0)
         places.close()
+
+
+REQUESTS = {"Do": RequestBounds(BytesValue)}

@@ -23,7 +23,7 @@ from servicekit.rpc.interceptor import CallRules
 from servicekit.rpc.requests import RequestBounds
 from servicekit.shares import Pace, Shares
 from tests.servicekit.rpc.served import ACCOUNT, call_places, serving
-from tests.support.http2 import Connection, message
+from tests.support.servers.http2 import Connection, message
 
 MIB = 1 << 20
 RULES = CallRules(

@@ -28,9 +28,9 @@ from servicekit.rpc.places import CALLER
 from servicekit.rpc.requests import RequestBounds
 from servicekit.rpc.status import INTERNAL_MESSAGE, code_for
 from servicekit.telemetry.recent_errors import CallEnd
-from tests.adapter_store.service.guarded import token_lines, token_of
-from tests.servicekit.error_kinds import GENERAL, kinds_of
 from tests.servicekit.rpc.served import call_places
+from tests.support.access.policies import token_lines, token_of
+from tests.support.error_kinds import GENERAL, kinds_of
 
 KINDS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream", "writing"]
 """Kinds of methods; `writing` is a unary_stream whose handler writes its responses itself."""

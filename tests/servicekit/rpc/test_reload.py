@@ -20,9 +20,9 @@ from servicekit.auth.policy import PolicyFile
 from servicekit.errors import InvalidSetting, Unauthenticated
 from servicekit.rpc.reload import Reloader, reloading
 from servicekit.rpc.tls import CertificateFiles
-from tests.adapter_store.certificates import Authority
-from tests.adapter_store.service.guarded import audit_lines, token_lines, token_of, write_policy
-from tests.servicekit.auth.services import STORE
+from tests.support.access.certificates import Authority
+from tests.support.access.policies import audit_lines, token_lines, token_of, write_policy
+from tests.support.access.services import STORE
 from tests.support.wait import until_async
 
 STAYER, LEAVER = token_lines("stayer", ["reader"]), token_lines("leaver", ["reader"])

@@ -10,19 +10,16 @@ from pathlib import Path
 
 import grpc
 import pytest
-from google.protobuf.wrappers_pb2 import BytesValue
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from adapter_store.config import StoreSettings
 from servicekit.rpc import server
-from servicekit.rpc.requests import RequestBounds
 from servicekit.rpc.server import RpcServer
 from servicekit.rpc.tls import CertificateFiles
-from tests.adapter_store.certificates import Authority
-from tests.support.http2 import Connection
-
-REQUESTS = {"Do": RequestBounds(BytesValue)}
+from tests.servicekit.rpc.served import REQUESTS
+from tests.support.access.certificates import Authority
+from tests.support.servers.http2 import Connection
 
 
 def use_option(monkeypatch: pytest.MonkeyPatch, name: str, usual: int, value: int) -> None:

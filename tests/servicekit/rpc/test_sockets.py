@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import pytest
 
 from servicekit.rpc import syn_filter
 from servicekit.rpc.sockets import Accepted, AcceptedSockets, Peer, peer_of_call
+from tests.support.machine.limits import no_files_left
 from tests.support.wait import until
 
 
@@ -27,23 +26,6 @@ def read(sockets: AcceptedSockets) -> list[Accepted]:
     found = sockets.read()
     assert found is not None
     return found
-
-
-@contextmanager
-def no_files_left() -> Iterator[None]:
-    """Has this process open no further file."""
-    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = max(map(int, os.listdir("/proc/self/fd"))) + 8
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, usual[1]))
-    opened: list[int] = []
-    try:
-        with pytest.raises(OSError, match="Too many open files"):
-            opened.extend(iter(lambda: os.open(os.devnull, os.O_RDONLY), None))
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
-        for file in opened:
-            os.close(file)
 
 
 def connect(listening: socket.socket, source: str = "127.0.0.1") -> socket.socket:

@@ -14,8 +14,8 @@ import adapter_store.errors
 import inference_svc.errors
 from servicekit import errors
 from servicekit.rpc.status import CODES, INTERNAL_MESSAGE, code_for, service_error, to_status
-from tests.servicekit.error_kinds import GENERAL, kinds_of
-from tests.support.threads import no_more_threads
+from tests.support.error_kinds import GENERAL, kinds_of
+from tests.support.machine.limits import no_more_threads
 
 GENERAL_CODES = {
     "InvalidArgument": "INVALID_ARGUMENT",

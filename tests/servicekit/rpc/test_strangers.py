@@ -29,8 +29,8 @@ from servicekit.rpc.server import RpcServer
 from servicekit.rpc.sockets import Accepted, AcceptedSockets
 from servicekit.rpc.strangers import StrangerLimits, Strangers
 from servicekit.rpc.tls import CertificateFiles
-from tests.servicekit.rpc.test_server import REQUESTS
-from tests.servicekit.rpc.test_sockets import no_files_left
+from tests.servicekit.rpc.served import REQUESTS
+from tests.support.machine.limits import no_files_left
 from tests.support.wait import until
 
 LIMITS = StrangerLimits()

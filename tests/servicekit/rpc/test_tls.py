@@ -14,7 +14,7 @@ from inference_svc.config import InferenceSettings
 from servicekit.errors import InvalidSetting
 from servicekit.rpc.tls import CertificateFiles, check_exposure
 from servicekit.settings.service import ServiceSettings
-from tests.adapter_store.certificates import Authority
+from tests.support.access.certificates import Authority
 
 LOOPBACK = ["127.0.0.1:0", "127.9.9.9:70", "localhost:70", "[::1]:70"]
 EXPOSED = ["0.0.0.0:70", "[::]:70", "10.1.2.3:70", "service.internal:70", "[fe80::1]:70"]

@@ -17,7 +17,7 @@ from servicekit.telemetry.tracing import (
     end_call,
     open_tracing,
 )
-from tests.support.otlp import Receiver
+from tests.support.servers.otlp import Receiver
 
 ROOT = Path(__file__).parents[3]
 PATH = "/loadout.inference.v1.InferenceService/Generate"

@@ -28,7 +28,6 @@ from typing import Any
 
 from loadout import Client
 from loadout.types import EventKind
-from tests.adapter_store.service.guarded import ROOT, token_lines, token_of, write_policy
 from tests.soak.chaos.adapters import NAME, RANK, Known, make_known
 from tests.soak.chaos.ledger import Event, Verdict, judge, without_fault
 from tests.soak.chaos.pods import Faults, InferencePod, Pod, StorePod
@@ -44,6 +43,7 @@ from tests.soak.chaos.tenants import (
 )
 from tests.soak.shared_ground import SharedGround
 from tests.soak.storage import Ground, SqliteGround
+from tests.support.access.policies import ROOT, token_lines, token_of, write_policy
 from tests.support.wait import until
 
 NUM_CONTENTS = 24

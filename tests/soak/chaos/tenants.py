@@ -14,9 +14,9 @@ from typing import Any
 
 from loadout import Client, errors
 from loadout.retry import RetryPolicy
-from tests.adapter_store.service.guarded import token_of
 from tests.soak.chaos.adapters import MOST_TOKENS, PROMPTS, Answers, Content, text_of
 from tests.soak.chaos.ledger import Answer, Failed, Written
+from tests.support.access.policies import token_of
 
 NUM_TENANTS = 8
 DURABLE, EPHEMERAL = ("first", "second"), "passing"

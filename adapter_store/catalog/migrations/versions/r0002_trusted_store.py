@@ -1,4 +1,4 @@
-"""Adds where versions came from, their signatures, and what several replicas share."""
+"""Adds where versions came from, their signatures, and tables that several replicas share."""
 
 from __future__ import annotations
 

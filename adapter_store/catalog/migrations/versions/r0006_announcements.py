@@ -1,4 +1,4 @@
-"""Adds what servers announce beside their layouts."""
+"""Adds the announcements of servers beside their layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adds who announced what, and which announcements are renewed."""
+"""Adds the accounts of announcements, and which announcements are renewed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Adds what adapters have beside A and B, what their images change, and what servers announce that
-they apply."""
+"""Adds the contents of adapters beside A and B, the changes of their images, and the contents that
+servers announce to apply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adds how servers call their base model: those of one layout may have different ones."""
+"""Adds how servers call their base model: servers of one layout may have different names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adds versions that live in memory, and those that are deleted by themselves."""
+"""Adds versions that live in memory, and versions that are deleted by themselves."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from inference_svc import errors
 from inference_svc.api.grpc.servicer import call_rules
 from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
 from servicekit.errors import Draining, ServiceError
-from tests.servicekit.error_kinds import GENERAL, kinds_of
+from tests.support.error_kinds import GENERAL, kinds_of
 
 RULES = call_rules(lambda: "TEXT load", max_model_len=64)
 

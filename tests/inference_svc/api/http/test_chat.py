@@ -11,7 +11,7 @@ import pytest
 from inference_svc.api.http.chat import ChatFormatter
 from inference_svc.core import TokenLogprobs
 from inference_svc.text.pieces import Pieces
-from tests.inference_svc.api.http.conftest import Front
+from tests.support.inference.front import Front
 
 ECHO = "user: hiassistant:"
 """The fake engine's answer to "hi": it repeats its prompt."""

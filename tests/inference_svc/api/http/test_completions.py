@@ -14,8 +14,8 @@ from inference_svc.api.http.completions import CompletionFormatter
 from inference_svc.core import SamplingParams, TokenLogprobs
 from inference_svc.text.pieces import Pieces
 from loadout.inference.v1 import inference_pb2 as pb
-from tests.inference_svc.api.http.conftest import Front
-from tests.inference_svc.serving import digest_of
+from tests.support.inference.front import Front
+from tests.support.inference.serving import digest_of
 
 
 def single(value: float) -> float:

@@ -31,9 +31,9 @@ from inference_svc.api.http.request import (
     parse_body,
 )
 from servicekit.errors import InvalidArgument, PermissionDenied, Unauthenticated
-from tests.inference_svc.api.http.conftest import Front
-from tests.inference_svc.serving import digest_of
-from tests.servicekit.error_kinds import kinds_of
+from tests.support.error_kinds import kinds_of
+from tests.support.inference.front import Front
+from tests.support.inference.serving import digest_of
 from tests.support.wait import until_async
 
 RETRIED = {408, 409, 429, *range(500, 600)}

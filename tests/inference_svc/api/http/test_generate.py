@@ -10,9 +10,9 @@ import pytest
 
 from inference_svc.api.http import response
 from inference_svc.errors import QueueFull
-from tests.inference_svc.api.http.conftest import Front, traced
-from tests.inference_svc.serving import digest_of
-from tests.support.otlp import Receiver
+from tests.support.inference.front import Front
+from tests.support.inference.serving import digest_of
+from tests.support.servers.otlp import Receiver, traced
 from tests.support.wait import until_async
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.adapter_store.certificates import Authority
-from tests.inference_svc.api.http.conftest import Front
-from tests.inference_svc.api.http.test_connections import HEALTH, connected
+from tests.support.access.certificates import Authority
+from tests.support.inference.connections import HEALTH, connected
+from tests.support.inference.front import Front
 
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"

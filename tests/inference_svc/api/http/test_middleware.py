@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from loadout.inference.v1 import inference_pb2 as pb
-from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
-from tests.inference_svc.api.http.conftest import Front, traced
-from tests.support.otlp import Receiver
+from tests.support.access.policies import token_lines, token_of, write_policy
+from tests.support.inference.front import Front
+from tests.support.servers.otlp import Receiver, traced
 from tests.support.wait import until_async
 
 PREFIX = "loadout_inference_"

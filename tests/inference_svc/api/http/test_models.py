@@ -11,9 +11,9 @@ import pytest
 from inference_svc.api.http import connections
 from inference_svc.api.http.models import MAX_PAGE_SIZE
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
-from tests.inference_svc.api.http.conftest import Front
-from tests.inference_svc.api.http.test_connections import connected
-from tests.inference_svc.serving import NameStore, digest_of
+from tests.support.inference.connections import connected
+from tests.support.inference.front import Front
+from tests.support.inference.serving import NameStore, digest_of
 from tests.support.wait import until_async
 
 

@@ -29,7 +29,7 @@ from inference_svc.core import (
     TokenLogprobs,
 )
 from inference_svc.frontend.output_stream import Delta
-from tests.inference_svc.api.http.conftest import Front
+from tests.support.inference.front import Front
 from tests.support.wait import until_async
 
 NUM_TOKENS, TOP = 40, 20

@@ -20,10 +20,10 @@ from inference_svc.config import InferenceSettings
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.auth.principal import tenant_account
 from servicekit.rpc.tls import CertificateFiles
-from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
-from tests.inference_svc.api.http.conftest import Front
-from tests.inference_svc.api.http.test_connections import connected
-from tests.inference_svc.serving import NOT_SERVING, digest_of
+from tests.support.access.policies import token_lines, token_of, write_policy
+from tests.support.inference.connections import connected
+from tests.support.inference.front import Front
+from tests.support.inference.serving import NOT_SERVING, digest_of
 from tests.support.wait import until_async
 
 LONG: dict[str, Any] = {"max_tokens": 60, "extra_body": {"ignore_eos": True}}

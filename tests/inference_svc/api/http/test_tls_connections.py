@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from inference_svc.api.http import connections
-from tests.adapter_store.certificates import Authority
-from tests.inference_svc.api.http.conftest import Front
-from tests.inference_svc.api.http.test_connections import CHAT, HEALTH, connected, request_of
+from tests.support.access.certificates import Authority
+from tests.support.inference.connections import CHAT, HEALTH, connected, request_of
+from tests.support.inference.front import Front
 from tests.support.wait import until_async
 
 

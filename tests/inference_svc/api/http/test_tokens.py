@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from inference_svc.core import SamplingParams
-from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
-from tests.inference_svc.api.http.conftest import Front
-from tests.inference_svc.conftest import EOS
-from tests.inference_svc.serving import digest_of
+from tests.support.access.policies import token_lines, token_of, write_policy
+from tests.support.inference.front import Front
+from tests.support.inference.serving import digest_of
+from tests.support.models.tokenizers import EOS
 
 GENERATE = "/inference/v1/generate"
 PROMPT = [5, 6, 7]

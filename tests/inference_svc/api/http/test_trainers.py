@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from inference_svc.api.http.trainers import WEIGHT_ROUTES
-from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
-from tests.inference_svc.api.http.conftest import Front
-from tests.inference_svc.serving import LAYOUT, MAX_MODEL_LEN
+from tests.support.access.policies import token_lines, token_of, write_policy
+from tests.support.inference.front import Front
+from tests.support.inference.serving import LAYOUT, MAX_MODEL_LEN
 from tests.support.wait import until_async
 
 

@@ -1,0 +1,13 @@
+"""The inference service in parts that tests control.
+
+connections     bare connections to a server's HTTP address
+fake_engine     an engine without a model
+front           a server's HTTP API, by OpenAI's client and a raw one
+loop            a residency without an engine
+memory_store    images of a small layout, and a store in memory that can misbehave
+scrapes         how many series a scrape may have
+scripted_pulls  pulls of messages that a test writes
+serving         a running server over a fake engine, and a client of it
+stepped         an engine on torch's backend, stepped by hand
+world           an engine without tensors and threads
+"""

@@ -1,0 +1,213 @@
+"""An engine without a model."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from inference_svc.adapters.layout import LayoutTarget, ModelLayout
+from inference_svc.api.service import ServerFacts
+from inference_svc.app import sampling_defaults
+from inference_svc.core import FinishReason, Request, TokenLogprobs
+from inference_svc.engine.messages import (
+    Call,
+    Cancel,
+    Command,
+    LayoutAccepted,
+    Message,
+    Output,
+    Reply,
+    StepOutputs,
+    Stop,
+    Submit,
+    Timings,
+    Usage,
+)
+from inference_svc.engine.status_types import EngineStatus, ResidentAdapter
+from inference_svc.errors import AdapterNotFound, EngineFailed
+from servicekit.errors import Draining
+from tests.support.models.tokenizers import EOS
+
+
+@dataclass(eq=False)
+class FakeEngine:
+    """An engine whose model repeats the prompt: one token per request and step, then EOS.
+
+    It uses the real one's messages, in a thread of its own. `hold` stops its steps, and loads
+    (messages are still taken); while it is `stuck` it takes none; `errors` maps a digest to what
+    its requests end with; `fail` lets it die.
+    """
+
+    errors: dict[str, Exception] = field(default_factory=dict)
+    step_s: float = 0.0005
+    hold: threading.Event = field(default_factory=threading.Event)
+    stuck: threading.Event = field(default_factory=threading.Event)
+    fail: threading.Event = field(default_factory=threading.Event)
+    cancelled: list[str] = field(default_factory=list)
+    submitted: list[Request] = field(default_factory=list)
+    layout_ids: list[str] = field(default_factory=list)
+    resident: dict[str, ResidentAdapter] = field(default_factory=dict)
+    num_resets: int = 0
+    num_dumps: int = 0
+
+    def __post_init__(self) -> None:
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._running: dict[str, tuple[Request, int]] = {}
+        self._loads: list[Call] = []
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    @property
+    def layout(self) -> ModelLayout:
+        target = LayoutTarget("model.layers.0.self_attn.q_proj", 0, "layers.0.qkv", "linear", 8, 4)
+        embedding = LayoutTarget("model.embed_tokens", None, "embed", "embedding", 400, 8)
+        return ModelLayout("base", "0" * 64, torch.bfloat16, (1,), (embedding, target))
+
+    @property
+    def num_loading(self) -> int:
+        return len(self._loads)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def start(self, on_outputs: Callable[[StepOutputs], None]) -> None:
+        self._on_outputs = on_outputs
+        self._thread.start()
+
+    def send(self, message: Message) -> None:
+        self._inbox.put(message)
+
+    def stop(self, timeout_s: float = 0.0) -> None:
+        """Ends the thread, even if a test has failed while it was stuck."""
+        self.stuck.clear()
+        if self._thread.is_alive():
+            self.send(Stop())
+            self._thread.join()
+
+    def dump_stacks(self) -> None:
+        self.num_dumps += 1
+
+    def _serve(self) -> None:
+        stopping = False
+        while not stopping:
+            outputs: list[Output] = []
+            replies: list[Reply] = []
+            while not self._inbox.empty() and not self.stuck.is_set():
+                message = self._inbox.get()
+                stopping |= isinstance(message, Stop)
+                self._take(message, outputs, replies)
+            if self.fail.is_set():
+                self._on_outputs(StepOutputs(failure=EngineFailed("the engine failed")))
+                return
+            if not self.hold.is_set():
+                replies += map(self._answer, self._loads)
+                self._loads.clear()
+                outputs += [self._step(request_id) for request_id in list(self._running)]
+            if stopping:
+                error = Draining("stopped")
+                outputs += [Output(request_id, error=error) for request_id in self._running]
+            if outputs or replies:
+                self._on_outputs(StepOutputs(tuple(outputs), tuple(replies)))
+            time.sleep(self.step_s)
+
+    def _take(self, message: Message, outputs: list[Output], replies: list[Reply]) -> None:
+        if isinstance(message, Submit):
+            request = message.request
+            self.submitted.append(request)
+            if request.digest in self.errors:
+                outputs.append(Output(request.request_id, error=self.errors[request.digest]))
+            else:
+                self._running[request.request_id] = (request, 0)
+        elif isinstance(message, Cancel):
+            self.cancelled.append(message.request_id)
+            if message.request_id in self._running:
+                outputs.append(self._end(message.request_id, FinishReason.ABORTED))
+        elif isinstance(message, LayoutAccepted):
+            self.layout_ids.append(message.layout_id)
+        elif isinstance(message, Call) and message.command is Command.LOAD:
+            self._loads.append(message)
+        elif isinstance(message, Call):
+            replies.append(self._answer(message))
+
+    def _step(self, request_id: str) -> Output:
+        request, count = self._running[request_id]
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        is_over = count == len(prompt) and not sampling.ignore_eos
+        token = EOS if is_over else prompt[count % len(prompt)]
+        self._running[request_id] = (request, count + 1)
+        top = sampling.logprobs
+        logprobs = (
+            () if top is None else (TokenLogprobs.of(token, -0.5, [token] * top, [-0.5] * top),)
+        )
+        if is_over:
+            return self._end(request_id, FinishReason.STOP, token, logprobs)
+        if count + 1 >= sampling.max_tokens:
+            return self._end(request_id, FinishReason.LENGTH, token, logprobs)
+        return Output(request_id, (token,), logprobs)
+
+    def _end(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        token: int | None = None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> Output:
+        request, count = self._running.pop(request_id)
+        return Output(
+            request_id,
+            () if token is None else (token,),
+            logprobs,
+            finish_reason=reason,
+            usage=Usage(len(request.prompt_token_ids), 2, count),
+            timings=Timings(0.25, 0.125, 0.5),
+        )
+
+    def _answer(self, call: Call) -> Reply:
+        if call.command is Command.DESCRIBE:
+            running = tuple({r.digest for r, _ in self._running.values()} - {""})
+            memory = {"weights": (5, 5), "kv_pages": (10, 40), "arena": (1, 2)}
+            counters = {"pulls": 2.0, "sampled_tokens": 3.0}
+            status = EngineStatus(len(self._running), 7, (), running, memory, counters, 1000)
+            return Reply(call.call_id, status)
+        if call.command is Command.RESET_PREFIX_CACHE:
+            self.num_resets += 1
+            return Reply(call.call_id)
+        if call.command is Command.LIST_RESIDENT:
+            return Reply(call.call_id, tuple(self.resident.values())[: call.limit or None])
+        if call.command is Command.LOAD:
+            if call.digest in self.errors:
+                return Reply(call.call_id, error=self.errors[call.digest])
+            adapter = ResidentAdapter(call.digest, "device", 640, 8, call.pin, 0, 1000.5, 0.25)
+            self.resident[call.digest] = adapter
+        if call.digest not in self.resident:
+            error = AdapterNotFound(f"adapter {call.digest} is not resident", subject="ref")
+            return Reply(call.call_id, error=error)
+        if call.command is Command.UNLOAD:
+            return Reply(call.call_id, self.resident.pop(call.digest).num_bytes)
+        return Reply(call.call_id, self.resident[call.digest])
+
+
+def facts_of(config: Any, tokenizer: Any) -> ServerFacts:
+    """Returns the facts of the fake engine."""
+    return ServerFacts(
+        base_model="base",
+        architecture="FakeForCausalLM",
+        dtype=config.dtype,
+        device=config.device,
+        vocab_size=tokenizer.vocab_size,
+        max_model_len=config.max_model_len,
+        max_loras=4,
+        max_lora_rank=16,
+        max_sequences=8,
+        max_batch_tokens=64,
+        max_queue=16,
+        versions={"loadout": "0"},
+        aliases=("b",),
+        sampling=sampling_defaults(config, tokenizer.vocab_size),
+    )

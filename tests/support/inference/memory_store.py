@@ -1,0 +1,136 @@
+"""Images of a small layout, and an adapter store in memory that can misbehave."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from inference_svc.adapters.image_source import (
+    ImageChunk,
+    ImageHeader,
+    ImageTrailer,
+    LayerEnd,
+    PullMessage,
+    Segment,
+)
+from inference_svc.adapters.resident import Resident
+from inference_svc.adapters.slots import Slots
+from inference_svc.errors import AdapterNotFound, StoreUnavailable
+
+LAYOUT_ID = "sha256:layout"
+IN, OUT = 64, 96
+
+
+@dataclass(frozen=True)
+class TestImage:
+    """An image of `data`, a part per target."""
+
+    __test__ = False
+
+    header: ImageHeader
+    data: bytes
+    ends: tuple[int, ...]
+
+
+def make_image(digest: str, rank: int, targets: tuple[int, ...] = (0, 1, 2)) -> TestImage:
+    segments, ends, position = [], [], 0
+    for target in targets:
+        for kind, features in (("a", IN), ("b", OUT)):
+            length = rank * features * 4
+            segments.append(Segment(target, kind, rank, position, length))
+            position += -(-length // 256) * 256
+        ends.append(position)
+    generator = torch.Generator().manual_seed(int.from_bytes(digest.encode()[:4]))
+    data = torch.randn(position // 4, generator=generator).numpy().tobytes()
+    header = ImageHeader(f"id-{digest}", digest, LAYOUT_ID, 1, position, tuple(segments))
+    return TestImage(header, data, tuple(ends))
+
+
+def reserve(slots: Slots, header: ImageHeader) -> Resident:
+    """Reserves memory that must be there."""
+    reservation = slots.reserve(header)
+    assert reservation is not None
+    return reservation.resident
+
+
+@dataclass
+class MemoryStream:
+    """One pull; `cancel` ends any wait of it."""
+
+    messages: Callable[[MemoryStream], Iterator[PullMessage]]
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    source: str = "memory"
+
+    def __iter__(self) -> Iterator[PullMessage]:
+        for message in self.messages(self):
+            if self.cancelled.is_set():
+                raise StoreUnavailable("cancelled")
+            yield message
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+@dataclass
+class MemoryStore:
+    """Implements AdapterStore in memory. `lose_after` streams end early, once each, after so many
+    chunks; `corrupt` streams are damaged; while `gate` is clear, streams wait after the header.
+    """
+
+    images: dict[str, TestImage] = field(default_factory=dict)
+    lose_after: list[int] = field(default_factory=list)
+    corrupt: int = 0
+    gate: threading.Event = field(default_factory=threading.Event)
+    pulls: list[tuple[str, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    def add(self, digest: str, rank: int = 4) -> TestImage:
+        self.images[digest] = make_image(digest, rank)
+        return self.images[digest]
+
+    def pull(
+        self, digest: str, layout_id: str, offset: int = 0, image_id: str = "", avoid: object = ()
+    ) -> MemoryStream:
+        self.pulls.append((digest, offset))
+        return MemoryStream(lambda stream: self._messages(stream, digest, offset, image_id))
+
+    def _messages(
+        self, stream: MemoryStream, digest: str, offset: int, image_id: str
+    ) -> Iterator[PullMessage]:
+        image = self.images.get(digest)
+        if image is None:
+            raise AdapterNotFound(f"no adapter {digest}")
+        start = offset if image_id == image.header.image_id else 0
+        header = image.header
+        yield ImageHeader(
+            header.image_id, digest, LAYOUT_ID, 1, header.total_bytes, header.segments, start
+        )
+        while not self.gate.wait(0.01):
+            if stream.cancelled.is_set():
+                raise StoreUnavailable("cancelled")
+        lose = self.lose_after.pop(0) if self.lose_after else -1
+        yield from self._body(image, start, lose)
+
+    def _body(self, image: TestImage, start: int, lose: int) -> Iterator[PullMessage]:
+        hashes = []
+        previous = 0
+        damaged, self.corrupt = self.corrupt > 0, max(0, self.corrupt - 1)
+        for part, end in enumerate(image.ends):
+            whole = image.data[previous:end]
+            hashes.append(hashlib.sha256(whole).digest())
+            if previous >= start:
+                for at in range(previous, end, 700):
+                    if lose == 0:
+                        raise StoreUnavailable("stream lost")
+                    lose -= 1
+                    data = image.data[at : min(at + 700, end)]
+                    yield ImageChunk(at, bytes([data[0] ^ 1]) + data[1:] if damaged else data)
+                yield LayerEnd(part, end, hashes[-1])
+            previous = end
+        yield ImageTrailer(hashlib.sha256(b"".join(hashes)).digest())

@@ -1,0 +1,50 @@
+"""Pulls of messages that a test writes."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+
+from inference_svc.adapters.image_source import PullMessage
+from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.pull import ImageSink, PullEvent, PullJob, PullOpened
+from inference_svc.adapters.pull_pace import PullPace
+from inference_svc.adapters.pull_threads import Puller
+from inference_svc.adapters.slots import Slots
+from tests.support.inference.memory_store import LAYOUT_ID
+from tests.support.wait import TIMEOUT_S
+
+
+class Scripted:
+    """A store that answers every pull with the same messages."""
+
+    def __init__(self, messages: list[PullMessage]) -> None:
+        self.messages = messages
+        self.num_pulls = 0
+        self.source = "script"
+
+    def pull(self, *_asked: object) -> Scripted:
+        self.num_pulls += 1
+        return self
+
+    def __iter__(self) -> Iterator[PullMessage]:
+        return iter(self.messages)
+
+    def cancel(self) -> None:
+        pass
+
+
+def outcome_of(store: Scripted, layout: ModelLayout, pace: PullPace | None = None) -> PullEvent:
+    events: queue.SimpleQueue[PullEvent] = queue.SimpleQueue()
+    puller = Puller(store, 1, events.put, layout.read_header, layout.check_rows, pace)
+    job = PullJob("aaaa", LAYOUT_ID)
+    puller.start(job)
+    memory = memoryview(bytearray(1 << 16))
+    while isinstance(event := events.get(timeout=TIMEOUT_S), PullOpened):
+        slots = Slots(1 << 16, 1)
+        reservation = slots.reserve(event.header)
+        assert reservation is not None
+        if job.grant(ImageSink(memory, reservation.resident.extents)):
+            puller.start(job)
+    puller.close()
+    return event

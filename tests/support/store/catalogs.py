@@ -1,0 +1,82 @@
+"""Short forms for calls of a catalog, and its events."""
+
+from __future__ import annotations
+
+import threading
+from datetime import UTC, datetime, timedelta
+
+from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.rows import NewVersion
+from adapter_store.core import AdapterEvent
+from servicekit.refs import AdapterName, AdapterRef
+
+BASE = "org/tiny"
+WAIT_SECONDS = 60
+
+
+class Clock:
+    """Moves on by a millisecond whenever it is read."""
+
+    def __init__(self) -> None:
+        self.now = datetime(2026, 1, 1, tzinfo=UTC)
+
+    def __call__(self) -> datetime:
+        self.now += timedelta(milliseconds=1)
+        return self.now
+
+
+class Names:
+    """Short forms for what tests say often."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+
+    def new(self, name: str, digest: str, **fields: object) -> NewVersion:
+        tenant, _, name = name.rpartition("/")
+        values = {
+            "base_model": BASE,
+            "source_uri": f"file:///{digest}",
+            "rank": 8,
+            "targets": ("q_proj", "v_proj"),
+            "source_bytes": 100,
+            **fields,
+        }
+        return NewVersion(AdapterName(tenant or "default", name), digest, **values)
+
+    def register(self, name: str, digest: str, if_current: str = "", **fields: object):
+        """Gives the record and the revision."""
+        return self.catalog.register(self.new(name, digest, **fields), if_current)[:2]
+
+    def ref(self, name: str, version: int | None = None) -> AdapterRef:
+        tenant, _, name = name.rpartition("/")
+        return AdapterRef(AdapterName(tenant or "default", name), version)
+
+    def get(self, name: str, version: int | None = None):
+        return self.catalog.get(self.ref(name, version))[0]
+
+
+class ReceivedEvents:
+    """Collects the events of a catalog; `wait` blocks until there are so many."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.events: list[AdapterEvent] = []
+        self._changed = threading.Condition()
+        catalog.on_change(self._add)
+
+    def _add(self, events: list[AdapterEvent]) -> None:
+        with self._changed:
+            self.events += events
+            self._changed.notify_all()
+
+    def wait(self, count: int) -> list[int]:
+        """Returns their revisions."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.events) >= count, WAIT_SECONDS)
+            return [event.revision for event in self.events]
+
+
+def live_layouts(catalog: Catalog) -> list[str]:
+    return sorted(set(catalog.layout_ids()) - catalog.unused_layouts())
+
+
+ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT count(*) FROM n"
