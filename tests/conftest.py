@@ -20,7 +20,7 @@ ARTIFACT_FIXTURES = {"compiler"}
 ARTIFACT_FILES = (
     *("tests/kernels/test_sass.py", "tests/tools/test_wheel.py", "tests/docs/test_site.py"),
     *("tests/docs/test_sizing_docs.py", "tests/test_gpu_emulated.py"),
-    "tests/bench/test_gpu_run.py",
+    *("tests/bench/test_gpu_run.py", "tests/kernels/test_triton_launchers.py"),
 )
 """Tests that build something, or compile kernels for devices, bear the mark `artifacts`."""
 

@@ -17,6 +17,7 @@ import math
 import os
 import pickle
 import resource
+import runpy
 import select
 import selectors
 import signal
@@ -27,13 +28,16 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any, Self
 
+import pytest
+
+from loadout.cli import service_code
 from loadout.demo.process import Process
 from tests.support.machine.small_volume import SmallVolume, enter
 
@@ -41,14 +45,15 @@ ADDRESS = "LOADOUT_TEST_FORKS"
 """The environment variable with the socket's path, which forks use to have engines forked."""
 ROOT = Path(__file__).resolve().parents[2]
 TURN_S = 0.05
+ENGINE = "engine"
 PR_SET_NAME = 15
 """Of Linux's prctl.h."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The program of a fork: `python -m module arguments`, or an engine. The descriptors of its
-    standard streams travel with it."""
+    """The program of a fork: `python -m module arguments`, a file, or an engine. The descriptors
+    of its standard streams travel with it."""
 
     module: str
     arguments: Sequence[str]
@@ -111,6 +116,57 @@ class Fork:
         if len(found) < count:
             raise RuntimeError(f"the process that forks has ended; see its log: {_address()}.log")
         return found
+
+
+class ForkedCommand(Fork):
+    """A fork with a pipe for its errors, with what a command uses of `subprocess.Popen`."""
+
+    def __init__(
+        self, command: Sequence[str], *, stdin: int, stdout: IO[str], stderr: int, text: bool
+    ) -> None:
+        assert list(command[:2]) == [sys.executable, "-m"], command
+        assert (stdin, stderr, text) == (subprocess.DEVNULL, subprocess.PIPE, True)
+        reading, writing = os.pipe()
+        self.stderr = os.fdopen(reading)
+        with open(os.devnull) as nothing, open(writing, "wb") as errors:
+            request = Request(command[2], command[3:], dict(os.environ), os.getcwd())
+            super().__init__(request, (nothing.fileno(), stdout.fileno(), errors.fileno()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stderr.close()
+        self.wait()
+
+
+@contextlib.contextmanager
+def forked_commands() -> Iterator[None]:
+    """Commands of the client that run code of the services in a process fork it meanwhile."""
+    subprocess_of_forks = SimpleNamespace(
+        Popen=ForkedCommand, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service_code, "subprocess", subprocess_of_forks)
+        yield
+
+
+def run(
+    program: str, *arguments: str, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a module, or a file whose name ends with .py, as `python -m` would, to its end."""
+    variables = {**os.environ, **(environment or {})}
+    with (
+        open(os.devnull) as nothing,
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as errors,
+    ):
+        streams = (nothing.fileno(), out.fileno(), errors.fileno())
+        code = Fork(Request(program, arguments, variables, os.getcwd()), streams).wait()
+        out.seek(0)
+        errors.seek(0)
+        command = [program, *arguments]
+        return subprocess.CompletedProcess(command, code, out.read(), errors.read())
 
 
 class ForkedProcess(Process):
@@ -266,9 +322,11 @@ def _become(request: Request, streams: Sequence[int], address: str) -> None:
         os.chdir(request.folder)
         os.environ.clear()
         os.environ.update({**request.environment, ADDRESS: address})
-        sys.argv[1:] = request.arguments
+        sys.argv[:] = [request.module, *request.arguments]
         status = _main_of(request.module)(list(request.arguments))
     except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
         traceback.print_exc()
@@ -300,6 +358,8 @@ def _main_of(module: str) -> Callable[[list[str]], int]:
         replacement = SimpleNamespace(Popen=_begin_engine, TimeoutExpired=subprocess.TimeoutExpired)
         setattr(process, "subprocess", replacement)  # noqa: B010 - a module's import, not its API
         return main
+    if module != ENGINE:
+        return partial(_run_program, module)
     from inference_svc.engine.process_main import main as engine_main
 
     def run(arguments: list[str]) -> int:
@@ -310,10 +370,19 @@ def _main_of(module: str) -> Callable[[list[str]], int]:
     return run
 
 
+def _run_program(program: str, arguments: list[str]) -> int:
+    """Runs a file or a module, which finds its arguments in `sys.argv`."""
+    if program.endswith(".py"):
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__")
+    return 0
+
+
 def _begin_engine(command: Sequence[str], *, stdin: int, process_group: int) -> Fork:
     max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     environment, folder = dict(os.environ), os.getcwd()
-    request = Request("engine", [str(os.getpid())], environment, folder, max_files=max_files)
+    request = Request(ENGINE, [str(os.getpid())], environment, folder, max_files=max_files)
     return Fork(request, (stdin, 1, 2))
 
 

@@ -16,8 +16,8 @@ import pytest
 PATHS = {"native": True, "torch": False}
 """Backends for CPUs, by the setting `native_kernels`."""
 PAIRS = {("float32", "native"), ("bfloat16", "torch")}
-BOTH = ("llama", "gpt-oss", "Llama", "GptOss")
-"""A dense family and a mixture, as the zoo and as transformers call them."""
+BOTH = ("llama", "gpt-oss", "Llama", "GptOss", "Gemma3")
+"""A dense family and a mixture, as the zoo and as transformers call them, and a whole model."""
 
 
 def pairs(families: Iterable[str]) -> list[Any]:

@@ -13,6 +13,7 @@ import pytest
 from inference_svc.core import EngineConfig
 from inference_svc.engine.messages import LayoutAccepted
 from inference_svc.engine.thread import EngineThread
+from tests.support import forks
 from tests.support.access.certificates import Authority
 from tests.support.models.zoo import Zoo, make_zoo
 from tests.support.servers.otlp import Receiver
@@ -90,6 +91,13 @@ def observed(
                 patch.setenv(name, value)
             made = stack.enter_context(Observed(zoos("llama"), folder, receiver))
         yield made
+
+
+@pytest.fixture
+def forked_commands() -> Iterator[None]:
+    """See `forks.forked_commands`."""
+    with forks.forked_commands():
+        yield
 
 
 @pytest.fixture

@@ -38,8 +38,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 OTHERS = ("gemma3", "gemma4", "phi3", "cohere2", "qwen2-moe", "gpt-oss")
 """Models beside Llama: windows, two rotations, parts of heads, halves side by side, experts."""
-RUNS = [("llama", case) for case in CASES] + [
-    (kind, case) for kind in OTHERS for case in list(CASES)[1:6]
+QUICK = ("chunks-of-7", "preemption")
+RUNS = [
+    *(("llama", case) for case in CASES),
+    *(
+        pytest.param(kind, case, marks=() if case in QUICK else pytest.mark.long)
+        for kind in OTHERS
+        for case in list(CASES)[1:6]
+    ),
 ]
 
 

@@ -17,7 +17,7 @@ from tests.support.models.whole_models import make_whole
 from tests.support.models.zoo import AdapterSpec, make_zoo
 from tests.support.servers.hub_cache import linked
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked_commands")]
 
 
 @pytest.fixture(scope="module")

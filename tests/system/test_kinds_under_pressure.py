@@ -37,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
         "host_bytes": LARGEST_IMAGE * 3 // 2,
     },
 }
+QUICK_TORCH = ("plain", "preemption")
 Asked = list[tuple[str, list[int]]]
 
 
@@ -86,8 +87,17 @@ def run_alone(running: Running, zoo: Kinds, asked: Asked) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "path"),
+    [
+        pytest.param(
+            *(case, path),
+            marks=() if path == "native" or case in QUICK_TORCH else pytest.mark.long,
+        )
+        for path in PATHS
+        for case in CASES
+    ],
+)
 def test_alone_and_in_any_mix_the_same_tokens(
     zoo: Kinds, asked: Asked, begin: Callable, alone: dict[str, Any], case: str, path: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from loadout import Client
 from loadout.demo.adapters import ADAPTERS, MODEL
 from loadout.demo.jobs import ADAPTER_JOBS, BASE_MODEL
 from loadout.demo.system import FREE_PORT, Addresses, System, SystemSettings
+from tests.support import forks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "python"
@@ -35,19 +37,21 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
 
 
 @pytest.fixture
-def start(addresses: Addresses) -> Callable[..., subprocess.Popen[str]]:
-    environment = {
-        **os.environ,
+def environment(addresses: Addresses) -> dict[str, str]:
+    return {
         "LOADOUT_INFERENCE": addresses.inference,
         "LOADOUT_STORE": addresses.store,
         "LOADOUT_HTTP": addresses.http,
         "NO_PROXY": "127.0.0.1",
     }
 
+
+@pytest.fixture
+def start(environment: dict[str, str]) -> Callable[..., subprocess.Popen[str]]:
     def start(name: str, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, str(EXAMPLES / name), *arguments],
-            env=environment,
+            env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -57,12 +61,11 @@ def start(addresses: Addresses) -> Callable[..., subprocess.Popen[str]]:
 
 
 @pytest.fixture
-def run(start: Callable[..., subprocess.Popen[str]]) -> Callable[..., str]:
+def run(environment: dict[str, str]) -> Callable[..., str]:
     def run(name: str, *arguments: str) -> str:
-        process = start(name, *arguments)
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
-        return out
+        done = forks.run(str(EXAMPLES / name), *arguments, environment=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     return run
 
@@ -103,9 +106,7 @@ def test_output(run: Callable[..., str], name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name, (arguments, _) in RUNS.items() if arguments])
 def test_without_arguments_is_a_usage_line(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, check=False
-    )
+    done = forks.run(str(EXAMPLES / name))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith(f"usage: python {name} NAME ")
 
@@ -151,16 +152,9 @@ def test_blocks_of_a_page(addresses: Addresses, tmp_path: Path, page: str) -> No
         shutil.copytree(ADAPTERS / job, tmp_path / "out" / folder)
     with Client(store=addresses.store) as client:
         client.register("french", ADAPTERS / "upper")
-    command = [sys.executable, "-c", program]
-    environment = {**os.environ, "NO_PROXY": "127.0.0.1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command,
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    (tmp_path / "page.py").write_text(program)
+    environment = {"NO_PROXY": "127.0.0.1"}
+    with contextlib.chdir(tmp_path):
+        done = forks.run(str(tmp_path / "page.py"), environment=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert [each for each in PAGES[page] if each not in done.stdout] == [], done.stdout

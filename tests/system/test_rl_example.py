@@ -14,6 +14,7 @@ from loadout import Client
 from loadout.demo.adapters import MODEL
 from loadout.demo.jobs import BASE_MODEL
 from loadout.demo.system import System, SystemSettings
+from tests.support import forks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rl" / "grpo.py"
 STEPS = 28
@@ -49,8 +50,6 @@ def test_the_loop_learns(tmp_path: Path) -> None:
 
 
 def test_without_arguments_is_a_usage_line() -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=False
-    )
+    done = forks.run(str(EXAMPLE))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith("usage: python grpo.py NAME ")

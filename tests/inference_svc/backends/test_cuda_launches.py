@@ -12,6 +12,7 @@ from inference_svc.backends.cuda_lora import StepKind
 from tests.support.gpu.models import Model, make_decoder
 
 NUM_LAYERS = 32
+FEW_LAYERS = 4
 LIMITS = {StepKind.BASE: 360, StepKind.LORA: 620, StepKind.ANY: 700}
 """By what the rows' adapters have."""
 
@@ -33,15 +34,15 @@ def test_a_decode_step_launches_few_kernels(tmp_path, kind):
 @pytest.mark.parametrize(
     ("lora_targets", "num_kernels"),
     [
-        ((), 2 * (4 * NUM_LAYERS + 1) + 1),
-        (("q_proj", "v_proj"), 2 * NUM_LAYERS),
-        (("o_proj", "lm_head"), 2 * (NUM_LAYERS + 1)),
+        ((), 2 * (4 * FEW_LAYERS + 1) + 1),
+        (("q_proj", "v_proj"), 2 * FEW_LAYERS),
+        (("o_proj", "lm_head"), 2 * (FEW_LAYERS + 1)),
         (("embed_tokens",), 1),
     ],
 )
 def test_nothing_is_launched_for_targets_that_are_refused(tmp_path, lora_targets, num_kernels):
     """For each group that has an accepted target two kernels, for the embedding one."""
-    description = make_decoder("llama", tmp_path, num_hidden_layers=NUM_LAYERS)
+    description = make_decoder("llama", tmp_path, num_hidden_layers=FEW_LAYERS)
     model = Model.make(description, torch.float32, META)
     counts = []
     for kind in (StepKind.BASE, StepKind.LORA):

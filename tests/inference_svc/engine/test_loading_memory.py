@@ -20,6 +20,7 @@ import torch
 
 from tests.support.models.whole_models import WHOLE, whole_class, whole_config
 from tests.support.native import native_library
+from tests.support.pairs import by_path
 
 TOLERANCE = 0.03
 TEXT: dict[str, Any] = {
@@ -61,7 +62,7 @@ class Saved(NamedTuple):
     largest_bytes: int
 
 
-@pytest.fixture(scope="module", params=WHOLE)
+@pytest.fixture(scope="module")
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     """Weights in bfloat16, hundreds of megabytes of each tower in several files."""
     name = request.param
@@ -136,7 +137,7 @@ built.puller.close()
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("path", ["torch", "native"])
+@pytest.mark.parametrize(("saved", "path"), by_path(WHOLE), indirect=["saved"])
 def test_loading_takes_what_was_said(saved: Saved, path: str) -> None:
     """No second copy of anything, however a backend packs it, and nothing of the other towers."""
     native_library()

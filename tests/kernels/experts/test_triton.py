@@ -205,8 +205,9 @@ def test_no_pairs(interpreter):
     assert interpreter.call("combine", found, pairs, routing.weights).shape == (0, 4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tiles", CLASSES)
+@pytest.mark.parametrize(
+    ("tiles", "dtype"), zip(CLASSES, [*DTYPES, torch.float32], strict=True), ids=str
+)
 def test_a_pair_has_the_same_bits_alone_and_in_any_batch(interpreter, tiles, dtype):
     """That they are the same in tiles of another length is the tensor cores' doing: those of numpy
     are not. tests/gpu has that."""

@@ -127,7 +127,7 @@ def test_the_definition_plans_the_rows_that_the_host_would(rows, choice, seed, k
         assert torch.equal(found.items[found.items[:, 3] > 0], host.items)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=10)
 @given(
     rows=STEPS,
     choice=CHOICES,

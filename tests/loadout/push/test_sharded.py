@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from safetensors.torch import load
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.loadout.push.sharded_rank import NUM_RANKS, whole
+from tests.support import forks
 from tests.support.wait import TIMEOUT_S
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -22,18 +22,15 @@ WEIGHTS = "adapter_model.safetensors"
 
 def run(folder: Path, store: str, client: str = "blocking", fault: str = "none") -> list[str]:
     """Returns what each rank printed."""
-    command = [sys.executable, "-m", "tests.loadout.push.sharded_rank"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder / "rendezvous"), store, client, fault],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(NUM_RANKS)
-    ]
-    found = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * NUM_RANKS
-    return [json.loads(each.splitlines()[-1]) for each in found]
+    arguments = (str(folder / "rendezvous"), store, client, fault)
+    with ThreadPoolExecutor(NUM_RANKS) as pool:
+        ranks = [
+            pool.submit(forks.run, "tests.loadout.push.sharded_rank", str(rank), *arguments)
+            for rank in range(NUM_RANKS)
+        ]
+        found = [rank.result(TIMEOUT_S) for rank in ranks]
+    assert [each.returncode for each in found] == [0] * NUM_RANKS, found
+    return [json.loads(each.stdout.splitlines()[-1]) for each in found]
 
 
 @pytest.mark.parametrize("client", ["blocking", "async"])
