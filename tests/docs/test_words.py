@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.words import FOR_USERS, ROOT, count, pages, prose_of
+from tools.words import FOR_USERS, ROOT, code_of, count, pages, prose_of
 
 MAX_WHATS, MIN_YOUS, MAX_STAND_INS = 3.0, 5.0, 1.0
 """Per 1,000 words. Shorter pages may have as many as one of 1,000 words."""
@@ -17,6 +17,7 @@ STILL = {
 """Pages above a limit, by the counts that they may have today: lower a number with each mending."""
 SILENT = ("docs/security.md",)
 """Pages for users that do not speak to them yet."""
+PRODUCT = ("loadout", "contract", "servicekit", "adapter_store", "inference_svc", "kernels")
 
 
 def test_prose_is_what_a_reader_reads() -> None:
@@ -46,3 +47,11 @@ def test_pages_for_users_speak_to_them() -> None:
     counts = {page: count((ROOT / page).read_text()) for page in FOR_USERS}
     silent = [page for page, each in counts.items() if each.rate(each.yous) < MIN_YOUS]
     assert silent == [*SILENT]
+
+
+def test_texts_of_the_code_name_their_nouns() -> None:
+    counts = {package: count(code_of(package)) for package in PRODUCT}
+    assert [name for name, each in counts.items() if each.rate(each.whats) > MAX_WHATS] == []
+    assert [
+        name for name, each in counts.items() if each.rate(each.stand_ins) > MAX_STAND_INS
+    ] == []
