@@ -1,11 +1,13 @@
 """`python -m adapter_store`, or `loadout store`: runs the adapter store until SIGTERM.
 
-`python -m adapter_store digest DIR` prints the digest that a store would give to a local adapter,
-`python -m adapter_store strip IN OUT [MODEL] [--force]` makes a copy of one without base weights,
-`python -m adapter_store convert IN OUT [--model DIR] [--initial DIR] [--force]` makes a plain LoRA
-of one that was trained on a changed base, and describes the result as JSON, `python -m
-adapter_store check DIR [--server FILE] [--allow-config-keys KEY,...]` prints as JSON the verdict of
-a store on one, and of a server, of which FILE has the output of `python -m inference_svc layout`.
+`python -m adapter_store` has further commands:
+
+- `digest DIR` prints the digest that a store would give to a local adapter;
+- `strip IN OUT [MODEL] [--force]` makes a copy of one without base weights;
+- `convert IN OUT [--model DIR] [--initial DIR] [--force]` makes a plain LoRA of one that was
+  trained on a changed base, and describes the result as JSON;
+- `check DIR [--server FILE] [--allow-config-keys KEY,...]` prints as JSON the verdict of a store on
+  one, and of a server if FILE has the output of its `python -m inference_svc layout`.
 """
 
 from __future__ import annotations

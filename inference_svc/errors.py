@@ -184,7 +184,7 @@ class EngineFailed(Unavailable):
     @property
     def for_operator(self) -> str:
         """The message with the operators' remedy in place of the callers'."""
-        return self.message.replace(ENGINE_ADVICE, f"; {self.remedy or 'its log says more'}")
+        return self.message.replace(ENGINE_ADVICE, f"; {self.remedy or 'its log has more'}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = {} if self.fault is None else {"fault": self.fault, "remedy": self.remedy}

@@ -42,7 +42,9 @@ _BLOCK = re.compile(r"^ *(```|~~~).*?^ *\1\s*$", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"``.*?``|`[^`\n]*`")
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 _ADDRESS = re.compile(r"https?://\S+|<!--.*?-->", re.DOTALL)
-_END = re.compile(r"[.!?:;](?=\s|$)|\n\s*\n|\n\s*(?:[-*#>]|\d+\.)\s|\|")
+_END = re.compile(r"[.!?:;](?=\s|$)|\n\s*\n|\n\s*(?:[-*#>]|[├└]─|\d+\.)\s|\n\s*\S+ {2,}(?=\S)|\|")
+"""Where a sentence ends; also before a row of a list: a mark, or a name and two spaces."""
+
 _STAND_INS = re.compile(
     r"\b(?:those of|that of|that which|those that|those which|one that|ones that|the one of)\b",
     re.IGNORECASE,

@@ -313,7 +313,7 @@ def _from_kinds(numbers: Sequence[int]) -> Iterator[SegmentKind]:
     for index, number in enumerate(numbers):
         if number == pb.SEGMENT_KIND_UNSPECIFIED:
             raise InvalidArgument(
-                f"{field}[{index}]: which kind is not said", subject=f"{field}[{index}]"
+                f"{field}[{index}]: its kind is missing", subject=f"{field}[{index}]"
             )
     if numbers and not found.issuperset(_LORA_KINDS):
         raise InvalidArgument(f"{field}: a server that names any applies A and B", subject=field)

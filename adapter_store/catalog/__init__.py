@@ -14,7 +14,7 @@ follower       receives the events of other replicas' commits
 base_models    base models that servers have registered, with all their names
 layouts        layouts, and which of them are in use
 announcements  announcements of a layout's servers
-presence       renews these while servers watch, and withdraws it when they have gone
+presence       renews these while servers watch, and withdraws them when they have left
 layout_usage   records that layouts are used, while pulls go on
 image_states   the state of each image, and who may pull it
 work_leases    work that only one replica may do at a time

@@ -98,9 +98,9 @@ def _check_limit(layout_id: str, accounts: Sequence[str], account: str, share: f
         of_which = f"; one tenant may have {share:.0%} of the number that others leave free"
         raise LimitExceeded(
             f"announcement: {layout_id} has {own} different announcements by "
-            f"{account or 'all callers together'} and {others} by others, and the most are "
-            f"{MAX_PER_LAYOUT}{of_which if share < 1 else ''}; one goes an hour after its last "
-            "server",
+            f"{account or 'all callers together'} and {others} by others, and at most "
+            f"{MAX_PER_LAYOUT} are allowed{of_which if share < 1 else ''}; one expires an hour "
+            "after its last server has left",
             subject="announcement",
             reason="ANNOUNCEMENT_LIMIT",
         )

@@ -280,8 +280,9 @@ def _check_pin(new: NewVersion, current: Row[Any] | None) -> None:
         return
     pinned = AdapterRef(new.name, current.version)
     raise FailedPrecondition(
-        f"ephemeral: {pinned} is pinned, and the pin moves with the name, to content that is gone "
-        f"when the store ends: unpin {pinned} first, push under another name, or without ephemeral",
+        f"ephemeral: {pinned} is pinned, and the pin moves with the name, to content that is "
+        f"lost when the store ends: unpin {pinned} first, push under another name, or without "
+        "ephemeral",
         subject="ephemeral",
         reason="NAME_PINNED",
     )

@@ -72,7 +72,7 @@ def parse_filter(text: str) -> Filter:
         known = bool(_LABEL_KEY.fullmatch(key)) if into is labels else key in _SIMPLE_TERMS
         if not equals or not known or not value.isprintable():
             raise InvalidArgument(
-                f"filter: {term[:80]!r} is none of tenant=T, base_model=B, name=PREFIX, "
+                f"filter: {term[:80]!r} is not one of tenant=T, base_model=B, name=PREFIX, "
                 "label.KEY=VALUE",
                 subject="filter",
             )

@@ -1,12 +1,12 @@
 """Makes a plain LoRA of an adapter that was trained on a changed base: PiSSA's, OLoRA's, CorDA's,
 LoRA-GA's or LoftQ's.
 
-Training began with A0 and B0, and PEFT took their product out of the base: it is trained as `W - s
-B0 A0 + s B A`, s the scale alpha / r. On the base itself that is a change of `s (B A - B0 A0)`, of
-up to twice the rank. PEFT's own conversion saves it as [B, -B0] and [A; A0], two products that are
-nearly equal: rounded to bfloat16, as servers compute, their difference is wrong by a tenth and
-more. Here it is the same product in factors of its own, found through their QR and singular value
-decompositions, so that the difference itself is rounded.
+Training began with A0 and B0, and PEFT took their product out of the base. The model is trained as
+`W - s B0 A0 + s B A`, s the scale alpha / r. On the base itself that is a change of
+`s (B A - B0 A0)`, of up to twice the rank. PEFT's own conversion saves it as [B, -B0] and [A; A0],
+two products that are nearly equal: rounded to bfloat16, as servers compute, their difference is
+wrong by a tenth and more. Here it is the same product in factors of its own, found through their QR
+and singular value decompositions, so that the difference itself is rounded.
 
 The base of LoftQ is quantised, and W is `Q + B0 A0`, whatever s is, except for the rest that rank r
 leaves of the error of quantisation. The change of W is taken to be `s B A - B0 A0`: exact but for
@@ -76,7 +76,7 @@ UNNAMED = "true"
 """The initialisation of a trained adapter whose config was set to true before training, so that the
 initial adapter could be saved, as PEFT's documentation does."""
 
-_RANDOM = "a randomised decomposition, which comes out otherwise each time"
+_RANDOM = "a randomised decomposition, whose result differs each time"
 _NOT_COMPUTED = {
     "pissa_niter": _RANDOM,
     "corda": "the effect of its data on the inputs of each layer",
@@ -271,14 +271,14 @@ def _check_head(linear: Iterable[str], base: BaseModel | None) -> None:
         return
     if base is None:
         raise FailedPrecondition(
-            f"{head} is adapted: give --model DIR, too, the base model, which tells whether its "
-            "embedding is the same weight and so was changed along",
+            f"{head} is adapted: give --model DIR, too, the base model, which shows whether its "
+            "embedding is the same weight and so was changed too",
             subject=head,
         )
     if base.has_tied_head():
         raise FailedPrecondition(
             f"{head} is adapted, and in {base.folder} it is one weight with the embedding, which "
-            f"was changed along: that is no LoRA of the head; {_INSTEAD}",
+            f"was changed too: that is no LoRA of the head; {_INSTEAD}",
             subject=head,
         )
 
@@ -295,8 +295,8 @@ def _check_copies(
         name = f"{copy.name}.weight"
         if base is None:
             raise FailedPrecondition(
-                f"{copy.record.key} was saved along: give --model DIR, too, the base model, to "
-                "compare it with",
+                f"{copy.record.key} was saved with the adapter: give --model DIR, too, the base "
+                "model, to compare it with",
                 subject=copy.name,
             )
         with open_file(checkpoint.folder, copy.record.file) as file:

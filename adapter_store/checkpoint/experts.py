@@ -142,7 +142,7 @@ def _count(
         )
     if num_experts == 1:
         raise refused(
-            a, "SHAPE_INVALID", "A and B are for one expert, but the file does not say for which"
+            a, "SHAPE_INVALID", "A and B are for one expert, but the file does not name it"
         )
     return num_experts
 
@@ -169,8 +169,8 @@ def check_single(targets: Iterable[tuple[str, TensorRecord]]) -> Mapping[str, st
         if expert is None or expert.expert >= MAX_EXPERTS:
             raise refused(
                 *(record, "TENSOR_UNKNOWN"),
-                f"no mixture has an expert {match['index']}: their numbers go from 0 to "
-                f"{MAX_EXPERTS - 1} at most, without leading zeros",
+                f"no mixture has an expert {match['index']}: their numbers are from 0 to at most "
+                f"{MAX_EXPERTS - 1}, without leading zeros",
             )
         projection = _name(expert.stack)
         first = found.setdefault(f"{expert.expert} {projection}", name)
@@ -203,8 +203,8 @@ def check_forms(
         if each.name in names:
             raise refused(
                 *(_record(each), "EXPERTS_MIXED"),
-                f"all experts in one tensor, beside {names[each.name]}: save each projection in "
-                "one form",
+                f"all experts in one tensor, and also {names[each.name]}: save each projection "
+                "in one form",
             )
         names[each.name] = f"{_record(each).key}, which is, too"
     for stack in found.values():
@@ -213,7 +213,7 @@ def check_forms(
             continue
         other = next(name for name in _TOGETHER if name != projection)
         if f"{stack.name.rpartition('.')[0]}.{PROJECTIONS[other]}" not in names:
-            detail = f"there is no {experts}.{other} beside it, and Tinker trains both"
+            detail = f"there is no {experts}.{other}, and Tinker trains both"
             raise refused(_record(stack), "PAIR_INCOMPLETE", detail)
 
 

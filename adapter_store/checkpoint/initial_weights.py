@@ -103,7 +103,9 @@ class SavedWeights:
                 )
             if target.kind is TargetKind.EMBEDDING and self._changes(other):
                 raise _mismatch(
-                    name, "the initial adapter changes the embedding, as none does before training"
+                    name,
+                    "the initial adapter changes the embedding, which no adapter does "
+                    "before training",
                 )
 
     def _changes(self, target: TargetWeights) -> bool:

@@ -90,8 +90,8 @@ def find_parameters(
             known = ", or of ".join(" and ".join(each) for each in _ORDERS)
             raise refused(
                 *(record, "CONFIG_UNSUPPORTED"),
-                f"target_parameters names several parameters of {module}, and which tensor is "
-                f"whose is only known of {known}: adapt one of them",
+                f"target_parameters names several parameters of {module}, and their tensors can "
+                f"only be told apart for {known}: adapt one of them",
             )
         for path, name in zip(paths, order, strict=True):
             found[path] = Parameter(module, name)
@@ -129,8 +129,8 @@ def read_experts(
     if num_experts == 1:
         raise refused(
             *(a, "CONFIG_UNSUPPORTED"),
-            f"target_parameters names {parameter.path}, which has two dimensions or one expert: "
-            "which of the two is not said; name the module in target_modules",
+            f"target_parameters names {parameter.path}, which has two dimensions or one expert, "
+            "and the file does not show which; name the module in target_modules",
         )
     all_a, all_b = Matrix.of(a), Matrix.of(b)
     pairs = {
@@ -203,7 +203,8 @@ def _sizes(parameter: ExpertWeights) -> tuple[int, int]:
 def _unknown_order(parameter: ExpertWeights) -> InvalidAdapter:
     return refused(
         *(parameter.tensors[0][1], "CONFIG_UNSUPPORTED"),
-        f"{parameter.module} has as many inputs as outputs, and which of them A has depends on the "
-        "PEFT that saved it: the config's peft_version is missing, or none of a release; write the "
+        f"{parameter.module} has as many inputs as outputs, and the release of PEFT that saved it "
+        "decides which of them A has: the config's peft_version is missing, or is not a release; "
+        "write the "
         'version that it was trained with, such as "peft_version": "0.17.1"',
     )

@@ -225,7 +225,9 @@ def check_vectors(
             if is_said:
                 what = "lora_B.bias" if key == "lora_bias" else "lora_magnitude_vector"
                 raise refused(
-                    a, "PAIR_INCOMPLETE", f"there is no {what} for it, and the config says {key}"
+                    a,
+                    "PAIR_INCOMPLETE",
+                    f"there is no {what} for it, although the config has {key}",
                 )
         elif not is_said:
             raise refused(

@@ -79,8 +79,8 @@ class _Reader:
         if num_dimensions == 2 and self._extras.fan_in_fan_out and not is_vocabulary:
             raise refused(
                 *(record, "CONFIG_UNSUPPORTED"),
-                "with fan_in_fan_out it may be [in, out], which the file does not tell: adapt the "
-                "module with A and B instead",
+                "with fan_in_fan_out it may be [in, out], which the file does not show: adapt "
+                "the module with A and B instead",
             )
         kind = TargetKind.VECTOR if num_dimensions == 1 else TargetKind.LINEAR
         is_copy = self._is_copy(key, record)

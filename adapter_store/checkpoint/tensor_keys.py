@@ -71,9 +71,12 @@ _BASE_PARTS = (".base_layer.", ".embed_tokens.weight.", ".lm_head.weight.")
 _SAVED_ALONG = "where tokens were added, save with save_embedding_layers=False"
 # Tensors that may lie beside A and B, and a remedy for each.
 _HINTS = (
-    (".original_module.", f"the base's own, beside what modules_to_save trains: {_SAVED_ALONG}"),
+    (
+        ".original_module.",
+        f"the base's own, next to the copy that modules_to_save trains: {_SAVED_ALONG}",
+    ),
     (".modules_to_save.", "parts of a saved module are named without it, as PEFT saves them"),
-    (".token_adapter.", f"the base's own, beside trained rows: {_SAVED_ALONG}"),
+    (".token_adapter.", f"the base's own, next to trained rows: {_SAVED_ALONG}"),
 )
 
 

@@ -334,7 +334,7 @@ def _target(
             raise refused(
                 record,
                 "RANK_MISMATCH",
-                f"shape {list(record.shape)} has rank {found}, the config says {rank}",
+                f"shape {list(record.shape)} has rank {found}, but the config has {rank}",
             )
     weights = TargetWeights(
         *(name, module, kind, rank, alpha, scale, a, b),

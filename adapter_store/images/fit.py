@@ -27,7 +27,7 @@ ADDED_TOKENS = (
     "them (trainable_token_indices, modules_to_save), not A and B"
 )
 SAVED_ALONG = (
-    "a base weight, which PEFT saves beside an adapted embedding or head, or where tokens were "
+    "a base weight, which PEFT saves with an adapted embedding or head, or where tokens were "
     "added to the vocabulary, and the server has not announced the base's own values: where they "
     "are equal, `loadout strip IN OUT --model DIR` makes a copy without it; or save with "
     "save_embedding_layers=False"

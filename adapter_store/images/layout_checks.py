@@ -142,7 +142,7 @@ def _validate_other_name(other: OtherName, target: Target, field: str) -> None:
     _require(is_whole or is_matrix, field, f"{target.kind.value} targets have no parts")
     if other.outputs is not None:
         start, end = other.outputs
-        _require(not other.block_sizes, f"{field}.block_sizes", "outputs say it already")
+        _require(not other.block_sizes, f"{field}.block_sizes", "outputs have it already")
         size = f"{target.out_features} outputs"
         is_part = 0 <= start < end <= MAX_FEATURES and end - start == target.out_features
         _require(is_part, f"{field}.outputs", f"[{start}, {end}) is not the place of {size}")

@@ -67,7 +67,7 @@ class ImagePlan:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the digests of the segments."""
+        """Returns the shapes of the segments."""
         return tuple(segment.shape for segment in self.segments)
 
 
@@ -75,7 +75,7 @@ def plan_image(checkpoint: Checkpoint, layout: Layout, *, identity: str = "") ->
     """Plans the image of `checkpoint` under a valid `layout`, of the base model that the adapter
     was registered for.
 
-    `identity` is the layout's id where it is known: because it takes long to compute for a large
+    `identity` is the layout's id where it is known, because it takes long to compute for a large
     layout.
 
     Raises IncompatibleAdapter, with the tensor or target as subject: FORMAT_UNKNOWN, and as `fit`;

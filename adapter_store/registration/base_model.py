@@ -26,8 +26,8 @@ def choose_base_model(
     """Returns the base model: the one that the caller has `given`, or else the one of the name's
     current version, the one that a server has registered under a name that matches the one
     `in_config`, a name `in_config` that is no local path, the caller's `default`, or the only one
-    that servers have registered. Of several that match, one with a server now comes before those
-    whose servers have gone; else nothing depends on that: an outage must not send an adapter to
+    that servers have registered. Of several that match, one with a server now comes before the ones
+    whose servers have left; else nothing depends on that: an outage must not send an adapter to
     another model.
 
     A version whose config named another model says nothing about this one. Raises InvalidArgument
@@ -159,7 +159,7 @@ def _show(name: str) -> str:
 
 def _list(candidates: Collection[str], known: KnownBaseModels) -> str:
     shown = [
-        f"{_show(each)} (its servers are gone)" if each in known.gone else _show(each)
+        f"{_show(each)} (its servers have left)" if each in known.gone else _show(each)
         for each in sorted(candidates)[:MAX_CANDIDATES]
     ]
     text = ", ".join(shown)
@@ -175,7 +175,7 @@ def _others(matching: Collection[str], known: KnownBaseModels) -> str:
         return ""
     which = "of that name are" if matching else "servers have registered"
     return (
-        f"; {which} {_list(matching or known.served, known)}: if it is one of them, say so "
+        f"; {which} {_list(matching or known.served, known)}: if it is one of them, name it "
         "(loadout register --base-model NAME)"
     )
 

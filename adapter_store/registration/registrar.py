@@ -125,7 +125,8 @@ class Registrar:
         check_labels(request.labels)
         if request.ephemeral and request.pinned:
             raise InvalidArgument(
-                "ephemeral: an adapter that is pinned is to stay: register it without one of both",
+                "ephemeral: a pinned adapter must last: register it without pin or without "
+                "ephemeral",
                 subject="ephemeral",
             )
         _check_description(request.description)

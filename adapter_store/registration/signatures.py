@@ -101,7 +101,7 @@ def _trusted_key(policy: StorePolicy, tenant: str, signature: Signature) -> Trus
     key = policy.keys.get(signature.key_id)
     if key is None or (key.tenants is not None and tenant not in key.tenants):
         raise FailedPrecondition(
-            f"signature.key_id: {signature.key_id[:_SHOWN_CHARS]!r} is no key that is trusted for "
+            f"signature.key_id: {signature.key_id[:_SHOWN_CHARS]!r} is not a trusted key of "
             f"tenant {tenant}",
             subject="signature.key_id",
             reason="KEY_UNKNOWN",

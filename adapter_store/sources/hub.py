@@ -259,12 +259,12 @@ def _read_on(
                 raise _changed(where, f"is answered from another commit than {commit}")
         length = answer.headers.get("Content-Length", "")
         if length != str(size_bytes - start):
-            raise _changed(where, f"has {length[:20]} bytes, its commit says {size_bytes}")
+            raise _changed(where, f"has {length[:20]} bytes, but {size_bytes} by its commit")
         if start and not answer.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
             raise _unavailable(where, "it was not continued where it broke")
         for data in in_blocks(answer.iter_raw(STEP_BYTES), staging):
             if file.size_bytes + len(data) > size_bytes:
-                raise _changed(where, f"is longer than the {size_bytes} bytes that its commit says")
+                raise _changed(where, f"is longer than the {size_bytes} bytes in its commit")
             file.write(data)
             digest.update(data)
     if file.size_bytes != size_bytes:
@@ -315,7 +315,7 @@ def translate_errors(where: str) -> Iterator[None]:
         yield
     except ForeignHost as exc:
         raise FailedPrecondition(
-            f"source_uri: this store may not read {where}: {exc}, which is none of its "
+            f"source_uri: this store may not read {where}: {exc}, which is not in its "
             "--hf-redirect-hosts",
             subject="source_uri",
             reason="SOURCE_NOT_ALLOWED",

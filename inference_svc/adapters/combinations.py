@@ -202,8 +202,8 @@ class Combinations:
             if self.layout.has_lookup(header) and any(map(_has_row_ids, others)):
                 message = (
                     f"adapter {part.digest} has A and B of the embedding, and cannot be summed "
-                    "with an adapter that has rows of its own for tokens: they may be behind "
-                    "the vocabulary (--max-added-tokens)"
+                    "with an adapter that has rows of its own for tokens: its tokens may lie "
+                    "after the vocabulary (--max-added-tokens)"
                 )
                 return part.digest, AdapterUnusable(message, subject="adapters")
         return None

@@ -327,14 +327,14 @@ class ModelLayout:
             num_rows = target.in_features if target.kind == "embedding" else target.out_features
             if looks_up and ids[-1] >= num_rows:
                 raise AdapterUnusable(
-                    f"it has a row for token {ids[-1]}, behind the {num_rows} of the model, and A "
-                    "and B of the embedding, which have none for it",
+                    f"it has a row for token {ids[-1]}, after the {num_rows} rows of the model, "
+                    "and A and B of the embedding, which have no row for it",
                     subject="adapter",
                 )
             if ids[-1] >= num_rows + max_added_tokens:
                 raise AdapterUnusable(
                     f"it has a row for token {ids[-1]}, and this server accepts "
-                    f"{max_added_tokens} tokens behind the {num_rows} of the model "
+                    f"{max_added_tokens} tokens after the {num_rows} of the model "
                     "(--max-added-tokens)",
                     subject="adapter",
                 )

@@ -150,7 +150,7 @@ class GenerateCall:
                 field = f"{self.stop_field}_token_ids"
                 raise InvalidArgument(
                     f"{field} and the model's own end tokens are all {request.vocab_size} tokens "
-                    "there are: none is left to choose before min_tokens",
+                    "of the vocabulary: no other token can be chosen before min_tokens",
                     subject=field,
                 )
 

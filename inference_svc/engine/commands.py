@@ -176,7 +176,7 @@ class Commands:
         expiry_s = self._expiry_s(pending)
         if expiry_s is not None and now_s >= expiry_s:
             message = (
-                f"adapter {call.adapter or call.digest} cannot be loaded, nothing of it has come "
+                f"adapter {call.adapter or call.digest} cannot be loaded, no byte of it arrived "
                 f"for {self.adapter_wait_s:g} s: {self.residency.wait_reason(call.digest, now_s)}"
             )
             return Reply(call.call_id, error=AdapterUnavailable(message, subject="ref"))

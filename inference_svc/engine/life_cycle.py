@@ -138,7 +138,7 @@ class LifeCycle:
             self.post(Restored(error))
         except Exception as error:
             logger.exception("the server cannot wake up")
-            cannot = CannotWake("the server cannot wake up: its log says why")
+            cannot = CannotWake("the server cannot wake up: its log has the reason")
             self.post(Restored(cannot, broken=None if find_fault(error) is None else error))
         else:
             self.post(Restored())

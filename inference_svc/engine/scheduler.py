@@ -235,7 +235,7 @@ class Scheduler:
 
     def _start_claimed(self, now_s: float) -> bool:
         """Makes room for tenants that have less than their part, and wait, and starts the sequences
-        that they claim at once, with all its pages: else the others' growth would take the room.
+        that they claim at once, with all their pages: else the others' growth would take the room.
         Returns False if pages are short all the same."""
         is_full = self.num_free == 0 or self.is_short
         if not is_full or not self.queue.num_ready or self.hold is not Hold.NOTHING:

@@ -42,7 +42,9 @@ def weight_files(model_dir: Path) -> list[Path]:
         raise UnsupportedModel(f"{index} names no file: {_COPY}")
     for name in names:
         if not (isinstance(name, str) and _SHARD.fullmatch(name)):
-            raise UnsupportedModel(f"{index} names no safetensors file beside it: {name!r}")
+            raise UnsupportedModel(
+                f"{index} names a file that is not a safetensors file in its folder: {name!r}"
+            )
     return [index.parent / name for name in names]
 
 

@@ -103,7 +103,7 @@ def _read(path: Path) -> Iterator[tuple[str, StoredTensor]]:
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             if header_bytes > min(path.stat().st_size, MAX_HEADER_BYTES):
-                raise ValueError("its header ends behind it, or is too large")
+                raise ValueError("its header ends after the file, or is too large")
             header = json.loads(file.read(header_bytes))
         for name, entry in header.items():
             if name != "__metadata__":

@@ -487,7 +487,7 @@ def _check(
 def _check_tensor(tensor: TextTensor, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
         raise UnsupportedModel(
-            f"{tensor.name} has shape {list(tensor.shape)}, config.json says {list(shape)}"
+            f"{tensor.name} has shape {list(tensor.shape)}, but {list(shape)} by config.json"
         )
     if tensor.dtype not in _FLOAT_DTYPES:
         raise UnsupportedModel(

@@ -117,12 +117,14 @@ class Directory:
 
     Entries are valid while the watch is live, because the watch removes changed ones. While the
     store is unreachable they keep resolving for `name_ttl_s` from when they were last valid.
-    `layout_id` is set once the store has accepted the layout. `on_repointed` is called with the old
-    and the new digest when a name in use here moves, `on_moved` with any name that points to
-    something else from a revision on, "" for perhaps all of them, `on_superseded` with a digest
-    that no name in use here points to any more (True), or that is used again (False), `on_lookup`
-    with the seconds that a caller waited for the store's answer. `has_left` is set before this
-    server ends its watch on purpose.
+    `layout_id` is set once the store has accepted the layout; `has_left` before this server ends
+    its watch on purpose. It calls
+
+    - `on_repointed` with the old and the new digest when a name in use here moves;
+    - `on_moved` with any name that points to something else from a revision on, "" for perhaps all;
+    - `on_superseded` with a digest that no name in use here points to any more (True), or that is
+      used again (False);
+    - `on_lookup` with the seconds that a caller waited for the store's answer.
     """
 
     def __init__(

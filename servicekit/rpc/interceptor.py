@@ -37,7 +37,7 @@ HEALTH_PREFIX = "/grpc.health."
 REFLECTION = RequestBounds(reflection_pb2.ServerReflectionRequest, max_running=16)
 QUIET_SECONDS = 0.5  # a caller whose call just ended may be sending the next
 QUIET_LIMIT_SECONDS = 2.0  # some try again for ever
-GONE_TEXT = "the caller has gone"
+GONE_TEXT = "the caller has left"
 
 Handler: TypeAlias = Callable[[Any, Any], Any]
 Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]]

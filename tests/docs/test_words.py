@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from tools.words import FOR_USERS, ROOT, count, pages, prose_of
+from tools.words import FOR_USERS, ROOT, code_of, count, pages, prose_of
 
 MAX_WHATS, MIN_YOUS, MAX_STAND_INS = 2.6, 5.0, 0.5
 """Per 1,000 words. A shorter page may have as many "what"s as one of 1,000 words."""
 MAX_SENTENCE_WORDS = 40
+PRODUCT = ("loadout", "contract", "servicekit", "adapter_store", "inference_svc", "kernels")
+MAX_STAND_INS_OF_CODE = 1.0
 
 
 def test_prose_is_what_a_reader_reads() -> None:
@@ -34,3 +36,11 @@ def test_nouns_have_names_and_sentences_end() -> None:
 def test_pages_for_users_speak_to_them() -> None:
     counts = {page: count((ROOT / page).read_text()) for page in FOR_USERS}
     assert [page for page, each in counts.items() if each.rate(each.yous) < MIN_YOUS] == []
+
+
+def test_texts_of_the_code_name_their_nouns() -> None:
+    counts = {package: count(code_of(package)) for package in PRODUCT}
+    assert [name for name, each in counts.items() if each.rate(each.whats) > MAX_WHATS] == []
+    assert [
+        name for name, each in counts.items() if each.rate(each.stand_ins) > MAX_STAND_INS_OF_CODE
+    ] == []

@@ -172,7 +172,7 @@ def test_an_engine_that_is_killed_answers_everybody_and_ends_the_server(process:
         assert next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING
     _, stderr = process.popen.communicate(timeout=START_SECONDS)
     assert process.popen.returncode == 1
-    assert stderr.splitlines()[-1] == f"loadout: {ENDED}; its log says more"
+    assert stderr.splitlines()[-1] == f"loadout: {ENDED}; its log has more"
     assert "Traceback" not in stderr
 
 

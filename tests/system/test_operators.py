@@ -117,7 +117,7 @@ def test_load_answers_errors(start: Callable) -> None:
     began = time.monotonic()
     error = running.call(Command.LOAD, "r16").error
     assert isinstance(error, AdapterUnavailable)
-    assert error.message.startswith("adapter acme/r16@3 cannot be loaded, nothing of it has come")
+    assert error.message.startswith("adapter acme/r16@3 cannot be loaded, no byte of it arrived")
     assert "0.2 s: the store is down, for 0 s now; try again later" in error.message
     assert time.monotonic() - began < 20
     running.check_idle()

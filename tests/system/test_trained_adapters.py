@@ -222,7 +222,7 @@ WAYS = {
     "another model's": unservable(
         named("other/model"),
         "base model other/model: as the adapter's config names it; servers have registered ",
-        "'llama': if it is one of them, say so (loadout register --base-model NAME)\n",
+        "'llama': if it is one of them, name it (loadout register --base-model NAME)\n",
         "no server serves base model other/model\n",
     ),
     "added tokens, adapted": unservable(

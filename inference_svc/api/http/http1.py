@@ -55,7 +55,7 @@ class StrictServer(h11.Connection):
         if _BARE_LINE_FEED.search(head):
             raise h11.RemoteProtocolError("a line ends in a line feed without a carriage return")
         if _FOLDED_LINE.search(head):
-            raise h11.RemoteProtocolError("a header goes on in a second line")
+            raise h11.RemoteProtocolError("a header continues in a second line")
 
 
 class _PlainChunks(ChunkedReader):

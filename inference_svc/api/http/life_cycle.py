@@ -64,7 +64,7 @@ class LifeCycleRoutes:
         if level not in LEVELS:
             raise InvalidArgument("level must be 0, 1 or 2", subject="level")
         if query.get("mode", "keep") != "keep":
-            message = "mode must be keep: requests that run go on when the server is woken"
+            message = "mode must be keep: running requests continue when the server is woken"
             raise InvalidArgument(message, subject="mode")
         sleeping = self._service.sleep(caller, frees_weights=LEVELS[level])
         freed_bytes = await cancel_on_disconnect(request.receive, sleeping)

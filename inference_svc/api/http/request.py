@@ -375,7 +375,9 @@ class RequestBody(Body):
         """Returns the call for these prompts. Raises InvalidArgument for adapters beside another
         model than the base model, and for invalid scales."""
         if self.adapters and adapter:
-            raise InvalidArgument("model: must be the base model beside adapters", subject="model")
+            raise InvalidArgument(
+                "model: must be the base model if adapters is set", subject="model"
+            )
         fields, path = self.sampling_fields
         return GenerateCall(
             request_id=request_id,

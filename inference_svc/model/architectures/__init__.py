@@ -128,7 +128,7 @@ def _has_own_head(model_dir: Path, wrapper: Wrapper, *, is_said: bool) -> bool:
     is_own = not is_same_content(found[EMBEDDING], found[HEAD])
     if is_own and is_said:
         logger.warning(
-            "%s says that the head is the embedding, and %s differs from that: it is served",
+            "%s has the embedding as the head, and %s has another head: the latter is served",
             *(CONFIG, HEAD),
         )
     return is_own
@@ -160,7 +160,7 @@ def _family_of(config: Mapping[str, Any]) -> Family:
         close = difflib.get_close_matches(str(names), known, n=1, cutoff=0.9)
         said += f" (did you mean {close[0]}?)" if close else ""
     raise UnsupportedModel(
-        f"{said}: supported is one of {', '.join(supported)}; docs/models.md says which models"
+        f"{said}: supported is one of {', '.join(supported)}; docs/models.md lists the models"
     )
 
 

@@ -210,7 +210,7 @@ def test_servers_of_an_earlier_release_may_replace_later_ones(upgraded, names, c
 def test_layout_has_a_bounded_number_of_announcements(announced, clock):
     for number in range(MAX_PER_LAYOUT - 1):
         announced.announce("L", f"N{number}", Announcement(max_rank=number))
-    with pytest.raises(LimitExceeded, match=r"are 16; one goes") as caught:
+    with pytest.raises(LimitExceeded, match=r"at most 16 are allowed; one expires") as caught:
         announced.announce("L", "more", Announcement())
     assert caught.value.reason == "ANNOUNCEMENT_LIMIT"
     announced.announce("L", "A", Announcement(("alias", "both"), 16))

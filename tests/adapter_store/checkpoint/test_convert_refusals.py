@@ -298,7 +298,10 @@ def test_base_weights_saved_along_are_compared(folders, made) -> None:
     tensors = load_file(folders["trained"] / WEIGHTS)
     tensors[name] = load_file(made.model / "model.safetensors")["model.embed_tokens.weight"]
     save_file(tensors, folders["trained"] / WEIGHTS)
-    assert f"{name} was saved along: give --model DIR, too" in refusal(folders, "initial").message
+    assert (
+        f"{name} was saved with the adapter: give --model DIR, too"
+        in refusal(folders, "initial").message
+    )
     change(folders["trained"], name, lambda w: w.add_(1))
     message = refusal(folders, "initial", "model").message
     assert "model.embed_tokens.weight differs from the base's in 48 of 48 rows" in message

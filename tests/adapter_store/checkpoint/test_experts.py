@@ -340,7 +340,7 @@ def test_an_index_that_no_expert_has_is_refused_by_name(
     key = f"{PREFIX}.{index}.down_proj.lora_"
     error = refusal(copy("experts_apart", stacks(RANK, INNER, b=(HIDDEN, RANK), key=key)))
     assert (error.reason, error.subject) == ("TENSOR_UNKNOWN", f"{key}A.weight")
-    assert f"no mixture has an expert {index}: their numbers go from 0 to" in error.message
+    assert f"no mixture has an expert {index}: their numbers are from 0 to" in error.message
 
 
 def test_one_expert_by_two_names_is_refused_by_name(copy: Callable[..., Path]) -> None:

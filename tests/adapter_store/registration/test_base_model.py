@@ -69,9 +69,9 @@ def test_base_models_with_a_server_come_before_those_whose_servers_are_gone():
     known = KnownBaseModels(names, gone=frozenset({"org/llama", QWEN}))
     assert choose_base_model("", "/mnt/llama", known).name == "other/llama"
     assert choose_base_model("", QWEN, known).name == QWEN
-    with pytest.raises(InvalidArgument, match="are gone"):  # an outage is no choice
+    with pytest.raises(InvalidArgument, match="have left"):  # an outage is no choice
         choose_base_model("", "/mnt/x", known)
-    with pytest.raises(InvalidArgument, match="'org/llama' \\(its servers are gone\\), 'other/"):
+    with pytest.raises(InvalidArgument, match="'org/llama' \\(its servers have left\\), 'other/"):
         choose_base_model("", "/mnt/x", KnownBaseModels(names, gone=frozenset({"org/llama"})))
     all_gone = KnownBaseModels({QWEN: frozenset({QWEN})}, gone=frozenset({QWEN}))
     assert choose_base_model("", "", all_gone).name == QWEN

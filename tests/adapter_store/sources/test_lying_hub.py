@@ -139,8 +139,8 @@ def test_an_honest_answer_is_taken(fetch):
 @pytest.mark.parametrize(
     ("said", "error", "text"),
     [
-        (with_weights(size=10), SourceUnavailable, "has 2048 bytes, its commit says 10"),
-        (with_weights(size=4096), SourceUnavailable, "has 2048 bytes, its commit says 4096"),
+        (with_weights(size=10), SourceUnavailable, "has 2048 bytes, but 10 by its commit"),
+        (with_weights(size=4096), SourceUnavailable, "has 2048 bytes, but 4096 by its commit"),
         (with_weights(size=1 << 62), LimitExceeded, "limit"),
         (with_weights(size=-1), InvalidAdapter, "is missing"),
         (with_weights(size=True), InvalidAdapter, "is missing"),
@@ -230,6 +230,6 @@ def test_a_commit_of_many_files_is_read(hub, fetch):
 def test_other_hosts_are_asked_nothing(hub, fetch, to, what):
     """By their names or addresses, as the hub's own host at another port, and as no host at all."""
     setattr(hub, what, redirect(to))
-    with pytest.raises(FailedPrecondition, match="none of its --hf-redirect-hosts") as caught:
+    with pytest.raises(FailedPrecondition, match="not in its --hf-redirect-hosts") as caught:
         fetch()
     assert caught.value.reason == "SOURCE_NOT_ALLOWED"

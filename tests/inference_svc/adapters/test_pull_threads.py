@@ -177,7 +177,7 @@ def test_added_tokens_are_refused_where_an_a_has_no_rows_for_them(target: int) -
     segments.append(Segment(target, "row_ids", 0, 0, 8, "int32", (2,)))
     header = ImageHeader("image", "aaaa", LAYOUT_ID, 2, 768, tuple(segments))
     layout.check_rows(header, lambda start, size: np.array([3, 7], np.int32).tobytes(), 2)
-    with pytest.raises(AdapterUnusable, match="a row for token 8, behind the 8 of the model"):
+    with pytest.raises(AdapterUnusable, match="a row for token 8, after the 8 rows of the model"):
         layout.check_rows(header, lambda start, size: np.array([3, 8], np.int32).tobytes(), 2)
 
 

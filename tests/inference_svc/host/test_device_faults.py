@@ -104,7 +104,7 @@ def test_other_errors_are_none_of_a_device(text: str) -> None:
     assert start_failed(error) is None
     failure = engine_failed(error, "a step")
     assert failure.fault is None
-    assert failure.for_operator.endswith("its log says more")
+    assert failure.for_operator.endswith("its log has more")
 
 
 def test_only_errors_of_the_runtime_are_read() -> None:

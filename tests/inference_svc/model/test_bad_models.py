@@ -61,7 +61,7 @@ def test_tensors(fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
         changed = dict(saved)
         if fault == "shape":
             changed[name] = torch.cat((saved[name], saved[name]))
-            message = rf"{text[name]} has shape \[.*\], config\.json says \["
+            message = rf"{text[name]} has shape \[.*\], but \[.*\] by config\.json"
         elif fault == "missing":
             del changed[name]
             message = rf"missing tensors: {text[name]}"

@@ -164,8 +164,11 @@ def index_of(name: str) -> dict[str, bytes]:
         ),
         ({"tokenizer.json": None}, "has no tokenizer.json on the hub"),
         ({"tokenizer.json": b"{}"}, rf"{NAME}: .*tokenizer.json has no vocabulary"),
-        (index_of("*"), r"names no safetensors file beside it: '\*'"),
-        (index_of("../../a.safetensors"), "names no safetensors file beside it: '../../a"),
+        (index_of("*"), r"names a file that is not a safetensors file in its folder: '\*'"),
+        (
+            index_of("../../a.safetensors"),
+            "names a file that is not a safetensors file in its folder: '../../a",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_its_weights(

@@ -129,7 +129,7 @@ def change(saved: dict[str, torch.Tensor], fault: str) -> None:
     [
         ("missing", rf"/\S+: missing tensors: {UP}, {NORM}; is config\.json of another model"),
         ("unexpected", r"unexpected tensors: model\.layers\.3\.input_layernorm\.weight"),
-        ("shape", rf"{UP} has shape \[79, 48\], config.json says \[80, 48\]"),
+        ("shape", rf"{UP} has shape \[79, 48\], but \[80, 48\] by config.json"),
         ("transposed", rf"{UP} has shape \[48, 80\]"),
         ("dtype", rf"{UP} has dtype I8, .*, but F64, F32, F16, BF16: dequantise the weights first"),
         ("head", "missing tensors: lm_head.weight"),
@@ -172,11 +172,17 @@ def test_truncated_file(model_dir):
         ("[" * 200_000, "cannot be read"),
         ('{"weight_map": {}}', "names no file: copy it from where the model came from"),
         *(
-            (json.dumps({"weight_map": {"a": name}}), "names no safetensors file beside it: ")
+            (
+                json.dumps({"weight_map": {"a": name}}),
+                "names a file that is not a safetensors file in its folder: ",
+            )
             for name in (1, "", "..", "../b.safetensors", "b.bin", "*", "*.safetensors")
         ),
         *(
-            (json.dumps({"weight_map": {"a": name}}), "names no safetensors file beside it: ")
+            (
+                json.dumps({"weight_map": {"a": name}}),
+                "names a file that is not a safetensors file in its folder: ",
+            )
             for name in ("b?.safetensors", "[b].safetensors", "a\nb.safetensors")
         ),
         (json.dumps({"weight_map": {"a": "b.safetensors"}}), r"b\.safetensors cannot be read"),

@@ -127,7 +127,7 @@ def test_a_head_that_differs_is_served(whole, load_decoder, relative_rms, caplog
         again = type(model).from_pretrained(folder).eval()
         expected = again(input_ids=torch.tensor([token_ids])).logits[0]
     assert not load_description(folder).head.is_tied
-    assert "lm_head.weight differs from that: it is served" in caplog.text
+    assert "lm_head.weight has another head: the latter is served" in caplog.text
     decoder = load_decoder(folder)
     assert relative_rms(expected, decoder.logits(token_ids, chunk=60)) <= 1e-4
     saved = load_file(folder / "model.safetensors")
