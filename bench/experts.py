@@ -101,7 +101,7 @@ def peak_flops(described: Decoder) -> float:
 def chosen_experts(stepper: Stepper) -> int:
     """How many experts the last step's tokens have chosen, in all layers together."""
     backend: Any = stepper.built.engine.runner.backend
-    found = backend._transformer._experts.routings.values()
+    found = backend.transformer._experts.routings.values()
     num_tokens = int(backend._step.num_tokens)
     return sum(len(routing.experts[:num_tokens].unique()) for routing in found)
 

@@ -362,7 +362,7 @@ class InferenceServer:
             trailers=lambda: rules.trailers(None),
         )
         self.address = self._grpc.address
-        self._http, self.http_address = _listen_http(config, certificates)
+        self.http, self.http_address = _listen_http(config, certificates)
         self._is_serving = False
         self._end_s: float | None = None
         """When the grace ends, once it has begun."""
@@ -429,8 +429,8 @@ class InferenceServer:
         servicer = InferenceServicer(service, DebugInfo(config, *parts))
         self._snapshots.attach(self._async_engine, directory)
         await self._grpc.start(partial(add_InferenceServiceServicer_to_server, servicer))
-        if self._http is not None:
-            await self._start_http(self._http, service)
+        if self.http is not None:
+            await self._start_http(self.http, service)
         await self._set_serving(True)
         self._metrics.describe_server(facts.base_model, facts.dtype, facts.device, facts.versions)
         self._announce()
@@ -466,8 +466,8 @@ class InferenceServer:
             left_seconds = self._end_s - time.monotonic()
         # In addition to requests: operators' calls, and calls whose adapter is being resolved.
         drains = [self._calls.drain(left_seconds)]
-        if self._http is not None:
-            drains.append(self._http.drain(left_seconds))
+        if self.http is not None:
+            drains.append(self.http.drain(left_seconds))
         await asyncio.gather(*drains)
         if self._async_engine.failure is not None:
             raise self._async_engine.failure
@@ -486,8 +486,8 @@ class InferenceServer:
     async def close(self) -> None:
         """Frees everything, in the reverse order of use. Also after a start that failed."""
         fronts = [self._grpc.close()]
-        if self._http is not None:
-            fronts.append(self._http.close())
+        if self.http is not None:
+            fronts.append(self.http.close())
         await asyncio.gather(*fronts)
         self._snapshots.detach()
         if self._store is not None:
@@ -541,8 +541,8 @@ class InferenceServer:
         places = [*self._places.shares]
         if self._prompts is not None:
             places.append(self._prompts.threads)
-        if self._http is not None:
-            places.append(self._http.connections)
+        if self.http is not None:
+            places.append(self.http.connections)
         for place in places:
             yield from place_samples(place.use())
 
@@ -569,7 +569,7 @@ class InferenceServer:
 
     def _announce(self) -> None:
         addresses = {"grpc": self.address, "metrics": self.metrics_address}
-        if self._http is not None:
+        if self.http is not None:
             addresses["http"] = self.http_address
         if self._config.log_prompts:
             logger.warning("--log-prompts is on: callers' prompts are written into this log")

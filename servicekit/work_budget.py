@@ -56,8 +56,8 @@ class WorkBudget:
         """`name` is the work's name in errors."""
         self._name = name
         self._is_bounded = share < 1
-        self._processors = processors
-        self._wait_s = wait_s
+        self.processors = processors
+        self.wait_s = wait_s
         self._lock = threading.Lock()
         self._debts: dict[str, _Debt] = {}
 
@@ -97,9 +97,9 @@ class WorkBudget:
             raise self._exceeded(account)
         with _waiting(debt):
             try:
-                async with asyncio.timeout(self._wait_s), debt.turn:
+                async with asyncio.timeout(self.wait_s), debt.turn:
                     while (excess_s := self.debt_s(account) - BURST_SECONDS) > 0:
-                        await asyncio.sleep(excess_s / self._processors)
+                        await asyncio.sleep(excess_s / self.processors)
                     self._add(account, TURN_SECONDS)
             except TimeoutError:
                 raise self._exceeded(account) from None
@@ -118,7 +118,7 @@ class WorkBudget:
             raise self._exceeded(account)
         with _waiting(debt):
             try:
-                async with asyncio.timeout(self._wait_s):
+                async with asyncio.timeout(self.wait_s):
                     await debt.work.acquire()
             except TimeoutError:
                 raise self._exceeded(account) from None
@@ -143,7 +143,7 @@ class WorkBudget:
             debt.time_s = now_s
 
     def _owed(self, debt: _Debt, now_s: float) -> float:
-        return max(0.0, debt.seconds - (now_s - debt.time_s) * self._processors)
+        return max(0.0, debt.seconds - (now_s - debt.time_s) * self.processors)
 
     def _forget_paid(self, now_s: float) -> None:
         if len(self._debts) < MAX_PAID:
@@ -155,10 +155,10 @@ class WorkBudget:
     def _exceeded(self, account: str) -> ShareExceeded:
         excess_s = max(0.0, self.debt_s(account) - BURST_SECONDS)
         return ShareExceeded(
-            f"{self._name}: {account} has taken more than {self._processors:g} of a processor for "
+            f"{self._name}: {account} has taken more than {self.processors:g} of a processor for "
             f"large or refused requests, or lists; try again later",
             subject=self._name,
-            retry_after_s=max(1.0, excess_s / self._processors),
+            retry_after_s=max(1.0, excess_s / self.processors),
         )
 
 

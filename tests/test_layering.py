@@ -362,6 +362,38 @@ def test_tests_import_no_other_tests() -> None:
     check("imports of tests", found())
 
 
+MAX_PRIVATE_USES = 120
+"""Lower it when there are fewer."""
+OTHERS_NAMES = {"_replace", "_fields", "_asdict", "_request_id"}
+"""Of named tuples and of OpenAI's client, whose callers may use them."""
+
+
+def test_tests_use_what_is_public() -> None:
+    """Private names of the packages, used of other objects than `self`, do not become more: such a
+    test hinders a change that no caller would notice."""
+    own = {
+        node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else node.attr
+        for path in TREE.under(*PACKAGES).values()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        or (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    }
+
+    def is_private_use(node: ast.AST) -> bool:
+        if not isinstance(node, ast.Attribute) or not re.match("_[^_]", node.attr):
+            return False
+        is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        return node.attr in own - OTHERS_NAMES and not is_own
+
+    uses = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+        for path in TESTS.values()
+        for node in ast.walk(parsed(path))
+        if is_private_use(node)
+    ]
+    assert len(uses) <= MAX_PRIVATE_USES, "\n".join(uses)
+
+
 def test_support_is_mapped() -> None:
     """Each `__init__` in tests/support has a line for each module of its folder, and a folder has
     few enough of them to be read."""

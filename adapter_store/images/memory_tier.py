@@ -64,7 +64,7 @@ class MemoryTier:
         self._margin_bytes = min(MARGIN_BYTES, capacity_bytes // 8)
         self._is_pinned = is_pinned
         self._entries: OrderedDict[ImageKey, MemoryEntry] = OrderedDict()
-        self._pool = BufferPool(min(SPARE_BYTES, capacity_bytes))
+        self.pool = BufferPool(min(SPARE_BYTES, capacity_bytes))
         self._held_bytes = 0
         """The bytes of entries with holds, and of reservations granted and not used yet."""
         self._reservations: list[tuple[Priority, int, Reservation]] = []
@@ -130,14 +130,14 @@ class MemoryTier:
         there is space for them."""
         return (
             num_bytes <= SPARE_BYTES // 4
-            and not self._pool.has(num_bytes)
-            and self.has_space(self._pool.spare_bytes + num_bytes)
+            and not self.pool.has(num_bytes)
+            and self.has_space(self.pool.spare_bytes + num_bytes)
         )
 
     def add_spare(self, buffer: torch.Tensor) -> None:
         """Keeps a buffer for the next image of its size, if there still is space for it."""
-        self._pool.put(buffer)
-        self._pool.shrink(self.counts.capacity_bytes - self.counts.used_bytes)
+        self.pool.put(buffer)
+        self.pool.shrink(self.counts.capacity_bytes - self.counts.used_bytes)
 
     # Reading images
 
@@ -233,10 +233,10 @@ class MemoryTier:
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         self._evict_for(num_bytes)
-        buffer = self._pool.take(num_bytes)
+        buffer = self.pool.take(num_bytes)
         self._held_bytes += num_bytes
         self.counts.used_bytes += num_bytes
-        self._pool.shrink(self.counts.capacity_bytes - self.counts.used_bytes)
+        self.pool.shrink(self.counts.capacity_bytes - self.counts.used_bytes)
         return buffer
 
     def _evict_for(self, num_bytes: int) -> None:

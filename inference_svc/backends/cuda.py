@@ -117,8 +117,8 @@ class CudaBackend:
         self.num_lora_steps = 0
         self.num_replays = 0
         self._decoder = transformer.description
-        self._transformer: Transformer | None = transformer
-        self._kv_caches: KVCaches | None = kv_caches
+        self.transformer: Transformer | None = transformer
+        self.kv_caches: KVCaches | None = kv_caches
         self._reload = reload
         self._targets = targets
         self._limits = limits
@@ -126,9 +126,9 @@ class CudaBackend:
         self._table = PageTable(
             max_rows, max_pages, self.num_pages, arena.device, arena.streams.compute
         )
-        self._prompts = self._make_step(max_tokens)
-        self._decodes = self._make_step(max_rows)
-        self._sizes = captured_sizes(max_rows)
+        self.prompts = self._make_step(max_tokens)
+        self.decodes = self._make_step(max_rows)
+        self.sizes = captured_sizes(max_rows)
         # One place for every step's result, or each recording would keep its own.
         vocab_size = self._decoder.vocab_size
         num_logits = vocab_size + targets.max_added_tokens
@@ -143,7 +143,7 @@ class CudaBackend:
 
     def _unrecorded(self) -> CapturedSteps | None:
         record = self._record
-        return None if record is None else CapturedSteps(self._sizes, self._decode, record)
+        return None if record is None else CapturedSteps(self.sizes, self.decode, record)
 
     def _trimmed_bytes(self) -> int:
         """Gives back memory that torch has reserved and does not use; returns the bytes in use."""
@@ -163,11 +163,11 @@ class CudaBackend:
 
     @property
     def weights_bytes(self) -> int:
-        return 0 if self._transformer is None else self._transformer.weights.num_bytes
+        return 0 if self.transformer is None else self.transformer.weights.num_bytes
 
     @property
     def kv_bytes(self) -> int:
-        return 0 if self._kv_caches is None else self._kv_caches.num_bytes
+        return 0 if self.kv_caches is None else self.kv_caches.num_bytes
 
     def lora_launches(self, contents: LoraContents) -> Mapping[str, int]:
         """A recorded step of a kind launches every group, for any adapters of its rows; and for
@@ -190,7 +190,7 @@ class CudaBackend:
         workspace."""
         fixed_bytes = self._table.num_bytes + self._logits.nbytes + self._argmax.nbytes
         fixed_bytes += 0 if self._choices is None else self._choices.nbytes
-        fixed_bytes += sum(s.inputs.block.num_bytes for s in (self._prompts, self._decodes))
+        fixed_bytes += sum(s.inputs.block.num_bytes for s in (self.prompts, self.decodes))
         return fixed_bytes + _reserved_bytes(self.arena.device) - self._reserved_bytes
 
     @torch.inference_mode()
@@ -211,16 +211,16 @@ class CudaBackend:
         self._warm_up_decodes()
 
     def _warm_up_decodes(self) -> None:
-        decodes = self._decodes.inputs
+        decodes = self.decodes.inputs
         decodes.block.wait()
         decodes.fill_padding()
         decodes.send()
         if self._captured is not None:
             self._captured.record_all()
             return
-        for size in reversed(self._sizes):
+        for size in reversed(self.sizes):
             for kind in reversed(StepKind):
-                self._decode(size, kind)
+                self.decode(size, kind)
 
     def _warm_up_prompts(self, num_tokens: int) -> None:
         """Runs a step of so many tokens, or as many as fit its rows."""
@@ -232,7 +232,7 @@ class CudaBackend:
             sequence = Sequence(Request("warm-up", (0,) * length, SamplingParams()))
             sequence.page_ids = [self._padding_page] * -(-length // self._page_size)
             rows.append(BatchRow(sequence, 0, length, samples=True))
-        step = self._send(self._prompts, Batch(tuple(rows)).columns())[0]
+        step = self._send(self.prompts, Batch(tuple(rows)).columns())[0]
         inputs = step.inputs.inputs()
         # Without tiles, too: in a step with prompts of others an adapter may have single tokens
         # only.
@@ -245,8 +245,8 @@ class CudaBackend:
             self._compute(step, inputs, lora)
 
     def magnitudes(self) -> Magnitudes:
-        assert self._transformer is not None, "the weights are freed"
-        return Magnitudes(self._decoder, self._transformer.weights, self.arena)
+        assert self.transformer is not None, "the weights are freed"
+        return Magnitudes(self._decoder, self.transformer.weights, self.arena)
 
     def place_threads(self, processors: abc.Sequence[abc.Sequence[int]]) -> None:
         """Leaves the threads to the system: the device computes."""
@@ -255,12 +255,12 @@ class CudaBackend:
         """Sends the step's inputs. Waits for nothing but an earlier step's copy."""
         columns = batch.columns()
         if not columns.is_decode:
-            prepared = self._send(self._prompts, columns)
+            prepared = self._send(self.prompts, columns)
         else:
             size = None
             if self._captured is not None:
                 size = self._captured.size_for(len(batch.rows))
-            prepared = self._send(self._decodes, columns, size)
+            prepared = self._send(self.decodes, columns, size)
         if not columns.is_decode:
             prepared = prepared._replace(runs=tuple(scored_runs(batch.rows)))
         if returns_experts(batch, self._decoder):
@@ -298,9 +298,9 @@ class CudaBackend:
         if not inputs.runs:
             return
         assert last is not None, "the step is computed"
-        assert self._transformer is not None
+        assert self.transformer is not None
         lora = inputs.step.lora.step() if inputs.kind is not StepKind.BASE else None
-        yield from score_slices(self._transformer, last, lora, inputs.runs, self._limits.max_rows)
+        yield from score_slices(self.transformer, last, lora, inputs.runs, self._limits.max_rows)
 
     def free_unused(self) -> None:
         """Lets go of torch's cache: its pieces may be too small for an allocation that failed."""
@@ -310,9 +310,9 @@ class CudaBackend:
     def free_memory(self, *, weights: bool) -> int:
         """Lets go of recorded steps, too: they have addresses in the freed memory."""
         held_bytes = self.kv_bytes + self.weights_bytes
-        self._kv_caches, self._captured = None, None
+        self.kv_caches, self._captured = None, None
         if weights:
-            self._transformer = None
+            self.transformer = None
         self._reserved_bytes = self._trimmed_bytes()
         return held_bytes - self.kv_bytes - self.weights_bytes
 
@@ -320,9 +320,9 @@ class CudaBackend:
     def restore(self) -> None:
         """Records decode steps anew: kernels are compiled already."""
         assert self._reload is not None
-        if self._transformer is None:
-            self._transformer = Transformer(self._decoder, self._reload.weights())
-        self._kv_caches = self._kv_caches or self._reload.pages()
+        if self.transformer is None:
+            self.transformer = Transformer(self._decoder, self._reload.weights())
+        self.kv_caches = self.kv_caches or self._reload.pages()
         self._reserved_bytes = self._trimmed_bytes()
         if self._captured is None:
             self._captured = self._unrecorded()
@@ -332,8 +332,8 @@ class CudaBackend:
                 self._captured = None  # half of it recorded: anew the next time
                 raise
 
-    def _decode(self, size: int, kind: StepKind) -> None:
-        step = self._decodes
+    def decode(self, size: int, kind: StepKind) -> None:
+        step = self.decodes
         self._compute(step, step.inputs.decode_inputs(size), step.lora.decode_step(size, kind))
 
     def _compute(
@@ -346,16 +346,16 @@ class CudaBackend:
     ) -> None:
         """Writes the step's logits, the largest of each row, and the experts of each token to their
         places."""
-        assert self._transformer is not None, "the weights are freed"
-        assert self._kv_caches is not None, "the pages are freed"
+        assert self.transformer is not None, "the weights are freed"
+        assert self.kv_caches is not None, "the pages are freed"
         step.inputs.write_pages()
         logits = self._logits_of(len(inputs.logit_rows), lora)
         choices = self._choices_of(len(inputs.token_ids))
         if is_scored:
-            self._last = self._transformer.layers(inputs, self._kv_caches, lora, choices)
-            logits.copy_(self._transformer.logits(self._last, inputs.logit_rows, lora))
+            self._last = self.transformer.layers(inputs, self.kv_caches, lora, choices)
+            logits.copy_(self.transformer.logits(self._last, inputs.logit_rows, lora))
         else:
-            logits.copy_(self._transformer.forward(inputs, self._kv_caches, lora, choices))
+            logits.copy_(self.transformer.forward(inputs, self.kv_caches, lora, choices))
         torch.argmax(logits, dim=-1, out=self._argmax[: len(logits)])
 
     def _logits_of(self, num_rows: int, lora: LoraStep | None) -> Tensor:

@@ -111,15 +111,15 @@ class NativeBackend:
         self._make_transformer = make_transformer
         self._reload = reload
         self._weights: ModelWeights[PackedLinear] | None = weights
-        self._kv_caches: KVCaches | None = kv_caches
-        self._transformer: NativeTransformer | None = make_transformer(weights, kv_caches)
+        self.kv_caches: KVCaches | None = kv_caches
+        self.transformer: NativeTransformer | None = make_transformer(weights, kv_caches)
         self._step = step
         self._lora = lora
         self._library = library
 
     @property
     def kv_bytes(self) -> int:
-        return 0 if self._kv_caches is None else self._kv_caches.num_bytes
+        return 0 if self.kv_caches is None else self.kv_caches.num_bytes
 
     @property
     def weights_bytes(self) -> int:
@@ -127,18 +127,18 @@ class NativeBackend:
 
     @property
     def workspace_bytes(self) -> int:
-        held_bytes = 0 if self._transformer is None else self._transformer.num_bytes
+        held_bytes = 0 if self.transformer is None else self.transformer.num_bytes
         return held_bytes + self._lora.workspace_bytes
 
     @property
     def _loaded(self) -> NativeTransformer:
-        assert self._transformer is not None, "the memory is freed"
-        return self._transformer
+        assert self.transformer is not None, "the memory is freed"
+        return self.transformer
 
     def lora_launches(self, contents: LoraContents) -> Mapping[str, int]:
-        if self._transformer is None:  # nothing is launched while the server sleeps
+        if self.transformer is None:  # nothing is launched while the server sleeps
             return {}
-        counts = self._transformer.num_ops(self._lora.groups_of(contents))
+        counts = self.transformer.num_ops(self._lora.groups_of(contents))
         return self._lora.by_weight(counts, contents)
 
     def magnitudes(self) -> Magnitudes:
@@ -175,16 +175,16 @@ class NativeBackend:
     def free_memory(self, *, weights: bool) -> int:
         held_bytes = self.kv_bytes + self.weights_bytes
         # The program has their addresses.
-        self._transformer = self._kv_caches = None
+        self.transformer = self.kv_caches = None
         if weights:
             self._weights = None
         return held_bytes - self.kv_bytes - self.weights_bytes
 
     def restore(self) -> None:
         self._weights = self._weights or self._reload.weights()
-        self._kv_caches = self._kv_caches or self._reload.pages()
-        if self._transformer is None:
-            self._transformer = self._make_transformer(self._weights, self._kv_caches)
+        self.kv_caches = self.kv_caches or self._reload.pages()
+        if self.transformer is None:
+            self.transformer = self._make_transformer(self._weights, self.kv_caches)
 
 
 class NativeFactory:

@@ -123,8 +123,8 @@ class NativeTransformer:
         tagged = (
             group for group, _ in self._program_ops if group and not group.startswith(WITHOUT)
         )
-        self._every_group = frozenset((*tagged, ADDED_TOKENS))
-        always_there = (_ProgramKey(frozenset()), _ProgramKey(self._every_group))
+        self.every_group = frozenset((*tagged, ADDED_TOKENS))
+        always_there = (_ProgramKey(frozenset()), _ProgramKey(self.every_group))
         self._programs = {key: self._build(key) for key in always_there}
 
     def forward(
@@ -139,7 +139,7 @@ class NativeTransformer:
         next run. With `returns_experts`, `choices` are of all tokens afterwards; else the last
         layer's are of the rows' last tokens. If it `is_scored`, `logits` may follow."""
         if is_scored or (returns_experts and self._routes_fewer):
-            self._program(groups, _Part.LAYERS).run()
+            self.program(groups, _Part.LAYERS).run()
             return self.logits(groups)
         return self._run_head(groups, _Part.STEP)
 
@@ -155,7 +155,7 @@ class NativeTransformer:
             logits[:, vocab_size:] = float("-inf")
         else:
             logits = logits[:, :vocab_size]
-        self._program(groups, part).run()
+        self.program(groups, part).run()
         return logits
 
     @property
@@ -172,7 +172,7 @@ class NativeTransformer:
         size = self._step.size
         return self._description.blocks[-1].experts is not None and size.logits < size.tokens
 
-    def _program(self, groups: frozenset[str], part: _Part = _Part.STEP) -> Program:
+    def program(self, groups: frozenset[str], part: _Part = _Part.STEP) -> Program:
         """Returns the program of `groups`, or the program of all groups if there are too many
         programs: then groups that no adapter changes cost the step a check of their ranks."""
         key = _ProgramKey(self._computed(groups, part), part)
@@ -185,7 +185,7 @@ class NativeTransformer:
         if not groups or _ProgramKey(groups, part) in self._programs:
             return groups
         is_full = sum(key.part is part for key in self._programs) >= MAX_PROGRAMS
-        return self._every_group if is_full else groups
+        return self.every_group if is_full else groups
 
     def num_ops(self, groups: frozenset[str]) -> Counter[str]:
         """Counts the operations, by group, that the program with adapters in `groups` has more than

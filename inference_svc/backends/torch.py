@@ -192,15 +192,15 @@ class TorchBackend:
         self.num_pages, self._page_size = kv_caches.num_pages, kv_caches.page_size
         self.num_lora_steps = 0
         self._decoder = transformer.description
-        self._transformer: Transformer | None = transformer
-        self._kv_caches: KVCaches | None = kv_caches
+        self.transformer: Transformer | None = transformer
+        self.kv_caches: KVCaches | None = kv_caches
         self._targets = targets
         self._last: Stream | None = None
         self._reload = reload
 
     @property
     def kv_bytes(self) -> int:
-        return 0 if self._kv_caches is None else self._kv_caches.num_bytes
+        return 0 if self.kv_caches is None else self.kv_caches.num_bytes
 
     def lora_launches(self, contents: LoraContents) -> Mapping[str, int]:
         """Two products for each target: of the inputs, or of the rows of an embedding's A, and of
@@ -212,11 +212,11 @@ class TorchBackend:
 
     @property
     def weights_bytes(self) -> int:
-        return 0 if self._transformer is None else self._transformer.weights.num_bytes
+        return 0 if self.transformer is None else self.transformer.weights.num_bytes
 
     def magnitudes(self) -> Magnitudes:
-        assert self._transformer is not None, "the weights are freed"
-        return Magnitudes(self._decoder, self._transformer.weights, self.arena)
+        assert self.transformer is not None, "the weights are freed"
+        return Magnitudes(self._decoder, self.transformer.weights, self.arena)
 
     def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
         """Leaves torch's threads to the system."""
@@ -230,25 +230,25 @@ class TorchBackend:
 
     def forward(self, inputs: TorchInputs) -> Logits:
         step, lora, has_choices, runs = inputs
-        assert self._transformer is not None, "the weights are freed"
-        assert self._kv_caches is not None, "the pages are freed"
+        assert self.transformer is not None, "the weights are freed"
+        assert self.kv_caches is not None, "the pages are freed"
         choices = None
         if has_choices:
             choices = empty_choices(self._decoder, len(step.token_ids), self.arena.device)
         if runs:
-            self._last = self._transformer.layers(step, self._kv_caches, lora, choices)
-            logits = self._transformer.logits(self._last, step.logit_rows, lora)
+            self._last = self.transformer.layers(step, self.kv_caches, lora, choices)
+            logits = self.transformer.logits(self._last, step.logit_rows, lora)
         else:
-            logits = self._transformer.forward(step, self._kv_caches, lora, choices)
+            logits = self.transformer.forward(step, self.kv_caches, lora, choices)
         return Logits(logits.float(), experts=choices)
 
     def score(self, inputs: TorchInputs) -> Iterator[Scored]:
         last, self._last = self._last, None
         if inputs.runs:
             assert last is not None, "the step is computed"
-            assert self._transformer is not None
+            assert self.transformer is not None
             yield from score_slices(
-                self._transformer, last, inputs.lora, inputs.runs, self._max_scored
+                self.transformer, last, inputs.lora, inputs.runs, self._max_scored
             )
 
     def free_unused(self) -> None:
@@ -256,16 +256,16 @@ class TorchBackend:
 
     def free_memory(self, *, weights: bool) -> int:
         held_bytes = self.kv_bytes + self.weights_bytes
-        self._kv_caches = None
+        self.kv_caches = None
         if weights:
-            self._transformer = None
+            self.transformer = None
         return held_bytes - self.kv_bytes - self.weights_bytes
 
     def restore(self) -> None:
         assert self._reload is not None
-        if self._transformer is None:
-            self._transformer = Transformer(self._decoder, self._reload.weights())
-        self._kv_caches = self._kv_caches or self._reload.pages()
+        if self.transformer is None:
+            self.transformer = Transformer(self._decoder, self._reload.weights())
+        self.kv_caches = self.kv_caches or self._reload.pages()
 
 
 class TorchFactory:

@@ -32,7 +32,7 @@ class TokenCounts:
 
     def __init__(self, sequence: Sequence) -> None:
         self._sequence = sequence
-        self._num_seen = sequence.num_prompt
+        self.num_seen = sequence.num_prompt
         prompt: dict[int, int] = {}
         if sequence.request.sampling.repetition_penalty != 1.0:
             prompt = dict.fromkeys(sequence.request.prompt_token_ids, 0)
@@ -43,14 +43,14 @@ class TokenCounts:
     def update(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns int64 ids and counts of the sequence as it is now, valid until the next call."""
         tokens = self._sequence.token_ids
-        for index in range(self._num_seen, len(tokens)):
+        for index in range(self.num_seen, len(tokens)):
             place = self._places.setdefault(tokens[index], len(self._places))
             if place == len(self._ids):
                 self._ids = np.concatenate((self._ids, np.zeros_like(self._ids), [0]))
                 self._counts = np.concatenate((self._counts, np.zeros_like(self._counts), [0]))
             self._ids[place] = tokens[index]
             self._counts[place] += 1
-        self._num_seen = len(tokens)
+        self.num_seen = len(tokens)
         size = len(self._places)
         return self._ids[:size], self._counts[:size]
 

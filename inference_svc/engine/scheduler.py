@@ -242,7 +242,7 @@ class Scheduler:
             return True
         claims = self.places.claims(self.running, self.queue, self._num_needed_now, now_s)
         for victim in claims.victims:
-            self._preempt(victim, now_s)
+            self.preempt(victim, now_s)
         for sequence in claims.sequences:
             digest = sequence.request.digest
             if not self.is_schedulable(digest):  # it has begun to drain
@@ -274,13 +274,13 @@ class Scheduler:
         needed = self.pages.pages_for(num_tokens) - len(sequence.page_ids)
         while not self.pages.can_allocate(needed):
             victim = last_of_largest(self.running, sequence)
-            self._preempt(victim, now_s)
+            self.preempt(victim, now_s)
             if victim is sequence:
                 return False
         sequence.page_ids += self.pages.allocate(needed)
         return True
 
-    def _preempt(self, sequence: Sequence, now_s: float) -> None:
+    def preempt(self, sequence: Sequence, now_s: float) -> None:
         """Requeues a sequence, to be recomputed; the prefix cache may keep its pages."""
         self._stop(sequence)
         sequence.num_preemptions += 1
@@ -304,7 +304,7 @@ class Scheduler:
         """Requeues running sequences, and forgets all prefixes: the contents of pages will be
         lost."""
         while self.running:
-            self._preempt(self.running[-1], now_s)
+            self.preempt(self.running[-1], now_s)
         self.pages.forget_prefixes()
 
     def move(self, sequence: Sequence, label: str, digest: str, now_s: float) -> None:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from worker import CompileOnly, NoDevice
 
 from kernels.attention import AttentionPlan, HeadNorms, KVCache
 from kernels.attention import triton_kernels as attention
@@ -37,6 +36,7 @@ from kernels.lora import triton_ops as lora_ops
 from kernels.lora.table import NO_VECTORS, MixPart
 from kernels.replaced import triton_kernels as replaced
 from kernels.replaced import triton_ops as replaced_ops
+from tests.support.kernels.worker import CompileOnly, NoDevice
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MODULES: tuple[ModuleType, ...] = (attention, elementwise, experts, lora, replaced)

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from worker import NoDevice
 
 from kernels import triton_launchers
 from kernels.attention import AttentionPlan, HeadNorms, KVCache
@@ -26,6 +25,7 @@ from kernels.lora import (
 from kernels.lora import triton_ops as lora_ops
 from kernels.lora.table import MixPart
 from kernels.replaced import triton_ops as replaced_ops
+from tests.support.kernels.worker import NoDevice
 
 MANY = 300
 """Tokens that are launched as a long prompt is."""

@@ -50,8 +50,8 @@ def test_what_is_refused_is_not_computed(start: Callable) -> None:
     for lora_targets in ((), ACCEPTED):
         transformer = start(
             lora_targets=lora_targets
-        ).engine.built.engine.runner.backend._transformer
-        groups = transformer._every_group
+        ).engine.built.engine.runner.backend.transformer
+        groups = transformer.every_group
         if lora_targets:
             assert groups == {"layers.0.qkv", "layers.1.qkv", ADDED_TOKENS}
         else:
@@ -59,7 +59,7 @@ def test_what_is_refused_is_not_computed(start: Callable) -> None:
             own |= {name for name in groups if name.rpartition(".")[2].endswith("norm")}
             assert len(own) == 3 + 2 * 2 + 1, "norms of both layers, and the last"
             assert len(groups - own) == 4 * 2 + len((EMBEDDING, HEAD))
-        base, every = (len(transformer._program(each).ops) for each in (frozenset(), groups))
+        base, every = (len(transformer.program(each).ops) for each in (frozenset(), groups))
         sizes.append((base, every - base))
     (base, every), (other_base, some) = sizes
     assert base == other_base

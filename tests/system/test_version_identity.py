@@ -455,7 +455,7 @@ class Versions(RuleBasedStateMachine):
     def preempt(self) -> None:
         scheduler = self.run.engine.scheduler
         if scheduler.running:
-            scheduler._preempt(scheduler.running[-1], time.monotonic())
+            scheduler.preempt(scheduler.running[-1], time.monotonic())
 
     @rule(which=st.integers(0, 9))
     def cancel(self, which: int) -> None:

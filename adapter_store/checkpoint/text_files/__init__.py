@@ -84,7 +84,7 @@ class TextReader:
 
     def __init__(self, share: float = 1.0) -> None:
         """With a `share` below 1 no account has all places."""
-        self._children = Shares("text_readers", CHILDREN, share)
+        self.children = Shares("text_readers", CHILDREN, share)
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[str, tuple[str, ...]], AdapterText] = OrderedDict()
         self._known_bytes = 0
@@ -117,7 +117,7 @@ class TextReader:
     def _place(self, account: str, check_cancelled: Callable[[], None]) -> Iterator[None]:
         """Waits for one of the places, in turns with other accounts."""
         found: queue.SimpleQueue[Reservation] = queue.SimpleQueue()
-        request = self._children.request(account, found.put)
+        request = self.children.request(account, found.put)
         place = None
         try:
             while place is None:
@@ -127,7 +127,7 @@ class TextReader:
                     check_cancelled()
             yield
         finally:
-            if place is not None or not self._children.cancel(request):
+            if place is not None or not self.children.cancel(request):
                 (place or found.get()).release()
 
     def _remember(self, key: tuple[str, tuple[str, ...]], found: AdapterText) -> None:

@@ -100,7 +100,7 @@ def compile_variant(context: Context, variant: Variant) -> float:
             with torch.inference_mode():
                 # As recorded: every kernel, whatever the adapters have.
                 for kind in (StepKind.LORA, StepKind.ANY) if num_adapters else (StepKind.BASE,):
-                    backend._decode(variant.num_rows, kind)
+                    backend.decode(variant.num_rows, kind)
         else:
             [prompt] = model.sequences([variant.num_tokens], num_adapters)
             model.prompt_times(backend, prompt)

@@ -103,10 +103,15 @@ class ConnectionLimit:
         self._lingering = [Shares("lingering", MAX_LINGERING, PEER_SHARE) for _ in range(2)]
         self._open: set[Connection] = set()
         self._strangers: dict[str, dict[Connection, None]] = {}
-        self._num_strangers = 0
-        self._stranger_bytes = 0
+        self.num_strangers = 0
+        self.stranger_bytes = 0
         self._peer_bytes: Counter[str] = Counter()
         self._idle: dict[str, dict[Connection, None]] = {}
+
+    @property
+    def all_open(self) -> frozenset[Connection]:
+        """Those of every kind."""
+        return frozenset(self._open)
 
     def open(self, connection: Connection) -> bool:
         """Returns whether there is a place for a new connection; another may be closed for it."""
@@ -131,7 +136,7 @@ class ConnectionLimit:
             return
         self._leave(connection)
         self._strangers.setdefault(connection.peer, {})[connection] = None
-        self._num_strangers += 1
+        self.num_strangers += 1
         self.hold(connection, 0)
 
     def set_busy(self, connection: Connection, account: str) -> Reservation:
@@ -158,7 +163,7 @@ class ConnectionLimit:
             return
         num_bytes += connection.tls_bytes
         self._count(connection, num_bytes)
-        while self._stranger_bytes > MAX_STRANGER_BYTES:
+        while self.stranger_bytes > MAX_STRANGER_BYTES:
             peer = max(self._peer_bytes, key=self._peer_bytes.__getitem__)
             self._abort(max(self._strangers[peer], key=lambda each: each.stranger_bytes))
 
@@ -172,13 +177,13 @@ class ConnectionLimit:
 
     def _count(self, connection: Connection, num_bytes: int) -> None:
         self._peer_bytes[connection.peer] += num_bytes - connection.stranger_bytes
-        self._stranger_bytes += num_bytes - connection.stranger_bytes
+        self.stranger_bytes += num_bytes - connection.stranger_bytes
         connection.stranger_bytes = num_bytes
 
     def _leave(self, connection: Connection) -> None:
         """Takes it from the strangers, or the idle ones."""
         if _remove(self._strangers, connection.peer, connection):
-            self._num_strangers -= 1
+            self.num_strangers -= 1
             self._count(connection, 0)
             if connection.peer not in self._strangers:
                 del self._peer_bytes[connection.peer]
@@ -186,7 +191,7 @@ class ConnectionLimit:
 
     def _make_place(self) -> bool:
         groups = self._idle
-        if not groups or self._num_strangers > self._kept_for_strangers:
+        if not groups or self.num_strangers > self._kept_for_strangers:
             groups = self._strangers
         most = max(groups.values(), key=len, default={})
         longest = next(iter(most), None)
@@ -245,7 +250,7 @@ class Connection(H11Protocol):
         self._write_timer = Timer()
         self._reader = _new_reader()
         self._unsent_bytes, self._paused_s = 0, 0.0
-        self._reads_body = False
+        self.reads_body = False
 
     def open(self, accepted: asyncio.BaseTransport, tls_bytes: int = 0) -> bool:
         """Takes a place for an accepted socket, of which TLS holds so much before it is a
@@ -283,12 +288,12 @@ class Connection(H11Protocol):
     def reading_body(self) -> Iterator[None]:
         """Lets the body come in large parts, whose memory is the request's. Before and after, not
         much more than one read's bytes lies here unread."""
-        self._reads_body = True
+        self.reads_body = True
         self._read_at_once(READ_BYTES)
         try:
             yield
         finally:
-            self._reads_body = False
+            self.reads_body = False
             self._read_at_once(UNREAD_BYTES)
 
     def _read_at_once(self, num_bytes: int) -> None:
@@ -324,7 +329,7 @@ class Connection(H11Protocol):
             self._header_timer.cancel()
             if not had_request:
                 self._head_bytes = sum(len(name) + len(value) for name, value in self.headers)
-            if len(self.cycle.body) >= UNREAD_BYTES and not self._reads_body:
+            if len(self.cycle.body) >= UNREAD_BYTES and not self.reads_body:
                 self.flow.pause_reading()
         elif not self.transport.is_closing():
             self._await_header()

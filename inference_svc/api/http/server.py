@@ -69,7 +69,7 @@ class HttpServer:
 
     def __init__(self, address: str, certificates: CertificateFiles, share: float = 1.0) -> None:
         host, port = split_address(address)
-        self._limit = ConnectionLimit(max_connections(), share)
+        self.limit = ConnectionLimit(max_connections(), share)
         self._context = rotating_context(certificates)
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
@@ -87,11 +87,11 @@ class HttpServer:
     @property
     def connections(self) -> Shares:
         """The connections that known callers' requests hold."""
-        return self._limit.busy
+        return self.limit.busy
 
     async def start(self, app: RequestMiddleware) -> None:
         self._app = app
-        self._server = _Server(_config(app, self._limit, self._context))
+        self._server = _Server(_config(app, self.limit, self._context))
         self._task = asyncio.create_task(self._server.serve([self._socket]))
         up = asyncio.create_task(self._server.is_up.wait())
         await asyncio.wait((self._task, up), return_when=asyncio.FIRST_COMPLETED)
@@ -109,7 +109,7 @@ class HttpServer:
         if self._server is not None and self._task is not None:
             self._server.end()
             await self._task
-        self._limit.close_all()  # also those whose handshakes have not ended
+        self.limit.close_all()  # also those whose handshakes have not ended
         self._socket.close()
 
 

@@ -10,6 +10,7 @@ from adapter_store.catalog.lookup import MIN_HIDDEN_MICROS
 from adapter_store.catalog.schema import images
 from adapter_store.core import Announcement, ImageKey, ImageState, LayoutVerdict
 from servicekit.refs import AdapterName
+from tests.support.store.catalogs import connected
 
 GRACE = timedelta(seconds=60)
 
@@ -160,10 +161,10 @@ def test_known_content_is_pending_for_as_long_as_its_build_took(
     assert hidden_s(catalog, "b") == 0
 
 
-def test_what_an_earlier_release_has_built_is_hidden_too(names, catalog, clock):
+def test_what_an_earlier_release_has_built_is_hidden_too(names, catalog, clock, place):
     catalog.add_layout("L1", "org/tiny", "{}")
     names.register("a/x", "d1")
-    with catalog._database.write() as conn:  # as a migration leaves it: no time of the build
+    with connected(place) as conn:  # as a migration leaves it: no time of the build
         values = {"state": "ready", "reason": "", "image_bytes": 256}
         conn.execute(insert(images).values(digest="d1", layout_id="L1", **values))
     names.register("b/y", "d1")

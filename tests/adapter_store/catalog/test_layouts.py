@@ -15,7 +15,7 @@ from adapter_store.catalog.schema import layouts
 from adapter_store.core import Announcement, ImageState, LayoutVerdict
 from adapter_store.errors import LimitExceeded
 from servicekit.refs import AdapterRef
-from tests.support.store.catalogs import BASE, Clock, Names, live_layouts
+from tests.support.store.catalogs import BASE, Clock, Names, connected, live_layouts
 
 DAY = timedelta(days=1)
 TTL = 7 * DAY
@@ -33,8 +33,8 @@ def catalog(place, clock) -> Iterator[Catalog]:
     catalog.close()
 
 
-def last_use(catalog: Catalog) -> int:
-    with catalog._database.read() as conn:
+def last_use(place: Place) -> int:
+    with connected(place) as conn:
         return conn.execute(layouts.select()).one().last_use_time
 
 
@@ -78,17 +78,17 @@ def test_pull_makes_a_layout_live(catalog, clock):
 
 def test_a_use_is_recorded_at_most_once_per_hour(catalog, clock, place):
     catalog.add_layout("L1", BASE, "{}")
-    first = last_use(catalog)
+    first = last_use(place)
     clock.now += timedelta(minutes=59)
     other = open_catalog(place, clock)  # as after a restart: it does not know
     assert other.is_use_due("L1")
     other.use_layout("L1")
     assert not other.is_use_due("L1")
     catalog.add_layout("L1", BASE, "{}")
-    assert last_use(catalog) == first
+    assert last_use(place) == first
     clock.now += timedelta(minutes=1)
     catalog.use_layout("L1")
-    assert last_use(catalog) > first
+    assert last_use(place) > first
     assert not catalog.is_use_due("L1")
     clock.now += timedelta(hours=1)
     assert catalog.is_use_due("L1")

@@ -13,6 +13,7 @@ from adapter_store.catalog import schema
 from adapter_store.core import ImageContent, ImageState, LayoutVerdict
 from servicekit.errors import InvalidArgument
 from servicekit.refs import AdapterName
+from tests.support.store.catalogs import connected
 
 
 def test_pages_in_order_without_gap_or_repeat(names, catalog):
@@ -80,10 +81,10 @@ def test_a_token_belongs_to_its_filter(names, catalog):
         catalog.page(1, token, "tenant=x")
 
 
-def fill(catalog, num_adapters: int) -> None:
+def fill(place, num_adapters: int) -> None:
     """Rows as 100,000 registrations would leave them, without their 100,000 commits."""
     rows = range(1, num_adapters + 1)
-    with catalog._database.write() as conn:
+    with connected(place) as conn:
         for table, make in (
             (
                 schema.blobs,
@@ -127,8 +128,8 @@ def fill(catalog, num_adapters: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("count", [20_000, pytest.param(100_000, marks=pytest.mark.long)])
-def test_time_and_statements_do_not_grow_with_the_catalog(names, catalog, count):
-    fill(catalog, count)
+def test_time_and_statements_do_not_grow_with_the_catalog(names, catalog, place, count):
+    fill(place, count)
     catalog.add_layout("L", "org/tiny", "{}")
     statements: list[str] = []
     event.listen(
@@ -149,9 +150,9 @@ def test_time_and_statements_do_not_grow_with_the_catalog(names, catalog, count)
 
 
 @pytest.mark.parametrize("place", ["sqlite"], indirect=True)
-def test_lookups_and_pages_use_indexes(catalog):
+def test_lookups_and_pages_use_indexes(catalog, place):
     def plan(sql: str) -> str:
-        with catalog._database.read() as conn:
+        with connected(place) as conn:
             return " ".join(str(row) for row in conn.exec_driver_sql(f"EXPLAIN QUERY PLAN {sql}"))
 
     joined = (
@@ -175,8 +176,8 @@ def test_sql_in_a_filter_is_only_text(names, catalog):
     assert catalog.page(filter_text="name=%")[0] == []
 
 
-def test_page_size_is_within_the_contract(names, catalog):
-    fill(catalog, 1500)
+def test_page_size_is_within_the_contract(names, catalog, place):
+    fill(place, 1500)
     assert len(catalog.page()[0]) == 100
     assert len(catalog.page(5000)[0]) == 1000
     assert catalog.page(1)[0][0].name == AdapterName("t00", "n000100")

@@ -17,7 +17,7 @@ from adapter_store.catalog.catalog import Catalog
 from adapter_store.core import Announcement, EventKind, SegmentKind, SignatureState
 from adapter_store.errors import CorruptData
 from servicekit.refs import AdapterName, AdapterRef
-from tests.support.store.catalogs import BASE, Names
+from tests.support.store.catalogs import BASE, Names, connected
 
 FIRST_RELEASE = Path(__file__).with_name("first_release.sql")
 
@@ -37,7 +37,7 @@ def test_catalog_of_the_first_release_is_migrated(tmp_path):
     assert (record.labels, record.rank, record.pinned) == ({"team": "cx"}, 8, True)
     assert (record.files, record.description, record.created_by) == ((), "", "")
     assert record.signature_state is SignatureState.UNSIGNED
-    assert _layout_age_seconds(catalog) < 3600
+    assert _layout_age_seconds(path) < 3600
     known = catalog.known_base_models(record.name)
     assert known.served == {"org/tiny": {"org/tiny", "tiny"}}
     kinds = [event.kind for event in catalog.events_since(0, 10)]
@@ -49,14 +49,14 @@ def test_catalog_of_the_first_release_is_migrated(tmp_path):
     catalog.close()
 
 
-def _layout_age_seconds(catalog: Catalog) -> float:
-    with catalog._database.read() as conn:
+def _layout_age_seconds(place: Path) -> float:
+    with connected(place) as conn:
         last_use = conn.execute(select(schema.layouts.c.last_use_time)).scalar_one()
     return time.time() - last_use / 1e6
 
 
-def test_the_first_release_refuses_what_it_does_not_know(catalog):
-    with catalog._database.read() as conn:
+def test_the_first_release_refuses_what_it_does_not_know(catalog, place):
+    with connected(place) as conn:
         found = conn.exec_driver_sql("SELECT value FROM meta WHERE key = 'schema_version'")
         assert found.scalar() == "2"
 
@@ -97,8 +97,8 @@ def test_a_migration_that_fails_leaves_the_old_tables(tmp_path, monkeypatch):
     catalog.close()
 
 
-def test_migrations_make_the_tables_of_the_schema(catalog):
-    with catalog._database.read() as conn:
+def test_migrations_make_the_tables_of_the_schema(catalog, place):
+    with connected(place) as conn:
         context = MigrationContext.configure(conn, opts={"compare_type": True})
         found = compare_metadata(context, schema.metadata)
     assert found == []
@@ -126,7 +126,7 @@ def test_announcements_of_earlier_servers_are_marked(tmp_path):
         connection.execute(insert, ("now", layout_id, int((time.time() + 3600) * 1e6)))
     connection.close()
     catalog = open_catalog(path)
-    with catalog._database.read() as conn:
+    with connected(path) as conn:
         rows = conn.execute(select(schema.announcements)).all()
     assert {row.announcement_id: row.is_renewed for row in rows} == {"earlier": False, "now": True}
     catalog.close()
@@ -161,7 +161,7 @@ def test_adapters_and_servers_of_the_release_before_have_and_apply_a_and_b(place
     catalog.add_layout("L", BASE, "{}")
     catalog.announce("L", "A", Announcement(max_rank=16))
     Names(catalog).register("a", "d1")
-    with catalog._database.write() as conn:
+    with connected(place) as conn:
         for table, columns in NEW_COLUMNS.items():
             for column in columns:
                 conn.exec_driver_sql(f"ALTER TABLE {table} DROP COLUMN {column}")

@@ -13,7 +13,7 @@ from adapter_store.core import EventKind, ImageKey, SignatureState, SourceFile
 from adapter_store.errors import Conflict, LimitExceeded
 from servicekit.errors import NotFound
 from servicekit.refs import AdapterName, AdapterRef
-from tests.support.store.catalogs import ReceivedEvents
+from tests.support.store.catalogs import ReceivedEvents, connected
 
 A = AdapterName("default", "a")
 
@@ -205,12 +205,12 @@ def test_collecting_ends_what_no_record_has(names, catalog, clock):
     assert catalog.blob_digests() == {"d1"}
 
 
-def test_versions_are_dropped_in_batches(names, catalog, clock, monkeypatch):
+def test_versions_are_dropped_in_batches(names, catalog, place, clock, monkeypatch):
     monkeypatch.setattr(leftovers, "BATCH_ROWS", 2)
     for number in range(7):
         names.register("a", f"d{number}")
     catalog.remove(A)
-    with catalog._database.write() as conn:
+    with connected(place) as conn:
         assert leftovers.expire_versions(conn, clock.now) == 2, "in one transaction"
     assert catalog.expire_versions(timedelta(0)) == 5
     assert len(catalog.unreferenced_blobs(10)) == 7

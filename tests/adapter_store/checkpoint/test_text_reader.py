@@ -86,8 +86,8 @@ def test_who_is_cancelled_waits_no_longer(held: Held) -> None:
     for thread in threads:
         thread.join(30)
     assert reader.read(Path("t"), [file], "t") == AdapterText()
-    reader._children.check_integrity()
-    assert reader._children.used == 0
+    reader.children.check_integrity()
+    assert reader.children.used == 0
 
 
 def test_one_account_does_not_have_all_places(held: Held) -> None:
@@ -99,4 +99,4 @@ def test_one_account_does_not_have_all_places(held: Held) -> None:
     held.done.set()
     for thread in threads:
         thread.join(30)
-    assert reader._children.used == 0
+    assert reader.children.used == 0

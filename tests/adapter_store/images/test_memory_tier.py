@@ -203,13 +203,13 @@ def test_spare_buffer_is_reused_and_accounted():
     a = put(tier, "a", 50)
     buffer = a.image.buffer
     tier.drop(key("a"))
-    assert (tier.counts.used_bytes, tier._pool.spare_bytes) == (0, 50)
+    assert (tier.counts.used_bytes, tier.pool.spare_bytes) == (0, 50)
     b = begin(tier, "b", 50)
     assert b.image.buffer is buffer
-    assert (tier.counts.used_bytes, tier._pool.spare_bytes) == (50, 0)
+    assert (tier.counts.used_bytes, tier.pool.spare_bytes) == (50, 0)
     tier.release(b)
     begin(tier, "c", 780)
-    assert tier.counts.used_bytes + tier._pool.spare_bytes <= 800
+    assert tier.counts.used_bytes + tier.pool.spare_bytes <= 800
 
 
 def test_an_image_that_is_gone_cannot_be_held():
@@ -273,7 +273,7 @@ def test_accounts_are_exact_whatever_happens(steps):
             assert tier.counts.images == len(alive)
             pinned = max((e.num_bytes for e in alive if e.key == key("f")), default=0)
             assert tier.counts.used_bytes <= 100 + 12 + pinned + 60
-            assert tier.counts.used_bytes + tier._pool.spare_bytes <= max(
+            assert tier.counts.used_bytes + tier.pool.spare_bytes <= max(
                 100, tier.counts.used_bytes
             )
         for reservation in reservations:

@@ -11,12 +11,12 @@ from typing import Any
 import grpc
 import pytest
 
-from adapter_store.catalog.catalog import Catalog
 from adapter_store.checkpoint import text_files
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.tokenizer_extract import TokenizerExtract
 from tests.support.access.policies import ROOT, token_lines, token_of, write_policy
 from tests.support.models import tokenizer_files as tokenizers
+from tests.support.store.catalogs import connected
 from tests.support.wait import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
@@ -95,7 +95,7 @@ def test_uploads_bring_theirs_along(serve, folder):
     assert sent.chat_template_digest == read.chat_template_digest != ""
 
 
-def test_texts_survive_a_restart_and_go_with_their_last_version(serve, folder):
+def test_texts_survive_a_restart_and_go_with_their_last_version(serve, folder, tmp_path):
     store = serve()
     first = store.client.register("a", folder).adapter
     store.client.register("b", folder)
@@ -107,14 +107,14 @@ def test_texts_survive_a_restart_and_go_with_their_last_version(serve, folder):
     until(lambda: is_gone(client, "a"))
     assert all(text_of(client, digest) for digest in digests)
     client.stub.DeleteAdapter(pb.DeleteAdapterRequest(name="b"))
-    until(lambda: count_texts(store.running.store.catalog) == 0)
+    until(lambda: count_texts(tmp_path) == 0)
     for digest in digests:
         with pytest.raises(grpc.RpcError, match=digest):
             text_of(client, digest)
 
 
-def count_texts(catalog: Catalog) -> int:
-    with catalog._database.read() as conn:
+def count_texts(folder: Path) -> int:
+    with connected(folder / "data" / "catalog.sqlite3") as conn:
         return conn.exec_driver_sql("SELECT count(*) FROM texts").scalar_one()
 
 

@@ -126,7 +126,7 @@ def test_freed_memory_is_made_again(model, record, weights):
     fixed = model.fixed(note if record else None)
     num_recorded, held = len(recorded), (fixed.kv_bytes, fixed.weights_bytes)
     fixed._reload = Reload(model.caches, lambda: model.transformer.weights)
-    caches = fixed._kv_caches
+    caches = fixed.kv_caches
     for _ in range(2):
         assert fixed.free_memory(weights=weights) == held[0] + weights * held[1]
         assert (fixed.kv_bytes, fixed.weights_bytes) == (0, held[1] * (not weights))
@@ -137,7 +137,7 @@ def test_freed_memory_is_made_again(model, record, weights):
         short = False
         fixed.restore()
         assert (fixed.kv_bytes, fixed.weights_bytes) == held
-        assert fixed._kv_caches is not caches
+        assert fixed.kv_caches is not caches
         assert_close(wanted, run(fixed, steps(SLOTS[1])), 1e-4)
     assert len(recorded) == 3 * num_recorded
 

@@ -33,14 +33,14 @@ class Checked:
 
     def record(self) -> None:
         """Every decode step, while what is filled in is padding: as the warm-up does."""
-        inputs = self.backend._decodes.inputs
+        inputs = self.backend.decodes.inputs
         inputs.block.wait()
         inputs.fill_padding()
         inputs.send()
-        for size in self.backend._sizes:
+        for size in self.backend.sizes:
             for kind in StepKind:
                 with launches() as noted:
-                    self.backend._decode(size, kind)
+                    self.backend.decode(size, kind)
                 self.recorded[size, kind] = self.described(noted)
 
     def run(self, batch: Any) -> None:
@@ -83,8 +83,8 @@ def places_of(backend: CudaBackend, model: Model, caches: KVCaches) -> dict[int,
         "arena": model.arena.flat,
         "table of adapters": model.arena.table.rows,
         "table of replaced weights": model.arena.table.weight_rows,
-        "inputs": backend._decodes.inputs.block._twin,
-        "inputs of prompts": backend._prompts.inputs.block._twin,
+        "inputs": backend.decodes.inputs.block._twin,
+        "inputs of prompts": backend.prompts.inputs.block._twin,
         "logits": backend._logits,
         "largest logits": backend._argmax,
     }

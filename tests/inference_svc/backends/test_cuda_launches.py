@@ -22,7 +22,7 @@ def test_a_decode_step_launches_few_kernels(tmp_path, kind):
     description = make_decoder("llama", tmp_path, num_hidden_layers=NUM_LAYERS)
     backend = Model.make(description, torch.float32, META).fixed(lambda compute: None)
     with launches() as noted:
-        backend._decode(1, kind)
+        backend.decode(1, kind)
     counts = Counter(launch.name for launch in noted.launches)
     assert counts.total() <= LIMITS[kind], str(counts)
     assert counts["add_rms_norm_kernel"] == 2 * NUM_LAYERS + 1
@@ -48,7 +48,7 @@ def test_nothing_is_launched_for_targets_that_are_refused(tmp_path, lora_targets
     for kind in (StepKind.BASE, StepKind.LORA):
         backend = model.fixed(lambda compute: None, lora_targets=lora_targets)
         with launches() as noted:
-            backend._decode(1, kind)
+            backend.decode(1, kind)
         counts.append(Counter(launch.name for launch in noted.launches))
     base, found = counts
     assert not base - found, "the base is computed as ever"

@@ -116,7 +116,7 @@ def config_of(num_tokens: int, **changes: Any) -> EngineConfig:
 def peak_bytes(backend: CudaBackend, num_tokens: int, *, has_decodes: bool) -> int:
     """Returns what a step of so many tokens, all with adapters, allocates at most at one time.
     `has_decodes`: some are rows of their own."""
-    step = backend._prompts
+    step = backend.prompts
     step.inputs.fill_padding()
     inputs = step.inputs._views(num_tokens, MAX_ROWS, MAX_ROWS, num_tokens // 16, has_decodes)
     plans = (
@@ -125,7 +125,7 @@ def peak_bytes(backend: CudaBackend, num_tokens: int, *, has_decodes: bool) -> i
     )
     lora = LoraStep(backend.arena, step.lora._targets, *plans)
     with live_bytes() as live:
-        backend._transformer.forward(inputs, backend._kv_caches, lora)
+        backend.transformer.forward(inputs, backend.kv_caches, lora)
     return live.peak
 
 
@@ -166,7 +166,7 @@ def test_recorded_kernels_are_counted(tmp_path, feature):
         with noted_kernels(choose_the_first):
             backend = model.fixed(lambda compute: None, max_added_tokens=max_added_tokens)
         with launches() as noted:
-            backend._decode(1, kind)
+            backend.decode(1, kind)
         names = [launch.name for launch in noted.launches]
         num_products = names.count("linear") + names.count("mm")
         counted = len(names) + (cuda_needs.PRODUCT_NODES - 1) * num_products

@@ -206,7 +206,7 @@ def test_a_pause_waits_for_what_was_preempted(engine: Engine) -> None:
     engine.step()
     number = engine.start(Command.PAUSE, pause_mode=PauseMode.WAIT)
     scheduler = engine.engine.scheduler
-    scheduler._preempt(scheduler.running[-1], 0.0)
+    scheduler.preempt(scheduler.running[-1], 0.0)
     until(lambda: number in engine.replies or engine.step())
     assert len(engine.tokens("a")) == len(engine.tokens("b")) == 12
     assert engine.replies[number].result == 1

@@ -126,12 +126,12 @@ class Stage:
         update = TokenCounts.update
 
         def failing(counts: TokenCounts) -> Any:
-            num_seen = counts._num_seen
+            num_seen = counts.num_seen
             result = update(counts)
-            is_new = num_seen < counts._num_seen
+            is_new = num_seen < counts.num_seen
             if is_new or FAULTY in counts._sequence.request.prompt_token_ids:
                 if self.is_faulty:
-                    counts._num_seen = num_seen
+                    counts.num_seen = num_seen
                 self.fail()
             return result
 

@@ -41,8 +41,8 @@ class Scarce:
 
 
 def make_scarce(engine: Engine, suffices: Callable[[StepInputs], bool]) -> Scarce:
-    engine.backend._transformer = Scarce(engine.backend._transformer, suffices)
-    return engine.backend._transformer
+    engine.backend.transformer = Scarce(engine.backend.transformer, suffices)
+    return engine.backend.transformer
 
 
 @pytest.mark.parametrize("most", [1, 3, 10, 40])

@@ -35,7 +35,7 @@ def test_gap_includes_skipped_steps() -> None:
     patient, other = server.submit(max_tokens=9), server.submit(max_tokens=9)
     steps(server, 1.0, 1.0)
     assert gaps(server.settler) == (2, 2.0)
-    server.scheduler._preempt(patient, server.now_s)
+    server.scheduler.preempt(patient, server.now_s)
     server.scheduler.limits = type(server.scheduler.limits)(1, 64, 64)
     steps(server, 1.0, 1.0)
     assert gaps(server.settler) == (4, 4.0), "the other one's"

@@ -45,17 +45,17 @@ def test_programs_are_few(random_model, save_model, load_decoder) -> None:
     transformer = decoder.transformer
     decoder.step([(decoder.add([1, 2, 3]), 0, 3, True)])
     expected = transformer.forward().clone()
-    num_base = len(transformer._program(frozenset()).ops)
+    num_base = len(transformer.program(frozenset()).ops)
     sizes = []
     for group in sorted(adapters.groups):
         assert torch.equal(transformer.forward(frozenset({group})), expected)
-        sizes.append(len(transformer._program(frozenset({group})).ops) - num_base)
+        sizes.append(len(transformer.program(frozenset({group})).ops) - num_base)
         assert transformer.num_ops(frozenset({group})).total() == sizes[-1]
     num_own = MAX_PROGRAMS - 2  # beside that of no group and that of all
     assert sizes == [1] * num_own + [len(adapters.groups)] * (len(sizes) - num_own)
     assert len(sizes) > num_own
     assert transformer.num_ops(frozenset()).total() == 0
-    assert len(transformer._program(frozenset()).ops) == num_base
+    assert len(transformer.program(frozenset()).ops) == num_base
 
 
 def test_last_layer_computes_last_tokens_only(random_model, save_model, load_decoder) -> None:

@@ -7,10 +7,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from worker import CompileOnly, NoDevice
 
 from kernels import tuning
 from kernels.attention import AttentionPlan, KVCache, triton_kernels, triton_ops
+from tests.support.kernels.worker import CompileOnly, NoDevice
 
 
 def attend(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from worker import CompileOnly, NoDevice
 
 from kernels.elementwise import triton_kernels, triton_ops
+from tests.support.kernels.worker import CompileOnly, NoDevice
 
 
 def add_rms_norm(

@@ -6,10 +6,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from worker import CompileOnly, NoDevice
 
 from kernels import tuning
 from kernels.experts import Choice, Pairs, Routing, triton_kernels, triton_ops
+from tests.support.kernels.worker import CompileOnly, NoDevice
 
 Constants = dict[str, dict[str, int]]
 """Of kernels, those that are other than in the table."""

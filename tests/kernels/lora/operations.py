@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from worker import CompileOnly, NoDevice
 
 from kernels import tuning
 from kernels.experts import Pairs
 from kernels.experts import triton_ops as experts_ops
 from kernels.lora import LoraGroup, LoraPlan, LoraTable, TokenOrder, triton_kernels, triton_ops
+from tests.support.kernels.worker import CompileOnly, NoDevice
 
 
 def add_lora(

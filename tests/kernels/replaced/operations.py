@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from worker import CompileOnly, NoDevice
 
 from kernels.lora import LoraPlan, LoraTable
 from kernels.replaced import triton_kernels, triton_ops
+from tests.support.kernels.worker import CompileOnly, NoDevice
 
 
 def token_weights(*args: Any) -> torch.Tensor:

@@ -41,7 +41,7 @@ class Scarce:
 def little_memory(backend: CudaBackend) -> Iterator[None]:
     device = backend.arena.device
     if device.type == "cpu":
-        backend._transformer = Scarce(backend._transformer)  # type: ignore[assignment]
+        backend.transformer = Scarce(backend.transformer)  # type: ignore[assignment]
         yield
         return
     torch.cuda.empty_cache()

@@ -8,6 +8,7 @@ from typing import Any
 import httpx2
 import openai
 
+from inference_svc.api.http.connections import ConnectionLimit
 from tests.support.inference.serving import Running
 from tests.support.wait import until_async
 
@@ -18,6 +19,11 @@ class Front:
     def __init__(self, running: Running, raw: httpx2.AsyncClient) -> None:
         self.running, self.engine, self.raw = running, running.engine, raw
         self.client = self.connect("none")
+
+    @property
+    def connections(self) -> ConnectionLimit:
+        assert self.running.server.http is not None
+        return self.running.server.http.limit
 
     def connect(self, token: str) -> openai.AsyncOpenAI:
         url = f"http://{self.running.server.http_address}/v1"

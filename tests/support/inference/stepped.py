@@ -110,5 +110,5 @@ class Faulty:
 
 def faulty_engine(make: Callable[[], Engine], changes: Any) -> Engine:
     engine = make()
-    engine.backend._transformer = Faulty(engine.backend._transformer, changes)
+    engine.backend.transformer = Faulty(engine.backend.transformer, changes)
     return engine

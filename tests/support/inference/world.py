@@ -122,7 +122,7 @@ class World:
     def preempt(self) -> None:
         """The last in rank, as when pages are short."""
         if self.scheduler.running:
-            self.scheduler._preempt(self.scheduler.running[-1], self.now_s)
+            self.scheduler.preempt(self.scheduler.running[-1], self.now_s)
 
     def load(self, digest: str) -> None:
         self.residency.add_waiter(digest, self.now_s)

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
+from sqlalchemy import Connection
+
 from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.database import ENDLESS as ENDLESS_SPACE
+from adapter_store.catalog.database import Place, open_database
 from adapter_store.catalog.rows import NewVersion
 from adapter_store.core import AdapterEvent
 from servicekit.refs import AdapterName, AdapterRef
@@ -73,6 +79,17 @@ class ReceivedEvents:
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.events) >= count, WAIT_SECONDS)
             return [event.revision for event in self.events]
+
+
+@contextmanager
+def connected(place: Place) -> Iterator[Connection]:
+    """A connection to the database of a catalog that may be open; commits at the end."""
+    database = open_database(place, ENDLESS_SPACE)
+    try:
+        with database.write() as conn:
+            yield conn
+    finally:
+        database.close()
 
 
 def live_layouts(catalog: Catalog) -> list[str]:

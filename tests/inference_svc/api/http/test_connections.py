@@ -155,7 +155,7 @@ def test_unread_answers_of_one_tenant_leave_memory_to_others(
 
 def only_connection(front: Front) -> Any:
     """The server's end of the only connection."""
-    (found,) = front.running.server._http._limit._open
+    (found,) = front.connections.all_open
     return found
 
 
@@ -193,14 +193,14 @@ def test_body_is_read_once_it_has_a_place(serve_http) -> None:
     async def body(front: Front) -> None:
         async with connected(front) as first:
             await first.send(request_of(b"{", length=whole))
-            await until_async(lambda: front.running.server._http._limit.busy.used == 1)
-            await until_async(lambda: only_connection(front)._reads_body)
+            await until_async(lambda: front.connections.busy.used == 1)
+            await until_async(lambda: only_connection(front).reads_body)
             async with connected(front) as second:
                 sending = asyncio.create_task(second.send(request_of(b" " * whole)))
 
                 def held() -> list[int]:
                     """The bytes of the second, once no more of it is read."""
-                    each = front.running.server._http._limit._open
+                    each = front.connections.all_open
                     return [len(it.cycle.body) for it in each if it.flow.read_paused]
 
                 await until_async(lambda: len(held()) == 1)
@@ -358,7 +358,7 @@ def test_account_with_the_most_idle_connections_makes_place() -> None:
     opened(limit, Peer("new", closed))
     assert closed == [each[1]]
     limit.begin_request(each[2])
-    assert (limit._num_strangers, len(limit._idle["many"])) == (2, 1)
+    assert (limit.num_strangers, len(limit._idle["many"])) == (2, 1)
 
 
 def test_bytes_of_strangers_are_bounded() -> None:

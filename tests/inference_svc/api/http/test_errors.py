@@ -331,7 +331,7 @@ def test_refused_request_leaves_nothing_on_its_connection(
             await until_async(lambda: bodies[0]() is None)
         finally:
             gc.enable()
-        assert front.running.server._http._limit._open, "the connection is kept"  # type: ignore[union-attr]
+        assert front.connections.all_open, "the connection is kept"
 
     serve_http(body)
 
@@ -343,7 +343,7 @@ def test_disconnect_while_the_body_is_parsed(serve_http, monkeypatch: pytest.Mon
 
     async def body(front: Front) -> None:
         asking = asyncio.create_task(front.chat())
-        await until_async(lambda: bool(front.running.server._prompts._threads.shares.used))  # type: ignore[union-attr]
+        await until_async(lambda: bool(front.running.server._prompts.threads.used))  # type: ignore[union-attr]
         asking.cancel()
         await front.until_metric(f'http_requests_total{{route="{CHAT}",status="499"}} 1.0')
         ends.set()

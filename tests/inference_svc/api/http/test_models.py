@@ -90,7 +90,6 @@ def test_pages_are_bounded_and_must_be_read(serve_http, monkeypatch: pytest.Monk
         async with connected(front, receive_bytes=4096) as client:
             await client.send(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
             assert await client.read(1), "it is answered"
-            limit = front.running.server._http._limit  # type: ignore[union-attr]
-            await until_async(lambda: len(limit._open) == 1)  # the other client's
+            await until_async(lambda: len(front.connections.all_open) == 1)  # the other client's
 
     serve_http(body, store=True)

@@ -395,8 +395,8 @@ def test_large_bodies_are_a_debt(serve_http, tmp_path: Path) -> None:
 
     async def body(front: Front) -> None:
         work = front.running.server._places.request_work
-        work._wait_s = 0.01
-        processors, work._processors = work._processors, 1e-6  # on a busy machine debts decay, too
+        work.wait_s = 0.01
+        processors, work.processors = work.processors, 1e-6  # on a busy machine debts decay, too
         account = tenant_account("team-a")
 
         async def post(name: str, content: dict[str, Any]) -> httpx2.Response:
@@ -408,7 +408,7 @@ def test_large_bodies_are_a_debt(serve_http, tmp_path: Path) -> None:
         too_large = {"model": "base", "prompt": "x" * MAX_BODY_BYTES}
         assert (await post("caller", too_large)).status_code == 413
         assert work.debt_s(account) > debt_s + 0.015, "what is discarded is read too"
-        work._processors = processors
+        work.processors = processors
         work.charge(account, 100.0)
         refused = await post("caller", large)
         assert refused.status_code == 429

@@ -7,7 +7,6 @@ import json
 import ssl
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,10 +39,6 @@ async def exchange(front: Front, context: ssl.SSLContext, data: bytes) -> bytes:
         writer.close()
 
 
-def limit_of(front: Front) -> Any:
-    return front.running.server._http._limit  # type: ignore[union-attr]
-
-
 def test_handshake_that_never_ends(serve_http, tls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HANDSHAKE_SECONDS", 0.2)
     settings, _ = tls
@@ -53,8 +48,8 @@ def test_handshake_that_never_ends(serve_http, tls, monkeypatch: pytest.MonkeyPa
             await half.send(b"\x16\x03\x01\x02\x00\x01")
             assert await silent.ends()
             assert await half.ends()
-        await until_async(lambda: not limit_of(front)._open)
-        assert limit_of(front)._stranger_bytes == 0
+        await until_async(lambda: not front.connections.all_open)
+        assert front.connections.stranger_bytes == 0
 
     serve_http(body, **settings)
 
@@ -68,8 +63,8 @@ def test_handshakes_take_places_and_make_place(
     async def body(front: Front) -> None:
         async with AsyncExitStack() as stack:
             silent = [await stack.enter_async_context(connected(front)) for _ in range(4)]
-            await until_async(lambda: len(limit_of(front)._open) == 4)
-            assert limit_of(front)._stranger_bytes == 4 * connections.TLS_BYTES
+            await until_async(lambda: len(front.connections.all_open) == 4)
+            assert front.connections.stranger_bytes == 4 * connections.TLS_BYTES
             assert b" 200 " in await exchange(front, context, HEALTH)
             assert await silent[0].ends()
 
@@ -94,7 +89,7 @@ def test_close_ends_handshakes(serve_http, tls) -> None:
 
     async def body(front: Front) -> None:
         async with connected(front) as silent:
-            await until_async(lambda: len(limit_of(front)._open) == 1)
+            await until_async(lambda: len(front.connections.all_open) == 1)
             await front.running.server.close()
             assert await silent.ends()
 
