@@ -206,7 +206,9 @@ def test_no_pairs(interpreter):
 
 
 @pytest.mark.parametrize(
-    ("tiles", "dtype"), zip(CLASSES, [*DTYPES, torch.float32], strict=True), ids=str
+    ("tiles", "dtype"),
+    [("short", torch.float32), ("middle", torch.float16), ("long", torch.float32)],
+    ids=str,
 )
 def test_a_pair_has_the_same_bits_alone_and_in_any_batch(interpreter, tiles, dtype):
     """That they are the same in tiles of another length is the tensor cores' doing: those of numpy
