@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.support import processes
 from tests.support.durations import Durations
@@ -23,6 +24,11 @@ ARTIFACT_FILES = (
     *("tests/bench/test_gpu_run.py", "tests/kernels/test_triton_launchers.py"),
 )
 """Tests that build something, or compile kernels for devices, bear the mark `artifacts`."""
+
+
+# A busy machine is no fault.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:

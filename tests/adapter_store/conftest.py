@@ -11,7 +11,6 @@ from typing import Any
 import botocore.loaders
 import botocore.session
 import pytest
-from hypothesis import settings
 
 from adapter_store.catalog import follower
 from adapter_store.catalog.catalog import Catalog
@@ -20,8 +19,6 @@ from tests.support.servers.postgres import PostgresServer
 from tests.support.store.adapters import MakeAdapter, MakeLayout, save_adapter, tiny_layout
 
 # A busy machine is not a failure.
-settings.register_profile("adapter_store", deadline=None)
-settings.load_profile("adapter_store")
 
 
 @pytest.fixture(scope="session")

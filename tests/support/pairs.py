@@ -39,6 +39,20 @@ def by_path(families: Iterable[str]) -> list[Any]:
     ]
 
 
+def in_turns(cases: Sequence[tuple[Any, ...]], values: Sequence[Any]) -> list[Any]:
+    """Returns each case with each value, appended. `make test` runs one of the values with a case,
+    in turns; `make test-long` runs the others, too."""
+    return [
+        pytest.param(
+            *(*case, value),
+            marks=() if case_at % len(values) == value_at else pytest.mark.long,
+            id="-".join(map(str, (*case, value))),
+        )
+        for case_at, case in enumerate(cases)
+        for value_at, value in enumerate(values)
+    ]
+
+
 def pairwise(**axes: Sequence[Any]) -> Any:
     """Parametrizes a test by all combinations of the axes' values. `make test` runs so many of them
     that each two values of two axes meet; `make test-long` runs the others, too."""

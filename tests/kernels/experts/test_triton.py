@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.experts import Choice, Pairs, Scoring, reference
-from tests.support.pairs import pairwise
+from tests.support.pairs import in_turns, pairwise
 
 DTYPES = [torch.float32, torch.float16]
 RATIOS = {torch.float32: 1e-6, torch.float16: 4e-4}
@@ -47,8 +47,9 @@ def chosen_experts(num_tokens: int, num_chosen: int = 3, skew: float = 0.0) -> t
     return reference.route(logits, Choice(num_chosen)).experts
 
 
-@pytest.mark.parametrize("case", CHOICES)
-@pytest.mark.parametrize("has_vectors", [False, True])
+@pytest.mark.parametrize(
+    ("case", "has_vectors"), in_turns([(case,) for case in CHOICES], [False, True])
+)
 def test_routing(interpreter, case, has_vectors):
     logits, choice = numbers(17, EXPERTS), CHOICES[case]
     bias = scales = None
@@ -79,7 +80,7 @@ def test_routing_among_few_and_many(interpreter, num_experts):
     ),
     st.sampled_from([Choice(1), Choice(3), Choice(8), Choice(2, Scoring.SOFTMAX_OF_CHOSEN)]),
 )
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_of_equal_logits_the_first_experts_are_chosen(interpreter, rows, choice):
     logits = torch.tensor(rows)
     found = interpreter.call("route", logits, choice)
@@ -124,7 +125,7 @@ def test_pairs_are_sorted(interpreter, num_tokens, skew, constants):
     check_pairs(found, experts, EXPERTS)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     st.integers(1, 9).flatmap(
         lambda num_experts: st.tuples(
@@ -236,11 +237,9 @@ def test_a_pair_has_the_same_bits_alone_and_in_any_batch(interpreter, tiles, dty
             assert torch.equal(row, whole[key]), key
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shared", ["none", "ungated", "gated"])
-@pytest.mark.parametrize(("num_chosen", "size"), [(3, 16), (1, 37), (8, 1500)])
-def test_combining(interpreter, dtype, shared, num_chosen, size):
-    num_tokens = 9
+@pairwise(dtype=DTYPES, shared=["none", "ungated", "gated"], sizes=[(3, 16), (1, 37), (8, 1500)])
+def test_combining(interpreter, dtype, shared, sizes):
+    num_tokens, (num_chosen, size) = 9, sizes
     routing = reference.route(numbers(num_tokens, EXPERTS), Choice(num_chosen))
     pairs = reference.sort_pairs(routing.experts, EXPERTS)
     x = numbers(num_tokens * num_chosen, size).to(dtype)

@@ -117,7 +117,9 @@ def test_native_embedding(library, make_adapters, dtype, num_parts):
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.long)], ids=str
+)
 def test_triton(make_adapters, interpreter, dtype, num_parts):
     adapters = make_adapters(dtype)
     plan, group = adapters.plan(*ROWS), adapters.group
@@ -129,7 +131,9 @@ def test_triton(make_adapters, interpreter, dtype, num_parts):
     assert torch.equal(got, interpreter.add_lora(adapters, out, x, plan))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.long)], ids=str
+)
 def test_triton_embedding(make_adapters, interpreter, dtype, num_parts):
     adapters = make_adapters(dtype)
     plan, token_ids, out, group = embedding_case(adapters)

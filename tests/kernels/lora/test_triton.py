@@ -14,30 +14,30 @@ import torch.nn.functional as F
 
 from kernels.lora import BASE_SLOT, reference
 from kernels.lora.plan import ITEM_NOTHING, TILE_TOKENS
+from tests.support.pairs import in_turns
 
 DTYPES = [torch.float32, torch.float16]
 MIXED_SLOTS = [BASE_SLOT, 0, 1, 1, 2, 3, 4, 5, BASE_SLOT]
 MIXED_LENGTHS = [5, 7, 1, TILE_TOKENS + 3, 1, 2, 1, 3, 1]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("popularity", "num_rows", "mixed"),
-    [
-        ("distinct", 1, False),
-        ("distinct", 7, True),
-        ("distinct", 16, False),
-        ("uniform", 3, False),
-        ("uniform", 16, True),
-        ("zipf:1.5", 7, False),
-        ("zipf:1.5", 33, True),
-        ("identical", 2, False),
-        ("identical", 16, True),
-        ("skewed", 16, False),
-        ("skewed", 33, True),
-        ("empty", 7, True),
-    ],
-)
+DECODES = [
+    ("distinct", 1, False),
+    ("distinct", 7, True),
+    ("distinct", 16, False),
+    ("uniform", 3, False),
+    ("uniform", 16, True),
+    ("zipf:1.5", 7, False),
+    ("zipf:1.5", 33, True),
+    ("identical", 2, False),
+    ("identical", 16, True),
+    ("skewed", 16, False),
+    ("skewed", 33, True),
+    ("empty", 7, True),
+]
+
+
+@pytest.mark.parametrize(("popularity", "num_rows", "mixed", "dtype"), in_turns(DECODES, DTYPES))
 def test_decode(
     make_adapters, slots_of, interpreter, assert_close, ratio_of, popularity, num_rows, mixed, dtype
 ):
@@ -50,11 +50,9 @@ def test_decode(
     assert torch.equal(got[base], out[base]), "base rows stay bitwise"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("in_features", "out_features"),
-    [(64, (128,)), (1, (1,)), (70, (96, 33, 40)), (1100, (129, 5))],
-    ids=str,
+    ("in_features", "out_features", "dtype"),
+    in_turns([(64, (128,)), (1, (1,)), (70, (96, 33, 40)), (1100, (129, 5))], DTYPES),
 )
 def test_prefill_and_decode_in_one_plan(
     make_adapters, interpreter, assert_close, ratio_of, in_features, out_features, dtype

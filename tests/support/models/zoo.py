@@ -318,12 +318,16 @@ class Zoo:
     model_dir: Path
     reference: Any
     adapter_dirs: dict[str, Path]
+    copies: dict[torch.dtype, Any] = field(default_factory=dict, init=False, repr=False)
+    """Of the reference, in other dtypes."""
 
     def logits(self, adapter: str, token_ids: list[int], dtype: torch.dtype) -> torch.Tensor:
         """[len(token_ids), vocab] of the oracle; adapter "" is the base model."""
         model = self.reference
         if dtype != torch.float32:
-            model = copy.deepcopy(model).to(dtype)
+            if dtype not in self.copies:
+                self.copies[dtype] = copy.deepcopy(model).to(dtype)
+            model = self.copies[dtype]
         with torch.no_grad():
             if adapter:
                 model.set_adapter(adapter)
