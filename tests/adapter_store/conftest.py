@@ -18,8 +18,6 @@ from loadout.demo.process import Process
 from tests.support.servers.postgres import PostgresServer
 from tests.support.store.adapters import MakeAdapter, MakeLayout, save_adapter, tiny_layout
 
-# A busy machine is not a failure.
-
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
