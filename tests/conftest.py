@@ -22,6 +22,7 @@ ARTIFACT_FILES = (
     *("tests/kernels/test_sass.py", "tests/tools/test_wheel.py", "tests/docs/test_site.py"),
     *("tests/docs/test_sizing_docs.py", "tests/test_gpu_emulated.py"),
     *("tests/bench/test_gpu_run.py", "tests/kernels/test_triton_launchers.py"),
+    "tests/inference_svc/engine/test_memory_fit.py",
 )
 """Tests that build something, or compile kernels for devices, bear the mark `artifacts`."""
 
@@ -42,6 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks tests, and begins with those that wait for processes: the others fill up what is left
+    of the workers' time, file by file."""
+    items.sort(key=lambda item: not item.nodeid.startswith(PROCESS_FOLDERS))
     for item in items:
         fixtures = {*getattr(item, "fixturenames", ())}
         starts = item.nodeid.startswith(PROCESS_FOLDERS) or "postgres" in item.nodeid

@@ -122,6 +122,13 @@ CUDA_PLACES = (
 TREE = Tree(ROOT)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def trees() -> Iterator[None]:
+    """Syntax trees are forgotten at the end: the collector would look at their million objects."""
+    yield
+    parsed.cache_clear()
+
+
 def importers(*packages: str) -> Iterator[tuple[str, str]]:
     """Pairs of a module under `packages` and what it imports."""
     for name in TREE.under(*packages):

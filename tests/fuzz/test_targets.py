@@ -22,7 +22,7 @@ WORDS = [
     for line in campaign.DICTIONARY.read_text().splitlines()
     if line.startswith('"')
 ]
-EXAMPLES = {"checkpoint": 100, "folder": 100}
+EXAMPLES = {"checkpoint": 50, "folder": 50}
 
 
 def test_every_target_has_a_share_and_seeds():
@@ -51,7 +51,7 @@ def test_the_corpus(path: Path):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_any_bytes(target):
-    @settings(max_examples=EXAMPLES.get(target, 200), deadline=None, derandomize=True)
+    @settings(max_examples=EXAMPLES.get(target, 100), deadline=None, derandomize=True)
     @given(st.binary(max_size=300) | st.lists(st.sampled_from(WORDS), max_size=30).map(b"".join))
     def run(data: bytes) -> None:
         TARGETS[target](data)
@@ -67,7 +67,7 @@ def test_mutated_seeds(target):
         st.tuples(st.floats(0, 1), st.integers(0, 8), pieces), min_size=1, max_size=6
     )
 
-    @settings(max_examples=EXAMPLES.get(target, 300), deadline=None, derandomize=True)
+    @settings(max_examples=EXAMPLES.get(target, 100), deadline=None, derandomize=True)
     @given(st.sampled_from(seeds), changes)
     def run(seed: bytes, changed: list[tuple[float, int, bytes]]) -> None:
         data = bytearray(seed)
@@ -83,7 +83,7 @@ def test_mutated_seeds(target):
 def test_seeds_whose_parts_are_changed(target):
     seeds = [path.read_bytes() for path in INPUTS if path.parent.name == target]
 
-    @settings(max_examples=EXAMPLES.get(target, 150), deadline=None, derandomize=True)
+    @settings(max_examples=EXAMPLES.get(target, 100), deadline=None, derandomize=True)
     @given(st.sampled_from(seeds), st.lists(st.integers(0, 1 << 31), min_size=1, max_size=4))
     def run(seed: bytes, changes: list[int]) -> None:
         data = seed

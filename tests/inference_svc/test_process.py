@@ -30,6 +30,7 @@ from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 from loadout.prometheus import scrape as read_metrics
 from servicekit import interpreter_gc
+from tests.support import forks
 from tests.support.native import native_library
 from tests.support.wait import until
 
@@ -69,24 +70,32 @@ def command(model: Path, *args: str) -> list[str]:
 
 
 class Process:
+    """A service that is a fork, as its engine is. Other tests here start it as users do."""
+
     def __init__(self, model: Path, folder: Path, engine: str, grace_seconds: int) -> None:
         ready_file = folder / "ready.json"
         args = ["--ready-file", str(ready_file), "--num-threads", "1", "--kv-memory", "64MiB"]
         args += ["--engine", engine, "--http", "127.0.0.1:0"]
         args += ["--grace-seconds", str(grace_seconds)]
-        self.popen = subprocess.Popen(command(model, *args), stderr=subprocess.PIPE, text=True)
-        until(
-            lambda: ready_file.exists() or self.popen.poll() is not None, what="not ready in time"
-        )
-        assert self.popen.poll() is None, self.popen.stderr.read()  # type: ignore[union-attr]
+        self._has_engine = engine == "process"
+        self._log = folder / "log"
+        self.fork = forks.start("inference_svc", command(model, *args)[3:], self._log)
+        until(lambda: ready_file.exists() or self.fork.poll() is not None, what="not ready in time")
+        assert self.fork.poll() is None, self._log.read_text()
         addresses = json.loads(ready_file.read_text())
         self.address: str = addresses["grpc"]
         self.http_address: str = addresses["http"]
         self.metrics_address: str = addresses["metrics"]
 
     @property
-    def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.popen.pid).children()
+    def engines(self) -> list[psutil.Process]:
+        """Its engine's process, if that is one."""
+        return [psutil.Process(forks.engine_of(self.fork.pid))] if self._has_engine else []
+
+    def wait(self) -> str:
+        """Returns what it has printed, once it has ended."""
+        self.fork.wait(START_SECONDS)
+        return self._log.read_text()
 
 
 @contextmanager
@@ -95,8 +104,8 @@ def running(model: Path, folder: Path, engine: str, grace_seconds: int = 20) -> 
     try:
         yield process
     finally:
-        process.popen.kill()
-        process.popen.communicate()
+        process.fork.kill()
+        process.fork.wait()
 
 
 @pytest.fixture
@@ -116,17 +125,17 @@ def test_sigterm_under_load_lets_every_accepted_request_end(process: Process) ->
             for i in range(8)
         ]
         firsts = [next(call) for call in calls]
-        children = process.children
-        for each in (process.popen, *children):  # as a whole group or cgroup may be told
+        engines = process.engines
+        for each in (process.fork, *engines):  # as a whole group or cgroup may be told
             each.send_signal(signal.SIGTERM)
         for first, call in zip(firsts, calls, strict=True):
             responses = [first, *call]
             assert responses[-1].finish_reason == pb.FINISH_REASON_LENGTH
             assert sum(len(r.token_ids) for r in responses) == 300
-    _, stderr = process.popen.communicate(timeout=START_SECONDS)
-    assert process.popen.returncode == 0
-    assert "Traceback" not in stderr
-    assert not any(child.is_running() for child in children)
+    printed = process.wait()
+    assert process.fork.returncode == 0
+    assert "Traceback" not in printed
+    assert not any(engine.is_running() for engine in engines)
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
@@ -140,12 +149,12 @@ def test_sigterm_ends_a_server_whose_engine_hangs_within_the_grace(
                 request = pb.GenerateRequest(text="the dog", sampling=params)
                 call = pb_grpc.InferenceServiceStub(channel).Generate(request)
                 next(call)
-            (engine,) = process.children
+            (engine,) = process.engines
             engine.suspend()
             start_s = time.monotonic()
-            process.popen.send_signal(signal.SIGTERM)
-            _, stderr = process.popen.communicate(timeout=START_SECONDS)
-        assert process.popen.returncode == 0, stderr
+            process.fork.send_signal(signal.SIGTERM)
+            printed = process.wait()
+        assert process.fork.returncode == 0, printed
         assert time.monotonic() - start_s < 6 + 2  # the interpreter's own end on a busy machine
         assert not engine.is_running()
 
@@ -162,7 +171,7 @@ def test_an_engine_that_is_killed_answers_everybody_and_ends_the_server(process:
             next(call)
         health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert next(health).status == health_pb2.HealthCheckResponse.SERVING
-        (engine,) = process.children
+        (engine,) = process.engines
         engine.kill()
         for call in calls:
             with pytest.raises(grpc.RpcError) as caught:
@@ -170,10 +179,10 @@ def test_an_engine_that_is_killed_answers_everybody_and_ends_the_server(process:
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
             assert caught.value.details() == f"{ENDED}: try again later, or another server"
         assert next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING
-    _, stderr = process.popen.communicate(timeout=START_SECONDS)
-    assert process.popen.returncode == 1
-    assert stderr.splitlines()[-1] == f"loadout: {ENDED}; its log has more"
-    assert "Traceback" not in stderr
+    printed = process.wait()
+    assert process.fork.returncode == 1
+    assert printed.splitlines()[-1] == f"loadout: {ENDED}; its log has more"
+    assert "Traceback" not in printed
 
 
 def test_who_calls_again_and_again_while_it_ends_is_told_unavailable(process: Process) -> None:
@@ -196,12 +205,12 @@ def test_who_calls_again_and_again_while_it_ends_is_told_unavailable(process: Pr
             thread.start()
         for _ in range(60):
             assert answered.acquire(timeout=START_SECONDS)
-        process.popen.send_signal(signal.SIGTERM)
+        process.fork.send_signal(signal.SIGTERM)
         for thread in threads:
             thread.join(START_SECONDS)
     assert ends == [grpc.StatusCode.UNAVAILABLE] * 6
-    process.popen.communicate(timeout=START_SECONDS)
-    assert process.popen.returncode == 0
+    process.wait()
+    assert process.fork.returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -311,9 +320,9 @@ def test_every_byte_of_both_processes_is_somewhere(shared: Process) -> None:
     areas = {"weights", "kv_pages", "arena", "workspace", "host_tier", "process"}
     assert memory.keys() == areas | {"frontend"}
     assert memory["frontend"] > 100 << 20, "torch and gRPC are loaded there as well"
-    resident_bytes = psutil.Process(shared.popen.pid).memory_info().rss
+    resident_bytes = psutil.Process(shared.fork.pid).memory_info().rss
     assert abs(memory["frontend"] - resident_bytes) < 8 << 20
-    (engine,) = shared.children
+    (engine,) = shared.engines
     in_engine = sum(num_bytes for name, num_bytes in memory.items() if name != "frontend")
     assert abs(in_engine - engine.memory_info().rss) < 8 << 20
     assert info.limits.memory_bytes > sum(memory.values())
@@ -328,7 +337,7 @@ def test_an_engine_that_hangs_is_told_by_its_age_and_trusted_no_more(shared: Pro
         found = read_metrics(shared.metrics_address)
         return found.one("loadout_inference_snapshot_age_seconds"), found.one(REQUESTS_INFO)
 
-    (engine,) = shared.children
+    (engine,) = shared.engines
     age_s, time_s = scrape()
     assert age_s < ANSWER_SECONDS
     assert time_s == pytest.approx(time.time(), abs=30)
@@ -356,10 +365,10 @@ def test_sigterm_lets_streams_over_http_end(shared: Process) -> None:
         ]
         for stream in streams:
             next(stream)
-        shared.popen.send_signal(signal.SIGTERM)
+        shared.fork.send_signal(signal.SIGTERM)
         for stream in streams:
             *_, last = stream
             assert last.choices[0].finish_reason == "length"
-    _, stderr = shared.popen.communicate(timeout=START_SECONDS)
-    assert shared.popen.returncode == 0
-    assert "Traceback" not in stderr
+    printed = shared.wait()
+    assert shared.fork.returncode == 0
+    assert "Traceback" not in printed

@@ -33,6 +33,7 @@ from bench.trace import Arrival, Traffic
 from inference_svc.core import FinishReason
 from inference_svc.errors import QueueFull
 from tests.soak.kinds import NUM_ADDED, Asked, Kinds, with_kinds
+from tests.support.wait import until
 
 IN_FLIGHT = 48
 CANCELLED, WITH_DEADLINE = 0.15, 0.15
@@ -159,6 +160,7 @@ class Soak:
                 del self._requests[name]
 
     def check_nothing_held(self) -> None:
+        until(lambda: not any(self.engine.describe().loads.values()))  # whose callers have gone
         status = self.engine.describe()
         assert status.num_running == status.num_waiting == 0
         self.engine.check_idle()

@@ -38,7 +38,7 @@ LATER_S = 12.0 + FRESH_S + 0.1
 @pytest.mark.parametrize(
     ("catalog", "seconds"),
     [
-        ("sqlite", 8),
+        ("sqlite", 6),
         pytest.param("sqlite", 60, marks=pytest.mark.long),
         pytest.param("postgresql", 60, marks=pytest.mark.long),
     ],

@@ -20,7 +20,7 @@ LONG = [
 
 
 # Both in one process: it imports what a store is made of, and so does what its stores are forks of.
-@pytest.mark.parametrize(("catalogs", "kills"), [(["sqlite", "postgresql"], 3), *LONG])
+@pytest.mark.parametrize(("catalogs", "kills"), [(["sqlite", "postgresql"], 2), *LONG])
 def test_a_killed_store_keeps_its_promises(catalogs, kills) -> None:
     # In a process of its own: the soak forks, and this one has threads.
     done = subprocess.run(

@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import mean
 from xml.etree import ElementTree
 
+import pytest
+
 from loadout import Client
 from loadout.demo.adapters import MODEL
 from loadout.demo.jobs import BASE_MODEL
@@ -17,10 +19,13 @@ from loadout.demo.system import System, SystemSettings
 from tests.support import forks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rl" / "grpo.py"
-STEPS = 28
 
 
-def test_the_loop_learns(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("steps", "min_gain"), [(6, -1.0), pytest.param(28, 0.2, marks=pytest.mark.long)]
+)
+def test_the_loop_pushes_each_step_and_learns(tmp_path: Path, steps: int, min_gain: float) -> None:
+    """What it has learned shows after more steps than `make test` has time for."""
     with System(SystemSettings(MODEL, BASE_MODEL), tmp_path / "system") as system:
         environment = {
             **os.environ,
@@ -29,7 +34,7 @@ def test_the_loop_learns(tmp_path: Path) -> None:
             "OMP_NUM_THREADS": "1",
         }
         out = tmp_path / "out"
-        arguments = ["learner", str(MODEL), BASE_MODEL, str(out), str(STEPS)]
+        arguments = ["learner", str(MODEL), BASE_MODEL, str(out), str(steps)]
         done = subprocess.run(
             [sys.executable, str(EXAMPLE), *arguments],
             env=environment,
@@ -41,11 +46,11 @@ def test_the_loop_learns(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         with Client(store=system.addresses.store) as client:
             versions = [each.version for each in client.versions("learner") if not each.delete_time]
-        assert versions == [STEPS, STEPS - 1], "each step pushes one, of which two stay"
+        assert versions == [steps, steps - 1], "each step pushes one, of which two stay"
     with (out / "rewards.csv").open() as file:
         rewards = [float(row["reward"]) for row in csv.DictReader(file)]
-    assert len(rewards) == STEPS
-    assert mean(rewards[-4:]) > mean(rewards[:4]) + 0.2, rewards
+    assert len(rewards) == steps
+    assert mean(rewards[-4:]) > mean(rewards[:4]) + min_gain, rewards
     assert ElementTree.parse(out / "rewards.svg").getroot().tag.endswith("svg")
 
 

@@ -74,7 +74,7 @@ def test_what_the_gateway_s_picker_reads_is_exported(system: Routed, names: list
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_warm", "num_counted"), [(150, 250), pytest.param(200, 500, marks=pytest.mark.long)]
+    ("num_warm", "num_counted"), [(100, 150), pytest.param(200, 500, marks=pytest.mark.long)]
 )
 def test_adapters_stay_with_their_replica_and_are_found_there(
     system: Routed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 import stat
@@ -164,12 +165,13 @@ def client(services: Services) -> Iterator[Client]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_before", "num_updates"),
-    # Multiples of the number of variants: what is kept then has the same bytes.
-    [(52, 76), pytest.param(52, 1000, marks=pytest.mark.long)],
+    ("num_before", "num_updates", "max_growth"),
+    # Multiples of the number of variants: what is kept then has the same bytes. Memory is warm, and
+    # so comparable, after some fifty updates.
+    [(12, 24, math.inf), pytest.param(52, 1000, GROWTH, marks=pytest.mark.long)],
 )
 def test_updates_while_callers_generate(
-    services: Services, client: Client, num_before: int, num_updates: int
+    services: Services, client: Client, num_before: int, num_updates: int, max_growth: float
 ) -> None:
     zoo = services.zoo
     expected = {name: zoo.greedy(name, PROMPT, max(LENGTHS)) for name in VARIANTS}
@@ -193,7 +195,7 @@ def test_updates_while_callers_generate(
     growth = {what: after[what] / before[what] for what in before}
     print(f"{callers.num_done} requests in {num_updates} updates; growth {growth}")
     assert callers.num_done > num_updates
-    assert max(growth.values()) <= GROWTH, (before, after)
+    assert max(growth.values()) <= max_growth, (before, after)
     _check_what_is_left(client, trainer)
 
 

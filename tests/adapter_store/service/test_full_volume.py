@@ -69,8 +69,9 @@ class Full:
         return {f"sha256:{digest}" for digest in found}
 
     def names(self, folder: str) -> set[str]:
-        """What lies in a folder of the data folder."""
-        return {path.name for path in (self.volume.outside / folder).iterdir()}
+        """What lies in a folder of the data folder, which may not be there yet."""
+        path = self.volume.outside / folder
+        return {each.name for each in path.iterdir()} if path.exists() else set()
 
 
 @pytest.fixture

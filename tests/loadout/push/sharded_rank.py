@@ -45,34 +45,36 @@ def push(
         return made.push("a", tensors, config, group=group).digest
 
 
-def main() -> None:
-    rank, rendezvous, store, client, fault = sys.argv[1:]
+def outcome_of(store: str, client: str, own_fault: str, fault: str) -> str:
+    """Pushes once. Returns the digest, or the error; `own_fault` is what this rank does wrong."""
     config: object = CONFIG
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=NUM_RANKS
-    )
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     placements = {A: [Shard(1)], B: [Shard(0)]}
     tensors = {
         name: distribute_tensor(values, mesh, placements[name]) for name, values in whole().items()
     }
-    group = None
-    if rank == "1":
-        if fault == "missing":
-            del tensors[B]
-        if fault == "dtype":
-            tensors[A] = tensors[A].to(torch.int32)
-        if fault == "config":
-            config = Unreadable()
-        if fault == "empty":
-            tensors.clear()
-    if fault == "empty":
-        group = distributed.group.WORLD
+    if own_fault == "missing":
+        del tensors[B]
+    if own_fault == "dtype":
+        tensors[A] = tensors[A].to(torch.int32)
+    if own_fault == "config":
+        config = Unreadable()
+    if own_fault == "empty":
+        tensors.clear()
+    group = distributed.group.WORLD if fault == "empty" else None
     try:
-        outcome = push(store, client, tensors, config, group)
+        return push(store, client, tensors, config, group)
     except LoadoutError as error:
-        outcome = f"{type(error).__name__}: {error.message}"
-    print(json.dumps(outcome), flush=True)
+        return f"{type(error).__name__}: {error.message}"
+
+
+def main() -> None:
+    rank, rendezvous, store, client, *faults = sys.argv[1:]
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=NUM_RANKS
+    )
+    outcomes = [outcome_of(store, client, fault if rank == "1" else "", fault) for fault in faults]
+    print(json.dumps(outcomes), flush=True)
     distributed.barrier()  # gloo does not like a rank that leaves while another still reads
     # Without torch's end, which now and then aborts a process that has done its work.
     os._exit(0)

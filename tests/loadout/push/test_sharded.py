@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,9 +21,11 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 WEIGHTS = "adapter_model.safetensors"
 
 
-def run(folder: Path, store: str, client: str = "blocking", fault: str = "none") -> list[str]:
-    """Returns what each rank printed."""
-    arguments = (str(folder / "rendezvous"), store, client, fault)
+def run(
+    folder: Path, store: str, client: str = "blocking", faults: Iterable[str] = ("none",)
+) -> list[list[str]]:
+    """Returns the outcomes of each rank, one for each fault."""
+    arguments = (str(folder / "rendezvous"), store, client, *faults)
     with ThreadPoolExecutor(NUM_RANKS) as pool:
         ranks = [
             pool.submit(forks.run, "tests.loadout.push.sharded_rank", str(rank), *arguments)
@@ -39,7 +42,7 @@ def test_all_ranks_get_the_same_and_the_store_gets_whole_tensors(
 ) -> None:
     answer = pb.UploadAdapterResponse(adapter=pb.Adapter(name="default/a", digest="sha256:1"))
     fake_store.on("UploadAdapter", answer)
-    assert run(tmp_path, store_server.address, client) == ["sha256:1"] * NUM_RANKS
+    assert run(tmp_path, store_server.address, client) == [["sha256:1"]] * NUM_RANKS
     (messages,) = fake_store.requests["UploadAdapter"]
     assert messages[0].meta.ephemeral
     chunks = [each.chunk for each in messages[1:] if each.chunk.file_name == WEIGHTS]
@@ -48,21 +51,22 @@ def test_all_ranks_get_the_same_and_the_store_gets_whole_tensors(
         assert found[name].equal(values)
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("missing", "InvalidArgument: .* without its lora_B"),
-        ("dtype", "InvalidArgument: .* has dtype int32"),
-        ("config", "LoadoutError: rank 1 failed: RuntimeError: no such field"),
-        ("empty", "InvalidArgument: tensors: the mapping is empty"),
-    ],
-)
+FAULTS = {
+    "missing": "InvalidArgument: .* without its lora_B",
+    "dtype": "InvalidArgument: .* has dtype int32",
+    "config": "LoadoutError: rank 1 failed: RuntimeError: no such field",
+    "empty": "InvalidArgument: tensors: the mapping is empty",
+}
+
+
 def test_an_error_before_anything_is_sent_is_that_of_all_ranks(
-    fake_store, store_server, tmp_path, fault, message
+    fake_store, store_server, tmp_path
 ) -> None:
-    found = run(tmp_path, store_server.address, fault=fault)
+    """And the ranks push on."""
+    found = run(tmp_path, store_server.address, faults=FAULTS)
     assert found[0] == found[1]
-    assert re.match(message, found[0])
+    for outcome, message in zip(found[0], FAULTS.values(), strict=True):
+        assert re.match(message, outcome)
     assert "UploadAdapter" not in fake_store.requests
 
 
@@ -70,4 +74,4 @@ def test_a_store_that_is_not_there_is_an_error_on_all_ranks(store_server, tmp_pa
     store_server.kill()
     found = run(tmp_path, store_server.address)
     assert found[0] == found[1]
-    assert "StreamLost" in found[0]
+    assert "StreamLost" in found[0][0]
