@@ -38,6 +38,8 @@ from typing import IO, Any, Self
 import pytest
 
 from loadout.cli import service_code
+from loadout.demo import system
+from loadout.demo.adapters import MODEL
 from loadout.demo.process import Process
 from tests.support.machine.small_volume import SmallVolume, enter
 
@@ -148,6 +150,14 @@ def forked_commands() -> Iterator[None]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(service_code, "subprocess", subprocess_of_forks)
+        yield
+
+
+@contextlib.contextmanager
+def forked_system() -> Iterator[None]:
+    """The parts of a `loadout.demo.system.System` that is started meanwhile are forks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(system, "Process", ForkedProcess)
         yield
 
 
@@ -371,7 +381,11 @@ def _main_of(module: str) -> Callable[[list[str]], int]:
 
 
 def _run_program(program: str, arguments: list[str]) -> int:
-    """Runs a file or a module, which finds its arguments in `sys.argv`."""
+    """Runs a file or a module, which finds its arguments in `sys.argv`, with one thread of torch,
+    as in the process of the tests."""
+    import torch
+
+    torch.set_num_threads(1)
     if program.endswith(".py"):
         runpy.run_path(program, run_name="__main__")
     else:
@@ -390,7 +404,9 @@ def main() -> None:
     import adapter_store.app
     import inference_svc.app
     import inference_svc.engine.build
+    from inference_svc.text.tokenizer import Tokenizer
 
+    Tokenizer(MODEL)  # imports two hundred modules when it is first made
     del adapter_store, inference_svc
     gc.collect()
     gc.freeze()

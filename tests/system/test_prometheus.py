@@ -18,6 +18,7 @@ import yaml
 
 from adapter_store.metrics import definitions as store
 from inference_svc.metrics import definitions as inference
+from tests.support import forks
 from tests.support.deploy.manifests import ROOT
 from tests.support.deploy.rules import matchers, metric, rules, selectors
 from tests.system.dashboards import FOLDER, Dashboard
@@ -102,7 +103,7 @@ def _jobs(load: MixedLoad) -> list[Job]:
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     folder: Path = tmp_path_factory.mktemp("watched")
-    with MixedLoad(folder / "load") as load:
+    with forks.forked_system(), MixedLoad(folder / "load") as load:
         prometheus = Prometheus(
             folder / "prometheus", _jobs(load), interval_s=INTERVAL_S, rule_files=rule_files()
         )

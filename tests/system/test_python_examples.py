@@ -29,7 +29,10 @@ ALL = {path.name for path in EXAMPLES.glob("*.py")}
 def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
     """A system with the demo's model and adapters."""
     settings = SystemSettings(MODEL, BASE_MODEL, http_listen=FREE_PORT)
-    with System(settings, tmp_path_factory.mktemp("examples")) as system:
+    with (
+        forks.forked_system(),
+        System(settings, tmp_path_factory.mktemp("examples")) as system,
+    ):
         with Client(store=system.addresses.store) as client:
             for job in ADAPTER_JOBS:
                 client.register(job.name, ADAPTERS / job.name)

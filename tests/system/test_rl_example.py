@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
 from statistics import mean
 from xml.etree import ElementTree
@@ -26,23 +23,17 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "rl" / "grpo.py"
 )
 def test_the_loop_pushes_each_step_and_learns(tmp_path: Path, steps: int, min_gain: float) -> None:
     """What it has learned shows after more steps than `make test` has time for."""
-    with System(SystemSettings(MODEL, BASE_MODEL), tmp_path / "system") as system:
+    with (
+        forks.forked_system(),
+        System(SystemSettings(MODEL, BASE_MODEL), tmp_path / "system") as system,
+    ):
         environment = {
-            **os.environ,
             "LOADOUT_INFERENCE": system.addresses.inference,
             "LOADOUT_STORE": system.addresses.store,
-            "OMP_NUM_THREADS": "1",
         }
         out = tmp_path / "out"
         arguments = ["learner", str(MODEL), BASE_MODEL, str(out), str(steps)]
-        done = subprocess.run(
-            [sys.executable, str(EXAMPLE), *arguments],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        done = forks.run(str(EXAMPLE), *arguments, environment=environment)
         assert done.returncode == 0, done.stderr
         with Client(store=system.addresses.store) as client:
             versions = [each.version for each in client.versions("learner") if not each.delete_time]

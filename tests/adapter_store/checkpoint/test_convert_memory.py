@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from adapter_store.checkpoint.initial_weights import largest_directions
+from tests.support import forks
 
 pytestmark = pytest.mark.processes
 
-ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -86,14 +83,8 @@ def test_one_module_is_held_at_a_time(begin, given, features, rank, counts, tmp_
         begin(folder, features, rank, count)
         sizes.append(sum(file.stat().st_size for file in folder.rglob("*.safetensors")))
         folders = [str(each) for each in (tmp_path / "tiny", folder, tmp_path / f"out {count}")]
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, given, *folders],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},  # threads that wait for cores take seconds
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        (tmp_path / "script.py").write_text(SCRIPT)
+        done = forks.run(str(tmp_path / "script.py"), given, *folders)
         assert done.returncode == 0, done.stderr
         peaks.append(int(done.stdout))
         shutil.rmtree(folder)

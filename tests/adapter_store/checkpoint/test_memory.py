@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support import forks
+
 pytestmark = pytest.mark.processes
 
-ROOT = Path(__file__).parents[3]
 RANK, FEATURES, TARGETS = 256, 16384, 6
 LARGEST_BYTES = RANK * FEATURES * 4
 SOURCE_BYTES = 2 * TARGETS * LARGEST_BYTES
@@ -81,8 +80,9 @@ def test_memory_stays_within_its_bound(tmp_path):
     large = write(tmp_path / "large", RANK, FEATURES, TARGETS)
     assert (large / "adapter_model.safetensors").stat().st_size >= SOURCE_BYTES > 200e6
     (tmp_path / "work").mkdir()
-    command = [sys.executable, "-c", SCRIPT, str(small), str(large), str(tmp_path / "work")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    folders = map(str, (small, large, tmp_path / "work"))
+    done = forks.run(str(tmp_path / "script.py"), *folders)
     assert done.returncode == 0, done.stderr
     start, checked, compiled, image_bytes = json.loads(done.stdout)
     assert image_bytes == IMAGE_BYTES

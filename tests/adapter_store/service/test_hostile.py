@@ -12,6 +12,7 @@ from tests.adapter_store import hostile
 from tests.adapter_store.hostile import CONFIG, UPLOAD_NAMES, WEIGHTS
 from tests.adapter_store.hostile_experts import EXPERT_CASES
 from tests.adapter_store.hostile_texts import TEXT_CASES
+from tests.support.store.adapters import save_adapter
 from tests.support.store.served import Served
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
@@ -46,12 +47,18 @@ def folder(make_adapter, place, request):
     return made.rename(place / f"case{abs(hash(request.node.name))}")
 
 
+@pytest.fixture(scope="module")
+def good(client, place):
+    """An adapter that is registered, and what the store answered."""
+    folder = place / "good"
+    save_adapter(folder, ("q_proj",), seed=1)
+    return folder, client.register("good", folder)
+
+
 @pytest.fixture
-def check(client, place, make_adapter):
+def check(client, place, good):
     """check(): the good adapter registers, its digest and the history are as before."""
-    good = make_adapter(("q_proj",), folder="good", seed=1)
-    good = good.rename(place / f"good{abs(hash(str(good)))}")
-    before = client.register("good", good)
+    good, before = good
 
     def check() -> None:
         after = client.register("good", good)

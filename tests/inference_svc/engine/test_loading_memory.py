@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.support import forks
 from tests.support.models.whole_models import WHOLE, whole_class, whole_config
 from tests.support.native import native_library
 from tests.support.pairs import by_path
@@ -138,15 +137,13 @@ built.puller.close()
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("saved", "path"), by_path(WHOLE), indirect=["saved"])
-def test_loading_takes_what_was_said(saved: Saved, path: str) -> None:
+def test_loading_takes_what_was_said(saved: Saved, path: str, tmp_path: Path) -> None:
     """No second copy of anything, however a backend packs it, and nothing of the other towers."""
     native_library()
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(saved.folder), path],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    program = tmp_path / "measure.py"
+    program.write_text(MEASURE)
+    done = forks.run(str(program), str(saved.folder), path)
+    assert done.returncode == 0, done.stderr
     kernels, said, own_bytes, all_bytes = json.loads(done.stdout)
     assert kernels.startswith(path)
     said_bytes = sum(said.values())
