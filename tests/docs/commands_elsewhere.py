@@ -139,7 +139,7 @@ ELSEWHERE = (
     Elsewhere(
         r"examples/rl/README.md: (loadout up|python .*)",
         "tests/system/test_rl_example.py",
-        "[sys.executable, str(EXAMPLE), *arguments]",
+        "forks.run(str(EXAMPLE), *arguments",
     ),
     Elsewhere(
         r"examples/python/README.md: python .*",

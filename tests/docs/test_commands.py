@@ -34,7 +34,7 @@ from servicekit.settings.load import parse_flags
 from servicekit.settings.service import ServiceSettings
 from tests.docs.commands_elsewhere import ELSEWHERE
 from tests.support.servers.hub_server import HUB_VARIABLES, HubServer, Repo
-from tests.support.up import Up
+from tests.support.up import FORKED, Up
 from tests.support.wait import until
 from tools.cli_docs import MARKER, PATH
 from tools.house import PACKAGES
@@ -287,7 +287,7 @@ def up(checkout: Path) -> Iterator[Up]:
     """The system that README starts, started as README says."""
     text = "\n".join(readme_blocks("sh"))
     [command] = [line for line in text.splitlines() if line.startswith("loadout up")]
-    with Up(tuple(shlex.split(command)[2:]), cwd=checkout) as system:
+    with Up(tuple(shlex.split(command)[2:]), checkout, FORKED) as system:
         with Client(store=system.addresses["store"]) as client:
             client.register("shout", ADAPTERS / "upper")  # which pages call so
         yield system
@@ -446,7 +446,7 @@ def test_model_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(variable, value)
     try:
         with (
-            Up(command.words[2:], cwd=tmp_path) as system,
+            Up(command.words[2:], tmp_path) as system,
             Client(inference=system.addresses["inference"]) as client,
         ):
             assert client.server_info().base_model == name

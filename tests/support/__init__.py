@@ -6,6 +6,7 @@ clock        a clock that stands until a test moves it
 deploy       the objects that we deploy: manifests, rules, compose files, a real Envoy
 durations    properties of each test's report with the seconds of its phases and fixtures
 error_kinds  the kinds of errors that there are
+forked_cli   `loadout`, whose services are forks
 forks        services and engines as processes that start at once
 gpu          models, adapters and streams for tests of a device, real or emulated
 inference    the inference service in parts: engines, stores and servers that tests control

@@ -72,7 +72,7 @@ class Fork:
         self.returncode: int | None = None
         self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(_address())
+        self._socket.connect(address())
         socket.send_fds(self._socket, [b"f"], streams)
         body = pickle.dumps(request)
         self._socket.sendall(len(body).to_bytes(4) + body)
@@ -116,7 +116,7 @@ class Fork:
     def _receive(self, count: int) -> bytes:
         found = self._socket.recv(count, socket.MSG_WAITALL)
         if len(found) < count:
-            raise RuntimeError(f"the process that forks has ended; see its log: {_address()}.log")
+            raise RuntimeError(f"the process that forks has ended; see its log: {address()}.log")
         return found
 
 
@@ -229,8 +229,8 @@ def variables(prefix: str, settings: Mapping[str, object]) -> dict[str, str]:
 
 
 @cache
-def _address() -> str:
-    """Returns the path of the socket, once the process listens that imports."""
+def address() -> str:
+    """Returns the path of the socket, where a process listens that imports and forks."""
     if found := os.environ.get(ADDRESS):
         return found
     folder = tempfile.mkdtemp(prefix="loadout-forks-")

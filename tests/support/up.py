@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Self
+
+from tests.support import forks
+
+ROOT = Path(__file__).parents[2]
+
+
+FORKED = ("-m", "tests.support.forked_cli")
+"""The program whose services are forks. A test that looks at processes takes the real one."""
 
 
 class Up:
@@ -24,6 +33,8 @@ class Up:
         environment: dict[str, str] | None = None,
     ) -> None:
         command = [python, "-u", *program, "up", *arguments]
+        if program is FORKED:
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), forks.ADDRESS: forks.address()}
         self.popen = subprocess.Popen(
             command,
             cwd=cwd,

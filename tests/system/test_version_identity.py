@@ -501,7 +501,7 @@ class Versions(RuleBasedStateMachine):
         self.run.close()
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(15, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [3, pytest.param(15, marks=pytest.mark.long)])
 @pytest.mark.parametrize("path", ["native", "torch"])
 def test_every_token_names_what_made_it(zoos: Callable[[str], Zoo], path: str, count: int) -> None:
     class Machine(Versions):
