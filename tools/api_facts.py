@@ -43,6 +43,7 @@ class Service:
     roles: Roles[Any]
     errors: ModuleType
     readers: tuple[Path, ...] = ()
+    explained: str = ""
 
 
 def _again(*unary: calls.Call[Any], **others: str) -> dict[str, str]:
@@ -101,6 +102,7 @@ SERVICES = (
         STORE_ROLES,
         store_errors,
         (Path(tokenizer_extract.__file__),),
+        " ([causes and next steps](adapters.md#reasons) of the most frequent ones)",
     ),
     Service(
         "loadout/inference/v1/inference.proto",
