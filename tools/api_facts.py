@@ -33,6 +33,7 @@ class Service:
 
     `actions` and `again` have a row for each call. Tests compare `actions` with the answers of the
     real services. `readers` are modules outside its folder that refuse files for it.
+    `explained` is a link to the page that explains its more specific reasons.
     """
 
     file: str
