@@ -72,6 +72,11 @@ def _fail(error: Exception, code: int) -> int:
     return code
 
 
+def _text(error: Exception) -> str:
+    """Returns the error of a command about a folder, with its reason at the end."""
+    return f"{error} ({error.reason})" if isinstance(error, ServiceError) else str(error)
+
+
 def _check_config_keys(allowed: tuple[str, ...]) -> None:
     """Raises InvalidSetting for keys that no operator can let pass."""
     from adapter_store.checkpoint.peft_fields import KNOWN
@@ -97,7 +102,7 @@ def _print_digest(arguments: list[str]) -> int:
         with GivenFolder(arguments[0]) as folder:
             print(open_checkpoint(folder, limits).digest)
     except (ServiceError, OSError) as error:
-        print(f"{shown(arguments[0])}: {error}", file=sys.stderr)
+        print(f"{shown(arguments[0])}: {_text(error)}", file=sys.stderr)
         return 1
     return 0
 
@@ -119,7 +124,7 @@ def _check(arguments: list[str]) -> int:
         limits = CheckpointLimits(allowed_config_keys=frozenset(allowed))
         report = check_folder(options.folder, limits, server)
     except (ServiceError, OSError) as error:
-        print(f"{shown(options.folder)}: {error}", file=sys.stderr)
+        print(f"{shown(options.folder)}: {_text(error)}", file=sys.stderr)
         return 1
     print(json.dumps(dataclasses.asdict(report)))
     return 0
@@ -136,7 +141,7 @@ def _strip(arguments: list[str]) -> int:
     try:
         found, num_kept = strip(*paths, force=force)
     except (ServiceError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(_text(error), file=sys.stderr)
         return 1
     for each in found:
         compared = "not compared" if each.difference is None else each.difference
@@ -166,7 +171,7 @@ def _convert(arguments: list[str]) -> int:
     try:
         report = convert(**vars(options), progress=say)
     except (ServiceError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(_text(error), file=sys.stderr)
         return 1
     print(json.dumps(dataclasses.asdict(report)))
     return 0

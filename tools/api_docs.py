@@ -262,7 +262,7 @@ class _Page:
         yield from _error_table(own)
         exact = exact_reasons(self._service)
         if exact:
-            yield "More specific reasons may replace these:\n"
+            yield f"More specific reasons may replace these{self._service.explained}:\n"
             for _, reasons in groupby(exact, key=lambda reason: reason[0]):
                 yield f"- {', '.join(f'`{each}`' for each in reasons)}"
             yield ""

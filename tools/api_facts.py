@@ -33,6 +33,7 @@ class Service:
 
     `actions` and `again` have a row for each call. Tests compare `actions` with the answers of the
     real services. `readers` are modules outside its folder that refuse files for it.
+    `explained` is a link to the page that explains its more specific reasons.
     """
 
     file: str
@@ -43,6 +44,7 @@ class Service:
     roles: Roles[Any]
     errors: ModuleType
     readers: tuple[Path, ...] = ()
+    explained: str = ""
 
 
 def _again(*unary: calls.Call[Any], **others: str) -> dict[str, str]:
@@ -101,6 +103,7 @@ SERVICES = (
         STORE_ROLES,
         store_errors,
         (Path(tokenizer_extract.__file__),),
+        " ([causes and next steps](adapters.md#reasons) of the most frequent ones)",
     ),
     Service(
         "loadout/inference/v1/inference.proto",

@@ -60,7 +60,10 @@ A flag overrides the variable, the variable overrides the file, and the file ove
 ```
 
 - **Relative paths** start at the folder in which you start the service.
-- **Mistakes**: a wrong value or an unknown flag or key ends the start with exit status 2. The
+- **Mistakes**: a wrong value, an unknown flag or key, or a contradiction between values ends the
+  start with exit status 2. The status is 1 if the service notices the mistake only when it uses the
+  settings: a file that it cannot read, a certificate without its key, an address that other
+  machines can reach without `--policy-file`, a port in use, too little memory. For status 2 the
   service prints one line per problem with the flag, the variable, or the file and key. An unknown
   variable with the service's prefix is logged as a warning.
 - **`loadout up`** starts both services with their variables and files. `--store-flags` and

@@ -56,7 +56,7 @@ def render() -> dict[str, str]:
     """The tables by name."""
     production = _overlay("inference.env", "LOADOUT_INFERENCE_")
     ours = _plan(LLAMA_8B, production, DEVICE_BYTES)
-    larger = {"adapter_memory": "8GiB", "host_memory": "80GiB", "max_loras": "128"}
+    larger = {"adapter_memory": "8GiB", "host_memory": "80GiB", "max_loras": "256"}
     thousand = _plan(LLAMA_8B, production | larger, DEVICE_BYTES)
     on_cpu = _plan(BENCH_200M, {"device": "cpu", "num_threads": "2"}, None)
     return {
@@ -199,10 +199,12 @@ def _side_by_side(plans: Mapping[str, Plan]) -> str:
 
 
 def _rows(planned: Plan) -> dict[str, str]:
-    settings = ", ".join(
-        f"`--{name.replace('_', '-')} {human(getattr(planned.config, name)).replace(' ', '')}`"
+    sizes = {
+        name: human(getattr(planned.config, name)).replace(" ", "")
         for name in ("adapter_memory", "host_memory")
-    )
+    }
+    given = {**sizes, "max_loras": planned.config.max_loras}
+    settings = ", ".join(f"`--{name.replace('_', '-')} {value}`" for name, value in given.items())
     sequences = f"{planned.kv_tokens // SEQUENCE_TOKENS:,}"
     return {
         "set": settings,

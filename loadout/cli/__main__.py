@@ -11,7 +11,7 @@ import sys
 import typer
 
 from loadout.cli.app import app
-from loadout.cli.output import CommandFailed
+from loadout.cli.output import CommandFailed, error_text
 from loadout.errors import LoadoutError
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
@@ -23,7 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
     command = typer.main.get_command(app)
     try:
         code = command.main(arguments, prog_name="loadout", standalone_mode=False)
-    except (LoadoutError, CommandFailed, OSError) as error:
+    except LoadoutError as error:
+        return _complain(error_text(error), FAILED)
+    except (CommandFailed, OSError) as error:
         return _complain(str(error), FAILED)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED

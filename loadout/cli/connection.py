@@ -20,7 +20,7 @@ from loadout.aio import AsyncClient
 from loadout.cli import options
 from loadout.cli.config import check_environment, environment_store, environment_token
 from loadout.cli.help import CONNECTION, SECURITY
-from loadout.cli.output import CommandFailed
+from loadout.cli.output import CommandFailed, error_text
 from loadout.cli.suggestions import suggest
 from loadout.client import Client
 from loadout.errors import NotFound
@@ -219,7 +219,7 @@ def connects(command: Callable[..., None]) -> Callable[..., None]:
             hint = suggest(error, partial(connection.quick_client, store=store)) if store else ""
             if not hint:
                 raise
-            raise CommandFailed(f"{error}; {hint}") from error
+            raise CommandFailed(error_text(error, f"; {hint}")) from error
 
     parameters = [*own, *shared]
     connected.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

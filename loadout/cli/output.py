@@ -30,6 +30,12 @@ class CommandFailed(Exception):
     """Ends the command with exit code 1; the message is for the user."""
 
 
+def error_text(error: LoadoutError, hint: str = "") -> str:
+    """Returns an error for people, with a hint, and its reason for programs at the end."""
+    reason = f" ({error.reason})" if error.reason else ""
+    return f"{error}{hint}{reason}"
+
+
 def table_console() -> Console:
     """Returns a console that prints the services' texts unchanged: names and errors may have
     brackets, which rich would take for markup."""

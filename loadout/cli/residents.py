@@ -15,7 +15,14 @@ from loadout._routing.replicas import Endpoint
 from loadout.cli import options
 from loadout.cli.completion import adapter_names, resident_names
 from loadout.cli.connection import Connection, connects, only_replica, replicas_of
-from loadout.cli.output import CommandFailed, new_table, print_json, table_console, to_json
+from loadout.cli.output import (
+    CommandFailed,
+    error_text,
+    new_table,
+    print_json,
+    table_console,
+    to_json,
+)
 from loadout.cli.top_overview import idle_s
 from loadout.client import Client
 from loadout.errors import FailedPrecondition, LoadoutError, NotFound
@@ -151,7 +158,7 @@ def unload(
                 except (NotFound, FailedPrecondition) as error:
                     if not every:
                         raise
-                    kept.append(f"{name}: {error}")  # it was evicted, or is loading
+                    kept.append(f"{name}: {error_text(error)}")  # it was evicted, or is loading
                 else:
                     freed.append({"replica": replica, "ref": name, "freed_bytes": num_bytes})
     if as_json:
@@ -266,7 +273,8 @@ class Targets:
         try:
             yield
         except LoadoutError as error:
-            self.failures.append(f"{replica}: {error}" if self._is_every else str(error))
+            text = error_text(error)
+            self.failures.append(f"{replica}: {text}" if self._is_every else text)
 
     def raise_failures(self) -> None:
         """Raises CommandFailed with all failures. Call it once the rest is printed."""

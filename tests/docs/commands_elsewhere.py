@@ -78,6 +78,11 @@ ELSEWHERE = (
         "an adapter that was trained on a changed base",
     ),
     Elsewhere(
+        r"docs/security.md: (umask|openssl|export|loadout (token|store|serve|adapters)) ?.*",
+        "tests/docs/test_secured_setup.py",
+        "def test_the_steps_secure_both_services",
+    ),
+    Elsewhere(
         r"docs/security.md: loadout register .*",
         "tests/loadout/cli/test_register.py",
         "def test_register_with_a_signature",

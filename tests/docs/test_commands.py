@@ -80,9 +80,20 @@ HANDED_ON = {"store_flags": StoreSettings, "serve_flags": InferenceSettings}
 """Options whose values are flags of a service."""
 COMMANDS = {each.command.split()[1]: each for each in SERVICES.values()}
 
-PROGRAMS = {"docker", "git", "kind", "kubectl", "node", "npm", "pg_dump", "pg_restore", "pip"}
+PROGRAMS = {
+    "docker",
+    "git",
+    "kind",
+    "kubectl",
+    "node",
+    "npm",
+    "openssl",
+    "pg_dump",
+    "pg_restore",
+    "pip",
+}
 """Programs that this machine may not have."""
-TOOLS = {".", "cat", "cd", "cp", "curl", "grep", "mkdir", "printf", "sed", "umask"}
+TOOLS = {".", "cat", "cd", "cp", "curl", "export", "grep", "mkdir", "printf", "sed", "umask"}
 """Programs of the shell and of every machine."""
 LASTING = {"demo", "up", "store", "serve"}
 """Commands that start services."""

@@ -41,6 +41,7 @@ ELSEWHERE = {
     "--no-require-hashes", "--rm",
     # Of modules that are run with `python -m`; their own --help names them.
     "--device-memory", "--rank", "--systems", "--help", "--help-all", "--cert", "--key", "--pid",
+    "--ca", "--server-name", "--service", "--timeout",
 }  # fmt: skip
 
 

@@ -221,7 +221,7 @@ def test_the_command_with_token_and_certificates(
     monkeypatch.setenv("LOADOUT_INFERENCE", guarded.services.inference_address)
     assert main(["generate", "--adapter", "mine", "--max-tokens", "4", PROMPT]) == 0
     assert main(["generate", "--adapter", "team-b/mine", PROMPT]) == 1
-    assert capfd.readouterr().err == "loadout: no adapter team-b/mine\n"
+    assert capfd.readouterr().err == "loadout: no adapter team-b/mine (ADAPTER_NOT_FOUND)\n"
 
 
 def test_sighup_reads_the_policy_again(guarded: Guarded, clients: dict[str, Client]) -> None:

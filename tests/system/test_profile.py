@@ -127,7 +127,8 @@ def test_the_command_traces_an_engine_in_its_process(
     while reason_of_no_trace(services) != "NO_STEPS":
         assert time.monotonic() < started_s + 60
     assert main(["profile", "--wait", "0.1", "--out", str(tmp_path / "none")]) == 1
-    assert capfd.readouterr().err == "loadout: no step ran in this time: send requests meanwhile\n"
+    said = "no step ran in this time: send requests meanwhile (NO_STEPS)"
+    assert capfd.readouterr().err == f"loadout: {said}\n"
     assert not list(tmp_path.glob("*none*"))
     with pytest.raises(errors.InvalidArgument, match="num_steps must be from 1 to 200"):
         list(services.client.profile(201))

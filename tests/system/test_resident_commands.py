@@ -114,7 +114,8 @@ def test_inspect(run: Callable, services: Services, name: str) -> None:
     run("unload", name)
     code, out, err = run("inspect", name)
     assert (code, out) == (1, "")
-    assert err == f"loadout: adapter {name} is not resident; `loadout load {name}` loads it\n"
+    advice = f"`loadout load {name}` loads it (ADAPTER_NOT_FOUND)"
+    assert err == f"loadout: adapter {name} is not resident; {advice}\n"
 
 
 def test_what_is_not_resident_cannot_be_pinned(run: Callable, name: str) -> None:

@@ -114,7 +114,7 @@ def test_an_adapter_that_changes_nothing(run, fake_inference):
 def test_a_failure_is_one_line(run, fake_inference, fail, flags):
     missing = fail(grpc.StatusCode.NOT_FOUND, "NOT_RESIDENT", message="a is not resident")
     fake_inference.on("InspectAdapter", missing)
-    assert run("inspect", "a", *flags) == (1, "", "loadout: a is not resident\n")
+    assert run("inspect", "a", *flags) == (1, "", "loadout: a is not resident (NOT_RESIDENT)\n")
 
 
 def test_every_replica(run, fail):
@@ -127,7 +127,7 @@ def test_every_replica(run, fail):
         each.service.on("InspectAdapter", answer())
     addresses = ",".join(each.address for each in replicas)
     code, out, err = run("inspect", "a", "--every-replica", "--inference", addresses)
-    assert (code, err) == (1, f"loadout: {broken.address}: not there\n")
+    assert (code, err) == (1, f"loadout: {broken.address}: not there (NOT_RESIDENT)\n")
     for each in whole:
         assert f"{each.address}: default/a@1: rank 8" in out
     code, out, err = run("inspect", "a", "--every-replica", "--json", "--inference", addresses)

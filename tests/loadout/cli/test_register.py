@@ -230,7 +230,11 @@ def test_refusal_is_one_plain_line_and_1(run, fake_store, fail):
         grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ADAPTER", "lora_A", message="lora_A has NaN"
     )
     fake_store.on("RegisterAdapter", refusal)
-    assert run("register", "a", "s3://b/p") == (1, "", "loadout: lora_A has NaN\n")
+    assert run("register", "a", "s3://b/p") == (
+        1,
+        "",
+        "loadout: lora_A has NaN (INVALID_ADAPTER)\n",
+    )
 
 
 @pytest.mark.processes

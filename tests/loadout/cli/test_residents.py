@@ -91,7 +91,7 @@ def test_unload_all_keeps_what_is_pinned_or_loading(run, listing, fail):
     listing.on("UnloadAdapter", pb.UnloadAdapterResponse(freed_bytes=2000), loading)
     code, out, err = run("unload", "--all")
     assert (code, out) == (0, "default/a@1 unloaded, 2.0 kB freed\n")
-    assert err == "default/c@1: is loading\n"
+    assert err == "default/c@1: is loading (LOADING)\n"
     refs = [each.ref for each in listing.requests["UnloadAdapter"]]
     assert refs == ["sha256:a", "sha256:c"]
 
@@ -126,7 +126,7 @@ def test_pin_and_unpin(run, fake_inference, fake_store):
 def test_a_failure_is_one_line(run, fake_inference, fail):
     missing = fail(grpc.StatusCode.NOT_FOUND, "NOT_RESIDENT", message="a is not resident")
     fake_inference.on("PinAdapter", missing)
-    assert run("pin", "a") == (1, "", "loadout: a is not resident\n")
+    assert run("pin", "a") == (1, "", "loadout: a is not resident (NOT_RESIDENT)\n")
 
 
 def test_every_replica(run):
@@ -165,7 +165,7 @@ def test_a_replica_that_fails_stops_no_other(run, fail, command):
     ref = [] if command == "residents" else ["a"]
     code, out, err = run(command, *ref, "--every-replica", "--inference", addresses)
     assert code == 1
-    assert err == f"loadout: {broken.address}: full\n"
+    assert err == f"loadout: {broken.address}: full (NO_ROOM)\n"
     assert "a" in out
     for each in replicas:
         each.kill()
@@ -176,7 +176,7 @@ def test_what_succeeded_before_a_failure_is_shown(run, fake_inference, fail):
     pinned = pb.PinAdapterResponse(adapter=resident("a", pinned=True))
     fake_inference.on("PinAdapter", pinned, missing)
     code, out, err = run("pin", "a", "b")
-    assert (code, err) == (1, "loadout: b is not resident\n")
+    assert (code, err) == (1, "loadout: b is not resident (NOT_RESIDENT)\n")
     assert out.startswith("default/a@1 pinned on the device of ")
 
 

@@ -36,7 +36,7 @@ def test_close_name_of_the_same_tenant(run, fake_store, missing, typed):
     fake_store.on("ListAdapters", names("french", "frisian", "german"))
     code, out, err = run("delete", f"acme/{typed}")
     assert (code, out) == (1, "")
-    assert err == f"loadout: no adapter acme/{typed}; did you mean acme/french?\n"
+    assert err == f"loadout: no adapter acme/{typed}; did you mean acme/french? (NOT_FOUND)\n"
     requests = fake_store.requests["ListAdapters"]
     assert {each.filter.split()[0] for each in requests} == {"tenant=acme"}
     assert {each.page_size for each in requests} == {100}
@@ -46,7 +46,7 @@ def test_adapter_of_a_generation(run, fake_store, fake_inference, missing):
     fake_inference.on("Generate", missing("acme/frnch"))
     fake_store.on("ListAdapters", names("french"))
     err = run("generate", "--adapter", "acme/frnch", "x")[2]
-    assert err == "loadout: no adapter acme/frnch; did you mean acme/french?\n"
+    assert err == "loadout: no adapter acme/frnch; did you mean acme/french? (NOT_FOUND)\n"
 
 
 @pytest.mark.parametrize("command", [("generate", "x", "--adapter"), ("pin",)])
@@ -58,7 +58,7 @@ def test_store_that_nobody_named_is_not_asked(run, fake_inference, missing, monk
     for method in ("Generate", "PinAdapter"):
         fake_inference.on(method, missing("acme/frnch"))
     err = run(*command, "acme/frnch")[2]
-    assert err == "loadout: no adapter acme/frnch\n"
+    assert err == "loadout: no adapter acme/frnch (NOT_FOUND)\n"
     assert asked == []
 
 
@@ -68,19 +68,21 @@ def test_versions_that_there_are(run, fake_store, missing):
     fake_store.on("DeleteAdapter", missing("acme/french@9"))
     fake_store.on("ListVersions", store_pb.ListVersionsResponse(adapters=adapters))
     err = run("delete", "acme/french", "--version", "9")[2]
-    assert err == "loadout: no adapter acme/french@9; there are versions 1-2, 5\n"
+    assert err == "loadout: no adapter acme/french@9; there are versions 1-2, 5 (NOT_FOUND)\n"
     fake_store.on(
         "ListVersions", store_pb.ListVersionsResponse(adapters=adapters, next_page_token="more")
     )
     err = run("delete", "acme/french", "--version", "9")[2]
-    assert err.endswith("; the newest are versions 1-2, 5\n")
+    assert err.endswith("; the newest are versions 1-2, 5 (NOT_FOUND)\n")
 
 
 def test_version_of_a_name_that_is_not_there(run, fake_store, missing):
     fake_store.on("DeleteAdapter", missing("acme/frnch@9"))
     fake_store.on("ListVersions", missing("acme/frnch"))
     fake_store.on("ListAdapters", names("french"))
-    assert run("delete", "acme/frnch", "--version", "9")[2].endswith("did you mean acme/french?\n")
+    assert run("delete", "acme/frnch", "--version", "9")[2].endswith(
+        "did you mean acme/french? (NOT_FOUND)\n"
+    )
 
 
 @pytest.mark.parametrize("ref", ["acme/frnch", "sha256:" + "0" * 64])
@@ -88,10 +90,10 @@ def test_nothing_close_changes_no_message(run, fake_store, missing, ref):
     """Nor does a tenant that the caller may not read: it has no names then."""
     fake_store.on("DeleteAdapter", missing(ref))
     fake_store.on("ListAdapters", names())
-    assert run("delete", "acme/frnch") == (1, "", f"loadout: no adapter {ref}\n")
+    assert run("delete", "acme/frnch") == (1, "", f"loadout: no adapter {ref} (NOT_FOUND)\n")
 
 
 def test_store_that_does_not_list_changes_no_message(run, fake_store, missing, fail):
     fake_store.on("DeleteAdapter", missing("acme/frnch"))
     fake_store.on("ListAdapters", fail(grpc.StatusCode.PERMISSION_DENIED, "X", "tenant"))
-    assert run("delete", "acme/frnch") == (1, "", "loadout: no adapter acme/frnch\n")
+    assert run("delete", "acme/frnch") == (1, "", "loadout: no adapter acme/frnch (NOT_FOUND)\n")
