@@ -244,7 +244,7 @@ WAYS = {
         lambda trainer: f"file://{run_folder(trainer)}",
         "adapter_config.json is missing; below it are checkpoint-1500, checkpoint-1000, "
         "checkpoint-500: register one of them, such as file://",
-        "/checkpoint-1500\n",
+        "/checkpoint-1500 (FILE_MISSING)\n",
     ),
     "several in one folder, none at its top": refused(
         several("french", "german"),
@@ -290,7 +290,7 @@ WAYS = {
         "adapter_model.safetensors: ",
         ": ends at byte ",
         " of a file of ",
-        "(truncated?)\n",
+        "(truncated?) (TENSOR_OUT_OF_FILE)\n",
     ),
     "weights that are not numbers": refused(diverged, "lora_B.weight", "finite"),
     "capitals in the tenant": refused(
