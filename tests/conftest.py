@@ -6,9 +6,9 @@ import gc
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
-from hypothesis import settings
 
 from tests.support import processes
 from tests.support.durations import Durations
@@ -27,9 +27,12 @@ ARTIFACT_FILES = (
 """Tests that build something, or compile kernels for devices, bear the mark `artifacts`."""
 
 
-# A busy machine is no fault.
-settings.register_profile("tests", deadline=None)
-settings.load_profile("tests")
+with suppress(ImportError):  # tests/gpu also runs where it is not installed
+    from hypothesis import settings
+
+    # A busy machine is no fault.
+    settings.register_profile("tests", deadline=None)
+    settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
