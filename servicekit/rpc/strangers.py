@@ -65,8 +65,9 @@ class StrangerLimits:
     Each may make so many `calls`, and all of an address `address_calls`, which are forgiven at a
     rate; and send `num_bytes`, all of an address `address_bytes`, and so many more per second. A
     new connection may send `unread_bytes` as long as the server has read none of its calls: they
-    may have a token, and a caller may send 64 KiB of each before the server reads it. A
-    connection that does more is closed. An address that does more storms: its strangers are closed
+    may have a token, and a caller may send 64 KiB of each before the server reads it. All such
+    connections together may send `all_unread_bytes` more than `num_bytes` each. A connection that
+    does more is closed. An address that does more storms: its strangers are closed
     that have done more than a probe, and it is refused for REFUSED_SECONDS, except now and then.
 
     Calls without a known token on a known connection, as of a proxy's other clients, may be
@@ -87,6 +88,7 @@ class StrangerLimits:
     known_calls_per_second: float = 200.0
     num_bytes: int = 72 << 10
     unread_bytes: int = 576 << 10
+    all_unread_bytes: int = 8 << 20
     bytes_per_second: int = 16 << 10
     address_bytes: int = 768 << 10
     address_bytes_per_second: int = 128 << 10
@@ -277,8 +279,11 @@ class Strangers:
         strangers = [pair for pair in found if not pair[1].is_known]
         received = [each.received_bytes() for each, _ in strangers]
         with self._lock:
+            unread_left = self._limits.all_unread_bytes
             for (each, connection), num_bytes in zip(strangers, received, strict=True):
-                self._note_bytes(each.peer, connection, num_bytes, now_s)
+                unread_left -= self._note_bytes(
+                    each.peer, connection, num_bytes, now_s, unread_left
+                )
             for connection in self._too_many(strangers):
                 connection.is_doomed = True
             storming = self._storming(now_s)
@@ -382,24 +387,28 @@ class Strangers:
         self._address(name).refused_until_s = now_s + REFUSED_SECONDS
 
     def _note_bytes(
-        self, peer: Peer, connection: _Connection, num_bytes: int, now_s: float
-    ) -> None:
+        self, peer: Peer, connection: _Connection, num_bytes: int, now_s: float, unread_left: int
+    ) -> int:
+        """Returns how many of the `unread_left` bytes the connection takes."""
         if connection.is_known:  # since the sweep began
-            return
+            return 0
         if connection.first_bytes is None:
             connection.first_bytes = num_bytes
         limits = self._limits
         more = max(0, num_bytes - connection.first_bytes - connection.num_bytes)
         connection.num_bytes += more
         connection.counted_bytes += more
-        age_s = now_s - connection.seen_s
-        allowed = limits.num_bytes + limits.bytes_per_second * age_s
-        if connection.num_calls == 0 and age_s < NEW_SECONDS:
-            allowed = max(allowed, limits.unread_bytes)
-        if connection.num_bytes > allowed:
-            connection.is_doomed = True
         if more and self._address(peer.host).num_bytes.add(more, now_s):
             self._refuse(peer.host, now_s)
+        age_s = now_s - connection.seen_s
+        beyond = connection.num_bytes - int(limits.num_bytes + limits.bytes_per_second * age_s)
+        if beyond <= 0:
+            return 0
+        is_unread = connection.num_calls == 0 and age_s < NEW_SECONDS
+        if is_unread and connection.num_bytes <= limits.unread_bytes and beyond <= unread_left:
+            return beyond
+        connection.is_doomed = True
+        return 0
 
     def _forget(self, accepted: Iterable[Accepted], now_s: float) -> None:
         """Forgets connections that have ended, and adds new ones."""

@@ -19,9 +19,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "rl" / "grpo.py"
 
 
 @pytest.mark.parametrize(
-    ("steps", "min_gain"), [(6, -1.0), pytest.param(28, 0.2, marks=pytest.mark.long)]
+    ("steps", "learns"), [(6, False), pytest.param(28, True, marks=pytest.mark.long)]
 )
-def test_the_loop_pushes_each_step_and_learns(tmp_path: Path, steps: int, min_gain: float) -> None:
+def test_the_loop_pushes_each_step_and_learns(tmp_path: Path, steps: int, learns: bool) -> None:
     """What it has learned shows after more steps than `make test` has time for."""
     with (
         forks.forked_system(),
@@ -41,7 +41,7 @@ def test_the_loop_pushes_each_step_and_learns(tmp_path: Path, steps: int, min_ga
     with (out / "rewards.csv").open() as file:
         rewards = [float(row["reward"]) for row in csv.DictReader(file)]
     assert len(rewards) == steps
-    assert mean(rewards[-4:]) > mean(rewards[:4]) + min_gain, rewards
+    assert not learns or mean(rewards[-4:]) > mean(rewards[:4]) + 0.2, rewards
     assert ElementTree.parse(out / "rewards.svg").getroot().tag.endswith("svg")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import shutil
 import stat
@@ -166,9 +165,9 @@ def client(services: Services) -> Iterator[Client]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_before", "num_updates", "max_growth"),
-    # Multiples of the number of variants: what is kept then has the same bytes. Memory is warm, and
-    # so comparable, after some fifty updates.
-    [(12, 24, math.inf), pytest.param(52, 1000, GROWTH, marks=pytest.mark.long)],
+    # Multiples of the number of variants: what is kept then has the same bytes. Memory is warm
+    # after some fifty updates; before, it may grow more.
+    [(12, 24, 1.1), pytest.param(52, 1000, GROWTH, marks=pytest.mark.long)],
 )
 def test_updates_while_callers_generate(
     services: Services, client: Client, num_before: int, num_updates: int, max_growth: float

@@ -110,7 +110,7 @@ class ConnectionLimit:
 
     @property
     def all_open(self) -> frozenset[Connection]:
-        """Those of every kind."""
+        """The open connections, of strangers and of known callers."""
         return frozenset(self._open)
 
     def open(self, connection: Connection) -> bool:

@@ -334,6 +334,18 @@ def test_a_new_connection_may_send_the_calls_that_are_not_read_yet(port: Port) -
     assert [each.is_open for each in (caller, stranger, greedy)] == [True, False, False]
 
 
+def test_new_connections_of_all_addresses_share_what_they_may_send_unread(port: Port) -> None:
+    """However many addresses a stranger has."""
+    watched = port.watch(
+        num_bytes=10_000, unread_bytes=50_000, all_unread_bytes=70_000, bytes_per_second=0
+    )
+    held = [port.connect(f"127.0.0.{number}") for number in range(2, 7)]
+    for each in held:
+        each.send(40_000)
+    watched.sweep()
+    assert sum(each.is_open for each in held) == 2
+
+
 def test_a_connection_is_new_for_a_while(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strangers, "NEW_SECONDS", 0)
     watched = port.watch(num_bytes=10_000, unread_bytes=50_000, bytes_per_second=0)
