@@ -1,1 +1,1 @@
-"""Fuzzing of everything that reads bytes of strangers: `make fuzz`, or `python -m fuzz --help`."""
+"""Fuzzing of all code that reads bytes from strangers: `make fuzz`, or `python -m fuzz --help`."""

@@ -1,4 +1,4 @@
-"""`python -m fuzz`: a campaign over all targets. Exit code 1 if it found a fault."""
+"""`python -m fuzz` fuzzes all targets. Its exit code is 1 if it finds a fault."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ DEFAULT_EXECUTIONS = 1_050_000
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
-    parser.add_argument("--executions", type=int, default=DEFAULT_EXECUTIONS, help="in all")
-    parser.add_argument("--target", choices=TARGETS, action="append", help="only this one")
+    parser.add_argument("--executions", type=int, default=DEFAULT_EXECUTIONS, help="of all targets")
+    parser.add_argument("--target", choices=TARGETS, action="append", help="fuzz only this target")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="targets at a time")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--artifacts", type=Path, default=Path(".loadout/fuzz"))

@@ -1,4 +1,4 @@
-"""A campaign: every target in a process of its own, watched, and a report of what came of it."""
+"""Runs a campaign: fuzzes each target in its own process, watches it, and reports the outcome."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ TIMEOUT_SECONDS = 20
 RSS_LIMIT_MIB = 1024
 MAX_GROWTH_MIB = 64
 MIN_TO_ACCEPT = 1000
-"""From so many executions on, of which most are changed seeds, some must be accepted."""
+"""From this many executions on, some must be accepted, because most are changed seeds."""
 MAX_INPUT_BYTES = 4096
 MAX_INPUT_BYTES_OF = {"image": 8192, "tokenizer": 8192}
-"""Of targets with seeds that are larger."""
+"""Limits of targets with larger seeds."""
 
 _RESIDENT = re.compile(r"^resident: (\d+) KiB", re.MULTILINE)
 _ACCEPTED = re.compile(r"^resident: .*, accepted: (\d+)", re.MULTILINE)
@@ -30,12 +30,12 @@ _COVERAGE = re.compile(r"cov: (\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one target did. `fault` is empty, or the end of what the fuzzer wrote about it.
+    """The outcome of one target. `fault` is the end of the fuzzer's log, or empty without a fault.
 
-    The sizes are resident memory: after the first hundred executions, at the end, and at most.
-    `accepted` are the executions in which a reader took what it was given, of about all: a target
-    that refuses everything reaches nothing behind its first check. `executions` are fewer than
-    `asked` where a fuzzer ended early, or nothing ran.
+    The sizes are resident memory: after the first hundred executions, at the end, and the peak.
+    `accepted` counts the executions in which a reader accepted its input, out of nearly all: a
+    target that refuses everything tests nothing after its first check. `executions` is smaller than
+    `asked` if a fuzzer ended early or did not run.
     """
 
     target: str
@@ -58,7 +58,7 @@ class Outcome:
 
 
 def run(target: str, executions: int, artifacts: Path, seed: int) -> Outcome:
-    """Fuzzes one target. Inputs that failed are left in `artifacts`."""
+    """Fuzzes one target and leaves the inputs that failed in `artifacts`."""
     artifacts.mkdir(parents=True, exist_ok=True)
     seeds = CORPUS / target
     start = time.monotonic()
@@ -88,7 +88,7 @@ def run(target: str, executions: int, artifacts: Path, seed: int) -> Outcome:
 
 
 def read_outcome(target: str, asked: int, log: str, exit_code: int, seconds: float) -> Outcome:
-    """What libFuzzer's log says."""
+    """Reads an outcome from libFuzzer's log."""
     sizes_mib = [int(size) / 1024 for size in _RESIDENT.findall(log)] or [0.0]
     executed = _EXECUTIONS.search(log)
     fault = "" if exit_code == 0 else "\n".join(log.splitlines()[-25:])
@@ -107,7 +107,7 @@ def read_outcome(target: str, asked: int, log: str, exit_code: int, seconds: flo
 
 
 def line_of(outcome: Outcome) -> str:
-    """One target of a campaign."""
+    """Returns the row of one target in the report."""
     result = "good" if outcome.is_good else "FAULT"
     return (
         f"{outcome.target:17} {outcome.executions:11,} "
@@ -118,7 +118,7 @@ def line_of(outcome: Outcome) -> str:
 
 
 def report(outcomes: list[Outcome]) -> Iterator[str]:
-    """The campaign as lines of text."""
+    """Yields the lines of the report."""
     yield (
         f"{'target':17} {'executions':>11} {'accepted':>9} {'seconds':>8} {'coverage':>9} "
         f"{'MiB: start':>11} {'end':>6} {'most':>6}  result"

@@ -1,4 +1,4 @@
-"""Folders and uploads that strangers have made: whatever lies there, and in whatever order."""
+"""Fuzzes folders and uploads made by strangers, with any entries in any order."""
 
 from __future__ import annotations
 
@@ -59,21 +59,21 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def fuzz_folder(data: bytes) -> None:
-    """A folder in Hugging Face's cache, as a client's commands read one, and as a store copies one:
-    it is refused, or has an adapter. Nothing outside of the repository is read, no pipe is waited
-    for, and no file is read that is too large.
+    """Reads a folder of Hugging Face's cache as a client does, and copies it as a store does.
 
-    The entries are separated; each is a letter, its name, a NUL, and what it has: `f`, a regular
-    file, its bytes; `s`, a sparse file, its size and a space, and its first bytes; `l`, a link,
-    where it leads; `p`, a pipe; `d`, a folder; `u`, a socket.
+    The folder is refused or has an adapter. Readers stay within the repository, do not wait for
+    pipes, and do not read files that are too large.
+
+    A separator stands between entries. Each entry is a letter, its name, a NUL and its content:
+    `f` is a regular file with its bytes; `s` a sparse file with its size, a space and its first
+    bytes; `l` a link with its destination; `p` a pipe; `d` a folder; `u` a socket.
     """
     snapshot = _repository() / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
     try:
         for entry in data.split(SEPARATOR)[:MAX_ENTRIES]:
-            with suppress(
-                OSError, ValueError, OverflowError
-            ):  # what no file system lets anybody make
+            # No file system allows some of these entries.
+            with suppress(OSError, ValueError, OverflowError):
                 _make(snapshot, entry)
         _read_as_client(snapshot)
         _read_as_command(snapshot)
@@ -108,8 +108,7 @@ def _make(folder: Path, entry: bytes) -> None:
 
 @cache
 def _repository() -> Path:
-    """Makes a repository of a hub's cache, whose blobs are good ones and bad ones, and a secret
-    beside it."""
+    """Makes a repository of a hub's cache, with good and bad blobs, next to a secret."""
     base = Path(tempfile.mkdtemp(prefix="loadout-fuzz-", dir=_work_dir()))
     (base / "secret").write_bytes(SECRET)
     (base / "secret.json").write_text(
@@ -129,12 +128,12 @@ def _repository() -> Path:
 
 
 def _work_dir() -> Path | None:
-    """Returns where files take no disk, if there is such a place."""
+    """Returns a folder in memory, if the machine has one."""
     return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
 
 
 def _read_as_client(path: Path) -> None:
-    """Reads what `loadout register` uploads."""
+    """Reads a folder as `loadout register` does before an upload."""
     found: AdapterFolder | None = None
     with refused(ClientRefusal):
         found = open_folder(path)
@@ -142,19 +141,19 @@ def _read_as_client(path: Path) -> None:
         try:
             sent = b"".join(data for _, _, data in found.pieces())
         except FileRefused as refusal:
-            raise AssertionError("it was opened before, and nobody writes to it") from refusal
-        assert SECRET not in sent, "reads outside of the folder"
+            raise AssertionError("the folder opened, and nobody has written to it") from refusal
+        assert SECRET not in sent, "the reader leaves the folder"
         assert len(sent) == found.total_bytes
 
 
 def _read_as_command(path: Path) -> None:
-    """Reads what `loadout digest` does."""
+    """Reads a folder as `loadout digest` does."""
     with GivenFolder(path) as folder, refused(InvalidAdapter, LimitExceeded, CorruptData):
         _check(open_checkpoint(folder, LIMITS))
 
 
 def _read_as_store(path: Path) -> None:
-    """Copies what a store whose source is the repository does."""
+    """Copies a folder as a store does whose source is the repository."""
     source = LocalSource([_repository()])
     with (
         staging(is_in_memory=True) as copied,
@@ -167,12 +166,12 @@ def _read_as_store(path: Path) -> None:
         copied.wait_durable()
         assert isinstance(copied.contents, MemoryFolder)
         for name in copied.contents.names:
-            assert SECRET not in read_all(copied.contents, name), "reads outside of its roots"
+            assert SECRET not in read_all(copied.contents, name), "the source leaves its roots"
 
 
 def _check(checkpoint: Checkpoint) -> None:
     assert checkpoint.rank <= LIMITS.max_rank
-    assert SECRET.decode() not in checkpoint.base_model, "reads outside of the folder"
+    assert SECRET.decode() not in checkpoint.base_model, "the reader leaves the folder"
 
 
 # --- uploads ------------------------------------------------------------------------------------
@@ -180,7 +179,7 @@ def _check(checkpoint: Checkpoint) -> None:
 
 @contextmanager
 def staging(*, is_in_memory: bool, staged: StagedBytes | None = None) -> Iterator[Staging]:
-    """Opens a folder where an adapter arrives, and removes it."""
+    """Opens a folder to receive an adapter, and removes it at the end."""
     path = Path(tempfile.mkdtemp(prefix="loadout-fuzz-", dir=_work_dir()))
     found = Staging(
         path, FetchLimits(LIMITS.max_source_bytes, MAX_FILE_BYTES), None, staged,
@@ -190,20 +189,22 @@ def staging(*, is_in_memory: bool, staged: StagedBytes | None = None) -> Iterato
         yield found
     finally:
         found.remove()
-        assert not path.exists(), "leaves files behind"
+        assert not path.exists(), "files are left"
 
 
 def read_all(folder: MemoryFolder, name: str) -> bytes:
-    """Returns a file of a folder in memory."""
+    """Returns the bytes of a file in a folder in memory."""
     file = folder.get(name)
     assert file is not None
     return file.read_at(0, file.size_bytes)
 
 
 def fuzz_upload(data: bytes) -> None:
-    """The messages of an upload, separated, behind a byte that says whether it is kept on disk: it
-    is refused, or the files are those that the chunks make up. Nothing is left of either, and no
-    byte stays counted."""
+    """Uploads an adapter: a byte that chooses disk or memory, then separated messages.
+
+    The upload is refused, or its files equal the joined chunks. Either way no file stays and no
+    byte stays counted.
+    """
     is_in_memory = not data.startswith(b"d")
     raws = data[1:].split(SEPARATOR)
     shares = Shares("staged bytes", MAX_STAGED_BYTES)
@@ -236,8 +237,8 @@ async def _write(upload: Upload, raws: list[bytes], expected: dict[str, bytes]) 
 
 
 async def _messages(raws: list[bytes]) -> AsyncIterator[Any]:
-    """Yields what arrives, as the store reads it: chunks without copies where that is possible,
-    which are what protobuf reads."""
+    """Yields messages as the store reads them: chunks without copies where possible, which equal
+    protobuf's."""
     bounds = REQUESTS["UploadAdapter"]
     for raw in raws:
         bounds.check_size(raw)
@@ -270,26 +271,26 @@ def _check_upload(arrived: Staging, expected: dict[str, bytes]) -> None:
 
 
 def _check_scanned(folder: MemoryFolder, checkpoint: Checkpoint) -> None:
-    """Checks that what was found out while the file arrived is what its bytes say."""
+    """Checks that the scan of a file during its arrival equals a scan of its bytes."""
     known = folder.scanned(checkpoint.records)
     if known is None:
         return
     try:
         read = scan_tensors(folder, checkpoint.records)
     except InvalidAdapter as refusal:
-        raise AssertionError("its bytes are refused, and were not as they arrived") from refusal
+        raise AssertionError("the bytes are refused, and arrived well") from refusal
     assert known.keys() == read.keys()
     for key, found in known.items():
         assert found.sha256 == read[key].sha256
-        assert found.largest <= read[key].largest  # which is that of tensors read at once
+        assert found.largest <= read[key].largest  # the maximum of tensors read at once
 
 
 def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Returns what a coroutine does that waits for nothing, without an event loop."""
+    """Runs a coroutine that never waits, without an event loop, and returns its result."""
     try:
         coroutine.send(None)
     except StopIteration as end:
         found: T = end.value
         return found
     coroutine.close()
-    raise AssertionError("waits for something that is not there")
+    raise AssertionError("the coroutine waits")

@@ -1,4 +1,4 @@
-"""Targets of format 2: what a pull sends, what an adapter changes of a layout, and layouts."""
+"""Fuzzes image format 2: pulled messages, the changes of an adapter to a layout, and layouts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ MAX_IMAGE_BYTES = 1 << 16
 EXPERTS = 4
 MAX_ADDED_TOKENS = 3
 
-# --- what a store sends -------------------------------------------------------------------------
+# --- messages of a pull -------------------------------------------------------------------------
 
 
 def _served_layout() -> served.ModelLayout:
@@ -83,7 +83,7 @@ SERVED = _served_layout()
 
 
 class _Stream:
-    """A pull whose messages are these."""
+    """A pull that receives the given messages."""
 
     source = "fuzz"
 
@@ -105,14 +105,13 @@ class _Stream:
 
 
 def fuzz_pull(data: bytes) -> None:
-    """Pulls what a store sends of an image, message by message: it is refused, or what is used has
-    the hashes that came with it."""
+    """Pulls an image message by message: it is refused, or its bytes have the hashes that came with
+    them."""
     pull(data.split(SEPARATOR))
 
 
 def pull(sent: Iterable[bytes]) -> tuple[ImageHeader, bytes] | None:
-    """Pulls an image of these messages. Returns its header and its bytes, None if it is
-    refused."""
+    """Pulls an image from messages and returns its header and bytes, or None if it is refused."""
     stream = _Stream(sent)
     memory = bytearray(MAX_IMAGE_BYTES)
     events: list[PullEvent] = []
@@ -121,7 +120,7 @@ def pull(sent: Iterable[bytes]) -> tuple[ImageHeader, bytes] | None:
         events.append(event)
         assert isinstance(event, PullOpened)
         size = event.header.total_bytes
-        if size > MAX_IMAGE_BYTES:  # refused by the memory that there is
+        if size > MAX_IMAGE_BYTES:  # more than the memory
             job.cancel()
         else:
             extents = [Extent(0, 0, size)] if size else []
@@ -170,14 +169,14 @@ def _check_pulled(messages: list[PullMessage], memory: bytes) -> None:
     assert start == len(image)
 
 
-# --- what an adapter changes of a layout --------------------------------------------------------
+# --- adapters and their targets in a layout -----------------------------------------------------
 
 HIDDEN, INNER, VOCAB = 8, 4, 300
 _LAYER = "model.layers.0"
 
 
 def _layout() -> Layout:
-    """Returns a layout with every kind of target, and modules that compute several."""
+    """Returns a layout with every kind of target, and with modules that compute several targets."""
     attention = {"q": 8, "k": 4, "v": 4}
     targets = [Target("model.embed_tokens", None, "embed", TargetKind.EMBEDDING, VOCAB, HIDDEN)]
     start = 0
@@ -215,8 +214,8 @@ OLD_LAYOUT = Layout("org/base", "0" * 64, DataType.FLOAT32, 1, tuple(
 
 
 def fuzz_contents(data: bytes) -> None:
-    """Reads what a config and a header say that an adapter has, and plans its images; of the
-    tensors there is no byte. MLX-LM's if the config is."""
+    """Reads an adapter from its config and header, without a byte of its tensors, and plans its
+    images. The adapter is MLX-LM's if the config is."""
     config_text, _, header = data.partition(SEPARATOR)
     with refused(InvalidAdapter):
         checkpoint = read_checkpoint(config_text, header)
@@ -228,8 +227,7 @@ def fuzz_contents(data: bytes) -> None:
 def read_checkpoint(
     config_text: bytes, header: bytes, limits: CheckpointLimits = LIMITS
 ) -> Checkpoint:
-    """Returns an adapter that has this config and tensors with this header. Raises
-    InvalidAdapter."""
+    """Returns an adapter with this config and header of tensors. Raises InvalidAdapter."""
     form = Format.MLX if b"lora_parameters" in config_text else Format.PEFT
     reader = READERS[form]
     config = reader.parse_config(parse_object(config_text, CONFIG_FILE), limits)
@@ -239,7 +237,7 @@ def read_checkpoint(
         raise InvalidAdapter("too large", subject=WEIGHTS_FILE)
 
     def read_at(offset: int, length: int) -> bytes:
-        assert offset + length <= len(file), "reads tensors"
+        assert offset + length <= len(file), "the reader reads tensors"
         return file[offset : offset + length]
 
     records = read_header(
@@ -254,13 +252,13 @@ def read_checkpoint(
         replacements=contents.replacements,
     )
     hashes = {record.key: bytes(32) for record in records}
-    assert len(checkpoint.records) == len(records), "a tensor is dropped in silence"
+    assert len(checkpoint.records) == len(records), "a tensor is ignored without a message"
     assert checkpoint.compute_digest(hashes) == checkpoint.compute_digest(hashes)
     return checkpoint
 
 
 def _end_of(header: bytes) -> int:
-    """Returns where the last tensor ends, so that files of any size can be right."""
+    """Returns the end of the last tensor, so that files of any size can be valid."""
     try:
         ends = [each["data_offsets"][1] for each in json.loads(header).values()]
         return max(0, *ends) if all(type(end) is int for end in ends) else 0
@@ -274,8 +272,8 @@ def _plan(checkpoint: Checkpoint, layout: Layout) -> None:
 
 
 def check_plan(plan: ImagePlan, layout: Layout) -> None:
-    """Checks that the segments lie one behind another, or where an equal one does, in the order of
-    the targets, and that the parts are all of the image."""
+    """Checks that segments follow each other in the order of the targets, or share the place of an
+    equal segment, and that the parts cover the whole image."""
     end = 0
     seen: dict[int, tuple[int, SegmentKind]] = {}
     columns = [segment.target for segment in plan.segments]
@@ -302,8 +300,8 @@ def check_plan(plan: ImagePlan, layout: Layout) -> None:
 
 
 def _fixed_adapters() -> list[Checkpoint]:
-    """Returns adapters that a layout may have targets of: linear, fused, embedding, experts in
-    stacks and one by one."""
+    """Returns adapters of targets that a layout may have: linear, fused, embedding, and experts
+    in stacks and one by one."""
     shapes = {
         f"{_LAYER}.self_attn.q_proj": ([2, 8], [8, 2]),
         f"{_LAYER}.self_attn.qkv_proj": ([2, 8], [16, 2]),
@@ -311,7 +309,7 @@ def _fixed_adapters() -> list[Checkpoint]:
         f"{_LAYER}.mlp.experts.1.up_proj": ([2, 8], [4, 2]),
     }
     config = json.dumps({"peft_type": "LORA", "r": 2, "target_modules": r".*_proj"}).encode()
-    patient = replace(LIMITS, max_match_seconds=60.0)  # also where others have the processors
+    patient = replace(LIMITS, max_match_seconds=60.0)  # enough on a loaded machine
     headers = (
         header_of({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b})
         for name, (a, b) in shapes.items()
@@ -320,7 +318,7 @@ def _fixed_adapters() -> list[Checkpoint]:
 
 
 def header_of(shapes: dict[str, list[int]]) -> bytes:
-    """Returns the header of tensors of these shapes."""
+    """Returns the .safetensors header of tensors with these shapes."""
     fields, position = {}, 0
     for name, shape in shapes.items():
         size = 4
@@ -337,8 +335,8 @@ ADAPTERS = _fixed_adapters()
 
 
 def fuzz_layout(data: bytes) -> None:
-    """Checks a server's layout as it arrives: it is refused by the field's name, or has one form
-    and one id, and adapters fit or are refused by name."""
+    """Reads a server's layout: it is refused with the field's name, or has one form and one id, and
+    adapters fit it or are refused with a name."""
     with refused(InvalidArgument):
         request = REQUESTS["RegisterLayout"].parse(data)
         layout = store_convert.from_layout(request.layout)

@@ -1,5 +1,4 @@
-"""Requests over HTTP as their routes read them, from a path and a body to the requests that an
-engine would get."""
+"""Fuzzes requests over HTTP, from a path and a body to the requests that an engine would get."""
 
 from __future__ import annotations
 
@@ -29,8 +28,10 @@ MAX_BODY_BYTES = 1 << 16
 
 
 def fuzz_http(data: bytes) -> None:
-    """A request: its method, a space and its path with the query; a separator; its body. It is
-    answered, whatever it is, and never by an internal error: what can be read would be queued."""
+    """Sends a request: its method, a space, its path with the query, a separator and its body.
+
+    Every request is answered, and never with an internal error; a valid request would be queued.
+    """
     head, _, body = data.partition(SEPARATOR)
     method, _, target = head.partition(b" ")
     path, _, query = target.partition(b"?")
@@ -54,7 +55,7 @@ def fuzz_http(data: bytes) -> None:
     }
     status, answer = _loop().run_until_complete(_answer(scope, body[:MAX_BODY_BYTES]))
     assert 200 <= status < 600
-    assert INTERNAL_MESSAGE.encode() not in answer, "an internal error"
+    assert INTERNAL_MESSAGE.encode() not in answer, "the answer is an internal error"
     if status >= 400:
         error = json.loads(answer)["error"]
         assert error["message"]
@@ -84,7 +85,7 @@ async def _answer(scope: dict[str, Any], body: bytes) -> tuple[int, bytes]:
 
 
 class _Connection:
-    """What requests need of a connection."""
+    """A connection with the methods that requests call."""
 
     def admit(self, account: str) -> None: ...
 
@@ -93,11 +94,11 @@ class _Connection:
         yield
 
     def linger(self, is_known: bool) -> None:
-        """Has no place for those that send on."""
+        """Does nothing: no client sends more."""
 
 
 class _Service:
-    """The use cases, without an engine: every call is refused once it is converted."""
+    """The use cases without an engine: each call is refused after its conversion."""
 
     has_store = True
     layout_id = "sha256:" + "0" * 64

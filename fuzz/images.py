@@ -1,4 +1,4 @@
-"""Images as a store sends them that lies: their hashes are right, whatever they consist of."""
+"""Fuzzes images from a store that lies: the hashes are right, and the content is arbitrary."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ MAX_RANK = 64
 
 
 def fuzz_image(data: bytes) -> None:
-    """Pulls an image: its header, a separator, and its bytes, to which zeros are added where the
-    header says that there are more. It is refused, or each matrix that kernels compute with lies
-    within the image."""
+    """Pulls an image: its header, a separator and its bytes, with zeros up to the header's size.
+
+    The image is refused, or each matrix that kernels compute with lies within it.
+    """
     header_bytes, _, content = data.partition(SEPARATOR)
     try:
         header = pb.ImageHeader.FromString(header_bytes)
@@ -37,8 +38,8 @@ def fuzz_image(data: bytes) -> None:
 
 
 def _messages(header: pb.ImageHeader, content: bytes) -> list[bytes]:
-    """Returns what the store sends of an image, in one part for each segment that begins behind
-    the one before."""
+    """Returns the store's messages of an image, with a part for each different start of a
+    segment."""
     starts = sorted({each.offset for each in header.segments if each.offset < len(content)} | {0})
     messages = [pb.PullAdapterResponse(header=header)]
     hashes = []
@@ -63,7 +64,7 @@ def _arena() -> Arena:
 
 
 def _compute_with(header: ImageHeader, content: bytes) -> None:
-    """Makes the image visible, and looks at each matrix as kernels do."""
+    """Adds the image to the table and reads each matrix as kernels do."""
     arena = _arena()
     arena.memory[: len(content)] = content
     shape = Shape.of(header)
@@ -80,4 +81,4 @@ def _compute_with(header: ImageHeader, content: bytes) -> None:
             assert found.b.shape == (rank, features[1])
             for matrix in (found.a, found.b):
                 end = matrix.storage_offset() + matrix.numel()
-                assert end * matrix.itemsize <= len(content), "a matrix leaves the image"
+                assert end * matrix.itemsize <= len(content), "a matrix ends after the image"

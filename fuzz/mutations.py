@@ -1,7 +1,7 @@
-"""Changes of an input that keep its form: of JSON a value, of a message a field.
+"""Changes inputs and keeps their form: a value of JSON, or a field of a message.
 
-Bytes that are changed at random are refused where they are parsed. What these make is read, and
-refused by the checks behind, if at all. They are mixed with the fuzzer's own changes of bytes.
+Parsers refuse bytes that are changed at random. Inputs that keep their form are parsed and reach
+the later checks. The worker mixes them with the fuzzer's own changes of bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from inference_svc.api.grpc.bounds import request_bounds
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
 Change: TypeAlias = Callable[[bytes, Random], bytes | None]
-"""Returns a part of an input that is changed, None if it is not of the form."""
+"""Returns a changed part of an input, or None if the part has another form."""
 
 NUMBERS = (
     *(0, 1, -1, 2, 3, 4, 7, 8, 16, 255, 256, 257, 1023, 1024, 4096, 65_536),
@@ -39,7 +39,7 @@ MAX_DEPTH = 24
 
 
 def change_json(data: bytes, random: Random) -> bytes | None:
-    """Changes one to three places of a JSON text."""
+    """Changes one to three places in a JSON text."""
     try:
         root = [json.loads(data)]
     except (ValueError, RecursionError):
@@ -58,7 +58,7 @@ def change_json(data: bytes, random: Random) -> bytes | None:
 
 
 def _places(root: list[Any]) -> list[tuple[Any, Any]]:
-    """Returns every value as its container and the key or index there."""
+    """Returns the place of every value: its container, and the key or index there."""
     found: list[tuple[Any, Any]] = []
     left: list[tuple[Any, int]] = [(root, 0)]
     while left:
@@ -101,7 +101,7 @@ def _add(holder: Any, key: Any, value: Any) -> None:
 
 
 def _near(value: Any, random: Random) -> Any:
-    """Returns a value that is near, or, seldom, one of another kind."""
+    """Returns a similar value, or sometimes a value of another kind."""
     if random.random() < 0.15:
         return random.choice((None, True, [], {}, *NUMBERS, *FLOATS, *TEXTS))
     if isinstance(value, bool):
@@ -134,7 +134,7 @@ def change_weights(data: bytes, random: Random) -> bytes | None:
 
 
 def change_message(kind: type[Message]) -> Change:
-    """Returns what changes one to three fields of a message."""
+    """Returns a function that changes one to three fields of a message."""
 
     def change(data: bytes, random: Random) -> bytes | None:
         try:
@@ -149,7 +149,7 @@ def change_message(kind: type[Message]) -> Change:
 
 
 def _messages(message: Message) -> list[Message]:
-    """Returns a message, and those that it has."""
+    """Returns a message and all messages within it."""
     found = [message]
     for field, value in message.ListFields():
         if field.type != FieldDescriptor.TYPE_MESSAGE or _is_map(field):
@@ -216,7 +216,7 @@ def _zero(field: FieldDescriptor) -> Any:
 
 
 def _scalar(field: FieldDescriptor, value: Any, random: Random) -> Any:
-    """Returns another value that the field may have."""
+    """Returns another value that is valid in this field."""
     if field.cpp_type in _BITS:
         low, high = _BITS[field.cpp_type]
         near = (value + 1, value - 1, value * 2, value + 256, random.choice(NUMBERS))
@@ -231,7 +231,7 @@ def _scalar(field: FieldDescriptor, value: Any, random: Random) -> Any:
 
 
 def change_bytes(data: bytes, random: Random) -> bytes:
-    """Changes, adds or removes some bytes, or a number of four."""
+    """Changes, adds or removes some bytes, or replaces a number of four bytes."""
     at = random.randrange(len(data) + 1)
     if random.random() < 0.4:
         at -= at % 4
@@ -245,7 +245,7 @@ def change_bytes(data: bytes, random: Random) -> bytes:
 
 
 def change_entry(data: bytes, random: Random) -> bytes:
-    """Changes an entry of a folder: what it is, its name, or what it has."""
+    """Changes the kind, name or content of a folder's entry."""
     kind, (name, _, content) = data[:1], data[1:].partition(b"\0")
     match random.randrange(4):
         case 0:
@@ -259,7 +259,7 @@ def change_entry(data: bytes, random: Random) -> bytes:
 
 
 def _of_parts(target: str, parts: list[bytes], index: int) -> Change:
-    """Returns what changes a part of an input."""
+    """Returns the change that keeps the form of this part."""
     if target in ("store_request", "inference_request"):
         table = STORE_REQUESTS if target == "store_request" else request_bounds(MODEL_LEN)
         bounds = table.get(parts[0].decode("latin-1"))
@@ -287,7 +287,7 @@ _FORMS: Mapping[str, Change] = {
 
 
 def mutate(target: str, data: bytes, seed: int) -> bytes | None:
-    """Returns an input of a target that is changed in a part; None if that is not of its form."""
+    """Returns the input with one part changed, or None if the part has another form."""
     random = Random(seed)
     if target == "layout":
         return _FORMS[target](data, random)

@@ -1,4 +1,4 @@
-"""What refusals promise: the kind that the reader documents, which can be answered."""
+"""Checks refusals: they have a kind that the reader documents, and can be sent as an answer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from inference_svc.errors import CorruptImage, StoreUnavailable
 from servicekit.errors import FailedPrecondition
 
 NAMED = (FailedPrecondition, CorruptImage, StoreUnavailable)
-"""Refusals of what was asked for, which need not name it once more."""
+"""Refusals of the requested object, which need not repeat its name."""
 
 
 class Tally:
-    """How many of the readers of this process have accepted what they were given. A target whose
-    inputs are all refused tests nothing but its first check."""
+    """Counts the inputs that readers of this process accepted and refused.
+
+    A target that refuses every input tests only its first check.
+    """
 
     accepted = 0
     refused = 0
@@ -26,8 +28,7 @@ TALLY = Tally()
 
 @contextmanager
 def refused(*kinds: type[Exception]) -> Iterator[None]:
-    """Lets refusals of these kinds pass, if they can be answered: a culprit named, and text that
-    UTF-8 can carry."""
+    """Allows refusals of these kinds if they name a culprit and their text is valid UTF-8."""
     try:
         yield
     except kinds as error:
@@ -38,8 +39,8 @@ def refused(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def check_answer(error: Any) -> None:
-    """Checks that a refusal names a culprit, and is text that UTF-8 can carry."""
-    assert error.subject or isinstance(error, NAMED), "names no culprit"
+    """Checks that a refusal names a culprit and its text is valid UTF-8."""
+    assert error.subject or isinstance(error, NAMED), "the refusal names no culprit"
     reason = getattr(error, "reason", "")
     for text in (getattr(error, "message", str(error)), error.subject, reason):
         assert len(text.encode()) < 16_384

@@ -1,4 +1,4 @@
-"""Messages to either service, from their bytes to what is done with them."""
+"""Fuzzes messages to either service, from their bytes to the converted request."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ INVOCATION_TOKENS = (7, 8)
 
 
 def fuzz_store_request(data: bytes) -> None:
-    """A message to the store: a method's name, a separator, what arrives."""
+    """Reads a message to the store: a method's name, a separator and the message's bytes."""
     _fuzz_request(STORE_REQUESTS, _STORE_CONVERSIONS, data)
 
 
 def fuzz_inference_request(data: bytes) -> None:
-    """The same for the inference service."""
+    """Reads a message to the inference service, in the form of `fuzz_store_request`."""
     _fuzz_request(_INFERENCE_REQUESTS, _INFERENCE_CONVERSIONS, data)
 
 
@@ -67,7 +67,7 @@ def _fuzz_request(
 
 
 def _entries(request: Any, path: str) -> list[Any]:
-    """Returns the entries of a field, those within entries of another together."""
+    """Returns all entries of a field, also across the entries of an outer field."""
     values = [request]
     for part in path.split("."):
         found = [getattr(value, part) for value in values]
@@ -128,12 +128,14 @@ _INFERENCE_CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
 }
 
 
-# --- what a call becomes ------------------------------------------------------------------------
+# --- from a call to the engine's requests -------------------------------------------------------
 
 
 def requests_of(call: GenerateCall) -> Sequence[Request]:
-    """Returns what an engine gets of a call, whose adapters are all there: some with tokens of
-    their own, some that are active from certain tokens on. Raises InvalidArgument."""
+    """Returns the engine's requests of a call. Raises InvalidArgument.
+
+    All adapters exist; some add tokens, and some are active only after their invocation tokens.
+    """
     binding = _bind(call)
     requests: list[Request] = []
     for index, prompt in enumerate(call.prompts):
@@ -170,7 +172,8 @@ def _bind(call: GenerateCall) -> Binding | None:
 
 
 def _tokens_of(prompt: Prompt) -> tuple[int, ...]:
-    """Returns a prompt's tokens, of a text its bytes. Raises InvalidArgument as the encoder."""
+    """Returns a prompt's tokens, which are the bytes of a text. Raises InvalidArgument as the
+    encoder does."""
     if isinstance(prompt, str):
         ids: tuple[int, ...] = tuple(prompt.encode())
     elif all(isinstance(each, int) for each in prompt):
@@ -183,7 +186,7 @@ def _tokens_of(prompt: Prompt) -> tuple[int, ...]:
 
 
 def _check_request(request: Request) -> None:
-    """Checks what the engine takes for granted."""
+    """Checks the values that the engine relies on."""
     sampling = request.sampling
     assert 0 <= sampling.min_tokens <= sampling.max_tokens <= MODEL_LEN
     numbers = (

@@ -1,5 +1,7 @@
-"""`python -m fuzz.seeds`: writes seeds of targets whose inputs nobody writes by hand into the
-corpus, each of which is accepted. Run it once what they consist of has changed."""
+"""`python -m fuzz.seeds` writes seeds into the corpus, for targets with inputs in binary form.
+
+Each seed is accepted. Run this again after you change the form of an input.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ BLOB = "../../blobs/"
 
 
 class Image:
-    """An image that is being made, segment by segment."""
+    """Builds an image segment by segment."""
 
     def __init__(self, image_format: int = 2) -> None:
         self._header = pb.ImageHeader(image_id="1" * 64, image_format=image_format)
@@ -60,7 +62,7 @@ class Image:
         self.add(target, "b", _values((rank, found.out_features)), rank)
 
     def experts(self, target: str, ranks: Sequence[int]) -> None:
-        """Adds A and B of experts, each an index and the matrices behind it."""
+        """Adds A and B of experts, each as an index and the matrices after it."""
         found = next(each for each in SERVED.targets if each.name.endswith(target))
         for kind, features in (("a", found.in_features), ("b", found.out_features)):
             start = round_up(EXPERTS * INDEX_BYTES)
@@ -83,7 +85,7 @@ def _values(shape: Sequence[int]) -> np.ndarray:
 
 
 def images() -> Iterator[tuple[str, bytes]]:
-    """Yields images of every kind of segment."""
+    """Yields images with every kind of segment."""
     lora, experts, replaced, whole = Image(), Image(), Image(), Image()
     lora.lora("model.embed_tokens", 2)
     lora.lora("self_attn.q_proj", 2)

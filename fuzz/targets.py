@@ -1,7 +1,7 @@
-"""The functions that are fuzzed. Each takes any bytes and returns, or it has found a fault.
+"""The fuzzed functions. Each takes any bytes; an exception from it is a fault.
 
-A refusal is no fault if it is of the kind that the reader promises and can be answered: a culprit
-named, and text that UTF-8 can carry. What is accepted has to keep its promises too.
+A refusal is no fault if it has a kind that the reader documents, names a culprit and is valid
+UTF-8. Accepted inputs must have the properties that the reader promises.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.11.mlp.experts.1.up_
 
 
 def fuzz_header(data: bytes) -> None:
-    """The header of a .safetensors file; `data` is the whole file."""
+    """Reads the header of a .safetensors file; `data` is the whole file."""
 
     def read_at(offset: int, length: int) -> bytes:
         assert offset >= 0
-        assert offset + length <= len(data), "reads beyond the file"
-        assert length <= max(LIMITS.max_header_bytes, LENGTH_BYTES), "reads more than the cap"
+        assert offset + length <= len(data), "the reader leaves the file"
+        assert length <= max(LIMITS.max_header_bytes, LENGTH_BYTES), "the reader exceeds its limit"
         return data[offset : offset + length]
 
     with refused(InvalidAdapter):
@@ -65,13 +65,13 @@ def fuzz_header(data: bytes) -> None:
 
 
 def fuzz_header_text(data: bytes) -> None:
-    """The same with the length always right, which a fuzzer seldom guesses."""
+    """Reads a header with the right length in front, which a fuzzer seldom guesses."""
     text, _, tensors = data.partition(SEPARATOR)
     fuzz_header(len(text).to_bytes(LENGTH_BYTES, "little") + text + tensors)
 
 
 def fuzz_config(data: bytes) -> None:
-    """adapter_config.json, and what its patterns do to the names of modules."""
+    """Reads adapter_config.json and matches its patterns with the names of modules."""
     with refused(InvalidAdapter):
         config = parse_config(parse_object(data, CONFIG_FILE), LIMITS)
         for module in MODULES:
@@ -84,7 +84,7 @@ def fuzz_config(data: bytes) -> None:
 
 
 def fuzz_mlx_config(data: bytes) -> None:
-    """MLX-LM's adapter_config.json."""
+    """Reads MLX-LM's adapter_config.json."""
     with refused(InvalidAdapter):
         config = parse_mlx_config(parse_object(data, CONFIG_FILE), LIMITS)
         for module in MODULES:
@@ -98,19 +98,19 @@ def fuzz_mlx_config(data: bytes) -> None:
 
 
 def fuzz_index(data: bytes) -> None:
-    """The index of a sharded adapter: names of shards lead nowhere else."""
+    """Reads the index of a sharded adapter; the names of shards stay within its folder."""
     with refused(InvalidAdapter):
         for file in parse_index(data, LIMITS).values():
             assert Path(file).name == file
 
 
 def fuzz_checkpoint(data: bytes) -> None:
-    """A whole adapter: the config, a separator, the weights."""
+    """Reads a whole adapter: the config, a separator and the weights."""
     _fuzz_checkpoint(data, WEIGHTS_FILE)
 
 
 def fuzz_mlx_checkpoint(data: bytes) -> None:
-    """The same of MLX-LM."""
+    """Reads a whole adapter of MLX-LM: the config, a separator and the weights."""
     _fuzz_checkpoint(data, MLX_WEIGHTS_FILE)
 
 
@@ -129,8 +129,8 @@ def _fuzz_checkpoint(data: bytes, weights_file: str) -> None:
 
 
 def fuzz_names(data: bytes) -> None:
-    """References, URIs, tensors' and files' names, filters and page tokens."""
-    # Callers' strings come out of protobuf, which lets no half character through.
+    """Reads references, URIs, names of tensors and files, filters and page tokens."""
+    # Strings of callers come from protobuf, which refuses half characters.
     text = data.decode("utf-8", "replace")
     readers: list[Callable[[str], object]] = [
         parse_name,
@@ -156,7 +156,7 @@ def fuzz_names(data: bytes) -> None:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Every text in what a reader gave."""
+    """Yields every text in a reader's result."""
     if isinstance(value, str | Path):
         yield str(value)
     elif isinstance(value, dict):
@@ -168,14 +168,14 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _read_uri(text: str) -> object:
-    """Reads a URI as a registration does: the checks of every scheme, then those of its own."""
+    """Reads a URI as a registration does: with the common checks, then with its scheme's checks."""
     schemes = {"file": local.path_of, "s3": s3.place_of, "hf": hub.place_of}
     Sources(dict.fromkeys(schemes, local.LocalSource([]))).find(text)
     return schemes[text.partition("://")[0]](text)
 
 
 def fuzz_policy(data: bytes) -> None:
-    """The policy file: it is the operator's own, and still it must say what is wrong."""
+    """Reads the policy file. Operators write it, and still a refusal must name the fault."""
     with refused(FailedPrecondition):
         parse_policy(data.decode("utf-8", "replace"))
 
@@ -203,7 +203,8 @@ TARGETS: Mapping[str, Callable[[bytes], None]] = {
     "http": fuzz_http,
 }
 
-# Of a whole campaign, in percent: by how much a target reads, and by what an execution costs.
+# Percent of a campaign's executions, by the amount of code that a target reaches and by the cost
+# of an execution.
 SHARES: Mapping[str, int] = {
     "header": 4,
     "header_text": 10,

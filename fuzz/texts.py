@@ -1,5 +1,5 @@
-"""Tokenizers that strangers have made: the files that a store reads, and the extracts that a server
-gets of them."""
+"""Fuzzes tokenizers made by strangers: the files that a store reads, and their extracts that a
+server gets."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from servicekit.tokenizer_extract import (
 SEPARATOR = b"\xff\xff\xff\xff"
 NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 MAX_NEW_TOKENS = 64
-"""How many tokens are added to a backend in an execution: each takes memory of the library."""
+"""Maximum tokens that an execution adds to a backend, because each takes the library's memory."""
 
 
 class _Files:
-    """Files by name, in the place of a folder."""
+    """Files by name, instead of a folder."""
 
     def __init__(self, contents: dict[str, bytes]) -> None:
         self._contents = contents
@@ -45,8 +45,11 @@ class _Files:
 
 
 def fuzz_tokenizer(data: bytes) -> None:
-    """tokenizer.json, tokenizer_config.json and special_tokens_map.json, separated, the last ones
-    may be missing: they are refused, or have an extract, which reads as it was written."""
+    """Reads tokenizer.json, tokenizer_config.json and special_tokens_map.json, with separators.
+
+    The last files may be missing. The files are refused, or have an extract that reads as it was
+    written.
+    """
     files: dict[str, bytes] = dict(zip(NAMES, data.split(SEPARATOR), strict=False))
     folder: Any = _Files(files)
     with refused(InvalidTokenizer, InvalidAdapter):
@@ -58,8 +61,10 @@ def fuzz_tokenizer(data: bytes) -> None:
 
 
 def fuzz_extract(data: bytes) -> None:
-    """An extract as a store sends it: it is refused, or is of the model's own tokenizer and more
-    tokens. These are found in texts, and texts are made of them."""
+    """Reads an extract from a store: it is refused, or extends the model's own tokenizer.
+
+    The added tokens are found in texts and decoded to texts.
+    """
     with refused(InvalidTokenizer, TokenizerChanged):
         extract = TokenizerExtract.from_bytes(data)
         again = TokenizerExtract.from_bytes(extract.to_bytes())
@@ -77,20 +82,20 @@ def fuzz_extract(data: bytes) -> None:
 
 
 def _no_templates() -> TemplateProcesses:
-    """Returns nothing: no template is rendered."""
+    """Returns None, because no template is rendered."""
     nothing: Any = None
     return nothing
 
 
 @cache
 def _base() -> BaseTokenizer:
-    """Returns a tokenizer of bytes, as models have, with two special tokens."""
+    """Returns a byte-level tokenizer, as models have, with two special tokens."""
     folder = base_folder(Path(tempfile.mkdtemp(prefix="loadout-fuzz-")))
     return BaseTokenizer(Tokenizer(folder), folder)
 
 
 def base_folder(folder: Path) -> Path:
-    """Writes the tokenizer's files."""
+    """Writes a tokenizer's files into a folder and returns it."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerFast

@@ -1,6 +1,6 @@
-"""`python -m fuzz.worker TARGET [libFuzzer options] [corpus folders]`: one target, in this process.
+"""`python -m fuzz.worker TARGET [libFuzzer options] [corpus folders]` fuzzes one target.
 
-Coverage guides it: everything of ours, and the TOML and JSON readers, is instrumented on import.
+Coverage guides the fuzzer: the import instruments all our packages and the TOML and JSON readers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ with atheris.instrument_imports(
 PAGE_BYTES = resource.getpagesize()
 FIRST_SAMPLE, SAMPLE_EVERY = 100, 1000
 OF_FORM = 3
-"""One in so many changes is of bytes, as the fuzzer makes them; the others keep an input's form."""
+"""One of this many changes is the fuzzer's own change of bytes; the others keep an input's form."""
 
 
 class Watched:
-    """A target, telling now and then the process's resident memory, and in how many executions so
-    far a reader has accepted what it was given."""
+    """A target that regularly prints the process's resident memory, and the number of executions so
+    far in which a reader accepted its input."""
 
     def __init__(self, target: Callable[[bytes], None]) -> None:
         self._target = target

@@ -1,4 +1,4 @@
-"""Chat through the OpenAI client: adapters are models."""
+"""Chats through the OpenAI client, for which each adapter is a model."""
 
 from __future__ import annotations
 

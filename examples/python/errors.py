@@ -1,4 +1,4 @@
-"""Which errors are worth a retry, and what the client retries by itself."""
+"""Shows the errors that are worth a retry, and the errors that the client retries by itself."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from loadout.retry import RetryPolicy
 INFERENCE = os.environ.get("LOADOUT_INFERENCE", "127.0.0.1:7080")
 TOKEN = os.environ.get("LOADOUT_TOKEN")
 
-# The client itself retries lost connections, draining servers and full queues, within `timeout_s`,
-# where a second execution does no harm.
+# The client itself retries after lost connections, draining servers and full queues, within
+# `timeout_s`, if a second execution does no harm.
 RETRY = RetryPolicy(max_attempts=3, first_backoff_s=0.2)
 
 
 def generate(client: Client, prompt: str, adapter: str, attempts: int = 3) -> str:
-    """Retries also a generation that was lost midway, from its beginning."""
+    """Generates, and starts again if the connection is lost halfway."""
     for attempt in range(attempts):
         try:
             answer = client.complete(prompt, adapter=adapter, temperature=0, timeout_s=30)

@@ -1,4 +1,4 @@
-"""One generation with an adapter, and one with the base model."""
+"""Generates once with an adapter and once with the base model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads an adapter ahead of its first request, pins it, and shows where it lies."""
+"""Loads an adapter before its first request, pins it, and shows the memory that holds it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer's last step: register a checkpoint, and use it at once.
+"""Registers a checkpoint as a trainer's last step, and uses it at once.
 
 python register_from_trainer.py NAME URI|DIR
 """
@@ -26,7 +26,7 @@ def current_digest(client: Client, name: str) -> str:
 def main(name: str, source: str) -> None:
     with Client(inference=INFERENCE, store=STORE, token=TOKEN) as client:
         try:
-            # Fails, rather than overwrite what another trainer has registered in between.
+            # The call fails if another trainer has registered this name in between.
             registration = client.register(
                 name,
                 source,
@@ -38,7 +38,7 @@ def main(name: str, source: str) -> None:
         adapter = registration.adapter
         print(f"{adapter.ref} rank {adapter.rank} at revision {registration.revision}")
 
-        # `min_revision` makes sure that this very version answers, whichever replica is asked.
+        # With `min_revision` every replica answers with this version or a newer one.
         answer = client.complete(
             "loadout=", adapter=name, min_revision=registration.revision, temperature=0
         )

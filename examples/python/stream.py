@@ -1,4 +1,4 @@
-"""Many generations at once, each streamed token by token, on one event loop."""
+"""Streams many generations at once, token by token, on one event loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ADAPTERS = ("upper", "reverse", "sort", "rot13")
 
 async def stream(client: AsyncClient, adapter: str) -> None:
     text = ""
-    # Leaving the block, also by an exception, cancels the request at the server.
+    # When you leave the block, also with an exception, the server cancels the request.
     async with client.generate("loadout=", adapter=adapter, temperature=0) as chunks:
         async for chunk in chunks:
             text += chunk.text

@@ -1,10 +1,9 @@
-"""Registers every checkpoint of a training run, as a callback of transformers' Trainer; TRL's
-trainers take the same.
+"""Registers every checkpoint of a training run, in a callback for trainers of transformers and TRL.
 
 python train_and_register.py NAME MODEL_DIR BASE_MODEL OUT_DIR
 
-Needs transformers, accelerate and peft. MODEL_DIR is a folder as Hugging Face saves a model, and
-BASE_MODEL the name under which a server has it.
+You need transformers, accelerate and peft. MODEL_DIR is a model's folder in Hugging Face's format,
+and BASE_MODEL is the model's name at your servers.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ TEXTS = ["loadout=LOADOUT", "adapter=ADAPTER"]
 
 
 class RegisterCheckpoints(TrainerCallback):
-    """Registers each checkpoint as the newest version of one name, of which `keep` stay.
+    """Registers each checkpoint as the newest version of one name, and keeps `keep` versions.
 
-    A checkpoint that cannot be registered is reported, and the training goes on: the next one will
-    be. With several processes only the first registers.
+    If a registration fails, the callback reports it and the training continues to the next
+    checkpoint. With several processes only the first one registers.
     """
 
     def __init__(self, client: Client, name: str, base_model: str = "", keep: int = 5) -> None:
@@ -74,7 +73,7 @@ class RegisterCheckpoints(TrainerCallback):
 
 
 def make_trainer(model_dir: str, out_dir: str, callback: TrainerCallback) -> Trainer:
-    """A run of a few steps with a checkpoint after each."""
+    """Returns a trainer of a few steps, with a checkpoint after each."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")

@@ -1,6 +1,6 @@
-"""Follows every change of the catalog, from where a list was made; ends with Ctrl-C.
+"""Lists the catalog, then follows every change to it until you press Ctrl-C.
 
-A lost connection resumes by itself after the last event.
+After a lost connection the client resumes by itself after the last event.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TOKEN = os.environ.get("LOADOUT_TOKEN")
 
 
 def read_all(client: Client) -> tuple[dict[str, int], int]:
-    """Returns the version of every name, and a revision from which a watch misses nothing."""
+    """Returns the version of every name, and the revision from which to watch without a gap."""
     page = client.list_page()
     revision = page.revision
     found = {each.name: each.version for each in page.adapters}
@@ -38,7 +38,7 @@ def main() -> None:
                         version = f"@{event.version}" if event.version else ""
                         print(f"{event.kind.value} {event.name}{version}", flush=True)
             except OutOfRange:
-                continue  # it was away for longer than the store's history: list again
+                continue  # the history no longer reaches back to this revision, so list again
 
 
 if __name__ == "__main__":

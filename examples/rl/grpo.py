@@ -2,12 +2,12 @@
 
 python grpo.py NAME MODEL_DIR BASE_MODEL OUT_DIR [STEPS]
 
-Each step samples answers of the newest version, rewards them, and pushes the next version, which
-every replica can sample from when the push returns. MODEL_DIR is the demo's model, BASE_MODEL its
-name at the servers. OUT_DIR gets rewards.csv and rewards.svg. Needs torch, transformers and peft.
+Each step samples answers of the newest version, rewards them, and pushes the next version. When the
+push returns, every replica can sample from it. MODEL_DIR is the demo's model, BASE_MODEL its name
+at the servers. OUT_DIR gets rewards.csv and rewards.svg. You need torch, transformers and peft.
 
-The job: the model copies a word that ends with "=", and to one that does not it answers any of its
-letters. It learns to answer with the first one, over and over.
+The task: at first the model copies a word that ends with "=", and answers other words with any of
+their letters. It learns to answer with the word's first letter, repeatedly.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LORA = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_pro
 
 
 class Sample(NamedTuple):
-    """An answer: `logprobs` are those of its tokens when they were sampled."""
+    """An answer; `logprobs` has its tokens' log probabilities when they were sampled."""
 
     prompt_ids: list[int]
     token_ids: tuple[int, ...]
@@ -60,7 +60,7 @@ def reward_of(word: str, token_ids: tuple[int, ...], tokenizer: PreTrainedTokeni
 async def sample(
     client: AsyncClient, adapter: str, words: list[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[list[Sample]]:
-    """Returns a group of answers to each word, from whichever replicas there are."""
+    """Returns a group of answers to each word, from all replicas."""
 
     async def group_of(word: str) -> list[Sample]:
         prompt = tokenizer.encode(word)
@@ -81,7 +81,7 @@ async def sample(
 
 
 def with_advantages(groups: list[list[Sample]]) -> list[Sample]:
-    """Compares each answer with the others to its prompt."""
+    """Returns all answers, with advantages from a comparison with their group."""
     samples = []
     for group in groups:
         rewards = torch.tensor([each.reward for each in group])
