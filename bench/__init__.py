@@ -1,1 +1,1 @@
-"""What we measure, and the peers we measure beside. Never imported by the product."""
+"""Benchmarks, and the peers that they compare with. The product never imports this package."""

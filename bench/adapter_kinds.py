@@ -1,16 +1,16 @@
-"""What adapters of each kind cost beside plain ones: 16 requests at once, 64 tokens in, 32 out.
+"""Compares the cost of each kind of adapter with plain ones: 16 requests, 64 tokens in, 32 out.
 
     python -m bench.adapter_kinds [--model bench-200m] [--rounds 5] [--kinds dora,rows] [--out FILE]
 
-In-process, over a store in memory. Within a round the kinds take turns, in the other order every
-time, and plain adapters are there twice, as others of the same shape: how far these two are apart
-is what a ratio is good for. All have LoRA of rank 16 on every linear layer, and what their kind has
-besides; of sums each of both parts has, and `lora of rank 32` has as much in one adapter. Requests
-share one adapter, or each has its own. A decode step's time is the median over the steps in which
-all requests have their prompts behind them.
+The engine runs in this process, over a store in memory. Within a round the kinds take turns, in
+reverse order every other round. Plain adapters run twice, as two sets of the same shape: their
+difference is the accuracy of a ratio. All adapters have LoRA of rank 16 on every linear layer, and
+the addition of their kind. Both parts of a sum have that LoRA, and `lora of rank 32` has as much in
+one adapter. Requests share one adapter, or each has its own. A decode step's time is the median
+over the steps after all prompts.
 
-What a step reads more than with plain adapters follows from the images: at the machine's rate of
-reading memory, `explained` says how much of the step's additional time that is.
+The images give the bytes that a step reads in addition to plain adapters. `explained` is the time
+to read them at the machine's memory rate, as a share of the step's additional time.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ ROWS = 32
 LORA, REPLACED = ("a", "b"), ("full", "row_ids", "rows")
 """Kinds of segments."""
 WARM_UP = 4
-"""Decode steps that are not counted: others still compute their prompts."""
+"""Decode steps that do not count, because other requests still compute their prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Requests for adapters of one kind: all for one, or each for its own."""
+    """Requests for adapters of one kind: all share one, or each has its own."""
 
     kind: str
     num_distinct: int
 
 
 def options_of(name: str) -> dict[str, dict[str, Any]]:
-    """Returns what the adapters of each kind have besides LoRA of all linear layers."""
+    """Returns the options of each kind in addition to LoRA on all linear layers."""
     rows = list(range(0, 2 * ROWS, 2))
     return {
         PLAIN: {},
@@ -74,7 +74,7 @@ def options_of(name: str) -> dict[str, dict[str, Any]]:
 
 
 def adapter_folders(prepared: Prepared) -> dict[str, Path]:
-    """Returns an adapter of each kind. Makes what is not there yet."""
+    """Returns an adapter of each kind, and makes missing ones."""
     folders = {}
     for number, (kind, options) in enumerate(options_of(prepared.name).items()):
         folders[kind] = folder = prepared.model_dir.parent / f"cost-{kind.replace(' ', '-')}"
@@ -141,7 +141,7 @@ class Bench:
         return NUM_REQUESTS * NUM_OUT / (end_s - start_s), median(list(_steps(tracks)))
 
     def extra_bytes(self, case: Case) -> int:
-        """Returns what a decode step reads more than with plain adapters."""
+        """Returns the bytes that a decode step reads in addition to plain adapters."""
         plain = _bytes_of_lora(self.headers[PLAIN])
         if case.kind == SUM:
             return case.num_distinct * plain
@@ -166,8 +166,10 @@ def _bytes_of_lora(header: ImageHeader) -> int:
 
 
 def _bytes_of_others(header: ImageHeader) -> int:
-    """Returns the bytes that a step reads of what is neither A nor B: of an embedding, which comes
-    first, it looks up a row for each token, which is next to nothing."""
+    """Returns the bytes that a step reads of segments other than A and B.
+
+    An embedding, which comes first, does not count: a step reads only a row of it for each token.
+    """
     embedding = header.segments[0].target if header.segments[0].kind in REPLACED else None
     return sum(
         each.length_bytes
@@ -202,7 +204,7 @@ def summary(
     bench: Bench,
     rate: float,
 ) -> dict[str, Any]:
-    """Ratios are of the same round."""
+    """Returns a case's row, with ratios within the same round."""
     rates, steps_s = zip(*runs, strict=True)
     plain_rates, plain_steps_s = zip(*plain, strict=True)
     extra_s = median([a - b for a, b in zip(steps_s, plain_steps_s, strict=True)])
@@ -224,7 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=SHAPES, default="bench-200m")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--kinds", help="some of them; all if not given")
+    parser.add_argument("--kinds", help="kinds to measure (default: all)")
     parser.add_argument("--out", type=Path, default=FOLDER / "adapter_kinds.json")
     options = parser.parse_args()
     every = [*options_of(options.model), SUM]

@@ -1,11 +1,11 @@
-"""What a second adapter over one long context saves if it is an activated LoRA (aLoRA).
+"""Measures the time that an activated LoRA (aLoRA) saves as second adapter over one long context.
 
     python -m bench.alora [--model bench-200m] [--lengths 512,1900] [--rounds 5] [--out FILE]
 
-In-process, one request after the other, with the prefix cache: a context, then the tokens that
-invoke an adapter, then a few of the request's own. Three adapters in turn over the same context,
-a new one in each round: activated ones, whose pages up to the invocation are the base model's, and
-plain ones of the same rank, whose pages are each adapter's own.
+The engine runs in this process with the prefix cache, and takes one request after the other. A
+prompt is a context, then the tokens that invoke an adapter, then a few of the request's own tokens.
+Each round has a new context, over which three adapters take turns. Activated adapters share the
+base model's pages up to the invocation; plain ones of the same rank have their own pages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS = (ALORA, PLAIN)
 
 
 def start(model: str, longest: int, num_contexts: int) -> tuple[BenchEngine, dict[str, list[str]]]:
-    """Starts an engine that has NUM_ADAPTERS of each kind on its device, and room for the pages of
+    """Starts an engine with NUM_ADAPTERS of each kind on its device, and with room for the pages of
     all contexts."""
     prepared, store = prepare(model, 0), MemoryStore()
     originals = {kind: store.register(adapter_folders(prepared)[kind]) for kind in KINDS}

@@ -1,8 +1,9 @@
-"""Callers that mean harm, over gRPC and HTTP, each a loop that never ends by itself.
+"""Hostile callers over gRPC and HTTP, each in an endless loop.
 
     python -m bench.attackers NAME TARGET
 
-NAME is one of ATTACKERS, TARGET a JSON object of what `Target` has. Writes a line once it begins.
+NAME is one of ATTACKERS, TARGET a JSON object with the fields of `Target`. An attacker writes a
+line when it begins.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from tests.system.attacked_front import CHAT, COMPLETIONS, request_head
 
 MODEL = "bench-200m"
 ATTACKER, SERVER = "attacker", "server"
-"""Tokens of one tenant; the server's may register layouts."""
+"""Two tokens of one tenant; the server's token may register layouts."""
 STORE = f"/{attacks.SERVICES['store'].full_name}"
 BODY_BYTES = 4 << 20
 NUM_CALLS = 8
@@ -53,7 +54,7 @@ LETTERS = string.ascii_lowercase
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Addresses, an image of the attacker's own, for pulls, and folders to make adapters of."""
+    """Addresses, the attacker's own image for pulls, and folders from which it makes adapters."""
 
     store: str
     inference: str
@@ -73,7 +74,7 @@ def metadata(token: str) -> tuple[tuple[str, str], ...]:
 
 
 def repeat(address: str, path: str, kind: str, body: bytes, token: str) -> None:
-    """NUM_CALLS calls at once; each that ends is made again."""
+    """Keeps NUM_CALLS calls open, and repeats each call that ends."""
 
     def again(call: Any) -> None:
         while True:
@@ -103,14 +104,14 @@ def messages(name: str) -> Callable[[Target], None]:
 
 
 def too_many_tokens(target: Target) -> None:
-    """Texts of 64 KiB that are refused once they are tokenised."""
+    """Sends texts of 64 KiB that are refused after they are tokenised."""
     service = attacks.SERVICES["inference"]
     body = attacks.delimited(4, b"1 " * 32_000)
     repeat(target.inference, f"/{service.full_name}/Generate", "unary_stream", body, ATTACKER)
 
 
 def strangers(address: str, name: str) -> None:
-    """Whatever callers without a token can send, half of it never whole."""
+    """Sends random calls without a token, half of them incomplete."""
     dice = random.Random(14)
     plan = [*attacks.paths_of(name), *[f"{attacks.HEALTH}/Watch"] * 5]
     with ExitStack() as stack:
@@ -124,7 +125,7 @@ def strangers(address: str, name: str) -> None:
 
 
 def large_watches(target: Target) -> None:
-    """Health watches of 60 MiB, of fields that nobody knows."""
+    """Sends health watches of 60 MiB of unknown fields."""
     body = b"\x12" + b"\x80\x80\x80\x1e" + bytes(60 << 20)
     while True:
         with ExitStack() as stack, suppress(OSError):
@@ -167,7 +168,7 @@ def dripping_sources(target: Target) -> None:
 
 
 def unread(address: str, path: str, body: bytes) -> None:
-    """Calls whose answers are never read, on connections that stay open."""
+    """Keeps connections open and never reads the answers of its calls."""
     with ExitStack() as stack:
         while True:
             with suppress(OSError):
@@ -190,7 +191,7 @@ def unread_pages(target: Target) -> None:
 
 
 def posts(target: Target, path: str, body: bytes, num_calls: int) -> None:
-    """Posts a body on so many connections, again and again."""
+    """Posts a body on `num_calls` connections, repeatedly."""
     host, _, port = target.http.rpartition(":")
     whole = request_head(path, len(body), ATTACKER) + body
     while True:
@@ -223,7 +224,7 @@ def long_prompts(target: Target) -> None:
 
 
 def large_numbers(target: Target) -> None:
-    """Numbers that are not ids: refused only once they are parsed."""
+    """Sends numbers that are not ids, which are refused only after parsing."""
     posts(target, COMPLETIONS, body_of(prompt=[1.5] * (BODY_BYTES // 5 - 100)), 20)
 
 
@@ -253,8 +254,8 @@ def half_sent_headers(target: Target) -> None:
 
 
 def costly_tokenizers(target: Target) -> None:
-    """As many added tokens as an adapter may have, in more adapters than a server keeps texts of,
-    in turns."""
+    """Takes turns over more adapters than a server caches tokenizers for, each with the most added
+    tokens that an adapter may have."""
     names: list[str] = []
     turns = itertools.count()
 
@@ -284,11 +285,11 @@ def costly_tokenizers(target: Target) -> None:
             register()
         except Exception as error:
             print(error, file=sys.stderr)
-            os._exit(1)  # what is refused attacks nobody
+            os._exit(1)  # a refused attack measures nothing
 
 
 def add_tokenizer(target: Target, folder: Path, seed: int) -> None:
-    """Copies the attacker's adapter, with a tokenizer of as many long tokens as may be."""
+    """Copies the attacker's adapter, with a tokenizer of as many long tokens as are allowed."""
     shutil.copytree(target.adapter_dir, folder)
     tokenizer = json.loads(Path(target.model_dir, "tokenizer.json").read_bytes())
     dice, first = random.Random(seed), len(tokenizer["model"]["vocab"])
@@ -299,7 +300,7 @@ def add_tokenizer(target: Target, folder: Path, seed: int) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
-# --- a tenant's own requests that cost much, and as many plain ones -------------------------------
+# --- a tenant's own costly requests, and as many plain ones ---------------------------------------
 
 NUM_FOLLOWERS, PUSHES_PER_S, NUM_KEPT = 16, 4, 2
 FOLLOWED, THEIRS = "team-x/followed", "team-x/theirs"
@@ -315,7 +316,7 @@ def generate(
     packed: bool = False,
     **sampling: Any,
 ) -> None:
-    """Repeats requests of prompts that begin differently, so that no prefix is shared."""
+    """Repeats requests with prompts that begin differently, so that they share no prefix."""
     service = attacks.SERVICES["inference"]
     policy = inference_pb.VERSION_POLICY_FOLLOW_RECOMPUTE if follows else None
     dice = random.Random(39)
@@ -337,7 +338,7 @@ def generate(
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                     print(error.details(), file=sys.stderr)
-                    os._exit(1)  # what is refused attacks nobody
+                    os._exit(1)  # a refused attack measures nothing
                 time.sleep(PAUSE_S)
 
     with channel(target.inference) as open_channel, ThreadPoolExecutor(num_calls) as pool:
@@ -347,7 +348,7 @@ def generate(
 
 
 def push_often(target: Target, has_pushed: threading.Event) -> None:
-    """Pushes variants of an adapter, of other last bits each, PUSHES_PER_S times a second."""
+    """Pushes variants of an adapter with different last bits, PUSHES_PER_S times a second."""
     config = Path(target.adapter_dir, "adapter_config.json").read_bytes()
     weights = bytearray(Path(target.adapter_dir, "adapter_model.safetensors").read_bytes())
     with (
@@ -410,8 +411,9 @@ COSTLY: dict[str, tuple[Callable[[Target], None], Callable[[Target], None]]] = {
         partial(generate, num_calls=64, temperature=1.0),
     ),
 }
-"""A tenant may use its part of the machine: others compare with how they fare beside as many plain
-requests of it, the second of each pair; with as many pushes where the name is pushed to."""
+"""Pairs of a costly attack and plain requests. A tenant may use its part of the machine, so other
+tenants' figures are compared with as many plain requests of that tenant (with as many pushes, if
+the attack pushes)."""
 PLAIN = "plain requests beside "
 
 
@@ -419,12 +421,12 @@ PLAIN = "plain requests beside "
 
 
 def metadata_storm(target: Target) -> None:
-    """Calls with 15 KiB of metadata on 64 connections."""
+    """Sends calls with 15 KiB of metadata on 64 connections."""
     attacks.metadata_storm(target.store, f"{STORE}/GetAdapter", math.inf)
 
 
 def store_resets(target: Target) -> None:
-    """Calls that are reset as soon as they are begun."""
+    """Resets calls as soon as they begin."""
     attacks.reset_storm(target.store, f"{STORE}/GetAdapter", math.inf)
 
 
@@ -434,14 +436,15 @@ def inference_resets(target: Target) -> None:
 
 
 def half_handshakes(target: Target) -> None:
-    """1,900 connections at once, of each half a hello of TLS, again and again. (The services here
-    have no TLS: tests/system/test_attacks.py has the same for one that has.)"""
+    """Opens 1,900 connections at once and sends half a TLS hello on each, repeatedly. The services
+    here have no TLS; tests/system/test_attacks.py does the same to a service with TLS."""
     while True:
         attacks.half_handshakes(target.store, rounds=1)
 
 
 def compute(target: Target) -> None:
-    """No attack: what its own processor time does to others, where two share a core."""
+    """Attacks nothing, to show the effect of an attacker's processor time on others that share a
+    core with it."""
     while True:
         sum(range(1 << 16))
 
@@ -477,7 +480,7 @@ STRANGERS = {
     "inference: rapid resets",
     "http: half-sent headers",
 }
-"""Those without a token."""
+"""Attackers without a token."""
 
 
 def main() -> None:

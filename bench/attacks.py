@@ -1,20 +1,22 @@
-"""What others notice of an attack: `GetAdapter` and `Generate` of one tenant while another tenant,
-or somebody without a token, does their worst.
+"""Measures `GetAdapter` and `Generate` of one tenant during attacks of another tenant, or of a
+caller without a token.
 
     python -m bench.attacks [--only NAME ...] [--window 8] [--rounds 3] [--checkout FOLDER]
                             [--out FILE]
 
-Both services as processes under a policy. A tenant calls `GetAdapter` every ten milliseconds, and
-four of its requests decode with its own adapter all the while. An attacker is a process of its own
-at the lowest priority: what it computes itself is not the services' work. Quiet windows and
-attacked ones take turns; `Generate`'s rate is compared with the quiet windows before and after. A
-tenant may use its part of the machine: beside requests that cost it much, others compare with what
-they get beside as many plain requests of that tenant, in place of a quiet machine, and the longest
-wait for a first token counts, too. The attacker that only computes shows what its processor time
-costs, where two threads share a core. Memory is how far each service's peak lies above what it held
-when the attack began, the worst of the rounds; processors are what both services use of them beyond
-the quiet window before. With --checkout the services are those of another commit with the same
-flags: what an attack cost before.
+Both services run as processes under a policy. A tenant calls `GetAdapter` every ten milliseconds,
+and four of its requests decode with its own adapter throughout. The attacker is a separate process
+at the lowest priority, because its own computation is not the services' work. Quiet and attacked
+windows take turns, and `Generate`'s rate is compared with the quiet windows before and after.
+
+A tenant may use its part of the machine. For an attack by costly requests, the comparison is
+therefore with as many plain requests of that tenant instead of a quiet machine, and the longest
+wait for a first token counts too. The attacker that only computes shows the cost of its processor
+time where two threads share a core.
+
+Memory is the rise of each service's peak above its memory when the attack began, the worst of the
+rounds. Processors are the services' use beyond the quiet window before. With --checkout, the
+services run from another commit with the same flags, which gives the earlier cost of an attack.
 """
 
 from __future__ import annotations
@@ -69,13 +71,13 @@ READY_S, GRACE_S = 120.0, 45.0
 MAX_GET_P99_S, MIN_RATE = 0.1, 0.9
 MAX_STRANGER_MIB = 50
 MAX_FIRST_S = 2.0
-"""The longest wait for a first token beside a tenant's costly requests, beyond that beside plain
-ones: 0.25 s until others give up a place, and some steps."""
+"""Maximum additional wait for a first token, with costly requests instead of plain ones: 0.25 s
+until another request gives up its place, and some steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What a tenant observed in a window."""
+    """A tenant's observations in a window."""
 
     get_p99_s: float
     get_longest_s: float
@@ -84,7 +86,7 @@ class Window:
 
 
 class Tenant:
-    """Calls all the while; `observe` returns what it saw in the next seconds."""
+    """Calls the services throughout; `observe` returns its observations of the next seconds."""
 
     def __init__(self, store: str, inference: str, vocab: int) -> None:
         token = token_of(VICTIM)
@@ -122,7 +124,7 @@ class Tenant:
         rate = (self._num_tokens - num_tokens) / elapsed_s
         since_s = self._waits_since
         still_waiting = [] if since_s is None else [now_s - since_s]
-        # Of the pause between two questions nothing is known: it is short.
+        # The pause between two requests is short and has no observation.
         first = max([*self._first[num_first:], *still_waiting], default=ASK_PAUSE_S)
         return Window(percentile(gets, 99), max(gets), rate, first)
 
@@ -133,7 +135,7 @@ class Tenant:
             self._gets.append(time.monotonic() - start_s)
 
     def _ask(self) -> None:
-        """Short questions, whose answers tell how long a first token takes."""
+        """Sends short requests to measure the time to a first token."""
         while not self._over.wait(ASK_PAUSE_S):
             self._waits_since = start_s = time.monotonic()
             self._client.complete(self._prompt[:4], adapter="team-v/mine", max_tokens=1)
@@ -149,7 +151,7 @@ class Tenant:
 
 
 class Attacked:
-    """Both services, and one adapter of each tenant."""
+    """Both services, with one adapter of each tenant."""
 
     def __init__(
         self, prepared: Prepared, folder: Path, dripping: DrippingServer, checkout: Path
@@ -197,7 +199,7 @@ class Attacked:
 
     @contextmanager
     def grown_mib(self) -> Iterator[dict[str, float]]:
-        """Yields a dictionary that gets how far each service's peak rose in the context."""
+        """Yields a dictionary that gets the rise of each service's peak within the context."""
         grown: dict[str, float] = {}
         with ExitStack() as stack:
             rising = {
@@ -208,7 +210,7 @@ class Attacked:
         grown.update({name: each[0] for name, each in rising.items()})
 
     def processor_s(self) -> dict[str, float]:
-        """Returns how much processor time each service has used, children that live included."""
+        """Returns the processor time of each service so far, including its living children."""
         return {
             name: sum(_processor_s(each) for each in [process.pid, *_children(process.pid)])
             for name, process in self._processes.items()
@@ -225,7 +227,8 @@ class Attacked:
 
     @staticmethod
     def _register(store: str, prepared: Prepared) -> tuple[str, str]:
-        """Registers the tenants' adapters. Returns what the attacker pulls."""
+        """Registers the tenants' adapters, and returns the digest and layout id for the attacker's
+        pulls."""
         with Client(store=store, token=token_of("root")) as client:
             for name, adapter in (("team-v/mine", "0"), ("team-x/theirs", "1")):
                 client.register(name, f"file://{prepared.adapters[adapter]}")
@@ -244,14 +247,14 @@ def _processor_s(pid: int) -> float:
 def _children(pid: int) -> list[int]:
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(FileNotFoundError):  # a thread that has ended meanwhile
+        with suppress(FileNotFoundError):  # the thread has ended in between
             found += map(int, (task / "children").read_text().split())
     return found
 
 
 @contextmanager
 def attacking(name: str, target: Target) -> Iterator[None]:
-    """An attacker runs, at the lowest priority, until the context ends."""
+    """Runs an attacker at the lowest priority until the context ends."""
     command = ["nice", "-n", "19", sys.executable, "-m", "bench.attackers", name]
     arguments = json.dumps(dataclasses.asdict(target))
     process = subprocess.Popen([*command, arguments], stdout=subprocess.PIPE)
@@ -259,7 +262,7 @@ def attacking(name: str, target: Target) -> Iterator[None]:
         assert process.stdout is not None
         assert process.stdout.readline() == b"begins\n"
         if name in COSTLY or name.startswith(PLAIN):
-            time.sleep(SETTLE_S)  # its requests have begun
+            time.sleep(SETTLE_S)  # until its requests have begun
         yield
         assert process.poll() is None, f"{name} ended by itself"
     finally:
@@ -270,7 +273,8 @@ def attacking(name: str, target: Target) -> Iterator[None]:
 
 
 def measure(name: str, attacked: Attacked, tenant: Tenant, seconds: float) -> dict[str, float]:
-    """One attack between two quiet windows, of a costly one between two beside plain requests."""
+    """Measures an attack between two quiet windows, or a costly one between two windows with plain
+    requests."""
     with _plain(name, attacked.target):
         start_s = attacked.processor_s()
         before = tenant.observe(seconds / 2)
@@ -302,12 +306,12 @@ def measure(name: str, attacked: Attacked, tenant: Tenant, seconds: float) -> di
 
 
 def _plain(name: str, target: Target) -> AbstractContextManager[None]:
-    """Returns a context with a costly attack's plain requests, which have begun to run."""
+    """Returns a context in which a costly attack's plain requests already run."""
     return attacking(f"{PLAIN}{name}", target) if name in COSTLY else nullcontext()
 
 
 def summarize(name: str, rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Medians, of memory the most; and whether the bars hold."""
+    """Returns medians (of memory the maximum), and whether the limits hold."""
     found: dict[str, Any] = {
         key: (max if key.endswith("_mib") else median)([each[key] for each in rounds])
         for key in rounds[0]
@@ -340,7 +344,7 @@ def main() -> None:
         attacked = stack.enter_context(Attacked(prepared, folder, dripping, args.checkout))
         target = attacked.target
         tenant = stack.enter_context(Tenant(target.store, target.inference, prepared.vocab))
-        tenant.observe(SETTLE_S)  # the adapter comes
+        tenant.observe(SETTLE_S)  # until the adapter is loaded
         for _ in range(args.rounds):
             for name in args.only:
                 rounds[name].append(measure(name, attacked, tenant, args.window))

@@ -1,4 +1,4 @@
-"""Our engine for workloads that run in-process: driven by messages, as the product does it."""
+"""Runs our engine in the benchmark's process, driven by messages as in the product."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TRANSPORTS = ("thread", "process")
 
 @dataclass(slots=True)
 class Track:
-    """What became of one request. `token_times_s` has one entry per output that had tokens, on the
+    """The outcome of one request. `token_times_s` has an entry for each output with tokens, on the
     clock of `time.monotonic`."""
 
     sent_s: float
@@ -49,12 +49,12 @@ class Track:
 
     @property
     def first_token_s(self) -> float:
-        """Seconds from sending to the first token."""
+        """Seconds from the send to the first token."""
         return self.token_times_s[0] - self.sent_s
 
 
 class BenchEngine:
-    """An engine over a store in memory: in a thread, or in a process of its own, with a copy of the
+    """An engine over a store in memory, in a thread, or in its own process with a copy of the
     store. One thread calls the methods."""
 
     def __init__(self, config: EngineConfig, store: MemoryStore, transport: str = "thread") -> None:
@@ -77,11 +77,12 @@ class BenchEngine:
 
     @property
     def kernels(self) -> str:
-        """What computes, such as "native avx512_bf16"."""
+        """The kernels in use, such as "native avx512_bf16"."""
         return self.describe().kernels
 
     def add_variants(self, digest: str, count: int) -> list[str]:
-        """The digests of `count` more adapters in the store, made of a registered one."""
+        """Makes `count` more adapters in the store from a registered one, and returns their
+        digests."""
         if isinstance(self.engine, EngineThread):
             return self.store.add_variants(digest, count)
         self.engine.send(StoreMessage(AddVariants(digest, count)))
@@ -105,7 +106,7 @@ class BenchEngine:
         activation: int = 0,
         sampling: SamplingParams | None = None,
     ) -> Track:
-        """Sends a request: greedy and to the last token, unless `sampling` says otherwise."""
+        """Sends a request: greedy, to its last token, unless `sampling` is given."""
         sampling = sampling or SamplingParams(temperature=0.0, ignore_eos=True)
         request_id = request_id or f"r{next(self._numbers)}"
         sent_s = time.monotonic()
@@ -126,21 +127,21 @@ class BenchEngine:
         self.engine.send(Cancel(request_id))
 
     def wait(self, tracks: Iterable[Track], timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Waits until all have ended. Raises TimeoutError."""
+        """Waits until all requests have ended. Raises TimeoutError."""
         waiting = list(tracks)
         with self._changed:
             if not self._changed.wait_for(lambda: all(t.is_done for t in waiting), timeout_s):
                 raise TimeoutError("requests did not end")
 
     def wait_any(self, tracks: Iterable[Track], timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Waits until one has ended. Raises TimeoutError."""
+        """Waits until one request has ended. Raises TimeoutError."""
         waiting = list(tracks)
         with self._changed:
             if not self._changed.wait_for(lambda: any(t.is_done for t in waiting), timeout_s):
                 raise TimeoutError("no request ended")
 
     def wait_first_tokens(self, tracks: Iterable[Track], timeout_s: float) -> bool:
-        """Waits until all have a token or have ended; returns False if they have not in time."""
+        """Waits until every request has a token or has ended; returns False after the timeout."""
         waiting = [track for track in tracks if not track.token_times_s]
         with self._changed:
             return self._changed.wait_for(
@@ -148,7 +149,7 @@ class BenchEngine:
             )
 
     def call(self, command: Command, digest: str = "", *, pin: bool = False) -> Any:
-        """The command's result. Raises what the engine answers."""
+        """Returns the command's result. Raises the engine's error."""
         number = next(self._numbers)
         self.engine.send(Call(number, command, digest, pin))
         with self._changed:
@@ -164,7 +165,7 @@ class BenchEngine:
             self.call(Command.LOAD, digest)
 
     def set_resident(self, digests: Iterable[str]) -> None:
-        """Afterwards these are on the device, and no others anywhere."""
+        """Loads these adapters onto the device, and unloads all others from all memory."""
         wanted = set(digests)
         residents = self.call(Command.LIST_RESIDENT)
         for digest in {resident.digest for resident in residents} - wanted:
@@ -176,7 +177,7 @@ class BenchEngine:
         return status
 
     def check_idle(self) -> None:
-        """Asserts that the engine's accounts agree, and that nothing is held."""
+        """Asserts that the engine's counters agree, and that it holds nothing."""
         if isinstance(self.engine, EngineThread):
             check_idle(self.engine.built)
             return
@@ -210,7 +211,7 @@ class BenchEngine:
                     del self._tracks[output.request_id]
             for reply in step.replies:
                 self._replies[reply.call_id] = reply
-            if step.failure is not None:  # a process that died sends nothing else
+            if step.failure is not None:  # a dead process sends nothing more
                 self._end_all(step.failure)
             self._changed.notify_all()
 

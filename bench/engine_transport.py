@@ -1,13 +1,13 @@
-"""The engine in a thread beside the gRPC server, or in a process of its own: which is faster?
+"""Compares the engine in a thread of the gRPC server with the engine in its own process.
 
-A model so small that a step is nearly all host work, 64 streams at once over gRPC, both servers up
-at the same time and asked in turn. Says tokens per second, the 99th percentile of the time between
-two messages of a stream, and per step what is not the model's computation.
+The model is so small that a step is nearly all host work. Both servers run at the same time and
+take turns with 64 concurrent streams over gRPC. The benchmark reports tokens per second, the 99th
+percentile of the time between two messages of a stream, and each step's time outside the model.
 
     python -m bench.engine_transport [--rounds 5] [--tokens 128] [--streams 64]
                                     [--out PATH] [FLAGS OF THE SERVICE ...]
 
-The first round warms up, and every round's first stream connects: nothing of either is counted.
+The first round warms up, and the first stream of every round connects; neither counts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HISTOGRAMS = ("step_host_seconds", "step_seconds")
 
 @dataclass
 class Server:
-    """One inference service, and what was measured of it."""
+    """One inference service, and its measurements."""
 
     kind: str
     process: Process
@@ -46,7 +46,7 @@ class Server:
     rates: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
     steps: dict[str, list[float]] = field(default_factory=dict)
-    """The mean seconds of a step in each round, by the names of HISTOGRAMS."""
+    """Mean seconds of a step in each round, by the names of HISTOGRAMS."""
 
     @classmethod
     def start(cls, kind: str, model_dir: Path, folder: Path, flags: list[str]) -> Server:
@@ -62,7 +62,7 @@ class Server:
         return cls(kind, process, found["grpc"], found["metrics"])
 
     def scrape(self, name: str) -> tuple[float, float]:
-        """Sum and count of a histogram."""
+        """Returns the sum and count of a histogram."""
         with urllib.request.urlopen(f"http://{self.metrics}/metrics") as response:
             text = response.read().decode()
         values = [
@@ -73,13 +73,13 @@ class Server:
         return total, count
 
     def end_warm_up(self) -> None:
-        """Forgets what was measured so far."""
+        """Discards the measurements so far."""
         self.rates.clear()
         self.gaps_s.clear()
         self.steps.clear()
 
     async def ask(self, num_streams: int, num_tokens: int) -> None:
-        """One round: every stream runs to its end."""
+        """Runs one round, every stream to its end."""
         params = pb.SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
         gaps_s: list[float] = []
 

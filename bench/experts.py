@@ -1,14 +1,14 @@
-"""A mixture of experts on the CPU: steps beside what they must read, adapters, and transformers.
+"""Times a mixture of experts on the CPU against its floor, with adapters, and against transformers.
 
     python -m bench.experts [--steps 40] [--rounds 3] [--out bench/results/experts.json]
 
-The model is bench-moe: OLMoE's 64 experts, of which 8 compute a token. Decode steps of 1, 4 and 16
-requests are timed one by one in this thread, medians; the floor of each is what it must read
-(attention, routers, the head, keys and values, and the experts that its tokens have chosen, each
-once) at the best rate of reading memory, or its products at their peak if that takes longer. Both
-rates are measured in every round. A prefill of 1024 tokens is compared with the peak of dense
-products of the experts' sizes. Then 16 requests with 16 adapters, on attention and on all experts,
-beside the base in the same engine; and transformers on the same prompts.
+The model is bench-moe, with OLMoE's 64 experts, 8 for each token. Decode steps of 1, 4 and 16
+requests are timed one by one in this thread; results are medians. A step's floor is the time to
+read its data once at the best rate of memory: attention, routers, the head, keys and values, and
+the experts that its tokens have chosen. If its products at their peak take longer, they are the
+floor. Both rates are measured in every round. A prefill of 1024 tokens is compared with the peak of
+dense products of the experts' sizes. Then 16 requests with 16 adapters, on attention and on all
+experts, are compared with the base in the same engine, and with transformers on the same prompts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step reads, and what it computes."""
+    """The bytes that a step reads, and its operations."""
 
     num_bytes: float
     flops: float
@@ -54,20 +54,20 @@ def experts_of(described: Decoder) -> Experts:
 
 
 def dense_elements(described: Decoder) -> int:
-    """Weights of the projections that every token passes through, of one layer."""
+    """Returns the number of weights of one layer that every token uses."""
     block, router = described.blocks[0], experts_of(described).router.projection
     found = (block.attention.qkv, block.attention.out, router)
     return sum(each.in_features * each.out_features for each in found)
 
 
 def expert_elements(described: Decoder) -> int:
-    """Weights of one expert."""
+    """Returns the number of weights of one expert."""
     half = experts_of(described)
     return sum(each.in_features * each.out_features for each in (half.gate_up, half.down))
 
 
 def decode_work(described: Decoder, num_tokens: int, experts: float, context: float) -> Work:
-    """Of a step whose tokens have chosen so many experts in all layers together."""
+    """Returns the work of a step whose tokens have chosen `experts` experts over all layers."""
     head = described.vocab_size * described.hidden_size
     weights = described.num_layers * dense_elements(described) + head
     read = weights + experts * expert_elements(described)
@@ -78,7 +78,7 @@ def decode_work(described: Decoder, num_tokens: int, experts: float, context: fl
 
 
 def prefill_flops(described: Decoder, num_tokens: int) -> float:
-    """Of a prompt, of whose last token alone the last layer is computed whole."""
+    """Returns the operations of a prompt; only the last token passes the whole last layer."""
     attention = described.attentions[-1].qkv
     each = dense_elements(described)
     each += experts_of(described).num_chosen * expert_elements(described)
@@ -88,7 +88,7 @@ def prefill_flops(described: Decoder, num_tokens: int) -> float:
 
 
 def peak_flops(described: Decoder) -> float:
-    """The best rate of dense products of the sizes of the model's, per second."""
+    """Returns the best rate of dense products of the model's sizes, per second."""
     half, attention = experts_of(described), described.attentions[0]
     shapes = [
         (each.out_features, each.in_features)
@@ -99,7 +99,7 @@ def peak_flops(described: Decoder) -> float:
 
 
 def chosen_experts(stepper: Stepper) -> int:
-    """How many experts the last step's tokens have chosen, in all layers together."""
+    """Returns the number of experts that the last step's tokens have chosen, over all layers."""
     backend: Any = stepper.built.engine.runner.backend
     found = backend.transformer._experts.routings.values()
     num_tokens = int(backend._step.num_tokens)
@@ -107,7 +107,7 @@ def chosen_experts(stepper: Stepper) -> int:
 
 
 def time_steps(stepper: Stepper, num_steps: int) -> tuple[float, float]:
-    """Seconds of a step, and the experts that it reads."""
+    """Returns a step's seconds, and the number of experts that it reads."""
     seconds, experts = [], []
     for _ in range(num_steps):
         began_s = time.perf_counter()
@@ -135,7 +135,7 @@ def arena_of(described: Decoder) -> int:
 
 
 def measure_ours(prepared: Prepared, num_steps: int) -> dict[str, Any]:
-    """One round of ours."""
+    """Measures one round of our engine."""
     described = decoder(NAME)
     rates = read_rate(), peak_flops(described)
     found: dict[str, Any] = {"read_bytes_per_second": rates[0], "peak_flops_per_second": rates[1]}
@@ -158,7 +158,8 @@ def measure_ours(prepared: Prepared, num_steps: int) -> dict[str, Any]:
         arena = arena_of(described) if kind == "experts" else 0
         stepper = Stepper(with_adapters(prepared, kind), NUM_ADAPTERS, NUM_REQUESTS, arena)
         seconds, experts = time_steps(stepper, num_steps)
-        stepper.restart(uses_adapters=False)  # over the same memory, whose speed is chance
+        # In the same memory, because another allocation may be faster or slower.
+        stepper.restart(uses_adapters=False)
         base_s, _ = time_steps(stepper, num_steps)
         found[f"16 adapters on {kind}"] = {
             "seconds": seconds,
@@ -170,7 +171,7 @@ def measure_ours(prepared: Prepared, num_steps: int) -> dict[str, Any]:
 
 
 class Transformers:
-    """The model in transformers, with its default kernels for experts."""
+    """Runs the model in transformers, with its default kernels for experts."""
 
     def __init__(self, prepared: Prepared) -> None:
         model: Any = transformers.AutoModelForCausalLM
@@ -178,7 +179,7 @@ class Transformers:
 
     @torch.inference_mode()
     def measure(self, num_steps: int) -> dict[str, float]:
-        """Seconds of a decode step of each number of requests, and of a prefill."""
+        """Returns the seconds of a decode step of each number of requests, and of a prefill."""
         found = {}
         for num_requests in REQUESTS:
             ids = torch.tensor(prompts(num_requests, NUM_IN))
@@ -200,7 +201,7 @@ class Transformers:
 
 
 def summarize(rounds: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Medians of seconds, and of ratios within a round."""
+    """Returns medians of seconds, and of ratios within a round."""
     summary: dict[str, dict[str, float]] = {}
     for name in (name for name, value in rounds[0].items() if isinstance(value, dict)):
         own = [each[name] for each in rounds]

@@ -1,8 +1,7 @@
-"""Matrix products in the order of a step, by every kernel that this machine has: oneDNN and ours.
+"""Times matrix products in the order of a step, with every kernel of this machine: oneDNN and ours.
 
-Every product has weights of its own, so that they come from memory as they do when serving. Inputs,
-outputs and our packed weights lie in huge pages, as the engine's do; what oneDNN packs lies where
-oneDNN puts it.
+Every product has its own weights, so that they come from memory as in a real step. Inputs, outputs
+and our packed weights are in huge pages, as in the engine; oneDNN places its packed weights itself.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from kernels.native.library import Library, load
 
 
 def step_shapes(decoder: Decoder) -> list[tuple[int, int]]:
-    """[out, in] of all products of a step but the head: q, k and v are one product, gate and up are
-    one."""
+    """Returns [out, in] of all products of a step except the head; q, k and v are one product, and
+    gate and up are one."""
     return [
         (projection.out_features, projection.in_features)
         for block in decoder.blocks
@@ -31,22 +30,22 @@ def step_shapes(decoder: Decoder) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The fastest kernel of a number of tokens, and its least seconds."""
+    """The fastest kernel for a number of tokens, and its minimum seconds."""
 
     seconds: float
     kernel: str
 
 
 class Products:
-    """`shapes` are [out, in], in the order in which they are computed; bf16, outputs of ours in
-    `out_dtype`."""
+    """Products of `shapes` [out, in], in the order of their computation, in bf16; our outputs are
+    in `out_dtype`."""
 
     def __init__(
         self, shapes: Sequence[tuple[int, int]], out_dtype: torch.dtype = torch.bfloat16
     ) -> None:
         self._shapes = shapes
         self._out_dtype = out_dtype
-        # Packing copies: one source per shape is enough for any number of packed weights.
+        # Packing copies, so one source for each shape is enough.
         self._sources = {shape: random_bf16(*shape) for shape in set(shapes)}
         self._library: Library | None = load()
         self._packed: list[PackedLinear] = []
@@ -65,13 +64,13 @@ class Products:
         return 2 * sum(out * into for out, into in self._shapes)
 
     def bound_seconds(self, num_tokens: int, bytes_per_s: float, flops_per_s: float) -> float:
-        """What the hardware needs at least: per product the longer of reading its weights and of
-        its arithmetic."""
+        """Returns the hardware's minimum: for each product the longer of the read of its weights
+        and its arithmetic."""
         sizes = [out * into for out, into in self._shapes]
         return sum(max(2 * s / bytes_per_s, 2 * s * num_tokens / flops_per_s) for s in sizes)
 
     def best(self, num_tokens: int, repeats: int) -> Best:
-        """The least seconds of all products of so many tokens."""
+        """Returns the fastest kernel for all products of `num_tokens` tokens."""
         inputs = {into: random_bf16(num_tokens, into) for _, into in self._shapes}
         runs = {"oneDNN": self._onednn(inputs, num_tokens)}
         if self._library is not None:
@@ -111,7 +110,7 @@ def _empty(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def seconds(work: Callable[[], object], repeats: int) -> list[float]:
-    """Times `repeats` runs after a first."""
+    """Returns the times of `repeats` runs, after a first run."""
     work()
     found = []
     for _ in range(repeats):

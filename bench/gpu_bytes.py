@@ -1,6 +1,6 @@
-"""The bytes that the launches of a decode step read and write, and the fewest that it could.
+"""Counts the bytes that the launches of a decode step read and write, and the step's minimum.
 
-A launch reads what it is given once, however many of its programs read it: after the first it comes
+A launch reads each input once, even if several of its programs read it, because later reads come
 from the cache.
 """
 
@@ -18,12 +18,13 @@ from bench.gpu_step import Step
 from kernels.attention.plan import segment_starts
 
 CACHE_BYTES = 25 << 20
-"""Half of an H200's L2 cache: what is smaller is still there when the next launch reads it."""
+"""Half of an H200's L2 cache. A smaller tensor is still there when the next launch reads it."""
 
 
 class Traffic(NamedTuple):
-    """Bytes of one launch. `constant`: weights, keys and values, and adapters, which lie in memory
-    before the step. `read` and `written`, of each tensor that one launch leaves to another."""
+    """Bytes of one launch. `constant` counts weights, keys and values, and adapters, which are in
+    memory before the step. `read` and `written` have the size of each tensor that passes from one
+    launch to another."""
 
     constant: int
     read: tuple[int, ...]
@@ -35,13 +36,13 @@ class Traffic(NamedTuple):
 
     @property
     def memory_bytes(self) -> int:
-        """Without what stays in the cache."""
+        """All bytes except tensors that stay in the cache."""
         between = (*self.read, *self.written)
         return self.constant + sum(each for each in between if each > CACHE_BYTES)
 
 
 def traffic(launch: Launch, step: Step) -> Traffic:
-    """Counts one launch of `step`. Raises KeyError for a kernel that is not known here."""
+    """Counts one launch of `step`. Raises KeyError for an unknown kernel."""
     if launch.name in ELEMENTWISE:
         weights = {id(tensor) for tensor in step.weights}
         constant = sum(each.nbytes for each in launch.tensors if id(each) in weights)
@@ -51,8 +52,8 @@ def traffic(launch: Launch, step: Step) -> Traffic:
 
 
 def floor_bytes(step: Step) -> int:
-    """Returns the bytes that any implementation of the step reads: the weights but for the tables
-    by token, the keys and values that every row sees in each layer, and each adapter once."""
+    """Returns the bytes that any implementation of the step reads: the weights except tables by
+    token, the keys and values that every row sees in each layer, and each adapter once."""
     work = step.work
     tables = {id(table) for table in step.tables}
     weights = sum(tensor.nbytes for tensor in step.weights if id(tensor) not in tables)
@@ -97,7 +98,8 @@ def _describe_pairs(a: Arguments, step: Step) -> Traffic:
 
 
 def _experts_linear(a: Arguments, step: Step) -> Traffic:
-    """All experts: a step of many rows reads them, and of few which, only its routing says."""
+    """Counts all experts: many rows read all of them, and only the routing of few rows tells
+    which."""
     num_experts, itemsize = a["NUM_EXPERTS"], a["weight"].itemsize
     constant = num_experts * a["weight"].stride(0) * itemsize
     if a["bias"] is not None:
@@ -154,14 +156,14 @@ def _store(a: Arguments, step: Step) -> Traffic:
 
 
 def num_segments(step: Step) -> int:
-    """Returns how many pieces all contexts are cut into."""
+    """Returns the number of segments of all contexts."""
     rows = step.work.rows
     counts, contexts = np.ones(rows, np.int64), np.full(rows, step.work.context, np.int64)
     return int(segment_starts(counts, contexts)[-1])
 
 
 def _part_sizes(a: Arguments, step: Step) -> tuple[int, ...]:
-    """Parts and their weights, of the segments that there are."""
+    """Returns the bytes of the parts of all segments, and of the parts' weights."""
     heads, head_dim = a["parts"].shape[1:]
     weights = num_segments(step) * heads * a["parts"].itemsize
     return weights * head_dim, weights
@@ -181,13 +183,13 @@ def _combine(a: Arguments, step: Step) -> Traffic:
 
 
 def targets(a: Arguments, step: Step) -> list[int]:
-    """Returns which of a launch's targets the adapters have, by their place in the group."""
+    """Returns the launch's targets that the adapters have, by their place in the group."""
     first = a["first_target"]
     return [k for k, i in enumerate(a["TARGET_STEPS"]) if first + i in step.adapter_targets]
 
 
 def _shrunk_bytes(a: Arguments, step: Step) -> int:
-    """The shrunk rows: whole blocks of ranks, of each split of the input."""
+    """Returns the bytes of the shrunk rows: whole blocks of ranks, for each split of the input."""
     ranks = -(-step.work.rank // a["BLOCK_R"]) * a["BLOCK_R"]
     num_rows = step.num_adapter_rows * len(targets(a, step))
     return a["SPLITS"] * num_rows * ranks * a["y"].itemsize

@@ -1,11 +1,11 @@
-"""What a decode step on a GPU should take, reckoned without one from what it launches.
+"""Estimates a decode step's time on a GPU from its launches, without a GPU.
 
     python -m bench.gpu_cost [--out FILE]
 
-Counts the launches of a step of the shape of Llama-3-8B and the bytes that each reads and writes,
-and adds up fixed costs; beside it stand the same of version 0.2.0, and how many programs each
-launch has for the device's SMs. What it writes depends on the code, and on the host's time
-in results/gpu_host.json, alone: a test compares.
+The estimate counts the launches of a step with the shape of Llama-3-8B and the bytes that each
+reads and writes, and adds fixed costs. The results also have these figures for version 0.2.0, and
+each launch's number of programs for the device's SMs. They depend only on the code and on the
+host's time in results/gpu_host.json; a test compares.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from bench.gpu_step import Step, Workload, trace
 from bench.results import FOLDER, show
 
 NODE_S = 2e-6
-"""What a node of a graph costs besides its bytes."""
+"""Fixed time of a graph's node, in addition to its bytes."""
 BYTES_PER_S = 4.3e12
-"""What an H200 reads in a second, of 4.8e12 by its data sheet."""
+"""An H200's rate of reads; its data sheet has 4.8e12."""
 PRODUCT_SHARE = 0.85
-"""How much of that a product of matrices reaches."""
+"""Share of this rate that a product of matrices reaches."""
 NUM_SMS = 132
 CTAS_PER_SM = {
     "route_kernel": 32,
@@ -46,17 +46,17 @@ CTAS_PER_SM = {
     "shrink_kernel": 8,
     "expand_kernel": 16,
 }
-"""Programs of a decode step's launches that fit an SM: what the assembler says, by test."""
+"""Programs of a decode step's launches that fit an SM, from the assembler; a test compares."""
 
 ROWS = (1, 32, 128)
 GOAL, ROWS_WITH_GOAL = 0.75, (1, 32)
-"""The share of the floor that steps of the base model are to reach."""
+"""Goal for steps of the base model, as a share of the floor."""
 PRODUCT = "linear"
 
 
 class Counts(NamedTuple):
-    """A step's launches, the products of matrices among them, and bytes read and written: of the
-    products, and of all."""
+    """A step's launches, its products of matrices, and the bytes that they read and write: the
+    products, and all launches."""
 
     nodes: int
     products: int
@@ -74,8 +74,8 @@ BEFORE = {
     Workload(128, 1): (Counts(1180, 129, 15613624320, 27333516544), 702),
     Workload(128, 128): (Counts(1180, 129, 15613624320, 37987048704), 1044),
 }
-"""Version 0.2.0: counted in the same way with its code, and the host's microseconds as measured in
-turns with this one's (README.md)."""
+"""Version 0.2.0: counts of its code, and the host's microseconds, measured in turns with this
+version's (README.md)."""
 
 
 def workloads() -> Iterator[Workload]:
@@ -91,15 +91,15 @@ def counts_of(step: Step) -> Counts:
 
 
 def step_s(counts: Counts, host_s: float) -> float:
-    """Returns what a step takes when every node costs its fixed time and then its bytes."""
+    """Returns a step's seconds if every node takes its fixed time and then reads its bytes."""
     other_bytes = counts.all_bytes - counts.product_bytes
     products_s = counts.product_bytes / (PRODUCT_SHARE * BYTES_PER_S)
     return host_s + counts.nodes * NODE_S + products_s + other_bytes / BYTES_PER_S
 
 
 def cost(counts: Counts, host_us: float, floor: int) -> dict[str, Any]:
-    """A row of the table. `hidden`: the same where the fixed time of products is within what they
-    take longer than their bytes."""
+    """Returns a row of the table. `share_hidden` assumes that the fixed time of products is already
+    part of their lower rate."""
     whole_s = step_s(counts, host_us * 1e-6)
     hidden_s = whole_s - counts.products * NODE_S
     floor_s = floor / BYTES_PER_S
@@ -114,14 +114,14 @@ def cost(counts: Counts, host_us: float, floor: int) -> dict[str, Any]:
 
 
 def label(launch: Launch, step: Step) -> str:
-    """Names a kernel and, of LoRA, the group."""
+    """Returns the kernel's name, with the group if it computes LoRA."""
     first = launch.arguments.get("first_target")
     return launch.name if first is None else f"{launch.name} {step.groups[first]}"
 
 
 def occupancy(step: Step) -> dict[str, dict[str, float]]:
-    """Of each kind of our launches how many there are, their programs, what these have to do, and
-    how often that fills the device."""
+    """Returns for each kind of our launches their number, programs and tasks, and the times that
+    the tasks fill the device."""
     found: dict[str, dict[str, float]] = {}
     for launch in step.launches:
         if launch.grid is not None:
@@ -137,8 +137,8 @@ def occupancy(step: Step) -> dict[str, dict[str, float]]:
 
 
 def num_tasks(launch: Launch, step: Step) -> int:
-    """Returns how many programs could work at a time: of attention for a segment and key head each,
-    of adapters those whose target adapters have."""
+    """Returns the number of programs with work: in attention one for each segment and key head, in
+    LoRA the programs of targets that adapters have."""
     a = launch.arguments
     if launch.name == "decode_kernel":
         return num_segments(step) * int(a["NUM_KV_HEADS"])
@@ -148,13 +148,13 @@ def num_tasks(launch: Launch, step: Step) -> int:
 
 
 def host_times_us(path: Path = FOLDER / "gpu_host.json") -> dict[tuple[int, int], float]:
-    """Microseconds by rows and adapters, as measured last."""
+    """Returns the last measured microseconds, by rows and adapters."""
     found = json.loads(path.read_text())["found"]
     return {(row["rows"], row["adapters"]): row["sum"] for row in found}
 
 
 def reckon() -> dict[str, Any]:
-    """All that is written."""
+    """Returns the results as they are written."""
     host_us, costs, programs = host_times_us(), [], []
     for work in workloads():
         step = trace(work)
@@ -228,7 +228,7 @@ def main() -> None:
     found = reckon()
     print_tables(found)
     options.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"written to {options.out}; README.md has of it:\n{markdown(found)}")
+    print(f"written to {options.out}; README.md shows:\n{markdown(found)}")
 
 
 if __name__ == "__main__":

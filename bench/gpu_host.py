@@ -1,14 +1,16 @@
-"""The host's time of a decode step on a GPU, which is idle meanwhile: measured without one.
+"""Measures the host's part of a decode step on a GPU, without a GPU.
 
     python -m bench.gpu_host [--rows 1,32,128,256] [--steps 300] [--out FILE]
     python -m bench.gpu_host --check
 
-The engine's own schedule, prepare and settle, and the encoding of its outputs, for the shape of
-Llama-3-8B at a context of 512 tokens; in place of the recorded step stands nothing. For each number
-of rows all of the base model, all of one adapter, and each of another. Medians.
+The GPU is idle during this part: the engine's schedule, prepare and settle, and the encoding of its
+outputs, for the shape of Llama-3-8B at a context of 512 tokens. The recorded step itself is left
+out. Each number of rows is measured with the base model, with one adapter for all rows, and with a
+different adapter for each row. Results are medians.
 
-`--check` writes nothing, and ends with status 1 where a step takes longer than its bar: a multiple
-of what a fixed loop takes, measured around it, so that a slow or busy machine is slow in both.
+`--check` writes nothing, and exits with status 1 if a step takes longer than its limit. A limit is
+a multiple of the time of a fixed loop, measured before and after, so that a slow or busy machine
+slows both.
 """
 
 from __future__ import annotations
@@ -42,20 +44,20 @@ from inference_svc.model.kv_caches import KVCaches
 from kernels.attention import KVCache
 
 SMALL_VOCABULARY = {"vocab_size": 512}
-"""The logits are not computed, and the prompts need few tokens."""
+"""A few tokens are enough for the prompts, and no logits are computed."""
 CPU, DTYPE = torch.device("cpu"), torch.bfloat16
 PAGE_SIZE, CONTEXT, MAX_LEN, MAX_TOKENS, RANK = 16, 512, 8192, 2048, 16
 ARENA_BYTES = 8 << 20
 WARM_UP_STEPS = 40
 CHECK_ROUNDS, CHECK_STEPS = 5, 100
 MOST_REFERENCES = {(1, 0): 2.8, (32, 0): 6.6, (32, 32): 6.9, (128, 0): 16.0, (128, 128): 16.8}
-"""The longest that a step of so many rows and adapters may take, in `reference_s`: 1.25 times what
-it took when this was written."""
+"""Limit of a step's time by rows and adapters, in units of `reference_s`: 1.25 times its time when
+the limit was set."""
 ENDLESS = core.SamplingParams(max_tokens=10**6, temperature=0.0, ignore_eos=True)
 
 
 class NothingToCompute:
-    """A decoder, and its recorded step."""
+    """Replaces a decoder and its recorded step."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.description = decoder
@@ -65,7 +67,7 @@ class NothingToCompute:
 
 
 class AlwaysResident:
-    """Adapters by the number of their slot."""
+    """Adapters that are always resident, by the number of their slot."""
 
     def add_waiter(self, digest: str, now_s: float, count: bool = True) -> None: ...
     def remove_waiter(self, digest: str, *, expired: bool = False) -> None: ...
@@ -87,7 +89,7 @@ class AlwaysResident:
 
 
 class HostTimes(NamedTuple):
-    """Seconds of one step's parts. `run` is what remains: the step itself, up to its tokens."""
+    """Seconds of one step's parts. `run` is the rest: the step itself, up to its tokens."""
 
     schedule: float
     prepare: float
@@ -131,8 +133,8 @@ def engine_steps(
     warm_up_steps: int = WARM_UP_STEPS,
     now_s: Callable[[], float] = time.perf_counter,
 ) -> Iterator[HostTimes]:
-    """The times of each decode step of so many rows, after a warm-up, in an engine's loop. The
-    prompts of `context` tokens are not computed: what lies in the pages counts as theirs."""
+    """Returns the times of each decode step in an engine's loop, after a warm-up. The prompts of
+    `context` tokens are not computed; any content of the pages serves as theirs."""
     limits = Limits(num_rows, MAX_TOKENS, MAX_TOKENS)
     scheduler = Scheduler(limits, PagePool(backend.num_pages, page_size), AlwaysResident())
     sampler = Sampler((), has_device_memory=backend.arena.device.type == "cuda")
@@ -181,7 +183,7 @@ def _step(
 
 
 def measure(num_rows: int, num_adapters: int, num_steps: int) -> dict[str, Any]:
-    """Microseconds of each part, and their sum."""
+    """Returns the microseconds of each part, and their sum."""
     backend = make_backend(num_rows, num_adapters)
     found = list(
         engine_steps(backend, num_rows, num_adapters, context=CONTEXT, num_steps=num_steps)
@@ -204,8 +206,8 @@ class _Item(NamedTuple):
 
 
 def reference_s() -> float:
-    """Returns the seconds of a loop over objects, dictionaries and small arrays, what the host's
-    part of a step consists of, too."""
+    """Returns the seconds of a loop over objects, dictionaries and small arrays, which the host's
+    part of a step uses too."""
     times = []
     for _ in range(CHECK_STEPS):
         began_s = time.perf_counter()
@@ -220,7 +222,7 @@ def reference_s() -> float:
 
 
 def num_references(num_rows: int, num_adapters: int) -> float:
-    """Returns how many times as long as the loop a step takes."""
+    """Returns a step's time in units of the loop's."""
     found = []
     for _ in range(CHECK_ROUNDS):
         before_s = reference_s()
@@ -230,7 +232,7 @@ def num_references(num_rows: int, num_adapters: int) -> float:
 
 
 def check() -> bool:
-    """Compares with the bars; returns whether all are kept."""
+    """Compares with the limits, and returns whether all hold."""
     rows = [[*work, num_references(*work), bar] for work, bar in MOST_REFERENCES.items()]
     show("host, in loops of reference", ["rows", "adapters", "measured", "at most"], rows)
     return all(measured <= bar for *_, measured, bar in rows)
@@ -241,7 +243,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,32,128,256")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", type=Path, default=FOLDER / "gpu_host.json")
-    parser.add_argument("--check", action="store_true", help="compare with the bars")
+    parser.add_argument("--check", action="store_true", help="compare with the limits")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.check:

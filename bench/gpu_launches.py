@@ -1,9 +1,9 @@
-"""What a step on a GPU launches, without one: on torch's `meta` device, whose tensors have shapes
-and nothing in them.
+"""Lists the launches of a step on a GPU without one, on torch's `meta` device, whose tensors have
+shapes and no content.
 
-All that a step does between its inputs and its logits can be seen there: operations of torch by a
-dispatch mode, Triton's kernels by what stands in their place. What would wait for a device, or read
-the host's memory, raises.
+This shows all of a step between its inputs and its logits: a dispatch mode sees torch's operations,
+and stand-ins replace Triton's kernels. An operation that would wait for a device, or read the
+host's memory, raises.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ FREE |= {"as_strided", "chunk", "expand", "squeeze", "unsqueeze", "permute", "un
 """Operations of torch that launch nothing."""
 WAITING = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_static"}
 WAITING |= {"masked_select", "unique_dim", "_unique2", "unique_consecutive", "bincount"}
-"""Operations of torch that wait for the device: the host needs a value, or how many there are."""
+"""Operations of torch that wait for the device, because the host needs a value or a count."""
 
 
 class NotCapturable(Exception):
-    """Raised where a step does what no recording can hold."""
+    """Raised for an operation that no recorded graph can hold."""
 
 
 class Launch(NamedTuple):
-    """One kernel. `grid` is None for torch's. `arguments` are Triton's by name, or torch's by
-    position and name; `outputs` what torch's operation returns."""
+    """The launch of one kernel. `grid` is None for torch's. `arguments` are Triton's by name, or
+    torch's by position and name; `outputs` are the results of torch's operation."""
 
     name: str
     grid: tuple[int, ...] | None
@@ -52,7 +52,7 @@ class Launch(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What it reads and writes, other than `outputs`."""
+        """The tensors that the launch reads and writes, except `outputs`."""
         return [leaf for leaf in tree_leaves(self.arguments) if isinstance(leaf, Tensor)]
 
 
@@ -61,16 +61,16 @@ Note = Callable[[Launch], None]
 
 @dataclass
 class Noted:
-    """The launches of a step in order, and the memory that it has allocated."""
+    """The launches of a step in order, and the memory that the step has allocated."""
 
     launches: list[Launch] = field(default_factory=list)
     allocated: dict[int, int] = field(default_factory=dict)
-    """The how manieth it is, by `storage_id`."""
+    """The number of each allocation, in order, by `storage_id`."""
     _kept: list[Tensor] = field(default_factory=list)
-    """As long as they are here no other tensor gets an id of theirs."""
+    """Tensors kept so that no other tensor gets their id."""
 
     def add_allocated(self, before: list[Tensor], after: list[Tensor]) -> None:
-        """Takes from an operation's arguments and results what is new."""
+        """Adds an operation's results that have new memory."""
         known = {storage_id(tensor) for tensor in before}
         for tensor in after:
             if storage_id(tensor) not in known and tensor.device == META:
@@ -79,12 +79,12 @@ class Noted:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Returns the same for tensors that share memory; on `meta` addresses do not tell."""
+    """Returns an id that is equal for tensors that share memory; on `meta`, addresses are not."""
     return tensor.untyped_storage()._cdata
 
 
 class _TorchLaunches(TorchDispatchMode):
-    """Notes torch's operations."""
+    """Records torch's operations."""
 
     def __init__(self, noted: Noted) -> None:
         super().__init__()
@@ -107,8 +107,8 @@ class _TorchLaunches(TorchDispatchMode):
 
 
 def _check(launch: Launch, func: Any) -> None:
-    """Raises NotCapturable for what waits for the device, or would read memory of the host, which a
-    replay finds changed or freed."""
+    """Raises NotCapturable for an operation that waits for the device, or reads memory of the host,
+    which has changed or is freed when the step is replayed."""
     name, tensors = launch.name, launch.tensors
     indexes = launch.arguments.get("1") if name in ("index", "index_put", "index_put_") else None
     if name in WAITING or any(i is not None and i.dtype == torch.bool for i in indexes or ()):
@@ -120,7 +120,7 @@ def _check(launch: Launch, func: Any) -> None:
 
 
 class _NotedKernel:
-    """Stands for a kernel: tells of launches, and computes nothing."""
+    """Replaces a kernel: records launches, and computes nothing."""
 
     def __init__(self, name: str, parameters: list[str], note: Note) -> None:
         self._name, self._parameters, self._note = name, parameters, note
@@ -135,7 +135,7 @@ class _NotedKernel:
 
 @contextmanager
 def noted_kernels(note: Note) -> Iterator[None]:
-    """Meanwhile Triton's kernels are launched on every device; `note` is told, and they compute
+    """Replaces Triton's kernels within the context: launches on any device call `note`, and compute
     nothing."""
     places = [(m, n, k) for m in MODULES for n, k in vars(m).items() if n.endswith("_kernel")]
     for module, name, kernel in places:
@@ -150,7 +150,7 @@ def noted_kernels(note: Note) -> Iterator[None]:
 
 @contextmanager
 def launches() -> Iterator[Noted]:
-    """Meanwhile all that is launched is noted."""
+    """Records all launches within the context."""
     noted = Noted()
 
     def note(launch: Launch) -> None:

@@ -1,5 +1,4 @@
-"""One decode step, of the shape of Llama-3-8B or another, as a GPU would run it: its launches on
-`meta`."""
+"""Runs one decode step as on a GPU, of Llama-3-8B's or another shape: its launches on `meta`."""
 
 from __future__ import annotations
 
@@ -30,7 +29,8 @@ ARENA_BYTES = 16 << 20
 
 
 class Workload(NamedTuple):
-    """A decode step of `rows` in equal parts of each of `adapters`; 0: of the base model."""
+    """A decode step whose rows are divided equally between adapters; with 0 adapters, all rows are
+    the base model's."""
 
     rows: int
     adapters: int
@@ -39,7 +39,7 @@ class Workload(NamedTuple):
 
 
 class Computed:
-    """Stands for a recorded step: computes it anew."""
+    """Replaces a recorded step, and computes it again."""
 
     def __init__(self, compute: Callable[[], None]) -> None:
         self._compute = compute
@@ -61,14 +61,14 @@ def tensors_of(part: Any) -> Iterator[Tensor]:
 
 
 class Step(NamedTuple):
-    """A step, and what it launches, in order. `adapter_targets` are those that adapters have."""
+    """A step, and its launches in order. `adapter_targets` are the targets that adapters have."""
 
     work: Workload
     decoder: Decoder
     launches: list[Launch]
     weights: list[Tensor]
     tables: list[Tensor]
-    """What is looked up by token: of the weights those of which a step reads rows."""
+    """Weights by token, from which a step reads only rows."""
     groups: list[str]
     """The group of each target, without its layer."""
     adapter_targets: frozenset[int]
@@ -81,7 +81,7 @@ class Step(NamedTuple):
 
 
 def trace(work: Workload, config: Mapping[str, Any] = LLAMA_8B) -> Step:
-    """Launches the step, of the model of a config.json, on `meta`."""
+    """Launches the step of a config.json's model on `meta`."""
     decoder = read_description(dict(config))
     transformer = random_transformer(decoder, DTYPE, META, shares_layers=False)
     weights, layout = transformer.weights, build_layout(decoder, "bench", DTYPE)

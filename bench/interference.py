@@ -1,15 +1,15 @@
-"""W3: steady decoding of 16 requests while adapters that were never on this server are pulled.
+"""W3: decoding of 16 requests while the server pulls adapters that it never had before.
 
     python -m bench.interference [--model bench-200m] [--rate 5] [--window 10] [--rounds 5]
                                  [--prefetch] [--out FILE]
 
-Over gRPC, from both services as processes. Sixteen requests, each with a resident adapter of its
-own (--steady 0: the base model), decode all the while; meanwhile one short request comes for
-each of `rate` adapters per second. In one run these are compiled in the store and were never on the
-inference service; in the other they are resident before it begins. The runs take turns, and in
-which comes first, after one of each that warms up. Compared is the time between tokens of the
-sixteen. With --prefetch, as shipped, the service moreover brings back what ran before and was
-unloaded.
+Both services run as processes, with calls over gRPC. Sixteen requests, each with its own resident
+adapter (--steady 0: the base model), decode throughout. Meanwhile short requests arrive, `rate` per
+second, each for another adapter. In one run these adapters are compiled in the store and were never
+on the inference service; in the other they are resident from the start. The runs take turns, and
+take turns in going first, after one of each to warm up. The result compares the time between tokens
+of the sixteen. With --prefetch, the default of the service, it also reloads adapters that were used
+before and unloaded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COMPARED = ("inter_token_p50_s", "inter_token_p99_s", "tokens")
 
 
 class Steady:
-    """Requests that decode until they are stopped, and the time between their tokens."""
+    """Requests that decode until they are stopped, with the time between their tokens."""
 
     def __init__(self, client: AsyncClient, adapters: Sequence[str], vocab: int) -> None:
         self._client = client
@@ -72,7 +72,7 @@ class Steady:
                 last_s = now_s
 
     async def stop(self) -> None:
-        """Raises if one ended before: it ran out of tokens, or failed."""
+        """Stops the requests. Raises if one has failed or run out of tokens."""
         ended = [task for task in self._tasks if task.done()]
         for task in self._tasks:
             task.cancel()
@@ -86,7 +86,8 @@ class Steady:
 async def run(
     services: Services, prepared: Prepared, steady: Sequence[str], short: Sequence[str], rate: float
 ) -> tuple[list[float], list[float]]:
-    """The steady requests' times between tokens, and the short ones' times to the first."""
+    """Returns the steady requests' times between tokens, and the short ones' times to the first
+    token."""
     client = AsyncClient(inference=services.inference, timeout_s=None)
     decoding = Steady(client, steady, prepared.vocab)
     await asyncio.sleep(SETTLE_S)
@@ -118,8 +119,8 @@ async def first_token(client: AsyncClient, prompt: list[int], adapter: str) -> f
 
 
 def largest_bucket_s(before: Metrics, after: Metrics, name: str) -> float | None:
-    """An upper bound of the largest observation between two scrapes: the smallest bucket's border
-    that none has passed. None where the histogram is not there."""
+    """Returns an upper bound of the largest observation between two scrapes: the smallest bucket's
+    limit above all of them. None if the histogram is missing."""
     counts = {
         float(sample.labels["le"]): sample.value - before.sum(name + "_bucket", **sample.labels)
         for sample in after.select(name + "_bucket")
@@ -172,7 +173,7 @@ def measure(prepared: Prepared, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def register(services: Services, names: Sequence[str], folders: Iterator[Path]) -> None:
-    """Compiled in the store; their sources are no longer needed then."""
+    """Registers adapters and waits until the store has compiled them and needs no sources."""
     for name in names:
         source = next(folders)
         services.register(name, source)

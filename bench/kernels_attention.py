@@ -1,9 +1,9 @@
-"""Attention on the CPU: the C++ kernels beside the torch path, and the bytes and products they do.
+"""Compares attention on the CPU in the C++ kernels and in torch, with its bytes and products.
 
     python -m bench.kernels_attention [--threads 2] [--repeats 20]
 
-Times are the least of the repetitions, of all layers of one step; between two repetitions of ours
-the caches are overwritten, as the weights of a step would.
+A time is the minimum of the repetitions, for all layers of one step. Between two repetitions of
+ours, the processor's caches are overwritten, as a step's weights would do.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Rows of (first position, number of queries)."""
+    """Rows, each as (first position, number of queries)."""
 
     name: str
     shape: Shape
@@ -86,7 +86,7 @@ def least_seconds(run: Callable[[], object], repeats: int, evict: Tensor | None 
 
 
 def measure(library: Library, work: Work, repeats: int) -> tuple[float, float]:
-    """Seconds of one step's attention, ours and torch's."""
+    """Returns the seconds of one step's attention, ours and torch's."""
     s = work.shape
     contexts = [first + count for first, count in work.rows]
     counts = [-(-context // PAGE_SIZE) for context in contexts]
@@ -134,7 +134,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     library = load()
     if library is None:
-        raise SystemExit("no native kernels here: nothing to compare")
+        raise SystemExit("there are no native kernels to compare")
     print(f"{library.variant}, {options.threads} threads, bf16; ms per step")
     for work in WORK:
         ours, by_torch = measure(library, work, options.repeats)

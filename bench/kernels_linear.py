@@ -1,7 +1,8 @@
-"""The base projections alone: ours against oneDNN with weights that it packed, bf16.
+"""Compares our base projections with oneDNN's and its packed weights, in bf16.
 
-All projections of a model in the order of a step, each with weights of its own, so that they come
-from memory as they do when serving. Ours and theirs take turns; minimum and median over the rounds.
+All projections of a model run in the order of a step, each with its own weights, so that they come
+from memory as in a real step. Ours and oneDNN's take turns. Results are the minimum and the median
+over the rounds.
 
     python -m bench.kernels_linear [--model bench-200m] [--threads 2] [--rounds 30] [TOKENS ...]
 """
@@ -30,7 +31,7 @@ Shapes = Sequence[tuple[int, int]]
 
 
 class Projections:
-    """The same weights for ours and for oneDNN."""
+    """Projections with the same weights for our kernels and for oneDNN."""
 
     def __init__(self, shapes: Shapes, library: Library, max_tokens: int) -> None:
         self._num_tokens = torch.ones(1, dtype=torch.int32)
@@ -72,7 +73,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     library = load()
-    assert library is not None, "no native kernels here: nothing to compare"
+    assert library is not None, "there are no native kernels to compare"
     shapes = step_shapes(decoder(args.model))
     both = Projections(shapes, library, max(args.num_tokens))
     table = Table(title=f"{args.model}, {args.threads} threads, {library.variant}, ms")
@@ -87,7 +88,7 @@ def main() -> None:
 def measure(
     projections: Projections, shapes: Shapes, num_tokens: int, most_rounds: int
 ) -> tuple[str, ...]:
-    """One row: the times of ours and theirs, their ratio, and ours in arithmetic and bytes."""
+    """Returns a row: both times, their ratio, and our rates of arithmetic and bytes."""
     rounds = max(3, min(most_rounds, most_rounds * 64 // num_tokens))
     both = [
         (seconds(projections.ours, num_tokens), seconds(projections.theirs, num_tokens))

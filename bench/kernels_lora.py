@@ -1,8 +1,9 @@
-"""LoRA of one bench-200m step: the native operations against the torch path. No base model.
+"""Compares LoRA of one bench-200m step in native operations and in torch, without a base model.
 
     python -m bench.kernels_lora
 
-Milliseconds for all layers, the best of many runs; GB/s counts each adapter's A and B once.
+Results are milliseconds for all layers, the best of many runs. GB/s counts each adapter's A and B
+once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kernels.native.library import Program, load
 
 NUM_LAYERS, HIDDEN, INNER, KV = 16, 1024, 2816, 256
 NUM_ADAPTERS = 16
-# Per layer: inputs, and outputs of each target.
+# Inputs, and outputs of each target, in one layer.
 GROUPS = (
     (HIDDEN, (HIDDEN, KV, KV)),
     (HIDDEN, (HIDDEN,)),
@@ -45,7 +46,7 @@ class Setup:
 
 
 def make_setup(rank: int) -> Setup:
-    """Adapters one after the other in an arena, as their images lie."""
+    """Places adapters one after the other in an arena, as in their images."""
     groups: list[LoraGroup] = []
     entries: list[list[TableEntry]] = [[] for _ in range(NUM_ADAPTERS)]
     granule, target = 0, 0
@@ -73,7 +74,7 @@ def make_setup(rank: int) -> Setup:
 
 
 def buffers(setup: Setup, num_tokens: int) -> dict[LoraGroup, tuple[torch.Tensor, torch.Tensor]]:
-    """x and out of each group of a layer; the layers share them, as in the model."""
+    """Returns x and out of each group of a layer; the layers share them, as in the model."""
     shapes = {(g.in_features, g.out_end) for g in setup.groups}
     made = {
         (i, o): (torch.randn(num_tokens, i).bfloat16(), torch.zeros(num_tokens, o).bfloat16())
@@ -84,7 +85,7 @@ def buffers(setup: Setup, num_tokens: int) -> dict[LoraGroup, tuple[torch.Tensor
 
 def native_program(setup: Setup, slots: list[int], lengths: list[int]) -> Program:
     library = load()
-    assert library is not None, "there is nothing to measure without a compiler"
+    assert library is not None, "there are no native kernels to measure without a compiler"
     num_tokens = sum(lengths)
     plan = NativeLoraPlan(num_tokens)
     plan.fill(slots, lengths)

@@ -1,14 +1,14 @@
-"""W3 with one adapter of 1.5 GB: sixteen requests decode while it comes in.
+"""W3 with one adapter of 1.5 GB: sixteen requests decode while it is loaded.
 
     python -m bench.large_adapter [--rounds 3] [--out bench/results/large_adapter.json]
 
-Over gRPC, from both services as processes. The model is bench-moe-large, the adapter of rank 96 on
-all of its experts, as PEFT saves target_parameters. Sixteen requests, each with an adapter of its
-own on attention, decode all the while, in each round three times: alone; while the large adapter,
-which is in the store's memory, is pulled for a request that waits for it; and while another of its
-size is registered (read and checked), compiled, pulled and used. Compared is the time between
-tokens of the sixteen until the first token of the large adapter's request. Resident memory of both
-services, each with its processes, is sampled all the while.
+Both services run as processes, with calls over gRPC. The model is bench-moe-large; the adapter has
+rank 96 on all of its experts, in PEFT's form of target_parameters. Sixteen requests, each with its
+own adapter on attention, decode throughout. Each round has three parts: they decode alone; the
+large adapter, which is in the store's memory, is pulled for a waiting request; another adapter of
+its size is registered (read and checked), compiled, pulled and used. The result compares the time
+between tokens of the sixteen until the first token of the large adapter's request. The resident
+memory of both services, each with its child processes, is sampled throughout.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ SERVICES = {"adapter_store": "store", "inference_svc": "inference"}
 
 
 class MemoryPeaks:
-    """Samples the resident memory of both services while the context lasts: the most of each, in
-    bytes, by its name, with what it took when the context began."""
+    """Samples the resident memory of both services within the context: the peak of each in bytes,
+    by its name, and its memory at the start."""
 
     def __init__(self) -> None:
         self.before = _resident()
@@ -85,7 +85,7 @@ def _resident() -> dict[str, int]:
 
 
 class Round:
-    """One of `services`' turns; `steady` are the adapters of the sixteen."""
+    """One round with both services; `steady` are the adapters of the sixteen."""
 
     def __init__(self, services: Services, prepared: Prepared, steady: list[str]) -> None:
         self._client = AsyncClient(
@@ -101,7 +101,8 @@ class Round:
         return found
 
     async def pulled(self, adapter: str) -> dict[str, Any]:
-        """The adapter is not resident, and its image is in the store's memory."""
+        """Measures a pull of an adapter that is not resident and whose image is in the store's
+        memory."""
         async with self._decoding() as found:
             found["first_token_s"] = await self._first_token(adapter)
         return found
@@ -122,8 +123,8 @@ class Round:
 
     @contextlib.asynccontextmanager
     async def _decoding(self) -> Any:
-        """Yields what is found: the times between tokens of the sixteen, which decode while the
-        context lasts, and the memory that the services take meanwhile."""
+        """Decodes the sixteen within the context. Yields a dictionary that gets the times between
+        their tokens, and the growth of the services' memory."""
         found: dict[str, Any] = {}
         decoding = Steady(self._client, self._steady, self._prepared.vocab)
         await asyncio.sleep(SETTLE_S)
@@ -145,7 +146,7 @@ class Round:
 
 
 def variants(prepared: Prepared, root: Path) -> Iterator[Path]:
-    """Large adapters of different digests, one at a time on the disk."""
+    """Yields large adapters with different digests, one at a time on the disk."""
     large = prepared.model_dir.parent / "large"
     prepare_adapter(
         prepared, large, NUM_STEADY, rank=RANK, targets=(), target_parameters=PARAMETERS
@@ -185,7 +186,7 @@ def measure(prepared: Prepared, num_rounds: int) -> dict[str, Any]:
                 found = {"alone": runner.run(turn.alone())}
                 adapter = f"large-{number}"
                 folder_of_it = next(fresh)
-                os.sync()  # writing it must not be measured
+                os.sync()  # so that no write falls into the measurement
                 found["registered"] = runner.run(turn.registered(adapter, folder_of_it))
                 services.set_resident(steady)
                 found["pulled"] = runner.run(turn.pulled(adapter))

@@ -1,12 +1,12 @@
-"""The most that a prefill which starts on layer 0, while later layers still arrive, could gain.
+"""Measures the maximum gain of a prefill that starts on layer 0 while later layers still arrive.
 
     python -m bench.layerwise_prefill [--model bench-200m] [--rounds 20] [--out FILE]
 
-One load of a cold adapter and one prefill of 32 tokens, over gRPC, both services as processes: one
-after the other, as it is now, and both begun at the same moment. Side by side neither waits for the
-other's layers, so that no real layer-wise prefill can end before the later of the two: what that
-gains on the one after the other is the bound. The prefill is the base's, whose work the adapter
-only adds to.
+Both services run as processes, with calls over gRPC. A load of a cold adapter and a prefill of 32
+tokens run one after the other, as in the product, and side by side, started at the same moment.
+Side by side, neither waits for the other's layers, so no real layer-wise prefill can end before the
+later of the two. The difference is the maximum gain. The prefill uses the base model; an adapter
+would only add to its work.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from bench.services import Services
 from bench.ttft import NUM_IN, PAUSE_S, wanted_for
 
 WORTH_IT = 0.10
-"""Gain of the cold first token from which on it would be kept."""
+"""Minimum gain of the cold first token to keep a layer-wise prefill."""
 
 
 class Work:
-    """Loads and prefills of both services; seconds."""
+    """Loads and prefills at both services."""
 
     def __init__(self, prepared: Prepared, services: Services, folders: Iterator[Path]) -> None:
         self._services = services
@@ -38,7 +38,8 @@ class Work:
         self._number = 0
 
     def next_cold(self) -> str:
-        """Compiled in the store's memory, never on the inference service."""
+        """Returns an adapter that is compiled in the store's memory and was never on the inference
+        service."""
         self._number += 1
         name = f"cold-{self._number}"
         self._services.register(name, next(self._folders))
@@ -98,8 +99,8 @@ def main() -> None:
     seconds = measure(prepare(options.model, 1), options.rounds)
     medians = {kind: median(values) for kind, values in seconds.items()}
     gain = 1 - medians["side by side"] / medians["one after the other"]
-    show("Layer-wise readiness", ("what", "ms"), [(k, 1e3 * s) for k, s in medians.items()])
-    print(f"at most {gain:.0%} of the cold first token; kept from {WORTH_IT:.0%} on")
+    show("Layer-wise readiness", ("work", "ms"), [(k, 1e3 * s) for k, s in medians.items()])
+    print(f"at most {gain:.0%} of the cold first token; worth keeping from {WORTH_IT:.0%} on")
     result: dict[str, Any] = {"model": options.model, "image_bytes": image_bytes(options.model)}
     write(options.out, "layer-wise", {**result, "gain": gain, "seconds": seconds})
 

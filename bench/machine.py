@@ -1,4 +1,4 @@
-"""What a result was measured on, and what of ours computed."""
+"""Describes the machine of a result, and our kernels on it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kernels.native.library import load
 
 
 def best_kernels() -> str:
-    """What an engine would compute with here: "native avx512_bf16" and the like, or "torch"."""
+    """Returns the kernels of an engine on this machine, such as "native avx512_bf16" or "torch"."""
     library = load()
     return "torch" if library is None else f"native {library.variant}"
 
 
 def machine(*, computes_on_gpu: bool = False) -> dict[str, Any]:
-    """The machine, the moment and the load: what else ran spoils what is measured. Where a GPU
-    computes, the kernels for CPUs are not compiled to be named."""
+    """Returns the machine, the time, and the load, because other work on the machine distorts
+    results. With `computes_on_gpu` the kernels for CPUs are not compiled, and not named."""
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),

@@ -1,17 +1,18 @@
-"""W4: many adapters. The S-LoRA generator at more than what the engine can do, n adapters of which
-the arena holds 32 and the host tier all; tokens in a fixed window, and time to the first token.
+"""W4: many adapters. The S-LoRA generator sends more requests than the engine can serve, for n
+adapters; the results are tokens in a fixed window, and the time to the first token.
 
     python -m bench.many_adapters [--model bench-200m] [--n 0 1 5 50 200 1000] [--alpha 0.3 0.6 1]
                        [--cv 1] [--rounds 1] [--window 20] [--out bench/results/many_adapters.json]
 
-Arrivals come at 1.2 times the capacity measured with n = 5, in-process. Adapters are variants of
-one image, served by a store in memory (`bench.memory_store`): what is measured begins when the
-host tier has them all. Rounds take turns over n and alpha; medians.
+The engine runs in this process. Its arena holds 32 adapters and its host tier all of them. Requests
+arrive at 1.2 times the capacity measured with n = 5. Adapters are variants of one image, from a
+store in memory (`bench.memory_store`), and the measurement begins when the host tier has them all.
+Rounds take turns over n and alpha; results are medians.
 
-Tokens count within the window only. Requests that still wait when it ends are waited for, at most
-as long again, while no more come: so the percentiles of the first token are of all requests. Those
-without one even then count with the time that they have waited, and a percentile that falls among
-them is a lower bound, and is shown as one.
+Tokens count only within the window. After the window no more requests arrive, and waiting ones get
+at most the same time again, so that the percentiles of the first token cover all requests. Requests
+that still have no token count with their wait so far. A percentile among them is a lower bound, and
+is marked so.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def start_engine(
     max_added_tokens: int = 0,
     transport: str = "thread",
 ) -> tuple[BenchEngine, list[str]]:
-    """An engine, and the digests of its adapters, which are variants of those that are prepared, in
-    turn. The host tier holds all, or `num_in_host`."""
+    """Returns an engine, and the digests of its adapters, which are variants of the prepared ones
+    in turn. The host tier holds all, or `num_in_host`."""
     store = MemoryStore()
     originals = [store.register(folder) for folder in prepared.adapters.values()]
     in_host = num_in_host or max(num_adapters, 1)
@@ -91,7 +92,7 @@ def start_engine(
 
 
 class Driver:
-    """Plays arrivals to an engine."""
+    """Sends arrivals to an engine."""
 
     def __init__(self, engine: BenchEngine, digests: list[str], vocab: int) -> None:
         self._engine = engine
@@ -100,7 +101,7 @@ class Driver:
         self._number = 0
 
     def submit(self, arrival: Arrival) -> tuple[str, Track]:
-        """Returns the request's id and its track. Prompts are alike in length only."""
+        """Sends a request, and returns its id and track. Prompts share only their length."""
         self._number += 1
         start = self._number * 31 % (len(self._tokens) - arrival.num_in)
         prompt = self._tokens[start : start + arrival.num_in]
@@ -111,8 +112,8 @@ class Driver:
     def play(
         self, traffic: Traffic, window_s: float, seed: int, *, drain_s: float = 0.0
     ) -> dict[str, Any]:
-        """What happened within the window, and up to `drain_s` after it until every request has
-        its first token; what is left then is cancelled."""
+        """Sends the traffic, and returns the observations of the window. Then waits up to `drain_s`
+        until every request has its first token, and cancels the rest."""
         before = _count(self._engine.describe())
         began_s = time.monotonic()
         sent: dict[str, Track] = {}
@@ -138,11 +139,12 @@ class Driver:
         }
 
     def capacity(self, traffic: Traffic, window_s: float, seed: int = 0) -> float:
-        """Requests per second when MAX_REQUESTS come at once, as `traffic` of no rate does."""
+        """Returns requests per second when MAX_REQUESTS arrive at once, from `traffic` of infinite
+        rate."""
         self.play(traffic, min(window_s, 2.0), seed)  # warms up
         tokens = self.play(traffic, window_s, seed)["tokens_per_second"]
         if tokens == 0:
-            raise SystemExit("no token within the window: take a longer --window")
+            raise SystemExit("there is no token within the window; use a longer --window")
         return float(tokens) / traffic.lengths.mean_out
 
 
@@ -159,7 +161,7 @@ def _count(status: EngineStatus) -> dict[str, float]:
 def observe(
     tracks: list[Track], began_s: float, end_s: float, drained_s: float
 ) -> dict[str, float | bool]:
-    """Tokens up to `end_s`, first tokens up to `drained_s`."""
+    """Returns observations: tokens up to `end_s`, and first tokens up to `drained_s`."""
     times = [moment for track in tracks for moment in track.token_times_s if moment <= end_s]
     first = [t.first_token_s for t in tracks if t.token_times_s]
     waited = [drained_s - t.sent_s for t in tracks if not t.token_times_s]
@@ -172,7 +174,7 @@ def observe(
     for percent in (50, 99):
         name = f"first_token_p{percent}_s"
         value = percentile([*first, *waited], percent) if tracks else 0.0
-        # Who has waited for less than that may still come to more.
+        # A request that has waited for less may still wait longer than that.
         found |= {name: value, name + IS_BOUND: any(s <= value for s in waited)}
     return found
 
@@ -189,7 +191,7 @@ def measure(
     rounds: int,
     window_s: float,
 ) -> dict[str, Any]:
-    """Per alpha and n the rounds' observations."""
+    """Returns the rounds' observations for each alpha and n."""
     engine, digests = start_engine(prepared, max([*numbers, REFERENCE_N]))
     driver = Driver(engine, digests, prepared.vocab)
     engine.load(digests)

@@ -1,8 +1,8 @@
-"""A store without a wire that serves compiled images from memory, and any number of variants.
+"""A store in the engine's process that serves compiled images from memory, with many variants.
 
-A variant is an image whose bytes differ from its original's in the first part only, by a few low
-bits of its first values, with hashes and a digest of its own: to the engine another adapter of the
-same size. So a thousand adapters take the memory of one here, and all of theirs in the engine.
+A variant differs from its original only in the first part, by a few low bits of its first values,
+and has its own hashes and digest. To the engine it is another adapter of the same size. A thousand
+adapters take the memory of one in this store, and their full memory in the engine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def variant_digest(digest: str, number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """An image but for its first part, which is `first`; `hashes` are the parts' sha256."""
+    """An image with its own first part, `first`; `hashes` are the parts' sha256."""
 
     header: ImageHeader
     image: Image
@@ -47,7 +47,7 @@ class StoredImage:
     hashes: tuple[bytes, ...]
 
     def bytes_of(self, start: int, end: int) -> bytes:
-        """Returns bytes of one part: never across the end of the first."""
+        """Returns bytes within one part, never across the end of the first part."""
         if start < len(self.first):
             return self.first[start:end]
         return self.image.buffer[start:end].numpy().tobytes()
@@ -86,12 +86,12 @@ class MemoryStream:
 
 
 def store_layout(layout: ModelLayout) -> store_core.Layout:
-    """An engine's layout as the adapter store knows it, in the newest image format."""
+    """Converts an engine's layout to the adapter store's, in the newest image format."""
     return replace(of_store.from_layout(from_layout(layout)), image_format=IMAGE_FORMATS[-1])
 
 
 def image_header(image: Image) -> ImageHeader:
-    """An image's header as an engine receives it."""
+    """Returns an image's header as an engine receives it."""
     plan = image.plan
     header = pull.ImageHeader(
         *(plan.image_id, plan.digest, plan.layout_id, plan.image_format),
@@ -104,25 +104,25 @@ def image_header(image: Image) -> ImageHeader:
 
 @dataclass
 class MemoryStore:
-    """Knows PEFT folders, which it compiles when the engine's layout is there."""
+    """Registers PEFT folders, and compiles them after it has the engine's layout."""
 
     folders: dict[str, Path] = field(default_factory=dict)
     _layout: store_core.Layout | None = None
     _stored: dict[str, StoredImage] = field(default_factory=dict)
 
     def register(self, folder: Path) -> str:
-        """Gives the digest."""
+        """Registers a folder and returns its digest."""
         digest = open_checkpoint(folder).digest
         self.folders[digest] = folder
         return digest
 
     def accept_layout(self, layout: ModelLayout) -> str:
-        """Gives the layout id."""
+        """Returns the layout's id."""
         self._layout = store_layout(layout)
         return layout_id(self._layout)
 
     def compile(self, digest: str) -> None:
-        """Makes the image of a registered adapter, once."""
+        """Compiles the image of a registered adapter, once."""
         if digest in self._stored:
             return
         if digest not in self.folders:
@@ -135,16 +135,16 @@ class MemoryStore:
         self._stored[digest] = StoredImage(image_header(image), image, first, hashes)
 
     def add_variants(self, digest: str, count: int) -> list[str]:
-        """The digests of `count` more adapters made of a registered one."""
+        """Makes `count` more adapters from a registered one, and returns their digests."""
         self.compile(digest)
         original = self._stored[digest]
-        # Not among ids of rows, of which each has one place.
+        # Ids of rows must not change, because each has one place.
         start = next(each.offset for each in original.header.segments if each.kind != "row_ids")
         digests = []
         for number in range(count):
             first = bytearray(original.first)
             for bit in range(16):
-                # The lowest bit of a bf16 or fp32 value in little endian: it stays finite.
+                # The lowest bit of a bf16 or fp32 value in little endian, so it stays finite.
                 first[start + 4 * bit] ^= number >> bit & 1
             name = variant_digest(digest, number)
             hashes = (hashlib.sha256(first).digest(), *original.hashes[1:])
@@ -154,7 +154,7 @@ class MemoryStore:
         return digests
 
     def header(self, digest: str) -> ImageHeader:
-        """Returns the header of an image that was compiled, as the engine receives it."""
+        """Returns a compiled image's header as the engine receives it."""
         return self._stored[digest].header
 
     @property

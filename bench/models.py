@@ -1,4 +1,4 @@
-"""The models and adapters of the benchmarks: real shapes, random weights, made once in `.bench`."""
+"""The benchmarks' models and adapters: real shapes, random weights, made once in `.bench`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAME = "bench-200m"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model: its class in transformers, and the values of its config. All layers have the same
+    """A model's class in transformers, and the values of its config. All layers have the same
     linear layers."""
 
     architecture: str
@@ -110,7 +110,7 @@ SHAPES = {
             "pad_token_id": 0,
         },
     ),
-    # Small experts, of which an adapter is large beside the model.
+    # Small experts, so that an adapter is large compared with the model.
     "bench-moe-large": Shape(
         "OlmoeForCausalLM",
         {
@@ -139,22 +139,22 @@ SHAPES = {
         },
     ),
 }
-"""bench-200m has 197 M parameters, bench-1b 1.1 G, bench-moe 0.85 G, of which a token passes
-through an eighth; bench-tiny is for trying things out. Products of
-bench-gemma3 and bench-phi4 have the sizes of bench-200m's."""
+"""bench-200m has 197 M parameters, bench-1b 1.1 G, and bench-moe 0.85 G, an eighth of them for each
+token; bench-tiny is for trials. The products of bench-gemma3 and bench-phi4 have the sizes of
+bench-200m's."""
 RANK = 16
 ROOT = Path(".bench/models")
 
 
 @cache
 def decoder(name: str) -> Decoder:
-    """What the inference service makes of the model's config."""
+    """Returns the inference service's description of the model."""
     return read_description(SHAPES[name].make_config().to_diff_dict())
 
 
 def projections(name: str) -> dict[str, tuple[int, int]]:
-    """(in, out) features of each linear layer of one layer, as the checkpoint has them: the targets
-    of the adapters. Routers and experts are none."""
+    """Returns the (in, out) features of the adapters' targets in one layer: the checkpoint's linear
+    layers, without routers and experts."""
     block = decoder(name).blocks[0]
     dense = () if block.dense is None else (block.dense.gate_up, block.dense.down)
     return {
@@ -165,26 +165,26 @@ def projections(name: str) -> dict[str, tuple[int, int]]:
 
 
 def image_bytes(name: str) -> int:
-    """Size of one adapter's bf16 image, whose segments need no padding at this rank; the A of a
-    module that computes several targets is there once."""
+    """Returns the size of one adapter's bf16 image, whose segments need no padding at this rank. A
+    module that computes several targets has one A."""
     features = sum(into + out for into, out in projections(name).values())
     return 2 * RANK * features * decoder(name).num_layers
 
 
 def arena_bytes(name: str, num_adapters: int) -> int:
-    """Holds so many, or one that changes everything."""
+    """Returns an arena's size for `num_adapters` adapters, or for one that changes all weights."""
     layout = build_layout(decoder(name), name, torch.bfloat16)
     return max(image_bytes(name) * num_adapters, layout.largest_image(RANK).num_bytes)
 
 
 def kv_bytes(name: str, num_tokens: int) -> int:
-    """Keys and values of so many tokens."""
+    """Returns the size of the keys and values of `num_tokens` tokens."""
     return 2 * num_tokens * decoder(name).kv_elements_per_token
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A model on disk, and adapters of it by name: "0", "1", and so on."""
+    """A model on disk, and its adapters by name: "0", "1", and so on."""
 
     name: str
     model_dir: Path
@@ -196,7 +196,7 @@ class Prepared:
 
 
 def prepare(name: str, num_adapters: int, root: Path = ROOT) -> Prepared:
-    """Makes what is not there yet."""
+    """Makes a model and its adapters, if they are missing."""
     root = (root / name).resolve()
     model_dir = root / "model"
     if not model_dir.is_dir():
@@ -212,18 +212,18 @@ def prepare(name: str, num_adapters: int, root: Path = ROOT) -> Prepared:
 
 
 def prepare_adapter(prepared: Prepared, folder: Path, seed: int, **options: Any) -> None:
-    """Makes what `make_adapter` does, if it is not there yet."""
+    """Calls `make_adapter` if the adapter is missing."""
     if folder.is_dir():
         return
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    with warnings.catch_warnings(action="ignore"):  # PEFT's, of biases
+    with warnings.catch_warnings(action="ignore"):  # PEFT warns of biases
         make_adapter(prepared.model_dir, partial, seed, name=prepared.name, **options)
     partial.rename(folder)
 
 
 def make_model(folder: Path, name: str = NAME) -> None:
-    """A model in bf16, with a tokenizer whose tokens are numbers."""
+    """Makes a model in bf16, with a tokenizer whose tokens are numbers."""
     torch.manual_seed(0)
     shape = SHAPES[name]
     config = shape.make_config()
@@ -251,8 +251,9 @@ def make_adapter(
     targets: Sequence[str] | None = None,
     **options: Any,
 ) -> None:
-    """A PEFT adapter over all linear layers of the decoder, or these, alpha 2 * rank, bf16 files,
-    with `num_added` tokens behind the vocabulary. Other options go to its config."""
+    """Makes a PEFT adapter over all linear layers of the decoder, or over `targets`, with alpha
+    2 * rank, bf16 files, and `num_added` tokens after the vocabulary. Other options go to its
+    config."""
     torch.manual_seed(seed)
     config = LoraConfig(
         r=rank,
@@ -279,7 +280,7 @@ def make_adapter(
 
 
 def make_variants(original: Path, root: Path) -> Iterator[Path]:
-    """Folders of other digests: they differ in the lowest bits of some of their values."""
+    """Yields folders with different digests, which differ in the lowest bits of some values."""
     data = bytearray((original / "adapter_model.safetensors").read_bytes())
     last = bytes(data[-64:])
     number = 0

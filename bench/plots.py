@@ -1,4 +1,4 @@
-"""One plot per workload, drawn from its summary."""
+"""Draws one plot for each workload, from its summary."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def _pyplot() -> Any:
-    # Here and not above: whoever only takes a workload's traffic has no matplotlib.
+    # Imported here, because users of a workload's traffic alone may have no matplotlib.
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -20,7 +20,8 @@ def _pyplot() -> Any:
 def plot_bars(
     path: Path, title: str, unit: str, groups: Sequence[str], series: Mapping[str, Sequence[float]]
 ) -> None:
-    """One group of bars per name in `groups`, one bar per series; NaN leaves a gap."""
+    """Draws a group of bars for each name in `groups`, with a bar for each series; NaN leaves a
+    gap."""
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(max(7, 1.4 * len(groups)), 4.5), layout="constrained")
     width = 0.8 / max(1, len(series))
@@ -45,7 +46,7 @@ def plot_lines(
     *,
     log_x: bool = False,
 ) -> None:
-    """`labels` are those of the axes; each series is a list of points."""
+    """Draws each series, a list of points, as a line; `labels` name the axes."""
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for name, points in series.items():
@@ -63,7 +64,7 @@ def plot_lines(
 
 
 def plot_throughput(summaries: Mapping[str, Mapping[str, Mapping[str, float]]], path: Path) -> None:
-    """`summaries` are tokens per second, by model, row and system."""
+    """Draws tokens per second, by model, row and system."""
     rows = {
         row if len(summaries) == 1 else f"{model}, {row}": rates
         for model, summary in summaries.items()

@@ -1,10 +1,10 @@
-"""W5: a system prompt of 512 tokens that all requests to one adapter share: what of its prefill the
-prefix cache saves, per adapter version, and that it saves nothing across.
+"""W5: the share of a system prompt's prefill that the prefix cache saves, for each adapter version.
 
     python -m bench.prefix_cache [--model bench-200m] [--adapters 4] [--requests 8] [--out FILE]
 
-In-process, one request after the other: for the base model, for some adapters, and for a second
-version of the last one, the same system prompt and 32 tokens of the user's own.
+All requests share a system prompt of 512 tokens, followed by 32 tokens of the user's own. The
+engine runs in this process, and takes one request after the other: for the base model, for some
+adapters, and for a second version of the last one. Different versions must share nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUM_SHARED, NUM_OWN, NUM_OUT = 512, 32, 4
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What one version showed: cached tokens and seconds to the first token, request by request."""
+    """One version's cached tokens and seconds to the first token, request by request."""
 
     name: str
     cached: list[int]
@@ -34,7 +34,7 @@ class Observed:
 
     @property
     def saved_share(self) -> float:
-        """The share of the shared prompt's prefill that was saved after the first request."""
+        """The saved share of the system prompt's prefill, after the first request."""
         later = self.cached[1:]
         return sum(later) / (NUM_SHARED * len(later))
 

@@ -1,11 +1,12 @@
-"""W6: from a trainer's `push` to the last replica's first token of the new version.
+"""W6: the time from a trainer's `push` to the last replica's first token of the new version.
 
-Replicas of the demo's model on this machine, each with four requests in flight that use the pushed
-name, and an adapter of 20 MB. `push` waits for all replicas; then each is asked for one token under
-the name, all at once, and the answer must name the pushed digest. Ephemeral and durable.
+Replicas of the demo's model run on this machine, each with four requests in flight that use the
+pushed name. The adapter has 20 MB, and is pushed as ephemeral and as durable. `push` waits for all
+replicas. Then each replica gets a request for one token under the name, all at once, and the answer
+must name the pushed digest.
 
-With --flat N it pushes so often with keep=5, and reports what the store has on disk, the rows of
-its catalog, and the memory of all services, at the start and on the way.
+With --flat N the benchmark pushes N times with keep=5. It reports the store's bytes on disk, the
+rows of its catalog, and the memory of all services, at the start and in between.
 
     python -m bench.pushes [--replicas 1 2 4] [--pushes 30] [--flat 1000]
                            [--out bench/results/pushes.json]
@@ -38,12 +39,12 @@ from loadout.demo.system import System, SystemSettings
 
 NAME, KEEP, PROMPT = "live", 5, "loadout="
 RANK = 384
-"""Of all targets, in float32: 20.8 MB."""
+"""Rank of all targets, which gives 20.8 MB in float32."""
 IN_FLIGHT, OUT_TOKENS = 4, 32
 PAUSE_S = 0.2
-"""Between two pushes, so that one does not pay for what the one before has left to do."""
+"""Pause between two pushes, so that the last one's background work does not slow the next."""
 REPORTED = (0.1, 0.5, 1.0)
-"""After which part of the pushes of --flat it is looked at what they leave."""
+"""Shares of --flat's pushes after which the benchmark takes a footprint."""
 NUM_LAYERS, HIDDEN, INNER, KEYS = 4, 192, 512, 64
 SHAPES = {
     "self_attn.q_proj": (HIDDEN, HIDDEN),
@@ -82,7 +83,7 @@ class Sync(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """What is there after so many pushes, in bytes and rows; memory of the store and of the largest
+    """Bytes and rows after a number of pushes, and the memory of the store and of the largest
     replica."""
 
     pushes: int
@@ -96,7 +97,7 @@ class Footprint(NamedTuple):
 
 
 def make_tensors(seed: int) -> Tensors:
-    """Returns an adapter as a trainer has it."""
+    """Returns an adapter in a trainer's form."""
     random = np.random.default_rng(seed)
     found = {}
     for layer in range(NUM_LAYERS):
@@ -109,14 +110,14 @@ def make_tensors(seed: int) -> Tensors:
 
 
 def change(tensors: Tensors, step: int) -> None:
-    """Changes the values as a step of training would, all of them a little."""
+    """Changes all values a little, as a step of training does."""
     for values in tensors.values():
         values *= np.float32(1 + 1e-4 * (1 if step % 2 else -1))
     next(iter(tensors.values()))[0, 0] = step * 1e-6
 
 
 class Fleet:
-    """A store and replicas of one inference service, as processes, while the context lasts."""
+    """Runs a store and replicas of one inference service as processes, within the context."""
 
     def __init__(self, num_replicas: int, folder: Path) -> None:
         self._num_replicas = num_replicas
@@ -173,14 +174,14 @@ def tree_rss_bytes(pid: int) -> int:
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except FileNotFoundError:  # ended meanwhile
+    except FileNotFoundError:  # the process has ended in between
         return 0
     own = pages * os.sysconf("SC_PAGE_SIZE")
     return own + sum(tree_rss_bytes(int(child)) for child in children)
 
 
 def generate(address: str, stopping: Any) -> None:
-    """Keeps requests in flight at one replica, one after the other in each of its callers."""
+    """Keeps requests in flight at one replica, one after the other in each caller."""
 
     def call(seed: int) -> None:
         while not stopping.is_set():
@@ -193,14 +194,14 @@ def generate(address: str, stopping: Any) -> None:
 
 @contextmanager
 def traffic(addresses: Sequence[str]) -> Iterator[None]:
-    """Requests in flight at each replica, from a process of its own: the trainer's is another."""
+    """Keeps requests in flight at each replica, from another process than the trainer's."""
     context = multiprocessing.get_context("spawn")
     stopping = context.Event()
     callers = [context.Process(target=generate, args=(each, stopping)) for each in addresses]
     for caller in callers:
         caller.start()
     try:
-        time.sleep(3.0)  # they import, and their first requests load the adapter
+        time.sleep(3.0)  # for imports, and for the first requests, which load the adapter
         yield
     finally:
         stopping.set()
@@ -237,11 +238,11 @@ def measure(num_replicas: int, num_pushes: int, *, ephemeral: bool) -> list[Sync
                 list(pool.map(partial(sample, pushed), clients))
                 found.append(Sync(pushed_s - began_s, time.perf_counter() - began_s))
                 time.sleep(PAUSE_S)
-    return found[1:]  # what the first of its kind takes is not a push's
+    return found[1:]  # without the first of each kind, which takes longer
 
 
 def measure_flat(num_pushes: int) -> list[Footprint]:
-    """Returns what ephemeral pushes leave, at the start and after parts of them."""
+    """Returns the footprints of ephemeral pushes, at the start and after parts of them."""
     tensors = make_tensors(seed=2)
     reported = {max(1, int(part * num_pushes)) for part in REPORTED}
     with (
@@ -284,7 +285,7 @@ def main() -> None:
     if rows:
         show("W6: pushes", tuple(rows[0]), [tuple(row.values()) for row in rows])
     if footprints:
-        show("What pushes leave", Footprint._fields, footprints)
+        show("Footprint of pushes", Footprint._fields, footprints)
     left = [each._asdict() for each in footprints]
     write(options.out, "pushes", {"rows": rows, "footprints": left, "seconds": seconds})
 

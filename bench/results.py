@@ -1,4 +1,4 @@
-"""Where the numbers go: JSON beside a plot, and a table on the terminal."""
+"""Writes results as JSON next to a plot, and shows them as a table on the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDER = Path("bench/results")
 
 
 def write(path: Path, workload: str, result: Mapping[str, Any]) -> None:
-    """`result` with what it was measured on."""
+    """Writes a result, with the machine on which it was measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = {"workload": workload, "machine": machine(), **result}
     path.write_text(json.dumps(whole, indent=1) + "\n")
@@ -25,7 +25,7 @@ def write(path: Path, workload: str, result: Mapping[str, Any]) -> None:
 def report(
     path: Path, title: str, workload: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Shows rows of equal columns, but for `all`, the single measurements, and writes all of it."""
+    """Shows rows of equal columns, without the single measurements in `all`, and writes all."""
     columns = [name for name in rows[0] if name != "all"]
     show(title, columns, [[row[name] for name in columns] for row in rows])
     write(path, title, {**workload, "rows": rows})
@@ -36,8 +36,8 @@ def median(values: Sequence[float]) -> float:
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """The nearest rank's: the least value that `percent` of all do not exceed. Raises ValueError if
-    there are no values."""
+    """Returns the percentile by nearest rank, the smallest value that `percent` of all values do
+    not exceed. Raises ValueError without values."""
     ordered = sorted(values)
     if not ordered:
         raise ValueError("no values")

@@ -1,18 +1,18 @@
-"""The floors of this very machine: what a step cannot be faster than, measured as ours is.
+"""Measures the floors of a step's time on this machine, with the methods of our benchmarks.
 
     python -m bench.roofline [--model bench-200m] [--rounds 10] [--out bench/results/floor.json]
 
-Two of them, per number of tokens:
+There are two for each number of tokens:
 
-* the floor, in `projections_seconds` and `head_seconds`, is what a kernel has achieved here: the
+* the floor, in `projections_seconds` and `head_seconds`, is the best time of a kernel here: the
   faster of oneDNN and ours, on a step's exact products one after the other (`bench.gemm_shapes`);
-* the bound, in `projections_bound_seconds` and `head_bound_seconds`, is arithmetic: per product
-  max(bytes / read rate, flops / peak), at the best rates measured.
+* the bound, in `projections_bound_seconds` and `head_bound_seconds`, is arithmetic: for each
+  product max(bytes / read rate, flops / peak), at the best rates measured.
 
-The read rate is the best of reading a large buffer and of what the products of a decode step read;
-the peak is the best of all products measured, which a prefill of 1024 tokens is to reach. Floors
-are the best of the rounds, since they are to say what the hardware can do; the rates of copying,
-hashing and streaming, which other things are measured against, are medians.
+The read rate is the better of two: a read of a large buffer, and the reads of a decode step's
+products. The peak is the best rate of all measured products, a goal for a prefill of 1024 tokens.
+Floors are the best of the rounds, because they show the hardware's limits. The rates of copies,
+hashes and streams, with which other results are compared, are medians.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ModelFloor:
         whole = sum(each.out_features * each.in_features for each in last.projections)
         keys_and_values = attention.qkv.out_features - attention.q_size
         self._last_flops = 2.0 * (whole - keys_and_values * attention.qkv.in_features)
-        # Logits are sums in fp32. Some copies, so that each comes from memory.
+        # Logits are sums in fp32. There are several copies, so that each comes from memory.
         self._num_heads = -(-HEAD_BYTES // (2 * vocab * hidden))
         self.head = Products([(vocab, hidden)] * self._num_heads, torch.float32)
 
@@ -64,11 +64,12 @@ class ModelFloor:
         return self.projections.flops_per_token
 
     def prefill_flops(self, num_tokens: int, num_sampled: int) -> float:
-        """FLOPs. Of the last layer, the tokens that do not sample need keys and values only."""
+        """Returns the operations. In the last layer, tokens that do not sample need only keys and
+        values."""
         return num_tokens * self.flops_per_token - (num_tokens - num_sampled) * self._last_flops
 
     def measure(self, repeats: int = 5) -> dict[str, Any]:
-        """Seconds per number of tokens, floors and bounds, and the rates that they come from. A
+        """Returns floors and bounds in seconds for each number of tokens, and their rates. A
         prefill takes seconds, so it is measured half as often."""
         repeats = max(repeats, MIN_REPEATS)
         layers = {n: self.projections.best(n, repeats) for n in DECODE_SIZES}
@@ -107,8 +108,8 @@ class ModelFloor:
         *,
         is_bound: bool = False,
     ) -> float:
-        """Output tokens per second of W1 if nothing but products and adapters' bytes took time: as
-        long as the best kernel has taken, or, of the bound, as the hardware needs."""
+        """Returns W1's output tokens per second if only products and adapters' bytes took time: at
+        the best kernel's speed, or for the bound at the hardware's."""
         kind, rate = ("bound_seconds", "peak") if is_bound else ("seconds", "prefill")
         size = str(num_requests)
         flops = self.prefill_flops(num_requests * num_in, num_requests)
@@ -120,25 +121,25 @@ class ModelFloor:
 
 
 def read_rate(repeats: int = 5) -> float:
-    """Bytes per second of reading memory in huge pages, with all threads: the best."""
+    """Returns the best bytes per second of reads from memory in huge pages, with all threads."""
     data = allocate_host(BUFFER_BYTES).view(torch.float32)
     return BUFFER_BYTES / min(seconds(lambda: data.amax(), repeats))
 
 
 def copy_rate(repeats: int = 5) -> float:
-    """Bytes copied per second, with all threads."""
+    """Returns the bytes copied per second, with all threads."""
     source, target = (allocate_host(BUFFER_BYTES).view(torch.float32) for _ in range(2))
     return BUFFER_BYTES / median(seconds(lambda: target.copy_(source), repeats))
 
 
 def hash_rate(repeats: int = 5) -> float:
-    """Bytes per second of sha256 on one core."""
+    """Returns the bytes per second of sha256 on one core."""
     data = bytes(HASH_BYTES)
     return HASH_BYTES / median(seconds(lambda: hashlib.sha256(data), repeats))
 
 
 def stream_rate(repeats: int = 5) -> float:
-    """Bytes per second of a plain gRPC stream from Python to Python on this machine."""
+    """Returns the bytes per second of a plain gRPC stream from Python to Python on this machine."""
     with tempfile.TemporaryDirectory() as folder, bench_store(Path(folder)) as store:
         return RAW_BYTES / median(seconds(lambda: read_raw(store, RAW_BYTES), repeats))
 
@@ -166,7 +167,7 @@ def main() -> None:
     columns = ("what", "floor, ms", "of", "bound, ms")
     show(f"{options.model}: floors of a step", columns, rows)
     rates = [(name, found[name] / 1e9) for name in found if name.endswith("_per_second")]
-    show("rates", ("what", "G per second"), rates)
+    show("rates", ("rate", "G per second"), rates)
     write(options.out, "floor", {"model": options.model, **found})
 
 

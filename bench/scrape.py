@@ -1,13 +1,13 @@
-"""What a scrape costs with many adapters: /metrics of both services, as real processes.
+"""Measures a scrape of /metrics with many adapters, from both services as real processes.
 
     python -m bench.scrape [--adapters 10000] [--scrapes 20] [--out bench/results/scrape.json]
 
-Every adapter is registered, pulled by a request of one token and then resident: in the host tier,
-which holds them all, or on the device. A scrape is timed from its request to its last byte, plain
-and compressed as Prometheus asks for it; idle, and while eight callers keep the service busy with
-short requests. Beside it stands the processor time of the process that listens, for each scrape:
-idle it is that of the scrape alone, whatever else the machine does. The goal is 50 ms idle, and
-fewer than 5,000 series: beyond it, it exits with 1.
+Every adapter is registered, pulled by a request of one token, and then resident in the host tier,
+which holds all of them, or on the device. A scrape is timed from its request to its last byte,
+plain and compressed as Prometheus requests it, while the service is idle and while eight callers
+keep it busy with short requests. The results also have the listening process's processor time for
+each scrape; on an idle service this is the scrape's own time, whatever else the machine does. The
+goal is 50 ms idle and fewer than 5,000 series; otherwise the exit code is 1.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ INFERENCE_FLAGS = {
 
 
 def fill(client: Client, folder: Path, model_dir: Path, num_adapters: int) -> None:
-    """Registers so many adapters of one rank, and uses each."""
+    """Registers `num_adapters` adapters of one rank, and uses each."""
     original = folder / "original"
     make_adapter(model_dir, original, seed=0, rank=1, name=MODEL)
     variants = list(islice(make_variants(original, folder), num_adapters))
@@ -75,7 +75,7 @@ def _each(work: Callable[[int], None], count: int, done: str) -> None:
 
 
 def scrape(address: str, headers: Mapping[str, str]) -> tuple[float, bytes]:
-    """How long it took, and what came."""
+    """Returns a scrape's seconds and its answer."""
     request = urllib.request.Request(f"http://{address}/metrics", headers=dict(headers))
     began_s = time.perf_counter()
     with urllib.request.urlopen(request) as response:
@@ -94,7 +94,7 @@ def measure(address: str, num_scrapes: int) -> dict[str, dict[str, float]]:
     for how, headers in HEADERS.items():
         began_s = cpu_seconds(address)
         times_s = [scrape(address, headers)[0] for _ in range(num_scrapes)]
-        # The later of the two scrapes that tell it is counted with them.
+        # Of the two scrapes that read the processor time, the later counts too.
         cpu_s = (cpu_seconds(address) - began_s) / (num_scrapes + 1)
         found[how] = {
             "median_ms": 1e3 * median(times_s),
@@ -110,7 +110,7 @@ def cpu_seconds(address: str) -> float:
 
 @contextmanager
 def traffic(client: Client, num_adapters: int) -> Iterator[None]:
-    """Callers that ask for adapters, the last used ones again and again."""
+    """Keeps callers busy with the most recently used adapters."""
     ended = threading.Event()
 
     def generate(caller: int) -> None:
@@ -161,8 +161,8 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> list[tuple[object, ...]]:
 
 
 def beyond_goal(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Returns what misses the goal, of series and idle scrapes. Under requests a scrape waits for a
-    processor, which says nothing about the scrape."""
+    """Returns the numbers of series and the idle scrapes that miss the goal. During requests, a
+    scrape's time includes its wait for a processor, and so does not count."""
     missed = []
     for service, values in found.items():
         if values["series"] >= GOAL_SERIES:
@@ -187,7 +187,7 @@ def main() -> int:
     write(options.out, "scrape", {"adapters": options.adapters, "services": found})
     missed = beyond_goal(found)
     for what in missed:
-        print(f"beyond the goal: {what}")
+        print(f"misses the goal: {what}")
     return int(bool(missed))
 
 

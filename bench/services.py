@@ -1,4 +1,4 @@
-"""Both services as real processes, as `loadout up` starts them, with what a benchmark needs."""
+"""Runs both services as real processes, as `loadout up` does, with methods for benchmarks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POLL_S = 0.01
 class Wanted:
     """Limits of the inference service; `store_bytes` is the store's memory for images.
 
-    The store reads what lies beside the model, and `source_root`.
+    The store reads the model's parent folder, and `source_root`.
     """
 
     model_dir: Path
@@ -40,10 +40,10 @@ class Wanted:
     num_threads: int
     prefix_cache: bool = True
     prefetch: bool = False
-    """Off, or it would bring back what `set_resident` has unloaded."""
+    """Off, because it would reload adapters that `set_resident` has unloaded."""
     store_bytes: int = 1 << 30
     adapter_bytes: int = 0
-    """The inference service's memory for adapters; 0: as much as `max_resident` take."""
+    """The inference service's memory for adapters; 0 means enough for `max_resident`."""
     source_root: Path | None = None
 
     def inference_flags(self) -> list[str]:
@@ -66,9 +66,9 @@ class Wanted:
 
 
 class Services:
-    """A store and an inference service on free ports while the context lasts.
+    """Runs a store and an inference service on free ports, within the context.
 
-    Raises loadout's errors, and ProcessFailed when a service does not start or end properly.
+    Raises loadout's errors, and ProcessFailed if a service does not start or end properly.
     """
 
     def __init__(self, wanted: Wanted, folder: Path) -> None:
@@ -105,14 +105,14 @@ class Services:
         self._system.__exit__(kind, error, traceback)
 
     def register(self, name: str, folder: Path, *, compiled: bool = True) -> Registration:
-        """Registers a local folder that the store reads; with `compiled` waits for its image."""
+        """Registers a local folder; with `compiled` waits for its image."""
         registration = self.client.register(name, f"file://{folder.resolve()}")
         if compiled:
             self.wait_compiled(name)
         return registration
 
     def pull_once(self, name: str) -> None:
-        """Pulls an image as the inference service will, so that it is in the store's memory."""
+        """Pulls an image as the inference service does, so that it is in the store's memory."""
         adapter = self.client.get(name)
         with grpc.insecure_channel(self.store, CHANNEL_OPTIONS) as channel:
             stub = pb_grpc.AdapterStoreServiceStub(channel)
@@ -122,7 +122,7 @@ class Services:
                     pass
 
     def wait_compiled(self, name: str) -> None:
-        """Raises TimeoutError when its image is not there in good time."""
+        """Waits for the image of an adapter. Raises TimeoutError."""
         deadline_s = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline_s:
             states = self.client.get(name).layout_states
@@ -132,7 +132,7 @@ class Services:
         raise TimeoutError(f"the image of {name} was not compiled")
 
     def set_resident(self, names: Iterable[str]) -> None:
-        """Afterwards these are on the device, and no others anywhere in the inference service."""
+        """Loads these adapters onto the device, and unloads all others from the service."""
         digests = {self.client.get(name).digest: name for name in names}
         for digest in {resident.digest for resident in self.client.residents()} - digests.keys():
             self.client.unload(digest)

@@ -1,13 +1,13 @@
-"""Where each millisecond of one decode step goes, beside the floor: base, and 16 adapters.
+"""Divides the time of a decode step into its parts, with the floor: base, and 16 adapters.
 
     python -m bench.step_breakdown [--model bench-200m] [--steps 30] [--out FILE]
 
-Sixteen requests with 64 tokens in, in the middle of their output; the engine's steps are called one
-by one in this thread. First the steps are timed in their parts as they are; then as many are
-profiled: the native program says what each operation took, the torch path is read from torch's
-profiler. Their sum may differ from the computation measured whole by what measuring costs. Medians.
-Beside them the floor, which the best kernel has reached, and the bound of the hardware
-(`bench.roofline`), at the steps' mean context.
+Sixteen requests with 64 tokens in are in the middle of their output, and this thread calls the
+engine's steps one by one. The benchmark first times the parts of steps, and then profiles as many
+steps: the native program reports the time of each operation, and torch's profiler the torch path.
+Their sum may differ from the whole computation's time by the cost of the profiler. Results are
+medians. The floor, reached by the best kernel, and the hardware's bound (`bench.roofline`) are
+computed for the steps' mean context.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from kernels.native.library import Program
 MAX_ROWS = 40
 
 Parts = dict[str, float]
-"""Seconds by what they were spent on."""
+"""Seconds by part of a step."""
 
 
 def time_parts(stepper: Stepper) -> Parts:
-    """One step in its parts."""
+    """Times one step in its parts."""
     spent = defaultdict[str, float](float)
     compute_s = 0.0
 
@@ -56,7 +56,7 @@ def time_parts(stepper: Stepper) -> Parts:
 
         return call
 
-    # In the classes: the objects are frozen.
+    # Methods are replaced in the classes, because the objects are frozen.
     owners = ((Scheduler, "schedule"), (Runner, "run"), (Settler, "settle"))
     with ExitStack() as stack:
         for owner, method in owners:
@@ -76,7 +76,7 @@ def time_parts(stepper: Stepper) -> Parts:
 
 @contextmanager
 def replaced(owner: type, method: str, work: Callable[..., Any]) -> Iterator[None]:
-    """Within, `owner.method` is `work`."""
+    """Replaces `owner.method` with `work` within the context."""
     plain = getattr(owner, method)
     setattr(owner, method, work)
     try:
@@ -106,8 +106,8 @@ def torch_operations(stepper: Stepper) -> Parts:
 
 
 def name_operations(ops: Sequence[tuple[str, float]]) -> Parts:
-    """Summed by name; of a whole step's products, each projection by its own: four per layer in
-    turn, then the head."""
+    """Sums seconds by name. In a whole step, each projection's products get their own name: four
+    for each layer in turn, then the head."""
     products = [index for index, (name, _) in enumerate(ops) if name.startswith("linear")]
     names: dict[int, str] = {}
     if len(products) % 4 == 1:
@@ -123,8 +123,8 @@ def name_operations(ops: Sequence[tuple[str, float]]) -> Parts:
 def account(
     prepared: Prepared, num_adapters: int, num_steps: int
 ) -> tuple[dict[str, Parts], float]:
-    """Medians over the steps: the step's parts, and the computation's operations; and the mean
-    context of these steps."""
+    """Returns medians over the steps (the step's parts, and the computation's operations), and the
+    steps' mean context."""
     stepper = Stepper(prepared, num_adapters)
     first = stepper.context
     parts = [time_parts(stepper) for _ in range(num_steps)]
@@ -143,7 +143,7 @@ def _medians(observed: list[Parts]) -> Parts:
 
 
 def floors(floor: ModelFloor, name: str, num_adapters: int, context: float) -> dict[str, Parts]:
-    """What the parts of the step cannot be faster than: floor and bound."""
+    """Returns the floor and the bound of the step's parts."""
     measured, size = floor.measure(9), str(NUM_REQUESTS)
     read = measured["read_bytes_per_second"]
     reading = {
@@ -157,7 +157,7 @@ def floors(floor: ModelFloor, name: str, num_adapters: int, context: float) -> d
 
 
 def shares(found: dict[str, dict[str, Parts]]) -> dict[str, Parts]:
-    """Per kind of step: floor and bound, as shares of the whole step."""
+    """Returns floor and bound for each kind of step, as shares of the whole step."""
     return {
         kind: {what: sum(one[what].values()) / one["parts"]["whole"] for what in ("floor", "bound")}
         for kind, one in found.items()
@@ -165,21 +165,21 @@ def shares(found: dict[str, dict[str, Parts]]) -> dict[str, Parts]:
 
 
 def show_table(title: str, what: str, found: dict[str, dict[str, Parts]]) -> None:
-    """The largest first, and their sum."""
+    """Shows parts or operations, the largest first, and their sum."""
     names = list({name: None for kind in found.values() for name in kind[what]})
     names.sort(key=lambda name: -max(kind[what].get(name, 0.0) for kind in found.values()))
     rows = [
         [name, *(1e3 * kind[what].get(name, 0.0) for kind in found.values())]
         for name in names[:MAX_ROWS]
     ]
-    if what != "parts":  # of which one is the whole
+    if what != "parts":  # the parts include the whole
         rows.append(["sum", *(1e3 * sum(kind[what].values()) for kind in found.values())])
     show(title, ("", *found), rows)
 
 
 def plot_account(path: Path, found: dict[str, dict[str, Parts]]) -> None:
-    """The largest operations, with what lies around the computation, beside the floor and
-    the bound."""
+    """Draws the largest operations and the time outside the computation, with the floor and the
+    bound."""
     whole = {kind: one["parts"]["whole"] for kind, one in found.items()}
     merged: dict[str, Parts] = {}
     for kind, one in found.items():

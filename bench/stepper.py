@@ -1,4 +1,4 @@
-"""The engine of `bench.step_breakdown`: its steps are called one by one, in the caller's thread."""
+"""The engine of `bench.step_breakdown`, whose steps the caller's thread runs one by one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WARM_UP_STEPS = 8
 
 
 class Stepper:
-    """An engine whose steps are called from here, with requests that decode and do not end."""
+    """An engine whose steps the caller runs, with requests that decode and do not end."""
 
     def __init__(
         self,
@@ -28,7 +28,8 @@ class Stepper:
         arena: int = 0,
         max_len: int = MAX_LEN,
     ) -> None:
-        """`arena`: bytes for adapters, if not those of adapters on all linear layers."""
+        """Builds the engine. `arena` is the bytes for adapters; by default it fits adapters on all
+        linear layers."""
         self._num_requests = num_requests
         self._vocab, self._max_len = prepared.vocab, max_len
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -52,13 +53,13 @@ class Stepper:
         self.built: BuiltEngine = build_engine(config, store, self._inbox.put)
         self.built.place_threads()
         self._inbox.put(LayoutAccepted(store.accept_layout(self.built.layout)))
-        for digest in digests:  # here, and not in threads that pull beside steps
+        for digest in digests:  # now, and not in the pull threads during steps
             store.compile(digest)
         self.restart()
 
     def restart(self, *, uses_adapters: bool = True) -> None:
-        """Begins anew, with requests of the adapters in turns or of the base model, up to where all
-        of them decode."""
+        """Starts again with requests of the adapters in turn, or of the base model, and steps until
+        all of them decode."""
         self._cancel_all()
         sampling = SamplingParams(max_tokens=self._max_len, temperature=0.0, ignore_eos=True)
         digests = self._digests if uses_adapters and self._digests else [""]

@@ -1,4 +1,4 @@
-"""Adapters and layouts for the store's benchmarks: real shapes, random weights, plain files."""
+"""Makes adapters and layouts for the store's benchmarks, with real shapes and random weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.models import NAME
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
 Shapes = dict[str, tuple[int, int]]
-"""Per target of a layer: (in features, out features)."""
+"""(in features, out features) of each target of a layer."""
 
 HIDDEN, MLP, KV, LAYERS = 1024, 2816, 256, 16
 BENCH_200M: Shapes = {
@@ -67,7 +67,8 @@ def make_adapter(
     seed: int = 0,
     base_model: str = NAME,
 ) -> int:
-    """A PEFT folder over all targets, alpha 2 * rank; gives the bytes of its weights."""
+    """Makes a PEFT folder over all targets, with alpha 2 * rank, and returns the bytes of its
+    weights."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(layers):

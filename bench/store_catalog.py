@@ -1,9 +1,9 @@
-"""The catalog with many adapters: how long a list page, a lookup, a watch and a start take.
+"""Times a list page, a lookup, a watch and a start of a catalog with many adapters.
 
     python -m bench.store_catalog [--adapters 100000] [--postgres DSN]
 
-Over SQLite, and over PostgreSQL where an empty database is given. Times are of the calls that the
-RPCs make, in milliseconds; a start is everything before the store serves. JSON goes to
+The catalog uses SQLite, and also PostgreSQL if you give an empty database. Times are of the calls
+that the RPCs make, in milliseconds; a start is everything before the store serves. JSON goes to
 bench/results/store_catalog.json.
 """
 
@@ -89,7 +89,7 @@ def measure(place: Place, num_adapters: int, repeats: int) -> dict[str, Any]:
 
 
 def fill(catalog: Catalog, num_adapters: int) -> None:
-    """Rows as that many registrations would leave them, without their commits."""
+    """Inserts the rows that `num_adapters` registrations would leave, without their commits."""
     with catalog._database.migrating() as conn:
         for first in range(0, num_adapters, BATCH_ROWS):
             numbers = range(first, min(first + BATCH_ROWS, num_adapters))
@@ -147,7 +147,7 @@ ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 def milliseconds(call: Callable[[], object], repeats: int) -> float:
-    """The median of so many calls."""
+    """Returns the median of `repeats` calls."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -157,7 +157,7 @@ def milliseconds(call: Callable[[], object], repeats: int) -> float:
 
 
 async def watch_milliseconds(catalog: Catalog, repeats: int) -> float:
-    """Times a watcher a hundred events behind, from its call to the first event."""
+    """Times a watcher that is a hundred events late, from its call to the first event."""
     times = []
     with closing(FairExecutor(4, "calls")) as calls:
         watch = Watch(catalog, calls, 1, Shares("watches", 1 << 20))

@@ -1,12 +1,12 @@
-"""A cold adapter, phase by phase: from the source to the first and the last byte of its image.
+"""Times a cold adapter phase by phase, from its source to the first and the last byte of its image.
 
-The rank-16 adapter of bench-200m (18.6 MB of fp32), from a local folder and from an S3 server
-(moto, in a process of its own). The phases are the store's own steps, one after the other: fetch,
-check, compile, keep the source, store (the disk tier). Beside them stands sha256 of the same bytes
-on one core, which check and compile cannot do without: they should reach a third of its rate. The
-image is compiled into memory that is resident, as the store has it ready unless many are compiled
-at once. End to end is the real server: RegisterAdapter, then PullAdapter at once, to the first byte
-and to the last. Medians.
+The rank-16 adapter of bench-200m (18.6 MB of fp32) comes from a local folder and from an S3 server
+(moto, in its own process). The phases are the store's own steps, one after the other: fetch, check,
+compile, keep the source, store (the disk tier). They are compared with sha256 of the same bytes on
+one core, which check and compile need too; their goal is a third of its rate. The image is compiled
+into resident memory, which the store keeps ready unless it compiles many at once. The real server
+is measured end to end: RegisterAdapter, then PullAdapter at once, to the first byte and to the
+last. Results are medians.
 
     python -m bench.store_cold [--rounds 5] [--layers 16] [--out bench/results/store_cold.json]
 """
@@ -51,13 +51,12 @@ from loadout.demo.process import Process
 
 BUCKET = "adapters"
 GOAL = 0.33
-"""Bytes of the source that are checked and compiled in a second, in those that sha256 reads on one
-core."""
+"""Goal for the rate of check and compile, as a share of the rate of sha256 on one core."""
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench"}
 
 
 class Phases:
-    """Milliseconds by phase."""
+    """Collects milliseconds by phase."""
 
     def __init__(self) -> None:
         self.found: dict[str, float] = {}
@@ -70,7 +69,7 @@ class Phases:
 
 
 def measure_phases(sources: Sources, uri: str, folder: Path, layers: int) -> dict[str, float]:
-    """One adapter through the store's own steps, in this process."""
+    """Times the store's own steps for one adapter, in this process."""
     layout = replace(from_layout(make_layout(BENCH_200M, layers)), image_format=IMAGE_FORMATS[-1])
     blobs = LocalBlobs(folder)
     phases = Phases()
@@ -83,7 +82,7 @@ def measure_phases(sources: Sources, uri: str, folder: Path, layers: int) -> dic
             hashlib.sha256(source)
         with phases.timed("check"):
             checkpoint = open_checkpoint(staging.folder)
-        # As the store keeps one ready for the next image of the size.
+        # The store keeps such memory ready for the next image of this size.
         buffer = resident_buffer(plan_image(checkpoint, layout).total_bytes)
         with phases.timed("compile"):
             plan = plan_image(checkpoint, layout)
@@ -98,7 +97,7 @@ def measure_phases(sources: Sources, uri: str, folder: Path, layers: int) -> dic
 
 
 def measure_served(uri: str, folder: Path, layers: int, **settings: Any) -> dict[str, float]:
-    """One adapter through the real server, which knows the layout."""
+    """Times the real server, which already has the layout, for one adapter."""
     with bench_store(folder, env=CREDENTIALS, **settings) as store:
         layout_id = store.register_layout(make_layout(BENCH_200M, layers))
         began = time.perf_counter()
@@ -121,7 +120,7 @@ def measure_served(uri: str, folder: Path, layers: int, **settings: Any) -> dict
 
 @contextlib.contextmanager
 def s3_server(folder: Path) -> Iterator[str]:
-    """The URL of an S3 server that holds the adapter."""
+    """Yields the URL of an S3 server that has the adapter."""
     ready_file = folder / "s3.json"
     process = Process(
         "s3", [sys.executable, "-m", "loadout.demo.s3", str(ready_file)], folder, ready_file
@@ -200,7 +199,7 @@ def main() -> None:
             print(f"  {phase:24} {milliseconds:8.1f} ms")
         rate = result["check_and_compile"][source]
         print(f"  check + compile          {rate['mb_per_second']:8.0f} MB/s of source")
-        print(f"  of sha256 on one core    {rate['of_sha256']:8.2f} (goal {GOAL})")
+        print(f"  share of sha256 on a core {rate['of_sha256']:8.2f} (goal {GOAL})")
     machine = f"{os.cpu_count()} cores, {platform.machine()}"
     report = {"workload": "store cold", "machine": machine, "layers": arguments.layers}
     arguments.out.write_text(json.dumps(report | result, indent=1) + "\n")

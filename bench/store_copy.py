@@ -1,4 +1,4 @@
-"""The store in memory, when the engine is a process of its own: its messages there."""
+"""The store in memory for an engine in its own process, and the messages to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AddVariants:
 
 @dataclass(frozen=True, slots=True)
 class CheckIdle:
-    """Answered with what `check_idle` raised, or None."""
+    """A message that is answered with the error of `check_idle`, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Checked:
 
 
 class StoreCopy(MemoryStore):
-    """The copy in the engine's process."""
+    """The copy of the store in the engine's process."""
 
     def __init__(self, folders: dict[str, Path], publish: Callable[[Any], None]) -> None:
         super().__init__(dict(folders))
@@ -58,7 +58,7 @@ class StoreCopyFactory:
 
 
 def check_idle(built: BuiltEngine) -> None:
-    """Asserts that the engine's accounts agree, and that nothing is held."""
+    """Asserts that the engine's counters agree, and that it holds nothing."""
     built.engine.check_integrity()
     assert built.engine.scheduler.pages.num_used == 0, "pages are held"
     assert not built.engine.sequences, "sequences are held"
@@ -66,8 +66,8 @@ def check_idle(built: BuiltEngine) -> None:
 
 
 def _checked() -> str | None:
-    # There is no message for it, and the store does not know the engine: it is searched for. By
-    # type(): isinstance would ask every object for its __class__, and some warn when asked.
+    # There is no message for this, and the store has no reference to the engine, so search for it.
+    # With type(), because isinstance reads every object's __class__, and some objects then warn.
     (engine,) = (found for found in gc.get_objects() if type(found) is EngineThread)
     try:
         check_idle(engine.built)

@@ -1,8 +1,9 @@
-"""How much memory the store takes with many adapters and many slow readers.
+"""Measures the store's memory with many adapters and many slow readers.
 
-Registers small adapters by the thousand, and one large one per reader; then every reader pulls its
-own image and takes one message now and then. Resident memory is sampled all the while, and must
-stay within start-up + memory tier + 200 MiB. A reader that is refused for want of room comes again.
+The benchmark registers thousands of small adapters, and a large one for each reader. Then every
+reader pulls its own image and reads a message from time to time. Resident memory is sampled
+throughout, and must stay within start-up + memory tier + 200 MiB. A reader that is refused for lack
+of room tries again.
 
     python -m bench.store_memory [--adapters 10000] [--readers 64] [--memory-mib 1024]
                                  [--seconds 60] [--out bench/results/store_memory.json]
@@ -29,7 +30,7 @@ from bench.store_process import BenchStore, bench_store
 
 SMALL: Shapes = {"mlp.up_proj": (64, 64)}
 LARGE: Shapes = {"mlp.up_proj": (16384, 16384)}
-"""One layer: 1 MiB of image at rank 16 in bf16."""
+"""One layer, which makes 1 MiB of image at rank 16 in bf16."""
 LARGE_LAYERS = 16
 ALLOWED_MIB = 200
 SAMPLE_SECONDS = 0.05
@@ -39,7 +40,7 @@ MIB = 1 << 20
 
 
 class Readers:
-    """Each pulls its own image again and again, slowly, until `stop` is set."""
+    """Readers that pull their own images slowly and repeatedly, until `stop` is set."""
 
     def __init__(self, store: BenchStore, keys: list[tuple[str, str]]) -> None:
         self.stop = threading.Event()
@@ -75,7 +76,7 @@ class Readers:
 
 
 def register_all(store: BenchStore, folder: Path, num_adapters: int, num_large: int) -> list[str]:
-    """Registers everything; gives the digests of the large ones."""
+    """Registers all adapters, and returns the digests of the large ones."""
 
     def register(index: int, shapes: Shapes, layers: int, base_model: str) -> str:
         path = folder / f"{base_model}-{index}"
@@ -132,7 +133,7 @@ def main() -> None:
     result = measure(arguments.adapters, arguments.readers, arguments.memory_mib, arguments.seconds)
     for what, mib in result["mib"].items():
         print(f"{what:24} {mib:7} MiB")
-    print(f"{result['pulls']} pulls, {result['refused']} refused for want of room")
+    print(f"{result['pulls']} pulls, {result['refused']} refused for lack of room")
     machine = f"{os.cpu_count()} cores, {platform.machine()}"
     asked = {"adapters": arguments.adapters, "readers": arguments.readers}
     report = {"workload": "store memory", "machine": machine, **asked}

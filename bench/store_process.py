@@ -1,5 +1,5 @@
-"""A store in a process of its own, for the benchmarks: the real server, and beside it, in the same
-process, the plain gRPC stream that pulls are compared with.
+"""Runs the real store in its own process, with a plain gRPC stream in the same process that pulls
+are compared with.
 
     python -m bench.store_process SETTINGS_JSON
 """
@@ -31,7 +31,7 @@ CHANNEL_OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.use_local_sub
 
 
 async def _raw(request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-    """Yields as many messages of RAW_BYTES as the request says, all of the same bytes."""
+    """Yields the requested number of messages of RAW_BYTES, all with the same bytes."""
     data = bytes(RAW_BYTES)
     for _ in range(int(request)):
         yield data
@@ -54,7 +54,7 @@ async def _serve(settings: StoreSettings) -> None:
 
 @dataclass
 class BenchStore:
-    """The client's end."""
+    """The client of a store in its own process."""
 
     address: str
     raw_address: str
@@ -67,7 +67,7 @@ class BenchStore:
         self.raw = raw.unary_stream("/raw/raw")
 
     def register(self, name: str, source_uri: str) -> str:
-        """Gives the digest."""
+        """Registers a source and returns the adapter's digest."""
         request = pb.RegisterAdapterRequest(name=name, source_uri=source_uri)
         return str(self.stub.RegisterAdapter(request).adapter.digest)
 
@@ -76,11 +76,11 @@ class BenchStore:
         return str(self.stub.RegisterLayout(request).layout_id)
 
     def pull(self, digest: str, layout_id: str) -> Any:
-        """The call: an iterator of responses."""
+        """Returns the call, an iterator of responses."""
         return self.stub.PullAdapter(pb.PullAdapterRequest(digest=digest, layout_id=layout_id))
 
     def wait_ready(self, name: str) -> None:
-        """Waits until the images of a name are compiled and stored."""
+        """Waits until the images of an adapter are compiled and stored."""
         ref = pb.GetAdapterRequest(ref=name)
         states = [pb.IMAGE_STATE_PENDING]
         while any(state != pb.IMAGE_STATE_READY for state in states):
@@ -94,9 +94,9 @@ class BenchStore:
 def bench_store(
     folder: Path, *, env: dict[str, str] | None = None, **settings: Any
 ) -> Iterator[BenchStore]:
-    """A store over `folder`/data that may read `folder`, while the context lasts.
+    """Runs a store over `folder`/data that may read `folder`, within the context.
 
-    `env` is added to the environment; `settings` replace those of the adapter store.
+    `env` is added to the environment; `settings` replace the adapter store's.
     """
     values = {
         "listen": "127.0.0.1:0",

@@ -1,8 +1,9 @@
-"""How fast the store streams an image, against a plain gRPC stream between the same two processes.
+"""Compares the store's stream of an image with a plain gRPC stream between the same two processes.
 
-One image of about 100 MB, a rank-16 adapter of an 8B-shaped model with 38 layers: a raw stream,
-one pull from memory without and with checking hashes, one from the disk tier (of a file that this
-process has read before), sixteen at once. Medians of interleaved rounds, ratios of the same run.
+The image has about 100 MB: a rank-16 adapter of an 8B-shaped model with 38 layers. The streams are
+a raw one, a pull from memory without and with checked hashes, a pull from the disk tier (of a file
+that this process has read before), and sixteen pulls at once. Results are medians of interleaved
+rounds, and ratios within the same run.
 
     python -m bench.store_pull [--rounds 5] [--layers 38] [--out bench/results/store_pull.json]
 """
@@ -43,7 +44,7 @@ def read_raw(store: BenchStore, num_bytes: int) -> int:
 
 
 def read_pull(store: BenchStore, key: tuple[str, str]) -> int:
-    """Takes every chunk's bytes. Gives how many."""
+    """Reads every chunk's bytes, and returns their number."""
     num_bytes = 0
     for response in store.pull(*key):
         if response.WhichOneof("part") == "chunk":
@@ -52,7 +53,7 @@ def read_pull(store: BenchStore, key: tuple[str, str]) -> int:
 
 
 def check_pull(store: BenchStore, key: tuple[str, str]) -> int:
-    """The same, and compares every part's hash and the whole."""
+    """Reads every chunk, checks every part's hash and the total's, and returns the bytes."""
     num_bytes = 0
     sha256, parts = hashlib.sha256(), hashlib.sha256()
     for response in store.pull(*key):
@@ -71,15 +72,15 @@ def check_pull(store: BenchStore, key: tuple[str, str]) -> int:
 
 
 def rate(work: Callable[[], int]) -> float:
-    """MB per second."""
+    """Returns the MB per second of `work`."""
     began = time.perf_counter()
     num_bytes = work()
     return num_bytes / (time.perf_counter() - began) / 1e6
 
 
 def measure(rounds: int, layers: int) -> dict[str, list[float]]:
-    """Two stores: one whose memory holds everything, one whose memory holds one image only, so
-    that of two pulled in turn each comes from the disk tier."""
+    """Measures two stores. One's memory holds everything; the other's holds one image, so that two
+    images pulled in turn always come from the disk tier."""
     image_bytes = layers * PART_BYTES
     rates: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(CONCURRENT) as pool:
@@ -115,7 +116,7 @@ def measure(rounds: int, layers: int) -> dict[str, list[float]]:
             }
             for index in range(rounds + 1):
                 for what, work in works.items():
-                    read_pull(disk, other)  # puts the first out of that store's memory
+                    read_pull(disk, other)  # evicts the first image from this store's memory
                     found = rate(work)
                     if index:
                         rates.setdefault(what, []).append(found)

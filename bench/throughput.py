@@ -1,13 +1,13 @@
-"""W1: requests at once, 64 tokens in, 32 out, greedy; output tokens per second.
+"""W1: output tokens per second of concurrent greedy requests, 64 tokens in, 32 out.
 
     python -m bench.throughput [--model bench-200m ...] [--systems ours,ours-grpc,vllm,peft]
                                [--rounds 5] [--num-out 32] [--requests 16] [--out FILE]
 
-Every system runs in a process of its own with two threads and times itself; they take turns within
-a round, one computing at a time, on the same prompts, model folder and adapters. The floor and the
-bound of the hardware (`bench.roofline`) are measured in every round as well. Prefix caches are off,
-nobody stops at an end token. Medians over the rounds after a first that warms up, and ratios of
-medians. Several models are measured one after the other, each beside its own floor.
+Every system runs in its own process with two threads and times itself. Within a round the systems
+take turns, one at a time, with the same prompts, model folder and adapters. The floor and the
+hardware's bound (`bench.roofline`) are measured in every round too. Prefix caches are off, and no
+request stops at an end token. Results are medians over the rounds, after a first round to warm up,
+and ratios of medians. Several models are measured one after the other, each with its own floor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NUM_ADAPTERS = 16
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`resident` adapters are there, requests take the first `asked` in turn."""
+    """A row of the table: `resident` adapters, of which requests use the first `asked` in turn."""
 
     name: str
     num_requests: int
@@ -87,7 +87,7 @@ def make_job(row: Row, vocab: int, num_out: int) -> Job:
 def measure(
     prepared: Prepared, systems: list[str], rows: list[Row], rounds: int, num_out: int
 ) -> dict[str, Any]:
-    """Rates per row and system, and the floor's per row."""
+    """Returns the rates of each row and system, and of each row's floor."""
     torch.set_num_threads(THREADS)
     floor = ModelFloor(prepared.name)
     rates: dict[str, dict[str, list[float]]] = {row.name: {} for row in rows}
@@ -121,7 +121,7 @@ def measure(
 
 
 def summarize(rates: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
-    """Medians, of vLLM's ways the best one's; and ratios of ours."""
+    """Returns medians (for vLLM its best configuration's), and our ratios to them."""
     summary: dict[str, dict[str, float]] = {}
     base = median(rates["base"]["ours"]) if "ours" in rates.get("base", {}) else None
     for name, systems in rates.items():
@@ -143,7 +143,7 @@ def summarize(rates: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, f
 
 
 def show_tables(summary: dict[str, dict[str, float]], title: str) -> None:
-    """Rates, then ratios."""
+    """Shows rates, then ratios."""
     found = {column: None for row in summary.values() for column in row}
     rates = [column for column in found if " / " not in column]
     ratios = [column for column in found if " / " in column]
@@ -153,12 +153,12 @@ def show_tables(summary: dict[str, dict[str, float]], title: str) -> None:
 
 
 def check_comparable(kernels: str, systems: Sequence[str], allow_torch: bool) -> None:
-    """Ends with a message where ours would run on a path that no user should compare."""
+    """Exits with a message if our system would run on a path that is too slow to compare."""
     peers = [system for system in systems if not system.startswith("ours")]
     if peers and kernels == "torch" and not allow_torch:
         raise SystemExit(
-            "the native kernels do not run here (is there a compiler?): ours would be measured on "
-            "its slow path. --allow-torch compares nevertheless, and the result says so"
+            "the native kernels do not run here (is there a compiler?), so our system would use "
+            "its slow path. --allow-torch compares anyway, and the result names the kernels"
         )
 
 
@@ -166,7 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", nargs="+", choices=SHAPES, default=["bench-200m"])
     parser.add_argument("--systems", default="ours,ours-grpc", help=f"of {', '.join(KINDS)}")
-    parser.add_argument("--requests", type=int, nargs="*", help="only rows with so many")
+    parser.add_argument("--requests", type=int, nargs="*", help="only rows with this many")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--num-out", type=int, default=32)
     parser.add_argument("--allow-torch", action="store_true")

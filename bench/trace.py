@@ -1,4 +1,4 @@
-"""The S-LoRA generator: which requests come when, for which of n adapters."""
+"""The S-LoRA generator of requests: their arrival times, and an adapter of n for each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens in and out are uniform in [low, high)."""
+    """Lengths of prompts and outputs in tokens, uniform in [low, high)."""
 
     num_in: tuple[int, int] = (8, 128)
     num_out: tuple[int, int] = (8, 64)
@@ -22,7 +22,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """`at_s` after the trace's begin; `adapter` in [0, n), None for the base model."""
+    """A request's arrival, `at_s` after the start; `adapter` is in [0, n), or None for the base."""
 
     at_s: float
     adapter: int | None
@@ -32,9 +32,12 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """`num_adapters` n, 0 for the base model alone. Popularity: adapter = floor(n * U^(1/alpha)),
-    so alpha 1 is uniform and smaller ones are skewed. Arrivals are a Gamma process of coefficient
-    of variation `cv`; `rate` in requests per second, infinite for all at once."""
+    """Traffic for n = `num_adapters` adapters, or for the base model alone if 0.
+
+    Popularity is adapter = floor(n * U^(1/alpha)): alpha 1 is uniform, and smaller values are
+    skewed. Arrivals are a Gamma process with coefficient of variation `cv` and `rate` requests per
+    second; an infinite rate sends all at once.
+    """
 
     num_adapters: int
     alpha: float = 1.0
@@ -43,7 +46,7 @@ class Traffic:
     lengths: Lengths = Lengths()
 
     def arrivals(self, seed: int) -> Iterator[Arrival]:
-        """Yields arrivals without end; for every n a seed draws lengths and popularity alike."""
+        """Yields arrivals endlessly; a seed draws the same lengths and popularity for every n."""
         draw, gaps = random.Random(seed), random.Random(~seed)
         shape = 1 / self.cv**2
         at_s = 0.0

@@ -2,10 +2,11 @@
 
     python -m bench.ttft [--model bench-200m] [--peers vllm] [--rounds 10] [--out FILE]
 
-Over gRPC, from both services as processes: cold means compiled in the store's memory and never
-before on this inference service; "registered and cold" begins with RegisterAdapter from a local
-folder. In-process, beside vLLM, whose cold adapters come from a local folder. All take turns within
-a round, and the rates of a plain gRPC stream and of sha256 are measured in the same run, for
+Over gRPC, both services run as processes. A cold adapter is compiled in the store's memory and was
+never on this inference service; "registered and cold" begins with RegisterAdapter from a local
+folder. Our engine also runs in a process without gRPC, like vLLM, whose cold adapters come from a
+local folder. All take turns within a round. The same run measures the rates of a plain gRPC stream
+and of sha256, for this limit:
 
     cold <= base + 2 * (image / stream rate + image / hash rate) + 5 ms
 """
@@ -34,17 +35,17 @@ NUM_IN = 32
 MAX_LEN = 512
 MAX_RESIDENT = 16
 ALLOWED_S = 0.005
-"""The time that a cold load may take in addition to that of its bytes."""
+"""Time that a cold load may take in addition to its bytes' time."""
 
 PAUSE_S = 0.3
-"""Then threads without work no longer spin, and what the store wrote is on its disk."""
+"""Pause after which idle threads no longer spin, and the store's writes are on its disk."""
 
 Times = dict[str, list[float]]
 Works = dict[str, Callable[[], float]]
 
 
 class OverGrpc:
-    """Both services; each measurement in seconds."""
+    """Measures both services over gRPC, in seconds."""
 
     def __init__(self, prepared: Prepared, services: Services, folders: Iterator[Path]) -> None:
         self._services = services
@@ -78,7 +79,7 @@ class OverGrpc:
         return time.perf_counter() - began_s
 
     def _settle(self) -> None:
-        """Whatever came before, the server has served one request, and rests."""
+        """Serves one request and pauses, so that all measurements start from the same state."""
         time.sleep(PAUSE_S)
         self._first_token()
         time.sleep(PAUSE_S)
@@ -102,7 +103,7 @@ class OverGrpc:
 
 
 class InChild:
-    """A system in its process: one token, timed there."""
+    """Measures one token of a system in its process, by the system's own clock."""
 
     def __init__(self, prepared: Prepared, child: Child, folders: Iterator[Path]) -> None:
         self._child = child
@@ -120,7 +121,7 @@ class InChild:
         return self._first_token("0")
 
     def cold(self) -> float:
-        """Times the first token of an adapter that comes from a local folder."""
+        """Times the first token of an adapter from a local folder."""
         self._number += 1
         name = f"cold-{self._number}"
         self._child.register(name, next(self._folders))
@@ -136,7 +137,7 @@ class InChild:
 
 
 def wanted_for(prepared: Prepared, source_root: Path) -> Wanted:
-    """Services for one request at a time; adapters lie under `source_root`."""
+    """Returns limits of services for one request at a time, with adapters under `source_root`."""
     return Wanted(
         prepared.model_dir,
         prepared.name,
@@ -169,7 +170,7 @@ def measure(prepared: Prepared, peers: list[str], rounds: int) -> dict[str, Any]
             child = stack.enter_context(Child(peer, spec, folder / peer))
             system = InChild(prepared, child, folders)
             works |= {f"{peer} base": system.base, f"{peer} resident": system.resident}
-            if peer != "ours":  # its cold is measured over gRPC: in-process it has no store
+            if peer != "ours":  # without gRPC our engine has no store, and no cold adapter
                 works[f"{peer} cold"] = system.cold
         for round_index in range(rounds + 1):
             for what, work in _rotated(works, round_index):
@@ -180,7 +181,7 @@ def measure(prepared: Prepared, peers: list[str], rounds: int) -> dict[str, Any]
 
 
 def _rotated(works: Works, by: int) -> list[tuple[str, Callable[[], float]]]:
-    """Each round begins with another, so that none always follows the same."""
+    """Rotates the works, so that each round begins with the next."""
     items = list(works.items())
     by %= len(items)
     return items[by:] + items[:by]

@@ -1,12 +1,12 @@
-"""Two checkouts in turns: is this one slower than that one?
+"""Compares the speed of two checkouts in turns.
 
     python -m bench.turns BASELINE [--works throughput,ttft,...] [--rounds 9] [--out FILE]
 
-BASELINE, a checkout of another commit that has this module too, runs twice, so that each figure
-comes with how far that commit lies from itself in the same run; this checkout runs once. All are
-processes that live for the whole run, on the same model and adapters; within a round they take
-turns, in another order each time, one at work while the others wait. Medians over the rounds after
-a first that warms up.
+BASELINE is a checkout of another commit that has this module too. It runs twice, so that each
+figure comes with the difference between two runs of the same code; this checkout runs once. All
+processes live for the whole run, on the same model and adapters. Within a round they take turns, in
+a different order each time, and one works while the others wait. Results are medians over the
+rounds, after a first round to warm up.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Works = Mapping[str, Callable[[], Figures]]
 
 @contextmanager
 def throughput_works(models: Path) -> Iterator[Works]:
-    """W1's rows with 16 requests, base and 16 adapters: output tokens per second."""
+    """Yields W1's rows with 16 requests, base and 16 adapters, in output tokens per second."""
     prepared = prepare(MODEL, NUM_ADAPTERS, models)
     system = make_system()
     system.load(make_spec(prepared, NUM_ADAPTERS))
@@ -66,7 +66,7 @@ def throughput_works(models: Path) -> Iterator[Works]:
 
 @contextmanager
 def ttft_works(models: Path) -> Iterator[Works]:
-    """W2 over gRPC: milliseconds to the first token."""
+    """Yields W2 over gRPC, in milliseconds to the first token."""
     prepared = prepare(MODEL, NUM_ADAPTERS, models)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
@@ -87,7 +87,7 @@ def ttft_works(models: Path) -> Iterator[Works]:
 
 @contextmanager
 def store_cold_works(models: Path) -> Iterator[Works]:
-    """`bench.store_cold`'s phases: milliseconds."""
+    """Yields the phases of `bench.store_cold`, in milliseconds."""
 
     def run() -> Figures:
         found = store_cold.measure(1, NUM_LAYERS)["milliseconds"]
@@ -102,8 +102,8 @@ def store_cold_works(models: Path) -> Iterator[Works]:
 
 @contextmanager
 def many_adapters_works(models: Path) -> Iterator[Works]:
-    """W4 with all requests at once, for adapters that fit the arena and for more: output tokens per
-    second."""
+    """Yields W4 with all requests at once, for adapters that fit the arena and for more, in output
+    tokens per second."""
     prepared = prepare(MODEL, 1, models)
     engine, digests = many_adapters.start_engine(prepared, max(W4_ADAPTERS))
     driver = many_adapters.Driver(engine, digests, prepared.vocab)
@@ -121,7 +121,7 @@ def many_adapters_works(models: Path) -> Iterator[Works]:
 
 @contextmanager
 def store_pull_works(models: Path) -> Iterator[Works]:
-    """`bench.store_pull`: megabytes per second."""
+    """Yields the rates of `bench.store_pull`, in megabytes per second."""
 
     def run() -> Figures:
         found = store_pull.measure(1, NUM_LAYERS)
@@ -140,7 +140,7 @@ WORKS = {
 
 
 def serve_works(kind: str, models: Path) -> None:
-    """Runs the work that each message names, and replies with its figures."""
+    """Runs the work named in each message, and replies with its figures."""
     answers = take_standard_output()
     with WORKS[kind](models) as works:
         actions = {"works": lambda: sorted(works), **works}
@@ -148,14 +148,14 @@ def serve_works(kind: str, models: Path) -> None:
 
 
 def start(checkout: Path, side: str, kind: str, models: Path, log: Path) -> Worker:
-    """A checkout's process for one kind of work."""
+    """Starts a checkout's process for one kind of work."""
     command = [sys.executable, "-m", "bench.turns", "--serve", kind, "--models", str(models)]
     variables = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": str(THREADS)}
     return Worker(side, command, log, variables, checkout)
 
 
 def measure(baseline: Path, kind: str, models: Path, rounds: int) -> dict[str, dict[str, Any]]:
-    """Returns by figure what each side found, round by round."""
+    """Returns each side's results of each figure, round by round."""
     found: dict[str, dict[str, list[float]]] = {}
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -178,7 +178,7 @@ def measure(baseline: Path, kind: str, models: Path, rounds: int) -> dict[str, d
 
 
 def summarize(found: Mapping[str, Mapping[str, list[float]]]) -> dict[str, dict[str, float]]:
-    """Returns medians; this checkout against the baseline, and the baseline against itself."""
+    """Returns medians, and the ratios of this checkout and of the baseline to the baseline."""
     summary = {}
     for figure, sides in found.items():
         first, again, this = (median(sides[side]) for side in SIDES)
@@ -194,7 +194,7 @@ def summarize(found: Mapping[str, Mapping[str, list[float]]]) -> dict[str, dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("baseline", type=Path, nargs="?", help="a checkout of another commit")
+    parser.add_argument("baseline", type=Path, nargs="?", help="checkout of another commit")
     parser.add_argument("--works", default=",".join(WORKS), help=f"of {', '.join(WORKS)}")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=FOLDER / "turns.json")

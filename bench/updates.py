@@ -1,8 +1,8 @@
-"""A trainer's update of one adapter: from `register` to the first token of the new version.
+"""Times a trainer's update of one adapter, from `register` to the first token of the new version.
 
-The demo's model with its adapter `reverse`, whose every version differs in a few bits; the trainer
-uploads the folder with keep=5 and asks for one token with `min_revision`. First alone, then beside
-callers that generate with the same name.
+The model is the demo's, with its adapter `reverse`; versions differ in a few bits. The trainer
+uploads the folder with keep=5 and requests one token with `min_revision`, first alone, then while
+callers generate with the same name.
 
     python -m bench.updates [--updates 100] [--callers 6] [--out bench/results/updates.json]
 """
@@ -28,11 +28,11 @@ from loadout.demo.system import System, SystemSettings
 
 NAME, KEEP, PROMPT = "live", 5, "loadout="
 PAUSE_S = 0.1
-"""Between two updates, so that one does not pay for what the one before has left to do."""
+"""Pause between two updates, so that the last one's background work does not slow the next."""
 
 
 class Update(NamedTuple):
-    """Seconds of the registration, and from its answer to the first token."""
+    """The seconds of a registration, and from its answer to the first token."""
 
     register_s: float
     first_token_s: float
@@ -57,7 +57,7 @@ def update(client: Client, folder: Path) -> Update:
 
 @contextmanager
 def traffic(client: Client, num_callers: int) -> Iterator[None]:
-    """Callers that generate with the name, one request after the other."""
+    """Keeps callers generating with the name, one request after the other."""
     ended = threading.Event()
 
     def generate(caller: int) -> None:
@@ -89,7 +89,7 @@ def measure(num_updates: int, num_callers: int) -> dict[str, list[Update]]:
 
 
 def _updates(client: Client, folders: Iterator[Path], count: int) -> list[Update]:
-    update(client, next(folders))  # what the first of its kind takes is not an update's
+    update(client, next(folders))  # not measured, because the first update takes longer
     found = []
     for _ in range(count):
         time.sleep(PAUSE_S)

@@ -1,29 +1,29 @@
-"""The GPU run: everything that has to be found out on a GPU, in one command of under ten minutes.
+"""The GPU run: all measurements and tests that need a GPU, in one command of under ten minutes.
 
     python -m bench.gpu_run --out FOLDER             on a machine with a CUDA device
     python -m bench.gpu_run --out FOLDER --emulate   on the CPU, through Triton's interpreter
 
-Ten stages, each in a process of its own: what one breaks, a device in a state of error too, does
-not reach the next. It needs torch, triton, numpy and pytest; `docs/development/gpu-run.md` says
-what the stages are and what they write.
+Each of the ten stages runs in its own process, so that an error of one, even of the device, does
+not affect the next. The run needs torch, triton, numpy and pytest;
+`docs/development/gpu-run.md` describes the stages and their results.
 
-compile_pool  work for many processes at once, such as compiling, that ends in time
-context       what a stage is given: device, sizes, timer, deadline, what earlier stages found
-emulation     what stands for the device where there is none
-expert_cases  mixtures of experts of one layer, each step of it beside its definition
-family_cases  what only some families compute, each beside its definition
-goals         each goal beside what was measured, and whether it is met
-kernel_cases  what the kernels' constants are measured with
-lora_cases    LoRA of one group of projections over memory that no cache holds, ours and the peers'
+compile_pool  runs jobs such as compilation in many processes, until a deadline
+context       the inputs of a stage: device, sizes, timer, deadline, results of earlier stages
+emulation     replaces the device where there is none
+expert_cases  the steps of a mixture of experts of one layer, each with its definition
+family_cases  operations that only some model families use, each with its definition
+goals         each goal, its measurement, and whether the goal is met
+kernel_cases  the problems that measure the kernels' constants
+lora_cases    LoRA of one group of projections over uncached memory, ours and the peers'
 model         the model under measurement, with random weights and adapters, and its steps
-one_step      single steps of a model of one layer, to be run under compute-sanitizer
-pack          makes the folder of what the device's machine cannot fetch
-pack_store    reads it: the store of its adapters
+one_step      single steps of a model of one layer, to run under compute-sanitizer
+pack          makes a folder of the files that the device's machine cannot fetch
+pack_store    reads this folder: its model, and a store of its adapters
 peers         the peers' LoRA kernels, from the files in the pack
-results_file  the one file of results, rewritten after each stage
-run           the stages, one after the other
-safetensors   reads the model where the library of that name is not installed
-sizes         how much is measured: of Llama-3-8B, or of next to nothing in emulation
-stages        what each stage does
+results_file  the file of results, rewritten after each stage
+run           runs the stages one after the other
+safetensors   reads the model if the library of this name is not installed
+sizes         the sizes of measurements: Llama-3-8B, or tiny ones for emulation
+stages        a module for each stage
 timing        microseconds on the device, and seconds on the host
 """

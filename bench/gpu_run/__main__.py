@@ -12,20 +12,23 @@ PACK = Path(".gpu-pack")
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="tools/gpu_run.sh", description="Finds out on a GPU what has to be known of it."
+        prog="tools/gpu_run.sh", description="Measures and tests everything that needs a GPU."
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument(
-        "--pack", type=Path, default=PACK, help="what `make gpu-pack` made (default: %(default)s)"
+        "--pack",
+        type=Path,
+        default=PACK,
+        help="folder of `make gpu-pack` (default: %(default)s)",
     )
     parser.add_argument(
         "--stages", default="0-9", help="numbers, ranges or names, such as 0,4-6,trace"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="leave out what has passed in the folder's results"
+        "--resume", action="store_true", help="skip stages that passed in the folder's results"
     )
     parser.add_argument(
-        "--seconds", type=float, default=580.0, help="of the whole run (default: %(default)s)"
+        "--seconds", type=float, default=580.0, help="for the whole run (default: %(default)s)"
     )
     parser.add_argument(
         "--emulate",
@@ -36,7 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Returns 1 if a stage has not passed. Goals that are missed fail nothing."""
+    """Returns 1 if a stage has not passed, whether or not the goals are met."""
     options = make_parser().parse_args()
     if options.emulate:
         os.environ["TRITON_INTERPRET"] = "1"  # read once, when Triton is imported

@@ -1,4 +1,4 @@
-"""Work for many processes at once, such as compiling, that ends in time."""
+"""Runs jobs such as compilation in many processes at once, until a deadline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernels import tuning
 
 MAX_PROCESSES = 14
 ENDLESS_S = 3600.0
-"""Who started the processes ends them."""
+"""A job has no deadline of its own, because the caller ends the processes."""
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -28,12 +28,12 @@ def run_jobs(
     seconds: float,
     on_result: Callable[[Result], None],
 ) -> Found:
-    """Calls `function`, which pickles, with each job in some process; what is not done in time is
-    left. Raises what it raised."""
+    """Calls `function`, which pickles, with each job in some process, until the time is over.
+    Raises the function's exception."""
     deadline = Deadline(seconds)
     num_processes = max(1, min(MAX_PROCESSES, len(jobs), os.cpu_count() or 1))
     num_done = 0
-    # Spawned, as a process that knows of the device must not fork; ended on the way out.
+    # A process that uses the device must not fork, so these are spawned. The context ends them.
     with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
         results = pool.imap_unordered(function, jobs)
         while num_done < len(jobs) and not deadline.is_near():
@@ -46,7 +46,7 @@ def run_jobs(
 
 
 def context_of_job(pack: Path) -> Context:
-    """What a job is given in its process: a device without emulation."""
+    """Returns the context of a job in its own process, with a real device."""
     torch.set_num_threads(1)
     tuning.use_device(torch.cuda.get_device_name())
     return Context.make(
@@ -55,4 +55,4 @@ def context_of_job(pack: Path) -> Context:
 
 
 def _forget(found: Found) -> None:
-    """The stage's own process saves."""
+    """Does nothing, because the stage's own process saves."""

@@ -1,4 +1,4 @@
-"""What a stage is given: device, sizes, timer, deadline, what earlier stages found."""
+"""The inputs of a stage: device, sizes, timer, deadline, results of earlier stages."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from bench.gpu_run.sizes import EMULATED, REAL, Sizes
 from bench.gpu_run.timing import Deadline, FakeTimer, GraphTimer, Timer
 
 Found = dict[str, Any]
-"""What a stage has found, as JSON."""
+"""The results of a stage, as JSON."""
 
 
 class Missing(Exception):
-    """What a stage needs is not there: it says what, and how to get it."""
+    """Something that a stage needs is missing; the message names it, and the way to get it."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """`found` are the results of the stages before by name; `save` keeps what a stage has found so
-    far, should it not reach its end. Files go to `out`."""
+    """Inputs of a stage. `found` has the earlier stages' results by name; `save` keeps a stage's
+    results so far, in case it does not reach its end. Files go to `out`."""
 
     is_emulated: bool
     sizes: Sizes
@@ -46,7 +46,7 @@ class Context:
         found: Mapping[str, Found],
         save: Callable[[Found], None],
     ) -> Context:
-        """Raises Missing where there is no device."""
+        """Makes the context for the device or its emulation. Raises Missing without a device."""
         if not is_emulated and not torch.cuda.is_available():
             raise Missing("there is no CUDA device: --emulate runs the stages without one")
         return cls(
@@ -63,14 +63,14 @@ class Context:
 
     @property
     def ceilings(self) -> Found:
-        """What the device's memory, bus and processors give, as stage env measured it. Raises
-        Missing without that."""
+        """The rates of the device's memory, bus and processors, as measured by stage env. Raises
+        Missing without them."""
         ceilings = self.found.get("env", {}).get("ceilings")
         if ceilings is None:
-            raise Missing("no ceilings: run the stage env, by which others' shares are reckoned")
+            raise Missing("no ceilings: run the stage env first, which measures them")
         return dict(ceilings)
 
     @property
     def bytes_per_us(self) -> float:
-        """What the device's memory gives, read and written bytes alike."""
+        """The rate of the device's memory; bytes read and bytes written both count."""
         return float(self.ceilings["device_copy_gb_per_s"]) * 1e3

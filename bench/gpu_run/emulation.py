@@ -1,4 +1,4 @@
-"""What stands for the device where there is none: Triton's interpreter, over the CPU's memory."""
+"""Replaces the device where there is none: Triton's interpreter, over the CPU's memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kernels.dispatch import interpreted
 
 
 class EmulatedFactory(cuda.CudaFactory):
-    """Makes the backend of a CUDA device, with a CPU's memory. Nothing is recorded."""
+    """Makes the backend of a CUDA device over a CPU's memory, without recorded graphs."""
 
     has_device_memory = False
 
@@ -32,11 +32,10 @@ class EmulatedFactory(cuda.CudaFactory):
 
 @contextmanager
 def emulated() -> Iterator[None]:
-    """While it lasts, Triton's kernels compute on the CPU, and engines are those of a device.
+    """Within the context, Triton's kernels run on the CPU, and engines use the device's backend.
 
-    The interpreter runs one program after the other, so that decode rows are cut into few, and
-    nothing is warmed up: it compiles nothing. Triton must have been imported with
-    TRITON_INTERPRET=1.
+    The interpreter runs one program after the other, so decode rows are cut into few segments. It
+    does not compile, so there is no warm-up. Import Triton with TRITON_INTERPRET=1.
     """
     from tests.support.kernels.worker import teach_the_interpreter_ranges
 
@@ -57,7 +56,7 @@ def _select(config: EngineConfig, decoder: Decoder) -> EmulatedFactory:
 
 
 def _do_nothing(backend: cuda.CudaBackend) -> None:
-    """In place of the warm-up."""
+    """Replaces the warm-up."""
 
 
 def _name_device(device: object = None) -> str:
@@ -66,8 +65,8 @@ def _name_device(device: object = None) -> str:
 
 @contextmanager
 def on_device(context: Context) -> Iterator[None]:
-    """While it lasts, everything computes on `context.device`, with the constants for it: those
-    that this run has found, or those of the device's table."""
+    """Within the context, everything computes on `context.device`, with constants that this run has
+    found, or else from the device's table."""
     with ExitStack() as stack:
         if context.is_emulated:
             stack.enter_context(emulated())

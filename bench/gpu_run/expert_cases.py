@@ -1,5 +1,5 @@
-"""Mixtures of experts of one layer, each step of it beside its definition, and the products beside
-torch's."""
+"""The steps of a mixture of experts of one layer, each with its definition; products also with
+torch's kernel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kernels.experts import reference as experts_reference
 from kernels.lora import LoraPlan, LoraTable, TokenOrder, pair_plan
 
 STD, NUM_CALLS = 0.02, 8
-"""Each call of a measurement has another routing, so that no cache holds the experts' weights."""
+"""Each call of a measurement has its own routing, so that no cache holds the experts' weights."""
 ALPHA, LIMIT = 1.702, 7.0
 CHOICES: dict[str, dict[str, Any]] = {
     "routing": {},
@@ -79,13 +79,13 @@ def _product_cases(context: Context) -> dict[str, Callable[..., FamilyCase]]:
 
 
 def product_tokens(context: Context) -> list[int]:
-    """Returns numbers of tokens that make tiles of every length: of decode rows, and of prompts."""
+    """Returns numbers of tokens, of decode rows and prompts, that make tiles of every length."""
     rows = context.sizes.kernel_rows
     return sorted({rows[0], rows[-2], rows[-1], *tokens_of_longer_tiles(context)})
 
 
 def tokens_of_longer_tiles(context: Context) -> tuple[int, int]:
-    """Returns numbers of tokens that make tiles of middle length, and long ones."""
+    """Returns the numbers of tokens that make middle and long tiles."""
     mixture, facts = context.sizes.mixture, {"itemsize": context.sizes.dtype.itemsize}
     per_pair = mixture.num_experts / mixture.num_chosen
     short = tuning.constants("experts_short", **facts)["max_pairs"]
@@ -96,18 +96,18 @@ def tokens_of_longer_tiles(context: Context) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Products:
-    """Products of `num_tokens` tokens, routed at random, with one projection of all experts."""
+    """Products of randomly routed tokens with one projection of all experts."""
 
     pairs: list[Pairs]
-    """Of each call."""
+    """The pairs of each call."""
     weight: Tensor
     x: Tensor
-    """Of gate and up [T, hidden], which are gathered; of down [P, intermediate]."""
+    """[T, hidden], gathered, for gate and up; [P, intermediate] for down."""
     is_gathered: bool
 
     @classmethod
     def make(cls, context: Context, num_tokens: int, kind: str) -> Products:
-        """The same values every time."""
+        """Makes products with the same values every time."""
         num_experts, num_chosen, hidden, intermediate = context.sizes.mixture
         num_calls = min(NUM_CALLS, context.sizes.max_calls)
         chosen = (route_at_random(context, num_tokens, seed).experts for seed in range(num_calls))
@@ -138,8 +138,8 @@ def route_at_random(context: Context, num_tokens: int, seed: int = 0) -> Routing
 
 
 def _of_experts(routing: Routing, mixture: Mixture) -> Tensor:
-    """Returns weights [T, experts], 0 of those that are not chosen: of equal ones the order does
-    not show."""
+    """Returns weights [T, experts], 0 for experts that are not chosen. The order of equal weights
+    has no effect."""
     chosen, weights = routing
     shape = (len(chosen), mixture.num_experts)
     return torch.zeros(shape, device=weights.device).scatter_(1, chosen.long(), weights)
@@ -179,8 +179,7 @@ def _sort(context: Context, num_tokens: int, name: str) -> FamilyCase:
 
 
 def make_plan(context: Context, num_tokens: int) -> LoraPlan:
-    """Returns the plan of a prompt and, behind it, as many rows of one token as there are
-    adapters."""
+    """Returns the plan of a prompt, and after it a row of one token for each adapter."""
     num_adapters = min(4, num_tokens - 1)
     arena = torch.zeros(1024, dtype=context.sizes.dtype, device=context.device)
     table = LoraTable.create(num_adapters + 1, 1, arena, context.device, max_rank=16)
@@ -251,12 +250,12 @@ def _products(
     *,
     product: Callable[..., Tensor] | None = None,
 ) -> FamilyCase:
-    """With torch's product, which takes rows that were gathered before."""
+    """Makes the case of our product, or of torch's `product`, which needs gathered rows."""
     made = Products.make(context, num_tokens, kind)
     compute: Callable[[int], Tensor] = made.ours
     if product is not None:
         ends = [pairs.starts[1:].contiguous() for pairs in made.pairs]
-        # Copies for each call would not fit: values are as good as others.
+        # Copies for each call would not fit, and any values will do.
         gathered = made.x[made.pairs[0].tokens] if made.is_gathered else made.x
         transposed = made.weight.transpose(1, 2)
 

@@ -1,4 +1,5 @@
-"""What only some families compute between the projections, each beside its definition in torch."""
+"""Operations between the projections that only some families use, each with its definition in
+torch."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ from kernels.elementwise import NormWeight
 from kernels.elementwise import reference as elementwise_reference
 
 HEAD_DIMS = (128, 256, 512)
-"""Elements of the heads: of most families, and of Gemma's layers."""
+"""Elements of a head in most families, and in Gemma's layers."""
 EPS, SCALE, SOFTCAP = 1e-5, 0.05, 1.0
 
 
 class FamilyCase(NamedTuple):
-    """`run` makes `num_calls` calls, which may change their inputs; `result` and `wanted` give what
-    the kernels and the definition make of the same ones."""
+    """An operation to measure. `run` makes `num_calls` calls, which may change their inputs;
+    `result` and `wanted` compute the same inputs with the kernels and with the definition."""
 
     name: str
     run: Callable[[], None]
@@ -43,7 +44,7 @@ def make(context: Context, name: str) -> FamilyCase:
 
 
 def error(case: FamilyCase) -> float:
-    """Returns the relative RMS difference to the definition."""
+    """Returns the relative RMS difference from the definition."""
     got, wanted = case.result().double(), case.wanted().double()
     return float((got - wanted).norm() / wanted.norm())
 
@@ -83,7 +84,7 @@ STORES: dict[str, dict[str, Any]] = {
     "values that are keys": {"norms": "qkv", "sides": 1, "is_wide": True},
     "keys of another layer": {"norms": "q", "sides": 0},
 }
-"""What may come before attention; see `_store`."""
+"""Options of the operation before attention; see `_store`."""
 ATTENTIONS: dict[str, dict[str, Any]] = {
     "attention": {},
     "soft-capped attention of a window": {"softcap": SOFTCAP, "window": 3},
@@ -105,7 +106,7 @@ def _norm(
     **scales: Any,
 ) -> FamilyCase:
     size = read_description(context.sizes.config).hidden_size
-    # Values of another mean than 0: else a centred norm is the other.
+    # With a mean of 0, the centred norm would equal the other one.
     hidden, delta = random(context, 2, num_tokens, size) + 1
     weight = _weight(context, size, is_wide=is_wide)
     norm, states = NormWeight(weight, EPS, is_centred), hidden.clone()
@@ -167,8 +168,12 @@ def _store(
     is_interleaved: bool = False,
     grows: bool = False,
 ) -> FamilyCase:
-    """`part`: how much of a head is turned; `sides`: of keys and values how many the projection
-    makes; `norms`: of which of q, k and v, of each head, or `is_of_all`; queries that grow."""
+    """Makes the case of the operation that rotates and stores keys and values.
+
+    `part` is the rotated share of a head; `sides` counts keys and values that the projection makes
+    (0 to 2); `norms` names which of q, k and v have a norm, for each head or (`is_of_all`) for all
+    heads together; `grows` scales the queries by their position.
+    """
     device, dtype = context.device, context.sizes.dtype
     num_heads = read_description(context.sizes.config).attentions[0].num_heads
     cache = _cache(context, -(-num_tokens // context.sizes.page_size), head_dim)

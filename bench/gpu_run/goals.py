@@ -1,4 +1,4 @@
-"""Each goal beside what was measured, and whether it is met."""
+"""Compares each goal with its measurement."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 MIN_RATIO, MIN_SHARE_OF_BOUND, NEVER_BELOW = 1.3, 0.85, 1.0
-"""Of kernels: times as fast as the better tuned peer, or of what the device allows."""
+"""Goals of kernels: speed in units of the better tuned peer's, or share of the device's limit."""
 MIN_SHARE_OF_FLOOR, MIN_SHARE_OF_BUS, MAX_P99_RATIO = 0.75, 0.8, 1.1
 
 PEERS = ("vllm", "sglang")
@@ -16,7 +16,7 @@ Stages = Mapping[str, Mapping[str, Any]]
 
 
 def summarize(stages: Stages) -> list[Goal]:
-    """Returns all goals. `passed` is None where nothing was measured."""
+    """Returns all goals; `passed` is None without a measurement."""
     found = {name: stage.get("found", {}) for name, stage in stages.items()}
     return [
         *_kernels(found.get("kernels", {})),
@@ -31,7 +31,7 @@ def _goal(name: str, bar: str, measured: float | None, passed: bool | None, **mo
 
 
 def _kernels(found: Mapping[str, Any]) -> Iterator[Goal]:
-    """Over all cells: the worst counts."""
+    """Yields the goals of kernels; the worst of all cells counts."""
     cells = [cell for cell in found.get("cells", []) if cell["ratio"] is not None]
     name = "LoRA kernels beside the better tuned peer"
     bar = f"every cell >= {MIN_RATIO} x, or >= {MIN_SHARE_OF_BOUND} of its bound"
@@ -46,7 +46,7 @@ def _kernels(found: Mapping[str, Any]) -> Iterator[Goal]:
         if cell["ratio"] < MIN_RATIO and cell["share_of_bound"] < MIN_SHARE_OF_BOUND
     ]
     slower = [cell["case"] for cell in cells if cell["ratio"] < NEVER_BELOW]
-    # Without cells, or with peers that are not tuned, a goal may be missed but is not met.
+    # If cells are left out or peers are not tuned, a goal can be missed but not met.
     is_whole = not found["left_out"] and all(
         f"{peer}_tuned_us" in cell for cell in cells for peer in PEERS
     )
@@ -60,7 +60,7 @@ def _kernels(found: Mapping[str, Any]) -> Iterator[Goal]:
 
 
 def _decode(found: Mapping[str, Any]) -> Iterator[Goal]:
-    """The engine's loop: what a server reaches."""
+    """Yields the goals of the engine's loop, which gives a server's speed."""
     bar = f">= {MIN_SHARE_OF_FLOOR} of the floor"
     loops = found.get("loop", [])
     for num_rows in (1, 32):

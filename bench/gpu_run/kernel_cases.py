@@ -1,4 +1,5 @@
-"""What the kernels' constants are measured with: each kernel on several problems of the model."""
+"""The problems that measure the kernels' constants: each kernel on several problems of the
+model."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ from kernels.lora import GRANULE_BYTES, LoraPlan, LoraTable, ReplacedWeight, Tab
 from kernels.replaced import replace_logits, token_weights
 
 NUM_LAYERS = 32
-"""Of which each call takes the next."""
+"""Layers, of which each call uses the next."""
 CACHE_BYTES = 4 << 30
-"""Of keys and values, at most."""
+"""Maximum bytes of keys and values."""
 
 
 class Prepared(NamedTuple):
-    """`run` makes `num_calls` calls; `result` returns what the first of them gives."""
+    """A prepared problem. `run` makes `num_calls` calls, and `result` returns the first result."""
 
     run: Callable[[], None]
     num_calls: int
@@ -36,7 +37,8 @@ class Prepared(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """`prepare` is called anew for each choice of constants, since plans may depend on them."""
+    """A problem of one kernel. `prepare` runs again for each choice of constants, because plans may
+    depend on them."""
 
     name: str
     prepare: Callable[[], Prepared]
@@ -68,8 +70,8 @@ def problems(context: Context, pool: Pool) -> dict[str, list[Problem]]:
 
 
 def few_cases(context: Context) -> list[Case]:
-    """One row, many rows of adapters of their own, and a prompt, of the widest outputs and the
-    widest inputs: constants are for all of a model."""
+    """Returns cases for constants of a whole model: one row, many rows with an adapter each, and a
+    prompt, for the widest outputs and the widest inputs."""
     sizes, groups = context.sizes, lora_cases.groups(context)
     inner = groups[:-1] or groups
     chosen = {max(inner, key=lambda g: sum(g.widths)), max(inner, key=lambda g: g.num_in)}
@@ -82,8 +84,9 @@ def few_cases(context: Context) -> list[Case]:
 
 
 def peer_cases(context: Context) -> list[Case]:
-    """Of every group many rows of adapters of their own, and a prompt; of the output head, which
-    never computes a whole prompt, rows alone. Peers have constants by shape and tokens."""
+    """Returns cases for the peers' constants, which they keep by shape and tokens: of every group
+    many rows with an adapter each, and a prompt. The output head never computes a whole prompt, so
+    it has only rows."""
     sizes, groups, found = context.sizes, lora_cases.groups(context), []
     rows, tokens = sizes.kernel_rows[-2], sizes.kernel_tokens[-1]
     for group in groups:
@@ -114,12 +117,13 @@ def lora_problem(context: Context, pool: Pool, case: Case) -> Problem:
 
 
 def _attention_of(context: Context) -> Attention:
-    """The first layer's, which stands for all."""
+    """Returns the first layer's attention, which represents all layers."""
     return read_description(context.sizes.config).attentions[0]
 
 
 def _cache(context: Context, num_pages: int) -> KVCache:
-    """As many layers as memory is meant for, at least two, so that none is found in a cache."""
+    """Returns a cache of as many layers as CACHE_BYTES holds, but at least two, so that the
+    device's cache holds none of them."""
     g, sizes = _attention_of(context), context.sizes
     page = 2 * sizes.page_size * g.kv_size * sizes.dtype.itemsize
     num_layers = max(2, min(NUM_LAYERS, sizes.max_calls, CACHE_BYTES // (page * num_pages)))
@@ -156,7 +160,7 @@ def _attention(context: Context, name: str, firsts: list[int], counts: list[int]
 
 
 def _decode(context: Context, num_rows: int, tokens: int, longest: int = 0) -> Problem:
-    """`longest`: the first row has so long a context."""
+    """Makes the problem of decode rows; `longest` is the context of the first row, if given."""
     contexts = [tokens - 1] * num_rows
     name = f"{num_rows} rows of {tokens} tokens"
     if longest:
@@ -194,7 +198,7 @@ def _store(context: Context, num_tokens: int) -> Problem:
 
 
 def _replaced(context: Context, num_rows: int) -> Problem:
-    """The head of one adapter, in the base's place, and the norms of the rows that it is for."""
+    """Makes the problem of one adapter's own head, and of its own norms for these rows."""
     description, dtype = read_description(context.sizes.config), context.sizes.dtype
     size, vocab_size = description.hidden_size, description.vocab_size
 
@@ -275,7 +279,7 @@ def _expert_problems(context: Context) -> dict[str, list[Problem]]:
 
 
 def _repeated(context: Context, name: str, prepare: Callable[[], Callable[[], Tensor]]) -> Problem:
-    """A problem whose calls are all the same: of what a step has just written."""
+    """Makes a problem of equal calls, on data that a step has just written."""
     calls = min(NUM_LAYERS, context.sizes.max_calls)
 
     def make() -> Prepared:
@@ -332,7 +336,7 @@ def _plan(context: Context, num_tokens: int) -> Problem:
 
 
 def _experts(context: Context, num_tokens: int) -> Problem:
-    """Both projections, each call with another routing."""
+    """Makes the problem of both projections, with a different routing for each call."""
 
     def prepare() -> Prepared:
         both = [Products.make(context, num_tokens, kind) for kind in ("gate and up", "down")]

@@ -1,7 +1,7 @@
-"""LoRA of one group of projections over memory that no cache holds, ours and the peers'.
+"""LoRA of one group of projections over uncached memory, ours and the peers'.
 
-Every call works on another layer's weights, as a step does, so that what is measured comes from
-memory. All implementations read the same memory, each laid out as it wants.
+Every call uses the next layer's weights, as in a step, so that they come from memory. All
+implementations read the same memory, each in its own layout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kernels.lora import GRANULE_BYTES, LoraGroup, LoraPlan, LoraTable, TableEnt
 from kernels.lora.triton_ops import add_lora
 
 CHECKED_TOKENS = 6
-"""Tokens that are compared with the definition, from the first to the last."""
+"""Number of tokens to compare with the definition, from the first to the last."""
 MIN_CALLS = 4
 STD = 0.02
 
@@ -35,7 +35,7 @@ class Group(NamedTuple):
 
 
 class Case(NamedTuple):
-    """`num_rows` rows of `row_tokens` tokens each, with `num_adapters` adapters between them."""
+    """A number of rows of `row_tokens` tokens each, which share `num_adapters` adapters."""
 
     group: Group
     rank: int
@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
 
 def groups(context: Context) -> list[Group]:
-    """Returns the groups of the model, the output head last; no more than `sizes.max_groups`."""
+    """Returns the model's groups, at most `sizes.max_groups`, the output head last."""
     layout = build_layout(read_description(context.sizes.config), "", context.sizes.dtype)
     found: dict[str, list[tuple[int, int]]] = {}
     for target in layout.targets:
@@ -68,7 +68,7 @@ def groups(context: Context) -> list[Group]:
 
 
 def cases(context: Context) -> Iterator[Case]:
-    """One rank after the other, and within it decodes before prompts."""
+    """Yields cases by rank, and for each rank decodes before prompts."""
     sizes = context.sizes
     all_groups = groups(context)
     for rank in sizes.ranks:
@@ -77,13 +77,13 @@ def cases(context: Context) -> Iterator[Case]:
                 yield from (Case(group, rank, num_rows, num_adapters) for group in all_groups)
         for num_tokens in sizes.kernel_tokens:
             for num_rows in (1, 4):
-                # The head computes what samples, never a whole prompt.
+                # The head computes only tokens to sample, never a whole prompt.
                 for group in all_groups[:-1]:
                     yield Case(group, rank, num_rows, num_rows, num_tokens // num_rows)
 
 
 class Pool:
-    """Random memory for the weights of any of `cases`, each of which uses it from the start."""
+    """Random memory for the weights of any one of `cases`; each uses it from the start."""
 
     def __init__(self, context: Context, cases: Iterable[Case]) -> None:
         self._sizes = context.sizes
@@ -92,7 +92,8 @@ class Pool:
         self._flat.normal_(std=STD)
 
     def layers(self, case: Case) -> list[torch.Tensor]:
-        """Returns memory for each layer's weights: of as many as `sizes.case_bytes` hold."""
+        """Returns the memory of each layer's weights, for as many layers as `sizes.case_bytes`
+        holds."""
         elements = self._layer_elements(case)
         return list(self._flat[: self._num_layers(case) * elements].split(elements))
 
@@ -112,7 +113,7 @@ class Pool:
 
 
 def make_work(context: Context, case: Case, pool: Pool) -> Work:
-    """The same values every time."""
+    """Makes a case's work, with the same values every time."""
     slots = torch.arange(case.num_rows) * case.num_adapters // case.num_rows
     return Work(
         token_slots=slots.repeat_interleave(case.row_tokens),
@@ -126,14 +127,14 @@ def make_work(context: Context, case: Case, pool: Pool) -> Work:
 
 
 def random(context: Context, *shape: int) -> torch.Tensor:
-    """The same values every time."""
+    """Returns random values, the same every time."""
     generator = torch.Generator(context.device).manual_seed(0)
     return torch.randn(shape, generator=generator, dtype=context.sizes.dtype, device=context.device)
 
 
 @dataclass
 class Ours:
-    """Our shrink and expand, as a step launches them: a table as wide as the model's."""
+    """Our shrink and expand as a step launches them, with a table as wide as the model's."""
 
     work: Work
     row_tokens: int
@@ -185,10 +186,10 @@ def num_targets(context: Context) -> int:
 
 
 def error(call: LoraCall, work: Work) -> float:
-    """Returns the relative RMS error of what `call` adds in layer 0 against the definition in
+    """Returns the relative RMS error of the call's addition in layer 0 against the definition in
     fp64, over some tokens."""
     before = work.out.clone()
-    work.out.zero_()  # or what is added would be lost in the rounding of the sum
+    work.out.zero_()  # or the rounding of the sum would hide the addition
     call.run(0)
     added = work.out.double()
     work.out.copy_(before)
@@ -200,7 +201,7 @@ def error(call: LoraCall, work: Work) -> float:
 
 
 def _definition(call: LoraCall, work: Work, token: int) -> torch.Tensor:
-    """[1, sum of widths] in fp64."""
+    """Returns the definition's result [1, sum of widths] in fp64."""
     x, slot = work.x[token].double(), int(work.token_slots[token])
     parts = []
     for part in range(len(work.widths)):
@@ -210,7 +211,7 @@ def _definition(call: LoraCall, work: Work, token: int) -> torch.Tensor:
 
 
 def time_call(context: Context, call: LoraCall, work: Work, max_s: float = 0.05) -> Times:
-    """Microseconds of one layer's call."""
+    """Returns the times of one layer's call."""
 
     def run() -> None:
         for layer in range(len(work.layers)):
@@ -220,7 +221,7 @@ def time_call(context: Context, call: LoraCall, work: Work, max_s: float = 0.05)
 
 
 def bound_us(context: Context, case: Case) -> float:
-    """The microseconds that a call takes at least: its bytes, each once, its products, and one node
+    """Returns the minimum microseconds of a call: its bytes, each once, its products, and one node
     of a graph."""
     ceilings, itemsize = context.ceilings, context.sizes.dtype.itemsize
     num_in, num_out = case.group.num_in, sum(case.group.widths)

@@ -41,14 +41,14 @@ from kernels.elementwise import NormWeight
 from kernels.lora import TableEntry
 
 MAX_RANK = 64
-"""As served by default: kernels size their workspace with it."""
+"""The default of the service, which sets the size of the kernels' workspace."""
 NEW_TOKENS = 64
-"""Room of a sequence for what it decodes, at least."""
+"""Minimum room of a sequence for decoded tokens."""
 KV_SHARE = 0.6
-"""Of the device's free memory that pages take, at most."""
+"""Maximum share of the device's free memory for pages."""
 STD = 0.02
 SCALAR = 0.75
-"""What layers that have a number of their own multiply the residual stream by."""
+"""Factor of the residual stream, for layers with their own scalar."""
 
 
 def read_description(config: dict[str, Any]) -> Decoder:
@@ -60,8 +60,9 @@ def read_description(config: dict[str, Any]) -> Decoder:
 def random_transformer(
     decoder: Decoder, dtype: torch.dtype, device: torch.device, *, shares_layers: bool
 ) -> Transformer:
-    """`shares_layers`: layers of the same shape have the same weights, so that many processes have
-    room. A tied head has memory of its own: a step reads as much."""
+    """Makes a model with random weights. With `shares_layers`, layers of the same shape share their
+    weights, so that many processes have room. A tied head has its own memory, because a step reads
+    as much."""
     g, num_bytes = decoder, 0
 
     def random(num_rows: int, size: int) -> Tensor:
@@ -98,19 +99,19 @@ def random_transformer(
 
 
 def tables(weights: ModelWeights[Linear]) -> list[Tensor]:
-    """Returns what is looked up by token, of which a step reads rows."""
+    """Returns the tables by token, from which a step reads only rows."""
     inputs = weights.layer_inputs
     return [weights.embedding, *([] if inputs is None else [inputs.embedding])]
 
 
 def read_weights_bytes(weights: ModelWeights[Linear]) -> int:
-    """Returns the bytes of the weights that a step reads whole."""
+    """Returns the bytes of the weights that a step reads completely."""
     return weights.num_bytes - sum(table.nbytes for table in tables(weights))
 
 
 def context_bytes(decoder: Decoder, num_tokens: int, item_bytes: int) -> int:
-    """Returns the bytes of keys and values that a row with so many tokens of context reads, in all
-    layers: of what is within their windows."""
+    """Returns the bytes of keys and values that a row with `num_tokens` tokens of context reads, in
+    all layers, within their windows."""
     return item_bytes * sum(
         2 * each.kv_size * min(num_tokens, each.window or num_tokens) for each in decoder.attentions
     )
@@ -119,8 +120,8 @@ def context_bytes(decoder: Decoder, num_tokens: int, item_bytes: int) -> int:
 def make_arena(
     layout: ModelLayout, num_bytes: int, num_adapters: int, rank: int, device: torch.device
 ) -> Arena:
-    """An arena whose table says that it has adapters of `rank` on every dense projection of the
-    layers; all of them are its first bytes."""
+    """Returns an arena whose table has adapters of `rank` on every dense projection of the layers;
+    all of them point to its first bytes."""
     arena = Arena(layout, num_bytes, max(1, num_adapters), rank, device)
     entries = [
         TableEntry(index, 0, 0, rank, target.in_features, target.out_features)
@@ -138,7 +139,7 @@ def is_adapted(target: LayoutTarget) -> bool:
 
 
 def image_header(layout: ModelLayout, digest: str, rank: int) -> ImageHeader:
-    """An adapter of `rank` on every dense projection of the layers."""
+    """Returns the header of an adapter of `rank` on every dense projection of the layers."""
     segments, end = [], 0
     for index, target in enumerate(layout.targets):
         if not is_adapted(target):
@@ -152,24 +153,26 @@ def image_header(layout: ModelLayout, digest: str, rank: int) -> ImageHeader:
 
 @dataclass(frozen=True)
 class Loadable:
-    """An adapter in host memory, and where it goes."""
+    """An adapter in host memory, and its place on the device."""
 
     host: Resident
     resident: Resident
 
 
 class StepTimes(NamedTuple):
-    """Seconds: of the whole step up to its tokens, and of the host's part before the device has
-    all of it."""
+    """Seconds of the whole step up to its tokens, and of the host's part until all of it is
+    queued."""
 
     whole: float
     host: float
 
 
 class BenchModel:
-    """The model of `sizes.config` with `num_adapters` adapters of `sizes.rank`, resident and with
-    random values, and pages for `max_rows` rows of `max_context` tokens, or `num_pages`, as far as
-    they fit. `host_images` of the adapters lie in host memory, too."""
+    """The model of `sizes.config`, with `num_adapters` resident adapters of `sizes.rank`.
+
+    All values are random. The model has pages for `max_rows` rows of `max_context` tokens, or
+    `num_pages`, as far as they fit. `host_images` of the adapters are also in host memory.
+    """
 
     def __init__(
         self,
@@ -206,7 +209,7 @@ class BenchModel:
         slots = Slots(num_bytes, len(headers))
         self.residents = [self._reserve(slots, header) for header in headers]
         if self.host is not None:
-            # Made on the device, where that takes no time.
+            # The device makes random values much faster.
             size = self.host.slab.nbytes
             self.host.slab.copy_(self.arena.flat.view(torch.uint8)[:size])
         self.arena.apply([TableWrite(resident) for resident in self.residents])
@@ -226,7 +229,7 @@ class BenchModel:
         return reserved.resident
 
     def _allocate_caches(self, num_pages: int) -> KVCaches:
-        """As many pages as fit, up to `num_pages` and padding's."""
+        """Allocates as many pages as fit, up to `num_pages`, and one for padding."""
         g, shape = self.decoder, self.sizes
         page_bytes = kv_page_bytes(g, shape.page_size, shape.dtype)
         if self.device.type == "cuda":
@@ -244,8 +247,8 @@ class BenchModel:
         return caches
 
     def backend(self, *, is_captured: bool = True, is_warm: bool = True) -> CudaBackend:
-        """Its decode steps are recorded, if `is_captured` and there is a device; `is_warm`: before
-        the first step, and whatever steps need has been compiled."""
+        """Returns a backend that records its decode steps if `is_captured` and there is a device.
+        With `is_warm` it compiles and records everything before the first step."""
         is_captured = is_captured and not self.context.is_emulated
         record = CudaRecorder() if is_captured else None
         targets = applied_targets(self.layout)
@@ -257,8 +260,8 @@ class BenchModel:
         return backend
 
     def sequences(self, contexts: Sequence[int], num_adapters: int) -> list[core.Sequence]:
-        """Sequences with so many tokens, the first `num_adapters` adapters in turn, in the order
-        of their slots. Their pages are their own, as far as there are pages."""
+        """Returns sequences of these numbers of tokens, with the first `num_adapters` adapters in
+        turn, in the order of their slots. Each has its own pages as long as there are enough."""
         made, next_page, num_pages = [], 0, self.caches.num_pages - 1
         for row, length in enumerate(contexts):
             tokens = tuple((row + 7 * index) % 50 for index in range(length))
@@ -279,8 +282,8 @@ class BenchModel:
         before_step: Callable[[], None] = lambda: None,
         warm_up_steps: int | None = None,
     ) -> list[StepTimes]:
-        """Decodes `num_steps` steps of `rows`, after a warm-up, and times each. The tokens stay
-        within what the sequences have room for: then the last is decoded again."""
+        """Decodes `num_steps` steps of `rows` after a warm-up, and times each. When a sequence has
+        no more room, its last token is decoded again."""
         if warm_up_steps is None:
             warm_up_steps = self.sizes.warm_up_steps
         found = []
@@ -300,7 +303,7 @@ class BenchModel:
     def prompt_times(
         self, backend: CudaBackend, sequence: core.Sequence, others: Sequence[core.Sequence] = ()
     ) -> StepTimes:
-        """Times a step of a whole prompt, beside `others`, which decode."""
+        """Times a step of a whole prompt, together with `others`, which decode."""
         rows = [core.BatchRow(s, len(s.token_ids) - 1, 1, samples=True) for s in others]
         rows.append(core.BatchRow(sequence, 0, len(sequence.token_ids), samples=True))
         return self._step(backend, core.Batch(tuple(rows)), lambda: None)[1]
@@ -319,15 +322,15 @@ class BenchModel:
         return tokens, StepTimes(end_s - begin_s, queued_s - begin_s)
 
     def read_bytes(self, contexts: Sequence[int], num_adapters: int) -> int:
-        """The bytes that a decode step of such rows must read: weights without the tables by token,
-        keys and values, each adapter once."""
+        """Returns the bytes that a decode step of such rows must read: weights without the tables
+        by token, keys and values, each adapter once."""
         item_bytes = self.sizes.dtype.itemsize
         read = sum(context_bytes(self.decoder, each, item_bytes) for each in contexts)
         read += read_weights_bytes(self.transformer.weights)
         return read + num_adapters * self.image_bytes
 
     def product_flops(self, num_tokens: int, num_logits: int = 1) -> int:
-        """The operations of a step's products, attention aside."""
+        """Returns the operations of a step's products, without attention."""
         head = self.decoder.vocab_size * self.decoder.hidden_size
         item_bytes = self.sizes.dtype.itemsize
         elements = read_weights_bytes(self.transformer.weights) // item_bytes - head

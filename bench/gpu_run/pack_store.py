@@ -1,4 +1,4 @@
-"""What the pack has, beside the peers: the demo's model, its adapters' images, recorded tokens."""
+"""Reads the pack, except its peers: the demo's model, its adapters' images, recorded tokens."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ MAX_RANK, MAX_MODEL_LEN = 32, 128
 
 
 def read_manifest(pack: Path) -> dict[str, Any]:
-    """Raises Missing where there is no pack."""
+    """Returns the pack's facts. Raises Missing without a pack."""
     path = pack / MANIFEST
     if not path.is_file():
-        raise Missing(f"there is no pack at {pack}: run `make gpu-pack` and bring it along")
+        raise Missing(f"there is no pack at {pack}: run `make gpu-pack` and copy it here")
     return dict(json.loads(path.read_text()))
 
 
 class Recorded(NamedTuple):
-    """A request, and the tokens that a CPU gave."""
+    """A request, and its tokens from a CPU."""
 
     request: Request
     token_ids: tuple[int, ...]
@@ -59,7 +59,7 @@ def read_recorded(pack: Path) -> list[Recorded]:
 
 
 def make_request(facts: dict[str, Any]) -> Request:
-    """One of a recording's requests, as JSON has it."""
+    """Makes a request from its JSON in a recording."""
     sampling = SamplingParams(
         max_tokens=facts["max_tokens"],
         temperature=facts["temperature"],
@@ -71,7 +71,8 @@ def make_request(facts: dict[str, Any]) -> Request:
 
 
 def engine_config(pack: Path, device: str, **others: Any) -> EngineConfig:
-    """What computes the recorded requests, in fp32. Sizes that fit the demo's model."""
+    """Returns the config of an engine for the recorded requests, in fp32, with sizes that fit the
+    demo's model."""
     settings: dict[str, Any] = {
         "max_model_len": MAX_MODEL_LEN,
         "max_sequences": 32,
@@ -102,14 +103,15 @@ class PackStore:
         return LAYOUT_ID
 
     def close(self) -> None:
-        """Has nothing open."""
+        """Does nothing, because nothing is open."""
 
     def on_update(self, content: object) -> None:
-        """Is sent nothing."""
+        """Does nothing, because no update comes."""
 
 
 def make_store(pack: Path) -> PackStore:
-    """Also sees to it that the model can be read: called in the engine's process."""
+    """Makes the store in the engine's process, and makes sure that the process can read the
+    model."""
     safetensors.install_if_missing()
     return PackStore(pack)
 
@@ -124,7 +126,7 @@ class PackStream:
         self._data = (folder / f"{digest}.bin").read_bytes()
 
     def cancel(self) -> None:
-        """Ends by itself: nothing blocks."""
+        """Does nothing, because a pull never blocks."""
 
     def __iter__(self) -> Iterator[PullMessage]:
         facts = self._facts
@@ -157,7 +159,7 @@ def generate(
 ) -> dict[str, tuple[int, ...]]:
     """Starts the engine, sends all requests at once, and stops it; returns the tokens by request.
 
-    Raises TimeoutError, and what a request ended with.
+    Raises TimeoutError, and a request's error.
     """
     outputs: queue.SimpleQueue[StepOutputs] = queue.SimpleQueue()
     engine.start(outputs.put)

@@ -1,7 +1,7 @@
 """The peers' LoRA kernels, from the files in the pack.
 
-A peer's file imports a few names of the whole that it was taken from. Modules of these names, made
-here, stand for that: packages whose folder is the pack's, and the few functions that are used.
+A peer's file imports a few names from its original project. This module makes modules with these
+names: packages whose folder is the pack's, and the few functions that are used.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ Config = Mapping[str, int]
 
 
 class LoraCall(Protocol):
-    """LoRA of one group of projections: adds to `out`, for the weights of one layer after the
-    other."""
+    """LoRA of one group of projections, which adds to `out` with the weights of a given layer."""
 
     def run(self, layer: int) -> None: ...
 
@@ -37,8 +36,8 @@ class LoraCall(Protocol):
 
 @dataclass(frozen=True)
 class Work:
-    """What is computed: `token_slots` int64 [T] on the host, all of adapters; x [T, in] and out
-    [T, sum of widths]; `layers` has memory for each layer's weights, flat."""
+    """Inputs and outputs: `token_slots` int64 [T] on the host, an adapter for each token; x [T, in]
+    and out [T, sum of widths]; `layers` has flat memory for each layer's weights."""
 
     token_slots: torch.Tensor
     num_slots: int
@@ -70,7 +69,7 @@ MODULES = {
 
 
 def _shim(name: str, folder: Path) -> None:
-    """Puts modules for whatever the peer's files import into `sys.modules`."""
+    """Adds modules for all imports of the peer's files to `sys.modules`."""
     modules = {"vllm": _vllm_modules, "sglang": _sglang_modules}[name]()
     parent, _, _ = MODULES[name].rpartition(".")
     parts = parent.split(".")
@@ -85,13 +84,13 @@ def _shim(name: str, folder: Path) -> None:
 
 def _vllm_modules() -> dict[str, dict[str, Any]]:
     def refuse_custom_op(**facts: Any) -> None:
-        raise AttributeError("no custom operations here: the plain functions are called")
+        raise AttributeError("there are no custom operations, only the plain functions")
 
     def to_device(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(device)
 
     def ignore(*arguments: Any) -> None:
-        """Stands for a logger's methods."""
+        """Replaces a logger's methods."""
 
     quiet = SimpleNamespace(warning_once=ignore, info_once=ignore, debug_once=ignore)
     is_cuda = torch.cuda.is_available()
@@ -124,7 +123,7 @@ def _vllm_modules() -> dict[str, dict[str, Any]]:
 
 def _sglang_modules() -> dict[str, dict[str, Any]]:
     def keep(key: Callable[..., Any]) -> Callable[[Any], Any]:
-        return lambda kernel: kernel  # theirs saves the host's time, which is not measured
+        return lambda kernel: kernel  # the original saves only the host's time
 
     return {
         "sglang.srt.lora.utils": {"LoRABatchInfo": SimpleNamespace},
@@ -133,9 +132,9 @@ def _sglang_modules() -> dict[str, dict[str, Any]]:
 
 
 class Vllm:
-    """Its shrink and expand. A is [slots, 1, rank, in] and B [slots, 1, out, rank] per target.
+    """vLLM's shrink and expand. A is [slots, 1, rank, in] and B [slots, 1, out, rank] per target.
 
-    `configs` has the constants of "shrink" and "expand", as its tuning files give them.
+    `configs` has the constants of "shrink" and "expand", in the form of vLLM's tuning files.
     """
 
     def __init__(self, pack: Path, work: Work, configs: Mapping[str, Config]) -> None:
@@ -145,7 +144,7 @@ class Vllm:
         utils: Any = importlib.import_module(f"{folder}.utils")
         metadata: Any = importlib.import_module(f"{folder}.lora_kernel_metadata")
         self._work, self.configs = work, configs
-        # It knows weights again by their address, where others may have lain before.
+        # vLLM caches weights by their address, which may have held other weights before.
         utils._LORA_A_PTR_DICT.clear()
         utils._LORA_B_PTR_DICT.clear()
         num_tokens = len(work.token_slots)
@@ -188,11 +187,10 @@ class Vllm:
 
 
 class Sglang:
-    """Its chunked kernels, which its backend csgmv launches. A is [slots, targets * rank, in], B
-    [slots, sum of widths, rank].
+    """SGLang's chunked kernels, which its backend csgmv launches.
 
-    `configs` has constants of "shrink" and "expand", and of both ("chunk", the tokens of a
-    program).
+    A is [slots, targets * rank, in], B [slots, sum of widths, rank]. `configs` has constants of
+    "shrink" and "expand", and of "both" ("chunk", the tokens of a program).
     """
 
     def __init__(self, pack: Path, work: Work, configs: Mapping[str, Config]) -> None:
@@ -216,7 +214,7 @@ class Sglang:
             self._layers.append((flat[:split].view(a_shape), flat[split:end].view(b_shape)))
 
     def _segment(self, chunk: int) -> None:
-        """As its backend: the tokens by adapter, at most `chunk` to a segment."""
+        """Groups the tokens by adapter, at most `chunk` to a segment, as its backend does."""
         slots, order = self._work.token_slots.sort(stable=True)
         found, counts = slots.unique_consecutive(return_counts=True)
         indices, lengths = [], []
@@ -272,5 +270,5 @@ class Sglang:
 
 
 def default_chunk(num_tokens: int) -> int:
-    """As its backend chooses the tokens of a program."""
+    """Returns the tokens of a program, chosen as in SGLang's backend."""
     return 128 if num_tokens >= 256 else 32 if num_tokens >= 64 else 16

@@ -1,4 +1,4 @@
-"""The one file of results, which a run that is killed leaves whole."""
+"""Reads and writes the file of results, which stays complete if the run is killed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Results = dict[str, Any]
 
 
 def read(folder: Path) -> Results:
-    """Returns what an earlier run has left in `folder`; without one nothing."""
+    """Returns an earlier run's results in `folder`, or empty results."""
     path = folder / NAME
     return dict(json.loads(path.read_text())) if path.is_file() else {}
 
 
 def write(folder: Path, results: Results) -> None:
-    """Replaces the file in one go."""
+    """Replaces the file atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{NAME}.partial"
     partial.write_text(json.dumps(results, indent=1) + "\n")

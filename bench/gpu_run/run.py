@@ -1,4 +1,4 @@
-"""The stages, one after the other, each in a process of its own and within its budget."""
+"""Runs the stages one after the other, each in its own process and within its budget."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from bench.gpu_run.results_file import Results
 from bench.machine import machine
 
 PASSED, FAILED, STOPPED = "passed", "failed", "stopped"
-"""States of a stage. Stopped: at the end of its budget; what it has found until then is kept."""
+"""States of a stage. A stage is stopped at the end of its budget, with its results so far."""
 CLOSING_S = 4.0
-"""What a stage leaves of its budget, at most, to save what it has found and to end."""
+"""Maximum part of its budget that a stage reserves to save its results and to end."""
 
 
 class Stage(NamedTuple):
-    """`module` is one of `bench.gpu_run.stages`; `can_shrink` where it measures as long as it
-    may."""
+    """A stage in a module of `bench.gpu_run.stages`. With `can_shrink` it uses all of its time, and
+    can do with less."""
 
     name: str
     module: str
@@ -50,12 +50,13 @@ STAGES = (
 
 
 EMULATED_PATIENCE = 4
-"""How many times longer a stage may take without a device: where it is tried, others compute."""
+"""Factor of a stage's budget without a device, because such machines are often busy."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """`seconds` bound the whole run: what can be shorter shares what the others leave."""
+    """Options of a run. Stages that can shrink share the part of `seconds` that the others
+    leave."""
 
     out: Path
     pack: Path
@@ -66,7 +67,8 @@ class Options:
 
 
 def chosen_stages(text: str) -> tuple[str, ...]:
-    """Returns the names that "0,2-4,trace" stands for, in order. Raises ValueError for others."""
+    """Returns the names of stages, in order, from a text such as "0,2-4,trace". Raises
+    ValueError."""
     names = [stage.name for stage in STAGES]
     found: set[str] = set()
     for part in text.split(","):
@@ -84,8 +86,8 @@ def chosen_stages(text: str) -> tuple[str, ...]:
 
 
 def budgets(names: Sequence[str], seconds: float) -> dict[str, float]:
-    """Returns the seconds of each stage. Those that can, shrink; none grows. Raises ValueError
-    where the others alone take more."""
+    """Returns the seconds of each stage; stages that can shrink do so if needed, and none grows.
+    Raises ValueError if the others alone take more."""
     stages = [stage for stage in STAGES if stage.name in names]
     fixed_s = sum(stage.budget_s for stage in stages if not stage.can_shrink)
     elastic_s = sum(stage.budget_s for stage in stages if stage.can_shrink)
@@ -96,7 +98,7 @@ def budgets(names: Sequence[str], seconds: float) -> dict[str, float]:
 
 
 def run_all(options: Options) -> Results:
-    """Runs the chosen stages and returns the results, which it rewrites after each."""
+    """Runs the chosen stages, rewrites the results after each, and returns them."""
     results = results_file.read(options.out) if options.resume else {}
     stages = results.setdefault("stages", {})
     results["machine"] = machine(computes_on_gpu=True)
@@ -124,7 +126,7 @@ def run_all(options: Options) -> Results:
 
 
 def run_stage(name: str, seconds: float, options: Options, results: Results) -> Results:
-    """Runs one stage in a child, and ends that at the end of its budget."""
+    """Runs one stage in a child process, and kills the child at the end of its budget."""
     found = {key: stage.get("found", {}) for key, stage in results["stages"].items()}
     processes = multiprocessing.get_context("fork")
     receiver, sender = processes.Pipe(duplex=False)
@@ -144,7 +146,7 @@ def run_stage(name: str, seconds: float, options: Options, results: Results) -> 
             entry |= {"status": STOPPED, "error": f"not done after {seconds:.0f} s"}
     except EOFError:
         pass
-    # What has said its last ends by itself: leaving the device takes a moment.
+    # After its last message the child ends by itself, once it has released the device.
     child.join(min(CLOSING_S, max(0.5, end_s - time.monotonic())))
     if child.is_alive():
         child.kill()

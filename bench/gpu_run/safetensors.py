@@ -1,4 +1,5 @@
-"""Reads the model where the library of that name is not installed: what `model.weights` asks of it.
+"""Reads the model if the library of this name is not installed; it has all that `model.weights`
+calls.
 
 The format: https://huggingface.co/docs/safetensors/index#format
 """
@@ -26,11 +27,11 @@ DTYPES = {
 
 
 class SafetensorError(Exception):
-    """A file is not one of safetensors."""
+    """A file is not in the safetensors format."""
 
 
 class Slice(NamedTuple):
-    """A tensor of a file, not read."""
+    """A tensor of a file, read only on request."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -45,7 +46,7 @@ class Slice(NamedTuple):
 
 
 class File:
-    """An open file. Its header is trusted: the pack's maker wrote it."""
+    """An open file. Its header is trusted, because the pack's maker wrote it."""
 
     def __init__(self, data: bytes) -> None:
         length = int.from_bytes(data[:8], "little")
@@ -74,13 +75,13 @@ class File:
 
 @contextmanager
 def safe_open(path: Path, framework: str) -> Iterator[File]:
-    """Raises SafetensorError where it is no such file, and OSError where it cannot be read."""
+    """Opens a file. Raises SafetensorError for another format, and OSError if it is unreadable."""
     assert framework == "pt"
     yield File(Path(path).read_bytes())
 
 
 def install_if_missing() -> bool:
-    """Stands in for the library where it is not installed; returns whether it does."""
+    """Replaces the library if it is not installed, and returns whether it does."""
     if "safetensors" in sys.modules or importlib.util.find_spec("safetensors") is not None:
         return False
     module: Any = ModuleType("safetensors")

@@ -1,4 +1,4 @@
-"""How much the stages measure: of Llama-3-8B, or of next to nothing in emulation."""
+"""The sizes of the stages' measurements: Llama-3-8B, or tiny ones in emulation."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ TINY: dict[str, Any] = LLAMA_8B | {
     "vocab_size": 64,
     "torch_dtype": "float16",
 }
-"""16 bits as on the device: the interpreter's products of bf16 are wrong."""
+"""16 bits as on the device, but fp16, because the interpreter's products of bf16 are wrong."""
 
 
 class Mixture(NamedTuple):
-    """Experts of one layer, of which each token has some."""
+    """The experts of one layer, some of which compute each token."""
 
     num_experts: int
     num_chosen: int
@@ -44,26 +44,26 @@ class Mixture(NamedTuple):
 
 
 QWEN3_30B = Mixture(128, 8, 2048, 768)
-"""Of Qwen3-30B-A3B."""
+"""The experts of Qwen3-30B-A3B."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the stages measure. Contexts and prompts are in tokens."""
+    """Sizes of the stages' measurements. Contexts and prompts are in tokens."""
 
     config: dict[str, Any]
     dtype: torch.dtype
     page_size: int
     max_tokens: int
-    """The most tokens of a step."""
+    """Maximum tokens of a step."""
     rank: int
     """The rank of the adapters in whole steps."""
     rows: tuple[int, ...]
-    """Decode rows, of which the last are the most."""
+    """Numbers of decode rows, the largest last."""
     goal_rows: tuple[int, ...]
     contexts: tuple[int, ...]
     long_context: int
-    """The context of one row among others of the first of `contexts`."""
+    """The context of one row whose other rows have the first of `contexts`."""
     warm_up_steps: int
     steps: int
     loop_rows: tuple[int, ...]
@@ -71,33 +71,33 @@ class Sizes:
     prompts: tuple[int, ...]
     load_rows: int
     load_images: int
-    """Adapters in host memory: half of them decode while the others are loaded."""
+    """Adapters in host memory; half of them decode while the others are loaded."""
     load_steps: int
     copy_bytes: int
-    """Of the device's own memory, copied to learn how fast it is."""
+    """Bytes to copy within the device's memory, to measure its rate."""
     host_copy_bytes: int
     square: int
-    """Of the matrices that are multiplied to learn the peak."""
+    """Rows and columns of the matrices whose product measures the peak."""
     nodes: int
-    """Of the graph of empty kernels."""
+    """Nodes of the graph of empty kernels."""
     kernel_rows: tuple[int, ...]
     kernel_tokens: tuple[int, ...]
     """Lengths of prompts."""
     ranks: tuple[int, ...]
     max_groups: int
-    """Of projections with adapters, the output head's among them."""
+    """Maximum groups of projections with adapters, including the output head's."""
     case_bytes: int
-    """Memory that the calls of one measurement touch, many times a cache's."""
+    """Memory that the calls of one measurement touch, many times the size of a cache."""
     max_calls: int
     parity_requests: int
-    """At most so many of those in the pack."""
+    """Maximum requests from the pack."""
     parity_tokens: int
-    """At most so many tokens of each."""
+    """Maximum tokens of each request."""
     mixture: Mixture
     tune_configs: int
-    """At most so many configurations of a kernel."""
+    """Maximum configurations of a kernel."""
     tune_problems: int
-    """At most so many problems for each."""
+    """Maximum problems for each kernel."""
 
 
 REAL = Sizes(

@@ -1,4 +1,4 @@
-"""Microseconds on the device, and seconds on the host."""
+"""Measures microseconds on the device, and seconds on the host."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Times(NamedTuple):
 
 
 class Timer(Protocol):
-    """Measures what runs on the device."""
+    """Measures work on the device."""
 
     name: str
-    """Stands in the results: whose times they are."""
+    """The source of the times, for the results."""
 
     def time_us(self, run: Callable[[], None], num_calls: int, max_s: float = 0.2) -> Times:
-        """Times one call of `run`, which makes `num_calls`; stops to repeat it after `max_s`."""
+        """Times one call of `run`, which makes `num_calls`; repeats it for up to `max_s`."""
 
     def now_s(self) -> float:
         """Reads the host's clock."""
@@ -36,7 +36,7 @@ class Timer(Protocol):
 
 
 class GraphTimer:
-    """Replays of one recorded graph, so that the host's time counts nowhere."""
+    """Times replays of one recorded graph, so that the host's time does not count."""
 
     name = "replays of a CUDA graph, CUDA events; the host's monotonic clock"
 
@@ -66,7 +66,7 @@ class GraphTimer:
 
 
 class FakeTimer:
-    """Runs everything once and reports durations that mean nothing: a millisecond a reading."""
+    """Runs everything once and reports meaningless durations: a millisecond for each reading."""
 
     name = "FAKE: emulated, every duration is made up"
 
@@ -82,11 +82,11 @@ class FakeTimer:
         return self._now_s
 
     def synchronize(self) -> None:
-        """Has nothing to wait for."""
+        """Does nothing, because there is no device."""
 
 
 class Deadline:
-    """The end of what a stage may take, by the real clock."""
+    """The end of a stage's time, by the real clock."""
 
     def __init__(self, seconds: float) -> None:
         self._end_s = time.monotonic() + seconds
@@ -96,5 +96,5 @@ class Deadline:
         return self._end_s - time.monotonic()
 
     def is_near(self, margin_s: float = 0.0) -> bool:
-        """Returns whether no more than `margin_s` are left."""
+        """Returns whether `margin_s` or less is left."""
         return self.left_s <= margin_s

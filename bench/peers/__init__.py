@@ -1,1 +1,1 @@
-"""The other servers that ours is measured against, and how they are set up."""
+"""Sets up the other servers that ours is compared with."""

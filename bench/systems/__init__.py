@@ -1,1 +1,1 @@
-"""Servers under measurement, ours and the peers, each behind the same few messages."""
+"""Servers under measurement, ours and the peers, all with the same few messages."""

@@ -1,4 +1,4 @@
-"""The parent's end: each system that can be measured, and its process in its environment."""
+"""The systems to measure, and the parent's side of each system's process in its environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.systems.worker import Worker
 
 @dataclass(frozen=True, slots=True)
 class SystemKind:
-    """How a system is started. `module` is bench.systems.<module>; `options` go into its Spec."""
+    """The start of a system. `module` is bench.systems.<module>; `options` go into its Spec."""
 
     module: str
     python: Callable[[], str] = lambda: sys.executable
@@ -38,9 +38,10 @@ def _in_environment(peer: str) -> Callable[[], str]:
 
 
 def _tuned() -> str:
-    """What vLLM's own pages advise to load first on x86: Intel's OpenMP and TCMalloc.
+    """Returns the libraries that vLLM recommends to preload on x86: Intel's OpenMP and TCMalloc.
 
-    Raises FileNotFoundError: a loader only warns of what is missing, and vLLM would be slower.
+    Raises FileNotFoundError, because the loader only warns of a missing library, and vLLM would be
+    slower.
     """
     openmp = python_of("vllm").parent.parent / "lib" / "libiomp5.so"
     if not openmp.is_file():
@@ -62,11 +63,11 @@ KINDS = {
     "vllm-compiled": _vllm(enforce_eager=False),
     "peft": SystemKind("peft", _in_environment("peft")),
 }
-"""The systems by name; vLLM in several ways, so that it can be given its best."""
+"""The systems by name, with several configurations of vLLM, the best of which counts."""
 
 
 class Child(Worker):
-    """One system in its process; raises WorkerFailed. Its output goes to `log_path`."""
+    """One system in its process, whose output goes to `log_path`. Methods raise WorkerFailed."""
 
     def __init__(self, name: str, spec: Spec, log_path: Path) -> None:
         kind = KINDS[name]
@@ -90,7 +91,8 @@ class Child(Worker):
         self.ask("register", name=name, folder=str(folder))
 
     def run(self, job: Job) -> Done:
-        """Returns once the system rests again, so that the next to be measured has the machine."""
+        """Runs a job, and returns when the system is idle again, so that the next one has the whole
+        machine."""
         done = Done(**self.ask("run", job=encode_job(job)))
         self.wait_for_rest()
         return done

@@ -1,4 +1,4 @@
-"""Ours, in-process: the engine in a thread over a store in memory."""
+"""Our engine in a thread of this process, over a store in memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OursSystem:
             arena_bytes=arena_bytes(spec.base_model, max(spec.max_resident, 1)),
             max_loras=max(spec.max_resident, 1),
             max_lora_rank=spec.max_rank,
-            prefetch=False,  # it would bring back what `set_resident` has unloaded
+            prefetch=False,  # it would reload adapters that `set_resident` has unloaded
             prefix_cache=False,
             num_threads=spec.num_threads,
         )

@@ -1,4 +1,4 @@
-"""Ours as its users meet it: both services as processes of their own, called over gRPC."""
+"""Our system as in use: both services in their own processes, called over gRPC."""
 
 from __future__ import annotations
 

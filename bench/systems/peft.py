@@ -1,4 +1,4 @@
-"""transformers, and PEFT's mixed batches, in an environment of their own."""
+"""transformers, and PEFT's mixed batches, in their own environment."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from bench.systems.protocol import Done, Job, Spec
 
 
 class PeftSystem:
-    """`max_resident` and `max_len` do not bind it. Prompts of one job have one length. The base has
-    a model of its own, which PEFT has not wrapped."""
+    """transformers and PEFT, for which `max_resident` and `max_len` are no limits.
+
+    Prompts of one job have the same length. The base has its own model, which PEFT does not wrap.
+    """
 
     def load(self, spec: Spec) -> dict[str, str]:
         torch.set_num_threads(spec.num_threads)
@@ -32,7 +34,8 @@ class PeftSystem:
         self._folders[name] = folder
 
     def set_resident(self, names: list[str]) -> None:
-        """Loads what is missing, unloads nothing: adapters without requests cost PEFT nothing."""
+        """Loads missing adapters, and unloads none, because adapters without requests cost PEFT
+        nothing."""
         for name in names:
             if name in self._loaded:
                 continue
@@ -47,7 +50,7 @@ class PeftSystem:
             self._model = self._model.to(torch.bfloat16).eval()
 
     def run(self, job: Job) -> Done:
-        """One adapter takes PEFT's fast way, without a name per row."""
+        """Runs a job; for one adapter it uses PEFT's fast path, without a name for each row."""
         num_tokens = job.asks[0].max_tokens
         prompts = torch.tensor([ask.prompt for ask in job.asks])
         options: dict[str, Any] = {
@@ -73,7 +76,7 @@ class PeftSystem:
         return Done(seconds, num_tokens * len(job.asks))
 
     def close(self) -> None:
-        """Nothing outlives the process."""
+        """Does nothing, because the process ends."""
 
 
 def make_system() -> PeftSystem:

@@ -1,6 +1,6 @@
-"""What a system is told and what it answers: JSON lines, so that each has its own environment.
+"""The messages to and from a system: JSON lines, so that each system has its own environment.
 
-Standard library only: peers' environments import it.
+This module imports only the standard library, because peers' environments import it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a system loads: the same folders and limits for all. `adapters` maps every name that may
-    be asked for to its PEFT folder; `options` are a system's own."""
+    """Folders and limits for a system to load, the same for all systems. `adapters` maps every name
+    that requests may use to its PEFT folder; `options` are a system's own."""
 
     model_dir: str
     base_model: str
@@ -27,7 +27,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request: greedy, exactly `max_tokens` tokens. `adapter` "" is the base model."""
+    """One greedy request for exactly `max_tokens` tokens. `adapter` "" is the base model."""
 
     prompt: list[int]
     max_tokens: int
@@ -36,14 +36,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Requests that are all sent at once."""
+    """Requests to send at once."""
 
     asks: list[Ask]
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """`seconds` from before the first request was sent until the last token was there, by the
+    """A job's result. `seconds` are from before the first request until the last token, by the
     system's own clock."""
 
     seconds: float
@@ -51,18 +51,18 @@ class Done:
 
 
 class System(Protocol):
-    """Lives in a child process; its methods are called one after the other."""
+    """A system in a child process; its methods are called one after the other."""
 
     def load(self, spec: Spec) -> dict[str, str]:
-        """Makes ready, with no adapter resident. Returns versions and what computes."""
+        """Loads the model without a resident adapter. Returns versions and the kernels in use."""
         ...
 
     def set_resident(self, names: list[str]) -> None:
-        """Afterwards these adapters are where they can be computed with, and no others."""
+        """Makes these adapters ready to compute, and no others."""
         ...
 
     def register(self, name: str, folder: str) -> None:
-        """Makes one more adapter known."""
+        """Adds an adapter."""
         ...
 
     def run(self, job: Job) -> Done: ...

@@ -1,4 +1,5 @@
-"""The child's end: one system, told what to do on standard input, answering on standard output.
+"""The child's side: one system, which reads messages from standard input and answers on standard
+output.
 
 python -m bench.systems.serve ours|ours_grpc|vllm|peft
 """
@@ -19,7 +20,7 @@ from bench.systems.protocol import Spec, System, decode_job
 
 
 def answer(system: System, message: dict[str, Any]) -> Any:
-    """Returns the reply to one message. Raises whatever the system raises."""
+    """Returns the reply to one message. Raises the system's errors."""
     action = message["action"]
     if action == "load":
         return system.load(Spec(**message["spec"]))
@@ -43,7 +44,7 @@ def serve(answer: Callable[[dict[str, Any]], Any], answers: TextIO) -> None:
 
 
 def take_standard_output() -> TextIO:
-    """Returns it for answers; whatever libraries print goes to standard error from now on."""
+    """Returns standard output for answers, and sends libraries' output to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers

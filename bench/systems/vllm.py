@@ -1,4 +1,4 @@
-"""vLLM's CPU build, in-process. Runs in its own environment; see `bench.peers.install`."""
+"""vLLM's CPU build in this process, in its own environment (see `bench.peers.install`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.systems.protocol import Done, Job, Spec
 
 
 class VllmSystem:
-    """Options: `enforce_eager`, `enable_lora`."""
+    """vLLM, with the options `enforce_eager` and `enable_lora`."""
 
     def load(self, spec: Spec) -> dict[str, str]:
         options: dict[str, Any] = {"enforce_eager": spec.options["enforce_eager"]}
@@ -78,7 +78,7 @@ class VllmSystem:
         return Done(seconds, num_tokens)
 
     def close(self) -> None:
-        """Nothing outlives the process."""
+        """Does nothing, because the process ends."""
 
 
 def make_system() -> VllmSystem:

@@ -1,4 +1,4 @@
-"""A process that answers line by line, and rests while others are measured."""
+"""A process that answers line by line, and is idle while others are measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOG_TAIL_LINES = 20
 
 
 class WorkerFailed(Exception):
-    """A worker raised or died; the message has its error or the end of its log."""
+    """A worker raised or died; the message has its error, or the end of its log."""
 
 
 class Worker:
@@ -68,9 +68,9 @@ class Worker:
         return reply["result"]
 
     def wait_for_rest(self) -> None:
-        """Waits until the process computes nothing: OpenMP's threads spin a while, some for ever.
+        """Waits until the process is idle. Raises WorkerFailed if it stays busy.
 
-        Raises WorkerFailed when it does not come to rest.
+        OpenMP's threads spin for a while, and some forever.
         """
         deadline_s = time.monotonic() + REST_TIMEOUT_S
         before_s = self._processor_seconds()

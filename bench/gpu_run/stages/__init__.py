@@ -1,13 +1,13 @@
-"""What each stage does: a module for each, whose `run(context)` returns what it has found.
+"""A module for each stage, whose `run(context)` returns the stage's results.
 
-compile_kernels  every kernel compiled, in many processes at once; how long a start takes
-correct          tests/gpu, then compute-sanitizer on a step that decodes and a mixed one
-decode           steps of rows, adapters and contexts, their share of the floor, the engine's loop
-env              versions, and what the device gives: by this all others' shares are reckoned
-kernels          what only some families compute; LoRA of every group beside the peers, tuned or not
-loads            images into the arena, alone and beside steps
-parity           the whole engine gives the tokens that were recorded on a CPU
-prefill          prompts: the time to the first token, the host's part, attention beside torch's
-trace            the profiler's trace of a recorded step and of a mixed one
-tune             the constants of kernels, ours and the peers', measured for as long
+compile_kernels  compiles every kernel, in many processes at once; then times a start
+correct          runs tests/gpu, then compute-sanitizer on a decode step and on a mixed one
+decode           times decode steps against the floor, and the engine's loop
+env              versions, and the device's rates, on which all other stages' shares are based
+kernels          times operations of some families, and LoRA of every group against the peers'
+loads            times copies of images into the arena, alone and during steps
+parity           compares the whole engine's tokens with tokens recorded on a CPU
+prefill          prompts: the time to the first token, the host's part, attention against torch's
+trace            writes the profiler's trace of a recorded step and of a mixed one
+tune             measures the constants of kernels, ours and the peers', for the same time
 """

@@ -1,6 +1,6 @@
-"""Every kernel compiled, in many processes at once; how long a start takes after that.
+"""Compiles every kernel, in many processes at once, then times a start.
 
-Triton keeps what it compiles on disk, where the stages that follow find it.
+Triton keeps compiled kernels on disk, where the later stages find them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from inference_svc.backends.cuda_graphs import captured_sizes
 from inference_svc.backends.cuda_lora import StepKind
 
 START_S = 6.0
-"""Left for a start when all is compiled."""
+"""Time reserved for a start after everything is compiled."""
 
 
 class Variant(NamedTuple):
-    """Kernels of steps of `num_rows` decode rows, or of a prompt of `num_tokens`; of neither: those
-    of the demo's model, in fp32."""
+    """The kernels of steps of `num_rows` decode rows, or of a prompt of `num_tokens`; without
+    either, the kernels of the demo's model, in fp32."""
 
     num_rows: int = 0
     num_tokens: int = 0
@@ -39,7 +39,7 @@ class Variant(NamedTuple):
 
 
 def run(context: Context) -> Found:
-    """Raises what a kernel raised."""
+    """Runs the stage. Raises a kernel's error."""
     found: Found = {"variants": {}}
     chosen = variants(context)
     began_s = time.monotonic()
@@ -64,7 +64,7 @@ def run(context: Context) -> Found:
 
 
 def variants(context: Context) -> list[Variant]:
-    """One for each size at which a launch may differ, those that take longest first."""
+    """Returns a variant for each size at which a launch may differ, the slowest first."""
     sizes = context.sizes
     prompts = [Variant(num_tokens=n) for n in sorted({*sizes.prompts, *sizes.kernel_tokens})]
     decodes = [Variant(num_rows=n) for n in captured_sizes(max(sizes.rows))]
@@ -73,7 +73,7 @@ def variants(context: Context) -> list[Variant]:
 
 
 def make_model(context: Context) -> BenchModel:
-    """All that a launch depends on is as in the model that is measured later."""
+    """Makes a model whose launches equal those in the later measurements."""
     sizes = context.sizes
     return BenchModel(
         context,
@@ -86,7 +86,7 @@ def make_model(context: Context) -> BenchModel:
 
 
 def compile_variant(context: Context, variant: Variant) -> float:
-    """Computes steps of this kind, without adapters and with one; returns the seconds."""
+    """Computes steps of this variant, without adapters and with one, and returns the seconds."""
     began_s = time.monotonic()
     if variant == Variant():
         start_engine(context).stop()
@@ -98,7 +98,7 @@ def compile_variant(context: Context, variant: Variant) -> float:
             rows = model.sequences([1] * variant.num_rows, num_adapters)
             model.decode_times(backend, rows, 1, warm_up_steps=0)
             with torch.inference_mode():
-                # As recorded: every kernel, whatever the adapters have.
+                # A recording has every kernel, for any targets of adapters.
                 for kind in (StepKind.LORA, StepKind.ANY) if num_adapters else (StepKind.BASE,):
                     backend.decode(variant.num_rows, kind)
         else:
@@ -109,5 +109,5 @@ def compile_variant(context: Context, variant: Variant) -> float:
 
 
 def _compile_alone(pack: Path, variant: Variant) -> tuple[str, float]:
-    """In a process of its own; returns the variant's name with the seconds."""
+    """Compiles a variant in its own process, and returns its name and the seconds."""
     return variant.name, compile_variant(context_of_job(pack), variant)

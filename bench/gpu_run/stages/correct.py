@@ -1,4 +1,4 @@
-"""tests/gpu, then compute-sanitizer on a step that decodes and on a mixed one."""
+"""Runs tests/gpu, then compute-sanitizer on a decode step and on a mixed one."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ JUNIT, SANITIZER_LOG = "junit.xml", "sanitizer.txt"
 TOOLS = ("memcheck", "racecheck", "initcheck")
 KINDS = ("decode", "mixed")
 ERROR_STATUS = 86
-"""What compute-sanitizer is told to end with where it finds something."""
+"""The exit status of compute-sanitizer if it finds an error."""
 SANITIZER_S = 35.0
-"""What the tests leave of the stage to it."""
+"""Time of the stage reserved for compute-sanitizer."""
 NUM_PROCESSES = 8
-"""That share the tests: most of their time goes into compiling."""
+"""Processes for the tests, which spend most of their time on compilation."""
 END_S = 5.0
-"""For what is interrupted to write what it has found."""
+"""Time for an interrupted process to write its results."""
 OUTPUT_CHARACTERS = 4000
 
 
 def run(context: Context) -> Found:
-    """Raises AssertionError where a test or a tool has found something. A tool that cannot run on
-    this device, or does not end in time, has found nothing: its status says so."""
+    """Runs the stage. Raises AssertionError if a test or a tool finds an error.
+
+    A tool that cannot run on this device, or does not end in time, is no error; its status shows
+    it.
+    """
     sanitizer_s = SANITIZER_S if context.is_emulated or find_sanitizer() else 0.0
     found: Found = {"tests": run_tests(context, context.deadline.left_s - sanitizer_s)}
     context.save(found)
@@ -44,7 +47,7 @@ def run(context: Context) -> Found:
 
 
 def run_tests(context: Context, seconds: float) -> Found:
-    """Runs all of tests/gpu, shared by several processes; in emulation those marked `smoke`."""
+    """Runs all of tests/gpu in several processes, or in emulation the tests marked `smoke`."""
     context.out.mkdir(parents=True, exist_ok=True)
     number = 1 if context.is_emulated else NUM_PROCESSES
     files = [context.out / f"{index}.{JUNIT}" for index in range(number)]
@@ -72,7 +75,7 @@ def _run_share(context: Context, junit: Path, share: str, seconds: float) -> tup
 
 
 def _merge(files: list[Path], junit: Path) -> Path:
-    """Puts the suites of all files into one."""
+    """Merges the suites of all files into one file."""
     root = ElementTree.Element("testsuites")
     for file in files:
         if file.is_file():
@@ -83,7 +86,7 @@ def _merge(files: list[Path], junit: Path) -> Path:
 
 
 def _counts(junit: Path) -> Found:
-    """Returns how many tests passed, and the names of those that did not."""
+    """Returns the numbers of passed and skipped tests, and the names of failed ones."""
     cases = list(ElementTree.parse(junit).getroot().iter("testcase"))
     bad = [c for c in cases if c.find("failure") is not None or c.find("error") is not None]
     skipped = [c for c in cases if c.find("skipped") is not None]
@@ -95,8 +98,8 @@ def _counts(junit: Path) -> Found:
 
 
 def run_sanitizer(context: Context) -> Found:
-    """Runs all tools at once, each on both kinds of steps; without compute-sanitizer nothing, in
-    emulation the steps alone."""
+    """Runs all tools at once, each on both kinds of steps. Without compute-sanitizer it runs
+    nothing, and in emulation only the steps."""
     program = [sys.executable, "-m", "bench.gpu_run.one_step", *KINDS]
     path = find_sanitizer()
     if context.is_emulated:
@@ -105,7 +108,7 @@ def run_sanitizer(context: Context) -> Found:
         options = ["--error-exitcode", str(ERROR_STATUS)]
         commands = {tool: [path, "--tool", tool, *options, *program] for tool in TOOLS if path}
     seconds = context.deadline.left_s
-    # Each tensor in memory of its own, so that what lies beyond one is nobody's.
+    # Each tensor gets its own allocation, so that an access beyond its end is an error.
     apart = {} if context.is_emulated else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     with ThreadPoolExecutor(len(TOOLS)) as threads:
         ended = list(threads.map(lambda command: _run(command, seconds, apart), commands.values()))
@@ -119,8 +122,8 @@ def run_sanitizer(context: Context) -> Found:
 
 
 def _run(command: list[str], seconds: float, environment: dict[str, str]) -> tuple[int | None, str]:
-    """Returns the status, None where it was ended for its time, and all that was printed. What is
-    late is interrupted, then killed, with all that it has started."""
+    """Returns the status, None if the process was late, and its output. A late process is
+    interrupted, then killed, with all of its children."""
     process = subprocess.Popen(
         command,
         env=os.environ | environment,

@@ -1,4 +1,5 @@
-"""Steps of rows, adapters and contexts, their share of the floor, the engine's loop."""
+"""Times decode steps of different rows, adapters and contexts against the floor, and the engine's
+loop."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from bench.results import median
 from inference_svc.backends.cuda import CudaBackend
 
 MARGIN_S = 15.0
-"""Left for the engine's loop."""
+"""Time reserved for the engine's loop."""
 
 
 class Case(NamedTuple):
-    """Decode rows with so many adapters between them. `has_long`: one row has the long context,
-    which no other row should feel."""
+    """Decode rows that share `num_adapters` adapters. With `has_long` one row has the long context,
+    which should not slow the others."""
 
     num_rows: int
     num_adapters: int
@@ -62,7 +63,7 @@ def run(context: Context) -> Found:
 
 
 def cases(context: Context) -> Iterator[Case]:
-    """Those of goals first."""
+    """Yields cases, for each context those with a goal first."""
     sizes = context.sizes
     rows = sorted(sizes.rows, key=lambda n: (n not in sizes.goal_rows, n))
     for tokens in sizes.contexts:
@@ -74,8 +75,8 @@ def cases(context: Context) -> Iterator[Case]:
 
 
 def measure(model: BenchModel, backend: CudaBackend, case: Case) -> Found:
-    """Medians. `host_gap_ms` is the host's part of a step, through which the device waits at least
-    for what is not yet queued."""
+    """Returns medians. `host_ms` is the host's part of a step, until all of it is queued for the
+    device."""
     contexts = [case.context] * case.num_rows
     if case.has_long:
         contexts[0] = model.sizes.long_context
@@ -98,8 +99,8 @@ def measure(model: BenchModel, backend: CudaBackend, case: Case) -> Found:
 def measure_loop(
     model: BenchModel, backend: CudaBackend, num_rows: int, num_adapters: int
 ) -> Found:
-    """Steps of the engine's own loop, from scheduling to encoded outputs: the share of the floor
-    that a server reaches."""
+    """Times steps of the engine's own loop, from scheduling to encoded outputs, which gives a
+    server's share of the floor."""
     sizes = model.sizes
     tokens = sizes.contexts[0]
     found = list(
@@ -130,8 +131,8 @@ def measure_loop(
 
 
 def adapters_cost(context: Context, steps: list[Found], image_bytes: int) -> list[Found]:
-    """Returns by how much steps are longer with adapters than without, and above the time that
-    reading the adapters takes, as shares of the step without."""
+    """Returns the additional time of steps with adapters, with and without the time to read the
+    adapters, as shares of a step without adapters."""
     base = {
         (each["num_rows"], each["context"]): each["step_ms"]
         for each in steps

@@ -1,4 +1,5 @@
-"""Versions, and what the device gives: by this all others' shares are reckoned."""
+"""Reports versions, and measures the device's rates, on which all other stages' shares are
+based."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from inference_svc.host.memory import available_bytes
 from kernels.host_memory import allocate_host, allocate_pinned
 
 PIECE_BYTES = 4 << 20
-"""As images travel: a step's inputs wait for no more."""
+"""Size of the pieces in which images are copied; a step's inputs wait for at most one piece."""
 SANITIZER = "compute-sanitizer"
 SANITIZER_FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 
@@ -47,7 +48,7 @@ def versions() -> Found:
 
 
 def find_sanitizer() -> str | None:
-    """Returns the path of compute-sanitizer; None: it is not installed."""
+    """Returns the path of compute-sanitizer, or None if it is not installed."""
     for folder in (None, *SANITIZER_FOLDERS):
         found = shutil.which(SANITIZER, path=folder)
         if found:
@@ -56,7 +57,7 @@ def find_sanitizer() -> str | None:
 
 
 def ceilings(context: Context) -> Found:
-    """A copy on the device counts bytes read and bytes written."""
+    """Returns the device's rates; a copy on the device counts bytes read and bytes written."""
     return {
         "device_copy_gb_per_s": _copy(context),
         **_bus(context),
@@ -77,7 +78,7 @@ def _copy(context: Context) -> float:
 
 
 def _bus(context: Context) -> Found:
-    """Between pinned memory and the device, the best of five."""
+    """Returns rates between pinned memory and the device, the best of five."""
     num_bytes = context.sizes.host_copy_bytes
     there = torch.empty(num_bytes, dtype=torch.uint8, device=context.device)
     allocate = allocate_host if context.is_emulated else allocate_pinned
@@ -103,7 +104,7 @@ def _bus(context: Context) -> Found:
 
 
 def _product(context: Context) -> float:
-    """TFLOP/s of a large product of random matrices."""
+    """Returns the TFLOP/s of a large product of random matrices."""
     size = context.sizes.square
     a, b = (
         torch.randn(size, size, dtype=context.sizes.dtype, device=context.device) for _ in range(2)
@@ -122,8 +123,7 @@ def empty_kernel(out: Any) -> None:
 
 
 def _node_us(context: Context) -> float:
-    """Microseconds that a node of a graph takes at least: of a kernel that does next to nothing,
-    after another."""
+    """Returns the minimum microseconds of a graph's node, from nearly empty kernels in a row."""
     out = torch.zeros(1, dtype=torch.int32, device=context.device)
 
     def launch() -> None:

@@ -1,5 +1,5 @@
-"""What only some families compute, mixtures of experts too; LoRA of every group beside the peers,
-as they come and tuned."""
+"""Times operations that only some families use, including mixtures of experts, and LoRA of every
+group against the peers with default and tuned constants."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from bench.gpu_run.stages.tune import (
 from bench.gpu_run.timing import Deadline
 
 COMPILE_SHARE = 0.35
-"""Of the stage's time, at most, for compiling families' and the peers' kernels in many
+"""Maximum share of the stage's time to compile the families' and the peers' kernels in many
 processes."""
 FAMILIES_SHARE = 0.2
-"""Of the stage's time, at most, for what only some families compute."""
+"""Maximum share of the stage's time for operations that only some families use."""
 MAX_ERROR = 0.02
-"""Relative RMS of what is added, and of what families compute, in 16 bits."""
+"""Maximum relative RMS error of LoRA's addition, and of the families' operations, in 16 bits."""
 MAX_S = 0.02
-"""Of one measurement of what families compute."""
+"""Maximum time of one measurement of a family's operation."""
 
 
 def run(context: Context) -> Found:
-    """Raises AssertionError where numbers are wrong: ours, or a peer's, which then was not called
-    as it must be."""
+    """Runs the stage. Raises AssertionError if results are wrong: ours, or a peer's, which means
+    that the peer was called wrongly."""
     found: Found = {"families": [], "cells": [], "left_out": [], "missing": {}}
     cases, num_targets = list(lora_cases.cases(context)), lora_cases.num_targets(context)
     if not context.is_emulated:
@@ -85,8 +85,8 @@ def measure_families(context: Context, found: Found) -> None:
 
 
 def measure_torch(context: Context, found: Found) -> None:
-    """Adds what torch's kernels take, if they are for this device and can be recorded: behind all
-    of ours. `torch_ratio`: how many times as long."""
+    """Adds the times of torch's kernels after all of ours, if they support this device and can be
+    recorded. `torch_ratio` is torch's time divided by ours."""
     try:
         for cell in found["families"]:
             case = expert_cases.torch_case(context, cell["case"])
@@ -100,7 +100,7 @@ def measure_torch(context: Context, found: Found) -> None:
 
 
 def measure_family(context: Context, case: FamilyCase) -> tuple[float, float]:
-    """Returns microseconds of a call, and the error."""
+    """Returns a call's microseconds and error."""
     us = context.timer.time_us(case.run, case.num_calls, MAX_S).best_us
     return us, family_cases.error(case)
 
@@ -115,9 +115,11 @@ def make_family(context: Context, name: str) -> FamilyCase:
 
 
 def compile_all(context: Context, seconds: float) -> Found:
-    """Runs the families' cases, and the peers on every case of LoRA, once, in many processes: the
-    peers' kernels are others for each rank and shape. What is not done in time is compiled when it
-    is measured."""
+    """Runs the families' cases once, and the peers on every case of LoRA, in many processes.
+
+    The peers compile a kernel for each rank and shape. A case that is not compiled in time is
+    compiled when it is measured.
+    """
     cases = [*family_names(context), *lora_cases.cases(context)]
     tuned = context.found.get("tune", {}).get("peers", {})
     missing: set[str] = set()
@@ -126,14 +128,14 @@ def compile_all(context: Context, seconds: float) -> Found:
 
 
 def _compile(pack: Path, tuned: Mapping[str, Any], case: Case | str) -> list[str]:
-    """In a process of its own; returns which peers are missing. `case`: of LoRA, or a family's
-    name for it."""
+    """Compiles a case of LoRA, or a family's case by its name, in its own process, and returns the
+    missing peers."""
     context = context_of_job(pack)
     if isinstance(case, str):
         make_family(context, case).run()
         context.timer.synchronize()
         return []
-    # One layer has every kernel.
+    # One layer uses every kernel.
     sizes = replace(context.sizes, max_calls=1, case_bytes=0)
     context = replace(context, sizes=sizes, found={"tune": {"peers": tuned}})
     missing: list[str] = []
@@ -166,8 +168,11 @@ def measure(context: Context, name: str, call: LoraCall, work: Work) -> Found:
 
 
 def peer_calls(context: Context, case: Case) -> Iterator[tuple[str, Callable[[Work], LoraCall]]]:
-    """Each peer as it comes and, where it was tuned, tuned. To make one raises Missing without it,
-    and it or its call one of FAILURES where its constants do not suit."""
+    """Yields each peer with its default constants and, if it was tuned, with tuned ones.
+
+    Making a peer raises Missing if the pack lacks it. Making or calling it raises one of FAILURES
+    if its constants do not fit.
+    """
     tuned: Mapping[str, Any] = context.found.get("tune", {}).get("peers", {})
 
     def maker(name: str, configs: Mapping[str, Constants]) -> Callable[[Work], LoraCall]:
@@ -181,7 +186,7 @@ def peer_calls(context: Context, case: Case) -> Iterator[tuple[str, Callable[[Wo
 
 
 def rate(cell: Found) -> Found:
-    """`ratio`: how many times as long the better peer takes, at its best."""
+    """Returns shares; `ratio` is the best time of the better peer, divided by ours."""
     theirs = [us for name, us in cell.items() if name.endswith(("_default_us", "_tuned_us"))]
     ours_us = cell["ours_us"]
     return {

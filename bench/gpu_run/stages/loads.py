@@ -1,4 +1,4 @@
-"""Images into the arena, alone and beside steps."""
+"""Times copies of images into the arena, alone and during steps."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def run(context: Context) -> Found:
 
 
 def alone(model: BenchModel) -> Found:
-    """Each image copied, waited for, and made visible to kernels. `share_of_bus` is of what one
-    copy of pinned memory reaches."""
+    """Copies each image, waits for it, and makes it visible to kernels. `share_of_bus` is relative
+    to the rate of one copy of pinned memory."""
     timer, arena = model.context.timer, model.arena
     seconds = []
     for each in model.loadable:
@@ -50,8 +50,8 @@ def alone(model: BenchModel) -> Found:
 
 
 def beside(model: BenchModel, backend: CudaBackend) -> Found:
-    """Steps of rows with half of the adapters: while nothing is loaded, and while the other half is
-    loaded, one after the other without a pause."""
+    """Times steps of rows with half of the adapters, first without loads, then while the other half
+    is loaded one after the other without a pause."""
     timer, arena, sizes = model.context.timer, model.arena, model.sizes
     half = len(model.loadable) // 2
     contexts = [sizes.contexts[0]] * sizes.load_rows

@@ -1,4 +1,4 @@
-"""The whole engine gives the tokens that were recorded on a CPU."""
+"""Compares the whole engine's tokens with tokens recorded on a CPU."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from inference_svc.engine.thread import EngineThread
 
 HOST_BYTES = 16 << 20
 MIN_SHARE = 0.99
-"""Of greedy requests that must be equal: where two tokens are as likely as each other, rounding
-decides."""
+"""Minimum share of equal greedy requests, because rounding decides between equally likely
+tokens."""
 NUM_SHOWN = 5
 
 
 def run(context: Context) -> Found:
-    """Raises AssertionError where the tokens are others."""
+    """Runs the stage. Raises AssertionError if too many tokens differ."""
     manifest = read_manifest(context.pack)
     recorded = _chosen(context)
     found: Found = {"pack": manifest["made"], "adapters": len(manifest["adapters"])}
     engines = {"thread": start_engine}
     if not context.is_emulated:
-        engines["process"] = _process  # a process of its own would not be emulated
+        engines["process"] = _process  # the engine's own process would not be emulated
     for name, make in engines.items():
         requests = [each.request for each in recorded]
         tokens = generate(make(context), requests, max(1.0, context.deadline.left_s))
@@ -48,7 +48,7 @@ def run(context: Context) -> Found:
 
 
 def _chosen(context: Context) -> list[Recorded]:
-    """Returns as many requests, and tokens of each, as are asked for."""
+    """Returns recorded requests, limited to the sizes' numbers of requests and tokens."""
     sizes = context.sizes
     return [
         Recorded(
@@ -67,7 +67,7 @@ def _config(context: Context) -> EngineConfig:
 
 
 def start_engine(context: Context) -> RunningEngine:
-    """The engine in a thread of this process, its model loaded."""
+    """Returns an engine in a thread of this process, with its model loaded."""
     return EngineThread(_config(context), make_store(context.pack))
 
 
@@ -80,8 +80,8 @@ def _store_of_child(pack: Path, post: Callable[[Any], None]) -> PackStore:
 
 
 def compare(recorded: list[Recorded], tokens: dict[str, tuple[int, ...]]) -> Found:
-    """Returns how many of the greedy and of the sampled requests got the recorded tokens, and some
-    of those that did not."""
+    """Returns the shares of greedy and of sampled requests with the recorded tokens, and some of
+    the other requests."""
     same: dict[bool, list[bool]] = {True: [], False: []}
     different = []
     for request, wanted in recorded:

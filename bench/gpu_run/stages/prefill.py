@@ -1,4 +1,4 @@
-"""Prompts: the time to the first token, the host's part, attention beside torch's."""
+"""Times prompts: the time to the first token, the host's part, attention against torch's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kernels.attention import AttentionPlan, KVCache, attend
 NUM_ADAPTERS = 8
 REPEATS = 3
 MARGIN_S = 6.0
-"""Left for attention alone."""
+"""Time reserved for attention alone."""
 
 
 def run(context: Context) -> Found:
@@ -47,7 +47,7 @@ def run(context: Context) -> Found:
 
 
 def measure(model: BenchModel, backend: CudaBackend, length: int, num_adapters: int) -> Found:
-    """Medians of one prompt's step, alone, after a first."""
+    """Returns medians of a step of one prompt alone, after a first step."""
     times = []
     for _ in range(1 + (0 if model.context.is_emulated else REPEATS)):
         [prompt] = model.sequences([length], num_adapters)
@@ -64,7 +64,7 @@ def measure(model: BenchModel, backend: CudaBackend, length: int, num_adapters: 
 
 
 def attention(context: Context, model: BenchModel, length: int) -> Found:
-    """A prompt's attention of one layer, beside torch's over keys and values that lie densely."""
+    """Times a prompt's attention in one layer, against torch's over contiguous keys and values."""
     g, sizes, device = model.decoder.attentions[0], context.sizes, context.device
     num_pages = -(-length // sizes.page_size)
     cache = KVCache.allocate(
@@ -80,7 +80,7 @@ def attention(context: Context, model: BenchModel, length: int) -> Found:
     cells = (starts + torch.arange(sizes.page_size, device=device)).flatten()[None, :length]
     k, v = (each[0].contiguous() for each in cache.gather(0, cells))
 
-    # Not every torch has the option for groups of heads: the keys are there for each head.
+    # Not every torch has the option for groups of heads, so keys and values are repeated.
     per_key = g.num_heads // g.num_kv_heads
     wide_k, wide_v = (each.repeat_interleave(per_key, dim=1) for each in (k, v))
     ends = torch.tensor([0, length], dtype=torch.int32, device=device)

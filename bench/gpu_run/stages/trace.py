@@ -1,4 +1,4 @@
-"""The profiler's trace of a recorded step and of a mixed one."""
+"""Writes the profiler's trace of a recorded step and of a mixed one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(context: Context) -> Found:
     backend = model.backend()
     contexts = [sizes.contexts[0]] * sizes.load_rows
     *others, prompt = model.sequences([*contexts, sizes.prompts[1]], 2)
-    model.decode_times(backend, others, 1)  # once outside: the first has more to do
+    model.decode_times(backend, others, 1)  # not traced, because the first step takes longer
     found: Found = {}
     steps: dict[str, Callable[[], object]] = {
         "decode": lambda: model.decode_times(backend, others, 1, warm_up_steps=0),
@@ -45,7 +45,7 @@ def run(context: Context) -> Found:
 
 
 def trace(context: Context, name: str, step: Callable[[], object]) -> Found:
-    """Writes the trace of `step`; returns where the time of the device went."""
+    """Writes the trace of `step`, and returns the device's time by kernel."""
     kind = DeviceType.CPU if context.is_emulated else DeviceType.CUDA
     activities = [ProfilerActivity.CPU]
     if not context.is_emulated:
@@ -65,7 +65,7 @@ def trace(context: Context, name: str, step: Callable[[], object]) -> Found:
 
 
 def account(events: list[Any]) -> Found:
-    """Microseconds by the name of what ran on the device, and those in which nothing ran."""
+    """Returns microseconds by the name of the kernel or copy, and the device's idle time."""
     by_name: Counter[str] = Counter()
     busy_us, end_us = 0.0, None
     for event in sorted(events, key=lambda event: event.time_range.start):

@@ -1,8 +1,8 @@
-"""The constants of kernels, ours and the peers', measured for as long.
+"""Measures the constants of kernels, ours and the peers', for the same time.
 
-Of every kernel each constant is changed on its own; then what was better is taken together, and
-kept if that is better still. A change counts only if it is faster in both of two measurements, and
-if the kernel's numbers stay what they were.
+For every kernel, each constant is changed on its own. Then all improvements are combined, and kept
+if they are better together. A change counts only if it is faster in both of two measurements and
+the kernel's results stay the same.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from kernels.elementwise.triton_ops import power_of_2
 
 TABLE = "tuned.json"
 COMPILE_SHARE = 0.4
-"""Of the stage's time, at most, for compiling in many processes what is measured afterwards."""
+"""Maximum share of the stage's time to compile the measured kernels in many processes."""
 MAX_S = 0.02
-"""Of one measurement, twice for each problem."""
+"""Maximum time of one measurement; each problem has two."""
 MIN_GAIN = 0.02
-"""By which constants must be faster to replace others: less is noise."""
+"""Minimum gain of new constants; less is noise."""
 MAX_DIFFERENCE = 0.02
-"""Relative RMS by which results may differ: sums in another order, in 16 bits."""
+"""Maximum relative RMS difference of results, from sums in another order, in 16 bits."""
 FAILURES = (TritonError, RuntimeError, ValueError)
-"""What constants that do not fit the device or the kernel raise."""
+"""Exceptions from constants that do not fit the device or the kernel."""
 
 Constants = dict[str, int]
 
@@ -112,7 +112,7 @@ SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     "combine_experts": {"block": (256, 1024), "elements_per_warp": (128,)},
     "plan_pairs": {"block": (128, 512), "chunk": (1024, 4096), "num_warps": (2, 8)},
 }
-"""What each constant is changed to; the default stands beside the kernels."""
+"""The other values of each constant; the defaults are in the kernels' package."""
 
 PEER_SPACES: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {
     "vllm": {
@@ -148,15 +148,15 @@ PEER_SPACES: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {
         },
     },
 }
-"""As vLLM's page on tuning and SGLang's table for Hopper have them."""
+"""Values from vLLM's page on tuning, and from SGLang's table for Hopper."""
 SGLANG_DEFAULT: dict[str, Constants] = {
     "shrink": {"BLOCK_N": 16, "BLOCK_K": 256, "num_warps": 4, "num_stages": 3},
     "expand": {"BLOCK_N": 64, "BLOCK_K": 16, "num_warps": 4, "num_stages": 3},
 }
-"""What its launches are written with, and Triton's own for the rest."""
+"""The constants in SGLang's launches, and Triton's defaults for the others."""
 
 Measure = Callable[[Constants], "list[float] | None"]
-"""Microseconds of each problem; None where the numbers are others than with the defaults."""
+"""Microseconds of each problem, or None if the results differ from the defaults' results."""
 
 
 def run(context: Context) -> Found:
@@ -169,7 +169,7 @@ def run(context: Context) -> Found:
     ours = Deadline(context.deadline.left_s / 2)
     problems_of = kernel_cases.problems(context, pool)
     for index, (kernel, problems) in enumerate(problems_of.items()):
-        # What one leaves is for those after it.
+        # Later kernels share the time that this one does not use.
         deadline = Deadline(ours.left_s / (len(problems_of) - index))
         measure = Ours(context, kernel, problems).measure
         best, entry = search(default_of(context, kernel), SPACE[kernel], measure, deadline, most)
@@ -217,7 +217,7 @@ def default_of(context: Context, kernel: str) -> Constants:
 
 
 def trials(default: Constants, space: Mapping[str, Sequence[int]]) -> Iterator[Constants]:
-    """The default, then each constant changed on its own."""
+    """Yields the default, then each constant changed on its own."""
     yield default
     for name, values in space.items():
         for value in values:
@@ -232,12 +232,14 @@ def search(
     deadline: Deadline,
     most: int,
 ) -> tuple[Constants, Found]:
-    """Returns the best constants, and what was tried: each with its time as a share of the
-    default's, the geometric mean over the problems, in the slower of two measurements; the second
-    only if the first is faster. Raises ValueError if the default's numbers are wrong."""
+    """Returns the best constants, and all trials. Raises ValueError if the default is wrong.
+
+    A trial's time is a share of the default's: the geometric mean over the problems, in the slower
+    of two measurements. There is no second measurement if the first is not faster.
+    """
     first = measure(default)
     if first is None:
-        raise ValueError(f"the default {default} does not run, or its numbers are wrong")
+        raise ValueError(f"the default {default} does not run, or its results are wrong")
     base = [min(pair) for pair in zip(first, measure(default) or first, strict=True)]
     tried: list[Found] = []
 
@@ -285,7 +287,7 @@ def changed(constants: Constants, default: Constants) -> Constants:
 
 
 class Ours:
-    """One of our kernels on its problems."""
+    """Measures one of our kernels on its problems."""
 
     def __init__(self, context: Context, kernel: str, problems: Sequence[Problem]) -> None:
         self._context, self._kernel, self._problems = context, kernel, problems
@@ -318,11 +320,11 @@ def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
 def tune_peer(
     context: Context, found: Found, name: str, case: Case, pool: Pool, seconds: float
 ) -> None:
-    """Searches each part of the peer's constants for this case. Raises Missing without it, and one
-    of FAILURES where its own constants fail."""
+    """Searches each part of the peer's constants for this case. Raises Missing without the peer,
+    and one of FAILURES if its own constants fail."""
     work = lora_cases.make_work(context, case, pool)
     chosen = peer_defaults(name, case)
-    # Before any time is taken: the pack may lack it.
+    # Raises Missing before any measurement, if the pack lacks the peer.
     make_peer(context.pack, name, work, chosen)
     parts: Found = {}
     for index, (part, space) in enumerate(PEER_SPACES[name].items()):
@@ -344,14 +346,14 @@ def tune_peer(
 
 
 def make_peer(pack: Path, name: str, work: Work, configs: Mapping[str, Constants]) -> LoraCall:
-    """Raises Missing where the pack lacks the peer."""
+    """Makes a peer's kernels. Raises Missing if the pack lacks the peer."""
     kind = Vllm if name == "vllm" else Sglang
     call: LoraCall = kind(pack, work, configs)
     return call
 
 
 def peer_defaults(name: str, case: Case) -> dict[str, Constants]:
-    """Returns the constants that the peer takes by itself: see vLLM's `get_lora_op_configs`."""
+    """Returns the peer's own constants; see vLLM's `get_lora_op_configs`."""
     if name == "sglang":
         return {"both": {"chunk": default_chunk(case.num_tokens)}, **SGLANG_DEFAULT}
     is_short = case.num_tokens < 128
@@ -375,13 +377,13 @@ def peer_defaults(name: str, case: Case) -> dict[str, Constants]:
 
 
 def case_key(case: Case) -> str:
-    """By which a peer's constants are found: as its own files have them, by shape and tokens."""
+    """Returns the key of a peer's constants: by shape and tokens, as in its own files."""
     return f"{case.group.name}, {power_of_2(case.num_tokens)}"
 
 
 def tuned_for(tuned: Mapping[str, Any], case: Case) -> dict[str, Constants] | None:
-    """Returns a peer's constants for the nearest number of tokens of the same group; None where
-    nothing was measured."""
+    """Returns a peer's constants for the nearest number of tokens of the same group, or None
+    without a measurement."""
     known = {}
     for key, entry in tuned.items():
         group, _, tokens = key.rpartition(", ")
@@ -394,8 +396,8 @@ def tuned_for(tuned: Mapping[str, Any], case: Case) -> dict[str, Constants] | No
 
 
 def write_table(context: Context, best: Mapping[str, Constants]) -> None:
-    """Writes what was found in the form of `kernels/tuning`, to be reviewed and committed there: of
-    each kernel the default's rules, with the one for this model replaced."""
+    """Writes the best constants in the form of `kernels/tuning`, for review and commit there: each
+    kernel's default rules, with the rule for this model replaced."""
     default = tuning.read_table(tuning.path_of(tuning.DEFAULT))
     table = {kernel: [*default[kernel][:-1], constants] for kernel, constants in best.items()}
     path = context.out / TABLE
@@ -404,8 +406,8 @@ def write_table(context: Context, best: Mapping[str, Constants]) -> None:
 
 
 def compile_all(context: Context, seconds: float) -> Found:
-    """Runs every trial once, in many processes, so that Triton finds it compiled later. What is not
-    done in time is left: it is compiled when it is measured."""
+    """Runs every trial once, in many processes, so that Triton finds it compiled later. A trial
+    that is not compiled in time is compiled when it is measured."""
     failed = []
 
     def note(result: tuple[Job, bool]) -> None:
@@ -418,7 +420,7 @@ def compile_all(context: Context, seconds: float) -> Found:
 
 
 class Job(NamedTuple):
-    """A trial of one of our kernels, or of a peer's part for the case with that number."""
+    """A trial of one of our kernels, or of a peer's part for the case with this number."""
 
     kernel: str
     constants: Constants
@@ -427,7 +429,7 @@ class Job(NamedTuple):
 
 
 def _jobs(context: Context) -> Iterator[Job]:
-    """Ours and the peers' in turn, as none may be compiled less than the others."""
+    """Yields our trials and the peers' in turn, so that none has fewer compiled than the others."""
     ours = [
         Job(kernel, constants)
         for kernel, space in SPACE.items()
@@ -446,9 +448,9 @@ def _jobs(context: Context) -> Iterator[Job]:
 
 
 def _compile(pack: Path, job: Job) -> tuple[Job, bool]:
-    """In a process of its own; returns whether the constants can be compiled."""
+    """Runs a trial in its own process, and returns whether its constants can be compiled."""
     context = context_of_job(pack)
-    # One layer has every kernel.
+    # One layer uses every kernel.
     context = replace(context, sizes=replace(context.sizes, max_calls=1, case_bytes=0))
     pool = make_pool(context)
     try:
