@@ -1,1 +1,1 @@
-"""Generates what is written from the code, and runs what tests and previews need; not shipped."""
+"""Generates documents from the code, and runs programs for tests and previews; not shipped."""

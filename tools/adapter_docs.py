@@ -51,8 +51,7 @@ def render() -> dict[str, str]:
 
 
 def replaced(page: str, tables: Mapping[str, str]) -> str:
-    """Returns the page with these tables between their marks. Raises KeyError for a mark that is
-    not there."""
+    """Returns the page with these tables between its marks. Raises KeyError for a missing mark."""
     for name, table in tables.items():
         start, end = f"<!-- adapters: {name} -->\n", "<!-- end -->"
         before, found, rest = page.partition(start)

@@ -168,7 +168,7 @@ def meanings(service: Service) -> Iterator[tuple[type[ServiceError], str]]:
 
 
 def exact_reasons(service: Service) -> list[str]:
-    """Returns the reasons that code gives to errors in place of their class's reason."""
+    """Returns the reasons that code gives to errors instead of their class's reason."""
     found: set[str] = set()
     for _, call in chain.from_iterable(map(_calls, (service.folder, *service.readers))):
         values = [*call.args, *(keyword.value for keyword in call.keywords)]

@@ -1,9 +1,9 @@
-"""Asks an advisory service which versions of constraints.txt have known vulnerabilities.
+"""Queries an advisory service for known vulnerabilities of the versions in constraints.txt.
 
     python -m tools.audit [--osv-url URL]
 
-pip-audit asks OSV. Ends with 1 if there are any, and with 2 if there was no answer for a package:
-no news is not taken for good news.
+pip-audit queries OSV. The exit code is 1 if there are vulnerabilities, and 2 if a package has no
+answer, because a missing answer does not mean that it is safe.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ OSV_URL = "https://api.osv.dev/v1/query"
 
 
 class NoAnswer(Exception):
-    """The service did not answer, or not for all packages; the message has what pip-audit said."""
+    """The service did not answer for all packages; the message has pip-audit's output."""
 
 
 def audit(pins: dict[str, Pin], osv_url: str) -> list[str]:
-    """Returns a line per vulnerability. Raises NoAnswer."""
+    """Returns a line for each vulnerability. Raises NoAnswer."""
     return [line for versions in _versions(pins) for line in _audit(versions, osv_url)]
 
 
@@ -56,7 +56,7 @@ def _audit(versions: dict[str, str], osv_url: str) -> Iterator[str]:
 
 
 def _versions(pins: dict[str, Pin]) -> Iterator[dict[str, str]]:
-    """Yields versions by package: those of packages that are allowed in two take two times."""
+    """Yields versions by package, twice if a package is allowed in two versions."""
     allowed = {name: re.findall("[=<>]=([^,]+)", pin.specifier) for name, pin in pins.items()}
     yield {name: found[-1] for name, found in allowed.items()}
     if again := {name: found[0] for name, found in allowed.items() if len(found) > 1}:
@@ -71,7 +71,7 @@ def _lines(package: dict[str, Any]) -> Iterator[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.audit", description=__doc__)
-    parser.add_argument("--osv-url", default=OSV_URL, help="of a mirror of OSV")
+    parser.add_argument("--osv-url", default=OSV_URL, help="URL of a mirror of OSV")
     osv_url: str = parser.parse_args(arguments).osv_url
     pins = read((ROOT / CONSTRAINTS).read_text())
     try:

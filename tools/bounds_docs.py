@@ -16,17 +16,17 @@ from tools.bounds_texts.line import ACCOUNT, CALLER, SERVER, Line
 from tools.bounds_texts.store import STORE_FIELDS, TABLES
 
 PATH = Path(__file__).parent.parent / "docs" / "limits.md"
-START = "<!-- `make docs` generates what follows from tools/bounds_texts -->"
-END = "<!-- the end of what is generated -->"
+START = "<!-- `make docs` generates this part from tools/bounds_texts -->"
+END = "<!-- the end of the generated part -->"
 
 
 class Table(NamedTuple):
-    """A table of the page. If most lines count for one owner, `owner` names it: then the table has
-    no column of owners, and a line names its own only where it differs."""
+    """A table of the page. If most lines count for one owner, `owner` names it. The table then has
+    no column of owners, and a line names only a different owner."""
 
     heading: str
     first: str
-    """The head of the first column."""
+    """The heading of the first column."""
     lines: Sequence[Line]
     owner: str = ""
 
@@ -69,7 +69,7 @@ def _row(line: Line, table: Table) -> str:
 
 
 def _limits(line: Line, *, of_store: bool) -> list[str]:
-    """Returns what is counted of the line's fields before a message is parsed."""
+    """Returns the limits of the line's fields that apply before a message is parsed."""
     found: dict[str, list[str]] = {}
     for field in line.of:
         for limit in limits(field, of_store=of_store):
@@ -101,7 +101,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def written(page: str) -> str:
-    """Returns the page with the tables as they should be."""
+    """Returns the page with generated tables."""
     before, _, rest = page.partition(START)
     _, _, after = rest.partition(END)
     return f"{before}{START}\n\n{render()}\n{END}{after}"

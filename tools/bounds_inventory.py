@@ -1,5 +1,5 @@
-"""Lists the subjects of rows in docs/limits.md, from the code: the fields of requests, by their
-paths, and the tables of the catalog."""
+"""Lists the subjects of rows in docs/limits.md from the code: the paths of fields in requests, and
+the tables of the catalog."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from servicekit.rpc.requests import RequestTable
 STORE = adapter_store_pb2.DESCRIPTOR.services_by_name["AdapterStoreService"]
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 PULLED = ("PullAdapterResponse", "GetTextResponse")
-"""What an inference service reads of an adapter's contents."""
+"""Messages with an adapter's contents that an inference service reads."""
 
 BODIES: Sequence[type[BaseModel]] = (ChatBody, CompletionBody, TokensBody, LoadBody, UnloadBody)
-"""All that is read over HTTP; a test compares them with the routes' modules."""
+"""All bodies of requests over HTTP; a test compares them with the routes' modules."""
 SAMPLING = "sampling_params."
-"""Where one of them has what the others have at their top."""
+"""The object of one body for fields that the other bodies have at their top level."""
 
 MAX_MODEL_LEN = 1 << 20
-"""Stands for `--max-model-len` where limits are counted in it."""
+"""Represents `--max-model-len` in limits that depend on it."""
 _WORDS = {2 * MAX_MODEL_LEN: "twice `--max-model-len`"}
 
 
@@ -46,13 +46,13 @@ def inference_fields() -> set[str]:
 
 
 def http_fields() -> set[str]:
-    """Returns the fields of bodies over HTTP. A name means the same in each of them."""
+    """Returns the fields of bodies over HTTP. A name has the same meaning in all bodies."""
     found = {path for body in BODIES for path in _of_body(body)}
     return {path.removeprefix(SAMPLING) for path in found} - {SAMPLING.removesuffix(".")}
 
 
 def pulled_fields() -> set[str]:
-    """Returns the fields of what a store sends to an inference service, as "Message.path"."""
+    """Returns the fields of a store's answers to an inference service, as "Message.path"."""
     messages = adapter_store_pb2.DESCRIPTOR.message_types_by_name
     return {f"{name}.{path}" for name in PULLED for path in paths_of(messages[name])}
 
@@ -63,7 +63,7 @@ def tables() -> set[str]:
 
 
 def limits(field: str, *, of_store: bool) -> list[str]:
-    """Returns what the tables of requests say of a field: the most entries and characters."""
+    """Returns a field's maximum entries and characters from the tables of requests."""
     method, _, path = field.partition(".")
     table: RequestTable = STORE_REQUESTS if of_store else request_bounds(MAX_MODEL_LEN)
     bounds = table[method]
@@ -82,7 +82,7 @@ def _fields_of(service: ServiceDescriptor) -> Iterator[str]:
 
 
 def paths_of(message: Descriptor, prefix: str = "") -> Iterator[str]:
-    """Yields the paths of all fields, those of messages within it included."""
+    """Yields the paths of all fields, including fields of messages within the message."""
     for field in message.fields:
         path = prefix + field.name
         inner = field.message_type
@@ -104,7 +104,7 @@ def _of_body(body: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yields the bodies that a field's type has."""
+    """Yields the bodies within a field's type."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for each in get_args(annotation):

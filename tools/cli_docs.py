@@ -73,35 +73,35 @@ TYPES = (
     top_overview.Tier,
     top_overview.AdapterRates,
 )
-"""The types that outputs are made of; Error is written out below."""
+"""The types of outputs; Error is written out below."""
 SHARED = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(Connection)}
 COMMON = {
     typing.get_args(option)[1].help for option in (options.Json, options.Inference, options.Store)
 }
 """Meanings of options that several commands have."""
 MANY = 3
-"""The reference describes an argument or option once if so many commands have it."""
+"""The reference describes an argument or option only once if this many commands have it."""
 
 
 def render() -> str:
-    """Returns what is to be in docs/cli.md."""
+    """Returns the content of docs/cli.md."""
     by_hand = PATH.read_text().partition(MARKER)[0]
     return by_hand + "\n".join([MARKER, "", *_reference(), *_json_output()])
 
 
 def _is_shared(option: Any) -> bool:
-    """Returns whether it belongs to the connection; some commands have their own --tenant."""
+    """Returns whether an option is for the connection; some commands have their own --tenant."""
     panel = getattr(option, "rich_help_panel", None)
     return option.opts[0] in SHARED and panel in (CONNECTION, SECURITY)
 
 
 def _is_common(option: Any) -> bool:
-    """Returns whether other commands have the same option; `top` has its own --json."""
+    """Returns whether all commands share this option; `top` has its own --json."""
     return option.help in COMMON
 
 
 def _repeated(commands: Iterable[Any]) -> dict[tuple[str, str], Any]:
-    """Returns further arguments and options that many commands have, by name and meaning."""
+    """Returns other arguments and options that many commands have, by name and meaning."""
     found: dict[tuple[str, str], list[Any]] = {}
     for command in commands:
         for each in command.params:

@@ -22,7 +22,7 @@ def faults(message: str, files: Iterable[str]) -> Iterator[str]:
     if len(subject) > MAX_SUBJECT:
         yield f"the subject has {len(subject)} characters, at most {MAX_SUBJECT} are allowed"
     if not body.strip() and any(map(_needs_reason, files)):
-        yield "there is no body: give the reason, and the measurement if behaviour or speed changes"
+        yield "there is no body; give the reason, and a measurement if behaviour or speed changes"
 
 
 def _needs_reason(file: str) -> bool:
@@ -30,12 +30,12 @@ def _needs_reason(file: str) -> bool:
 
 
 def check() -> list[str]:
-    """Returns a line for each fault of a new commit; none where the history is too short to tell
-    which are new."""
+    """Returns a line for each fault of a new commit, or none if the history is too short to show
+    which commits are new."""
     try:
         git("merge-base", "--is-ancestor", FIRST_COMMIT, "HEAD")
     except subprocess.CalledProcessError:
-        print(f"{FIRST_COMMIT} is not in this history: messages of commits are not checked")
+        print(f"{FIRST_COMMIT} is not in this history, so messages of commits are not checked")
         return []
     commits = git("rev-list", "--no-merges", f"{FIRST_COMMIT}..HEAD").split()
     return [f"{commit[:12]}: {fault}" for commit in commits for fault in _faults_of(commit)]

@@ -108,7 +108,7 @@ def render() -> str:
 
 
 def render_example(service: type[ServiceSettings]) -> str:
-    """Returns a file that sets what is required and has every other setting as a comment."""
+    """Returns a file with the required settings, and all others as comments."""
     lines = [
         f"# All settings of `{service.command} --config FILE`, with their defaults, or with an",
         "# example where there is no default. Remove the # before a setting to change it.",
@@ -166,7 +166,7 @@ SAMPLES = {
 
 
 def _value(setting: Setting) -> str:
-    """Returns a setting's default or sample as TOML writes it."""
+    """Returns a setting's default or sample in TOML."""
     sample = SAMPLES.get(setting.key) or SAMPLES.get(setting.metavar)
     text = setting.default or sample or f"/path/to/{setting.key}"
     if setting.is_list:

@@ -1,8 +1,9 @@
-"""What becomes of each kind of content that a trainer may write: a table, made by making each.
+"""Makes the table of support for each kind of content that a trainer may write.
 
-Every cell is an adapter of a tiny model, saved by PEFT, written as the trainer writes it, and then
-registered and planned with the store's code for a server of that model, or, where it has experts,
-of a mixture of these. Nothing is ever ignored: what is not applied is refused by name.
+For every cell it makes an adapter of a tiny model with PEFT and writes it in the trainer's form. It
+then registers and plans the adapter with the store's code, for a server of this model, or of a
+mixture of experts if the adapter has experts. Nothing is ignored: content that a server does not
+apply is refused by name.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _NAMED = re.compile(
     r"(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|trainable_tokens_delta)"
     r"((?:\.weight|\.bias)?)$"
 )
-"""What a state dict has an adapter's name behind, and what comes after it."""
+"""The part of a key before an adapter's name in a state dict, and the part after it."""
 RANK, HIDDEN = 4, 64
 OUTSIDE, INSIDE, NUM_EXPERTS = 16, 12, 4
 MIXTURE = {
@@ -52,13 +53,13 @@ MIXTURE = {
     "num_experts": NUM_EXPERTS,
     "num_hidden_layers": 1,
 }
-"""The mixture of experts that the trainers' own adapters in FIXTURES are of."""
+"""The mixture of experts of the trainers' own adapters in FIXTURES."""
 OF_MIXTURE = frozenset({Feature.EXPERTS, Feature.EXPERT_PARAMETERS})
-"""Contents that only a mixture has a place for."""
+"""Contents that only a mixture of experts can have."""
 
 
 def saved(*, save_embedding_layers: bool | str = False, **options: Any) -> Make:
-    """Saves an adapter as PEFT does, with these options of its config, and all that it trains."""
+    """Saves an adapter with PEFT, with these options of its config and all trained parameters."""
 
     def make(trainer: Trainer) -> Path:
         adapted = trainer.adapt(**options)
@@ -71,7 +72,7 @@ def saved(*, save_embedding_layers: bool | str = False, **options: Any) -> Make:
 
 
 def written(target_modules: list[str], **tensors: tuple[int, ...]) -> Make:
-    """Writes tensors of these shapes, as PEFT would for a model that had such modules."""
+    """Writes tensors of these shapes, as PEFT would for a model with such modules."""
 
     def make(trainer: Trainer) -> Path:
         folder = edited(saved()(trainer), target_modules=target_modules)
@@ -83,8 +84,8 @@ def written(target_modules: list[str], **tensors: tuple[int, ...]) -> Make:
 
 
 def of_parameters(trainer: Trainer) -> Path:
-    """Writes A and B of all experts' parameters, as PEFT 0.21 does: those of `gate_up_proj` inside
-    those of `down_proj`."""
+    """Writes A and B of all experts' parameters as PEFT 0.21 does, with the tensors of
+    `gate_up_proj` nested in `down_proj`'s."""
     inside, outside = f"{LAYER}mlp.experts.base_layer.lora", f"{LAYER}mlp.experts.lora"
     all_ranks = NUM_EXPERTS * RANK
     folder = edited(
@@ -144,7 +145,7 @@ CONTENTS: Mapping[Feature, Make] = {
 
 
 def of_state_dict(make: Make) -> Make:
-    """Names tensors as a state dict does: with the adapter's name, and without PEFT's prefix."""
+    """Names tensors as in a state dict, with the adapter's name and without PEFT's prefix."""
 
     def written(trainer: Trainer) -> Path:
         folder = make(trainer)
@@ -168,8 +169,7 @@ def of_tinker(make: Make) -> Make:
 
 
 def of_mlx(make: Make = CONTENTS[Feature.LINEAR], **fields: object) -> Make:
-    """Writes A and B as MLX-LM does, and an embedding's as all others'; `fields` change its
-    config."""
+    """Writes A and B as MLX-LM does, an embedding's like all others; `fields` change its config."""
 
     def written(trainer: Trainer) -> Path:
         folder = make(trainer)
@@ -182,14 +182,14 @@ def of_mlx(make: Make = CONTENTS[Feature.LINEAR], **fields: object) -> Make:
 
 
 def fixture(name: str) -> Make:
-    """Copies an adapter of a mixture that a trainer's own library saved."""
+    """Copies an adapter of a mixture of experts that a trainer's own library saved."""
     return lambda trainer: Path(shutil.copytree(FIXTURES / name, trainer.folder))
 
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """A column of the table: `trainers` are those of adapter_store.checkpoint.formats.readers that
-    write alike. It writes no other contents."""
+    """A column of the table: trainers of adapter_store.checkpoint.formats.readers with the same
+    form, and the only contents that they write."""
 
     name: str
     trainers: tuple[str, ...]
@@ -250,8 +250,8 @@ NOT_WRITTEN = "-"
 
 
 def verdicts() -> dict[Feature, dict[str, str]]:
-    """Returns the verdict on each content by the writer's name: APPLIED, NOT_WRITTEN, or by which
-    name it is refused."""
+    """Returns the verdict on each content by the writer's name: APPLIED, NOT_WRITTEN, or the
+    refusal's reason."""
     torch.manual_seed(11)
     with tempfile.TemporaryDirectory() as name:
         zoo = make_zoo("qwen2", Path(name), [AdapterSpec("unused", 1, ["q_proj"])])
@@ -284,12 +284,12 @@ def _verdict(make: Make | None, trainer: Trainer, server: Server) -> str:
 
 
 def mixture_server(folder: Path) -> Server:
-    """Returns what a server of a mixture of experts, which is made in `folder`, says of itself."""
+    """Makes a mixture of experts in `folder`, and returns the description of its server."""
     make_model("qwen3-moe", folder, **MIXTURE)
     return server_of(folder)
 
 
 def server_of(model_dir: Path, *flags: str) -> Server:
-    """Returns what a server of this model, with these flags, says of itself."""
+    """Returns the description of a server of this model with these flags."""
     settings = load_settings(InferenceSettings, ["--model", str(model_dir), *flags])
     return Server(*from_json(describe_layout(settings)))

@@ -1,11 +1,11 @@
-"""Writes constraints.txt: every package that any of our installations takes, in one version, with
-the SHA-256 of its files for Linux.
+"""Writes constraints.txt: one version of every package that any of our installations uses, with the
+SHA-256 of its files for Linux.
 
     python -m tools.constraints [--upgrade NAME ...]
 
-Versions that are there stay, unless pyproject.toml or another package rules them out; --upgrade
-gives those packages the newest. What nothing needs any more goes. Indexes are asked by uv, which
-has its own settings for where they are (UV_DEFAULT_INDEX).
+Existing versions stay, unless pyproject.toml or another package excludes them. --upgrade gives the
+named packages their newest versions. Packages that nothing needs are removed. uv queries the
+indexes, and has its own settings for their addresses (UV_DEFAULT_INDEX).
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ ROOT = Path(__file__).parents[1]
 VERSIONS = "deploy/images/versions.env"
 HEADER = """\
 # The version of every package that we install, with the hashes of its files for Linux on x86-64 and
-# ARM64, of torch's builds for CPUs too. The pip that is named here takes no other file:
+# ARM64, including torch's builds for CPUs. With this version of pip, no other file is installed:
 # pip install --require-hashes --constraint constraints.txt. Written by `make constraints`.
 """
 APART = "triton"
-"""Tests take the version that pyproject.toml names; torch for CUDA brings another one."""
+"""Tests use the version in pyproject.toml; torch for CUDA requires another one."""
 _LINUX = re.compile(r"any|(manylinux\w*|linux)_(x86_64|aarch64)")
 _PIN = re.compile(r"^([A-Za-z0-9._-]+)([=<>]=\S+)((?: \\\n +\S+)*)$", flags=re.MULTILINE)
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 
 
 class ConstraintsFailed(Exception):
-    """An index does not answer, or has no versions that go together; the message says which."""
+    """An index does not answer, or has no compatible versions; the message has the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Which version of a package, as "==1.0", and the SHA-256 of its files."""
+    """The version of a package, such as "==1.0", and the SHA-256 of its files."""
 
     specifier: str
     hashes: frozenset[str]
@@ -87,14 +87,14 @@ def current(folder: Path, upgrade: Iterable[str] = ()) -> dict[str, Pin]:
 
 
 def _either(older: Pin, newer: Pin) -> Pin:
-    """Allows both: a version between them has none of the hashes."""
+    """Allows both versions; a version between them has none of the hashes."""
     between = f">={older.specifier[2:]},<={newer.specifier[2:]}"
     return Pin(between, older.hashes | newer.hashes)
 
 
 def resolve(wanted: list[str], constraints: list[str], *options: str) -> dict[str, Pin]:
-    """Returns pins of `wanted` and of all that these need, with any Python that we support. Raises
-    ConstraintsFailed."""
+    """Returns pins of `wanted` and of all their dependencies, for any Python that we support.
+    Raises ConstraintsFailed."""
     with tempfile.TemporaryDirectory(prefix="loadout-constraints-") as name:
         folder = Path(name)
         (folder / "wanted.txt").write_text("\n".join(wanted))
@@ -122,7 +122,7 @@ def _oldest_python() -> str:
 
 
 def _hashes(package: dict[str, Any]) -> frozenset[str]:
-    """The hashes of a package's source and of its wheels for Linux with glibc."""
+    """Returns the hashes of a package's source and of its wheels for Linux with glibc."""
     files = [each for each in package.get("wheels", []) if _is_for_us(_file_name(each))]
     files += [package["sdist"]] if "sdist" in package else []
     return frozenset(each["hashes"]["sha256"] for each in files)
@@ -138,8 +138,8 @@ def _is_for_us(name: str) -> bool:
 
 
 def _with_cpu_builds(torch: Pin, before: Pin | None, folder: Path) -> Pin:
-    """Adds the files of torch's own index for CPUs, which images take. Where that index does not
-    answer, those stay that are known of this version."""
+    """Adds the files of torch's own index for CPUs, which images install. If the index does not
+    answer, the known files of this version stay."""
     index = re.search(r"^CPU_TORCH_INDEX=(\S+)$", (folder / VERSIONS).read_text(), re.MULTILINE)
     assert index is not None, f"{VERSIONS} names no index of torch for CPUs"
     build = f"torch{torch.specifier}+cpu"

@@ -1,11 +1,11 @@
 """Builds the documentation as a site: `python -m tools.docs_site [--repository URL]`.
 
-Gathers every page of the repository under build/docs/pages, at its own place, with the pictures
-that it shows, and runs MkDocs on them. Links between pages work as they are. A link to a file that
-is no page leads to the repository's host where its URL is given, and is plain text where not.
+It copies every page of the repository to its own place under build/docs/pages, with its pictures,
+and runs MkDocs on them. Links between pages work as they are. A link to another file leads to the
+repository's host if you give its URL; otherwise it becomes plain text.
 
-The site loads nothing from elsewhere: mermaid, which draws the diagrams in the browser, is fetched
-once from npm and becomes part of it. Without npm diagrams are shown as text.
+The site loads nothing from other hosts. mermaid, which draws the diagrams in the browser, is
+fetched once from npm and becomes part of the site. Without npm, diagrams are shown as text.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ MERMAID_VERSION = "11.6.0"
 MERMAID_SHA256 = "3a93016a73dc82ba890d919f9bbb176f3da9d98341650c0b517f2595cc68fef8"
 MERMAID = ROOT / ".tools" / f"mermaid-{MERMAID_VERSION}.min.js"
 SCRIPT = "javascripts/mermaid.min.js"
-"""Where the script lies in the site."""
+"""The script's path in the site."""
 
 
 def pages() -> list[Path]:
-    """Every page, relative to the repository's root."""
+    """Returns every page, relative to the repository's root."""
     found = [*ROOT.glob("*.md")]
     for folder in FOLDERS:
         found += (ROOT / folder).rglob("*.md")
@@ -42,7 +42,7 @@ def pages() -> list[Path]:
 
 
 def with_links(page: Path, text: str, known: set[Path], repository: str) -> str:
-    """Returns `text` with its links to files that are no pages led elsewhere, or taken out.
+    """Returns `text` with links to other files than pages led to `repository`, or removed.
 
     Raises ValueError for a link to a file that is not in the repository.
     """
@@ -65,7 +65,7 @@ def with_links(page: Path, text: str, known: set[Path], repository: str) -> str:
 
 
 def find_mermaid() -> Path | None:
-    """Returns the script, which npm fetches once; None without npm or network."""
+    """Returns the script, which npm fetches once, or None without npm or network."""
     if MERMAID.exists():
         return MERMAID
     if shutil.which("npm") is None:
@@ -93,7 +93,7 @@ def find_mermaid() -> Path | None:
 def with_diagrams(page: Path, text: str, *, are_drawn: bool) -> str:
     """Returns a page that loads our script for its diagrams, or shows them as text.
 
-    The theme fetches mermaid from elsewhere unless a page has it.
+    The theme fetches mermaid from another host unless a page has it.
     """
     if "```mermaid\n" not in text:
         return text
@@ -105,12 +105,12 @@ def with_diagrams(page: Path, text: str, *, are_drawn: bool) -> str:
 
 
 def gather(folder: Path, repository: str) -> None:
-    """Makes `folder` anew, with every page, picture and script."""
+    """Replaces `folder` with every page, picture and script."""
     shutil.rmtree(folder, ignore_errors=True)
     known = set(pages())
     mermaid = find_mermaid()
     if mermaid is None:
-        print("npm could not fetch mermaid: diagrams are shown as text", file=sys.stderr)
+        print("npm could not fetch mermaid, so diagrams are shown as text", file=sys.stderr)
     else:
         (folder / SCRIPT).parent.mkdir(parents=True)
         shutil.copy(mermaid, folder / SCRIPT)
@@ -127,10 +127,10 @@ def gather(folder: Path, repository: str) -> None:
 
 
 def build(folder: Path, repository: str = "") -> int:
-    """Writes the site under `folder`/site; returns the exit status of MkDocs."""
+    """Writes the site under `folder`/site, and returns MkDocs' exit status."""
     gather(folder / "pages", repository)
     config = folder / "mkdocs.yml"
-    config.write_text((ROOT / "mkdocs.yml").read_text())  # its paths are relative to its place
+    config.write_text((ROOT / "mkdocs.yml").read_text())  # its paths are relative to its own folder
     command = [sys.executable, "-m", "mkdocs", "build", "--config-file", str(config)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     return subprocess.run(command, env=environment, check=False).returncode

@@ -1,13 +1,13 @@
-"""Shows where a run of the tests spent its time, and holds folders to a committed table.
+"""Shows the durations of a run of the tests, and compares folders with a committed table.
 
     python -m tools.durations [REPORT] [--top 25] [--update]
     python -m tools.durations --check
 
-REPORT is JUnit's file of a run (`make test` writes build/junit.xml), with the properties that
-`tests.support.durations` adds: seconds of each phase and of each fixture. --update writes the
-folders' seconds into tests/durations.toml. --check fails where a folder takes over 10 % more than
-its line in that table, once the machine's own speed is taken out; and where a commit raises a
-folder's line by as much and its message does not name the folder.
+REPORT is JUnit's file of a run (`make test` writes build/junit.xml), with the properties of
+`tests.support.durations`: seconds of each phase and of each fixture. --update writes the folders'
+seconds into tests/durations.toml. --check fails if a folder takes over 10 % more than its line in
+this table, after a correction for the machine's speed. It also fails if a commit raises a folder's
+line by over 10 % and its message does not name the folder.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ TABLE = ROOT / "tests" / "durations.toml"
 PHASES = ("setup", "call", "teardown")
 MAX_GROWTH = 1.1
 MIN_GROWTH_S = 10.0
-"""A folder of few seconds grows by chance."""
+"""Minimum growth, because a folder of few seconds grows by chance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One test of a run. `seconds` has all of it, `phases` and `fixtures` the parts above 5 ms."""
+    """One test of a run. `seconds` is its total, `phases` and `fixtures` are parts above 5 ms."""
 
     file: str
     name: str
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def folder(self) -> str:
-        """The first two folders below tests."""
+        """The first two folders under tests."""
         return "/".join(self.file.split("/")[:-1][:3])
 
 
@@ -78,8 +78,8 @@ def by_folder(cases: Iterable[Case]) -> dict[str, float]:
 
 
 def grown(now: Mapping[str, float], before: Mapping[str, float], speed: float = 1.0) -> list[str]:
-    """Returns a line for each folder that grew by over 10 % and ten seconds. `speed` is how much
-    longer this machine takes for everything."""
+    """Returns a line for each folder that grew by over 10 % and ten seconds. `speed` is the factor
+    by which this machine is slower in general."""
     found = []
     for folder, seconds in now.items():
         allowed = before.get(folder, 0.0) * speed
@@ -89,7 +89,7 @@ def grown(now: Mapping[str, float], before: Mapping[str, float], speed: float = 
 
 
 def speed_of(now: Mapping[str, float], before: Mapping[str, float]) -> float:
-    """Returns how much longer than in the table folders took, the median of the larger ones."""
+    """Returns the median factor by which larger folders took longer than in the table."""
     both = [now[folder] / before[folder] for folder in now if before.get(folder, 0) > MIN_GROWTH_S]
     return median(both) if both else 1.0
 
@@ -110,7 +110,7 @@ def write_table(seconds: Mapping[str, float], table: Path = TABLE) -> None:
 
 
 def unnamed_growth() -> Iterator[str]:
-    """Yields the lines of the table that a commit raised without naming the folder."""
+    """Yields the lines of the table that a commit raised without the folder's name."""
     name = str(TABLE.relative_to(ROOT))
     for commit in git("rev-list", "--no-merges", "HEAD", "--", name).split():
         before, after = (_table_at(each, name) for each in (f"{commit}^", commit))
@@ -133,7 +133,7 @@ def check() -> list[str]:
         now, before = by_folder(read(REPORT)), load_table(TABLE.read_text())
         if now.keys() >= before.keys():  # a run of all tests
             lines = grown(now, before, speed_of(now, before))
-            wrong += [f"tests take longer than tests/durations.toml says: {line}" for line in lines]
+            wrong += [f"tests take longer than in tests/durations.toml: {line}" for line in lines]
     return [*wrong, *unnamed_growth()]
 
 
@@ -169,7 +169,7 @@ def main() -> int:
     parser.add_argument("report", nargs="?", type=Path, default=REPORT)
     parser.add_argument("--top", type=int, default=25, help="rows of each table")
     parser.add_argument("--update", action="store_true", help="write tests/durations.toml")
-    parser.add_argument("--check", action="store_true", help="fail where a folder has grown")
+    parser.add_argument("--check", action="store_true", help="fail if a folder has grown")
     args = parser.parse_args()
     if args.check:
         wrong = check()

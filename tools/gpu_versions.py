@@ -1,10 +1,10 @@
-"""`make test-gpu-versions`: tests/gpu and the GPU run with the versions of the machine that has the
-GPU, and with nothing else installed.
+"""`make test-gpu-versions` runs tests/gpu and the GPU run with the versions of the GPU's machine,
+and with nothing else installed.
 
     python -m tools.gpu_versions --python python3.12
 
-Makes an environment in build/gpu-versions with that Python, torch, Triton, numpy and pytest; then
-collects and emulates all of tests/gpu there, and runs every stage of the GPU run, emulated.
+It makes an environment in build/gpu-versions with this Python, torch, Triton, numpy and pytest.
+There it collects and emulates all of tests/gpu, and runs every stage of the GPU run in emulation.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from pathlib import Path
 
 PYTHON_VERSION = "3.12"
 PACKAGES = ("torch==2.11.0", "triton==3.6.0", "numpy", "pytest")
-"""Of torch any build will do: a build for CPUs is smaller, where pip's index has one."""
+"""Any build of torch will do; a build for CPUs is smaller, if pip's index has one."""
 FOLDER = Path("build/gpu-versions")
 STAMP = FOLDER / "packages.txt"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tools.gpu_versions", description=__doc__)
-    parser.add_argument("--python", help=f"a Python {PYTHON_VERSION}; by default one is looked for")
+    parser.add_argument(
+        "--python", help=f"a Python {PYTHON_VERSION}; by default found automatically"
+    )
     options = parser.parse_args()
     chosen = find_python([options.python] if options.python else candidates())
     if chosen is None:
@@ -36,7 +38,7 @@ def main() -> int:
         )
         return 2
     python = install(chosen)
-    # Without the peers: what they need is the same.
+    # Without the peers, whose requirements are the same.
     pack = FOLDER / "pack"
     run(sys.executable, "-m", "bench.gpu_run.pack", "--no-peers", "--out", str(pack))
     pytest = [python, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
@@ -48,7 +50,7 @@ def main() -> int:
 
 
 def candidates() -> list[str]:
-    """Returns where a Python of that version may be."""
+    """Returns possible places of a Python of this version."""
     name = f"python{PYTHON_VERSION}"
     pyenv = Path.home() / ".pyenv/versions"
     found = [name, *map(str, sorted(pyenv.glob(f"{PYTHON_VERSION}.*/bin/{name}")))]
@@ -61,7 +63,7 @@ def candidates() -> list[str]:
 
 
 def find_python(names: list[str]) -> str | None:
-    """Returns the first that runs and is of that version: a shim of pyenv's may do neither."""
+    """Returns the first Python that runs and has this version; a shim of pyenv's may do neither."""
     for name in names:
         try:
             done = subprocess.run([name, "--version"], capture_output=True, text=True)
@@ -73,7 +75,7 @@ def find_python(names: list[str]) -> str | None:
 
 
 def install(python: str) -> str:
-    """Makes the environment, if it is not there with these packages; returns its Python."""
+    """Makes the environment unless it exists with these packages, and returns its Python."""
     wanted = "\n".join(PACKAGES)
     inside = str((FOLDER / "env/bin/python").absolute())
     if not STAMP.is_file() or STAMP.read_text() != wanted:
@@ -84,7 +86,7 @@ def install(python: str) -> str:
 
 
 def run(*command: str, emulates: bool = False) -> None:
-    """Raises SystemExit with the command's status if it fails."""
+    """Runs a command. Raises SystemExit with its status if it fails."""
     print("+", *command, flush=True)
     environment = os.environ | ({"TRITON_INTERPRET": "1"} if emulates else {})
     status = subprocess.run(command, env=environment).returncode

@@ -1,4 +1,4 @@
-"""Asks git about the history of this checkout."""
+"""Reads this checkout's history with git."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Measures the architecture from the source alone: `python -m tools.house [--root DIR] [--json]`.
 
-Reads imports, definitions and docstrings of the packages under a checkout, so that two commits can
-be compared. tests/test_layering.py holds the same graph to its rules.
+It reads imports, definitions and docstrings of the packages in a checkout, so that you can compare
+two commits. tests/test_layering.py checks the same graph against its rules.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ LAYERS = {
         > core | errors | config
     """,
 }
-"""A module imports only what stands right of it; those with a bar between them not each other."""
+"""A module imports only modules to its right; modules with a bar between them do not import each
+other."""
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MIN_SHARED_RUN = 5
 FRAGMENT = re.compile(r"(Of|It|As|Those|For people)\b")
-"""How docstrings begin that are no sentence about what they stand under."""
+"""The beginning of docstrings that are no sentence about their subject."""
 
 
 @dataclass(frozen=True, slots=True)
 class House:
-    """What `measure` finds; counts, and lists where a reader wants to know which."""
+    """The results of `measure`: counts, and lists of the offending modules and functions."""
 
     modules: int
     lines: int
@@ -56,7 +57,7 @@ class House:
 
 
 class Tree:
-    """The Python modules of a checkout by dotted name, generated stubs left out."""
+    """The Python modules of a checkout by dotted name, without generated stubs."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -75,7 +76,7 @@ class Tree:
         return {name: path for name, path in self.paths.items() if is_under(name, packages)}
 
     def imports(self, name: str) -> set[str]:
-        """Every module named by an import, also inside functions and for type checking."""
+        """Returns every module named in an import, also inside functions and for type checking."""
         path = self.paths[name]
         found: set[str] = set()
         for node in ast.walk(parsed(path)):
@@ -95,12 +96,13 @@ class Tree:
         return ".".join((*(package if node.level else ()), *filter(None, [node.module])))
 
     def circles(self, package: str) -> set[str]:
-        """Modules from which a chain of imports leads back to them."""
+        """Returns the modules from which a chain of imports leads back to them."""
         graph = {name: self.imports(name) & self.paths.keys() for name in self.under(package)}
         return {name for name in graph if name in _reachable(graph, name)}
 
     def upward_imports(self, service: str) -> set[str]:
-        """`importer -> imported` against `LAYERS`. Modules outside its folders are not placed."""
+        """Returns each `importer -> imported` that breaks `LAYERS`. Modules outside of its folders
+        do not count."""
         levels = [level.split(" | ") for level in " ".join(LAYERS[service].split()).split(" > ")]
         rank = {part: number for number, level in enumerate(levels) for part in level}
         found = set()
@@ -124,8 +126,8 @@ def is_under(name: str, packages: Iterable[str]) -> bool:
 
 
 def long_functions(path: Path) -> Iterator[str]:
-    """Yields the functions that are too long. Docstrings do not count: public functions have a line
-    for each parameter."""
+    """Yields the functions that are too long. Docstrings do not count, because public functions
+    have a line for each parameter."""
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             num_lines = _num_lines(node)
@@ -140,8 +142,8 @@ def _num_lines(node: ast.stmt) -> int:
 
 
 def shared_runs(tree: Tree, min_run: int = MIN_SHARED_RUN) -> dict[tuple[str, str], int]:
-    """Lines that a module of one service shares with one of the other, in runs of
-    `min_run` or more, by pair. Blank lines, comments and imports are passed over."""
+    """Counts the lines that a module of each service shares with a module of the other, by pair, in
+    runs of `min_run` or more. Blank lines, comments and imports do not count."""
     ours, theirs = (tree.under(service) for service in SERVICES)
     lines = {name: _code_lines(path) for name, path in (ours | theirs).items()}
     found = {}
@@ -219,7 +221,7 @@ def _code_lines(path: Path) -> list[str]:
 
 
 def _shared_lines(ours: list[str], theirs: list[str], min_run: int) -> int:
-    """Lines of `ours` that lie in a run which `theirs` has too."""
+    """Counts the lines of `ours` within a run that `theirs` also has."""
     runs = {tuple(theirs[i : i + min_run]) for i in range(len(theirs) - min_run + 1)}
     covered: set[int] = set()
     for i in range(len(ours) - min_run + 1):
@@ -231,7 +233,7 @@ def _shared_lines(ours: list[str], theirs: list[str], min_run: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--root", type=Path, default=Path(), help="the checkout to measure")
-    parser.add_argument("--json", action="store_true", help="everything found, as JSON")
+    parser.add_argument("--json", action="store_true", help="print all results as JSON")
     arguments = parser.parse_args()
     house = asdict(measure(arguments.root.resolve()))
     if arguments.json:

@@ -1,10 +1,10 @@
-"""Installs this checkout into the environment that runs it, and says what it waits for meanwhile.
+"""Installs this checkout into the environment that runs this module, and shows the progress.
 
     .venv/bin/python -m tools.install demo
 
-`make` runs this first, with nothing installed yet: standard library only. pip is the one of
-constraints.txt and takes nothing whose hash is not there, the build's packages included. What pip
-and the build say besides goes to `install.log` in the environment, and is shown if they fail.
+`make` runs this before any installation, so it uses only the standard library. pip has the version
+in constraints.txt, and installs only files whose hashes are there, also for the build. Other output
+of pip and the build goes to `install.log` in the environment, and is shown if they fail.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from tools.requirements import (
 ROOT = Path(__file__).resolve().parent.parent
 LOG_NAME = "install.log"
 LARGE_BYTES = 10e6
-"""Downloads from this size on are shown by name."""
+"""Minimum size of downloads that are shown by name."""
 INSTALLING_PIP = "installing pip"
 _UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 _STEPS = (
-    (r"Collecting ", "finding and downloading what it needs"),
+    (r"Collecting ", "finding and downloading dependencies"),
     (r"Preparing editable metadata", "compiling the protos and the native kernels"),
     (r"Building wheel for (\S+)", "building {0}"),
 )
@@ -48,10 +48,10 @@ _COLLECTED = re.compile(r"Installing collected packages: (.*)")
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.install", description=__doc__)
-    parser.add_argument("extra", help="which of the project's extras: demo, dev, ...")
+    parser.add_argument("extra", help="an extra of the project: demo, dev, ...")
     extra: str = parser.parse_args(arguments).extra
     environment = Path(os.path.relpath(sys.prefix))
-    print(f"Installing Loadout into {environment}: this takes some minutes.", flush=True)
+    print(f"Installing Loadout into {environment}. This takes some minutes.", flush=True)
     log = environment / LOG_NAME
     progress = Progress(sys.stdout)
     status = 0
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     progress.end()
     if status:
         print(*failure(log.read_text().splitlines()), sep="\n", file=sys.stderr)
-        print(f"error: pip ended with {status}; {log} has all that it said", file=sys.stderr)
+        print(f"error: pip ended with {status}; {log} has its whole output", file=sys.stderr)
         return 1
     if note := kernels_note():
         print(note)
@@ -74,15 +74,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def installations(extra: str, environment: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yields what each run of `pip install` is for, and its options. pip comes first: Python's own
-    may be too old to check hashes that are in constraints."""
+    """Yields the purpose and options of each run of `pip install`. pip comes first, because
+    Python's own pip may be too old to check hashes in constraints."""
     yield (
         INSTALLING_PIP,
         ["--require-hashes", *_from_file(environment / "pip.txt", pinned_pip(ROOT))],
     )
     needed = [*cpu_torch_if_found(), *build_requirements(ROOT), *requirements(ROOT, [extra])]
     packages = _from_file(environment / "requirements.txt", "\n".join(needed))
-    yield "finding and downloading what it needs", [*hashed(ROOT / CONSTRAINTS), *packages]
+    yield "finding and downloading dependencies", [*hashed(ROOT / CONSTRAINTS), *packages]
     yield "building Loadout itself", ["--no-deps", "--no-build-isolation", "--editable", "."]
 
 
@@ -92,14 +92,16 @@ def _from_file(path: Path, requirements: str) -> list[str]:
 
 
 def hashed(constraints: Path) -> list[str]:
-    """Returns the options with which pip takes nothing but the files of `constraints`."""
+    """Returns the options with which pip installs only files of `constraints`."""
     file = str(constraints)
     return ["--require-hashes", "--constraint", file, "--build-constraint", file]
 
 
 def cpu_torch_if_found() -> list[str]:
-    """Returns the requirement of torch's build for CPUs, if pip is configured with a place that has
-    it: with hashes to choose by, pip prefers PyPI's build for CUDA, of some gigabytes."""
+    """Returns the requirement of torch's build for CPUs, if one of pip's indexes has it.
+
+    Without this requirement pip prefers PyPI's build for CUDA, of several gigabytes.
+    """
     build = cpu_torch(ROOT)
     command = [sys.executable, "-m", "pip", "index", "versions", "torch", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -108,23 +110,21 @@ def cpu_torch_if_found() -> list[str]:
 
 
 def kernels_note() -> str:
-    """Returns what to do if there are no native kernels for this processor's kind, else nothing."""
+    """Returns an instruction if native kernels for this kind of processor are missing, or ""."""
     from kernels.native import build
 
     if all(build.library_path(variant).exists() for variant in build.installed_variants()):
         return ""
     if build.find_compiler():
-        return (
-            f"note: not all native kernels compile: {LOG_NAME} says why; torch may have to compute"
-        )
+        return f"note: some native kernels do not compile, see {LOG_NAME}; torch may replace them"
     return (
-        "note: there is no C++ compiler for the native kernels, so that torch computes, more "
-        "slowly; with g++ installed the next start compiles them"
+        "note: there is no C++ compiler for the native kernels, so torch computes, which is "
+        "slower; install g++, and the next start compiles them"
     )
 
 
 class Progress:
-    """Prints each step with the time since the start; on a terminal that time goes on."""
+    """Prints each step with the time since the start; on a terminal the time is updated."""
 
     def __init__(self, out: IO[str]) -> None:
         self._out = out
@@ -158,8 +158,8 @@ class Progress:
 
 
 def run(command: list[str], progress: Progress, log: IO[str], step_of: Callable[[str], str]) -> int:
-    """Runs pip with its output in `log`; shows what `step_of` says of a line, if anything. Returns
-    its exit status."""
+    """Runs pip with its output in `log`, shows the step that `step_of` finds in a line, if any, and
+    returns pip's exit status."""
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -177,7 +177,7 @@ def run(command: list[str], progress: Progress, log: IO[str], step_of: Callable[
 
 
 def ticking(lines: IO[str], progress: Progress) -> Iterator[str]:
-    """Yields `lines` as they come, and ticks each second that none does."""
+    """Yields `lines` as they arrive, and ticks in each second without one."""
     arrived: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def read() -> None:
@@ -198,13 +198,13 @@ def ticking(lines: IO[str], progress: Progress) -> Iterator[str]:
 
 
 def retry_of(line: str) -> str:
-    """Returns that pip cannot reach the index, if a line of its says so."""
+    """Returns a message if pip reports in this line that it cannot reach the index, or ""."""
     is_retry = line.startswith(_RETRY)
-    return "waiting for the package index: it does not answer, pip tries again" * is_retry
+    return "waiting for the package index, which does not answer; pip tries again" * is_retry
 
 
 def step_of(line: str) -> str:
-    """Returns what a line of pip's says that it waits for now, if it says so."""
+    """Returns the step that a line of pip's output starts, or ""."""
     if found := _DOWNLOAD.match(line):
         name, version, size, unit = found.groups()
         is_large = float(size) * _UNITS[unit] >= LARGE_BYTES
@@ -218,7 +218,7 @@ def step_of(line: str) -> str:
 
 
 def failure(said: list[str]) -> list[str]:
-    """Returns what pip says of its failure: from its first error on, or its last lines."""
+    """Returns pip's output from its first error on, or its last lines."""
     errors = [number for number, line in enumerate(said) if line.lstrip().startswith("ERROR:")]
     return said[errors[0] :] if errors else said[-20:]
 

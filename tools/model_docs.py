@@ -1,4 +1,4 @@
-"""Writes docs/models.md: the families of models, as their modules describe them.
+"""Writes docs/models.md from the descriptions in the modules of model families.
 
 python -m tools.model_docs
 """
@@ -13,7 +13,7 @@ from inference_svc.model.architectures import families
 ROOT = Path(__file__).parent.parent
 PATH = ROOT / "docs" / "models.md"
 PUBLISHED = ROOT / "tests" / "inference_svc" / "model" / "published"
-"""The config.json of each published model that is tested."""
+"""The config.json of each tested published model."""
 PAGE = r"""# Models
 
 You can serve models whose `config.json` names one of these architectures, in fp32, bf16 or fp16,
@@ -60,7 +60,7 @@ target_modules = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up
 
 
 def render() -> str:
-    """Returns the page: a row for each module, in its own words."""
+    """Returns the page, with a row for each module from its own text."""
     names: dict[str, list[str]] = {}
     for name, family in families().items():
         names.setdefault(family.describe.__module__, []).append(f"`{name}`")

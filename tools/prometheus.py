@@ -1,4 +1,4 @@
-"""Runs a real Prometheus server, and asks it."""
+"""Runs and queries a real Prometheus server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LISTENING = re.compile(r'msg="Listening on".* address=(\S+)')
 
 
 class PrometheusFailed(Exception):
-    """The server died or did not get ready; the message has the end of its log."""
+    """The server died or did not become ready; the message has the end of its log."""
 
 
 class QueryFailed(Exception):
@@ -36,7 +36,7 @@ class QueryFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line of an answer: `points` are (unix time, value), oldest first; a query at one moment
+    """One series of an answer. `points` are (unix time, value), oldest first; a query at one moment
     gives one point."""
 
     labels: dict[str, str]
@@ -50,9 +50,8 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Addresses that are scraped alike. `labels` are given to all that is found there, and
-    `metric_relabel` is what the configuration calls metric_relabel_configs. Several may have the
-    same name."""
+    """Addresses with the same scrape settings. All their series get `labels`, and `metric_relabel`
+    is the configuration's metric_relabel_configs. Several jobs may have the same name."""
 
     name: str
     addresses: Sequence[str]
@@ -61,10 +60,10 @@ class Job:
 
 
 class Prometheus:
-    """A server on a free port while the context lasts; ready on entry.
+    """Runs a server on a free port within the context; it is ready on entry.
 
-    Its data, its configuration and its log lie in `folder`, which is made. Raises ProgramMissing
-    and PrometheusFailed.
+    `folder` is created and has its data, configuration and log. Raises ProgramMissing and
+    PrometheusFailed.
     """
 
     def __init__(
@@ -76,8 +75,8 @@ class Prometheus:
         rule_files: Sequence[Path] = (),
         flags: Sequence[str] = (),
     ) -> None:
-        """`interval_s` is between scrapes, which may take as long, and between evaluations of
-        rules."""
+        """Prepares the server. `interval_s` is the time between scrapes, their timeout, and the
+        time between evaluations of rules."""
         self._folder = folder
         self._log_path = folder / "prometheus.log"
         self._configuration = _configuration(jobs, interval_s, rule_files)
@@ -86,7 +85,7 @@ class Prometheus:
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
-        config = self._folder / "prometheus.json"  # which is YAML, too
+        config = self._folder / "prometheus.json"  # JSON is valid YAML
         config.write_text(json.dumps(self._configuration, indent=1))
         command = [
             str(programs().prometheus),
@@ -115,7 +114,7 @@ class Prometheus:
         self._stop()
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Waits until it answers queries. Raises PrometheusFailed."""
+        """Waits until the server answers queries. Raises PrometheusFailed."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             self.check_alive()
@@ -126,8 +125,8 @@ class Prometheus:
         raise self._failure(f"was not ready after {timeout_s:.0f} s")
 
     def wait_up(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Waits until every target has been scraped. Raises PrometheusFailed with the reason why
-        one has not."""
+        """Waits until every target has been scraped. Raises PrometheusFailed with the reason of a
+        target that has not."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             targets = self.targets()
@@ -139,7 +138,7 @@ class Prometheus:
             time.sleep(POLL_S)
 
     def check_alive(self) -> None:
-        """Raises PrometheusFailed if it ended by itself."""
+        """Raises PrometheusFailed if the server has ended by itself."""
         code = self._popen.poll()
         if code is not None:
             raise self._failure(f"ended with exit code {code}")
@@ -155,20 +154,20 @@ class Prometheus:
         return _series(self._ask("query_range", query=promql, **times))
 
     def label_values(self, label: str, selector: str = "") -> list[str]:
-        """The values that a label has, in series of `selector` if there is one."""
+        """Returns the values of a label, in series of `selector` if it is given."""
         match = {"match[]": selector} if selector else {}
         return list(self._ask(f"label/{label}/values", **match))
 
     def targets(self) -> list[dict[str, Any]]:
-        """Returns the targets as Prometheus describes them: "labels", "health", "lastError", ..."""
+        """Returns Prometheus' descriptions of targets: "labels", "health", "lastError", ..."""
         return list(self._ask("targets", state="active")["activeTargets"])
 
     def rules(self) -> list[dict[str, Any]]:
-        """Returns all rules as Prometheus describes them: "name", "type", "health", ..."""
+        """Returns Prometheus' descriptions of all rules: "name", "type", "health", ..."""
         return [rule for group in self._ask("rules")["groups"] for rule in group["rules"]]
 
     def alerts(self) -> list[dict[str, Any]]:
-        """Pending and firing alerts: "labels", "annotations", "state", ..."""
+        """Returns pending and firing alerts: "labels", "annotations", "state", ..."""
         return list(self._ask("alerts")["alerts"])
 
     def _ask(self, path: str, **parameters: str) -> Any:
@@ -221,7 +220,7 @@ def _configuration(
         "rule_files": [str(path.resolve()) for path in rule_files],
         "scrape_configs": [
             {
-                "job_name": f"{index}-{job.name}",  # which has to be another each time
+                "job_name": f"{index}-{job.name}",  # names must differ
                 "static_configs": [
                     {"targets": list(job.addresses), "labels": {"job": job.name, **job.labels}}
                 ],
@@ -233,7 +232,7 @@ def _configuration(
 
 
 def _series(answer: dict[str, Any]) -> list[Series]:
-    """Parses any type of answer; a scalar is a series without labels."""
+    """Parses any type of answer; a scalar becomes a series without labels."""
     result = answer["result"]
     if answer["resultType"] in ("scalar", "string"):
         return [Series({}, _points([result]))]

@@ -1,9 +1,9 @@
-"""Finds the programs of Prometheus that tests and previews start, and fetches them once.
+"""Finds Prometheus' programs for tests and previews, and fetches them once.
 
     python -m tools.prometheus_package
 
-Where none are installed, Debian's package is unpacked under `.tools/prometheus`: nothing is
-installed in the system.
+If they are not installed, Debian's package is unpacked under `.tools/prometheus`, without an
+installation in the system.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ INSTALL = "install Prometheus 2.42 or newer, with promtool, so that both are on 
 
 
 class ProgramMissing(Exception):
-    """There is no Prometheus here, or it could not be fetched; the message says what to do."""
+    """Prometheus is missing or could not be fetched; the message has the next step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Programs:
 
 
 def programs(folder: Path = FOLDER) -> Programs:
-    """Finds the programs under `folder`, else on PATH. Raises ProgramMissing."""
+    """Finds the programs under `folder`, or on PATH. Raises ProgramMissing."""
     return Programs(_find("prometheus", folder), _find("promtool", folder))
 
 
@@ -51,7 +51,7 @@ def _find(name: str, folder: Path) -> Path:
 
 
 def fetch(folder: Path = FOLDER) -> None:
-    """Unpacks Debian's package into `folder`, which appears when it is whole. Raises
+    """Unpacks Debian's package into `folder`, which appears when it is complete. Raises
     ProgramMissing."""
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
         raise ProgramMissing(f"this machine has no packages of Debian: {INSTALL}")
@@ -65,8 +65,8 @@ def fetch(folder: Path = FOLDER) -> None:
 
 
 def _download(work: Path) -> Path:
-    """The package's file in `work`. The system's lists of packages may be empty or old, and only
-    root may renew them: then with lists of our own."""
+    """Downloads the package into `work`. If the system's lists of packages, which only root may
+    renew, are empty or old, it uses our own lists."""
     try:
         _run("apt-get", "download", PACKAGE, folder=work)
     except ProgramMissing:
@@ -78,7 +78,7 @@ def _download(work: Path) -> Path:
 
 
 def _own_lists(work: Path) -> list[str]:
-    """Options of apt-get that keep its lists and caches in `work`."""
+    """Returns the options of apt-get that keep its lists and caches in `work`."""
     for name in ("lists/partial", "cache/archives/partial"):
         (work / name).mkdir(parents=True)
     return [

@@ -1,4 +1,4 @@
-"""Reads the comments of a proto file, by the declaration that they stand above."""
+"""Reads the comments above the declarations of a proto file."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
 PACKAGE, MESSAGES, ENUMS, RPC_SERVICES = 2, 4, 5, 6
-"""Fields of FileDescriptorProto: a path to a declaration begins with one of them."""
+"""Fields of FileDescriptorProto, with which paths of declarations begin."""
 MEMBERS = 2
 """The number of a message's fields, an enum's values, a service's methods."""
 ONEOFS = 8
 
 
 class Comments:
-    """The comments of `file`, which was compiled with its source info."""
+    """The comments of `file`, which is compiled with its source info."""
 
     def __init__(self, file: FileDescriptorProto) -> None:
         self._by_path = {
@@ -33,7 +33,7 @@ class Comments:
 
 
 def declarations(file: FileDescriptorProto) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields name and path of every declaration that needs a comment."""
+    """Yields the name and path of every declaration that needs a comment."""
     yield "package", (PACKAGE,)
     for index, message in enumerate(file.message_type):
         yield message.name, (MESSAGES, index)

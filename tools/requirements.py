@@ -1,13 +1,16 @@
-"""What pip installs for us, as requirement files: before anything is installed, so with the
-standard library alone.
+"""Prints requirements for pip. It runs before any installation, so it uses only the standard
+library.
 
-    python tools/requirements.py postgres otel   # the project's, and of two extras
-    python tools/requirements.py --alone sbom    # of an extra without the project's
-    python tools/requirements.py --build         # what builds the project
-    python tools/requirements.py --pip           # pip, with its version and hashes
-    python tools/requirements.py --cpu-torch     # torch's build for CPUs, with its version
+    python tools/requirements.py [OPTION] [EXTRA ...]
 
-Versions and hashes of the others are in constraints.txt, which that pip applies:
+Without an option, it prints the requirements of the project and of the extras.
+
+--alone      of the extras, without the project's
+--build      of the project's build
+--pip        pip, with its version and hashes
+--cpu-torch  torch's build for CPUs, with its version
+
+All other versions and hashes are in constraints.txt, which this version of pip applies:
 `pip install --require-hashes --constraint constraints.txt --requirement FILE`.
 """
 
@@ -26,13 +29,13 @@ CONSTRAINTS = "constraints.txt"
 
 def requirements(folder: Path, extras: Iterable[str]) -> list[str]:
     """Returns the dependencies of the project in `folder` and of its extras. Raises KeyError for an
-    extra that there is not."""
+    unknown extra."""
     return [*_project(folder)["dependencies"], *extra_requirements(folder, extras)]
 
 
 def extra_requirements(folder: Path, extras: Iterable[str]) -> list[str]:
     """Returns the dependencies of extras alone, and of the extras that these name. Raises KeyError
-    for an extra that there is not."""
+    for an unknown extra."""
     project = _project(folder)
     own = re.compile(rf"{re.escape(project['name'])}\[(.+)\]")
     found: list[str] = []
@@ -47,7 +50,7 @@ def extra_requirements(folder: Path, extras: Iterable[str]) -> list[str]:
 
 
 def build_requirements(folder: Path) -> list[str]:
-    """Returns what the project's wheel is built with."""
+    """Returns the dependencies of the project's build."""
     requires: list[str] = tomllib.loads((folder / PYPROJECT).read_text())["build-system"][
         "requires"
     ]
@@ -55,14 +58,14 @@ def build_requirements(folder: Path) -> list[str]:
 
 
 def pinned_pip(folder: Path) -> str:
-    """Returns pip's own lines of constraints.txt. A requirement with hashes is checked by a pip,
-    too, that does not know of hashes of constraints yet."""
+    """Returns pip's own lines of constraints.txt. Even an old pip, which does not check hashes in
+    constraints, checks a requirement's hashes."""
     return _pinned(folder, r"pip==\S+( \\\n +--hash=\S+)+")
 
 
 def cpu_torch(folder: Path) -> str:
-    """Returns the requirement of torch's build for CPUs, in the version of constraints.txt. An
-    index for CPUs has it, PyPI has not."""
+    """Returns the requirement of torch's build for CPUs, in the version of constraints.txt. It is
+    on torch's index for CPUs, and not on PyPI."""
     return _pinned(folder, r"torch==[0-9.]+") + "+cpu"
 
 
@@ -79,7 +82,7 @@ def _pinned(folder: Path, pattern: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Prints requirements, one a line.")
+    parser = argparse.ArgumentParser(description="Prints requirements, one on each line.")
     parser.add_argument("extras", nargs="*", help="extras of the project")
     kinds = parser.add_mutually_exclusive_group()
     for kind in ("alone", "build", "pip", "cpu-torch"):

@@ -1,10 +1,10 @@
-"""Writes which components a container image has, as CycloneDX: a software bill of materials.
+"""Writes the software bill of materials of a container image, in CycloneDX.
 
     python sbom.py NAME --report FILE... --debian STATUS OS_RELEASE > sbom.cdx.json
 
-Python's packages are those of the reports of `pip install --report`, with the SHA-256 of the file
-that pip has installed; Debian's are those of dpkg. The same components give the same bytes. The
-Dockerfile copies this file alone: it imports nothing of ours.
+Python's packages come from the reports of `pip install --report`, with the SHA-256 of each
+installed file; Debian's come from dpkg. The same components give the same bytes. The Dockerfile
+copies only this file, so it imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 NAMESPACE = uuid.UUID("6f1d2c0e-3c51-4f2b-9a53-0f6f5d6f2d2b")
-"""Documents have an id that is made of their content, in this namespace of ours."""
+"""Our namespace for a document's id, which is made from its content."""
 _LONGEST_LICENSE = 64
-"""Some packages have a licence's whole text where its name belongs."""
+"""Maximum length of a licence's name, because some packages have the whole text instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A distribution that pip has installed, as its report has it."""
+    """A distribution installed by pip, from its report."""
 
     metadata: dict[str, Any]
     sha256: str
@@ -50,7 +50,7 @@ class Package:
 
 
 def packages(report: dict[str, Any]) -> list[Package]:
-    """Returns what a report of `pip install` has."""
+    """Returns the packages in a report of `pip install`."""
     return [
         Package(
             each["metadata"],
@@ -69,7 +69,7 @@ def document(
     environment: dict[str, str],
     others: Iterable[Component] = (),
 ) -> str:
-    """Returns the JSON of an image's components. `environment` is that of markers."""
+    """Returns the JSON of an image's components. `environment` has the values of markers."""
     by_name = {each.name: each for each in found}
     components = {name: _python_component(each) for name, each in by_name.items()}
     image = Component(name=name, version=version, type=ComponentType.CONTAINER, bom_ref=name)
@@ -89,7 +89,7 @@ def document(
 def dependencies(
     by_name: dict[str, Package], environment: dict[str, str]
 ) -> dict[str, frozenset[str]]:
-    """Returns which packages each needs, with the extras that are asked for."""
+    """Returns the dependencies of each package, including requested extras."""
     extras = {name: set(each.extras) for name, each in by_name.items()}
     found: dict[str, set[str]] = {name: set() for name in by_name}
     left = list(by_name)
@@ -129,7 +129,7 @@ def _python_component(package: Package) -> Component:
 
 
 def _licenses(metadata: dict[str, Any]) -> list[License]:
-    """Returns what the metadata say of the licence: an expression, a short name, or classifiers."""
+    """Returns the licence in the metadata: an expression, a short name, or classifiers."""
     factory = LicenseFactory()
     stated = metadata.get("license_expression") or metadata.get("license") or ""
     if stated and len(stated.splitlines()) == 1 and len(stated) <= _LONGEST_LICENSE:
@@ -145,7 +145,7 @@ def _licenses(metadata: dict[str, Any]) -> list[License]:
 
 
 def debian_components(status: str, os_release: str) -> Iterator[Component]:
-    """Yields the packages that dpkg has installed, by its file of their status."""
+    """Yields the packages installed by dpkg, from its status file."""
     release = dict(line.split("=", 1) for line in os_release.splitlines() if "=" in line)
     codename = release["VERSION_CODENAME"].strip('"')
     for paragraph in status.split("\n\n"):
@@ -158,7 +158,7 @@ def debian_components(status: str, os_release: str) -> Iterator[Component]:
 
 
 def python_itself() -> Component:
-    """Returns the interpreter that runs this, which images copy from no package."""
+    """Returns the running interpreter, which is not from a package in our images."""
     version = platform.python_version()
     purl = PackageURL("generic", None, "cpython", version)
     kind = ComponentType.PLATFORM
@@ -169,8 +169,10 @@ def python_itself() -> Component:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prints an image's components as CycloneDX.")
-    parser.add_argument("name", help="of the image; its version is that of Loadout in the reports")
-    parser.add_argument("--report", nargs="+", required=True, help="of `pip install --report`")
+    parser.add_argument("name", help="the image's name; its version is Loadout's in the reports")
+    parser.add_argument(
+        "--report", nargs="+", required=True, help="files of `pip install --report`"
+    )
     parser.add_argument("--debian", nargs=2, required=True, metavar=("STATUS", "OS_RELEASE"))
     arguments = parser.parse_args()
     reports = [json.loads(Path(each).read_text()) for each in arguments.report]

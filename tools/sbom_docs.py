@@ -1,9 +1,9 @@
-"""Writes docs/sbom: which Python packages each container image has, without building it.
+"""Writes docs/sbom, the Python packages of each container image, without a build.
 
     python -m tools.sbom_docs
 
-pip resolves what the Dockerfile installs, for the processor that this runs on. The images have the
-same at /opt/loadout/sbom.cdx.json, and Debian's packages too: see docs/supply-chain.md.
+pip resolves the Dockerfile's requirements for this machine's processor. The images have the same
+list at /opt/loadout/sbom.cdx.json, with Debian's packages too (see docs/supply-chain.md).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tools.requirements import CONSTRAINTS, PYPROJECT, cpu_torch, requirements
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "sbom"
 EXTRAS = {"loadout-cpu": ("postgres", "otel"), "loadout-cuda": ("postgres", "otel", "gpu")}
-"""What the Dockerfile installs of ours."""
+"""Our extras that the Dockerfile installs."""
 
 
 def report(image: str) -> dict[str, Any]:
-    """Returns pip's report of what it would install. Raises CalledProcessError."""
+    """Returns pip's report of a trial installation. Raises CalledProcessError."""
     is_cpu = image == "loadout-cpu"
     wanted = [*([cpu_torch(ROOT)] if is_cpu else []), *requirements(ROOT, EXTRAS[image])]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
@@ -38,7 +38,7 @@ def report(image: str) -> dict[str, Any]:
             *(sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"),
             *("--quiet", "--quiet", "--report", "-", "--constraint", str(ROOT / CONSTRAINTS)),
             *("--no-require-hashes", "--requirement", file.name),
-            # One that does not answer is asked once for each package.
+            # pip queries an index that does not answer once for each package.
             *(("--extra-index-url", _cpu_torch_index(), "--retries", "0") if is_cpu else ()),
         ]
         environment = dict(os.environ) if is_cpu else _without_local_builds()
@@ -56,8 +56,8 @@ def _cpu_torch_index() -> str:
 
 
 def _without_local_builds() -> dict[str, str]:
-    """Returns variables with which pip asks its index alone: this machine may have torch's build
-    for CPUs."""
+    """Returns variables with which pip uses only its index, because this machine may have torch's
+    build for CPUs."""
     kept = {name: value for name, value in os.environ.items() if name != "PIP_FIND_LINKS"}
     return {**kept, "PIP_CONFIG_FILE": os.devnull}
 

@@ -1,10 +1,10 @@
-"""Computes the memory that an inference service needs, and how many adapters it holds.
+"""Computes the memory that an inference service needs, and the number of adapters that it holds.
 
     python -m tools.sizing --device-memory 79GiB --rank 16 -- --model DIR --adapter-memory 8GiB
 
-The flags of `loadout serve` follow `--`. Without `--device-memory` it plans for a CPU. The
-service's own code computes everything; nothing is allocated, and only config.json is read. Sizes
-that are left open are chosen as for a server with a store.
+The flags of `loadout serve` follow `--`. Without `--device-memory` the plan is for a CPU. The
+service's own code computes everything, allocates nothing, and reads only config.json. Sizes that
+you do not give are chosen as for a server with a store.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 ON_DEVICE = ("weights", "kv_pages", "arena", "workspace", "graphs", "libraries", "in use")
 ON_HOST = ("host_tier", "routed_experts")
 CONTEXT_BYTES = 600 << 20
-"""What a CUDA context takes before anything is allocated: half a gigabyte, and more on some."""
+"""Memory of a CUDA context before any allocation: half a gigabyte, and more on some devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """Adapters of one kind: all of one rank, on modules of these names in every layer."""
+    """Adapters of one rank, on modules with these names in every layer."""
 
     rank: int = 16
     targets: tuple[str, ...] = LINEAR
@@ -76,11 +76,11 @@ class Plan:
 
     @property
     def largest_image_bytes(self) -> int:
-        """Size of the largest adapter that is admitted."""
+        """Size of the largest adapter that the service admits."""
         return self.layout.largest_image(self.config.max_rank, self.config.lora_targets).num_bytes
 
     def num_adapters(self, area: str, adapters: Adapters) -> int:
-        """Returns how many adapters fit into the arena or the host tier."""
+        """Returns the number of adapters that fit into the arena or the host tier."""
         fitting = self.bytes_of(area) // image_bytes(self.layout, adapters)
         return min(fitting, self.config.max_loras) if area == "arena" else fitting
 
@@ -88,9 +88,9 @@ class Plan:
 def plan(
     config: InferenceSettings, device_bytes: int | None = None, host_bytes: int | None = None
 ) -> Plan:
-    """Plans for a GPU with so much memory that nobody else uses, in a machine that leaves
-    `host_bytes`, or for a CPU with the native kernels. Raises like the service for models that it
-    cannot serve and settings that it cannot meet."""
+    """Plans for a GPU with this much free memory in a machine with `host_bytes` free, or for a CPU
+    with the native kernels. Raises like the service for models that it cannot serve and settings
+    that it cannot meet."""
     decoder = load_description(config.model)
     config = config.model_copy(update={"store": config.store or "store:7070"})
     machine, memory = Machine(has_cuda=False), None
@@ -107,8 +107,8 @@ def plan(
 
 
 def hit_share(num_held: int, num_adapters: int, alpha: float) -> float:
-    """Returns the largest share of W4's requests that find their adapter among the `num_held` most
-    popular of `num_adapters`: each is for adapter floor(n U^(1/alpha))."""
+    """Returns the maximum share of W4's requests that find their adapter among the `num_held` most
+    popular of `num_adapters`, if each request is for adapter floor(n U^(1/alpha))."""
     return min(1.0, num_held / num_adapters) ** alpha
 
 

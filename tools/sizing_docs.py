@@ -1,5 +1,5 @@
-"""Writes the tables of docs/operations/sizing.md and the one of docs/kubernetes.md, computed by the
-services' own code.
+"""Writes the tables of docs/operations/sizing.md and docs/kubernetes.md, computed by the services'
+own code.
 
 python -m tools.sizing_docs
 """
@@ -26,18 +26,18 @@ KUBERNETES_PATH = ROOT / "docs" / "kubernetes.md"
 OVERLAY = ROOT / "deploy" / "kubernetes" / "overlays" / "production"
 
 DEVICE_BYTES = 79 << 30
-"""Memory that a driver leaves of 80 GB."""
+"""Free memory of 80 GB after the driver's part."""
 HOST_BYTES = 128 << 30
-"""Memory of the machine around it."""
+"""Memory of the machine with the card."""
 USUAL = Adapters(16)
 NUM_STORES = 3
 NUM_STORED = 100_000
 CATALOG_BYTES = 2048
-"""Most bytes of one adapter with one version, indexes and its event included."""
+"""Maximum bytes of one adapter with one version, including indexes and its event."""
 GIGABIT_BYTES = 10**9 / 8
 SEQUENCE_TOKENS = 2048
 FULL_SEQUENCES = 256
-"""Sequences of a step unless a card makes it less."""
+"""Sequences of a step, unless the card is too small."""
 NAMED_TARGETS = {
     "q, v": ("q_proj", "v_proj"),
     "all linear layers": LINEAR,
@@ -47,13 +47,13 @@ RANKS = (8, 16, 32, 64)
 ALPHAS = (1.0, 0.6, 0.3)
 GIB = 1 << 30
 NUM_ON_HOST, NUM_ON_DISK = 200, 1000
-"""Adapters of one kind that the pods of docs/kubernetes.md have room for."""
+"""Adapters of one kind that fit into the pods of docs/kubernetes.md."""
 PROCESS_GIB = 8
-"""What inference takes of its container beside host tier and the model's files, with room."""
+"""Memory of inference's container besides host tier and the model's files, with a reserve."""
 
 
 def render() -> dict[str, str]:
-    """The tables by name."""
+    """Returns the tables by name."""
     production = _overlay("inference.env", "LOADOUT_INFERENCE_")
     ours = _plan(LLAMA_8B, production, DEVICE_BYTES)
     larger = {"adapter_memory": "8GiB", "host_memory": "80GiB", "max_loras": "256"}
@@ -70,7 +70,7 @@ def render() -> dict[str, str]:
 
 
 def render_kubernetes() -> dict[str, str]:
-    """The tables of docs/kubernetes.md by name."""
+    """Returns the tables of docs/kubernetes.md by name."""
     whole = [model for model in MODELS if not model.startswith("half")]
     lines = [_pods(model, *found) for model in whole if (found := _smallest_card(model))]
     columns = (
@@ -82,7 +82,7 @@ def render_kubernetes() -> dict[str, str]:
 
 
 def _smallest_card(model: str) -> tuple[int, Plan] | None:
-    """Returns gigabytes and the plan of the smallest card on which nothing has to be halved."""
+    """Returns the gigabytes and the plan of the smallest card that runs all sequences of a step."""
     for gigabytes in CARDS:
         planned = plan_card(model, gigabytes, {"max_loras": "256"})
         if planned is not None and planned.config.max_sequences == FULL_SEQUENCES:
@@ -102,7 +102,7 @@ def _pods(model: str, gigabytes: int, by_default: Plan) -> list[str]:
     weights_gib = _gib(planned.bytes_of("weights"))
     memory_gib = max(2 * host_gib, host_gib + weights_gib + PROCESS_GIB)
     held = [planned.num_adapters(area, USUAL) for area in ("arena", "host_tier")]
-    # Images, and half as much for copies of sources, on nine tenths of the volume.
+    # Nine tenths of the volume hold images, and half as many bytes of copies of sources.
     store_gib = _gib(NUM_ON_DISK * image * 3 // 2 * 10 // 9)
     return [
         *(model, f"{gigabytes} GB", f"{_up(memory_gib, 8)}Gi"),
@@ -121,8 +121,7 @@ def _up(number: int, step: int) -> int:
 
 
 def replaced(page: str, tables: Mapping[str, str]) -> str:
-    """The page with these tables between their marks. Raises KeyError for a mark that is not
-    there."""
+    """Returns the page with these tables between its marks. Raises KeyError for a missing mark."""
     for name, table in tables.items():
         mark = rf"(?<=<!-- sizes: {name} -->\n)(?:.*?\n)??(?=<!-- end -->)"
         page, count = re.subn(mark, table.replace("\\", r"\\") + "\n", page, flags=re.DOTALL)
@@ -132,7 +131,7 @@ def replaced(page: str, tables: Mapping[str, str]) -> str:
 
 
 def _overlay(file: str, prefix: str) -> dict[str, str]:
-    """An overlay's settings, by the names that they have in the code."""
+    """Returns an overlay's settings by their names in the code."""
     lines = (OVERLAY / file).read_text().splitlines()
     pairs = (line.split("=", 1) for line in lines if line and not line.startswith("#"))
     return {name.removeprefix(prefix).lower(): value for name, value in pairs}
@@ -148,7 +147,7 @@ def _plan(model: Mapping[str, Any], settings: Mapping[str, str], device_bytes: i
 def plan_card(
     model: str, gigabytes: int, settings: Mapping[str, str] = MappingProxyType({})
 ) -> Plan | None:
-    """Plans one of MODELS with default settings but for these; None: it does not fit."""
+    """Plans one of MODELS with default settings except these; None if it does not fit."""
     try:
         return _plan(MODELS[model], settings, card_bytes(gigabytes))
     except ValueError:

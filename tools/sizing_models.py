@@ -1,4 +1,4 @@
-"""The models and the cards that the tables of sizing are made for."""
+"""The models and cards in the tables of sizing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _model(
     max_position_embeddings: int,
     **more: Any,
 ) -> dict[str, Any]:
-    """`heads` are those of queries, then those of keys and values."""
+    """Returns a config; `heads` are the numbers of query heads, then of key and value heads."""
     return {
         "architectures": [f"{architecture}ForCausalLM"],
         "vocab_size": vocab_size,
@@ -58,11 +58,11 @@ MODELS = {
     ),
     "Llama-3.3-70B": _model("Llama", 128256, 8192, 28672, 80, (64, 8), 131072),
 }
-"""config.json by name. The half is what a card has of each layer where two share them."""
+"""config.json by name. The half is one card's part of each layer if two cards share them."""
 CARDS = (16, 24, 40, 48, 80, 141)
-"""Gigabytes that cards are sold by."""
+"""Nominal gigabytes of cards."""
 
 
 def card_bytes(gigabytes: int) -> int:
-    """Returns what a program finds of such a card: a little less, for error correction."""
+    """Returns the memory that a program sees, which is a little less, for error correction."""
     return gigabytes * GB * 39 // 40

@@ -1,7 +1,7 @@
 """Writes the blocking client from the asyncio one: `python -m tools.unasync`.
 
-Names and keywords are replaced token by token, text in docstrings and strings word by word. What
-threads and tasks do differently lies in `loadout._rpc.threads` and `loadout._rpc.tasks`.
+It replaces names and keywords token by token, and text in docstrings and strings word by word. The
+differences between threads and tasks are in `loadout._rpc.threads` and `loadout._rpc.tasks`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SENTENCES = {
     "How the client for asyncio makes calls:": "How the client makes calls:",
     "Everything is for one event loop.": "Safe to share between threads.",
 }
-"""Text that says something else about the blocking client."""
+"""Sentences that are different for the blocking client."""
 
 _TEXT = re.compile(rf"\b({'|'.join(NAMES)})\b|\b(?:async|await) ")
 
@@ -85,7 +85,7 @@ def _replaced(token: tokenize.TokenInfo) -> str:
 
 
 def render(path: str) -> str:
-    """Returns what is to be in the file that is generated from `path`, formatted."""
+    """Returns the formatted content of the file that is generated from `path`."""
     text = blocking((ROOT / path).read_text())
     notice = f"# Generated from {path} by `make client`: change that file.\n"
     for arguments in (("check", "--quiet", "--fix", "--select", "I"), ("format", "--quiet")):

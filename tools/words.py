@@ -1,11 +1,12 @@
-"""Counts words that make prose hard to read, per page and per package.
+"""Counts words that make prose hard to read, by page and by package.
 
     python -m tools.words [--code] [--commits RANGE]
 
 Per 1,000 words: "what" where a noun has a name, "you" for the reader, and phrases that stand for a
-noun ("those of", "that which", "one that"). Also the longest sentence, in words. Code blocks, code
-in a line and addresses do not count. --code counts docstrings, comments and texts of several words
-in Python files, by package; --commits counts the messages of a range of commits.
+noun ("those of", "that which", "one that"). It also shows the longest sentence, in words. Code
+blocks, code in a line, names with underscores and addresses do not count. --code counts docstrings,
+comments and texts of several words in Python files, by package; --commits counts the messages of a
+range of commits.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ FOR_USERS = (
     *("docs/operations/upgrades.md", "docs/observability/dashboards.md"),
     *("docs/observability/tracing.md", "deploy/README.md", "deploy/gateway/README.md"),
 )
-"""Pages that speak to the person who uses or operates a system. References (fields, flags, metrics)
-state facts and need no "you"."""
+"""Pages for the person who uses or operates a system. References (fields, flags, metrics) state
+facts and need no "you"."""
 
 _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 _BLOCK = re.compile(r"^ *(```|~~~).*?^ *\1\s*$", re.MULTILINE | re.DOTALL)
-_INLINE = re.compile(r"``.*?``|`[^`\n]*`")
+_INLINE = re.compile(r"``.*?``|`[^`\n]*`|\b[A-Za-z0-9]+(?:_[A-Za-z0-9]+)+\b")
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 _ADDRESS = re.compile(r"https?://\S+|<!--.*?-->", re.DOTALL)
 _END = re.compile(r"[.!?:;](?=\s|$)|\n\s*\n|\n\s*(?:[-*#>]|[├└]─|\d+\.)\s|\n\s*\S+ {2,}(?=\S)|\|")
-"""Where a sentence ends; also before a row of a list: a mark, or a name and two spaces."""
+"""The end of a sentence; also before a row of a list: a mark, or a name and two spaces."""
 
 _STAND_INS = re.compile(
     r"\b(?:those of|that of|that which|those that|those which|one that|ones that|the one of)\b",
@@ -54,7 +55,7 @@ _YOU = {"you", "your", "yours", "yourself"}
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """How a text reads; the rates are per 1,000 words."""
+    """The counts of a text; rates are per 1,000 words."""
 
     words: int
     whats: int

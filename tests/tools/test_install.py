@@ -25,7 +25,7 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(
     ("line", "step"),
     [
-        ("Collecting torch>=2.11 (from loadout==0.3.0)\n", "finding and downloading what it needs"),
+        ("Collecting torch>=2.11 (from loadout==0.3.0)\n", "finding and downloading dependencies"),
         (
             "Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl (190.4 MB)\n",
             "downloading torch 2.13.0 (190.4 MB)",
@@ -43,7 +43,7 @@ class Terminal(io.StringIO):
         ("Installing collected packages: a, b, c\n", "unpacking 3 packages"),
         (
             "WARNING: Retrying (Retry(total=4, connect=None)) after connection broken\n",
-            "waiting for the package index: it does not answer, pip tries again",
+            "waiting for the package index, which does not answer; pip tries again",
         ),
         ("WARNING: Location 'file:///x' is ignored\n", ""),
         ("  BuildBackendWarning: Editable installation.\n", ""),
@@ -115,7 +115,7 @@ def test_a_failure_is_shown_from_its_first_error_on() -> None:
     ]
 
 
-@pytest.mark.parametrize(("compiler", "text"), [(None, "g++ installed"), ("g++", "says why")])
+@pytest.mark.parametrize(("compiler", "text"), [(None, "install g++"), ("g++", "see install.log")])
 def test_without_native_kernels_it_says_what_to_do(
     compiler: str | None, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

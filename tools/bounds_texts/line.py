@@ -19,14 +19,13 @@ class Line(NamedTuple):
 
 
 def line(of: str, holds: str, how_long: str, for_whom: str, bounded_by: str, tests: str) -> Line:
-    """Makes a line. `of` has names, separated by spaces; "{a,b}" in a name stands for each in
-    turn."""
+    """Makes a line. `of` has names, separated by spaces; "{a,b}" in a name means each in turn."""
     names = tuple(name for each in of.split() for name in expanded(each))
     return Line(names, holds, how_long, for_whom, bounded_by, tuple(tests.split()))
 
 
 def expanded(name: str) -> Iterator[str]:
-    """Yields a name for each of the choices in braces."""
+    """Yields a name for each choice in braces."""
     match = re.search(r"\{([^{}]*)\}", name)
     if match is None:
         yield name

@@ -1,7 +1,9 @@
-"""Container images built on this machine, upon bases made of Debian's packages.
+"""Builds container images on this machine, on bases made from Debian's packages.
 
     python -m tools.containers
 
-engine: Podman, its packages, and a configuration and storage of its own. bases: what stands in for
-published images. images: ours, by the Dockerfile. pip_sources: what pip is configured with here.
+bases        replacements for published base images
+engine       Podman, its packages, and its own configuration and storage
+images       our images, built with the Dockerfile
+pip_sources  this machine's configuration of pip, for use in a build
 """

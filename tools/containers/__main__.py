@@ -1,4 +1,4 @@
-"""`python -m tools.containers`: everything that `make test-containers` needs on this machine."""
+"""`python -m tools.containers` makes everything that `make test-containers` needs."""
 
 from __future__ import annotations
 

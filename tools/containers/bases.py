@@ -1,4 +1,4 @@
-"""Base images of Debian's packages, under the names and build arguments of the published ones."""
+"""Makes base images from Debian's packages, with names and build arguments of published images."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from tools.containers.engine import FOLDER, ContainersFailed, podman, run
 
 MIRROR = "http://deb.debian.org/debian"
 CERTIFICATES = "etc/ssl/certs/ca-certificates.crt"
-"""This machine's, copied so that builds reach what it reaches, through a proxy also."""
+"""This machine's certificates, copied so that builds have the same network access, also through a
+proxy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """Debian's packages and an image's settings that stand in for a published image."""
+    """Debian's packages and settings that replace a published image."""
 
     name: str
     packages: Sequence[str]
     changes: Sequence[str]
     links: Sequence[tuple[str, str]] = ()
-    """(path, what it points to) of symbolic links that the published image has."""
+    """(path, destination) of symbolic links in the published image."""
 
 
 PYTHON = Base(
@@ -50,7 +51,7 @@ POSTGRES = Base(
 
 
 def digest(base: Base) -> str:
-    """The digest that the image is pinned by: "sha256:..."; makes the image if it is not there.
+    """Returns the digest "sha256:..." that pins the image, and makes the image if it is missing.
     Raises ContainersFailed."""
     try:
         podman("image", "exists", base.name)
@@ -60,7 +61,7 @@ def digest(base: Base) -> str:
 
 
 def _make(base: Base) -> None:
-    print(f"making {base.name} of {' '.join(base.packages)}", flush=True)
+    print(f"making {base.name} from {' '.join(base.packages)}", flush=True)
     with tempfile.TemporaryDirectory(dir=FOLDER, prefix="base-") as folder:
         root = Path(folder, "root")
         include = f"--include={','.join(base.packages)}"

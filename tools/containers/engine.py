@@ -1,4 +1,4 @@
-"""Podman from Debian's packages, with a configuration and a storage of its own under `.tools`."""
+"""Runs Podman from Debian's packages, with its own configuration and storage under `.tools`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = (
     "dnsmasq-base",  # the tests' cluster DNS
     "debootstrap",  # makes the base images
 )
-"""What is installed in the system, which takes root."""
+"""Packages to install in the system, which needs root."""
 
 _CONTAINERS_CONF = """\
 [containers]
@@ -44,7 +44,7 @@ class ContainersFailed(Exception):
 
 
 def install_packages() -> None:
-    """Installs those of `PACKAGES` that are missing. Raises ContainersFailed, without apt too."""
+    """Installs the missing packages of `PACKAGES`. Raises ContainersFailed, also without apt."""
     known = "${db:Status-Status} ${Package}\n"
     listed = run("dpkg-query", "--show", f"--showformat={known}").splitlines()
     present = {line.split()[1] for line in listed if line.startswith("installed ")}
@@ -59,14 +59,15 @@ def install_packages() -> None:
 
 
 def write_configuration() -> None:
-    """Limits are within this machine's: a container engine that may not raise them fails."""
+    """Writes the configuration, with limits within this machine's, because an engine that may not
+    raise its limits would fail."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     limits = {"files": _limit(files, 65536), "processes": _limit(processes, 4096)}
     text = _CONTAINERS_CONF.format(folder=FOLDER, **limits)
     (FOLDER / "containers.conf").write_text(text)
-    # Of this checkout alone, and short: sockets lie in it.
+    # For this checkout alone, and short, because it has sockets.
     run = f"/run/loadout-{sha256(str(FOLDER).encode()).hexdigest()[:8]}"
     (FOLDER / "storage.conf").write_text(_STORAGE_CONF.format(folder=FOLDER, run=run))
 
@@ -76,7 +77,7 @@ def _limit(hard: int, wanted: int) -> int:
 
 
 def environment() -> dict[str, str]:
-    """Variables with which podman and what calls it use our configuration."""
+    """Returns the variables with which podman and its callers use our configuration."""
     return {
         **os.environ,
         "CONTAINERS_CONF": str(FOLDER / "containers.conf"),
@@ -85,12 +86,13 @@ def environment() -> dict[str, str]:
 
 
 def podman(*arguments: str) -> str:
-    """Returns the standard output. Raises ContainersFailed."""
+    """Runs podman and returns its standard output. Raises ContainersFailed."""
     return run("podman", *arguments)
 
 
 def run(*command: str, folder: Path | None = None, log: Path | None = None) -> str:
-    """Returns the standard output; with `log` it goes into that file. Raises ContainersFailed."""
+    """Runs a command and returns its standard output, or writes it into `log`. Raises
+    ContainersFailed."""
     if shutil.which(command[0]) is None:
         raise ContainersFailed(f"there is no {command[0]}: run `python -m tools.containers`")
     with open(log, "w") if log else nullcontext(subprocess.PIPE) as output:

@@ -1,4 +1,4 @@
-"""Our images, built by the Dockerfile's targets as `make images` builds them."""
+"""Builds our images from the Dockerfile's targets, as `make images` does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CPU_IMAGE = "localhost/loadout-cpu:0.3.0"
 CUDA_IMAGE = "localhost/loadout-cuda:0.3.0"
 PREVIOUS_IMAGE = "localhost/loadout-cpu:previous"
 PREVIOUS_COMMIT = "9a54c74"
-"""0.2.0, from which a cluster is upgraded to this checkout."""
+"""0.2.0, from which the tests upgrade a cluster to this checkout."""
 
 
 def build(target: str, tag: str, context: Path = ROOT) -> None:
@@ -37,7 +37,7 @@ def build(target: str, tag: str, context: Path = ROOT) -> None:
             "--file",
             str(context / "deploy/images/Dockerfile"),
         ),
-        # In the CUDA image, too: CUDA's libraries of some gigabytes are not what is tested.
+        # torch for CPUs in the CUDA image too, because CUDA's libraries have gigabytes and no test.
         *(*pip_sources.build_options(cpu_torch_if_found()), *arguments),
         *("--target", target, "--tag", tag, str(context)),
         log=log,
@@ -50,7 +50,7 @@ def _pinned(name: str) -> str:
 
 
 def build_previous() -> None:
-    """Builds the release before, with the one line that Debian's Python 3.11.2 needs otherwise."""
+    """Builds the previous release, with one line changed for Debian's Python 3.11.2."""
     with tempfile.TemporaryDirectory() as folder:
         archive = Path(folder, "previous.tar")
         run("git", "archive", "--output", str(archive), PREVIOUS_COMMIT, folder=ROOT)

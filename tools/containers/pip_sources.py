@@ -1,5 +1,5 @@
-"""What pip is configured with on this machine, made known within an image's build: packages in
-local folders, and the authority that signs a proxy's certificates."""
+"""Gives this machine's configuration of pip to an image's build: packages in local folders, and the
+authority that signs a proxy's certificates."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from pathlib import Path
 from tools.containers.engine import FOLDER
 
 MOUNTED = "/machine"
-"""Folders of this machine lie below it during a build."""
+"""The folder for this machine's folders during a build."""
 CONSTRAINTS = "/etc/pip-constraints.txt"
 
 
 def build_options(constraints: Iterable[str]) -> list[str]:
-    """Options of `podman build`; writes the configuration that they mount, with `constraints`."""
+    """Writes a configuration with `constraints`, and returns the options of `podman build` that
+    mount it."""
     found = _options()
     options: list[str] = []
     for folder in sorted({each for value in found.values() for each in _folders(value)}):
@@ -32,7 +33,7 @@ def build_options(constraints: Iterable[str]) -> list[str]:
 
 
 def _options() -> dict[str, str]:
-    """The options of pip that say where packages come from."""
+    """Returns pip's options for the sources of packages."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, list[str]] = {}
@@ -46,7 +47,8 @@ def _options() -> dict[str, str]:
 
 
 def _folders(value: str) -> list[Path]:
-    """An index's folder links to files beside it, so its parent."""
+    """Returns the local folders of a value. An index links to files next to its folder, so its
+    parent is returned."""
     paths = [Path(each.removeprefix("file://")) for each in value.split() if _is_local(each)]
     return [path.parent if path.name == "simple" else path for path in paths]
 

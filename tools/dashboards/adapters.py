@@ -1,4 +1,4 @@
-"""Adapters and caches: which are busy, do they fit, and what do loads wait for?"""
+"""The dashboard of adapters and caches: busy adapters, their tiers, and the causes of waits."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _busiest() -> list[Panel]:
 
 
 def _without_store() -> str:
-    """Counts the replicas that are not connected, among those with a store."""
+    """Counts the replicas with a store that are not connected to it."""
     connected = (
         f"{INFERENCE.series('store_connected')} and {SAME_TARGET} "
         f"{INFERENCE.series('store_replicas_healthy')}"

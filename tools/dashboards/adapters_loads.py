@@ -1,4 +1,4 @@
-"""Panels of adapters and caches: loads, and the store's replicas that they pull from."""
+"""Panels of adapters and caches: loads, and the store's replicas that send the images."""
 
 from __future__ import annotations
 

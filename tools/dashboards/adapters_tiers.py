@@ -1,4 +1,4 @@
-"""Panels of adapters and caches: what the tiers hold, their hits, and their evictions."""
+"""Panels of adapters and caches: the tiers' contents, hits and evictions."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def room() -> list[Panel]:
 
 
 def thrash() -> str:
-    """Returns what the alert compares: the last tier before the store."""
+    """Returns the alert's expression, for the last tier before the store."""
     rate = "instance_tier:loadout_inference_tier_thrash:rate5m"
     host, device = (INFERENCE.series(rate, f'tier="{tier}"') for tier in ("host", "device"))
     asked = INFERENCE.series("instance:loadout_inference_adapter_lookups:rate5m")
@@ -139,6 +139,6 @@ def thrash() -> str:
 
 
 def found_on_device(by: str = "") -> str:
-    """The share of look-ups there that hit."""
+    """Returns the share of look-ups on the device that hit."""
     hits = INFERENCE.rate("tier_hits_total", by, _DEVICE)
     return share(hits, INFERENCE.rate("tier_misses_total", by, _DEVICE))

@@ -1,4 +1,4 @@
-"""Values as people read them, by Grafana's names of units."""
+"""Formats values for people, by Grafana's names of units."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def show(value: float, unit: str) -> str:
-    """Raises KeyError for a unit that no panel has had so far."""
+    """Formats a value. Raises KeyError for an unknown unit."""
     if not math.isfinite(value):
         return "-" if math.isnan(value) else "∞"
     return _SHOWN[unit](value)

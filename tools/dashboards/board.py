@@ -1,4 +1,4 @@
-"""Puts panels together to a dashboard, and writes it."""
+"""Combines panels into a dashboard, and writes it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _IN_A_MENU = models.DashboardLinkPlacement.IN_CONTROLS_MENU
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Panels under a heading, laid from left to right; their spans fill whole lines."""
+    """Panels under a heading, from left to right; their spans fill whole lines."""
 
     title: str
     panels: Sequence[Panel]
@@ -31,7 +31,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """One dashboard. `services` are those whose jobs and replicas can be chosen."""
+    """One dashboard. Its variables choose jobs and replicas of `services`."""
 
     uid: str
     description: str
@@ -57,28 +57,28 @@ class Board:
         return _numbered(board.build())
 
     def to_json(self) -> str:
-        """Returns the JSON that Grafana reads; the same code gives the same text."""
+        """Returns the JSON for Grafana; the same code gives the same text."""
         board = json.loads(json.dumps(self.build(), cls=JSONEncoder))
         return json.dumps(in_sight(board), indent=2, sort_keys=True) + "\n"
 
 
 def _numbered(board: models.Dashboard) -> models.Dashboard:
-    """Numbers the panels in order: ids are parts of addresses, and stay while the panels do."""
+    """Numbers the panels in order, because ids are parts of addresses and should rarely change."""
     for index, panel in enumerate(board.panels or [], start=1):
         panel.id_val = index
     return board
 
 
 def in_sight(part: Any) -> Any:
-    """Removes the placement that the SDK gives to links and annotations: newer Grafanas would show
-    them in a menu only, and at the top without it."""
+    """Removes the placement that the SDK gives to links and annotations, so that newer Grafanas
+    show them at the top and not only in a menu."""
     if isinstance(part, dict):
         return {key: in_sight(value) for key, value in part.items() if value != _IN_A_MENU}
     return [in_sight(each) for each in part] if isinstance(part, list) else part
 
 
 def _starts(service: Service) -> builders.AnnotationQuery:
-    """A mark at the moment that a replica started."""
+    """Returns a mark for the start of each replica."""
     expression = f"{service.series('process_start_time_seconds')} * 1000"
     mark = builders.AnnotationQuery().name(f"Starts of {service.name}").datasource(DATASOURCE)
     mark.enable(True).icon_color("blue").expr(expression).use_value_for_time(True).step("60s")

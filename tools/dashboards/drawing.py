@@ -1,4 +1,4 @@
-"""Draws a dashboard's answers with matplotlib, in the places that its panels have."""
+"""Draws a dashboard's answers with matplotlib, in the places of its panels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_COLUMNS = 24
 MARGINS = {"left": 0.6, "right": 0.15, "top": 0.25, "bottom": 0.25}
 """Inches of a panel around its axes."""
 NUM_COLOURS = 200
-"""Size of the file's palette: the file has a third of the size of true colour."""
+"""Size of the palette, which makes the file a third as large as with true colour."""
 
 
 def draw(board: Json, answers: Answers, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One panel's answers in one pair of axes: lines, a number, a distribution or a table."""
+"""Draws one panel's answers in one pair of axes: lines, a number, a distribution or a table."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tools.prometheus import Series
 
 SMALL, TINY = 8, 6.5
 MAX_LEGEND = 8
-"""Entries: the largest ones."""
+"""Maximum entries; the largest are shown."""
 HEADROOM = 1.4
 """Factor by which the axis exceeds the data, for the legend."""
 
 
 def draw_panel(axes: Any, panel: Json, answers: Sequence[Sequence[Series]]) -> None:
-    """`answers` are those of the panel's queries, in order, over seconds since some start."""
+    """Draws a panel from the answers to its queries, in order, over seconds since a start."""
     axes.set_title(panel["title"], fontsize=SMALL, loc="left", weight="bold", pad=3)
     axes.tick_params(labelsize=TINY, length=2)
     for side in ("top", "right"):
@@ -67,7 +67,7 @@ def _plot(axes: Any, named: Sequence[Named]) -> None:
 
 
 def _stack(axes: Any, named: Sequence[Named]) -> None:
-    """A series without a point at some moment adds nothing there."""
+    """Stacks series; a series without a point at some moment adds nothing there."""
     times = sorted({when for _, points in named for when, _ in points})
     below = [0.0] * len(times)
     for index, (name, points) in enumerate(named):
@@ -100,13 +100,14 @@ def _number(axes: Any, panel: Json, answers: Sequence[Sequence[Series]]) -> None
 
 
 def _nothing(defaults: Json) -> str:
-    """Shown in place of a missing value."""
+    """Returns the text for a missing value."""
     texts = [mapping["options"]["result"]["text"] for mapping in defaults.get("mappings", [])]
     return str(texts[0]) if texts else "no data"
 
 
 def _distribution(axes: Any, panel: Json, answers: Sequence[Sequence[Series]]) -> None:
-    """Series are cumulative by their label le; a cell has what its bucket alone got."""
+    """Draws a histogram over time. Series are cumulative by their label le; a cell has the growth
+    of its own bucket."""
     buckets = sorted(answers[0], key=lambda series: float(series.labels["le"]))
     times = sorted({when for series in buckets for when, _ in series.points})
     rows, below = [], dict.fromkeys(times, 0.0)
@@ -122,7 +123,7 @@ def _distribution(axes: Any, panel: Json, answers: Sequence[Sequence[Series]]) -
 
 
 def _table(axes: Any, panel: Json, answers: Sequence[Sequence[Series]]) -> None:
-    """Rows are joined by the labels that all answers have."""
+    """Draws a table, with rows joined by the labels that all answers have."""
     organized = panel["transformations"][-1]["options"]
     names = sorted(organized["indexByName"], key=organized["indexByName"].__getitem__)
     labels = [name for name in names if name not in organized["renameByName"]]

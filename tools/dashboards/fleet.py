@@ -1,4 +1,4 @@
-"""Fleet overview: is it up, how fast is it, what fails, and where does the time go?"""
+"""The fleet overview: availability, speed, failures, and the parts of the time."""
 
 from __future__ import annotations
 

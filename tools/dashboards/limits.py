@@ -1,4 +1,4 @@
-"""The thresholds that panels show: those that alerts wait for."""
+"""The alerts' thresholds, which panels show."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ GOOD, BAD = "green", "red"
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Above `value` is bad, or below it if `is_floor`. `alert` is the one whose expression has this
-    number, "" where there is none."""
+    """A threshold: bad above `value`, or below it if `is_floor`. `alert` is the name of the alert
+    with this number in its expression, or ""."""
 
     value: float
     alert: str = ""
@@ -26,7 +26,7 @@ class Limit:
 
 
 def unlimited() -> builders.ThresholdsConfig:
-    """Everything is good: without it, Grafana paints what is over 80 red."""
+    """Returns a threshold that no value exceeds; by default Grafana shows values over 80 in red."""
     steps = [models.Threshold(color=GOOD)]
     return builders.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps)
 

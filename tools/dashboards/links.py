@@ -1,4 +1,4 @@
-"""Links from a dashboard to another, and from a point in a panel to its subject."""
+"""Links from one dashboard to another, and from a point in a panel to its subject."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grafana_foundation_sdk.builders.dashboard import DashboardLink
 from grafana_foundation_sdk.models.dashboard import DashboardLinkType
 
 FLEET, ADAPTERS, STORE = "loadout-fleet", "loadout-adapters", "loadout-store"
-"""The dashboards' uids: addresses, which people bookmark."""
+"""The dashboards' uids, which are addresses that people bookmark."""
 
 TITLES = {
     FLEET: "Loadout: fleet overview",
@@ -20,9 +20,11 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """To a dashboard, at the same time, in the same clusters and namespaces. `variables` are set
-    there, to what Grafana knows of the point that was clicked: a label,
-    `${__field.labels.instance}`, or of a table a column, `${__data.fields.adapter}`."""
+    """A link to a dashboard, with the same time, clusters and namespaces.
+
+    It sets `variables` there to values of the clicked point: a label such as
+    `${__field.labels.instance}`, or in a table a column such as `${__data.fields.adapter}`.
+    """
 
     title: str
     uid: str
@@ -45,7 +47,7 @@ TO_STORE = Link("The store at that time", STORE)
 
 
 def to_others(own: str) -> list[DashboardLink]:
-    """The links at the top of the dashboard `own`: what was chosen stays chosen."""
+    """Returns the links at the top of the dashboard `own`, which keep the chosen values."""
     return [
         DashboardLink(title)
         .type(DashboardLinkType.LINK)

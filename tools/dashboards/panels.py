@@ -1,4 +1,4 @@
-"""The kinds of panels that the dashboards are made of."""
+"""The kinds of panels in the dashboards."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tools.dashboards.variables import DATASOURCE
 
 Panel = Builder[models.Panel]
 WIDTH = 24
-"""Columns of Grafana's grid."""
+"""Number of columns of Grafana's grid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """`legend` names the series; {{label}} in it is that label's value."""
+    """A query; `legend` names its series, and {{label}} in it becomes the label's value."""
 
     expression: str
     legend: str = ""
@@ -33,7 +33,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A table's column: one query, whose value is shown under `title`."""
+    """A table's column: one query, with its value under `title`."""
 
     title: str
     expression: str
@@ -51,7 +51,7 @@ def lines(
     is_stacked: bool = False,
     links: Sequence[Link] = (),
 ) -> Panel:
-    """Series over time, from zero; `maximum` is the end of the axis, `limit` a dashed line."""
+    """Shows series over time, from zero to `maximum`, with `limit` as a dashed line."""
     panel = timeseries.Panel().title(title).description(description).datasource(DATASOURCE)
     panel.unit(unit).min(0).span(span).height(8).targets(_targets(queries))
     panel.line_width(1).fill_opacity(40 if is_stacked else 8)
@@ -82,7 +82,7 @@ def percentiles(
     where: str = "",
     limit: Limit | None = None,
 ) -> Panel:
-    """A histogram's p50, p90 and p99 over time."""
+    """Shows a histogram's p50, p90 and p99 over time."""
     queries = [
         Query(service.quantile(q, metric, where=where), f"p{q * 100:.0f}") for q in (0.5, 0.9, 0.99)
     ]
@@ -100,8 +100,8 @@ def number(
     missing: str = "",
     links: Sequence[Link] = (),
 ) -> Panel:
-    """The newest value, large, coloured by `limit`, over a small line of what it was. `missing` is
-    shown in red where there is no value; without it Grafana says that there are no data."""
+    """Shows the newest value in large figures, coloured by `limit`, over a small line of earlier
+    values. Without a value it shows `missing` in red, or else Grafana's text for no data."""
     panel = stat.Panel().title(title).description(description).datasource(DATASOURCE)
     panel.unit(unit).span(span).height(4).targets(_targets([Query(expression)]))
     panel.graph_mode(options.BigValueGraphMode.AREA).color_mode(options.BigValueColorMode.VALUE)
@@ -119,7 +119,7 @@ def _instead_of_nothing(text: str) -> models.SpecialValueMap:
 
 
 def distribution(title: str, description: str, unit: str, buckets: str, *, span: int = 8) -> Panel:
-    """A histogram over time: the darker, the more observations; `buckets` is by `le`."""
+    """Shows a histogram over time, darker for more observations; `buckets` is by `le`."""
     panel = heatmap.Panel().title(title).description(description).datasource(DATASOURCE)
     panel.unit("short").span(span).height(8).calculate(False)
     target = _target(0, Query(buckets, "{{le}}")).format(PromQueryFormat.HEATMAP).range()
@@ -137,8 +137,8 @@ def rows_by(
     height: int = 8,
     link: Link | None = None,
 ) -> Panel:
-    """A table of now: a row for each combination of `labels`, which come first; rows are sorted by
-    the first column. `link` is on the first label."""
+    """Shows a table of current values, with a row for each combination of `labels`, which come
+    first. Rows are sorted by the first column, and `link` is on the first label."""
     panel = table.Panel().title(title).description(description).datasource(DATASOURCE)
     panel.unit("short").span(span).height(height)
     panel.targets(

@@ -1,4 +1,4 @@
-"""Panels of what tenants share, alike for both services."""
+"""Panels of the resources that tenants share, the same for both services."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Draws what the dashboards' queries give under a mixed load: docs/images/dashboard-*.png.
+"""Draws the answers to the dashboards' queries under a mixed load: docs/images/dashboard-*.png.
 
     python -m tools.dashboards.preview [--seconds N]
 
-Starts both services, the load and a real Prometheus. The pictures are plots of its answers, laid as
-the dashboards are; Grafana takes no part.
+It starts both services, the load and a real Prometheus. The pictures are plots of Prometheus'
+answers in the dashboards' layout; Grafana is not used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCRAPE_S, STEP_S, WINDOW_S = 2.0, 2.0, 15.0
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The period that is drawn, as unix times."""
+    """The period to draw, in unix times."""
 
     start_s: float
     end_s: float
@@ -41,8 +41,8 @@ class Span:
 
 
 def ask(board: Json, prometheus: Prometheus, span: Span) -> Answers:
-    """Each panel's answers by its id: over the span, or of a table at its end. Times are seconds
-    since its start."""
+    """Returns each panel's answers by its id, over the span, or for a table at its end. Times are
+    seconds since the start."""
     values = everything(board, prometheus, window_s=WINDOW_S, range_s=span.length_s)
 
     def answer(target: Json) -> list[Series]:
@@ -65,7 +65,7 @@ def _since(start_s: float, series: Series) -> Series:
 
 
 def preview(seconds: float, images: Path) -> None:
-    """Runs the load for so long and draws all dashboards. Raises as MixedLoad and Prometheus do."""
+    """Runs the load for `seconds` and draws all dashboards. Raises as MixedLoad and Prometheus."""
     with tempfile.TemporaryDirectory() as name, MixedLoad(Path(name) / "load") as load:
         folder = Path(name) / "prometheus"
         with Prometheus(folder, load.jobs, interval_s=SCRAPE_S, rule_files=RULES) as prometheus:
@@ -83,7 +83,7 @@ def preview(seconds: float, images: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="how long the load runs (%(default)s)"
+        "--seconds", type=float, default=SECONDS, help="duration of the load (%(default)s)"
     )
     IMAGES.mkdir(parents=True, exist_ok=True)
     preview(parser.parse_args().seconds, IMAGES)

@@ -1,5 +1,5 @@
-"""Reads dashboards as Grafana does: which panels and queries there are, and what is asked when
-everything is chosen."""
+"""Reads dashboards as Grafana does: their panels and queries, and the queries' text when all values
+are chosen."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Source(Protocol):
     """Answers the queries for the values of variables."""
 
     def label_values(self, label: str, selector: str = "", /) -> Sequence[str]:
-        """The values that a label has in the selector's series."""
+        """Returns the values of a label in the selector's series."""
 
     def query(self, promql: str, /) -> Sequence[Series]:
-        """The answer now."""
+        """Returns the current answer."""
 
 
 VARIABLE = re.compile(r"\$(?:\{(\w+)[^}]*\}|(\w+))")
@@ -33,7 +33,7 @@ def panels(board: Json) -> list[Json]:
 
 
 def expressions(board: Json) -> Iterator[str]:
-    """The PromQL of all panels and annotations."""
+    """Yields the PromQL of all panels and annotations."""
     for panel in panels(board):
         yield from (target["expr"] for target in panel["targets"])
     yield from (mark["expr"] for mark in board["annotations"]["list"])
@@ -45,8 +45,8 @@ def variables(board: Json) -> dict[str, Json]:
 
 
 def asked(variable: Json) -> str:
-    """The selector or query whose answer can be chosen from. Raises ValueError for a variable that
-    is asked for in another way."""
+    """Returns the selector or query whose answer has a variable's choices. Raises ValueError for a
+    variable of another kind."""
     text = str(variable["query"]["query"])
     found = _LABEL_VALUES.fullmatch(text) or _QUERY_RESULT.fullmatch(text)
     if found is None:
@@ -55,7 +55,8 @@ def asked(variable: Json) -> str:
 
 
 def choices(variable: Json, values: Mapping[str, str], source: Source) -> list[str]:
-    """What Grafana would show: `values` are of the variables before it. Raises as `asked`."""
+    """Returns the choices that Grafana would show; `values` are of the variables before this one.
+    Raises as `asked`."""
     promql = expand(asked(variable), values)
     found = _LABEL_VALUES.fullmatch(str(variable["query"]["query"]))
     if found is not None:
@@ -74,18 +75,18 @@ def _line(series: Series) -> str:
 
 
 def names_in(text: str) -> set[str]:
-    """The variables that a query or an address uses, Grafana's own among them."""
+    """Returns the variables in a query or an address, including Grafana's own."""
     return {braced or plain for braced, plain in VARIABLE.findall(text)}
 
 
 def expand(text: str, values: Mapping[str, str]) -> str:
-    """`text` with variables replaced. Raises KeyError for one that has no value."""
+    """Replaces the variables in `text`. Raises KeyError for a variable without a value."""
     return VARIABLE.sub(lambda found: values[found[1] or found[2]], text)
 
 
 def everything(board: Json, source: Source, *, window_s: float, range_s: float) -> dict[str, str]:
-    """What variables stand for when All is chosen of each. `window_s` is Grafana's rate interval,
-    `range_s` the chosen time."""
+    """Returns the values of all variables when All is chosen for each. `window_s` is Grafana's rate
+    interval, `range_s` the chosen time."""
     values = {"__rate_interval": f"{window_s:.0f}s", "__range": f"{range_s:.0f}s"}
     for name, variable in variables(board).items():
         if variable["type"] == "query":
@@ -94,7 +95,7 @@ def everything(board: Json, source: Source, *, window_s: float, range_s: float) 
 
 
 def _all(variable: Json, values: Mapping[str, str], source: Source) -> str:
-    """Returns all values as Grafana joins them: a regular expression in a string of PromQL, where a
-    backslash is written twice."""
+    """Returns all values as Grafana joins them: a regular expression in a string of PromQL, with
+    doubled backslashes."""
     found = choices(variable, values, source)
     return "|".join(re.escape(value).replace("\\", r"\\") for value in found)

@@ -1,4 +1,4 @@
-"""Adapter store: does it answer, do registrations and pulls get through, is there room?"""
+"""The dashboard of the adapter store: availability, registrations, pulls, and free space."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _registrations() -> list[Panel]:
 
 
 def _durations(title: str, q: float) -> Panel:
-    """Leaves streams out, which last as long as somebody listens."""
+    """Shows the calls' durations, without streams, which last as long as a client listens."""
     expression = STORE.quantile(q, "request_seconds", "method", f'method!~"{_STREAMS}"')
     query = Query(expression, "{{method}}")
     return lines(title, "By method, without streams.", "s", query, span=6)

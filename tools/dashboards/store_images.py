@@ -229,5 +229,5 @@ def replicas() -> list[Panel]:
 
 
 def _of_each_catalog(metric: str) -> str:
-    """Replicas share one, and each tells all of it."""
+    """Returns a metric once for each catalog, because all replicas of a catalog report the same."""
     return f"max by ({CATALOG}) ({STORE.series(metric)})"

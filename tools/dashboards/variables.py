@@ -1,6 +1,6 @@
 """The choices at the top of a dashboard.
 
-A variable means the same on each dashboard that has it, so that links can pass it on.
+A variable has the same meaning on each dashboard, so that links can pass it on.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ Variable = Builder[models.VariableModel]
 
 DATASOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
 ANY = ".*"
-"""Matches an absent label, too: a plain static scrape knows no namespaces."""
+"""Also matches an absent label, because a plain static scrape has no namespaces."""
 NOT_ADAPTERS = "former"
 """Label of the counts of adapters that lost their series; no adapter has it."""
 
 MEMORY = "7d"
-"""Jobs that have been silent for so long are forgotten: until then they count as down, also where
-the chosen time has nothing of them."""
+"""Silent jobs count as down for this long, even if the chosen time has no data of them; then they
+are forgotten."""
 
 _REF_ID = "PrometheusVariableQueryEditor-VariableQuery"
 _LABEL_VALUES, _QUERY_RESULT = 1, 3
-"""So that Grafana's editor shows the query as one of this kind."""
+"""Kinds of queries, for Grafana's editor."""
 
 
 def datasource() -> Variable:
@@ -34,7 +34,7 @@ def datasource() -> Variable:
 
 
 def cluster() -> Variable:
-    """Selects clusters, where one Prometheus, or a proxy for several, knows many."""
+    """Selects clusters, if one Prometheus, or a proxy for several, has data of many."""
     return _values("cluster", "Cluster", _present(), "cluster").all_value(ANY)
 
 
@@ -45,8 +45,8 @@ def namespace() -> Variable:
 
 
 def job(service: Service) -> Variable:
-    """The service's scrape jobs, whatever they are called. All are those that there are, as other
-    things have jobs, too."""
+    """Selects the service's scrape jobs, under any name. All means the service's existing jobs,
+    because other programs have jobs too."""
     present = f"last_over_time({service.presence}{{{WHERE}}}[{MEMORY}])"
     query = f"query_result(group by (job) ({present}))"
     variable = _choice(f"{service.name}_job", f"{_TITLES[service]} job", query, _QUERY_RESULT)
@@ -54,14 +54,14 @@ def job(service: Service) -> Variable:
 
 
 def instance(service: Service) -> Variable:
-    """The service's replicas."""
+    """Selects the service's replicas."""
     series = f"{service.presence}{{{service.targets}}}"
     name, label = f"{service.name}_instance", f"{_TITLES[service]} replica"
     return _values(name, label, series, "instance").all_value(ANY)
 
 
 def adapter() -> Variable:
-    """Selects adapters with a series of their own, the base model, and all others as one."""
+    """Selects adapters with their own series, the base model, and all others as one."""
     series = INFERENCE.series("adapter_requests_total")
     variable = _values("adapter", "Adapter", series, "adapter").all_value(ANY)
     return variable.regex(f"/^(?!{NOT_ADAPTERS}$).+/")
@@ -71,13 +71,13 @@ _TITLES = {INFERENCE: "Inference", STORE: "Store"}
 
 
 def _present(where: str = "") -> str:
-    """Series of all that is ours."""
+    """Returns the series of all our services."""
     matchers = [f'__name__=~"{INFERENCE.presence}|{STORE.presence}"', *([where] if where else [])]
     return f"{{{','.join(matchers)}}}"
 
 
 def _values(name: str, label: str, series: str, of_label: str) -> builders.QueryVariable:
-    """The values of a label within the chosen time."""
+    """Selects values of a label within the chosen time."""
     return _choice(name, label, f"label_values({series}, {of_label})", _LABEL_VALUES)
 
 

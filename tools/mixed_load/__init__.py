@@ -1,6 +1,6 @@
-"""Both services as real processes under a mixed load, which makes all that they export move.
+"""Runs both services as real processes under a mixed load, which changes all exported metrics.
 
-load       the services, and the threads that put the load on
-roles      callers, trainers and operators: what each of them does
-base_role  what all roles share: a thread, a random course of actions, calls over HTTP
+load       the services, and the threads of the load
+roles      callers, trainers and operators, with their actions
+base_role  the base of all roles: a thread, a random sequence of actions, calls over HTTP
 """

@@ -1,7 +1,7 @@
-"""A thread that puts load on: what it does is its subclass's, when it does what is here.
+"""A thread of the load: subclasses have the actions, and this class chooses among them.
 
-It does all that it can do once, in order, so that everything has happened early on; then it chooses
-by its own dice, so that a seed gives it the same course.
+At first it does every action once, in order, so that everything happens early. Then it chooses at
+random with its own seed, so that a seed always gives the same sequence.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from loadout.errors import LoadoutError
 
 HTTP_TIMEOUT_S = 60.0
 SKEW = 0.8
-"""Exponent of a Pareto distribution: a smaller one spreads requests over more adapters."""
+"""Exponent of a Pareto distribution; a smaller one spreads requests over more adapters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What all of them share: a client that never retries, the HTTP API, the adapters' names,
-    the popular ones first, and folders of further content under a root that the store may read."""
+    """The shared objects of all roles: a client that never retries, the HTTP API, the adapters'
+    names (popular ones first), and folders of further content that the store may read."""
 
     client: Client
     http: str
@@ -36,8 +36,8 @@ class Scene:
 
 
 class Role:
-    """A thread's work until `stop`. `pause_s` is between two acts. What goes wrong is in `error`,
-    and ends it; `has_toured` is set when everything was done once."""
+    """A thread's work until `stop`, with `pause_s` between two actions. An exception ends the
+    thread and is kept in `error`; `has_toured` is set after every action has run once."""
 
     def __init__(self, scene: Scene, seed: str, stop: threading.Event, pause_s: float) -> None:
         self.scene = scene
@@ -50,7 +50,7 @@ class Role:
         self.thread = threading.Thread(target=self._run, name=f"load-{seed}", daemon=True)
 
     def acts(self) -> Sequence[tuple[int, Callable[[], object]]]:
-        """What it does, in this order at first, and how often afterwards."""
+        """Returns the actions in their first order, each with its later frequency."""
         raise NotImplementedError
 
     def _run(self) -> None:
@@ -76,8 +76,7 @@ class Role:
         return self.scene.names[index % len(self.scene.names)]
 
     def post(self, path: str, body: dict[str, Any], num_lines: int | None = None) -> int:
-        """The status of the answer, of which at most `num_lines` are read: then the caller is
-        gone."""
+        """Returns the answer's status; with `num_lines`, reads that many lines and disconnects."""
         request = urllib.request.Request(
             f"http://{self.scene.http}{path}",
             json.dumps(body).encode(),
@@ -99,7 +98,7 @@ class Role:
 def refused(
     kind: type[LoadoutError], call: Callable[..., object], *words: Any, **more: Any
 ) -> None:
-    """`call` with these arguments ends with this error. Raises AssertionError if it does not."""
+    """Checks that `call` with these arguments raises this error. Raises AssertionError if not."""
     try:
         call(*words, **more)
     except kind:
@@ -108,5 +107,5 @@ def refused(
 
 
 def expect(wanted: int, status: int) -> None:
-    """Raises AssertionError for another status of HTTP."""
+    """Raises AssertionError for another HTTP status."""
     assert status == wanted, f"{status} instead of {wanted}"

@@ -1,11 +1,12 @@
-"""Both services as real processes under a mixed load, which makes all that they export move.
+"""Runs both services as real processes under a mixed load, which changes all exported metrics.
 
     with MixedLoad(folder) as load:
         load.wait_toured()
         load.run(10)
 
-The demo's model on CPU, several tens of small random adapters, and memory for few of them: they
-are evicted, pulled, compiled and prefetched all the time. Gentle enough for a machine of two cores.
+The demo's model runs on the CPU, with several tens of small random adapters and memory for few of
+them, so that adapters are constantly evicted, pulled, compiled and prefetched. The load is light
+enough for a machine with two cores.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tools.prometheus import Job
 
 NUM_ADAPTERS = 32
 NUM_CONTENTS = 8
-"""Further contents, to which names are pointed."""
+"""Number of further contents, to which names are moved."""
 NUM_CALLERS = 5
 RANKS = (4, 8, 16)
 NUM_LAYERS = 4
@@ -37,7 +38,7 @@ SHAPES: Shapes = {
     "self_attn.v_proj": (192, 64),
     "mlp.down_proj": (512, 192),
 }
-"""The demo's model."""
+"""Shapes of the demo's model."""
 MISFIT_SHAPES: Shapes = {"self_attn.q_proj": (64, 64)}
 CALLER_PAUSE_S, OTHER_PAUSE_S = 0.05, 0.2
 TOUR_TIMEOUT_S = 120.0
@@ -57,10 +58,10 @@ INFERENCE_FLAGS = (
 
 
 class MixedLoad:
-    """The services and the load while the context lasts; `folder` keeps data and logs.
+    """Runs the services and the load within the context; `folder` keeps data and logs.
 
-    Raises ProcessFailed if a service dies, and at the end whatever surprised one of those who put
-    the load on.
+    Raises ProcessFailed if a service dies, and at the end an unexpected error of the load's
+    threads.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class MixedLoad:
         store_flags: tuple[str, ...] = (),
         inference_flags: tuple[str, ...] = (),
     ) -> None:
-        """Further flags are added to the services' own."""
+        """Prepares the load; further flags are added to the services' own."""
         self._folder = folder
         self._seed = seed
         self._sources = folder / "sources"
@@ -126,7 +127,7 @@ class MixedLoad:
         ]
 
     def wait_toured(self, timeout_s: float = TOUR_TIMEOUT_S) -> None:
-        """Waits until everything that belongs to the load has happened once.
+        """Waits until every action of the load has run once.
 
         Raises TimeoutError, and as `run`.
         """
@@ -135,11 +136,11 @@ class MixedLoad:
             while not role.has_toured.wait(POLL_S):
                 self.check()
                 if time.monotonic() > deadline_s:
-                    raise TimeoutError(f"{role.thread.name} has not done everything once")
+                    raise TimeoutError(f"{role.thread.name} has not done every action once")
         self.check()
 
     def run(self, seconds: float) -> None:
-        """Lets the load go on. Raises what surprised those who put it on, and ProcessFailed."""
+        """Continues the load. Raises ProcessFailed, and unexpected errors of the load's threads."""
         deadline_s = time.monotonic() + seconds
         while time.monotonic() < deadline_s:
             self.check()
@@ -156,7 +157,7 @@ class MixedLoad:
                 raise role.error
 
     def _furnish(self) -> tuple[tuple[str, ...], tuple[Path, ...]]:
-        """Registers the adapters; gives their names, and folders of further content."""
+        """Registers the adapters, and returns their names and folders of further content."""
         names = []
         for number in range(NUM_ADAPTERS):
             names.append(f"tuned-{number:02}")

@@ -19,7 +19,7 @@ from tools.mixed_load.base_role import HTTP_TIMEOUT_S, Role, expect, refused
 
 BASE_MODEL = "loadout-demo"
 MISFIT = "misfit"
-"""An adapter of a model with other shapes."""
+"""The name of an adapter of a model with other shapes."""
 UNKNOWN = "nobody-made-this"
 WRONG_DIGEST = "sha256:" + "0" * 64
 PROMPTS = tuple(f"{word} is what the pages of a prefix are for=" for word in ("this", "that", "it"))
@@ -56,7 +56,7 @@ class Caller(Role):
             next(stream)
 
     def _be_late(self) -> None:
-        with suppress(DeadlineExceeded):  # its first tokens may have come: then it is aborted
+        with suppress(DeadlineExceeded):  # it is aborted if its first tokens have come
             self.client.complete(
                 self._prompt(),
                 adapter=self.adapter(),
@@ -99,7 +99,7 @@ class Caller(Role):
 
 
 class Trainer(Role):
-    """Registers, replaces and deletes adapters; some of what it brings is refused."""
+    """A trainer: registers, replaces and deletes adapters, some of which are refused."""
 
     def acts(self) -> Sequence[tuple[int, Callable[[], object]]]:
         return (
@@ -113,7 +113,7 @@ class Trainer(Role):
         )
 
     def _upload(self) -> None:
-        """A new version of a popular adapter, or one that it has had before."""
+        """Uploads a new version of a popular adapter, or an earlier one."""
         self.client.register(self.adapter(), self._content())
 
     def _register(self) -> None:
@@ -125,7 +125,7 @@ class Trainer(Role):
         wrong: Sequence[dict[str, Any]] = (
             {"source": content.as_uri(), "expected_digest": WRONG_DIGEST},
             {"source": content.as_uri(), "if_current_digest": WRONG_DIGEST},
-            {"source": content.parent.as_uri()},  # holds no adapter, only folders of some
+            {"source": content.parent.as_uri()},  # no adapter, only folders of adapters
             {"source": "file:///etc"},
             {"source": missing},
         )
@@ -158,7 +158,7 @@ class Trainer(Role):
 
 
 class Operator(Role):
-    """Loads ahead, pins, unloads, and looks."""
+    """An operator: loads in advance, pins, unloads, and reads lists."""
 
     def acts(self) -> Sequence[tuple[int, Callable[[], object]]]:
         return (
@@ -174,14 +174,14 @@ class Operator(Role):
         self.client.load(self.adapter())
 
     def _pin(self) -> None:
-        """The most popular one: its adapter stays until the name gets new content."""
+        """Pins the most popular adapter, which stays until the name gets new content."""
         name = self.scene.names[0]
-        with suppress(FailedPrecondition, NotFound):  # NotFound: evicted meanwhile, or replaced
+        with suppress(FailedPrecondition, NotFound):  # NotFound: evicted or replaced in between
             self.client.load(name, pin=True)
             self.client.unpin_resident(name)
 
     def _unload(self) -> None:
-        with suppress(FailedPrecondition, NotFound):  # it is loading, or not there
+        with suppress(FailedPrecondition, NotFound):  # it is loading, or missing
             self.client.unload(self.adapter())
 
     def _load_misfit(self) -> None:
