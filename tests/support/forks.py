@@ -12,14 +12,17 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import importlib
+import json
 import logging
 import math
 import os
-import pickle
 import resource
 import runpy
 import select
 import selectors
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -29,12 +32,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, Self
 
+import huggingface_hub.constants
 import pytest
 
 from loadout.cli import service_code
@@ -48,6 +52,8 @@ ADDRESS = "LOADOUT_TEST_FORKS"
 ROOT = Path(__file__).resolve().parents[2]
 TURN_S = 0.05
 ENGINE = "engine"
+CLI = "loadout.cli"
+FORKED_PROGRAM = Path(__file__).with_name("forked_program.py")
 PR_SET_NAME = 15
 """Of Linux's prctl.h."""
 
@@ -74,7 +80,7 @@ class Fork:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(address())
         socket.send_fds(self._socket, [b"f"], streams)
-        body = pickle.dumps(request)
+        body = json.dumps(asdict(request)).encode()
         self._socket.sendall(len(body).to_bytes(4) + body)
         self.pid = int.from_bytes(self._receive(4))
 
@@ -251,6 +257,18 @@ def address() -> str:
     return address
 
 
+@cache
+def programs() -> Path:
+    """Returns a folder for PATH with a `loadout` that forks run, and the services that it becomes:
+    shells start it at once."""
+    folder = Path(tempfile.mkdtemp(prefix="loadout-programs-"))
+    atexit.register(shutil.rmtree, folder)
+    command = [sys.executable, "-ISE", str(FORKED_PROGRAM), address(), CLI]
+    (folder / "loadout").write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    (folder / "loadout").chmod(0o700)
+    return folder
+
+
 def _end(process: subprocess.Popen[bytes], folder: str) -> None:
     assert process.stdin is not None
     process.stdin.close()
@@ -297,7 +315,7 @@ class Forker:
         caller, _ = self._listener.accept()
         _, streams, _, _ = socket.recv_fds(caller, 1, 3)
         length = int.from_bytes(caller.recv(4, socket.MSG_WAITALL))
-        request: Request = pickle.loads(caller.recv(length, socket.MSG_WAITALL))
+        request = Request(**json.loads(caller.recv(length, socket.MSG_WAITALL)))
         pid = os.fork()
         if pid == 0:
             _become(request, streams, self._address)
@@ -332,6 +350,7 @@ def _become(request: Request, streams: Sequence[int], address: str) -> None:
         os.chdir(request.folder)
         os.environ.clear()
         os.environ.update({**request.environment, ADDRESS: address})
+        importlib.reload(huggingface_hub.constants)  # variables, as they were at the import
         sys.argv[:] = [request.module, *request.arguments]
         status = _main_of(request.module)(list(request.arguments))
     except SystemExit as error:
@@ -368,6 +387,8 @@ def _main_of(module: str) -> Callable[[list[str]], int]:
         replacement = SimpleNamespace(Popen=_begin_engine, TimeoutExpired=subprocess.TimeoutExpired)
         setattr(process, "subprocess", replacement)  # noqa: B010 - a module's import, not its API
         return main
+    if module == CLI:
+        return _run_cli
     if module != ENGINE:
         return partial(_run_program, module)
     from inference_svc.engine.process_main import main as engine_main
@@ -378,6 +399,20 @@ def _main_of(module: str) -> Callable[[list[str]], int]:
         return 0
 
     return run
+
+
+def _run_cli(arguments: list[str]) -> int:
+    """Runs the command line. A service that it would become runs here, in the same process."""
+    from loadout.cli import services
+    from loadout.cli.__main__ import main
+
+    def become(program: str, command: Sequence[str]) -> None:
+        sys.argv[:] = command[2:]
+        raise SystemExit(_main_of(command[2])(list(command[3:])))
+
+    setattr(services, "os", SimpleNamespace(execv=become))  # noqa: B010 - as above
+    with forked_commands():
+        return main(arguments)
 
 
 def _run_program(program: str, arguments: list[str]) -> int:
@@ -404,6 +439,7 @@ def main() -> None:
     import adapter_store.app
     import inference_svc.app
     import inference_svc.engine.build
+    import loadout.cli.__main__  # noqa: F401
     from inference_svc.text.tokenizer import Tokenizer
 
     Tokenizer(MODEL)  # imports two hundred modules when it is first made
