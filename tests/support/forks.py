@@ -41,7 +41,7 @@ from typing import IO, Any, Self
 import huggingface_hub.constants
 import pytest
 
-from loadout.cli import service_code
+from loadout.cli import download, service_code
 from loadout.demo import system
 from loadout.demo.adapters import MODEL
 from loadout.demo.process import Process
@@ -167,6 +167,30 @@ def forked_system() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def forked_downloads() -> Iterator[None]:
+    """Processes in which the client has a model downloaded are forks meanwhile."""
+    subprocess_of_forks = SimpleNamespace(
+        run=_run_command, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(download, "subprocess", subprocess_of_forks)
+        yield
+
+
+def _run_command(
+    command: Sequence[str], *, stdin: int, stdout: int, text: bool, check: bool
+) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` of a command `python -m module arguments`, forked. Its errors are ours."""
+    assert list(command[:2]) == [sys.executable, "-m"], command
+    assert (stdin, stdout, text, check) == (subprocess.DEVNULL, subprocess.PIPE, True, False)
+    request = Request(command[2], command[3:], dict(os.environ), os.getcwd())
+    with open(os.devnull) as nothing, tempfile.TemporaryFile("w+") as out:
+        code = Fork(request, (nothing.fileno(), out.fileno(), 2)).wait()
+        out.seek(0)
+        return subprocess.CompletedProcess(command, code, out.read())
+
+
 def run(
     program: str, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -186,12 +210,16 @@ def run(
 
 
 class ForkedProcess(Process):
-    """`Process` of a command `python -m module arguments`, forked."""
+    """`Process` of a command `python -m module arguments`, which `env` may run, forked."""
 
     def _begin(self, command: Sequence[str]) -> Any:
-        assert list(command[:2]) == [sys.executable, "-m"], command
+        first = command.index(sys.executable)
+        assert command[first + 1] == "-m", command
+        assert list(command[: min(first, 1)]) == ["env"][:first], command
+        environment = dict(each.split("=", 1) for each in command[1:first])
         self.log_path.unlink(missing_ok=True)
-        return start(command[2], command[3:], self.log_path)
+        module, *arguments = command[first + 2 :]
+        return start(module, arguments, self.log_path, environment)
 
 
 def start(
@@ -411,7 +439,7 @@ def _run_cli(arguments: list[str]) -> int:
         raise SystemExit(_main_of(command[2])(list(command[3:])))
 
     setattr(services, "os", SimpleNamespace(execv=become))  # noqa: B010 - as above
-    with forked_commands():
+    with forked_commands(), forked_downloads():
         return main(arguments)
 
 
