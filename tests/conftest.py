@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.support import processes
+from tests.support import late_grammars, processes
 from tests.support.durations import Durations
 
 PROCESS_FIXTURES = {"postgres", "catalog_dsn", "s3_endpoint", "interpreter", "compiler"}
@@ -37,6 +37,7 @@ with suppress(ImportError):  # tests/gpu also runs where it is not installed
 
 def pytest_configure(config: pytest.Config) -> None:
     processes.install()
+    late_grammars.install()
     config.pluginmanager.register(Durations(), "durations")
     # Until all is imported: nothing of it is garbage, and looking for some is half of the time.
     gc.disable()

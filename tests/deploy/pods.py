@@ -30,10 +30,15 @@ class Places:
 
 class Pod:
     """A running process. `changes` are variables that this machine needs otherwise, `None` for
-    those that it does not need."""
+    those that it does not need. `process` is a real one, or a fork."""
 
     def __init__(
-        self, workload: Workload, places: Places, work_dir: Path, changes: dict[str, str | None]
+        self,
+        workload: Workload,
+        places: Places,
+        work_dir: Path,
+        changes: dict[str, str | None],
+        process: type[Process] = Process,
     ) -> None:
         self.workload, self._places = workload, places
         prefix = {"adapter_store": "LOADOUT_STORE", "inference_svc": "LOADOUT_INFERENCE"}
@@ -50,7 +55,7 @@ class Pod:
         }
         variables = [f"{name}={value}" for name, value in environment.items() if value is not None]
         command = ["env", *variables, sys.executable, *workload.container["args"][1:]]
-        self._process = Process(workload.name, command, work_dir, ready_file)
+        self._process = process(workload.name, command, work_dir, ready_file)
         self._addresses: dict[str, str] = {}
 
     def wait_ready(self) -> None:

@@ -6,7 +6,6 @@ import inspect
 import os
 import re
 import subprocess
-import sys
 from base64 import b64decode
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ import inference_svc.api.http.app
 from adapter_store.config import StoreSettings
 from adapter_store.registration.tenant_policy import parse_policy
 from inference_svc.config import split_hub_name
+from tests.support import forks
 from tests.support.deploy.manifests import (
     COMPONENTS,
     OVERLAYS,
@@ -194,7 +194,7 @@ def test_the_steps_make_the_secrets(tmp_path):
     done = subprocess.run(
         ["sh", "-e", "-c", making + "\n".join(commands)],
         cwd=tmp_path,
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        env={**os.environ, "PATH": f"{forks.programs()}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         check=False,

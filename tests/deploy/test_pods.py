@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from loadout import Client, TlsConfig
+from loadout.demo.process import Process
 from tests.deploy.pods import SMALL, Places, Pod
 from tests.support.access.certificates import Authority
 from tests.support.access.policies import token_lines, token_of
 from tests.support.deploy.manifests import ROOT, Manifests, overlay
 from tests.support.deploy.scaling import targets
+from tests.support.forks import ForkedProcess
 
 ASSETS = ROOT / "loadout" / "demo" / "assets"
 IMAGE = {"/opt/loadout/demo": ASSETS, "/models/base": ASSETS / "model"}
@@ -32,8 +34,10 @@ Run = Callable[..., Pod]
 
 
 @pytest.fixture
-def run(tmp_path) -> Iterator[Run]:
-    """`run(manifests, name, folders, changes)`: a pod of the workload; ended with the test."""
+def run(tmp_path, request) -> Iterator[Run]:
+    """`run(manifests, name, folders, changes)`: a pod of the workload, forked unless the test is a
+    long one; ended with the test."""
+    process = Process if request.node.get_closest_marker("long") else ForkedProcess
     pods: list[Pod] = []
 
     def start(manifests: Manifests, name: str, folders: dict[str, Path], changes) -> Pod:
@@ -41,7 +45,7 @@ def run(tmp_path) -> Iterator[Run]:
         work_dir = tmp_path / name
         (work_dir / "data").mkdir(parents=True)
         places = Places({**IMAGE, "/var/lib/loadout": work_dir / "data", **folders})
-        pods.append(Pod(workload, places, work_dir, changes))
+        pods.append(Pod(workload, places, work_dir, changes, process))
         return pods[-1]
 
     yield start

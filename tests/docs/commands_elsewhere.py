@@ -18,7 +18,9 @@ class Elsewhere(NamedTuple):
 
 BY_CI = "a checkout of its own; CI begins with it"
 ELSEWHERE = (
-    Elsewhere(r"README.md: make demo", "tests/loadout/demo/test_demo.py", '"loadout.cli", "demo"'),
+    Elsewhere(
+        r"README.md: make demo", "tests/loadout/demo/test_demo.py", '*program, "demo", *flags'
+    ),
     Elsewhere(r"CONTRIBUTING.md: (git|cd|make) .*", ".ci/run", "make check", BY_CI),
     Elsewhere(r"docs/installation.md: make wheel", "tests/tools/test_wheel.py", '"tools.wheel"'),
     Elsewhere(

@@ -33,6 +33,7 @@ from servicekit.settings.describe import describe
 from servicekit.settings.load import parse_flags
 from servicekit.settings.service import ServiceSettings
 from tests.docs.commands_elsewhere import ELSEWHERE
+from tests.support import forks
 from tests.support.servers.hub_server import HUB_VARIABLES, HubServer, Repo
 from tests.support.up import FORKED, Up
 from tests.support.wait import until
@@ -79,6 +80,8 @@ SERVICES: dict[str, type[ServiceSettings]] = {
 HANDED_ON = {"store_flags": StoreSettings, "serve_flags": InferenceSettings}
 """Options whose values are flags of a service."""
 COMMANDS = {each.command.split()[1]: each for each in SERVICES.values()}
+
+GROUP = typer.main.get_command(app)
 
 PROGRAMS = {
     "docker",
@@ -208,9 +211,8 @@ def test_command_is_understood(command: Command) -> None:
 
 def understand_loadout(arguments: list[str]) -> None:
     """Parses as the command itself does; raises what it raises."""
-    group = typer.main.get_command(app)
-    with group.make_context("loadout", list(arguments)) as context:
-        name, command, rest = group.resolve_command(context, arguments)
+    with GROUP.make_context("loadout", list(arguments)) as context:
+        name, command, rest = GROUP.resolve_command(context, arguments)
         if name in COMMANDS:
             parse_flags(COMMANDS[name], rest)
         else:
@@ -228,17 +230,16 @@ def test_mention_is_of_what_there_is(command: Command) -> None:
         if arguments:
             understand_module(["-m", module, *arguments])
         return
-    group = typer.main.get_command(app)
     _, name, *_ = command.words
     given = {word.split("=")[0] for word in command.words[1:] if word.startswith("--")}
     if name.startswith("--"):
-        own = group
+        own = GROUP
     elif name in COMMANDS:
         known = {flag for each in describe(COMMANDS[name]) for flag in each.flags}
         assert given <= known | {"--help", "--help-all"}
         return
     else:
-        own = group.commands[name]
+        own = GROUP.commands[name]
     assert given <= {flag for each in own.params for flag in (*each.opts, *each.secondary_opts)}
 
 
@@ -312,8 +313,8 @@ def at(up: Up, text: str) -> str:
 
 
 def environment_of_shells() -> dict[str, str]:
-    """Returns one in which this environment's programs run this checkout."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    """Returns one in which this environment's programs run this checkout, `loadout` as forks."""
+    path = f"{forks.programs()}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
 
 
@@ -368,7 +369,8 @@ def test_signing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for command in (each for each in ALL if each.page == SECURITY):
         name = command.words[1]
         if command.words[0] == "loadout" and name in SIGNING:
-            assert main(list(command.words[1:])) == 0
+            with forks.forked_commands():
+                assert main(list(command.words[1:])) == 0
             ran.append(name)
     assert ran == SIGNING
 
@@ -388,9 +390,13 @@ def test_client_command_runs(
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_sizing_runs(up: Up, checkout: Path) -> None:
-    text = shlex.join(SIZING.words).replace(" DIR", " loadout/demo/assets/model")
-    assert "image of one adapter" in run(up, text, checkout)
+def test_sizing_runs(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, module, *arguments = SIZING.words
+    places = {"DIR": "loadout/demo/assets/model"}
+    monkeypatch.chdir(checkout)
+    done = forks.run(module, *(places.get(word, word) for word in arguments))
+    assert done.returncode == 0, done.stderr
+    assert "image of one adapter" in done.stdout
 
 
 def is_run_here(command: Command) -> bool:
@@ -457,7 +463,7 @@ def test_model_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(variable, value)
     try:
         with (
-            Up(command.words[2:], tmp_path) as system,
+            Up(command.words[2:], tmp_path, FORKED) as system,
             Client(inference=system.addresses["inference"]) as client,
         ):
             assert client.server_info().base_model == name

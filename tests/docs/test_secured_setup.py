@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from loadout.demo.adapters import ADAPTERS, MODEL
+from tests.support import forks
 from tests.support.wait import until
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ VARYING = re.compile(r"sha256:[0-9a-f]+|layout [0-9a-f]+")
 
 
 def shell(text: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"{forks.programs()}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.Popen(
         ["bash", "-euc", text],

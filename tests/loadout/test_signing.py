@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import functools
 import shutil
 import stat
 import tomllib
@@ -17,10 +16,10 @@ from adapter_store.registration.tenant_policy import parse_policy
 from loadout import types
 from loadout._rpc.calls import signature_message
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
-from loadout.cli import signing
 from loadout.cli.__main__ import main
 from loadout.errors import InvalidArgument
 from loadout.signing import SigningKey, format_signature, parse_signature
+from tests.support import forks
 
 DIGEST = "sha256:" + "ab" * 32
 ADAPTER = "loadout/demo/assets/adapters/upper"
@@ -107,13 +106,12 @@ def test_a_place_is_not_signed(tmp_path, capfd) -> None:
 
 
 @pytest.mark.processes
-def test_a_folder_is_signed_by_its_digest(tmp_path, capfd, monkeypatch) -> None:
-    # Both commands ask the store's own program, which takes seconds to start: once is enough.
-    monkeypatch.setattr(signing, "compute_digest", functools.cache(signing.compute_digest))
+def test_a_folder_is_signed_by_its_digest(tmp_path, capfd) -> None:
     key = SigningKey.create(tmp_path / "k.pem")
-    assert main(["digest", ADAPTER]) == 0
-    digest = capfd.readouterr().out.strip()
-    assert main(["sign", ADAPTER, "--key", str(tmp_path / "k.pem")]) == 0
+    with forks.forked_commands():
+        assert main(["digest", ADAPTER]) == 0
+        digest = capfd.readouterr().out.strip()
+        assert main(["sign", ADAPTER, "--key", str(tmp_path / "k.pem")]) == 0
     assert parse_signature(capfd.readouterr().out, "stdout") == key.sign(digest)
     assert main(["sign", digest, "--key", str(tmp_path / "k.pem"), "--key-id", "other"]) == 0
     made = parse_signature(capfd.readouterr().out, "stdout")

@@ -41,7 +41,7 @@ NUM_CONTENTS = 15
 START_KILLS = 0.2  # the share of kills that come while the store starts
 START_SECONDS = 0.5
 LIFE_SECONDS = 1.5
-CALM_SECONDS = 1.5
+CALM_SECONDS = 0.5
 JOIN_SECONDS = 120.0
 SETTINGS = {
     "listen": "127.0.0.1:0",

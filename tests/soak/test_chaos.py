@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from tests.soak.chaos.ledger import (
     without_fault,
 )
 from tests.soak.chaos.tenants import DROPPED, LOST, Book
+from tests.support import forks
 
 ROOT = Path(__file__).parents[2]
 NAME, OTHER = "team-0/first", "team-1/first"
@@ -36,19 +35,18 @@ LATER_S = 12.0 + FRESH_S + 0.1
 
 
 @pytest.mark.parametrize(
-    ("catalog", "seconds"),
+    ("catalog", "seconds", "flags"),
     [
-        ("sqlite", 6),
-        pytest.param("sqlite", 60, marks=pytest.mark.long),
-        pytest.param("postgresql", 60, marks=pytest.mark.long),
+        pytest.param("sqlite", 6, ["--forked", "--contents=8"], id="short"),
+        pytest.param("sqlite", 60, [], marks=pytest.mark.long, id="sqlite"),
+        pytest.param("postgresql", 60, [], marks=pytest.mark.long, id="postgresql"),
     ],
 )
-def test_services_under_faults_keep_their_promises(catalog: str, seconds: int) -> None:
-    # In a process of its own: the stores are forks of one, and this one has threads.
-    command = [sys.executable, "-m", "tests.soak.chaos", f"--seconds={seconds}"]
-    done = subprocess.run(
-        [*command, "--catalog", catalog], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+def test_services_under_faults_keep_their_promises(
+    catalog: str, seconds: int, flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    done = forks.run("tests.soak.chaos", f"--seconds={seconds}", f"--catalog={catalog}", *flags)
     assert done.returncode == 0, done.stdout + done.stderr  # with the seed
     assert "nothing was lost, stale or wrong" in done.stdout
     counts = dict(line.rpartition(": ")[::2] for line in done.stdout.splitlines())

@@ -8,17 +8,21 @@ from collections.abc import Callable
 import pytest
 
 from bench.engine import TRANSPORTS, Track
-from bench.models import prepare
+from bench.models import Prepared, prepare
 from inference_svc.core import FinishReason, parts_of
 from inference_svc.errors import AdapterUnavailable, QueueFull
 from tests.soak.inference import NUM_SAMPLES, WARM_UP_SHARE, Soak, SoakRequest, soak
 from tests.soak.kinds import ADDED, ALORA, BASE, PLAIN, SUM, Kinds
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Prepared:
+    return prepare("bench-tiny", 1, tmp_path_factory.mktemp("models"))
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_engine_under_cancels_and_deadlines_holds_nothing(tmp_path, transport) -> None:
-    prepared = prepare("bench-tiny", 1, tmp_path)
-    done = soak(prepared, num_adapters=60, seconds=3, seed=5, threads=0, transport=transport)
+def test_an_engine_under_cancels_and_deadlines_holds_nothing(prepared, transport) -> None:
+    done = soak(prepared, num_adapters=60, seconds=1.5, seed=5, threads=0, transport=transport)
     assert " 0 requests" not in f" {done}"
     assert " dora" in done
 

@@ -1,4 +1,5 @@
-"""`loadout`, the parts of whose systems are forks: `python -m tests.support.forked_cli up ...`.
+"""`loadout`, whose downloads and the parts of whose systems are forks, as in
+`python -m tests.support.forked_cli up ...`.
 
 Started by a process that has `forks.address()` in its environment, under `forks.ADDRESS`.
 """
@@ -11,5 +12,5 @@ from loadout.cli.__main__ import main
 from tests.support import forks
 
 if __name__ == "__main__":
-    with forks.forked_system():
+    with forks.forked_system(), forks.forked_downloads():
         sys.exit(main())

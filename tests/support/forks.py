@@ -12,14 +12,17 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import importlib
+import json
 import logging
 import math
 import os
-import pickle
 import resource
 import runpy
 import select
 import selectors
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -29,15 +32,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, Self
 
+import huggingface_hub.constants
 import pytest
 
-from loadout.cli import service_code
+from loadout.cli import download, service_code
 from loadout.demo import system
 from loadout.demo.adapters import MODEL
 from loadout.demo.process import Process
@@ -48,6 +52,8 @@ ADDRESS = "LOADOUT_TEST_FORKS"
 ROOT = Path(__file__).resolve().parents[2]
 TURN_S = 0.05
 ENGINE = "engine"
+CLI = "loadout.cli"
+FORKED_PROGRAM = Path(__file__).with_name("forked_program.py")
 PR_SET_NAME = 15
 """Of Linux's prctl.h."""
 
@@ -74,7 +80,7 @@ class Fork:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(address())
         socket.send_fds(self._socket, [b"f"], streams)
-        body = pickle.dumps(request)
+        body = json.dumps(asdict(request)).encode()
         self._socket.sendall(len(body).to_bytes(4) + body)
         self.pid = int.from_bytes(self._receive(4))
 
@@ -161,6 +167,30 @@ def forked_system() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def forked_downloads() -> Iterator[None]:
+    """Processes in which the client has a model downloaded are forks meanwhile."""
+    subprocess_of_forks = SimpleNamespace(
+        run=_run_command, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(download, "subprocess", subprocess_of_forks)
+        yield
+
+
+def _run_command(
+    command: Sequence[str], *, stdin: int, stdout: int, text: bool, check: bool
+) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` of a command `python -m module arguments`, forked. Its errors are ours."""
+    assert list(command[:2]) == [sys.executable, "-m"], command
+    assert (stdin, stdout, text, check) == (subprocess.DEVNULL, subprocess.PIPE, True, False)
+    request = Request(command[2], command[3:], dict(os.environ), os.getcwd())
+    with open(os.devnull) as nothing, tempfile.TemporaryFile("w+") as out:
+        code = Fork(request, (nothing.fileno(), out.fileno(), 2)).wait()
+        out.seek(0)
+        return subprocess.CompletedProcess(command, code, out.read())
+
+
 def run(
     program: str, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -180,12 +210,16 @@ def run(
 
 
 class ForkedProcess(Process):
-    """`Process` of a command `python -m module arguments`, forked."""
+    """`Process` of a command `python -m module arguments`, which `env` may run, forked."""
 
     def _begin(self, command: Sequence[str]) -> Any:
-        assert list(command[:2]) == [sys.executable, "-m"], command
+        first = command.index(sys.executable)
+        assert command[first + 1] == "-m", command
+        assert list(command[: min(first, 1)]) == ["env"][:first], command
+        environment = dict(each.split("=", 1) for each in command[1:first])
         self.log_path.unlink(missing_ok=True)
-        return start(command[2], command[3:], self.log_path)
+        module, *arguments = command[first + 2 :]
+        return start(module, arguments, self.log_path, environment)
 
 
 def start(
@@ -251,6 +285,18 @@ def address() -> str:
     return address
 
 
+@cache
+def programs() -> Path:
+    """Returns a folder for PATH with a `loadout` that forks run, and the services that it becomes:
+    shells start it at once."""
+    folder = Path(tempfile.mkdtemp(prefix="loadout-programs-"))
+    atexit.register(shutil.rmtree, folder)
+    command = [sys.executable, "-ISE", str(FORKED_PROGRAM), address(), CLI]
+    (folder / "loadout").write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    (folder / "loadout").chmod(0o700)
+    return folder
+
+
 def _end(process: subprocess.Popen[bytes], folder: str) -> None:
     assert process.stdin is not None
     process.stdin.close()
@@ -297,7 +343,7 @@ class Forker:
         caller, _ = self._listener.accept()
         _, streams, _, _ = socket.recv_fds(caller, 1, 3)
         length = int.from_bytes(caller.recv(4, socket.MSG_WAITALL))
-        request: Request = pickle.loads(caller.recv(length, socket.MSG_WAITALL))
+        request = Request(**json.loads(caller.recv(length, socket.MSG_WAITALL)))
         pid = os.fork()
         if pid == 0:
             _become(request, streams, self._address)
@@ -332,6 +378,7 @@ def _become(request: Request, streams: Sequence[int], address: str) -> None:
         os.chdir(request.folder)
         os.environ.clear()
         os.environ.update({**request.environment, ADDRESS: address})
+        importlib.reload(huggingface_hub.constants)  # variables, as they were at the import
         sys.argv[:] = [request.module, *request.arguments]
         status = _main_of(request.module)(list(request.arguments))
     except SystemExit as error:
@@ -368,6 +415,8 @@ def _main_of(module: str) -> Callable[[list[str]], int]:
         replacement = SimpleNamespace(Popen=_begin_engine, TimeoutExpired=subprocess.TimeoutExpired)
         setattr(process, "subprocess", replacement)  # noqa: B010 - a module's import, not its API
         return main
+    if module == CLI:
+        return _run_cli
     if module != ENGINE:
         return partial(_run_program, module)
     from inference_svc.engine.process_main import main as engine_main
@@ -378,6 +427,20 @@ def _main_of(module: str) -> Callable[[list[str]], int]:
         return 0
 
     return run
+
+
+def _run_cli(arguments: list[str]) -> int:
+    """Runs the command line. A service that it would become runs here, in the same process."""
+    from loadout.cli import services
+    from loadout.cli.__main__ import main
+
+    def become(program: str, command: Sequence[str]) -> None:
+        sys.argv[:] = command[2:]
+        raise SystemExit(_main_of(command[2])(list(command[3:])))
+
+    setattr(services, "os", SimpleNamespace(execv=become))  # noqa: B010 - as above
+    with forked_commands(), forked_downloads():
+        return main(arguments)
 
 
 def _run_program(program: str, arguments: list[str]) -> int:
@@ -404,6 +467,7 @@ def main() -> None:
     import adapter_store.app
     import inference_svc.app
     import inference_svc.engine.build
+    import loadout.cli.__main__  # noqa: F401
     from inference_svc.text.tokenizer import Tokenizer
 
     Tokenizer(MODEL)  # imports two hundred modules when it is first made

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+
 import pytest
+import typer.main
 
 from loadout.cli.__main__ import main
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_are_made_once() -> Iterator[None]:
+    """Typer makes them anew for each run, of all signatures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
+        yield
 
 
 @pytest.fixture

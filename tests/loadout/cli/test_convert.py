@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,18 @@ from safetensors.torch import load_file, save_file
 
 from loadout.cli.output import CommandFailed
 from loadout.cli.service_code import run_service_code
+from tests.support import forks
 
 pytestmark = pytest.mark.processes
 
 WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture
+def forked_commands() -> Iterator[None]:
+    """See `forks.forked_commands`; a test below runs a real process."""
+    with forks.forked_commands():
+        yield
 
 
 def write_adapter(folder: Path, factor: float, **config: object) -> Path:
@@ -27,6 +36,7 @@ def write_adapter(folder: Path, factor: float, **config: object) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("forked_commands")
 def test_it_says_what_it_made_and_what_that_costs(run, tmp_path: Path) -> None:
     initial = write_adapter(tmp_path / "initial", 1.0)
     fields = {"init_lora_weights": "loftq", "base_model_name_or_path": "acme/tiny"}
@@ -46,6 +56,7 @@ def test_it_says_what_it_made_and_what_that_costs(run, tmp_path: Path) -> None:
     torch.testing.assert_close(b @ a, wanted)
 
 
+@pytest.mark.usefixtures("forked_commands")
 def test_a_refusal_is_one_line(run, tmp_path: Path) -> None:
     trained = write_adapter(tmp_path / "trained", 1.0, init_lora_weights="corda")
     code, printed, error = run("convert", str(trained), str(tmp_path / "out"))

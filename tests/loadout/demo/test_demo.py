@@ -20,6 +20,8 @@ from loadout.demo.adapters import ADAPTERS
 from loadout.demo.jobs import ADAPTER_JOBS, JOBS
 from loadout.demo.run import MEMORY_FLAGS
 from loadout.types import EventKind
+from tests.support import forks
+from tests.support.up import FORKED
 
 pytestmark = pytest.mark.slow
 
@@ -36,18 +38,36 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def demo(folder):
+    """Its services are forks: `up` starts the real ones, and so does it in `make test-long`."""
+    environment = {**os.environ, forks.ADDRESS: forks.address()}
     before = children()
-    done = run_demo("--requests", "90", "--work-dir", str(folder / "work"))
+    flags = ("--requests", "90", "--work-dir", str(folder / "work"))
+    done = run_demo(*flags, program=FORKED, environment=environment)
     assert children() == before
     return done
 
 
-def run_demo(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "loadout.cli", "demo", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=250)
+def run_demo(
+    *flags: str,
+    program: tuple[str, ...] = ("-m", "loadout.cli"),
+    environment: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *program, "demo", *flags]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
 
 
 def test_demo_with_fewer_requests(demo):
+    check_demo(demo)
+
+
+@pytest.mark.long
+def test_demo_of_real_services():
+    before = children()
+    check_demo(run_demo("--requests", "90"))
+    assert children() == before
+
+
+def check_demo(demo: subprocess.CompletedProcess[str]) -> None:
     assert demo.returncode == 0, demo.stdout + demo.stderr
     assert all(job.title in demo.stdout for job in JOBS)
     rates = next(line for line in demo.stdout.splitlines() if line.startswith("hit rates: "))
@@ -70,7 +90,7 @@ def test_demo_says_which_part_died(tmp_path):
 
 def run_command(words: list[str], cwd: Path) -> str:
     assert words[0] == "loadout"
-    command = [sys.executable, "-m", "loadout.cli", *words[1:]]
+    command = [forks.programs() / "loadout", *words[1:]]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout

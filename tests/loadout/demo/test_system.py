@@ -24,9 +24,11 @@ import pytest
 from adapter_store.config import StoreSettings
 from loadout.cli.__main__ import main
 from servicekit.settings.load import load_settings, unknown_variables
+from tests.support import forks
 from tests.support.servers.hub_server import HUB_VARIABLES, HubServer, Repo
 from tests.support.up import Up
 
+ROOT = Path(__file__).parents[3]
 PART = """
 import json, os, pathlib, signal, sys
 name, ready = sys.argv[1:]
@@ -38,7 +40,7 @@ partial.write_text(json.dumps(addresses))
 partial.replace(ready)
 signal.pause()
 """
-LOADOUT = f"""
+STAND_INS = f"""
 import os, sys
 from loadout.cli.__main__ import main
 from loadout.demo.system import System
@@ -55,9 +57,15 @@ for name, method in {{
     "s3": "_s3_command", "store": "store_command", "inference": "inference_command"
 }}.items():
     setattr(System, method, command_of(name))
-sys.exit(main())
 """
+LOADOUT = f"{STAND_INS}sys.exit(main())"
 """The command line, with programs in place of the services; that of $BROKEN fails to start."""
+FORKED_DOWNLOADS = f"""{STAND_INS}
+from tests.support import forks
+with forks.forked_downloads():
+    sys.exit(main())
+"""
+"""The same, where a download is a fork."""
 
 
 @pytest.fixture
@@ -180,7 +188,9 @@ def test_up_downloads_a_model_by_its_name(hub, tmp_path, monkeypatch, start_up, 
     flags = ["--model", "team/tiny"] if way == "flag" else []
     if not flags:
         monkeypatch.setenv("LOADOUT_INFERENCE_MODEL", "team/tiny")
-    up = start_up(*flags, "--work-dir", "work", cwd=tmp_path, program=("-c", LOADOUT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv(forks.ADDRESS, forks.address())
+    up = start_up(*flags, "--work-dir", "work", cwd=tmp_path, program=("-c", FORKED_DOWNLOADS))
     _, stderr = up.end(signal.SIGINT)
     cache = tmp_path / "hub" / "hub"
     assert stderr == f"downloading team/tiny from {hub.url} into {cache}\nstopping\n"
@@ -201,7 +211,8 @@ def test_up_without_its_model_starts_nothing(hub, tmp_path, capfd):
 
 
 def test_download_prints_the_folder(hub, tmp_path, capfd):
-    assert main(["download", "team/tiny"]) == 0
+    with forks.forked_downloads():
+        assert main(["download", "team/tiny"]) == 0
     folder = Path(capfd.readouterr().out.strip())
     assert folder.parent == tmp_path / "hub" / "hub" / "models--team--tiny" / "snapshots"
     assert (folder / "model.safetensors").stat().st_size == 5000
@@ -226,7 +237,7 @@ def test_sigterm_ends_a_download(hub, monkeypatch):
 def test_download_shows_its_progress_on_a_terminal(hub, tmp_path):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    command = [sys.executable, "-m", "loadout.cli", "download", "team/tiny"]
+    command = [forks.programs() / "loadout", "download", "team/tiny"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True) as popen:
         os.close(theirs)
         shown = b""

@@ -69,11 +69,13 @@ def outcome_of(store: str, client: str, own_fault: str, fault: str) -> str:
 
 
 def main() -> None:
-    rank, rendezvous, store, client, *faults = sys.argv[1:]
+    rank, rendezvous, store, *pushes = sys.argv[1:]
     distributed.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=NUM_RANKS
     )
-    outcomes = [outcome_of(store, client, fault if rank == "1" else "", fault) for fault in faults]
+    outcomes = []
+    for client, fault in map(str.split, pushes):
+        outcomes.append(outcome_of(store, client, fault if rank == "1" else "", fault))
     print(json.dumps(outcomes), flush=True)
     distributed.barrier()  # gloo does not like a rank that leaves while another still reads
     # Without torch's end, which now and then aborts a process that has done its work.

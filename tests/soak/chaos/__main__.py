@@ -67,13 +67,23 @@ INFERENCE = ANYWHERE | {
 
 
 class Chaos:
-    """One run over `ground`, its files under `folder`."""
+    """One run over `ground`, its files under `folder`, with `num_contents` different adapters.
+    `is_forked`: the inference service is a fork, as the stores are."""
 
-    def __init__(self, ground: Ground, folder: Path, seed: int) -> None:
+    def __init__(
+        self,
+        ground: Ground,
+        folder: Path,
+        seed: int,
+        num_contents: int = NUM_CONTENTS,
+        *,
+        is_forked: bool = False,
+    ) -> None:
         self._ground, self._folder, self._seed = ground, folder, seed
+        self._is_forked = is_forked
         self._tenants = [f"team-{number}" for number in range(NUM_TENANTS)]
         self.book = Book()
-        self._known: Known = make_known(folder, NUM_CONTENTS)
+        self._known: Known = make_known(folder, num_contents)
         self._failures: list[str] = []
         policy = write_policy(
             folder,
@@ -234,7 +244,8 @@ class Chaos:
         addresses = ",".join(pod.addresses["grpc"] for pod in self.stores)
         settings = INFERENCE | self._common | {"store": addresses}
         settings |= {"model": self._known.model_dir, "store-token-file": token_file}
-        return InferencePod("inference", self._folder / "inference", settings)
+        folder = self._folder / "inference"
+        return InferencePod("inference", folder, settings, is_forked=self._is_forked)
 
 
 def main() -> int:
@@ -245,6 +256,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 32))
     parser.add_argument("--catalog", choices=sorted(GROUNDS), default="sqlite")
     parser.add_argument("--folder", type=Path, help="keep files here (default: a temporary folder)")
+    parser.add_argument("--contents", type=int, default=NUM_CONTENTS, help="different adapters")
+    parser.add_argument(
+        "--forked", action="store_true", help="the inference service starts at once, as a fork"
+    )
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     start_s = time.monotonic()
@@ -252,7 +267,7 @@ def main() -> int:
         folder = options.folder or Path(made)
         folder.mkdir(parents=True, exist_ok=True)
         with GROUNDS[options.catalog]() as ground:
-            chaos = Chaos(ground, folder, options.seed)
+            chaos = Chaos(ground, folder, options.seed, options.contents, is_forked=options.forked)
             try:
                 verdict = chaos.run(options.seconds)
             finally:

@@ -136,14 +136,24 @@ class StorePod(Pod):
 
 class InferencePod(Pod):
     """Its engine is a process of its own: without it the front ends, and without the front the
-    engine does."""
+    engine does. `is_forked`: both are forks, which start at once."""
 
     targets = ("front", "engine")
+
+    def __init__(
+        self, name: str, folder: Path, settings: Mapping[str, Any], *, is_forked: bool
+    ) -> None:
+        super().__init__(name, folder, settings)
+        self._is_forked = is_forked
 
     def pid_of(self, target: str) -> int | None:
         front = super().pid_of(target)
         if target == "front" or front is None:
             return front
+        if self._is_forked:
+            with suppress(AssertionError):  # it has none just now
+                return forks.engine_of(front)
+            return None
         with suppress(psutil.Error):
             for child in psutil.Process(front).children():
                 if any(ENGINE in word for word in child.cmdline()):
@@ -154,6 +164,8 @@ class InferencePod(Pod):
         return super()._listens() | {"http": "http"}
 
     def _spawn(self, settings: Mapping[str, Any]) -> Handle:
+        if self._is_forked:
+            return forks.start("inference_svc", [], self.log, variables("INFERENCE", settings))
         with self.log.open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "inference_svc"],

@@ -78,7 +78,8 @@ class PostgresServer:
         if encoding:
             options = f"TEMPLATE template0 ENCODING '{encoding}' LOCALE 'C'"
         with self.connect() as connection:
-            connection.execute(f"CREATE DATABASE {name} {options}")
+            # By default every page goes through the log, which costs four times as much.
+            connection.execute(f"CREATE DATABASE {name} {options} STRATEGY FILE_COPY")
         return f"postgresql+psycopg://postgres@/{name}?host={self._folder}"
 
     def drop_database(self, dsn: str) -> None:
