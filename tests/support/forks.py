@@ -161,6 +161,21 @@ def forked_system() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def forked_engines() -> Iterator[None]:
+    """Processes of engines that this process begins meanwhile are forks."""
+    with pytest.MonkeyPatch.context() as patch:
+        _fork_engines(patch.setattr)
+        yield
+
+
+def _fork_engines(set_attribute: Callable[[Any, str, Any], None]) -> None:
+    from inference_svc.engine import process
+
+    replacement = SimpleNamespace(Popen=_begin_engine, TimeoutExpired=subprocess.TimeoutExpired)
+    set_attribute(process, "subprocess", replacement)
+
+
 def run(
     program: str, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -208,12 +223,19 @@ def start(
 
 def engine_of(service_pid: int) -> int:
     """Returns the pid of the engine of a forked service."""
-    name = f"{_engine_name(service_pid)}\n"
+    if found := engines_of(service_pid):
+        return found[0]
+    raise AssertionError(f"process {service_pid} has no engine")
+
+
+def engines_of(service_pid: int) -> list[int]:
+    """Returns the pids of engines that are forks, and that this process has begun."""
+    name, found = f"{_engine_name(service_pid)}\n", []
     for status in Path("/proc").glob("[0-9]*/comm"):
         with contextlib.suppress(OSError):  # it has ended
             if status.read_text() == name:
-                return int(status.parent.name)
-    raise AssertionError(f"process {service_pid} has no engine")
+                found.append(int(status.parent.name))
+    return found
 
 
 def _engine_name(service_pid: int) -> str:
@@ -362,11 +384,8 @@ def _main_of(module: str) -> Callable[[list[str]], int]:
         return main
     if module == "inference_svc":
         from inference_svc.__main__ import main
-        from inference_svc.engine import process
 
-        # The engine of this service is a fork, too.
-        replacement = SimpleNamespace(Popen=_begin_engine, TimeoutExpired=subprocess.TimeoutExpired)
-        setattr(process, "subprocess", replacement)  # noqa: B010 - a module's import, not its API
+        _fork_engines(setattr)  # the engine of this service is a fork, too
         return main
     if module != ENGINE:
         return partial(_run_program, module)
