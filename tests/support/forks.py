@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import importlib
 import logging
 import math
 import os
@@ -63,6 +64,8 @@ class Request:
     folder: str
     volume_pid: int | None = None
     max_files: int = 1024
+    imports: Sequence[str] = ()
+    """Modules that the process which forks imports first, for this fork and all later ones."""
 
 
 class Fork:
@@ -177,9 +180,13 @@ def _fork_engines(set_attribute: Callable[[Any, str, Any], None]) -> None:
 
 
 def run(
-    program: str, *arguments: str, environment: Mapping[str, str] | None = None
+    program: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    imports: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a module, or a file whose name ends with .py, as `python -m` would, to its end."""
+    """Runs a module, or a file whose name ends with .py, as `python -m` would, to its end.
+    `imports`: see Request."""
     variables = {**os.environ, **(environment or {})}
     with (
         open(os.devnull) as nothing,
@@ -187,7 +194,8 @@ def run(
         tempfile.TemporaryFile("w+") as errors,
     ):
         streams = (nothing.fileno(), out.fileno(), errors.fileno())
-        code = Fork(Request(program, arguments, variables, os.getcwd()), streams).wait()
+        request = Request(program, arguments, variables, os.getcwd(), imports=imports)
+        code = Fork(request, streams).wait()
         out.seek(0)
         errors.seek(0)
         command = [program, *arguments]
@@ -320,6 +328,8 @@ class Forker:
         _, streams, _, _ = socket.recv_fds(caller, 1, 3)
         length = int.from_bytes(caller.recv(4, socket.MSG_WAITALL))
         request: Request = pickle.loads(caller.recv(length, socket.MSG_WAITALL))
+        if missing := [each for each in request.imports if each not in sys.modules]:
+            _import(missing)
         pid = os.fork()
         if pid == 0:
             _become(request, streams, self._address)
@@ -419,6 +429,14 @@ def _begin_engine(command: Sequence[str], *, stdin: int, process_group: int) -> 
     return Fork(request, (stdin, 1, 2))
 
 
+def _import(modules: Sequence[str]) -> None:
+    """Imports modules. No fork looks for garbage among what is there now."""
+    for each in modules:
+        importlib.import_module(each)
+    gc.collect()
+    gc.freeze()
+
+
 def main() -> None:
     import adapter_store.app
     import inference_svc.app
@@ -427,8 +445,7 @@ def main() -> None:
 
     Tokenizer(MODEL)  # imports two hundred modules when it is first made
     del adapter_store, inference_svc
-    gc.collect()
-    gc.freeze()
+    _import([])
     descriptor, address = int(sys.argv[1]), sys.argv[2]
     Forker(socket.socket(fileno=descriptor), address).serve()
 
