@@ -1,4 +1,5 @@
-"""Our engine against transformers + peft: the same logits, the same greedy tokens."""
+"""Our engine against transformers + peft: the same logits, greedy tokens, and log probabilities of
+prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import torch
 from inference_svc.model.architectures import families
 from tests.support.models.parity import RecordingSampler, decile_rms, prompts, relative_rms
 from tests.support.models.zoo import MODELS, PARAMETERS, AdapterSpec, Zoo, make_zoo, modules_of
-from tests.support.pairs import PATHS, pairs
+from tests.support.pairs import PATHS, by_path, pairs
+from tests.system.prompt_scores import ask, check, scores
 
 
 @pytest.mark.parametrize(("kind", "dtype", "path"), pairs(MODELS))
@@ -70,6 +72,24 @@ def test_a_mixed_batch_has_the_oracles_greedy_tokens(
     for index, (name, prompt) in enumerate(zip(adapters, asked, strict=True)):
         tokens, _last = running.result(str(index))
         assert tokens == zoos(kind).greedy(name, prompt, 64, guess=tokens), name or "base"
+
+
+@pytest.mark.parametrize(("kind", "path"), by_path(MODELS))
+def test_log_probabilities_of_prompts_are_the_oracles(
+    kind: str, path: str, start: Callable, zoos: Callable
+) -> None:
+    """Of base and adapters in one batch, beside requests that are not scored."""
+    zoo, running = zoos(kind), start(kind, max_model_len=512, native_kernels=PATHS[path])
+    names = ["", *running.digests]
+    asked = [prompt for prompt in prompts(len(names) + 1, seed=3) if len(prompt) > 1]
+    for name, prompt in zip(names, asked, strict=False):
+        ask(running, f"scored {name}", prompt, name)
+        running.submit(f"other {name}", prompt, name, max_tokens=4)
+    for name, prompt in zip(names, asked, strict=False):
+        found = scores(running, f"scored {name}")
+        check(found, prompt, zoo.logits(name, prompt, torch.float32))
+        running.result(f"other {name}")
+    running.check_idle()
 
 
 def test_every_family_has_a_row() -> None:
