@@ -167,7 +167,7 @@ def client(services: Services) -> Iterator[Client]:
     ("num_before", "num_updates", "max_growth"),
     # Multiples of the number of variants: what is kept then has the same bytes. Memory is warm
     # after some fifty updates; before, it may grow more.
-    [(12, 24, 1.1), pytest.param(52, 1000, GROWTH, marks=pytest.mark.long)],
+    [(8, 16, 1.1), pytest.param(52, 1000, GROWTH, marks=pytest.mark.long)],
 )
 def test_updates_while_callers_generate(
     services: Services, client: Client, num_before: int, num_updates: int, max_growth: float
