@@ -69,6 +69,8 @@ class Request:
     folder: str
     volume_pid: int | None = None
     max_files: int = 1024
+    imports: Sequence[str] = ()
+    """Modules that the process which forks imports first, for this fork and all later ones."""
 
 
 class Fork:
@@ -191,10 +193,29 @@ def _run_command(
         return subprocess.CompletedProcess(command, code, out.read())
 
 
+@contextlib.contextmanager
+def forked_engines() -> Iterator[None]:
+    """Processes of engines that this process begins meanwhile are forks."""
+    with pytest.MonkeyPatch.context() as patch:
+        _fork_engines(patch.setattr)
+        yield
+
+
+def _fork_engines(set_attribute: Callable[[Any, str, Any], None]) -> None:
+    from inference_svc.engine import process
+
+    replacement = SimpleNamespace(Popen=_begin_engine, TimeoutExpired=subprocess.TimeoutExpired)
+    set_attribute(process, "subprocess", replacement)
+
+
 def run(
-    program: str, *arguments: str, environment: Mapping[str, str] | None = None
+    program: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    imports: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a module, or a file whose name ends with .py, as `python -m` would, to its end."""
+    """Runs a module, or a file whose name ends with .py, as `python -m` would, to its end.
+    `imports`: see Request."""
     variables = {**os.environ, **(environment or {})}
     with (
         open(os.devnull) as nothing,
@@ -202,7 +223,8 @@ def run(
         tempfile.TemporaryFile("w+") as errors,
     ):
         streams = (nothing.fileno(), out.fileno(), errors.fileno())
-        code = Fork(Request(program, arguments, variables, os.getcwd()), streams).wait()
+        request = Request(program, arguments, variables, os.getcwd(), imports=imports)
+        code = Fork(request, streams).wait()
         out.seek(0)
         errors.seek(0)
         command = [program, *arguments]
@@ -242,12 +264,19 @@ def start(
 
 def engine_of(service_pid: int) -> int:
     """Returns the pid of the engine of a forked service."""
-    name = f"{_engine_name(service_pid)}\n"
+    if found := engines_of(service_pid):
+        return found[0]
+    raise AssertionError(f"process {service_pid} has no engine")
+
+
+def engines_of(service_pid: int) -> list[int]:
+    """Returns the pids of engines that are forks, and that this process has begun."""
+    name, found = f"{_engine_name(service_pid)}\n", []
     for status in Path("/proc").glob("[0-9]*/comm"):
         with contextlib.suppress(OSError):  # it has ended
             if status.read_text() == name:
-                return int(status.parent.name)
-    raise AssertionError(f"process {service_pid} has no engine")
+                found.append(int(status.parent.name))
+    return found
 
 
 def _engine_name(service_pid: int) -> str:
@@ -344,6 +373,8 @@ class Forker:
         _, streams, _, _ = socket.recv_fds(caller, 1, 3)
         length = int.from_bytes(caller.recv(4, socket.MSG_WAITALL))
         request = Request(**json.loads(caller.recv(length, socket.MSG_WAITALL)))
+        if missing := [each for each in request.imports if each not in sys.modules]:
+            _import(missing)
         pid = os.fork()
         if pid == 0:
             _become(request, streams, self._address)
@@ -409,11 +440,8 @@ def _main_of(module: str) -> Callable[[list[str]], int]:
         return main
     if module == "inference_svc":
         from inference_svc.__main__ import main
-        from inference_svc.engine import process
 
-        # The engine of this service is a fork, too.
-        replacement = SimpleNamespace(Popen=_begin_engine, TimeoutExpired=subprocess.TimeoutExpired)
-        setattr(process, "subprocess", replacement)  # noqa: B010 - a module's import, not its API
+        _fork_engines(setattr)  # the engine of this service is a fork, too
         return main
     if module == CLI:
         return _run_cli
@@ -463,6 +491,14 @@ def _begin_engine(command: Sequence[str], *, stdin: int, process_group: int) -> 
     return Fork(request, (stdin, 1, 2))
 
 
+def _import(modules: Sequence[str]) -> None:
+    """Imports modules. No fork looks for garbage among what is there now."""
+    for each in modules:
+        importlib.import_module(each)
+    gc.collect()
+    gc.freeze()
+
+
 def main() -> None:
     import adapter_store.app
     import inference_svc.app
@@ -472,8 +508,7 @@ def main() -> None:
 
     Tokenizer(MODEL)  # imports two hundred modules when it is first made
     del adapter_store, inference_svc
-    gc.collect()
-    gc.freeze()
+    _import([])
     descriptor, address = int(sys.argv[1]), sys.argv[2]
     Forker(socket.socket(fileno=descriptor), address).serve()
 

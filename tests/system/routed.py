@@ -34,10 +34,13 @@ PROMPT = [ord(char) for char in "a prompt"]
 class Routed:
     """A store, and `replicas` by address: one that was killed can be started again, on its port."""
 
-    def __init__(self, zoo: Zoo, folder: Path, num_replicas: int = 3) -> None:
+    def __init__(
+        self, zoo: Zoo, folder: Path, num_replicas: int = 3, max_loras: int = MAX_LORAS
+    ) -> None:
         self._zoo = zoo
         self.folder = folder
         self._num_replicas = num_replicas
+        self._max_loras = max_loras
         self._numbers: dict[str, int] = {}
         self._metrics: dict[str, str] = {}
         self.replicas: dict[str, Process] = {}
@@ -93,7 +96,7 @@ class Routed:
             *("--listen", listen, "--metrics-listen", "127.0.0.1:0", "--engine", "thread"),
             *("--kv-memory", "8MiB", "--adapter-memory", "8MiB", "--max-model-len", "512"),
             # Hits are the routing's alone.
-            *("--max-loras", str(MAX_LORAS), "--no-prefetch", "--ready-file", str(ready)),
+            *("--max-loras", str(self._max_loras), "--no-prefetch", "--ready-file", str(ready)),
         ]
         return ForkedProcess(name, command, self.folder, ready)
 

@@ -13,7 +13,6 @@ from tests.support.native import native_library
 from tests.system.engines import check_case_happened
 
 NUM_TOKENS = 24
-NUM_MIXES = 10
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -68,6 +67,11 @@ def requests(names: list[str]) -> list[tuple[str, list[int]]]:
     return list(zip(adapters, prompts, strict=True))
 
 
+several_mixes = pytest.mark.parametrize(
+    "num_mixes", [4, pytest.param(10, marks=pytest.mark.long)], ids=["4 mixes", "10 mixes"]
+)
+
+
 @pytest.fixture(scope="module")
 def alone() -> dict[str, dict[int, list[int]]]:
     """Each request's tokens when nothing else runs, by the kind of the model; filled by the first
@@ -86,14 +90,15 @@ def run_alone(
     return alone[kind]
 
 
+@several_mixes
 @pytest.mark.parametrize(("kind", "case"), RUNS)
 def test_alone_and_in_any_mix_the_same_tokens(
-    kind: str, case: str, start: Callable, alone: dict[str, dict[int, list[int]]]
+    kind: str, case: str, num_mixes: int, start: Callable, alone: dict[str, dict[int, list[int]]]
 ) -> None:
     expected = run_alone(kind, start, alone)
     running = start(kind, **settings_of(kind, case))
     asked = requests(list(running.digests))
-    for mix in range(NUM_MIXES):
+    for mix in range(num_mixes):
         rng = random.Random(mix)
         order = rng.sample(range(len(asked)), rng.randint(4, len(asked)))
         for index in order:

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from inference_svc.core import EngineConfig
 from inference_svc.engine.messages import Command
 from inference_svc.engine.process import EngineProcess
 from inference_svc.errors import EngineFailed, UnsupportedModel
+from tests.support import forks
 from tests.support.wait import until
 from tests.system.transports import StoreFactory, start_engine
 
@@ -34,9 +34,18 @@ def config(zoos: Callable) -> EngineConfig:
 
 @pytest.fixture(autouse=True)
 def no_leftovers() -> Iterator[None]:
+    forks.address()  # begins a process that stays
     before = set(psutil.Process().children())
     yield
     assert set(psutil.Process().children()) <= before
+    assert forks.engines_of(os.getpid()) == []
+
+
+@pytest.fixture
+def forked() -> Iterator[None]:
+    """Engines are forks, which start at once."""
+    with forks.forked_engines():
+        yield
 
 
 @contextmanager
@@ -71,6 +80,7 @@ def test_a_child_that_is_killed_is_a_failed_engine(config: EngineConfig, caplog:
     engine.stop()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_child_says_where_it_is_and_goes_on(config: EngineConfig, capfd: Any) -> None:
     """The signal's own effect would be the child's end."""
     running = start_engine("process", config, {})
@@ -92,6 +102,7 @@ def test_a_child_says_where_it_is_and_goes_on(config: EngineConfig, capfd: Any) 
     assert "thread.py" in said, "the engine's own thread, too"
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_cannot_be_sent_is_a_failed_engine(config: EngineConfig, caplog: Any) -> None:
     """Nobody waits for ever for the answer to a message that was lost."""
     running = start_engine("process", config, {})
@@ -105,8 +116,10 @@ def test_what_cannot_be_sent_is_a_failed_engine(config: EngineConfig, caplog: An
     engine.stop()
 
 
-def test_a_child_goes_with_its_parent(config: EngineConfig) -> None:
-    program = """
+def test_a_child_goes_with_its_parent(config: EngineConfig, tmp_path: Path) -> None:
+    """The parent is a fork, and its engine a process of its own."""
+    program, log = tmp_path / "parent.py", tmp_path / "log"
+    program.write_text("""
 import sys, time
 from tests.system.transports import start_engine
 from tests.system.test_engine_process import config_at
@@ -114,15 +127,13 @@ running = start_engine("process", config_at(sys.argv[1]), {})
 running.submit("runs", [5], max_tokens=200)
 print(running.engine.pid, flush=True)
 time.sleep(600)
-"""
-    root = str(Path(__file__).parents[2])
-    parent = subprocess.Popen(
-        [sys.executable, "-c", program, str(config.model_dir)], stdout=subprocess.PIPE, cwd=root
-    )
-    assert parent.stdout is not None
-    child = psutil.Process(int(parent.stdout.readline()))
+""")
+    parent = forks.start(str(program), [str(config.model_dir)], log)
+    until(lambda: log.read_text().endswith("\n"), GONE_S)
+    child = psutil.Process(int(log.read_text()))
+    assert child.ppid() == parent.pid
     parent.kill()
-    parent.communicate()
+    parent.wait()
     child.wait(GONE_S)
 
 
@@ -130,6 +141,7 @@ def config_at(model_dir: str) -> EngineConfig:
     return EngineConfig(Path(model_dir), "llama", max_model_len=256, kv_bytes=4 << 20)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
@@ -147,6 +159,7 @@ def test_a_start_that_fails_raises_here_as_there(
         engine.load()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_child_that_dies_while_it_loads_is_reported(config: EngineConfig) -> None:
     with begun(config) as engine:
         os.kill(engine.pid, signal.SIGKILL)
@@ -154,6 +167,7 @@ def test_a_child_that_dies_while_it_loads_is_reported(config: EngineConfig) -> N
             engine.load()
 
 
+@pytest.mark.usefixtures("forked")
 def test_stop_before_it_has_loaded_leaves_nothing(config: EngineConfig) -> None:
     with begun(config):
         pass
@@ -174,6 +188,7 @@ class Undying:
         raise subprocess.TimeoutExpired("the engine", timeout_s)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_child_that_cannot_be_ended_is_not_waited_for(config: EngineConfig, caplog: Any) -> None:
     engine = EngineProcess(config, StoreFactory({}))
     real, undying = engine._process, Undying()

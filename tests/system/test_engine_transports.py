@@ -121,7 +121,8 @@ def test_failing_loads_disturb_nobody(running: Running, zoo: Zoo) -> None:
         assert isinstance(error, AdapterNotFound)
         assert error.subject == "digest"
     assert isinstance(running.call(Command.LOAD, "sha256:none").error, AdapterNotFound)
-    assert running.result("good")[0] == zoo.greedy("r16", PROMPT, 40)
+    tokens = running.result("good")[0]
+    assert tokens == zoo.greedy("r16", PROMPT, 40, guess=tokens)
     assert running.call(Command.LOAD, "r8").result.rank == 8
 
 

@@ -16,7 +16,7 @@ from tests.support.pairs import PATHS
 from tests.system.engines import Running, check_case_happened
 from tests.system.kinds import ADDED, Kinds, make_kinds
 
-NUM_TOKENS, NUM_MIXES, NUM_RANDOM = 12, 3, 80
+NUM_TOKENS, NUM_RANDOM = 12, 80
 PAGE_BYTES = 2 * 2 * 16 * 2 * 32 * 4
 """Keys and values, of 2 layers, 16 tokens of 2 heads of 32."""
 LARGEST_IMAGE = 220 << 10
@@ -87,6 +87,7 @@ def run_alone(running: Running, zoo: Kinds, asked: Asked) -> list[list[int]]:
     return found
 
 
+@pytest.mark.parametrize("num_mixes", [1, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("case", "path"),
     [
@@ -99,14 +100,20 @@ def run_alone(running: Running, zoo: Kinds, asked: Asked) -> list[list[int]]:
     ],
 )
 def test_alone_and_in_any_mix_the_same_tokens(
-    zoo: Kinds, asked: Asked, begin: Callable, alone: dict[str, Any], case: str, path: str
+    zoo: Kinds,
+    asked: Asked,
+    begin: Callable,
+    alone: dict[str, Any],
+    case: str,
+    path: str,
+    num_mixes: int,
 ) -> None:
     native_kernels = PATHS[path]
     if path not in alone:
         running, _ = begin(native_kernels=native_kernels, prefix_cache=False)
         alone[path] = run_alone(running, zoo, asked)
     running, _ = begin(native_kernels=native_kernels, **CASES[case])
-    for mix in range(NUM_MIXES):
+    for mix in range(num_mixes):
         order = random.Random(mix).sample(range(len(asked)), len(asked))
         for index in order:
             name, prompt = asked[index]

@@ -34,7 +34,7 @@ def test_accepted_adapters_say_what_they_always_did(
     for index, name in enumerate(("r1", "", "r1")):
         tokens, last = running.result(str(index))
         assert last.error is None
-        assert tokens == zoos("llama").greedy(name, PROMPT, 24), name or "base"
+        assert tokens == zoos("llama").greedy(name, PROMPT, 24, guess=tokens), name or "base"
 
 
 def test_layout_is_that_of_every_server_of_the_model(start: Callable) -> None:

@@ -110,9 +110,10 @@ def _experts(kind: str, folder: Any) -> Zoo:
     )
 
 
+@pytest.mark.parametrize("max_examples", [10, pytest.param(20, marks=pytest.mark.long)])
 @pytest.mark.parametrize("run", RUNS)
 def test_what_is_planted_ends_its_own_requests_alone(
-    run: str, zoo_of: Callable[[str], Zoo], start: Callable[..., Running]
+    run: str, max_examples: int, zoo_of: Callable[[str], Zoo], start: Callable[..., Running]
 ) -> None:
     kind, changes = RUNS[run]
     zoo = zoo_of(kind)
@@ -123,7 +124,9 @@ def test_what_is_planted_ends_its_own_requests_alone(
     wanted = beside(running, "wanted")
     ended = 0
 
-    @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(
+        max_examples=max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
     @given(
         name=st.sampled_from(names),
         changes=planted(),

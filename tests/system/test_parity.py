@@ -1,4 +1,5 @@
-"""Our engine against transformers + peft: the same logits, the same greedy tokens."""
+"""Our engine against transformers + peft: the same logits, greedy tokens, and log probabilities of
+prompts."""
 
 from __future__ import annotations
 
@@ -12,33 +13,59 @@ import torch
 from inference_svc.model.architectures import families
 from tests.support.models.parity import RecordingSampler, decile_rms, prompts, relative_rms
 from tests.support.models.zoo import MODELS, PARAMETERS, AdapterSpec, Zoo, make_zoo, modules_of
-from tests.support.pairs import PATHS, pairs
+from tests.support.pairs import BOTH, PATHS, by_path, pairs
+from tests.system.prompt_scores import ask, check, scores
 
 
 @pytest.mark.parametrize(("kind", "dtype", "path"), pairs(MODELS))
 def test_a_mixed_batch_has_the_oracles_logits(
     kind: str, dtype: str, path: str, start: Callable, zoos: Callable
 ) -> None:
-    """Base and seven adapters of ranks 1 to 64 together, prefilled and decoded; every position's
-    logits against the oracle's, given the same tokens."""
+    """The base model, twice, and seven adapters of ranks 1 to 64; in bfloat16 three of them, of
+    most models."""
+    every = 1 if dtype == "float32" or kind in BOTH else 2
+    check_mixed_batch(kind, dtype, path, start, zoos, every)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_mixed_batch_of_all_adapters_in_bfloat16(
+    kind: str, path: str, start: Callable, zoos: Callable
+) -> None:
+    check_mixed_batch(kind, "bfloat16", path, start, zoos, 1)
+
+
+def check_mixed_batch(
+    kind: str, dtype: str, path: str, start: Callable, zoos: Callable, every: int
+) -> None:
+    """Requires the oracle's logits at every position, of requests prefilled and decoded together,
+    given the same tokens. In float32 the tokens are the oracle's, too."""
+    is_exact = dtype == "float32"
     running = start(kind, dtype=dtype, native_kernels=PATHS[path], max_model_len=512)
     recorder = RecordingSampler(running.engine.decoder.eos_token_ids)
     running.engine.built.engine.runner._sampler = recorder
-    adapters = ["", *running.digests]
+    adapters = ["", *running.digests, ""][::every]
     asked = prompts(len(adapters))
-    for name, prompt in zip(adapters, asked, strict=True):
-        running.submit(name or "base", prompt, name, max_tokens=64 if dtype == "float32" else 16)
+    for index, (name, prompt) in enumerate(zip(adapters, asked, strict=True)):
+        running.submit(str(index), prompt, name, max_tokens=32 if is_exact else 16)
     # All of them first: the torch path sets torch's options, which are the oracle's, too.
-    results = [running.result(name or "base") for name in adapters]
+    results = [running.result(str(index)) for index in range(len(adapters))]
+    error = relative_rms if is_exact else decile_rms
     ours, theirs = [], []
-    for name, prompt, (tokens, last) in zip(adapters, asked, results, strict=True):
+    for index, (name, prompt, (tokens, last)) in enumerate(
+        zip(adapters, asked, results, strict=True)
+    ):
         assert last.error is None
         given, start_of_answer = prompt + tokens[:-1], len(prompt) - 1
         expected = zoos(kind).logits(name, given, torch.float32)[start_of_answer:]
-        got = zoos(kind).logits(name, given, getattr(torch, dtype))[start_of_answer:]
-        error = relative_rms if dtype == "float32" else decile_rms
-        theirs.append(error(got, expected))
-        ours.append(error(torch.stack(recorder.logits[name or "base"]), expected))
+        ours.append(error(torch.stack(recorder.logits[str(index)]), expected))
+        if is_exact:
+            theirs.append(0.0)
+            assert tokens == expected.argmax(dim=-1).tolist(), name or "base"
+        else:
+            got = zoos(kind).logits(name, given, getattr(torch, dtype))[start_of_answer:]
+            theirs.append(error(got, expected))
     # In bf16 they are as near to those in fp32 as the oracle's: in the mean, as a few tokens'
     # rounding is chance, and much of it where a prompt's tokens choose other experts.
     most, most_mean = (4, 1.5) if kind in PARAMETERS else (2, 1.2)
@@ -48,10 +75,12 @@ def test_a_mixed_batch_has_the_oracles_logits(
     running.check_idle()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_mixed_batch_has_the_oracles_greedy_tokens(
     kind: str, start: Callable, zoos: Callable
 ) -> None:
+    """Longer answers than those whose logits are compared."""
     running = start(kind, max_model_len=512)
     adapters = ["", *running.digests, ""]
     asked = prompts(len(adapters), seed=1)
@@ -60,6 +89,24 @@ def test_a_mixed_batch_has_the_oracles_greedy_tokens(
     for index, (name, prompt) in enumerate(zip(adapters, asked, strict=True)):
         tokens, _last = running.result(str(index))
         assert tokens == zoos(kind).greedy(name, prompt, 64, guess=tokens), name or "base"
+
+
+@pytest.mark.parametrize(("kind", "path"), by_path(MODELS))
+def test_log_probabilities_of_prompts_are_the_oracles(
+    kind: str, path: str, start: Callable, zoos: Callable
+) -> None:
+    """Of base and adapters in one batch, beside requests that are not scored."""
+    zoo, running = zoos(kind), start(kind, max_model_len=512, native_kernels=PATHS[path])
+    names = ["", *running.digests]
+    asked = [prompt for prompt in prompts(len(names) + 1, seed=3) if len(prompt) > 1]
+    for name, prompt in zip(names, asked, strict=False):
+        ask(running, f"scored {name}", prompt, name)
+        running.submit(f"other {name}", prompt, name, max_tokens=4)
+    for name, prompt in zip(names, asked, strict=False):
+        found = scores(running, f"scored {name}")
+        check(found, prompt, zoo.logits(name, prompt, torch.float32))
+        running.result(f"other {name}")
+    running.check_idle()
 
 
 def test_every_family_has_a_row() -> None:

@@ -28,7 +28,7 @@ from tools.prometheus import Job, Prometheus, Series
 from tools.prometheus_package import programs
 from tools.prometheus_rule import rule_files
 
-RUN_S = 4.0
+RUN_S = 2.0
 """After everything has happened once."""
 INTERVAL_S = 2.0
 """The time that an engine may take to answer: a scrape that takes longer ends all series."""

@@ -1,4 +1,6 @@
-"""Log probabilities of prompts: those of transformers and peft, however the prompt is computed."""
+"""Log probabilities of prompts: those of transformers and peft, however the prompt is computed.
+
+For every family of models: test_parity."""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ from loadout.errors import InvalidArgument
 from loadout.prometheus import scrape
 from tests.support.machine.peak_memory import grown_mib
 from tests.support.models.parity import prompts
-from tests.support.models.zoo import MODELS, Zoo, make_model
-from tests.support.pairs import PATHS, by_path
-from tests.system.engines import Running
+from tests.support.models.zoo import Zoo, make_model
+from tests.support.pairs import PATHS
+from tests.system.prompt_scores import ask, check, scores
 from tests.system.services import Services
 
 BACKENDS = pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
@@ -32,59 +34,19 @@ PROMPT = prompts(5, seed=3)[4]
 """300 tokens."""
 
 
-def scores(running: Running, request_id: str) -> PackedLogprobs:
-    """Returns all of a request's, which come in order and once, from the second token on."""
-    running.result(request_id)
-    pieces = [each for output in running.outputs[request_id] for each in output.scores]
-    position = 1
-    for piece in pieces:
-        assert piece.first_position == position
-        position += piece.num_tokens
-    joined = (np.concatenate(arrays) for arrays in zip(*(p[1:] for p in pieces), strict=True))
-    return PackedLogprobs(1, *joined)
+CHUNKS = (1, PAGE_SIZE, 100, len(PROMPT) - 1, len(PROMPT), 512)
+QUICK_TORCH = (PAGE_SIZE, 512)
 
 
-def ask(running: Running, name: str, prompt: list[int], adapter: str = "", **options: int) -> None:
-    options = {"max_tokens": 0, "prompt_logprobs": 5} | options
-    running.submit(name, prompt, adapter, **options)
-
-
-def check(found: PackedLogprobs, prompt: list[int], logits: torch.Tensor, top_k: int = 5) -> None:
-    """`logits` [T, vocab] are the oracle's."""
-    expected = logits.log_softmax(-1)[:-1].numpy()
-    assert found.num_tokens == len(prompt) - 1
-    assert found.top_k == min(top_k, expected.shape[1])
-    assert found.token_ids.tolist() == prompt[1:]
-    own = np.take_along_axis(expected, found.token_ids[:, None], 1)
-    assert np.abs(found.logprobs - own[:, 0]).max(initial=0) < 1e-4
-    tops = -np.sort(-expected, axis=1)[:, : found.top_k]
-    assert np.abs(found.top_logprobs - tops).max(initial=0) < 1e-4
-    assert np.abs(np.take_along_axis(expected, found.top_ids, 1) - tops).max(initial=0) < 1e-4
-    # A rank may differ where others are equally likely up to rounding.
-    assert ((expected > own + 1e-4).sum(1) < found.ranks).all()
-    assert ((expected > own - 1e-4).sum(1) >= found.ranks).all()
-
-
-@pytest.mark.parametrize(("kind", "path"), by_path(MODELS))
-def test_they_are_the_oracles(
-    zoos: Callable[[str], Zoo], start: Callable, kind: str, path: str
-) -> None:
-    """Of base and adapters in one batch, beside requests that are not scored."""
-    zoo, running = zoos(kind), start(kind, max_model_len=512, native_kernels=PATHS[path])
-    names = ["", *running.digests]
-    asked = [prompt for prompt in prompts(len(names) + 1, seed=3) if len(prompt) > 1]
-    for name, prompt in zip(names, asked, strict=False):
-        ask(running, f"scored {name}", prompt, name)
-        running.submit(f"other {name}", prompt, name, max_tokens=4)
-    for name, prompt in zip(names, asked, strict=False):
-        found = scores(running, f"scored {name}")
-        check(found, prompt, zoo.logits(name, prompt, torch.float32))
-        running.result(f"other {name}")
-    running.check_idle()
-
-
-@BACKENDS
-@pytest.mark.parametrize("chunk", [1, PAGE_SIZE, 100, len(PROMPT) - 1, len(PROMPT), 512])
+@pytest.mark.parametrize(
+    ("chunk", "native"),
+    [
+        pytest.param(chunk, native, marks=marks, id=f"{chunk}-{path}")
+        for path, native in PATHS.items()
+        for chunk in CHUNKS
+        for marks in [() if native or chunk in QUICK_TORCH else pytest.mark.long]
+    ],
+)
 def test_chunks_and_prefixes_change_nothing(
     zoos: Callable[[str], Zoo], start: Callable, chunk: int, native: bool
 ) -> None:

@@ -23,6 +23,8 @@ from tests.support import forks
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "python"
 ALL = {path.name for path in EXAMPLES.glob("*.py")}
+OF_TRAINERS = ("peft", "transformers.trainer")
+"""What programs import that train, and a page."""
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +68,18 @@ def start(environment: dict[str, str]) -> Callable[..., subprocess.Popen[str]]:
 @pytest.fixture
 def run(environment: dict[str, str]) -> Callable[..., str]:
     def run(name: str, *arguments: str) -> str:
-        done = forks.run(str(EXAMPLES / name), *arguments, environment=environment)
+        done = forks.run(
+            *(str(EXAMPLES / name), *arguments),
+            environment=environment,
+            imports=OF_TRAINERS if name in TRAINERS else (),
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     return run
 
 
+TRAINERS = ("train_and_register.py", "docs/python.md")
 RUNS = {
     "generate.py": ([], ["reverse: tuodaol", "tokens by default/reverse@1", "loadout"]),
     "stream.py": ([], ["upper    LOADOUT", "sort     adlootu"]),
@@ -109,7 +116,7 @@ def test_output(run: Callable[..., str], name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name, (arguments, _) in RUNS.items() if arguments])
 def test_without_arguments_is_a_usage_line(name: str) -> None:
-    done = forks.run(str(EXAMPLES / name))
+    done = forks.run(str(EXAMPLES / name), imports=OF_TRAINERS if name in TRAINERS else ())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith(f"usage: python {name} NAME ")
 
@@ -158,6 +165,10 @@ def test_blocks_of_a_page(addresses: Addresses, tmp_path: Path, page: str) -> No
     (tmp_path / "page.py").write_text(program)
     environment = {"NO_PROXY": "127.0.0.1"}
     with contextlib.chdir(tmp_path):
-        done = forks.run(str(tmp_path / "page.py"), environment=environment)
+        done = forks.run(
+            str(tmp_path / "page.py"),
+            environment=environment,
+            imports=OF_TRAINERS if page in TRAINERS else (),
+        )
     assert (done.returncode, done.stderr) == (0, "")
     assert [each for each in PAGES[page] if each not in done.stdout] == [], done.stdout

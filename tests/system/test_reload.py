@@ -15,10 +15,10 @@ import pytest
 
 from loadout import Client, errors
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
-from loadout.demo.process import Process
 from servicekit.settings.types import split_address
 from tests.support.access.certificates import Authority
 from tests.support.access.policies import audit_lines, token_lines, token_of
+from tests.support.forks import engine_of
 from tests.support.machine.secret_volume import SecretVolume
 from tests.support.models.zoo import Zoo
 from tests.support.store.client import Client as StoreClient
@@ -66,7 +66,6 @@ class Pods:
                 *(*flags, *to_store, "--store-token-file", str(token)),
                 *("--audit-file", str(self.audits[1])),
             ),
-            process=Process,
         )
 
     def addresses(self) -> list[str]:
@@ -88,14 +87,12 @@ def pods(zoos: Any, tmp_path: Path) -> Iterator[Pods]:
 
 
 @contextmanager
-def suspended(processes: list[psutil.Process]) -> Iterator[None]:
-    for process in processes:
-        process.suspend()
+def suspended(process: psutil.Process) -> Iterator[None]:
+    process.suspend()
     try:
         yield
     finally:
-        for process in processes:
-            process.resume()
+        process.resume()
 
 
 def shown(address: str) -> str:
@@ -120,7 +117,7 @@ def test_secrets_that_change_are_taken_over(pods: Pods) -> None:
     """New connections see the renewed certificate, and a revoked token is refused, also where it
     is watching; who has a valid one keeps connections, streams and watches."""
     renewed = pods.authority.issue("renewed")
-    engine = psutil.Process(pods.services.inference.pid).children(recursive=True)
+    engine = psutil.Process(engine_of(pods.services.inference.pid))
     with pods.client("stayer") as stayer, pods.client("leaver") as leaver:
         watches = {name: pods.store_client(name) for name in ("stayer", "leaver")}
         events = {

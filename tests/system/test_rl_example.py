@@ -16,10 +16,11 @@ from loadout.demo.system import System, SystemSettings
 from tests.support import forks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rl" / "grpo.py"
+IMPORTS = ("peft",)
 
 
 @pytest.mark.parametrize(
-    ("steps", "learns"), [(6, False), pytest.param(28, True, marks=pytest.mark.long)]
+    ("steps", "learns"), [(4, False), pytest.param(28, True, marks=pytest.mark.long)]
 )
 def test_the_loop_pushes_each_step_and_learns(tmp_path: Path, steps: int, learns: bool) -> None:
     """What it has learned shows after more steps than `make test` has time for."""
@@ -33,7 +34,7 @@ def test_the_loop_pushes_each_step_and_learns(tmp_path: Path, steps: int, learns
         }
         out = tmp_path / "out"
         arguments = ["learner", str(MODEL), BASE_MODEL, str(out), str(steps)]
-        done = forks.run(str(EXAMPLE), *arguments, environment=environment)
+        done = forks.run(str(EXAMPLE), *arguments, environment=environment, imports=IMPORTS)
         assert done.returncode == 0, done.stderr
         with Client(store=system.addresses.store) as client:
             versions = [each.version for each in client.versions("learner") if not each.delete_time]
@@ -46,6 +47,6 @@ def test_the_loop_pushes_each_step_and_learns(tmp_path: Path, steps: int, learns
 
 
 def test_without_arguments_is_a_usage_line() -> None:
-    done = forks.run(str(EXAMPLE))
+    done = forks.run(str(EXAMPLE), imports=IMPORTS)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith("usage: python grpo.py NAME ")

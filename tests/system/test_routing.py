@@ -22,8 +22,10 @@ from tests.support.models.zoo import Zoo
 from tests.support.wait import until
 from tests.system.routed import PROMPT, Routed, adapters_of_w4, ask, hit_share, play
 
-NUM_ADAPTERS = 200
-NUM_KEYS = 24
+NUM_ADAPTERS, NUM_SLOTS = 100, 16
+"""Half of W4's, of its adapters and of what a replica holds."""
+NUM_ADAPTERS_OF_W4 = 200
+NUM_KEYS, NUM_KEYS_OF_CLIENT = 24, 12
 LONG_TOKENS = 450
 GATEWAY = Path(__file__).parents[2] / "deploy" / "gateway"
 VLLM = re.compile(r"vllm:\w+")
@@ -34,7 +36,8 @@ ONCE = RetryPolicy(max_attempts=1)
 def system(
     zoos: Callable[[str], Zoo], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Routed]:
-    with Routed(zoos("llama"), tmp_path_factory.mktemp("routed")) as made:
+    folder = tmp_path_factory.mktemp("routed")
+    with Routed(zoos("llama"), folder, max_loras=NUM_SLOTS) as made:
         yield made
 
 
@@ -73,20 +76,28 @@ def test_what_the_gateway_s_picker_reads_is_exported(system: Routed, names: list
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_warm", "num_counted"), [(100, 150), pytest.param(200, 500, marks=pytest.mark.long)]
-)
 def test_adapters_stay_with_their_replica_and_are_found_there(
-    system: Routed,
-    names: list[str],
-    envoy: Envoy,
-    tmp_path: Path,
-    num_warm: int,
-    num_counted: int,
+    system: Routed, names: list[str], envoy: Envoy
+) -> None:
+    check_found_at_home(system, names, envoy, num_warm=60, num_counted=90)
+
+
+@pytest.mark.long
+def test_so_they_do_at_the_size_of_w4(zoos: Callable[[str], Zoo], tmp_path: Path) -> None:
+    with (
+        Routed(zoos("llama"), tmp_path) as system,
+        Envoy(tmp_path / "envoy", list(system.replicas)) as envoy,
+    ):
+        names = system.register(NUM_ADAPTERS_OF_W4)
+        check_found_at_home(system, names, envoy, num_warm=200, num_counted=500)
+
+
+def check_found_at_home(
+    system: Routed, names: list[str], envoy: Envoy, num_warm: int, num_counted: int
 ) -> None:
     replicas = list(system.replicas)
     wanted = adapters_of_w4(names, alpha=1.0, num=num_warm + num_counted)
-    with Envoy(tmp_path / "round-robin", replicas, round_robin) as plain:
+    with Envoy(system.folder / "round-robin", replicas, round_robin) as plain:
         blind = hit_share(system, plain.address, wanted, num_warm)
         assert share_at_home(plain, len(wanted)) < 0.8
 
@@ -219,7 +230,7 @@ def test_envoy_moves_only_the_keys_of_a_killed_replica(
 @pytest.mark.slow
 def test_clients_move_only_the_keys_of_a_killed_replica(system: Routed, names: list[str]) -> None:
     replicas = list(system.replicas)
-    keys = names[:NUM_KEYS]
+    keys = names[:NUM_KEYS_OF_CLIENT]
     with Client(inference=replicas) as client:
 
         def placed() -> dict[str, str]:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from loadout.retry import RetryPolicy
 from loadout.types import Completion, Registration
 from tests.support.models.zoo import Zoo
 from tests.support.wait import until
+from tests.system.engines import Running
 from tests.system.services import Services
 
 pytestmark = pytest.mark.processes
@@ -83,11 +84,25 @@ class Callers:
     trainer: Trainer
     expected: dict[str, list[int]]
     stopped: threading.Event = field(default_factory=threading.Event)
+    going: threading.Event = field(default_factory=threading.Event)
     num_done: int = 0
+
+    def __post_init__(self) -> None:
+        self.going.set()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No request begins meanwhile."""
+        self.going.clear()
+        try:
+            yield
+        finally:
+            self.going.set()
 
     def run(self, number: int) -> None:
         dice = random.Random(number)
         while not self.stopped.is_set():
+            self.going.wait()
             reads_own = dice.random() < 0.5
             oldest = self.trainer.newest(0.0 if reads_own else STALE_S)
             revision = self.trainer.registrations[oldest - 1].revision if reads_own else 0
@@ -111,6 +126,15 @@ class Callers:
         # The trainer may not have the answer of its registration yet.
         until(lambda: len(self.trainer.registrations) >= version)
         assert done.adapter.digest == self.trainer.registrations[version - 1].adapter.digest
+
+
+def expected_tokens(zoo: Zoo, running: Running) -> dict[str, list[int]]:
+    """Returns what the oracle generates with each variant, which an engine guesses."""
+    count = max(LENGTHS)
+    for name in VARIANTS:
+        running.submit(name, PROMPT, name, max_tokens=count)
+    guesses = {name: running.result(name)[0] for name in VARIANTS}
+    return {name: zoo.greedy(name, PROMPT, count, guess) for name, guess in guesses.items()}
 
 
 def own_bytes(pid: int) -> int:
@@ -167,13 +191,18 @@ def client(services: Services) -> Iterator[Client]:
     ("num_before", "num_updates", "max_growth"),
     # Multiples of the number of variants: what is kept then has the same bytes. Memory is warm
     # after some fifty updates; before, it may grow more.
-    [(12, 24, 1.1), pytest.param(52, 1000, GROWTH, marks=pytest.mark.long)],
+    [(8, 16, 1.1), pytest.param(52, 1000, GROWTH, marks=pytest.mark.long)],
 )
 def test_updates_while_callers_generate(
-    services: Services, client: Client, num_before: int, num_updates: int, max_growth: float
+    services: Services,
+    client: Client,
+    start: Callable[..., Running],
+    num_before: int,
+    num_updates: int,
+    max_growth: float,
 ) -> None:
     zoo = services.zoo
-    expected = {name: zoo.greedy(name, PROMPT, max(LENGTHS)) for name in VARIANTS}
+    expected = expected_tokens(zoo, start(zoo))
     trainer = Trainer(client, zoo, services.folder / "trained")
     trainer.update()
     callers = Callers(client, trainer, expected)
@@ -183,10 +212,12 @@ def test_updates_while_callers_generate(
             while len(trainer.registrations) < num_updates:
                 trainer.update()
                 if len(trainer.registrations) == num_before:
-                    before = measured(services)
+                    with callers.paused():
+                        before = measured(services)
                 if any(each.done() for each in running):
                     break
-            after = measured(services)
+            with callers.paused():
+                after = measured(services)
         finally:
             callers.stopped.set()
         for each in running:

@@ -187,11 +187,14 @@ def check_tokens(zoo: Zoo, names: dict[str, str], request: Followed) -> None:
     made: list[str] = []
     known = list(request.prompt)
     outputs = zip(request.tokens, request.logprobs, request.made_by, strict=True)
-    for token, logprob, (digest, num_kept) in outputs:
-        made = [*made[:num_kept], *[names[digest]] * (len(known) - num_kept)]
-        expected = _next_logprobs(zoo, known, tuple(made))[token]
-        assert abs(logprob - expected) < TOLERANCE, (len(known), made)
-        known.append(token)
+    for (digest, num_kept), following in itertools.groupby(outputs, lambda output: output[2]):
+        tokens, logprobs, _ = zip(*following, strict=True)
+        computed = [*known, *tokens[:-1]]
+        made = [*made[:num_kept], *[names[digest]] * (len(computed) - num_kept)]
+        expected = _next_logprobs(zoo, computed, tuple(made), len(tokens))
+        for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+            assert abs(logprob - expected[place, token]) < TOLERANCE, (len(known) + place, made)
+        known += tokens
 
 
 def check_scores(zoo: Zoo, names: dict[str, str], request: Followed) -> None:
@@ -204,17 +207,18 @@ def check_scores(zoo: Zoo, names: dict[str, str], request: Followed) -> None:
         assert abs(logprob - logits[place - 1, request.prompt[place]]) < TOLERANCE, place
 
 
-def _next_logprobs(zoo: Zoo, tokens: list[int], made: tuple[str, ...]) -> torch.Tensor:
-    """Returns what follows the tokens, of which each was computed with the version at its place."""
+def _next_logprobs(zoo: Zoo, tokens: list[int], made: tuple[str, ...], count: int) -> torch.Tensor:
+    """Returns what follows each of the last `count` tokens, where each token was computed with the
+    version at its place, and the last ones with one version."""
     cache, start = DynamicCache(), 0
     for version, places in itertools.groupby(made):
-        count = len(list(places))
-        part = torch.tensor([tokens[start : start + count]])
+        length = len(list(places))
+        part = torch.tensor([tokens[start : start + length]])
         with torch.no_grad():
             zoo.reference.set_adapter(version)
             out = zoo.reference(part, past_key_values=cache, use_cache=True)
-        start += count
-    return out.logits[0, -1].float().log_softmax(-1)
+        start += length
+    return out.logits[0, -count:].float().log_softmax(-1)
 
 
 def make_engine(zoo: Zoo, **changes: Any) -> Engine:

@@ -6,7 +6,7 @@ import copy
 import json
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,15 +77,22 @@ class Trainer:
         """Saves a new adapter, by default as people do."""
         return self.save(self.adapt(**options))
 
-    def tokens_of(self, folder: Path, prompt: list[int], count: int) -> list[int]:
+    def tokens_of(
+        self, folder: Path, prompt: list[int], count: int, guess: Sequence[int] = ()
+    ) -> list[int]:
         """Returns what PEFT continues a prompt with, greedily, past any end token. The base gets
-        as many tokens as the adapter has saved embeddings of."""
+        as many tokens as the adapter has saved embeddings of. A right guess takes one step."""
         base = copy.deepcopy(self.base)
         for name, tensor in _saved(folder).items():
             if name.endswith("embed_tokens.weight"):
                 base.resize_token_embeddings(len(tensor))
         with _quiet():
             model = peft.PeftModel.from_pretrained(base, str(folder)).eval()
+        if len(guess) == count:
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *guess[:-1]]])).logits[0]
+            if logits[len(prompt) - 1 :].argmax(dim=-1).tolist() == list(guess):
+                return list(guess)
         return self._greedy(model, prompt, count)
 
     def base_tokens(self, prompt: list[int], count: int) -> list[int]:
