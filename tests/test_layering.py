@@ -25,6 +25,7 @@ from tools.house import (
     is_under,
     long_functions,
     measure,
+    nodes,
     parsed,
     shared_runs,
 )
@@ -127,6 +128,7 @@ def trees() -> Iterator[None]:
     """Syntax trees are forgotten at the end: the collector would look at their million objects."""
     yield
     parsed.cache_clear()
+    nodes.cache_clear()
 
 
 def importers(*packages: str) -> Iterator[tuple[str, str]]:
@@ -198,7 +200,7 @@ def test_only_the_named_files_lie_flat(package: str) -> None:
 def test_environment_and_arguments_are_read_in_settings_only() -> None:
     def found() -> Iterator[str]:
         for name, path in TREE.paths.items():
-            for node in ast.walk(parsed(path)):
+            for node in nodes(path):
                 used = set()
                 if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                     used = {f"{node.value.id}.{node.attr}"}
@@ -244,7 +246,7 @@ def is_text(node: ast.stmt) -> bool:
 def imports_at_start(name: str) -> set[str]:
     """The part of a module's imports that importing it runs."""
     later: set[str] = set()
-    for node in ast.walk(parsed(TREE.paths[name])):
+    for node in nodes(TREE.paths[name]):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.If):
             for inner in ast.walk(node):
                 if isinstance(inner, ast.Import):
@@ -353,7 +355,7 @@ def test_tests_import_no_other_tests() -> None:
 
     def found() -> Iterator[str]:
         for name, path in TESTS.items():
-            for node in ast.walk(parsed(path)):
+            for node in nodes(path):
                 imported = set()
                 if isinstance(node, ast.Import):
                     imported = {alias.name for alias in node.names}
@@ -381,7 +383,7 @@ def test_tests_use_what_is_public() -> None:
     own = {
         node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else node.attr
         for path in TREE.under(*PACKAGES).values()
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         or (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
     }
@@ -395,7 +397,7 @@ def test_tests_use_what_is_public() -> None:
     uses = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
         for path in TESTS.values()
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if is_private_use(node)
     ]
     assert len(uses) <= MAX_PRIVATE_USES, "\n".join(uses)
