@@ -362,11 +362,8 @@ def _main_of(module: str) -> Callable[[list[str]], int]:
         return main
     if module == "inference_svc":
         from inference_svc.__main__ import main
-        from inference_svc.engine import process
 
-        # The engine of this service is a fork, too.
-        replacement = SimpleNamespace(Popen=_begin_engine, TimeoutExpired=subprocess.TimeoutExpired)
-        setattr(process, "subprocess", replacement)  # noqa: B010 - a module's import, not its API
+        fork_engines()
         return main
     if module != ENGINE:
         return partial(_run_program, module)
@@ -378,6 +375,14 @@ def _main_of(module: str) -> Callable[[list[str]], int]:
         return 0
 
     return run
+
+
+def fork_engines() -> None:
+    """Lets services of this process, which is a fork, have engines that are forks, too."""
+    from inference_svc.engine import process
+
+    replacement = SimpleNamespace(Popen=_begin_engine, TimeoutExpired=subprocess.TimeoutExpired)
+    setattr(process, "subprocess", replacement)  # noqa: B010 - a module's import, not its API
 
 
 def _run_program(program: str, arguments: list[str]) -> int:
