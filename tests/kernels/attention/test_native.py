@@ -15,6 +15,7 @@ from kernels.attention.native import NativeAttention, StepRows
 from kernels.attention.native_memory import AttentionScratch, AttentionShape
 from kernels.elementwise.reference import rms_norm
 from tests.support.native import native_library
+from tests.support.pairs import pairwise
 
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
 DTYPES = list(TOLERANCES)
@@ -91,15 +92,15 @@ def test_any_batch(make_case, make_sinks, assert_close, rows, window, group, pag
     assert_close("out", wanted, got, TOLERANCES[q.dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("is_tiled", [False, True])
-@pytest.mark.parametrize(
-    ("window", "softcap"), [(None, None), (70, None), (600, None), (None, 2.0), (70, 0.5)]
+@pairwise(
+    limits=[(None, None), (70, None), (600, None), (None, 2.0), (70, 0.5)],
+    is_tiled=[False, True],
+    dtype=DTYPES,
 )
-def test_sinks(
-    library, make_case, make_sinks, assert_close, set_threads, window, softcap, is_tiled, dtype
-):
-    """All rows together, and alone: a long row of few queries is then split among the threads."""
+def test_sinks(library, make_case, make_sinks, assert_close, set_threads, limits, is_tiled, dtype):
+    """All rows together, and alone: a long row of few queries is then split among the threads.
+    `limits`: the window and the cap of scores."""
+    window, softcap = limits
     rows = [*MIXED, (1500, 1), (1700, 2)]
     q, cache, plan = make_case(
         rows, num_heads=6, head_dim=32, page_size=16, dtype=dtype, is_tiled=is_tiled
