@@ -33,7 +33,7 @@ def model_of(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", LIMITS)
 def test_a_decode_step_launches_few_kernels(model_of, kind):
-    backend = model_of(NUM_LAYERS).fixed(lambda compute: None)
+    backend = model_of(NUM_LAYERS).fixed(lambda compute: None, is_warm=False)
     with launches() as noted:
         backend.decode(1, kind)
     counts = Counter(launch.name for launch in noted.launches)
@@ -57,8 +57,8 @@ def test_nothing_is_launched_for_targets_that_are_refused(model_of, lora_targets
     """For each group that has an accepted target two kernels, for the embedding one."""
     model = model_of(FEW_LAYERS)
     counts = []
+    backend = model.fixed(lambda compute: None, is_warm=False, lora_targets=lora_targets)
     for kind in (StepKind.BASE, StepKind.LORA):
-        backend = model.fixed(lambda compute: None, lora_targets=lora_targets)
         with launches() as noted:
             backend.decode(1, kind)
         counts.append(Counter(launch.name for launch in noted.launches))
