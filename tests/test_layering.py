@@ -7,15 +7,18 @@ ARCHITECTURE.md gives the reasons.
 from __future__ import annotations
 
 import ast
+import gc
 import re
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import transformers
+from transformers.utils import is_kernels_available
 
+import kernels
+from tests.support import forks
 from tools.house import (
     LAYERS,
     MAX_FILE_LINES,
@@ -25,6 +28,7 @@ from tools.house import (
     is_under,
     long_functions,
     measure,
+    nodes,
     parsed,
     shared_runs,
 )
@@ -124,9 +128,13 @@ TREE = Tree(ROOT)
 
 @pytest.fixture(scope="module", autouse=True)
 def trees() -> Iterator[None]:
-    """Syntax trees are forgotten at the end: the collector would look at their million objects."""
+    """Syntax trees are forgotten at the end: the collector would look at their million objects.
+    While they are made, it takes most of the time."""
+    gc.disable()
     yield
+    gc.enable()
     parsed.cache_clear()
+    nodes.cache_clear()
 
 
 def importers(*packages: str) -> Iterator[tuple[str, str]]:
@@ -198,7 +206,7 @@ def test_only_the_named_files_lie_flat(package: str) -> None:
 def test_environment_and_arguments_are_read_in_settings_only() -> None:
     def found() -> Iterator[str]:
         for name, path in TREE.paths.items():
-            for node in ast.walk(parsed(path)):
+            for node in nodes(path):
                 used = set()
                 if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                     used = {f"{node.value.id}.{node.attr}"}
@@ -244,7 +252,7 @@ def is_text(node: ast.stmt) -> bool:
 def imports_at_start(name: str) -> set[str]:
     """The part of a module's imports that importing it runs."""
     later: set[str] = set()
-    for node in ast.walk(parsed(TREE.paths[name])):
+    for node in nodes(TREE.paths[name]):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.If):
             for inner in ast.walk(node):
                 if isinstance(inner, ast.Import):
@@ -263,47 +271,44 @@ def test_opentelemetry_is_loaded_on_demand() -> None:
             assert not any(is_under(each, ["opentelemetry"]) for each in wanted), name
 
 
-def run(script: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+WITHOUT_GRPC = """
+import importlib, sys
+REFUSED = {"grpc", "grpc_health", "grpc_status", "google"}
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in REFUSED:
+            raise ImportError("no " + name + " here")
+for name in list(sys.modules):
+    if name.split(".")[0] in REFUSED | {"inference_svc", "kernels", "servicekit", "loadout"}:
+        del sys.modules[name]
+sys.meta_path.insert(0, Refuse())
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+"""
 
 
 @pytest.mark.processes
-def test_computing_runs_without_grpc() -> None:
-    """In a process in which importing grpc fails."""
+def test_computing_runs_without_grpc(tmp_path: Path) -> None:
+    """In a process in which importing grpc fails, and which has forgotten all that may use it."""
     parts = ["kernels", "servicekit.telemetry"]
     parts += [f"inference_svc.{each}" for each in ("engine", "backends", "adapters", "model")]
     parts += ["inference_svc.api.http", "inference_svc.text", "inference_svc.host"]
     optional = re.compile(r".*triton.*|servicekit\.telemetry\.otlp")
     wanted = [name for name in TREE.paths if is_under(name, parts) and not optional.fullmatch(name)]
-    run(
-        f"""
-import importlib, sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("grpc", "grpc_health", "grpc_status", "google"):
-            raise ImportError("no " + name + " here")
-sys.meta_path.insert(0, Refuse())
-for name in {sorted(wanted)!r}:
-    importlib.import_module(name)
-"""
-    )
+    program = tmp_path / "program.py"
+    program.write_text(WITHOUT_GRPC)
+    done = forks.run(str(program), *sorted(wanted))
+    assert done.returncode == 0, done.stderr
+    refused = forks.run(str(program), "inference_svc.app")
+    assert "ImportError: no google here" in refused.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.processes
 def test_kernels_does_not_disturb_transformers() -> None:
     """`transformers` probes for a package of the name `kernels`; ours must not be taken for it."""
-    run("""
-import transformers
-from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
-from transformers.utils import is_kernels_available
-import kernels
-assert not is_kernels_available()
-assert not hasattr(kernels, "__version__")
-""")
+    for family in ("Llama", "Mistral", "Qwen2", "Qwen3"):
+        assert getattr(transformers, f"{family}ForCausalLM")
+    assert not is_kernels_available()
+    assert not hasattr(kernels, "__version__")
 
 
 def test_files_and_functions_stay_short() -> None:
@@ -353,7 +358,7 @@ def test_tests_import_no_other_tests() -> None:
 
     def found() -> Iterator[str]:
         for name, path in TESTS.items():
-            for node in ast.walk(parsed(path)):
+            for node in nodes(path):
                 imported = set()
                 if isinstance(node, ast.Import):
                     imported = {alias.name for alias in node.names}
@@ -381,7 +386,7 @@ def test_tests_use_what_is_public() -> None:
     own = {
         node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else node.attr
         for path in TREE.under(*PACKAGES).values()
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         or (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
     }
@@ -395,7 +400,7 @@ def test_tests_use_what_is_public() -> None:
     uses = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
         for path in TESTS.values()
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if is_private_use(node)
     ]
     assert len(uses) <= MAX_PRIVATE_USES, "\n".join(uses)

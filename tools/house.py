@@ -61,6 +61,7 @@ class Tree:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._imports: dict[str, set[str]] = {}
         self.paths = {
             self._name(path): path
             for package in PACKAGES
@@ -77,9 +78,13 @@ class Tree:
 
     def imports(self, name: str) -> set[str]:
         """Returns every module named in an import, also inside functions and for type checking."""
-        path = self.paths[name]
+        if name not in self._imports:
+            self._imports[name] = self._find_imports(self.paths[name])
+        return self._imports[name]
+
+    def _find_imports(self, path: Path) -> set[str]:
         found: set[str] = set()
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Import):
                 found.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -121,6 +126,11 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(parsed(path)))
+
+
 def is_under(name: str, packages: Iterable[str]) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
 
@@ -128,7 +138,7 @@ def is_under(name: str, packages: Iterable[str]) -> bool:
 def long_functions(path: Path) -> Iterator[str]:
     """Yields the functions that are too long. Docstrings do not count, because public functions
     have a line for each parameter."""
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             num_lines = _num_lines(node)
             if ast.get_docstring(node, clean=False) is not None:
@@ -199,7 +209,7 @@ def _flat(package: Path) -> list[Path]:
 
 
 def _fragments(path: Path) -> Iterator[str]:
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             text = node.value.value
             if isinstance(text, str) and FRAGMENT.match(text.strip()):
@@ -209,7 +219,7 @@ def _fragments(path: Path) -> Iterator[str]:
 def _code_lines(path: Path) -> list[str]:
     text = path.read_text()
     skipped: set[int] = set()
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import | ast.ImportFrom):
             skipped.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     stripped = [

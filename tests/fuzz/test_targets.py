@@ -22,7 +22,14 @@ WORDS = [
     for line in campaign.DICTIONARY.read_text().splitlines()
     if line.startswith('"')
 ]
-EXAMPLES = {"checkpoint": 50, "folder": 50}
+SLOW_TARGETS = {"checkpoint", "folder"}
+EXAMPLES = [40, pytest.param(200, marks=pytest.mark.long)]
+
+
+def examples(target: str, count: int) -> settings:
+    """Returns settings with so many examples; of targets that write files, with half as many."""
+    count //= 1 + (target in SLOW_TARGETS)
+    return settings(max_examples=count, deadline=None, derandomize=True)
 
 
 def test_every_target_has_a_share_and_seeds():
@@ -49,9 +56,10 @@ def test_the_corpus(path: Path):
     TARGETS[path.parent.name](path.read_bytes())
 
 
+@pytest.mark.parametrize("count", EXAMPLES)
 @pytest.mark.parametrize("target", TARGETS)
-def test_any_bytes(target):
-    @settings(max_examples=EXAMPLES.get(target, 100), deadline=None, derandomize=True)
+def test_any_bytes(target, count):
+    @examples(target, count)
     @given(st.binary(max_size=300) | st.lists(st.sampled_from(WORDS), max_size=30).map(b"".join))
     def run(data: bytes) -> None:
         TARGETS[target](data)
@@ -59,15 +67,16 @@ def test_any_bytes(target):
     run()
 
 
+@pytest.mark.parametrize("count", EXAMPLES)
 @pytest.mark.parametrize("target", TARGETS)
-def test_mutated_seeds(target):
+def test_mutated_seeds(target, count):
     seeds = [path.read_bytes() for path in INPUTS if path.parent.name == target]
     pieces = st.binary(max_size=4) | st.sampled_from([*WORDS, SEPARATOR, b""])
     changes = st.lists(
         st.tuples(st.floats(0, 1), st.integers(0, 8), pieces), min_size=1, max_size=6
     )
 
-    @settings(max_examples=EXAMPLES.get(target, 100), deadline=None, derandomize=True)
+    @examples(target, count)
     @given(st.sampled_from(seeds), changes)
     def run(seed: bytes, changed: list[tuple[float, int, bytes]]) -> None:
         data = bytearray(seed)
@@ -79,11 +88,12 @@ def test_mutated_seeds(target):
     run()
 
 
+@pytest.mark.parametrize("count", EXAMPLES)
 @pytest.mark.parametrize("target", TARGETS)
-def test_seeds_whose_parts_are_changed(target):
+def test_seeds_whose_parts_are_changed(target, count):
     seeds = [path.read_bytes() for path in INPUTS if path.parent.name == target]
 
-    @settings(max_examples=EXAMPLES.get(target, 100), deadline=None, derandomize=True)
+    @examples(target, count)
     @given(st.sampled_from(seeds), st.lists(st.integers(0, 1 << 31), min_size=1, max_size=4))
     def run(seed: bytes, changes: list[int]) -> None:
         data = seed

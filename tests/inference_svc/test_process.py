@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -239,8 +238,8 @@ def test_who_calls_again_and_again_while_it_ends_is_told_unavailable(process: Pr
 def test_a_start_that_fails_says_why_in_one_line(
     model: Path, args: list[str], message: str, monkeypatch: Any, capsys: Any
 ) -> None:
-    """In this process, whose log, collector and environment stay. How it looks as a process of its
-    own, the next two tests show."""
+    """In this process, whose log, collector and environment stay. How it looks as processes of
+    their own, a killed engine shows."""
     monkeypatch.setattr(service, "configure_logging", lambda *settings: None)
     monkeypatch.setattr(interpreter_gc, "resume", gc.enable)
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
@@ -268,9 +267,7 @@ def test_tokenizer_that_its_library_cannot_load_ends_the_start_in_one_line(
 ) -> None:
     folder = shutil.copytree(model, tmp_path / "model")
     (folder / "tokenizer.json").write_text('{"model": {"type": "Another", "vocab": {"a": 0}}}')
-    done = subprocess.run(
-        command(folder), capture_output=True, text=True, check=False, timeout=START_SECONDS
-    )
+    done = forks.run("inference_svc", *command(folder)[3:])
     assert done.returncode == 1
     assert f"loadout: no tokenizer loads from {folder}" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
@@ -288,14 +285,8 @@ def test_an_engine_that_is_killed_while_it_loads_ends_the_start_in_one_line(mode
 
 
 def test_a_memory_limit_that_does_not_suffice_shows_the_arithmetic(model: Path) -> None:
-    done = subprocess.run(
-        command(model),
-        env={**os.environ, "LOADOUT_INFERENCE_MEMORY_LIMIT": "600MiB"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=START_SECONDS,
-    )
+    limit = {"LOADOUT_INFERENCE_MEMORY_LIMIT": "600MiB"}
+    done = forks.run("inference_svc", *command(model)[3:], environment=limit)
     assert done.returncode == 1
     assert "loadout: the host memory does not suffice" in done.stderr
     names = [line.split()[0] for line in done.stderr.splitlines() if line.startswith("  ")]

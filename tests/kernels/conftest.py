@@ -10,7 +10,7 @@ import torch
 from kernels.native import build
 from kernels.native.library import Library
 from tests.support.kernels.poisoned import poisoned
-from tests.support.kernels.worker_process import Worker
+from tests.support.kernels.worker_process import Operations, Worker
 from tests.support.native import native_library
 
 
@@ -38,12 +38,19 @@ def assert_close():
 
 @pytest.fixture(scope="session")
 def start_worker():
-    """`start_worker(operations, interpret)`: see worker.py."""
+    """`start_worker(operations, interpret)`: see worker.py. All interpreted operations are run by
+    one process, and those that compile by one each."""
     workers: list[Worker] = []
+    interpreters: list[Worker] = []
 
-    def start(operations: Path, *, interpret: bool) -> Worker:
-        workers.append(Worker(operations, interpret))
-        return workers[-1]
+    def start(operations: Path, *, interpret: bool) -> Operations:
+        if interpret and interpreters:
+            return Operations(interpreters[0], operations)
+        worker = Worker(interpret=interpret)
+        workers.append(worker)
+        if interpret:
+            interpreters.append(worker)
+        return Operations(worker, operations)
 
     yield start
     for worker in workers:

@@ -197,15 +197,8 @@ def _run_command(
 def forked_engines() -> Iterator[None]:
     """Processes of engines that this process begins meanwhile are forks."""
     with pytest.MonkeyPatch.context() as patch:
-        _fork_engines(patch.setattr)
+        fork_engines(patch.setattr)
         yield
-
-
-def _fork_engines(set_attribute: Callable[[Any, str, Any], None]) -> None:
-    from inference_svc.engine import process
-
-    replacement = SimpleNamespace(Popen=_begin_engine, TimeoutExpired=subprocess.TimeoutExpired)
-    set_attribute(process, "subprocess", replacement)
 
 
 def run(
@@ -441,7 +434,7 @@ def _main_of(module: str) -> Callable[[list[str]], int]:
     if module == "inference_svc":
         from inference_svc.__main__ import main
 
-        _fork_engines(setattr)  # the engine of this service is a fork, too
+        fork_engines()
         return main
     if module == CLI:
         return _run_cli
@@ -469,6 +462,15 @@ def _run_cli(arguments: list[str]) -> int:
     setattr(services, "os", SimpleNamespace(execv=become))  # noqa: B010 - as above
     with forked_commands(), forked_downloads():
         return main(arguments)
+
+
+def fork_engines(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Lets services of this process have engines that are forks. Without `set_attribute`, the
+    process is a fork itself."""
+    from inference_svc.engine import process
+
+    replacement = SimpleNamespace(Popen=_begin_engine, TimeoutExpired=subprocess.TimeoutExpired)
+    set_attribute(process, "subprocess", replacement)
 
 
 def _run_program(program: str, arguments: list[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
@@ -17,10 +18,22 @@ LIMITS = {StepKind.BASE: 360, StepKind.LORA: 620, StepKind.ANY: 700}
 """By what the rows' adapters have."""
 
 
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory):
+    """`model_of(num_layers)`, made once; tests do not change it."""
+
+    @cache
+    def make(num_layers: int) -> Model:
+        folder = tmp_path_factory.mktemp("model")
+        description = make_decoder("llama", folder, num_hidden_layers=num_layers)
+        return Model.make(description, torch.float32, META)
+
+    return make
+
+
 @pytest.mark.parametrize("kind", LIMITS)
-def test_a_decode_step_launches_few_kernels(tmp_path, kind):
-    description = make_decoder("llama", tmp_path, num_hidden_layers=NUM_LAYERS)
-    backend = Model.make(description, torch.float32, META).fixed(lambda compute: None)
+def test_a_decode_step_launches_few_kernels(model_of, kind):
+    backend = model_of(NUM_LAYERS).fixed(lambda compute: None, is_warm=False)
     with launches() as noted:
         backend.decode(1, kind)
     counts = Counter(launch.name for launch in noted.launches)
@@ -40,13 +53,12 @@ def test_a_decode_step_launches_few_kernels(tmp_path, kind):
         (("embed_tokens",), 1),
     ],
 )
-def test_nothing_is_launched_for_targets_that_are_refused(tmp_path, lora_targets, num_kernels):
+def test_nothing_is_launched_for_targets_that_are_refused(model_of, lora_targets, num_kernels):
     """For each group that has an accepted target two kernels, for the embedding one."""
-    description = make_decoder("llama", tmp_path, num_hidden_layers=FEW_LAYERS)
-    model = Model.make(description, torch.float32, META)
+    model = model_of(FEW_LAYERS)
     counts = []
+    backend = model.fixed(lambda compute: None, is_warm=False, lora_targets=lora_targets)
     for kind in (StepKind.BASE, StepKind.LORA):
-        backend = model.fixed(lambda compute: None, lora_targets=lora_targets)
         with launches() as noted:
             backend.decode(1, kind)
         counts.append(Counter(launch.name for launch in noted.launches))

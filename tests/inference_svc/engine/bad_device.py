@@ -8,6 +8,7 @@ others have all but a MiB of the device. Anything else is an error of CUDA, whic
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -60,7 +61,10 @@ class BadDevice:
 if __name__ == "__main__":
     from inference_svc.__main__ import main
     from tests.inference_svc.engine import bad_device  # by its name: the engine unpickles it
+    from tests.support import forks
 
+    if forks.ADDRESS in os.environ:
+        forks.fork_engines()
     watchdog.CHECK_SECONDS, watchdog.CONFIRM_SECONDS = 0.2, 1.0
     folder = Path(sys.argv[1])
     app.ImageClientRecipe = lambda config: bad_device.BadDevice(folder, config)  # type: ignore

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from loadout import Client, errors
-from loadout.demo.process import Process
 from loadout.errors import Unavailable
 from loadout.prometheus import scrape
 from loadout.retry import RetryPolicy
 from tests.inference_svc.engine.bad_device import FAULT
+from tests.support.forks import ForkedProcess
 from tests.support.wait import until
 
 pytestmark = pytest.mark.processes
@@ -40,7 +40,7 @@ def free_port() -> int:
 
 @dataclass
 class Server:
-    """A server in processes of its own, whose device does what `fail` says from then on."""
+    """A server and its engine, which are forks; the device does what `fail` says from then on."""
 
     folder: Path
     model: Path
@@ -65,7 +65,7 @@ class Server:
             *("--step-timeout-seconds", str(self.step_timeout_seconds)),
             *("--fault-hold-seconds", "600", "--log-format", "json"),
         ]
-        self.process = Process("server", command, self.folder, ready)
+        self.process = ForkedProcess("server", command, self.folder, ready)
 
     def fail(self, fault: str) -> None:
         partial = self.folder / "next"

@@ -26,7 +26,7 @@ TEXT: dict[str, Any] = {
     "vocab_size": 16_000,
     "hidden_size": 1024,
     "intermediate_size": 2048,
-    "num_hidden_layers": 16,
+    "num_hidden_layers": 8,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 128,
@@ -35,14 +35,14 @@ MORE_TEXT: dict[str, dict[str, Any]] = {
     "Gemma4": {
         "vocab_size_per_layer_input": 16_000,
         "global_head_dim": 256,
-        "layer_types": ["sliding_attention"] * 12 + ["full_attention"] * 4,
+        "layer_types": ["sliding_attention"] * 6 + ["full_attention"] * 2,
         "hidden_size_per_layer_input": 64,
     }
 }
 VISION: dict[str, Any] = {
     "hidden_size": 768,
     "intermediate_size": 3072,
-    "num_hidden_layers": 16,
+    "num_hidden_layers": 8,
     "num_attention_heads": 12,
 }
 MORE_VISION: dict[str, dict[str, Any]] = {

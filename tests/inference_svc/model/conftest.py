@@ -45,7 +45,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def random_model() -> Callable[..., PreTrainedModel]:
     """`random_model("Llama", key=value, ...)`: a seeded model in fp32.
 

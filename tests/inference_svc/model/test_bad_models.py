@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,21 @@ FIRST = dict(reversed(MODELS.values()))
 """A model of each family."""
 
 
-@pytest.fixture(params=[*FIRST, *(f"whole {name}" for name in WHOLE)])
-def folder(
-    request: Any, random_model: Callable, save_model: Callable, tmp_path_factory: Any
-) -> Path:
+@pytest.fixture(scope="module", params=[*FIRST, *(f"whole {name}" for name in WHOLE)])
+def saved(request: Any, random_model: Callable, tmp_path_factory: Any) -> Path:
     name = request.param.removeprefix("whole ")
+    made: Path = tmp_path_factory.mktemp("model")
     if name != request.param:
-        made: Path = tmp_path_factory.mktemp(name)
         make_whole(name, made)
-        return made
-    return save_model(random_model(name, **FIRST[name]))
+    else:
+        random_model(name, **FIRST[name]).save_pretrained(made)
+    return made
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy, which a test may change."""
+    return shutil.copytree(saved, tmp_path / "model")
 
 
 def refused(folder: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,30 +39,56 @@ def test_every_architecture_has_a_row() -> None:
     assert tested >= set(families())
 
 
+@dataclass(frozen=True)
+class Oracle:
+    """A random model of transformers, saved, and its logits."""
+
+    folder: Path
+    token_ids: list[int]
+    logits: dict[torch.dtype, torch.Tensor]
+    """In fp32 and in bf16."""
+
+
+@pytest.fixture(scope="module")
+def oracle_of(random_model, tmp_path_factory):
+    """`oracle_of(name)`; cells of a model follow each other, and the last is remembered."""
+
+    @lru_cache(maxsize=1)
+    def make(name: str) -> Oracle:
+        family, changes = MODELS[name]
+        model = random_model(family, **changes)
+        folder = tmp_path_factory.mktemp("model")
+        model.save_pretrained(folder)
+        token_ids = torch.randint(0, model.config.vocab_size, (NUM_TOKENS,)).tolist()
+        with torch.no_grad():
+            logits = {
+                dtype: model.to(dtype)(torch.tensor([token_ids])).logits[0].float()
+                for dtype in (torch.float32, torch.bfloat16)
+            }
+        return Oracle(folder, token_ids, logits)
+
+    return make
+
+
 @pytest.mark.parametrize(("name", "dtype", "path"), pairs(MODELS))
-def test_logits(name, dtype, path, random_model, save_model, load_decoder, relative_rms):
+def test_logits(name, dtype, path, oracle_of, load_decoder, relative_rms):
     """In bf16 they are as near to those in fp32 as transformers' are; those of most tokens, as some
     have experts of nearly equal scores."""
-    family, changes = MODELS[name]
-    dtype = getattr(torch, dtype)
-    model = random_model(family, **changes)
-    decoder = load_decoder(save_model(model), dtype, path=path)
-    token_ids = torch.randint(0, model.config.vocab_size, (NUM_TOKENS,)).tolist()
-    with torch.no_grad():
-        expected = model(torch.tensor([token_ids])).logits[0]
-        theirs = model.to(dtype)(torch.tensor([token_ids])).logits[0].float()
+    dtype, oracle = getattr(torch, dtype), oracle_of(name)
+    decoder = load_decoder(oracle.folder, dtype, path=path)
+    expected = oracle.logits[torch.float32]
 
     def error(found: torch.Tensor) -> float:
         if dtype == torch.float32:
             return relative_rms(expected, found)
         return statistics.median(map(relative_rms, expected, found))
 
-    tolerance = max(1e-4, 1.25 * error(theirs))
-    got = decoder.logits(token_ids, chunk=NUM_TOKENS)
+    tolerance = max(1e-4, 1.25 * error(oracle.logits[dtype]))
+    got = decoder.logits(oracle.token_ids, chunk=NUM_TOKENS)
     assert got.dtype == torch.float32
     assert error(got) <= tolerance
     # The same one by one: decode rows over a paged context.
-    assert error(decoder.logits(token_ids, chunk=1)) <= tolerance
+    assert error(decoder.decoded_logits(oracle.token_ids, num_rows=5)) <= tolerance
 
 
 def test_fp16(random_model, save_model, load_decoder, relative_rms):

@@ -165,18 +165,19 @@ def test_order_of_keys(interpreter, keys):
     tiles=list(CLASSES),
     sizes=[(64, 64), (2, 33), (101, 47), (160, 136)],
     has_bias=[False, True],
+    batch=[(1, 0), (3, 9), (MOST, 0), (MOST, 9)],
 )
-def test_products(interpreter, assert_close, dtype, sizes, has_bias, tiles):
+def test_products(interpreter, assert_close, dtype, sizes, has_bias, tiles, batch):
+    """`batch`: so many tokens, and how much more often than others they have one expert."""
     size_in, size_out = sizes
     weight = numbers(EXPERTS, size_out, size_in).to(dtype)
     bias = numbers(EXPERTS, size_out).to(dtype) if has_bias else None
-    for num_tokens, skew in ((1, 0), (3, 9), (MOST, 0), (MOST, 9)):
-        pairs = reference.sort_pairs(chosen_experts(num_tokens, skew=skew), EXPERTS)
-        x = numbers(num_tokens * 3, size_in).to(dtype)
-        args = (x, weight, pairs, bias)
-        found = interpreter.call("experts_linear", *args, constants=CLASSES[tiles])
-        expected = reference.experts_linear(*args)
-        assert_close(f"{num_tokens} tokens, {skew}", expected, found, RATIOS[dtype])
+    num_tokens, skew = batch
+    pairs = reference.sort_pairs(chosen_experts(num_tokens, skew=skew), EXPERTS)
+    x = numbers(num_tokens * 3, size_in).to(dtype)
+    args = (x, weight, pairs, bias)
+    found = interpreter.call("experts_linear", *args, constants=CLASSES[tiles])
+    assert_close("out", reference.experts_linear(*args), found, RATIOS[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

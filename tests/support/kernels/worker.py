@@ -1,7 +1,7 @@
 """Runs Triton operations in a process of their own; requests and answers are pickles.
 
-Started by a fixture, with TRITON_INTERPRET set or not: Triton reads it once, when imported. The
-argument is a file whose OPERATIONS, functions by name, are served.
+Started by a fixture, with TRITON_INTERPRET set or not: Triton reads it once, when imported. A
+request names a file, and one of its OPERATIONS, functions by name.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import pickle
 import sys
 import traceback
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,6 +53,7 @@ class CompileOnly:
         return launch
 
 
+@cache
 def load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
     assert spec is not None
@@ -81,17 +83,19 @@ def main() -> None:
     os.dup2(2, 1)
     torch.set_num_threads(1)
     if os.environ["TRITON_INTERPRET"] == "1":
+        from tests.support.kernels import interpreter
+
         teach_the_interpreter_ranges()
+        interpreter.make_it_fast()
     # As in the tests' own process.
     torch.empty = poisoned(torch.empty)
-    operations = load(Path(sys.argv[1])).OPERATIONS
     while True:
         try:
-            operation, args, kwargs = pickle.load(sys.stdin.buffer)
+            file, operation, args, kwargs = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         try:
-            answer = (True, operations[operation](*args, **kwargs))
+            answer = (True, load(file).OPERATIONS[operation](*args, **kwargs))
         except Exception:
             answer = (False, traceback.format_exc())
         pickle.dump(answer, answers)

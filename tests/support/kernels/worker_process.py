@@ -15,24 +15,24 @@ ROOT = Path(__file__).parents[3]
 class Worker:
     """A Python process of its own: Triton decides at import whether it interprets or compiles."""
 
-    def __init__(self, operations: Path, interpret: bool) -> None:
+    def __init__(self, *, interpret: bool) -> None:
         env = {
             **os.environ,
             "TRITON_INTERPRET": "1" if interpret else "0",
             "PYTHONPATH": str(ROOT),
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.kernels.worker", str(operations)],
+            [sys.executable, "-m", "tests.support.kernels.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=env,
         )
 
-    def call(self, operation: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, operations: Path, operation: str, *args: Any, **kwargs: Any) -> Any:
         """Runs a function of the operations there; raises what it raised, as text."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        pickle.dump((operation, args, kwargs), self._process.stdin)
+        pickle.dump((operations, operation, args, kwargs), self._process.stdin)
         self._process.stdin.flush()
         ok, result = pickle.load(self._process.stdout)
         if not ok:
@@ -41,3 +41,14 @@ class Worker:
 
     def close(self) -> None:
         self._process.communicate(timeout=30)
+
+
+class Operations:
+    """The operations of a file, run by a worker, which others may share."""
+
+    def __init__(self, worker: Worker, file: Path) -> None:
+        self._worker = worker
+        self._file = file
+
+    def call(self, operation: str, *args: Any, **kwargs: Any) -> Any:
+        return self._worker.call(self._file, operation, *args, **kwargs)

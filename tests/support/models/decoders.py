@@ -56,6 +56,26 @@ class Decoder:
             parts.append(self.every_logit((sequence, start, count, True)))
         return torch.cat(parts)
 
+    def decoded_logits(self, token_ids: Sequence[int], num_rows: int) -> torch.Tensor:
+        """Logits after every token, each computed by a row of one token. So many rows decode side
+        by side, each the next part of the sequence, with the parts before it as its context."""
+        length, rest = divmod(len(token_ids), num_rows)
+        assert rest == 0
+        starts = range(0, len(token_ids), length)
+        sequences = [self.add(token_ids[: start + length]) for start in starts]
+        for sequence, start in zip(sequences[1:], starts[1:], strict=True):
+            self.step([(sequence, 0, start, True)])
+        steps = [
+            self.step(
+                [
+                    (sequence, start + at, 1, True)
+                    for sequence, start in zip(sequences, starts, strict=True)
+                ]
+            )
+            for at in range(length)
+        ]
+        return torch.stack(steps, dim=1).flatten(0, 1)
+
 
 @dataclass(eq=False, kw_only=True)
 class TorchDecoder(Decoder):
