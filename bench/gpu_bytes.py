@@ -97,6 +97,10 @@ def _describe_pairs(a: Arguments, step: Step) -> Traffic:
     return Traffic(0, _sizes(a["experts"], a["rows"]), _sizes(a["items"], a["slots"]))
 
 
+def _plan_items(a: Arguments, step: Step) -> Traffic:
+    return Traffic(0, _sizes(a["keys"], a["experts"]), _sizes(a["items"]))
+
+
 def _experts_linear(a: Arguments, step: Step) -> Traffic:
     """Counts all experts: many rows read all of them, and only the routing of few rows tells
     which."""
@@ -189,8 +193,8 @@ def targets(a: Arguments, step: Step) -> list[int]:
 
 
 def _shrunk_bytes(a: Arguments, step: Step) -> int:
-    """Returns the bytes of the shrunk rows: whole blocks of ranks, for each split of the input."""
-    ranks = -(-step.work.rank // a["BLOCK_R"]) * a["BLOCK_R"]
+    """Returns the bytes of the shrunk rows: ranks in vectors of 16, for each split of the input."""
+    ranks = -(-step.work.rank // 16) * 16
     num_rows = step.num_adapter_rows * len(targets(a, step))
     return a["SPLITS"] * num_rows * ranks * a["y"].itemsize
 
@@ -222,6 +226,7 @@ COUNTS: dict[str, Callable[[Arguments, Step], Traffic]] = {
     "route_kernel": _route,
     "rank_pairs_kernel": _rank_pairs,
     "describe_pairs_kernel": _describe_pairs,
+    "plan_items_kernel": _plan_items,
     "experts_linear_kernel": _experts_linear,
     "combine_experts_kernel": _combine_experts,
     "clamped_swiglu_kernel": _swiglu,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from bench.gpu_bytes import floor_bytes, num_segments, targets, traffic
 from bench.gpu_launches import Launch
 from bench.gpu_step import Step, Workload, trace
 from bench.results import FOLDER, show
+from kernels.lora.plan import ROWS_TOKENS
 
 NODE_S = 2e-6
 """Fixed time of a graph's node, in addition to its bytes."""
@@ -33,6 +35,7 @@ CTAS_PER_SM = {
     "route_kernel": 32,
     "rank_pairs_kernel": 4,
     "describe_pairs_kernel": 16,
+    "plan_items_kernel": 4,
     "experts_linear_kernel": 2,
     "combine_experts_kernel": 21,
     "clamped_swiglu_kernel": 16,
@@ -43,10 +46,11 @@ CTAS_PER_SM = {
     "store_kernel": 32,
     "decode_kernel": 4,
     "combine_kernel": 12,
-    "shrink_kernel": 8,
-    "expand_kernel": 16,
+    "shrink_kernel": 6,
+    "expand_kernel": 5,
 }
-"""Programs of a decode step's launches that fit an SM, from the assembler; a test compares."""
+"""Programs of a decode step's launches that fit an SM at least, from the assembler; a test
+compares."""
 
 ROWS = (1, 32, 128)
 GOAL, ROWS_WITH_GOAL = 0.75, (1, 32)
@@ -142,9 +146,15 @@ def num_tasks(launch: Launch, step: Step) -> int:
     a = launch.arguments
     if launch.name == "decode_kernel":
         return num_segments(step) * int(a["NUM_KV_HEADS"])
-    if "first_target" in a and not targets(a, step):
-        return 0
+    if "first_target" in a:
+        return num_items(step.work) * math.prod((launch.grid or ())[1:]) * bool(targets(a, step))
     return math.prod(launch.grid or ())
+
+
+def num_items(work: Workload) -> int:
+    """Returns the number of LoRA's items with rows."""
+    counts = Counter(row * work.adapters // work.rows for row in range(work.rows))
+    return sum(-(-count // ROWS_TOKENS) for count in counts.values()) if work.adapters else 0
 
 
 def host_times_us(path: Path = FOLDER / "gpu_host.json") -> dict[tuple[int, int], float]:

@@ -15,11 +15,13 @@ from inference_svc.backends.torch import LoraStep
 from inference_svc.core import BASE_SLOT, BatchColumns
 from kernels.lora import LoraPlan
 from kernels.lora.plan import (
+    ITEM_ROWS,
     ITEM_TILE,
-    ITEM_TOKEN,
     TILE_TOKENS,
     IntArray,
     LoraContents,
+    PlannedItems,
+    plan_decodes,
     plan_items,
     plan_segments,
 )
@@ -126,57 +128,67 @@ class _PlanArrays:
     def __init__(self, block: StepBlock, max_tokens: int, max_rows: int) -> None:
         slots = block.zeros(max_tokens, dtype=torch.int32)
         items = block.zeros(_max_items(max_tokens, max_rows), 4, dtype=torch.int32)
+        order = block.zeros(max_tokens, dtype=torch.int32)
         slots.fill_(BASE_SLOT)
-        self._slots, self._items = slots.numpy(), items.numpy()
+        torch.arange(max_tokens, out=order)
+        self._slots, self._items, self._order = slots.numpy(), items.numpy(), order.numpy()
         self._device_slots = block.on_device(slots)
         self._device_items = block.on_device(items)
-        self._num_tokens = self._num_items = 0
+        self._device_order = block.on_device(order)
+        self._num_tokens = self._num_items = self._num_rows = 0
         self._has_tiles = False
         self._rows: tuple[IntArray, IntArray] = _NO_ROWS
 
     @staticmethod
     def num_bytes(max_tokens: int, max_rows: int) -> int:
-        return 4 * max_tokens + 16 * _max_items(max_tokens, max_rows) + 2 * ALIGNMENT_BYTES
+        return 8 * max_tokens + 16 * _max_items(max_tokens, max_rows) + 3 * ALIGNMENT_BYTES
 
     def fill(self, row_slots: IntArray, row_lengths: IntArray) -> None:
         """Fills the rest, after the step's own tokens and items, with base rows and empty items."""
-        found = plan_items(row_slots, row_lengths)
-        self._fill(np.repeat(row_slots, row_lengths), len(found))
-        self._items[: len(found)] = found
-        self._has_tiles = bool((found[:, 3] == ITEM_TILE).any())
+        planned = plan_items(row_slots, row_lengths)
+        self._fill(np.repeat(row_slots, row_lengths), planned)
+        kinds, counts = planned.items[:, 3], planned.items[:, 1]
+        self._has_tiles = bool((kinds == ITEM_TILE).any())
+        self._num_rows = int(counts[kinds == ITEM_ROWS].sum())
         self._rows = row_slots, row_lengths
 
     def fill_decodes(self, row_slots: IntArray) -> None:
-        """Fills as `fill`, for rows of one token each, in a few operations."""
-        tokens = np.flatnonzero(row_slots != BASE_SLOT)
-        self._fill(row_slots, len(tokens))
-        items = self._items[: len(tokens)]
-        items[:, 0] = tokens
-        items[:, 2] = row_slots[tokens]
-        items[:, 1::2] = 1, ITEM_TOKEN
+        """Fills as `fill`, for rows of one token each, in fewer operations."""
+        self._fill(row_slots, plan_decodes(row_slots))
         self._has_tiles = False
+        self._num_rows = len(row_slots)
         self._rows = row_slots, np.ones_like(row_slots)
 
-    def _fill(self, slots: IntArray, num_items: int) -> None:
-        """Fills the tokens' slots, and clears the rest of the step before."""
-        num_tokens = len(slots)
+    def _fill(self, slots: IntArray, planned: PlannedItems) -> None:
+        """Fills the tokens' slots and the items, and clears the rest of the step before."""
+        num_tokens, num_items = len(slots), len(planned.items)
         self._slots[:num_tokens] = slots
         self._slots[num_tokens : self._num_tokens] = BASE_SLOT
+        self._order[:num_tokens] = planned.order
+        self._order[num_tokens : self._num_tokens] = range(num_tokens, self._num_tokens)
+        self._items[:num_items] = planned.items
         self._items[num_items : self._num_items] = 0
         self._num_tokens, self._num_items = num_tokens, num_items
 
     def plan(self, arena: Arena, contents: LoraContents) -> LoraPlan:
-        return self._plan(arena, contents, self._num_tokens, self._num_items, self._has_tiles)
+        sizes = self._num_tokens, self._num_items, self._num_rows
+        return self._plan(arena, contents, *sizes, self._has_tiles)
 
     def any_plan(
         self, arena: Arena, contents: LoraContents, num_tokens: int, has_tiles: bool
     ) -> LoraPlan:
         """Has an item for each token as far as there are items, with any contents."""
         num_items = min(num_tokens, len(self._items))
-        return self._plan(arena, contents, num_tokens, num_items, has_tiles)
+        return self._plan(arena, contents, num_tokens, num_items, num_tokens, has_tiles)
 
     def _plan(
-        self, arena: Arena, contents: LoraContents, num_tokens: int, num_items: int, tiles: bool
+        self,
+        arena: Arena,
+        contents: LoraContents,
+        num_tokens: int,
+        num_items: int,
+        num_rows: int,
+        tiles: bool,
     ) -> LoraPlan:
         slots, lengths = self._rows if arena.device.type == "cpu" else _NO_ROWS
         return LoraPlan(
@@ -185,8 +197,10 @@ class _PlanArrays:
             **contents._asdict(),
             max_rank=arena.table.max_rank,
             has_tiles=tiles,
+            num_rows=num_rows,
             token_slots=self._device_slots[:num_tokens],
             items=self._device_items[:num_items],
+            order=self._device_order[:num_tokens],
         )
 
 

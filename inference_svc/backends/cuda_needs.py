@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from inference_svc.model.parameters import parameters, weights_bytes
 from kernels import tuning
 from kernels.attention.plan import max_segments
 from kernels.lora import LoraGroup
-from kernels.lora.table import MAX_PARTS, NUM_FIELDS, NUM_WEIGHT_FIELDS
+from kernels.lora.table import MAX_PARTS, NUM_FIELDS, NUM_WEIGHT_FIELDS, workspace_rank
 
 MIB = 1 << 20
 LIBRARIES_BYTES = 384 * MIB
@@ -176,9 +177,9 @@ class _ShrunkBytes(NamedTuple):
 
     @classmethod
     def of(cls, config: EngineConfig, decoder: Decoder) -> _ShrunkBytes:
-        tables = (*tuning.all_constants("shrink"), *tuning.all_constants("expand"))
-        block = max(tuned[name] for tuned in tables for name in ("block_r", "tile_block_r"))
-        return cls(computed_groups(config, decoder), -(-config.max_lora_rank // block) * block)
+        tables = product(tuning.all_constants("shrink"), tuning.all_constants("expand"))
+        rank = max(workspace_rank(config.max_lora_rank, *tuned) for tuned in tables)
+        return cls(computed_groups(config, decoder), rank)
 
     def by(self, role: str, num_tokens: int) -> int:
         """Returns the bytes of the widest of the groups of all layers that are called so."""
@@ -233,7 +234,7 @@ def recorded_nodes(
     if kind is not StepKind.BASE:
         num_nodes += GROUP_NODES * num_groups
         if decoder.mixtures:  # the order of tokens, and a plan of each layer's pairs
-            num_nodes += 2 + len(decoder.mixtures)
+            num_nodes += 1 + 2 * len(decoder.mixtures)
     if kind is StepKind.ANY:
         num_nodes += _replacement_nodes(decoder, adds_tokens=adds_tokens)
     return num_nodes + sum(map(_layer_nodes, decoder.blocks))

@@ -71,7 +71,7 @@ def sort_pairs(experts: Tensor, num_experts: int, order: Tensor | None = None) -
     Args:
         experts: int32 [T, num_chosen].
         num_experts: Number of experts.
-        order: Order of tokens within an expert, int64 [T]. None: as they come.
+        order: Order of tokens within an expert, integers [T]. None: as they come.
     """
     if uses_triton(experts):
         from kernels.experts import triton_ops

@@ -130,9 +130,10 @@ def sort_pairs(experts: Tensor, num_experts: int, order: Tensor | None = None) -
     Args:
         experts: int32 [T, num_chosen].
         num_experts: Number of experts.
-        order: Order of tokens within an expert, int64 [T], with each token once. None: as they
+        order: Order of tokens within an expert, integers [T], with each token once. None: as they
             come.
     """
+    order = None if order is None else order.long()
     ordered = experts if order is None else experts[order]
     flat = ordered.flatten().long()
     places = flat.argsort(stable=True)

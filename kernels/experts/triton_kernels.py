@@ -144,7 +144,7 @@ def rank_pairs_kernel(
     NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """See `reference.sort_pairs`: compares each pair with all others. experts, rows:
-    [T, NUM_CHOSEN]; without `starts` and `rows` only the tokens. Grid: (blocks of P + E + 1,)."""
+    [T, NUM_CHOSEN]. Grid: (blocks of P + E + 1,)."""
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m = o < num_pairs
     b_expert, b_token, b_cell = load_pairs(experts, order, o, num_pairs, NUM_CHOSEN)
@@ -161,10 +161,9 @@ def rank_pairs_kernel(
         b_is_before |= b_is_same & (o_other[None, :] < b_end[:, None])
         b_place += tl.sum(b_is_before.to(tl.int32), axis=1)
     tl.store(tokens + b_place, b_token.to(tl.int64), mask=m)
-    if starts is not None:
-        tl.store(rows + b_cell, b_place, mask=m)
-        o_expert = o - num_pairs
-        tl.store(starts + o_expert, b_place, mask=(o_expert >= 0) & (o_expert <= NUM_EXPERTS))
+    tl.store(rows + b_cell, b_place, mask=m)
+    o_expert = o - num_pairs
+    tl.store(starts + o_expert, b_place, mask=(o_expert >= 0) & (o_expert <= NUM_EXPERTS))
 
 
 @triton.jit(do_not_specialize=VARYING)

@@ -65,8 +65,8 @@ def route(
 
 
 def sort_pairs(experts: Tensor, num_experts: int, order: Tensor | None = None) -> Pairs:
-    """Launches `reference.sort_pairs`: experts int32 [T, num_chosen], order int64 [T]. One launch
-    compares each pair with each; for many pairs, three launches count them."""
+    """Launches `reference.sort_pairs`: experts int32 [T, num_chosen], order integers [T]. One
+    launch compares each pair with each; for many pairs, three launches count them."""
     assert experts.is_contiguous()
     assert order is None or (order.is_contiguous() and len(order) == len(experts))
     num_pairs, device = experts.numel(), experts.device
@@ -75,36 +75,23 @@ def sort_pairs(experts: Tensor, num_experts: int, order: Tensor | None = None) -
     pairs = Pairs(tokens, starts, torch.empty_like(experts))
     tuned = tuning.constants("sort_pairs")
     if num_pairs <= tuned["many_pairs"]:
-        _rank_pairs(pairs.tokens, pairs.starts, pairs.rows, experts, order)
+        _rank_pairs(pairs, experts, order)
     else:
         _count_pairs(pairs, experts, order)
     return pairs
 
 
-def stable_order(keys: Tensor) -> Tensor:
-    """Returns the indices, int64 [T], that sort keys, int32 [T], and keep the order of equal ones.
-    One launch compares each with each.
-    """
-    assert keys.is_contiguous()
-    order = torch.empty(len(keys), dtype=torch.int64, device=keys.device)
-    _rank_pairs(order, None, None, keys[:, None], None)
-    return order
-
-
-def _rank_pairs(
-    tokens: Tensor, starts: Tensor | None, rows: Tensor | None, experts: Tensor,
-    order: Tensor | None,
-) -> None:  # fmt: skip
+def _rank_pairs(pairs: Pairs, experts: Tensor, order: Tensor | None) -> None:
     tuned, num_pairs = tuning.constants("sort_pairs"), experts.numel()
-    num_places = num_pairs + (0 if starts is None else len(starts))
+    num_places = num_pairs + len(pairs.starts)
     kernels.rank_pairs_kernel[(-(-num_places // tuned["block"]),)](
-        tokens,
-        starts,
-        rows,
+        pairs.tokens,
+        pairs.starts,
+        pairs.rows,
         experts,
         order,
         num_pairs,
-        NUM_EXPERTS=0 if starts is None else len(starts) - 1,
+        NUM_EXPERTS=len(pairs.starts) - 1,
         NUM_CHOSEN=experts.shape[1],
         BLOCK=tuned["block"],
         CHUNK=tuned["chunk"],

@@ -24,11 +24,22 @@ from .table import NO_EXPERT, LoraTable
 IntArray = NDArray[np.int64]
 
 BASE_SLOT = -1
+ROWS_TOKENS = 16
+"""Most rows of one token (decode) in an item: they share one read of A and B. A product of the
+tensor cores has as many rows."""
 TILE_TOKENS = 64
-"""Most tokens of one tile: the rows that share one read of A and B."""
+"""Most tokens of longer rows (prefill) in an item."""
 
-ITEM_NOTHING, ITEM_TOKEN, ITEM_TILE = 0, 1, 2
+ITEM_NOTHING, ITEM_ROWS, ITEM_TILE = 0, 1, 2
 """Kinds of work items. Zero is nothing, so that a zeroed list is an empty one."""
+
+
+class PlannedItems(NamedTuple):
+    """`LoraPlan.items` and `LoraPlan.order` of a step's rows, int32 [num_items, 4 or 5] and
+    [num_tokens]."""
+
+    items: NDArray[np.int32]
+    order: NDArray[np.int32]
 
 
 class LoraSegment(NamedTuple):
@@ -101,8 +112,9 @@ class LoraPlan:
     """One step's tokens by slot.
 
     `segments` cover exactly the tokens that use an adapter, in order. `targets` are the targets of
-    any adapter of the batch. A row of one token is always an item of its own, whatever runs
-    beside it, so its numbers do not depend on the batch.
+    any adapter of the batch. Rows of one token are always in items of their own kind, whatever runs
+    beside them. A token's numbers do not depend on the other tokens of its item, so they do not
+    depend on the batch.
     """
 
     num_tokens: int
@@ -110,6 +122,8 @@ class LoraPlan:
     targets: frozenset[int]
     max_rank: int
     has_tiles: bool
+    num_rows: int
+    """Rows of one token with an adapter, at most."""
     has_vectors: bool
     """Whether any of the targets has vectors over its outputs; see `table.OutputVectors`."""
     weights: frozenset[int]
@@ -122,8 +136,11 @@ class LoraPlan:
     """int32 [num_tokens]: slot of each token, -1 = base."""
     items: torch.Tensor
     """int32 [num_items, 4]: start, number of tokens, slot and kind of each program's tokens, which
-    are a single-token row or up to TILE_TOKENS neighbours of longer rows. After the last: zeros.
-    Where tokens have experts [num_items, 5]: and their expert."""
+    are up to ROWS_TOKENS rows of one token, or up to TILE_TOKENS tokens of longer rows. After the
+    last: zeros. Where tokens have experts [num_items, 5]: and their expert."""
+    order: torch.Tensor | None = None
+    """int32 [num_tokens]: the tokens, sorted by slot, rows of one token before longer ones. Items
+    are runs of it. None: the tokens are sorted already."""
     token_experts: torch.Tensor | None = None
     """int32 [num_tokens]: expert of each token among those held here; of base tokens any. None:
     this is no plan of a mixture."""
@@ -155,7 +172,7 @@ class LoraPlan:
         Slots are -1 (base), rows of `table` as it is now, or first rows of its mixes.
         """
         segments = tuple(plan_segments(row_slots, row_lengths, row_experts))
-        items = plan_items(
+        items, order = plan_items(
             np.asarray(row_slots, np.int64),
             np.asarray(row_lengths, np.int64),
             None if row_experts is None else np.asarray(row_experts, np.int64),
@@ -164,18 +181,20 @@ class LoraPlan:
         ranks = (table.adapters[part].max_rank for slot in used for part in table.part_slots(slot))
         slots = _per_token(row_slots, row_lengths)
         experts = [] if row_experts is None else _per_token(row_experts, row_lengths)
-        flat = items.flatten().tolist()
-        # One list, one copy to the device.
-        packed = _to_device(flat + slots + experts, device)
         num_tokens = len(slots)
+        # One list, one copy to the device.
+        flat = items.flatten().tolist() + order.tolist()
+        packed = _to_device(flat + slots + experts, device)
         return cls(
             num_tokens=num_tokens,
             segments=segments,
             **LoraContents.of(table, used)._asdict(),
             max_rank=max(ranks, default=0),
             has_tiles=bool((items[:, 3] == ITEM_TILE).any()),
+            num_rows=int(items[items[:, 3] == ITEM_ROWS, 1].sum()),
             token_slots=packed[len(flat) : len(flat) + num_tokens],
-            items=packed[: len(flat)].view(-1, items.shape[1]),
+            items=packed[: items.size].view(-1, items.shape[1]),
+            order=packed[items.size : len(flat)],
             token_experts=None if row_experts is None else packed[len(flat) + num_tokens :],
         )
 
@@ -196,30 +215,64 @@ def plan_segments(
 
 def plan_items(
     row_slots: IntArray, row_lengths: IntArray, row_experts: IntArray | None = None
-) -> NDArray[np.int32]:
-    """`LoraPlan.items` of rows: runs of neighbours of one slot, expert and kind, cut into items."""
-    ends = np.cumsum(row_lengths)
-    is_token = row_lengths == 1
-    begins_run = np.ones(len(row_slots), dtype=np.bool_)
-    begins_run[1:] = (row_slots[1:] != row_slots[:-1]) | (is_token[1:] != is_token[:-1])
+) -> PlannedItems:
+    """Sorts rows by expert, slot and kind, and cuts runs of equal ones into items.
+
+    Args:
+        row_slots: [num_rows], as in `LoraPlan.build`.
+        row_lengths: [num_rows].
+        row_experts: [num_rows]. None: the rows have no experts.
+    """
+    keys = 2 * row_slots + (row_lengths > 1)
+    if row_experts is None:
+        by = np.argsort(keys, kind="stable")
+    else:
+        by = np.lexsort((keys, row_experts))
+    keys, lengths = keys[by], row_lengths[by]
+    begins_run = np.ones(len(keys), dtype=np.bool_)
+    begins_run[1:] = keys[1:] != keys[:-1]
     if row_experts is not None:
-        begins_run[1:] |= row_experts[1:] != row_experts[:-1]
+        begins_run[1:] |= np.diff(row_experts[by]) != 0
+    ends = np.cumsum(lengths)
     firsts = np.flatnonzero(begins_run)
-    run_starts = (ends - row_lengths)[firsts]
+    run_starts = (ends - lengths)[firsts]
     run_ends = np.append(run_starts[1:], ends[-1:])
-    steps = np.where(is_token[firsts], 1, TILE_TOKENS)
-    counts = np.where(row_slots[firsts] == BASE_SLOT, 0, -((run_starts - run_ends) // steps))
+    run_slots, run_is_long = keys[firsts] >> 1, keys[firsts] & 1
+    steps = np.where(run_is_long, TILE_TOKENS, ROWS_TOKENS)
+    counts = np.where(run_slots == BASE_SLOT, 0, -((run_starts - run_ends) // steps))
     run = np.repeat(np.arange(len(firsts)), counts)
     items = np.empty((len(run), 4 if row_experts is None else 5), dtype=np.int32)
     items[:, 0] = (
         run_starts[run] + (np.arange(len(run)) - (np.cumsum(counts) - counts)[run]) * (steps[run])
     )
     items[:, 1] = np.minimum(steps[run], run_ends[run] - items[:, 0])
-    items[:, 2] = row_slots[firsts][run]
-    items[:, 3] = np.where(is_token[firsts], ITEM_TOKEN, ITEM_TILE)[run]
+    items[:, 2] = run_slots[run]
+    items[:, 3] = np.where(run_is_long, ITEM_TILE, ITEM_ROWS)[run]
     if row_experts is not None:
-        items[:, 4] = row_experts[firsts][run]
-    return items
+        items[:, 4] = row_experts[by][firsts][run]
+    # Where in the step each row begins, less where it begins in the order.
+    moved = (np.cumsum(row_lengths) - row_lengths)[by] - (ends - lengths)
+    order = np.repeat(moved, lengths) + np.arange(len(row_lengths) and ends[-1])
+    return PlannedItems(items, order.astype(np.int32))
+
+
+def plan_decodes(row_slots: IntArray) -> PlannedItems:
+    """Does the same as `plan_items`, for rows of one token each, in fewer operations."""
+    order = np.argsort(row_slots, kind="stable")
+    slots = row_slots[order]
+    first = int(np.searchsorted(slots, BASE_SLOT, side="right"))
+    slots = slots[first:]
+    begins_run = np.ones(len(slots), dtype=np.bool_)
+    begins_run[1:] = slots[1:] != slots[:-1]
+    places = np.arange(len(slots))
+    in_run = places - np.maximum.accumulate(np.where(begins_run, places, 0))
+    starts = np.flatnonzero(in_run % ROWS_TOKENS == 0)
+    items = np.empty((len(starts), 4), dtype=np.int32)
+    items[:, 0] = starts + first
+    items[:, 1] = np.diff(starts, append=len(slots))
+    items[:, 2] = slots[starts]
+    items[:, 3] = ITEM_ROWS
+    return PlannedItems(items, order.astype(np.int32))
 
 
 def _per_token(of_rows: Sequence[int], row_lengths: Sequence[int]) -> list[int]:

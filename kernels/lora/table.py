@@ -273,6 +273,21 @@ class TargetWeights:
     vectors: VectorValues | None = None
 
 
+def workspace_rank(max_rank: int, shrink: Mapping[str, int], expand: Mapping[str, int]) -> int:
+    """Returns the ranks for which the kernels' workspace of shrunk rows has room: whole blocks. If
+    they are few, they are a power of 2, which one block of `expand` holds.
+
+    Args:
+        max_rank: Highest rank of an adapter.
+        shrink: Constants of the kernel.
+        expand: Constants of the kernel.
+    """
+    blocks = (tuned[name] for tuned in (shrink, expand) for name in ("block_r", "tile_block_r"))
+    block = max(blocks)
+    power = 1 << (max(max_rank, block) - 1).bit_length()
+    return power if power <= expand["whole_ranks"] else -(-max_rank // block) * block
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class LoraTable:
     """Rows of adapters, `[max_loras, num_targets]`, at a fixed address on `device`.

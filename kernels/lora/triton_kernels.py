@@ -2,8 +2,8 @@
 
 Both read the same few things: the arena, the table's rows and the plan's work items. Nothing in a
 launch depends on an adapter; ranks and positions are loaded on the device. Program (i, j) takes
-item i: a single token, computed by products and sums, or a tile of tokens of one slot, computed by
-`tl.dot`. An item of kind 0 ends at once, and so does an item whose slot lacks the target.
+item i: tokens of one slot, which `tl.dot` multiplies. These are rows of one token, or a tile of
+longer rows. An item of kind 0 ends at once, and so does an item whose slot lacks the target.
 
 Shrink has A's rank, expand B's rank; y between them has as many numbers per token. If devices share
 the first product, A has a part of the ranks, and expand reads the parts of all devices, one after
@@ -15,8 +15,9 @@ With PARTS > 1, a slot from FIRST_MIX on is the first row of a mix; PARTS is 1 i
 mixes. Both kernels walk the rows of its parts; absent parts have rank 0. The parts first replace
 the base's outputs, then each adds its products, in fp32, rounded once.
 
-A token's numbers do not depend on the batch: a sum over `in` is cut into chunks of fixed size that
-are added in a fixed order, whether one program walks all of them or each has a program of its own.
+A token's numbers do not depend on the batch. A row of a product depends on no other row. A sum over
+`in` is cut into chunks of fixed size that are added in a fixed order, whether one program walks all
+of them or each has a program of its own.
 
 Names: p_ pointer, o_ offsets, m_ mask, b_ block, i_ index. Sizes: T tokens, K targets of the group,
 S splits of `in`, P parts of a mix, R rank of A or B of one adapter for one target.
@@ -27,19 +28,20 @@ S splits of `in`, P parts of a mix, R rank of A or B of one adapter for one targ
 import triton
 import triton.language as tl
 
-from .plan import ITEM_NOTHING, ITEM_TILE, ITEM_TOKEN, TILE_TOKENS
+from .plan import ITEM_NOTHING, ITEM_ROWS, ITEM_TILE, ROWS_TOKENS, TILE_TOKENS
 from .table import INDEX_FIELDS, NUM_FIELDS
 
 NOTHING = tl.constexpr(ITEM_NOTHING)
-TOKEN = tl.constexpr(ITEM_TOKEN)
+ROWS = tl.constexpr(ITEM_ROWS)
 TILE = tl.constexpr(ITEM_TILE)
+ROWS_SIZE = tl.constexpr(ROWS_TOKENS)
 TILE_SIZE = tl.constexpr(TILE_TOKENS)
 FIELDS = tl.constexpr(NUM_FIELDS)
 INDEX = tl.constexpr(INDEX_FIELDS)
 A, B = tl.constexpr(0), tl.constexpr(1)
 
 # Their values change from layer to layer and from step to step: none is worth a compilation.
-VARYING = ("first_target", "num_tokens", "num_pairs", "num_items")
+VARYING = ("first_target", "num_tokens", "num_pairs", "num_items", "num_blocks")
 
 
 @triton.jit
@@ -49,6 +51,18 @@ def load_item(items, EXPERTS: tl.constexpr):
     p_item = items + tl.program_id(0).to(tl.int64) * NUM
     expert = tl.load(p_item + 4) if EXPERTS else 0
     return tl.load(p_item), tl.load(p_item + 1), tl.load(p_item + 2), tl.load(p_item + 3), expert
+
+
+@triton.jit
+def load_tokens(order, start, count, BLOCK_M: tl.constexpr):
+    """The tokens of an item, and which of them there are: [BLOCK_M] each."""
+    o_m = tl.arange(0, BLOCK_M)
+    m_m = o_m < count
+    if order is None:
+        b_token = start + o_m
+    else:
+        b_token = tl.load(order + start + o_m, mask=m_m, other=0)
+    return b_token.to(tl.int64), m_m
 
 
 @triton.jit
@@ -84,40 +98,12 @@ def num_parts(slot, PARTS: tl.constexpr, FIRST_MIX: tl.constexpr):
 
 
 @triton.jit
-def shrink_token(
-    p_y, p_x, p_a, rank, first_k,
+def shrink_part(
+    p_y, p_x, p_a, rank, first_k, m_m,
     IN: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    i_r = 0
-    while i_r * BLOCK_R < rank:
-        o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
-        m_r = o_r < rank
-        b_y = tl.zeros([BLOCK_R], dtype=tl.float32)
-        for i_chunk in range(NUM_CHUNKS):
-            b_sum = tl.zeros([BLOCK_R, BLOCK_K], dtype=tl.float32)
-            for i_block in tl.static_range(CHUNK // BLOCK_K):
-                o_k = first_k + i_chunk * CHUNK + i_block * BLOCK_K + tl.arange(0, BLOCK_K)
-                m_k = o_k < IN
-                # [BLOCK_K]
-                b_x = tl.load(p_x + o_k, mask=m_k, other=0.0).to(tl.float32)
-                # [BLOCK_R, BLOCK_K]
-                p_block = p_a + o_r.to(tl.int64)[:, None] * IN + o_k[None, :]
-                b_a = tl.load(p_block, mask=m_r[:, None] & m_k[None, :], other=0.0)
-                b_sum += b_a.to(tl.float32) * b_x[None, :]
-            b_y += tl.sum(b_sum, axis=1)
-        tl.store(p_y + o_r, b_y)
-        i_r += 1
-
-
-@triton.jit
-def shrink_tile(
-    p_y, p_x, p_a, rank, first_k, num_tokens, x_stride,
-    Y_STRIDE: tl.constexpr, IN: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    o_m = tl.arange(0, BLOCK_M)
-    m_m = o_m < num_tokens
+    """Multiplies an item's rows of x, `p_x` [BLOCK_M], by A, over NUM_CHUNKS chunks."""
     i_r = 0
     while i_r * BLOCK_R < rank:
         o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -129,27 +115,49 @@ def shrink_tile(
                 o_k = first_k + i_chunk * CHUNK + i_block * BLOCK_K + tl.arange(0, BLOCK_K)
                 m_k = o_k < IN
                 # [BLOCK_M, BLOCK_K]
-                p_block = p_x + o_m.to(tl.int64)[:, None] * x_stride + o_k[None, :]
+                p_block = p_x[:, None] + o_k[None, :]
                 b_x = tl.load(p_block, mask=m_m[:, None] & m_k[None, :], other=0.0)
                 # [BLOCK_R, BLOCK_K]
                 p_block = p_a + o_r.to(tl.int64)[:, None] * IN + o_k[None, :]
                 b_a = tl.load(p_block, mask=m_r[:, None] & m_k[None, :], other=0.0)
                 b_sum = tl.dot(b_x, tl.trans(b_a), b_sum, input_precision=PRECISION)
             b_y += b_sum
-        p_block = p_y + o_m.to(tl.int64)[:, None] * Y_STRIDE + o_r[None, :]
-        tl.store(p_block, b_y, mask=m_m[:, None])
+        tl.store(p_y[:, None] + o_r[None, :], b_y, mask=m_m[:, None])
         i_r += 1
+
+
+@triton.jit
+def shrink_item(
+    y, x, order, arena, rows, start, count, slot, expert, target, i_k, i_s, num_tokens, x_stride,
+    TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr, K: tl.constexpr, Y_RANK: tl.constexpr,
+    IN: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    EXPERTS: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, FIRST_MIX: tl.constexpr,
+):  # fmt: skip
+    """Shrinks an item's tokens, for each part of a mix, over the chunks of split i_s."""
+    b_token, m_m = load_tokens(order, start, count, BLOCK_M)
+    p_x = x + b_token * x_stride
+    for i_p in range(num_parts(slot, PARTS, FIRST_MIX)):
+        a_offset, rank, _ = load_place(
+            arena, rows, slot + i_p, expert, target, A, TABLE_TARGETS, GRANULE, EXPERTS
+        )
+        first_row = (i_s.to(tl.int64) * PARTS + i_p) * num_tokens
+        p_y = y + ((first_row + b_token) * K + i_k) * Y_RANK
+        shrink_part(  # of rank 0 nothing is computed
+            p_y, p_x, arena + a_offset, rank, i_s * (NUM_CHUNKS * CHUNK), m_m,
+            IN, CHUNK, NUM_CHUNKS, BLOCK_M, BLOCK_K, BLOCK_R, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)
 def shrink_kernel(
-    y, x, arena, rows, items, first_target, num_tokens, x_stride,
+    y, x, arena, rows, items, order, first_target, num_tokens, x_stride,
     TARGET_STEPS: tl.constexpr, TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr,
     IN: tl.constexpr, Y_RANK: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     TILE_BLOCK_K: tl.constexpr, TILE_BLOCK_R: tl.constexpr,
-    HAS_TILES: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
-    PRECISION: tl.constexpr, PARTS: tl.constexpr, FIRST_MIX: tl.constexpr,
+    HAS_TILES: tl.constexpr, EXPERTS: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, FIRST_MIX: tl.constexpr,
 ):  # fmt: skip
     """y[s, p, t, k, :R] = x[t] @ A_k.T over the chunks of split s, in fp32.
 
@@ -166,27 +174,24 @@ def shrink_kernel(
     for k in tl.static_range(K):
         step = tl.where(i_k == k, TARGET_STEPS[k], step)
     NUM_CHUNKS: tl.constexpr = ((IN + CHUNK - 1) // CHUNK + SPLITS - 1) // SPLITS  # of a split
-    first_k = i_s * (NUM_CHUNKS * CHUNK)
-    p_x = x + start.to(tl.int64) * x_stride
-    for i_p in range(num_parts(slot, PARTS, FIRST_MIX)):
-        a_offset, rank, _ = load_place(
-            arena, rows, slot + i_p, expert, first_target + step, A, TABLE_TARGETS, GRANULE, EXPERTS
-        )
-        i_row = (i_s.to(tl.int64) * PARTS + i_p) * num_tokens + start
-        p_y = y + (i_row * K + i_k) * Y_RANK
-        p_a = arena + a_offset
-        if kind == TOKEN:  # of rank 0 nothing is computed
-            shrink_token(p_y, p_x, p_a, rank, first_k, IN, CHUNK, NUM_CHUNKS, BLOCK_K, BLOCK_R)
-        elif HAS_TILES:
-            shrink_tile(
-                p_y, p_x, p_a, rank, first_k, count, x_stride,
-                K * Y_RANK, IN, CHUNK, NUM_CHUNKS, BLOCK_M, TILE_BLOCK_K, TILE_BLOCK_R, PRECISION,
-            )  # fmt: skip
+    target = first_target + step
+    if kind == ROWS:
+        shrink_item(
+            y, x, order, arena, rows, start, count, slot, expert, target, i_k, i_s, num_tokens,
+            x_stride, TABLE_TARGETS, GRANULE, K, Y_RANK, IN, CHUNK, NUM_CHUNKS,
+            ROWS_SIZE, BLOCK_K, BLOCK_R, EXPERTS, PRECISION, PARTS, FIRST_MIX,
+        )  # fmt: skip
+    elif HAS_TILES:
+        shrink_item(
+            y, x, order, arena, rows, start, count, slot, expert, target, i_k, i_s, num_tokens,
+            x_stride, TABLE_TARGETS, GRANULE, K, Y_RANK, IN, CHUNK, NUM_CHUNKS,
+            TILE_SIZE, TILE_BLOCK_K, TILE_BLOCK_R, EXPERTS, PRECISION, PARTS, FIRST_MIX,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)
 def gather_kernel(
-    y, token_ids, arena, rows, items, first_target,
+    y, token_ids, arena, rows, items, order, first_target,
     TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr, Y_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -200,17 +205,16 @@ def gather_kernel(
     a_offset, rank, _ = load_place(
         arena, rows, slot, expert, first_target, A, TABLE_TARGETS, GRANULE, False
     )
-    o_m = tl.arange(0, BLOCK_M)
-    m_m = o_m < count
+    b_token, m_m = load_tokens(order, start, count, BLOCK_M)
     # [BLOCK_M]
-    b_id = tl.load(token_ids + start + o_m, mask=m_m, other=0).to(tl.int64)
+    b_id = tl.load(token_ids + b_token, mask=m_m, other=0).to(tl.int64)
     i_r = 0
     while i_r * BLOCK_R < rank:
         o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
         # [BLOCK_M, BLOCK_R]
         p_block = arena + a_offset + b_id[:, None] * rank + o_r[None, :]
         b_y = tl.load(p_block, mask=m_m[:, None] & (o_r < rank)[None, :], other=0.0)
-        p_block = y + (start + o_m).to(tl.int64)[:, None] * Y_RANK + o_r[None, :]
+        p_block = y + b_token[:, None] * Y_RANK + o_r[None, :]
         tl.store(p_block, b_y.to(tl.float32), mask=m_m[:, None])
         i_r += 1
 
@@ -254,123 +258,120 @@ def load_outputs(
 @triton.jit
 def load_shrunk(p_y, split_stride, m_y, SPLITS: tl.constexpr):
     """A block of y: its splits, added in order."""
-    b_y = tl.load(p_y, mask=m_y)
+    b_y = tl.load(p_y, mask=m_y, other=0.0)
     for i_s in tl.static_range(1, SPLITS):
-        b_y += tl.load(p_y + i_s * split_stride, mask=m_y)
+        b_y += tl.load(p_y + i_s * split_stride, mask=m_y, other=0.0)
     return b_y
 
 
 @triton.jit
-def expand_token(
-    p_y, split_stride, p_token_id, p_a, p_b, rank, o_n, width,
-    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+def load_ranks(
+    y, split_stride, token_ids, arena, rows, b_token, m_m, slot, expert, target, first_row, i_k,
+    rank, o_r,
+    TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr, K: tl.constexpr, Y_RANK: tl.constexpr,
+    SPLITS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Returns y @ B, [1, BLOCK_N]."""
-    m_n = o_n < width
-    b_sum = tl.zeros([BLOCK_N], dtype=tl.float32)
-    i_r = 0
-    while i_r * BLOCK_R < rank:
-        o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
-        m_r = o_r < rank
-        # [BLOCK_R]
-        if p_token_id is None:
-            b_y = load_shrunk(p_y + o_r, split_stride, None, SPLITS)
-        else:
-            p_row = p_a + tl.load(p_token_id).to(tl.int64) * rank
-            b_y = tl.load(p_row + o_r, mask=m_r, other=0.0).to(tl.float32)
-        # [BLOCK_R, BLOCK_N]
-        p_block = p_b + o_r.to(tl.int64)[:, None] * width + o_n[None, :]
-        b_b = tl.load(p_block, mask=m_r[:, None] & m_n[None, :], other=0.0)
-        b_sum += tl.sum(b_y[:, None] * b_b.to(tl.float32), axis=0)
-        i_r += 1
-    return b_sum[None, :]
+    """The shrunk rows of an item's tokens and one row of the table, [BLOCK_M, BLOCK_R]."""
+    if token_ids is None:
+        p_y = y + ((first_row + b_token) * K + i_k) * Y_RANK
+        # Written to the end of a block of ranks, of 16 at least: vectors are either read or not.
+        m_y = m_m[:, None] & (o_r < (rank + 15) // 16 * 16)[None, :]
+        b_y = load_shrunk(p_y[:, None] + o_r[None, :], split_stride, m_y, SPLITS)
+    else:
+        a_offset, _, _ = load_place(
+            arena, rows, slot, expert, target, A, TABLE_TARGETS, GRANULE, EXPERTS
+        )
+        b_id = tl.load(token_ids + b_token, mask=m_m, other=0).to(tl.int64)
+        p_block = arena + a_offset + b_id[:, None] * rank + o_r[None, :]
+        b_y = tl.load(p_block, mask=m_m[:, None] & (o_r < rank)[None, :], other=0.0)
+    return b_y
 
 
 @triton.jit
-def expand_tile(
-    p_y, split_stride, p_token_id, p_a, p_b, rank, o_n, width, num_tokens,
-    Y_STRIDE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
+def load_b(arena, b_offset, rank, o_r, o_n, width):
+    """A block of B, [BLOCK_R, BLOCK_N]."""
+    p_block = arena + b_offset + o_r.to(tl.int64)[:, None] * width + o_n[None, :]
+    return tl.load(p_block, mask=(o_r < rank)[:, None] & (o_n < width)[None, :], other=0.0)
+
+
+@triton.jit
+def expand_part(
+    y, split_stride, token_ids, arena, rows, b_token, m_m, slot, expert, target, first_row, i_k,
+    b_offset, rank, o_n, width,
+    TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr, K: tl.constexpr, Y_RANK: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    EXPERTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Returns y @ B, [BLOCK_M, BLOCK_N]."""
-    o_m = tl.arange(0, BLOCK_M)
-    m_m = o_m < num_tokens
-    m_n = o_n < width
+    """Returns y @ B of an item's tokens and one row of the table, [BLOCK_M, BLOCK_N]."""
     b_sum = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     i_r = 0
     while i_r * BLOCK_R < rank:
         o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
-        m_r = o_r < rank
-        # [BLOCK_M, BLOCK_R]
-        if p_token_id is None:
-            p_block = p_y + o_m.to(tl.int64)[:, None] * Y_STRIDE + o_r[None, :]
-            b_y = load_shrunk(p_block, split_stride, m_m[:, None], SPLITS)
-        else:
-            b_id = tl.load(p_token_id + o_m, mask=m_m, other=0).to(tl.int64)
-            p_block = p_a + b_id[:, None] * rank + o_r[None, :]
-            b_y = tl.load(p_block, mask=m_m[:, None] & m_r[None, :], other=0.0)
-        # [BLOCK_R, BLOCK_N]
-        p_block = p_b + o_r.to(tl.int64)[:, None] * width + o_n[None, :]
-        b_b = tl.load(p_block, mask=m_r[:, None] & m_n[None, :], other=0.0)
+        b_y = load_ranks(
+            y, split_stride, token_ids, arena, rows, b_token, m_m, slot, expert, target, first_row,
+            i_k, rank, o_r, TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS, EXPERTS,
+        )  # fmt: skip
+        b_b = load_b(arena, b_offset, rank, o_r, o_n, width)
         b_sum = tl.dot(b_y.to(b_b.dtype), b_b, b_sum, input_precision=PRECISION)
         i_r += 1
     return b_sum
 
 
 @triton.jit
-def expand_part(
-    y, split_stride, token_ids, arena, rows, start, count, slot, expert, target, first_row, i_k,
-    b_offset, rank, o_n, width,
+def expand_item(
+    out, out_stride, y, split_stride, token_ids, base_bias, arena, rows, order, start, count, slot,
+    expert, target, part_rows, i_k, parts, b_offset, rank, scale, offset, first_n, end_n, width,
     TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr, K: tl.constexpr, Y_RANK: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    IS_TILE: tl.constexpr, EXPERTS: tl.constexpr, PRECISION: tl.constexpr,
+    EXPERTS: tl.constexpr, PRECISION: tl.constexpr, VECTORS: tl.constexpr, PARTS: tl.constexpr,
+    WALK: tl.constexpr,
 ):  # fmt: skip
-    """Returns y @ B of an item and one row of the table, [BLOCK_M, BLOCK_N]."""
-    p_b = arena + b_offset
-    if token_ids is None:
-        p_a = None
-        p_token_id = None
-        p_y = y + (first_row * K + i_k) * Y_RANK
+    """Changes columns [first_n, end_n) of an item's outputs. They are one block of BLOCK_N columns,
+    or several with WALK. The first part's B and scale are given."""
+    b_token, m_m = load_tokens(order, start, count, BLOCK_M)
+    p_rows = out + offset + b_token[:, None] * out_stride
+    if WALK:
+        # The shrunk rows are read once, and the blocks of B ahead of their products.
+        o_r = tl.arange(0, BLOCK_R)
+        b_y = load_ranks(
+            y, split_stride, token_ids, arena, rows, b_token, m_m, slot, expert, target, 0, i_k,
+            rank, o_r, TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS, EXPERTS,
+        ).to(arena.dtype.element_ty)  # fmt: skip
+        for block_n in range(first_n, end_n, BLOCK_N):
+            o_n = block_n + tl.arange(0, BLOCK_N)
+            m_out = m_m[:, None] & (o_n < width)[None, :]
+            b_b = load_b(arena, b_offset, rank, o_r, o_n, width)
+            b_out = tl.load(p_rows + o_n[None, :], mask=m_out, other=0.0)
+            b_sum = tl.dot(b_y, b_b, input_precision=PRECISION)
+            b_out = b_out.to(tl.float32) + scale * b_sum
+            tl.store(p_rows + o_n[None, :], b_out.to(out.dtype.element_ty), mask=m_out)
     else:
-        a_offset, _, _ = load_place(
-            arena, rows, slot, expert, target, A, TABLE_TARGETS, GRANULE, EXPERTS
-        )
-        p_a = arena + a_offset
-        p_token_id = token_ids + start
-        p_y = None
-    if IS_TILE:
-        b_sum = expand_tile(
-            p_y, split_stride, p_token_id, p_a, p_b, rank, o_n, width, count,
-            K * Y_RANK, SPLITS, BLOCK_M, BLOCK_N, BLOCK_R, PRECISION,
+        o_n = first_n + tl.arange(0, BLOCK_N)
+        expand_block(
+            p_rows + o_n[None, :], y, split_stride, token_ids, base_bias, arena, rows,
+            b_token, m_m, slot, expert, target, part_rows, i_k, parts, b_offset, rank, scale,
+            offset, o_n, width, TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS,
+            BLOCK_M, BLOCK_N, BLOCK_R, EXPERTS, PRECISION, VECTORS, PARTS,
         )  # fmt: skip
-    else:
-        b_sum = expand_token(
-            p_y, split_stride, p_token_id, p_a, p_b, rank, o_n, width, SPLITS, BLOCK_N, BLOCK_R
-        )
-    return b_sum
 
 
 @triton.jit
-def expand_rows(
-    p_out, out_stride, y, split_stride, token_ids, base_bias, arena, rows, start, count, slot,
-    expert, target, part_rows, i_k, parts, b_offset, rank, scale, offset, o_n, width,
+def expand_block(
+    p_block, y, split_stride, token_ids, base_bias, arena, rows, b_token, m_m, slot, expert, target,
+    part_rows, i_k, parts, b_offset, rank, scale, offset, o_n, width,
     TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr, K: tl.constexpr, Y_RANK: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    IS_TILE: tl.constexpr, EXPERTS: tl.constexpr, PRECISION: tl.constexpr, VECTORS: tl.constexpr,
-    PARTS: tl.constexpr,
+    EXPERTS: tl.constexpr, PRECISION: tl.constexpr, VECTORS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Changes a block of columns of an item's outputs, [BLOCK_M, BLOCK_N]. The first part's B and
-    scale are given. Outputs are read as late as they can be: they take registers."""
+    """Changes a block of columns of an item's outputs, [BLOCK_M, BLOCK_N], by adapters of any rank
+    and kind. Outputs are read as late as they can be: they take registers."""
     m_n = o_n < width
     b_sum = expand_part(
-        y, split_stride, token_ids, arena, rows, start, count, slot, expert, target,
-        start.to(tl.int64), i_k, b_offset, rank, o_n, width,
-        TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS, BLOCK_M, BLOCK_N, BLOCK_R,
-        IS_TILE, EXPERTS, PRECISION,
+        y, split_stride, token_ids, arena, rows, b_token, m_m, slot, expert, target,
+        0, i_k, b_offset, rank, o_n, width,
+        TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS, BLOCK_M, BLOCK_N, BLOCK_R, EXPERTS, PRECISION,
     )  # fmt: skip
-    o_m = tl.arange(0, BLOCK_M)
-    p_block = p_out + o_m.to(tl.int64)[:, None] * out_stride + o_n[None, :]
-    m_out = (o_m < count)[:, None] & m_n[None, :]
+    m_out = m_m[:, None] & m_n[None, :]
     b_out = tl.load(p_block, mask=m_out, other=0.0).to(tl.float32)
     if VECTORS:
         for i_p in range(parts):
@@ -388,16 +389,16 @@ def expand_rows(
                 arena, rows, slot + i_p, expert, target, B, TABLE_TARGETS, GRANULE, EXPERTS
             )
             b_sum = expand_part(
-                y, split_stride, token_ids, arena, rows, start, count, slot + i_p, expert, target,
-                start.to(tl.int64) + i_p * part_rows, i_k, b_offset, rank, o_n, width,
+                y, split_stride, token_ids, arena, rows, b_token, m_m, slot + i_p, expert, target,
+                i_p * part_rows, i_k, b_offset, rank, o_n, width,
                 TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS, BLOCK_M, BLOCK_N, BLOCK_R,
-                IS_TILE, EXPERTS, PRECISION,
+                EXPERTS, PRECISION,
             )  # fmt: skip
             b_out = add_product(
                 b_out, b_sum, scale, arena, rows, slot + i_p, target, base_bias, offset, o_n, m_n,
                 TABLE_TARGETS, GRANULE, VECTORS,
             )  # fmt: skip
-    tl.store(p_block, b_out.to(p_out.dtype.element_ty), mask=m_out)
+    tl.store(p_block, b_out.to(p_block.dtype.element_ty), mask=m_out)
 
 
 @triton.jit
@@ -418,20 +419,22 @@ def add_product(
 
 @triton.jit(do_not_specialize=VARYING)
 def expand_kernel(
-    out, y, token_ids, base_bias, arena, rows, items, first_target, num_tokens, out_stride,
+    out, y, token_ids, base_bias, arena, rows, items, order, first_target, num_tokens, out_stride,
+    num_blocks,
     TARGET_STEPS: tl.constexpr, TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr,
     OUT_OFFSETS: tl.constexpr, OUT_FEATURES: tl.constexpr,
     Y_RANK: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, TILE_BLOCK_R: tl.constexpr,
     HAS_TILES: tl.constexpr, EXPERTS: tl.constexpr, VECTORS: tl.constexpr,
-    BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, FIRST_MIX: tl.constexpr,
+    PRECISION: tl.constexpr, PARTS: tl.constexpr, FIRST_MIX: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
     """out[t, o_k : o_k + n_k] += scale * (sum over s of y[s, p, t, k, :R]) @ B_k.
 
     With `token_ids` [T] instead of y an embedding: its rows of A, of B's rank, take the place of
-    the sum. With VECTORS adapters may have vectors over the outputs.
+    the sum. With VECTORS adapters may have vectors over the outputs. With WALK programs of rows
+    walk several blocks, and one block holds all ranks.
     out: [T, >= end of the last slice]; y: [S, P, T, K, Y_RANK] fp32; base_bias: [columns of out] or
-    None. Grid: (items, blocks of BLOCK_N columns, target after target).
+    None. Grid: (items, num_blocks blocks of BLOCK_N columns, target after target).
     """
     start, count, slot, kind, expert = load_item(items, EXPERTS)
     if kind == NOTHING:
@@ -443,16 +446,16 @@ def expand_kernel(
     step = 0
     width = 0
     offset = 0
-    first_block = 0
-    end_block = 0
+    first = 0
+    end = 0
     for k in tl.static_range(K):
-        is_ours = i_n >= end_block
+        is_ours = i_n >= end
         i_k = tl.where(is_ours, k, i_k)
         step = tl.where(is_ours, TARGET_STEPS[k], step)
         width = tl.where(is_ours, OUT_FEATURES[k], width)
         offset = tl.where(is_ours, OUT_OFFSETS[k], offset)
-        first_block = tl.where(is_ours, end_block, first_block)
-        end_block += (OUT_FEATURES[k] + BLOCK_N - 1) // BLOCK_N
+        first = tl.where(is_ours, end, first)
+        end += ((OUT_FEATURES[k] + BLOCK_N - 1) // BLOCK_N + num_blocks - 1) // num_blocks
     target = first_target + step
     b_offset, rank, scale = load_place(
         arena, rows, slot, expert, target, B, TABLE_TARGETS, GRANULE, EXPERTS
@@ -465,44 +468,43 @@ def expand_kernel(
         elif rank == 0:
             return
 
-    o_n = (i_n - first_block) * BLOCK_N + tl.arange(0, BLOCK_N)
-    p_out = out + start.to(tl.int64) * out_stride + offset
+    first_n = (i_n - first) * num_blocks * BLOCK_N
+    end_n = tl.minimum(first_n + num_blocks * BLOCK_N, width)
     part_rows = tl.cast(num_tokens, tl.int64)
     split_stride = part_rows * (PARTS * K * Y_RANK)
-    if kind == TOKEN:
-        expand_rows(
-            p_out, out_stride, y, split_stride, token_ids, base_bias, arena, rows, start, count,
-            slot, expert, target, part_rows, i_k, parts, b_offset, rank, scale, offset, o_n, width,
-            TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS, 1, BLOCK_N, BLOCK_R,
-            False, EXPERTS, PRECISION, VECTORS, PARTS,
+    if kind == ROWS:
+        expand_item(
+            out, out_stride, y, split_stride, token_ids, base_bias, arena, rows, order, start,
+            count, slot, expert, target, part_rows, i_k, parts, b_offset, rank, scale, offset,
+            first_n, end_n, width, TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS,
+            ROWS_SIZE, BLOCK_N, BLOCK_R, EXPERTS, PRECISION, VECTORS, PARTS, WALK,
         )  # fmt: skip
     elif HAS_TILES:
-        expand_rows(
-            p_out, out_stride, y, split_stride, token_ids, base_bias, arena, rows, start, count,
-            slot, expert, target, part_rows, i_k, parts, b_offset, rank, scale, offset, o_n, width,
-            TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS, BLOCK_M, BLOCK_N, TILE_BLOCK_R,
-            True, EXPERTS, PRECISION, VECTORS, PARTS,
+        expand_item(
+            out, out_stride, y, split_stride, token_ids, base_bias, arena, rows, order, start,
+            count, slot, expert, target, part_rows, i_k, parts, b_offset, rank, scale, offset,
+            first_n, end_n, width, TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS,
+            TILE_SIZE, BLOCK_N, TILE_BLOCK_R, EXPERTS, PRECISION, VECTORS, PARTS, False,
         )  # fmt: skip
 
 
 @triton.jit
-def mark_tiles_kernel(keys, items):
+def mark_tiles_kernel(keys, items, order):
     """See `pair_plan.order_tokens`: adds 1 to the keys of tokens in tiles. Grid: (items,)."""
     start, count, slot, kind, _ = load_item(items, False)
     if kind == TILE:
-        o_m = tl.arange(0, TILE_SIZE)
+        b_token, m_m = load_tokens(order, start, count, TILE_SIZE)
         b_key = tl.zeros([TILE_SIZE], dtype=tl.int32) + 2 * slot + 1
-        tl.store(keys + start + o_m, b_key, mask=o_m < count)
+        tl.store(keys + b_token, b_key, mask=m_m)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def describe_pairs_kernel(
     slots, experts, keys, items, token_keys, token_experts, rows, num_pairs, num_items,
-    NUM_CHOSEN: tl.constexpr, HAS_TILES: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """See `pair_plan.plan_pairs`: slots, experts and, with tiles, keys of all pairs. Of items it
-    clears all with tiles, and makes all without. token_experts, rows: [T, NUM_CHOSEN]. Grid:
-    (blocks,)."""
+    """See `pair_plan.plan_pairs`: slots, experts and keys of all pairs. Clears all items.
+    token_experts, rows: [T, NUM_CHOSEN]. Grid: (blocks,)."""
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m = o < num_pairs
     b_pair = tl.load(rows + o, mask=m, other=0)
@@ -510,25 +512,10 @@ def describe_pairs_kernel(
     b_key = tl.load(token_keys + o // NUM_CHOSEN, mask=m, other=0)
     tl.store(slots + b_pair, b_key >> 1, mask=m)
     tl.store(experts + b_pair, b_expert, mask=m)
-    if HAS_TILES:
-        tl.store(keys + b_pair, b_key, mask=m)
-        for i in tl.static_range(5):  # there are no more items than pairs
-            o_item = (tl.program_id(0) * 5 + i) * BLOCK + tl.arange(0, BLOCK)
-            tl.store(items + o_item, tl.zeros([BLOCK], tl.int32), mask=o_item < 5 * num_items)
-    else:
-        store_items(items, b_pair, b_pair, 1, b_key, b_expert, b_key >= 0, m)
-
-
-@triton.jit
-def store_items(items, b_item, b_start, b_count, b_key, b_expert, b_has_adapter, m):
-    """Stores items, of pairs without an adapter zeros."""
-    p_item = items + b_item * 5
-    tl.store(p_item, tl.where(b_has_adapter, b_start, 0), mask=m)
-    tl.store(p_item + 1, tl.where(b_has_adapter, b_count, 0), mask=m)
-    tl.store(p_item + 2, tl.where(b_has_adapter, b_key >> 1, 0), mask=m)
-    b_kind = tl.where((b_key & 1) == 0, TOKEN, TILE)
-    tl.store(p_item + 3, tl.where(b_has_adapter, b_kind, NOTHING), mask=m)
-    tl.store(p_item + 4, tl.where(b_has_adapter, b_expert, 0), mask=m)
+    tl.store(keys + b_pair, b_key, mask=m)
+    for i in tl.static_range(5):  # there are no more items than pairs
+        o_item = (tl.program_id(0) * 5 + i) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(items + o_item, tl.zeros([BLOCK], tl.int32), mask=o_item < 5 * num_items)
 
 
 @triton.jit
@@ -538,7 +525,7 @@ def load_begins(keys, experts, o, num_pairs):
     m_before = m & (o > 0)
     b_key = tl.load(keys + o, mask=m, other=-2)
     b_expert = tl.load(experts + o, mask=m, other=0)
-    b_begins = ((b_key & 1) == 0) | (o % TILE_SIZE == 0)
+    b_begins = ~m | (o % tl.where((b_key & 1) == 0, ROWS_SIZE, TILE_SIZE) == 0)
     b_begins |= b_key != tl.load(keys + o - 1, mask=m_before, other=-2)
     b_begins |= b_expert != tl.load(experts + o - 1, mask=m_before, other=-1)
     return b_key, b_expert, b_begins
@@ -546,8 +533,8 @@ def load_begins(keys, experts, o, num_pairs):
 
 @triton.jit(do_not_specialize=VARYING)
 def plan_items_kernel(items, keys, experts, num_pairs, num_items, CHUNK: tl.constexpr):
-    """See `pair_plan.plan_pairs`: items of pairs with tiles, which were cleared. Each program has
-    TILE_SIZE pairs, in which their items end, and counts those before. Grid: (programs,)."""
+    """See `pair_plan.plan_pairs`: items of pairs, which were cleared. Each program has TILE_SIZE
+    pairs, in which their items end, and counts those before. Grid: (programs,)."""
     first = tl.program_id(0) * TILE_SIZE
     num_before = 0
     for first_before in range(0, first, CHUNK):
@@ -562,4 +549,9 @@ def plan_items_kernel(items, keys, experts, num_pairs, num_items, CHUNK: tl.cons
     b_is = b_begins & (b_key >= 0)
     b_item = num_before + tl.cumsum(b_is.to(tl.int32), axis=0) - 1
     m = b_is & (b_item < num_items)
-    store_items(items, b_item, o, b_end - o, b_key, b_expert, b_is, m)
+    p_item = items + b_item * 5
+    tl.store(p_item, o, mask=m)
+    tl.store(p_item + 1, b_end - o, mask=m)
+    tl.store(p_item + 2, b_key >> 1, mask=m)
+    tl.store(p_item + 3, tl.where((b_key & 1) == 0, ROWS, TILE), mask=m)
+    tl.store(p_item + 4, b_expert, mask=m)

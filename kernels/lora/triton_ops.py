@@ -10,12 +10,11 @@ import torch
 
 from kernels import tuning
 from kernels.experts import Pairs
-from kernels.experts.triton_ops import stable_order
 
 from . import triton_kernels as kernels
-from .pair_plan import TokenOrder
-from .plan import TILE_TOKENS, LoraGroup, LoraPlan
-from .table import GRANULE_BYTES, MAX_PARTS, LoraTable
+from .pair_plan import TokenOrder, max_items
+from .plan import ROWS_TOKENS, TILE_TOKENS, LoraGroup, LoraPlan
+from .table import GRANULE_BYTES, MAX_PARTS, LoraTable, workspace_rank
 
 
 def add_lora(
@@ -73,6 +72,7 @@ def shrink(
         arena,
         table.rows,
         plan.items,
+        plan.order,
         group.targets[0],
         plan.num_tokens,
         x.stride(0),
@@ -105,12 +105,13 @@ def gather(
         arena,
         table.rows,
         plan.items,
+        plan.order,
         target,
         TABLE_TARGETS=table.num_targets,
         GRANULE=GRANULE_BYTES // arena.itemsize,
         Y_RANK=_y_rank(table),
-        BLOCK_M=TILE_TOKENS if plan.has_tiles else 1,
-        BLOCK_R=max(tuned["block_r"], tuned["tile_block_r"]),
+        BLOCK_M=TILE_TOKENS if plan.has_tiles else ROWS_TOKENS,
+        BLOCK_R=tuned["tile_block_r"],
         num_warps=tuned["num_warps"],
     )
     return y
@@ -149,9 +150,19 @@ def _expand(
     assert token_ids is None or token_ids.is_contiguous()
     if len(plan.items) == 0:
         return
-    tuned = tuning.constants("expand")
-    num_blocks = sum(-(-width // tuned["block_n"]) for width in group.out_features)
-    kernels.expand_kernel[(len(plan.items), num_blocks)](
+    tuned, y_rank = tuning.constants("expand"), _y_rank(table)
+    widths = [-(-width // tuned["block_n"]) for width in group.out_features]
+    # The products add 16 ranks at a time, in order: a block of all ranks changes no bit.
+    is_whole = not plan.has_vectors and not plan.has_mixes and y_rank <= tuned["whole_ranks"]
+    if is_whole:
+        tuned = {**tuned, "block_r": y_rank}
+    num_blocks, walks = 1, is_whole and not plan.has_tiles
+    if walks:
+        # Programs that walk several blocks look up their item once. Few items need more programs.
+        num_blocks = len(plan.items) * sum(widths) // tuned["programs"]
+        num_blocks = max(1, min(num_blocks, tuned["max_blocks"]))
+    num_programs = sum(-(-width // num_blocks) for width in widths)
+    kernels.expand_kernel[(len(plan.items), num_programs)](
         out,
         y,
         token_ids,
@@ -159,15 +170,18 @@ def _expand(
         arena,
         table.rows,
         plan.items,
+        plan.order,
         group.targets[0],
         plan.num_tokens,
         out.stride(0),
+        num_blocks,
         TARGET_STEPS=_steps(group),
         OUT_OFFSETS=group.out_offsets,
         OUT_FEATURES=group.out_features,
         BLOCK_N=tuned["block_n"],
         SPLITS=1 if y is None else y.shape[0],
         VECTORS=plan.has_vectors,
+        WALK=walks,
         **_common(arena, table, plan, tuned),
     )
 
@@ -188,10 +202,7 @@ def _steps(group: LoraGroup) -> tuple[int, ...]:
 
 
 def _y_rank(table: LoraTable) -> int:
-    """The workspace holds whole blocks of ranks."""
-    kernels = (tuning.constants(name) for name in ("shrink", "expand"))
-    block = max(tuned[name] for tuned in kernels for name in ("block_r", "tile_block_r"))
-    return -(-table.max_rank // block) * block
+    return workspace_rank(table.max_rank, tuning.constants("shrink"), tuning.constants("expand"))
 
 
 def _common(
@@ -205,7 +216,6 @@ def _common(
         "EXPERTS": plan.has_experts,
         "PARTS": _num_parts(plan),
         "FIRST_MIX": table.max_loras if plan.has_mixes else 0,
-        "BLOCK_M": TILE_TOKENS,
         "BLOCK_R": tuned["block_r"],
         "TILE_BLOCK_R": tuned["tile_block_r"],
         # fp32 models are promised fp32 products; for 16-bit ones the choice has no effect.
@@ -216,21 +226,21 @@ def _common(
 
 
 def order_tokens(plan: LoraPlan, num_slots: int | None = None) -> TokenOrder:
-    """See `pair_plan.order_tokens`. Two launches, or three with tiles."""
+    """See `pair_plan.order_tokens`. One launch, or two with tiles."""
     keys = 2 * plan.token_slots
     if plan.has_tiles and len(plan.items):
-        kernels.mark_tiles_kernel[(len(plan.items),)](keys, plan.items, num_warps=1)
-    return TokenOrder.of(plan, stable_order(keys), keys, num_slots)
+        kernels.mark_tiles_kernel[(len(plan.items),)](keys, plan.items, plan.order, num_warps=1)
+    return TokenOrder.of(plan, keys, num_slots)
 
 
 def plan_pairs(plan: LoraPlan, order: TokenOrder, experts: torch.Tensor, pairs: Pairs) -> LoraPlan:
     """Launches `pair_plan.plan_pairs` for experts int32 [T, num_chosen], without the segments,
-    which only CPUs use. One launch, or two with tiles."""
+    which only CPUs use. Two launches."""
     assert experts.is_contiguous()
     num_tokens, num_chosen = experts.shape
     assert num_tokens == plan.num_tokens
     num_pairs, num_experts = experts.numel(), len(pairs.starts) - 1
-    num_items = order.max_items(num_pairs, num_chosen, num_experts)
+    num_items = max_items(plan, order, num_chosen, num_experts)
     slots, of_pairs, keys = (torch.empty_like(experts).flatten() for _ in range(3))
     items = torch.empty((num_items, 5), dtype=torch.int32, device=experts.device)
     planned = replace(
@@ -239,6 +249,7 @@ def plan_pairs(plan: LoraPlan, order: TokenOrder, experts: torch.Tensor, pairs: 
         segments=(),
         token_slots=slots,
         items=items,
+        order=None,
         token_experts=of_pairs,
     )
     if num_pairs == 0:
@@ -255,18 +266,16 @@ def plan_pairs(plan: LoraPlan, order: TokenOrder, experts: torch.Tensor, pairs: 
         num_pairs,
         num_items,
         NUM_CHOSEN=num_chosen,
-        HAS_TILES=plan.has_tiles,
         BLOCK=tuned["block"],
         num_warps=tuned["num_warps"],
     )
-    if plan.has_tiles:
-        kernels.plan_items_kernel[(-(-num_pairs // TILE_TOKENS),)](
-            items,
-            keys,
-            of_pairs,
-            num_pairs,
-            num_items,
-            CHUNK=tuned["chunk"],
-            num_warps=tuned["num_warps"],
-        )
+    kernels.plan_items_kernel[(-(-num_pairs // TILE_TOKENS),)](
+        items,
+        keys,
+        of_pairs,
+        num_pairs,
+        num_items,
+        CHUNK=tuned["chunk"],
+        num_warps=tuned["num_warps"],
+    )
     return planned

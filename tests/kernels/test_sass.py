@@ -66,8 +66,6 @@ MIN_CTAS_OF_EXPERTS = {
 }
 STREAMS = ("add_rms_norm", "swiglu", "decode", "prefill", "shrink", "expand")
 """Kernels that read much: 16 bytes at a time, and nothing element by element."""
-NARROW_LOADS = {"expand_kernel": 1}
-"""Each thread loads an element of the output, which it adds to."""
 LOCAL_MEMORY = {"rotary_angles_kernel"}
 """Sine and cosine of large angles, from CUDA's library, use a table of local memory."""
 
@@ -105,11 +103,11 @@ def test_launches(compiler, shape, step):
             assert kernel.spills == kernel.stack_bytes == 0, label
         assert kernel.num_ctas >= min_ctas[kind], label
         if shape == "8B" and step in DECODE:
-            assert kernel.num_ctas == CTAS_PER_SM[kind], f"bench/gpu_cost.py has another: {label}"
+            assert kernel.num_ctas >= CTAS_PER_SM[kind], f"bench/gpu_cost.py has more: {label}"
         if kind.removesuffix("_kernel") in STREAMS:
             assert kernel.wide_loads > 0, label
-            assert kernel.narrow_loads <= NARROW_LOADS.get(kind, 0), label
-        if kind == "decode_kernel":
+            assert kernel.narrow_loads == 0, label
+        if kind in ("decode_kernel", "shrink_kernel", "expand_kernel"):
             assert kernel.mma > 0, label
     assert ("prefill_kernel" in found) == (step in PROMPTS)
     for name in ("prefill_kernel", "shrink_kernel qkv", "expand_kernel qkv"):

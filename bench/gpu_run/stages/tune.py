@@ -55,6 +55,8 @@ SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     },
     "expand": {
         "block_n": (64, 256),
+        "programs": (264, 528, 2112),
+        "max_blocks": (1, 4, 16),
         "tile_block_r": (16, 64),
         "num_warps": (2, 8),
         "num_stages": (2, 4),

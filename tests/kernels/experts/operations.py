@@ -31,10 +31,6 @@ def sort_pairs(*args: Any, **constants: int) -> Pairs:
         return triton_ops.sort_pairs(*args)
 
 
-def stable_order(keys: torch.Tensor) -> torch.Tensor:
-    return triton_ops.stable_order(keys)
-
-
 def experts_linear(
     *args: torch.Tensor | Pairs | None, constants: Constants | None = None
 ) -> torch.Tensor:
@@ -97,7 +93,7 @@ def sizes_to_warm_up(*args: int) -> list[int]:
 OPERATIONS = {
     f.__name__: f
     for f in (
-        *(route, sort_pairs, stable_order, experts_linear, strided_experts_linear, combine),
+        *(route, sort_pairs, experts_linear, strided_experts_linear, combine),
         *(compile_ptx, count_compilations, sizes_to_warm_up),
     )
 }

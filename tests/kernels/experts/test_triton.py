@@ -153,13 +153,6 @@ def test_any_pairs_are_sorted(interpreter, case, random, has_order, is_counted):
     check_pairs(found, experts, num_experts, *order)
 
 
-@settings(deadline=None, max_examples=20)
-@given(st.lists(st.integers(-2, 5), min_size=1, max_size=80))
-def test_order_of_keys(interpreter, keys):
-    found = interpreter.call("stable_order", torch.tensor(keys, dtype=torch.int32))
-    assert torch.equal(found, torch.tensor(keys).argsort(stable=True))
-
-
 @pairwise(
     dtype=DTYPES,
     tiles=list(CLASSES),

@@ -15,10 +15,10 @@ from tests.support.kernels.worker import CompileOnly, NoDevice
 
 def add_lora(
     out: torch.Tensor, x: torch.Tensor, table: LoraTable, plan: LoraPlan, group: LoraGroup,
-    **shrink: int,
+    expand: dict[str, int] | None = None, **shrink: int,
 ) -> torch.Tensor:  # fmt: skip
-    """The new `out`; `shrink` overrides constants of the kernel for this call."""
-    with tuning.overridden("shrink", **shrink):
+    """The new `out`; `shrink` and `expand` override constants of the kernels for this call."""
+    with tuning.overridden("shrink", **shrink), tuning.overridden("expand", **expand or {}):
         triton_ops.add_lora(out, x, table.arena, table, plan, group)
     return out
 

@@ -174,12 +174,13 @@ def test_items_and_segments_are_of_one_expert():
     made = mixture(MIXED, torch.float32)
     plan = made.plan([(0, 2, 3), (0, 1, 3), (0, 1, 2), (BASE_SLOT, 1, 4), (2, 1, 1)])
     assert [segment[:] for segment in plan.segments] == [(0, 3, 0, 2), (3, 8, 0, 1), (12, 13, 2, 1)]
+    assert plan.order.tolist() == [8, 9, 10, 11, 3, 4, 5, 6, 7, 12, 0, 1, 2]
     assert [
         [start, count, slot, expert] for start, count, slot, _, expert in plan.items.tolist()
     ] == [
-        [0, 3, 0, 2],
-        [3, 5, 0, 1],
-        [12, 1, 2, 1],
+        [4, 5, 0, 1],
+        [9, 1, 2, 1],
+        [10, 3, 0, 2],
     ]
     assert plan.token_experts.tolist() == [2] * 3 + [1] * 10
     assert plan.has_group(GROUP)

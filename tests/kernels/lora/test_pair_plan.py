@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kernels import lora
 from kernels.experts import sort_pairs
 from kernels.lora import BASE_SLOT, LoraPlan, LoraTable, TokenOrder, reference
-from kernels.lora.plan import ITEM_NOTHING, ITEM_TILE, ITEM_TOKEN, TILE_TOKENS
+from kernels.lora.plan import ITEM_NOTHING, ITEM_ROWS, ITEM_TILE, ROWS_TOKENS, TILE_TOKENS
 from kernels.lora.table import MixPart
 from tests.support.kernels.adapters import without_views
 from tests.support.kernels.mixtures import EXPERTS, GROUP, MIXED, RATIOS, mixture
@@ -53,7 +53,7 @@ def test_items_are_of_one_expert_slot_and_kind():
     experts[:5] = 2
     order, plan = planned(of_rows(rows), experts, 3)
     assert order.tokens.tolist() == [5, 6, 11, 12, 7, 0, 1, 2, 3, 4, 8, 9, 10]
-    items = [[2, 2, 0, ITEM_TILE, 0], [4, 1, 1, ITEM_TOKEN, 0], [5, 3, 1, ITEM_TILE, 0]]
+    items = [[2, 2, 0, ITEM_TILE, 0], [4, 1, 1, ITEM_ROWS, 0], [5, 3, 1, ITEM_TILE, 0]]
     items.append([8, 5, 1, ITEM_TILE, 2])
     assert plan.items[:4].tolist() == items
     assert not plan.items[4:].any()
@@ -70,21 +70,25 @@ def test_long_runs_are_cut_into_tiles():
     assert found == spans
 
 
-def test_without_longer_rows_each_pair_has_its_place():
-    rows = [(0, 1), (BASE_SLOT, 1), (2, 1)]
-    experts = torch.tensor([[1, 0], [0, 1], [0, 1]], dtype=torch.int32)
-    _, plan = planned(of_rows(rows), experts, 2)
+def test_rows_of_one_token_share_items_per_expert():
+    rows = [(0, 1), (BASE_SLOT, 1), *[(2, 1)] * ROWS_TOKENS, (0, 1)]
+    experts = torch.tensor([[1, 0], [0, 1], *[[0, 1]] * ROWS_TOKENS, [2, 1]], dtype=torch.int32)
+    _, plan = planned(of_rows(rows), experts, 3)
     assert not plan.has_tiles
-    assert [item[2:] for item in plan.items.tolist()] == [
-        *([0, ITEM_NOTHING, 0], [0, ITEM_TOKEN, 0], [2, ITEM_TOKEN, 0]),
-        *([0, ITEM_NOTHING, 0], [0, ITEM_TOKEN, 1], [2, ITEM_TOKEN, 1]),
+    # Of expert 0 a base row, 1 of slot 0 and 16 of slot 2; of expert 1 one of slot 0 more.
+    items = [
+        *([1, 1, 0, ITEM_ROWS, 0], [2, 14, 2, ITEM_ROWS, 0], [16, 2, 2, ITEM_ROWS, 0]),
+        *([19, 2, 0, ITEM_ROWS, 1], [21, 11, 2, ITEM_ROWS, 1], [32, 5, 2, ITEM_ROWS, 1]),
+        [37, 1, 0, ITEM_ROWS, 2],
     ]
+    assert plan.items[: len(items)].tolist() == items
+    assert not plan.items[len(items) :].any()
 
 
 STEPS = st.lists(
     st.tuples(st.integers(BASE_SLOT, NUM_SLOTS - 1), st.sampled_from([1, 1, 1, 2, 5, 40, 130])),
     min_size=1,
-    max_size=7,
+    max_size=9,
 )
 CHOICES = st.sampled_from([(1, 1), (3, 2), (3, 3), (8, 2)])
 
@@ -101,30 +105,28 @@ def test_the_definition_plans_the_rows_that_the_host_would(rows, choice, seed, k
     lengths = torch.tensor([length for _, length in rows])
     is_long = (lengths > 1).repeat_interleave(lengths)[tokens]
     runs: list[list[int]] = []
-    for slot, expert, long in zip(
+    for key in zip(
         found.token_slots.tolist(), found.token_experts.tolist(), is_long.tolist(), strict=True
     ):
-        if runs and long and runs[-1][:3] == [slot, expert, True]:
+        if runs and key[2] and runs[-1][:3] == [*key]:
             runs[-1][3] += 1
         else:
-            runs.append([slot, expert, long, 1])
+            runs.append([*key, 1])
     covered = torch.full((len(tokens),), ITEM_NOTHING)
     for start, count, slot, kind, expert in found.items.tolist():
         if kind != ITEM_NOTHING:
             whole = slice(start, start + count)
-            assert count == 1 or (kind == ITEM_TILE and count <= TILE_TOKENS)
+            assert count <= (TILE_TOKENS if kind == ITEM_TILE else ROWS_TOKENS)
             assert (found.token_slots[whole] == slot).all()
             assert (found.token_experts[whole] == expert).all()
             assert not covered[whole].any(), "twice"
             covered[whole] = kind
-    kinds = torch.where(is_long, ITEM_TILE, ITEM_TOKEN)
+    kinds = torch.where(is_long, ITEM_TILE, ITEM_ROWS)
     assert torch.equal(covered, kinds.masked_fill(found.token_slots == BASE_SLOT, ITEM_NOTHING))
     host = LoraPlan.build(*zip(*((s, n) for s, _, _, n in runs), strict=True), table(), "cpu",
                           [e for _, e, _, _ in runs])  # fmt: skip
     assert found.segments == host.segments
     assert torch.equal(found.token_slots, host.token_slots)
-    if not plan.has_tiles:
-        assert torch.equal(found.items[found.items[:, 3] > 0], host.items)
 
 
 @settings(deadline=None, max_examples=10)

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from kernels.lora import BASE_SLOT, reference
-from kernels.lora.plan import ITEM_NOTHING, TILE_TOKENS
+from kernels.lora.plan import ITEM_NOTHING, ROWS_TOKENS, TILE_TOKENS
+from tests.support.kernels.adapters import RATIOS
 from tests.support.pairs import in_turns
 
 DTYPES = [torch.float32, torch.float16]
@@ -93,6 +94,24 @@ def test_a_row_is_the_same_bits_in_any_batch(make_adapters, interpreter, length)
     assert torch.equal(got[4 : 4 + length], expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_is_the_same_bits_wherever_it_is_among_rows_of_its_adapter(
+    make_adapters, interpreter, dtype
+):
+    """Alone, and in each place of items that it shares with others."""
+    adapters = make_adapters(dtype, 1100, (40,))
+    alone = adapters.plan([4], [1])
+    x, out = adapters.inputs(alone)
+    expected = interpreter.add_lora(adapters, out, x, alone)
+    many = adapters.plan([4, BASE_SLOT, *[4] * (ROWS_TOKENS + 3)], [1] * (ROWS_TOKENS + 5))
+    many_x, many_out = x.repeat(many.num_tokens, 1), out.repeat(many.num_tokens, 1)
+    many_x[5], many_out[5] = 1, 1
+    got = interpreter.add_lora(adapters, many_out, many_x, many)
+    same = [i for i in range(many.num_tokens) if i not in (1, 5)]
+    assert torch.equal(got[same], expected.expand(len(same), -1))
+    assert not torch.equal(got[5], expected[0])
+
+
 def test_splitting_the_input_changes_no_bit(make_adapters, interpreter):
     """Chunks are added in one order, whether by one program or by many and then in expand."""
     adapters = make_adapters(torch.float32, 1100, (40,))
@@ -102,6 +121,37 @@ def test_splitting_the_input_changes_no_bit(make_adapters, interpreter):
     whole = interpreter.add_lora(adapters, out, x, plan, split_tokens=1)
     assert not torch.equal(split, out)
     assert torch.equal(split, whole)
+
+
+WALKS = {"one block": (1 << 20, 1), "two blocks": (1, 2), "all blocks": (1, 9)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_programs_walk_any_number_of_blocks(make_adapters, interpreter, assert_close, dtype):
+    """Blocks of columns end with the columns of their target, and no bit depends on who computes
+    them."""
+    adapters = make_adapters(dtype)
+    plan = adapters.plan(MIXED_SLOTS, [1] * len(MIXED_SLOTS))
+    x, out = adapters.inputs(plan)
+    found = {
+        name: interpreter.add_lora(
+            adapters, out, x, plan,
+            expand={"block_n": 16, "programs": programs, "max_blocks": max_blocks},
+        )
+        for name, (programs, max_blocks) in WALKS.items()
+    }  # fmt: skip
+    for name in WALKS:
+        assert torch.equal(found[name], found["one block"]), name
+    assert_close("out", adapters.expected(out, x, plan), found["one block"], RATIOS[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ranks_beyond_one_block(make_adapters, interpreter, assert_close, dtype):
+    adapters = make_adapters(dtype)
+    plan = adapters.plan([5, 4, 5, 3], [1] * 4)
+    x, out = adapters.inputs(plan)
+    got = interpreter.add_lora(adapters, out, x, plan, expand={"whole_ranks": 1})
+    assert_close("out", adapters.expected(out, x, plan), got, RATIOS[dtype])
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [1, 3, 1]], ids=["decode", "any"])
@@ -116,6 +166,7 @@ def test_a_plan_with_room_left_equals_an_exact_one(make_adapters, interpreter, l
         max_rank=adapters.table.max_rank,
         token_slots=F.pad(plan.token_slots, (0, 3), value=BASE_SLOT),
         items=F.pad(plan.items, (0, 0, 0, 3), value=ITEM_NOTHING),
+        order=torch.cat([plan.order, torch.arange(3, dtype=torch.int32) + plan.num_tokens]),
     )
     x, out = adapters.inputs(roomy)
     got = interpreter.add_lora(adapters, out, x, roomy)
