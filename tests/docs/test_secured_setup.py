@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "security.md").read_text()
 SECTION = PAGE.partition("\n## Set up TLS and tokens\n")[2].partition("\n## ")[0]
 MAKE, START, VARIABLES, CHECK = re.findall(r"```(?:sh|console)\n(.*?)```", SECTION, re.DOTALL)
+MODEL_NAME = "Qwen3-0.6B"
 VARYING = re.compile(r"sha256:[0-9a-f]+|layout [0-9a-f]+")
 
 
@@ -57,10 +58,16 @@ def started(command: str, prefix: str, cwd: Path) -> Iterator[str]:
         popen.communicate(timeout=90)
 
 
+def has_layout(variables: str, cwd: Path) -> bool:
+    """Whether the inference service, once ready, has registered its model's layout."""
+    listing = f"{variables}LOADOUT_TOKEN_FILE=operations.token loadout layouts"
+    return MODEL_NAME in shell(listing, cwd).communicate(timeout=60)[0]
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_steps_secure_both_services(tmp_path: Path) -> None:
-    shutil.copytree(MODEL, tmp_path / "Qwen3-0.6B")
+    shutil.copytree(MODEL, tmp_path / MODEL_NAME)
     shutil.copytree(ADAPTERS / "upper", tmp_path / "out" / "french")
     config = tmp_path / "out" / "french" / "adapter_config.json"
     config.write_text(config.read_text().replace("loadout-demo", "Qwen/Qwen3-0.6B"))
@@ -76,6 +83,7 @@ def test_the_steps_secure_both_services(tmp_path: Path) -> None:
     ):
         variables = VARIABLES.replace("store.example:7070", store_address)
         variables = variables.replace("inference.example:7080", inference_address)
+        until(lambda: has_layout(variables, tmp_path), what="the service's layout")
         commands = re.findall(r"^\$ (.*)", CHECK, re.MULTILINE)
         text = f"{variables}set +e\n" + "\n".join(commands)
         output = shell(text, tmp_path).communicate(timeout=120)[0]
