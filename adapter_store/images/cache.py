@@ -73,7 +73,7 @@ class ImageCache:
         self._disk = disk
         self._workers = workers
         self._calls = calls
-        self._memory_wait_seconds = memory_wait_seconds
+        self.memory_wait_seconds = memory_wait_seconds
         self._pinned: frozenset[ImageKey] = frozenset()
         self._memory = MemoryTier(memory_bytes, lambda key: key in self._pinned)
         self._flights: dict[ImageKey, _Flight] = {}
@@ -324,7 +324,7 @@ class ImageCache:
         try:
             while not reservation.granted.done():
                 is_pull = flight.priority is Priority.PULL
-                await asyncio.wait([reservation.granted], timeout=self._memory_wait_seconds)
+                await asyncio.wait([reservation.granted], timeout=self.memory_wait_seconds)
                 if is_pull and not reservation.granted.done():
                     raise _memory_full()
         except BaseException:

@@ -74,7 +74,7 @@ class Runner:
     ) -> None:
         self.backend = backend
         self._arena = backend.arena
-        self._sampler = sampler
+        self.sampler = sampler
         self._marks = marks
         self._limit = limit
         self._routed = routed
@@ -232,7 +232,7 @@ class Runner:
         computed_s = time.perf_counter()
         with self._marks("sample"):
             choosing = [row.sequence if row.samples else None for row in rows]
-            tokens = self._sampler.sample(logits, choosing, argmax)
+            tokens = self.sampler.sample(logits, choosing, argmax)
             if experts is not None:
                 self._keep_experts(rows, experts)
             scores = list(score(self.backend.score(inputs)))

@@ -257,7 +257,7 @@ def _draw_uncut(logits: Tensor, peaks: Tensor, draws: _Draws, chunk_rows: int) -
         draws.numbers().split(chunk_rows),
         strict=True,
     )
-    return torch.cat([_invert(_scaled(logits, peaks, r, t).softmax(-1), u) for r, t, u in chunks])
+    return torch.cat([invert(_scaled(logits, peaks, r, t).softmax(-1), u) for r, t, u in chunks])
 
 
 def _draw_cut(logits: Tensor, peaks: Tensor, draws: _Draws) -> Tensor:
@@ -273,7 +273,7 @@ def _draw_cut(logits: Tensor, peaks: Tensor, draws: _Draws) -> Tensor:
     totals = scaled.logsumexp(dim=-1, keepdim=True)
     values, order = scaled.topk(width, dim=-1)
     kept = _truncate((values - totals).exp(), limits)
-    tokens = order.gather(1, _invert(kept, u).unsqueeze(1)).squeeze(1)
+    tokens = order.gather(1, invert(kept, u).unsqueeze(1)).squeeze(1)
     if width == scaled.shape[1]:
         return tokens
     # Where the cut, if any, lies further down, or top_k's total does.
@@ -290,7 +290,7 @@ def _draw_sorted(logits: Tensor, peaks: Tensor, draws: _Draws, token_ids: Tensor
         values, order = scaled.sort(dim=-1, descending=True, stable=True)
         probs = (values - scaled.logsumexp(dim=-1, keepdim=True)).exp()
         kept = _truncate(probs, draws.limits.select(some))
-        found.append(order.gather(1, _invert(kept, numbers[some]).unsqueeze(1)).squeeze(1))
+        found.append(order.gather(1, invert(kept, numbers[some]).unsqueeze(1)).squeeze(1))
     return torch.cat(found)
 
 
@@ -329,7 +329,7 @@ def _truncate(probs: Tensor, limits: _Limits) -> Tensor:
     return probs * (probs >= limits.min_p * probs[:, :1])
 
 
-def _invert(probs: Tensor, u: Tensor) -> Tensor:
+def invert(probs: Tensor, u: Tensor) -> Tensor:
     """Returns the first index whose cumulative probability exceeds u [N, 1] of the row's total.
 
     In fp64, so that a vocabulary of any size keeps its rare tokens; never an index of

@@ -89,9 +89,9 @@ class RotaryEmbedding:
     a long context; each depends on its own position alone."""
 
     def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
-        self._inverse_frequencies = rope.inverse_frequencies(head_dim).to(device)
+        self.inverse_frequencies = rope.inverse_frequencies(head_dim).to(device)
         self._scaling = rope.attention_scaling
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """positions: int64 [T]."""
-        return Rotation(*rotary_angles(positions, self._inverse_frequencies, self._scaling, dtype))
+        return Rotation(*rotary_angles(positions, self.inverse_frequencies, self._scaling, dtype))

@@ -64,7 +64,7 @@ def attend(
 ) -> Tensor:
     """Computes `reference.attend`: q [T, num_heads, head_dim] and sinks float32 [num_heads] give
     [T, num_heads, head_dim]. q may be a strided view with unit stride in its last dimension."""
-    schedule = _schedule(plan, window, q.dtype)
+    schedule = make_schedule(plan, window, q.dtype)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in schedule.groups:
         _attend_decode(out, q, cache, layer, group, scale, softcap, sinks)
@@ -160,7 +160,7 @@ def _weighted(
     return torch.matmul(weights.to(q.dtype), v)
 
 
-def _schedule(plan: AttentionPlan, window: int | None, dtype: torch.dtype) -> Schedule:
+def make_schedule(plan: AttentionPlan, window: int | None, dtype: torch.dtype) -> Schedule:
     key = (window, dtype)
     if key not in plan.derived:
         counts = np.diff(plan.host_query_starts)

@@ -311,6 +311,15 @@ class NativeAttention:
         object.__setattr__(self, "_items", (WorkItem * num_items)())
         object.__setattr__(self, "_num_items", torch.zeros(1, dtype=torch.int32))
 
+    @property
+    def num_items(self) -> int:
+        """Items into which the step was cut."""
+        return int(self._num_items)
+
+    @property
+    def max_items(self) -> int:
+        return len(self._items)
+
     def items_op(self) -> NativeOp:
         """Cuts the step into work items."""
         shape = self.scratch.shape

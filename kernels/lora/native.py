@@ -95,7 +95,7 @@ class NativeLoraPlan:
         self._items = np.zeros((self.max_pairs, 5), np.int32)
         num_mixes = 0 if self._mixes is None else self._mixes.num_mixes
         self.num_parts = np.ones(num_mixes * MAX_PARTS, np.int32)
-        self._tokens = np.zeros(self.max_pairs, np.int32)
+        self.tokens = np.zeros(self.max_pairs, np.int32)
         self._num_items = np.zeros(1, np.int32)
         self._keys = np.zeros(max_tokens if has_experts else 0, np.int64)
         self.slots = np.zeros(max_tokens, np.int32)
@@ -126,7 +126,7 @@ class NativeLoraPlan:
         keys = keys[order]
         num_base = int(keys.searchsorted(0))
         keys, count = keys[num_base:], len(keys) - num_base
-        tokens = self._tokens[:count]
+        tokens = self.tokens[:count]
         tokens[:] = order[num_base:]
         # Items begin where a key does and every TILE_TOKENS from there.
         begins = np.flatnonzero(np.diff(keys, prepend=-1))
@@ -153,11 +153,17 @@ class NativeLoraPlan:
                 tokens = of_mix[start : start + TILE_TOKENS]
                 for part in parts:
                     end = num_pairs + len(tokens)
-                    self._tokens[num_pairs:end] = tokens
+                    self.tokens[num_pairs:end] = tokens
                     followers = len(parts) - 1 if part == slot else -1
                     self._items[num_items] = num_pairs, len(tokens), part, NO_EXPERT, followers
                     num_items, num_pairs = num_items + 1, end
         self._num_items[0] = num_items
+
+    @property
+    def items(self) -> NDArray[np.int32]:
+        """The step's items, [num_items, 5]: first place in `tokens`, number of tokens, slot,
+        expert, and how many items follow for the parts of a mix."""
+        return self._items[: self._num_items[0]]
 
     def of_pairs_op(
         self, token_plan: NativeLoraPlan, pair_tokens: Tensor, starts: Tensor
@@ -175,7 +181,7 @@ class NativeLoraPlan:
         assert (self._mixes is None) == (token_plan._mixes is None)
         args = _PairsArgs(
             *(token_plan.slots.ctypes.data, pair_tokens.data_ptr(), starts.data_ptr()),
-            *(self._items.ctypes.data, self._num_items.ctypes.data, self._tokens.ctypes.data),
+            *(self._items.ctypes.data, self._num_items.ctypes.data, self.tokens.ctypes.data),
             *(self._keys.ctypes.data, None, len(starts) - 1, 0),
         )
         if self._mixes is not None:
@@ -191,7 +197,7 @@ class NativeLoraPlan:
         return PlanArgs(
             self._items.ctypes.data,
             self._num_items.ctypes.data,
-            self._tokens.ctypes.data,
+            self.tokens.ctypes.data,
             self.max_pairs,
         )
 

@@ -139,5 +139,5 @@ def begin(zoo: Zoo, start: Callable, **settings: Any) -> tuple[Running, Recordin
         settings["max_added_tokens"] = len(ADDED)
     running = start(zoo, max_model_len=512, **settings)
     recorder = RecordingSampler(running.engine.decoder.eos_token_ids)
-    running.engine.built.engine.runner._sampler = recorder
+    running.engine.built.engine.runner.sampler = recorder
     return running, recorder

@@ -64,7 +64,7 @@ def begin(zoo: Kinds, start: Callable) -> Callable[..., tuple[Running, Recording
     def made(**settings: Any) -> tuple[Running, RecordingSampler]:
         running = start(zoo, max_added_tokens=len(ADDED), adapter_wait_s=60.0, **settings)
         recorder = RecordingSampler(running.engine.decoder.eos_token_ids)
-        running.engine.built.engine.runner._sampler = recorder
+        running.engine.built.engine.runner.sampler = recorder
         return running, recorder
 
     return made

@@ -44,7 +44,7 @@ def check_mixed_batch(
     is_exact = dtype == "float32"
     running = start(kind, dtype=dtype, native_kernels=PATHS[path], max_model_len=512)
     recorder = RecordingSampler(running.engine.decoder.eos_token_ids)
-    running.engine.built.engine.runner._sampler = recorder
+    running.engine.built.engine.runner.sampler = recorder
     adapters = ["", *running.digests, ""][::every]
     asked = prompts(len(adapters))
     for index, (name, prompt) in enumerate(zip(adapters, asked, strict=True)):
@@ -137,7 +137,7 @@ def test_each_module_alone_changes_what_the_model_says(alone: Zoo, start: Callab
     """Nothing is dropped in silence: the oracle's logits, and not the base's."""
     running = start(alone, max_model_len=64)
     recorder = RecordingSampler(running.engine.decoder.eos_token_ids)
-    running.engine.built.engine.runner._sampler = recorder
+    running.engine.built.engine.runner.sampler = recorder
     prompt = prompts(2)[1]
     for name in ("", *running.digests):
         running.submit(name or "base", prompt, name, max_tokens=1)

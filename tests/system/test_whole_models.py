@@ -115,7 +115,7 @@ def text_alone(name: str, model: Any) -> Any:
 def test_logits_are_those_of_peft(whole: Whole, path: str, start: Callable) -> None:
     running = start(whole.zoo, native_kernels=PATHS[path], max_model_len=512)
     recorder = RecordingSampler(running.engine.decoder.eos_token_ids)
-    running.engine.built.engine.runner._sampler = recorder
+    running.engine.built.engine.runner.sampler = recorder
     adapters = ["", *running.digests]
     asked = prompts(len(adapters))
     for name, prompt in zip(adapters, asked, strict=True):

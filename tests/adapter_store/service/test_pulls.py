@@ -299,7 +299,7 @@ def test_a_slow_reader_is_not_dropped(serve, make_adapter, make_layout):
 
 def test_full_memory_answers_with_a_retry_time(serve, make_adapter, make_layout, refused):
     store = serve(image_memory=40 << 20)
-    store.running.store.images._memory_wait_seconds = 0.05
+    store.running.store.images.memory_wait_seconds = 0.05
     first = make_large(store.client, make_adapter, make_layout)
     second = make_large(store.client, make_adapter, make_layout, "second", 2.0)
     store.idle()

@@ -75,7 +75,7 @@ def places_of(backend: CudaBackend, model: Model, caches: KVCaches) -> dict[int,
     places = {storage_id(each): "weights" for each in tensors_of(model.transformer.weights)}
     named = {
         **{
-            f"frequencies {index}": rotary._inverse_frequencies
+            f"frequencies {index}": rotary.inverse_frequencies
             for index, rotary in enumerate(model.transformer._rotary.values())
         },
         **{f"keys and values {index}": each.data for index, each in enumerate(caches.caches)},

@@ -150,7 +150,7 @@ class Stage:
 STAGES: dict[str, Callable[[Stage], None]] = {
     "prepare": lambda stage: stage.at(stage.engine.backend, "prepare"),
     "forward": lambda stage: stage.at(stage.engine.backend, "forward"),
-    "sampler": lambda stage: stage.at(stage.engine.engine.runner._sampler, "sample"),
+    "sampler": lambda stage: stage.at(stage.engine.engine.runner.sampler, "sample"),
     "penalties": Stage.half_way_through_counts,
     "score": Stage.while_scoring,
 }

@@ -69,7 +69,7 @@ def test_choosing_tokens_may_run_out_too(
     """After it has changed the logits: they are computed again."""
     plenty, scarce = make(), make()
     wanted = plenty.run(requests())
-    sample = type(scarce.engine.runner._sampler).sample
+    sample = type(scarce.engine.runner.sampler).sample
 
     def sample_few(self: Any, logits: Tensor, sequences: list[Sequence], argmax: Any) -> Any:
         sampled = sample(self, logits, sequences, argmax)
@@ -77,7 +77,7 @@ def test_choosing_tokens_may_run_out_too(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return sampled
 
-    monkeypatch.setattr(type(scarce.engine.runner._sampler), "sample", sample_few)
+    monkeypatch.setattr(type(scarce.engine.runner.sampler), "sample", sample_few)
     assert tokens_of(scarce.run(requests())) == tokens_of(wanted)
     assert scarce.limit.num_out_of_memory > 0
 

@@ -213,7 +213,7 @@ def test_inversion_finds_the_first_index_above(width: int) -> None:
     probs /= probs.sum(-1, keepdim=True)
     numbers = torch.rand(50, 1, dtype=torch.float64, generator=generator)
     numbers[:10], numbers[10:20] = 0.0, 1 - 2**-53
-    found = sampler_module._invert(probs, numbers)
+    found = sampler_module.invert(probs, numbers)
     cumulative = np.cumsum(probs.double().numpy(), axis=1)
     for row, index in enumerate(found.tolist()):
         number = numbers[row].item() * cumulative[row, -1]

@@ -143,7 +143,7 @@ def test_groups_keep_padding_and_copies_small(make_case, monkeypatch):
     monkeypatch.setattr(cpu, "MAX_GROUP_CELLS", 300)
     rows = [(int(length), 1) for length in torch.randint(1, 200, (40,), generator=_generator())]
     q, _, plan = make_case(rows)
-    groups = cpu._schedule(plan, None, q.dtype).groups
+    groups = cpu.make_schedule(plan, None, q.dtype).groups
     tokens = [torch.arange(len(q))[group.tokens] for group in groups]
     assert torch.cat(tokens).sort().values.tolist() == list(range(len(rows)))
     for group, members in zip(groups, tokens, strict=True):
@@ -154,7 +154,7 @@ def test_groups_keep_padding_and_copies_small(make_case, monkeypatch):
 
 def test_a_window_reads_only_what_it_sees(make_case):
     q, _, plan = make_case([(100, 1), (99, 1), (50, 20)])
-    schedule = cpu._schedule(plan, 8, q.dtype)
+    schedule = cpu.make_schedule(plan, 8, q.dtype)
     assert [tuple(group.cells.shape) for group in schedule.groups] == [(2, 8)]
     assert [len(chunk.cells) for chunk in schedule.chunks] == [8 + 19]
 

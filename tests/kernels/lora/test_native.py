@@ -200,9 +200,8 @@ def test_a_program_follows_its_plan(library, make_adapters, assert_close, ratio_
 
 def tokens_of_items(plan: native.NativeLoraPlan) -> list[tuple[int, list[int]]]:
     """(slot, tokens) of each item."""
-    items = plan._items[: plan._num_items[0]].tolist()
-    tokens = plan._tokens.tolist()
-    return [(slot, tokens[first : first + count]) for first, count, slot, *_ in items]
+    tokens = plan.tokens.tolist()
+    return [(slot, tokens[first : first + count]) for first, count, slot, *_ in plan.items.tolist()]
 
 
 @given(rows=ROWS)

@@ -88,8 +88,7 @@ def _joined(*products):
 def join_native(whole: NativeLora, devices: Sequence[NativeLora], targets: Sequence[int]) -> None:
     """As `join`, in the workspaces of native operations."""
     tables = [device.table for device in devices]
-    num_items = int(whole.plan._num_items[0])
-    for first, count, slot, expert, _ in whole.plan._items[:num_items].tolist():
+    for first, count, slot, expert, _ in whole.plan.items.tolist():
         expert = expert if whole.plan.has_experts else NO_EXPERT
         for k, target in enumerate(targets):
             parts, rank = ranks_of(tables, slot, expert, target)
