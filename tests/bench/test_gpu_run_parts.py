@@ -12,7 +12,10 @@ from types import ModuleType
 
 import pytest
 import torch
+import triton
 from safetensors.torch import load_file
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from bench.gpu_run import goals, lora_cases, results_file, run
 from bench.gpu_run import safetensors as own_safetensors
@@ -21,6 +24,7 @@ from bench.gpu_run.context import Context, Missing
 from bench.gpu_run.peers import load
 from bench.gpu_run.run import Options, Stage, budgets, chosen_stages
 from bench.gpu_run.sizes import REAL
+from bench.gpu_run.stages.env import empty_kernel
 from bench.gpu_run.stages.tune import search, trials, tuned_for
 from bench.gpu_run.timing import Deadline
 
@@ -286,3 +290,11 @@ def test_a_missing_peer_says_why(tmp_path):
     (tmp_path / "pack.json").write_text(json.dumps({"missing": {"vllm": "no such wheel"}}))
     with pytest.raises(Missing, match="vllm is not in the pack: no such wheel"):
         load(tmp_path, "vllm")
+
+
+@pytest.mark.processes
+def test_the_kernel_of_a_graphs_node_compiles_for_a_device():
+    """Triton's interpreter, in which the stages are tried out, does not read annotations."""
+    source = ASTSource(fn=empty_kernel, signature={"out": "*i32"}, constexprs={})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert "st.global" in compiled.asm["ptx"]

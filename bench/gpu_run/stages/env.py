@@ -6,7 +6,6 @@ from __future__ import annotations
 import platform
 import shutil
 import sys
-from typing import Any
 
 import numpy as np
 import torch
@@ -67,12 +66,14 @@ def ceilings(context: Context) -> Found:
 
 
 def _copy(context: Context) -> float:
+    """Reads and writes in a kernel. `copy_` would be a memcpy node of the graph, which reaches 0.65
+    of a kernel's rate on an H200."""
     num_bytes = context.sizes.copy_bytes
-    source = torch.ones(num_bytes, dtype=torch.uint8, device=context.device)
+    source = torch.ones(num_bytes // 4, dtype=torch.int32, device=context.device)
     target = torch.empty_like(source)
 
     def copy() -> None:
-        target.copy_(source)
+        torch.bitwise_not(source, out=target)
 
     return 2 * num_bytes / context.timer.time_us(copy, 1).best_us / 1e3
 
@@ -118,7 +119,8 @@ def _product(context: Context) -> float:
 
 
 @triton.jit
-def empty_kernel(out: Any) -> None:
+def empty_kernel(out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Has no annotations: where it compiles, Triton evaluates them and knows only its own names."""
     tl.store(out, 1)
 
 
