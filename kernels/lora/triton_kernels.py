@@ -417,6 +417,33 @@ def add_product(
     return b_out
 
 
+@triton.jit
+def find_columns(
+    num_blocks, TARGET_STEPS: tl.constexpr, OUT_OFFSETS: tl.constexpr, OUT_FEATURES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The columns of this program: their target in the group and its step, width and offset, and
+    the first and the end of them in the target. Selects between constants keep the alignment that
+    these share."""
+    i_n = tl.program_id(1)
+    i_k = 0
+    step = 0
+    width = 0
+    offset = 0
+    first = 0
+    end = 0
+    for k in tl.static_range(len(TARGET_STEPS)):
+        is_ours = i_n >= end
+        i_k = tl.where(is_ours, k, i_k)
+        step = tl.where(is_ours, TARGET_STEPS[k], step)
+        width = tl.where(is_ours, OUT_FEATURES[k], width)
+        offset = tl.where(is_ours, OUT_OFFSETS[k], offset)
+        first = tl.where(is_ours, end, first)
+        end += ((OUT_FEATURES[k] + BLOCK_N - 1) // BLOCK_N + num_blocks - 1) // num_blocks
+    first_n = (i_n - first) * num_blocks * BLOCK_N
+    return i_k, step, width, offset, first_n, tl.minimum(first_n + num_blocks * BLOCK_N, width)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def expand_kernel(
     out, y, token_ids, base_bias, arena, rows, items, order, first_target, num_tokens, out_stride,
@@ -440,22 +467,9 @@ def expand_kernel(
     if kind == NOTHING:
         return
     K: tl.constexpr = len(TARGET_STEPS)
-    # Whose columns are ours? Selects between constants keep what alignment they share.
-    i_n = tl.program_id(1)
-    i_k = 0
-    step = 0
-    width = 0
-    offset = 0
-    first = 0
-    end = 0
-    for k in tl.static_range(K):
-        is_ours = i_n >= end
-        i_k = tl.where(is_ours, k, i_k)
-        step = tl.where(is_ours, TARGET_STEPS[k], step)
-        width = tl.where(is_ours, OUT_FEATURES[k], width)
-        offset = tl.where(is_ours, OUT_OFFSETS[k], offset)
-        first = tl.where(is_ours, end, first)
-        end += ((OUT_FEATURES[k] + BLOCK_N - 1) // BLOCK_N + num_blocks - 1) // num_blocks
+    i_k, step, width, offset, first_n, end_n = find_columns(
+        num_blocks, TARGET_STEPS, OUT_OFFSETS, OUT_FEATURES, BLOCK_N
+    )
     target = first_target + step
     b_offset, rank, scale = load_place(
         arena, rows, slot, expert, target, B, TABLE_TARGETS, GRANULE, EXPERTS
@@ -467,9 +481,6 @@ def expand_kernel(
                 return
         elif rank == 0:
             return
-
-    first_n = (i_n - first) * num_blocks * BLOCK_N
-    end_n = tl.minimum(first_n + num_blocks * BLOCK_N, width)
     part_rows = tl.cast(num_tokens, tl.int64)
     split_stride = part_rows * (PARTS * K * Y_RANK)
     if kind == ROWS:

@@ -1,7 +1,7 @@
-"""A program for shells, `loadout` in place of the real one: it has a fork run the command.
+"""Replaces the program `loadout` in shells, and has a fork run the command.
 
-It imports little, starts at once, and stands for the fork: streams, folder, environment, signals
-and exit status are one. See `forks.programs`.
+It imports little, so it starts at once. The fork gets its streams, folder, environment and signals,
+and it ends with the fork's exit status. See `forks.programs`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main(address: str, module: str, arguments: list[str]) -> int:
-    """Returns the exit status, as a shell shows that of a process which a signal ended."""
+    """Returns the exit status; 128 and the signal's number if a signal ended the fork, as shells
+    do."""
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(address)

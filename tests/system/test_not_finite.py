@@ -144,7 +144,7 @@ def test_what_is_planted_ends_its_own_requests_alone(
             running.submit(f"{run_id} planted {index}", PROMPT, digest, max_tokens=6, **choice)
         found = beside(running, run_id)
         assert found.chosen == wanted.chosen
-        if not tolerance:
+        if run != "float16":
             assert found.listed == wanted.listed
         assert found.scores == pytest.approx(wanted.scores, rel=0, abs=tolerance)
         for index in range(len(choices)):
