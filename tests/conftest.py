@@ -10,8 +10,8 @@ from contextlib import suppress
 
 import pytest
 
-from tests.support import late_grammars, processes
 from tests.support.durations import Durations
+from tests.support.workers import late_grammars, processes, share
 
 PROCESS_FIXTURES = {"postgres", "catalog_dsn", "s3_endpoint", "interpreter", "compiler"}
 """Fixtures that start processes: a test that requests one bears the mark `processes` by that."""
@@ -39,6 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     processes.install()
     late_grammars.install()
     config.pluginmanager.register(Durations(), "durations")
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(share.RunShare(), "share")
     # Until all is imported: nothing of it is garbage, and looking for some is half of the time.
     gc.disable()
     # A job in the background ignores SIGINT, and so would the processes that tests interrupt.

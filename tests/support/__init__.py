@@ -12,16 +12,15 @@ forks           services and engines as processes that start at once
 gpu             models, adapters and streams for tests of a device, real or emulated
 inference       the inference service in parts: engines, stores and servers that tests control
 kernels         adapters in an arena, and the process that runs the Triton kernels
-late_grammars   grammars that are read when one is needed
 loadout         scripted services for the client, and the values that they answer with
 logs            the log lines of the code under test
 machine         the limits of a machine: volumes, files, threads, memory, installed packages
 models          small models, adapters and tokenizers, and the oracle's logits
 native          the variants of the native kernels that this machine can run
 pairs           the cells of a matrix that `make test` runs
-processes       marks tests that start processes, and stops others from doing so
 servers         servers that services call: S3, the Hub, PostgreSQL, OTLP
 store           the adapter store, its clients, and adapters for it
 up              `loadout up` in a process of its own
 wait            waits until other processes, threads and tasks have done their work
+workers         the processes that run tests, and what they share
 """

@@ -1,9 +1,9 @@
 """Services and engines as processes that start at once: forks of one that has imported them.
 
 Importing torch and a service takes seconds of processor time, and a run of the tests starts them
-hundreds of times. One process per worker imports. It forks on request, over a socket, and reports
-how each fork ended. Settings, logs, signals and exit codes are the same as with `python -m`. Only
-the parent differs: an engine is a child of this process, not of its service.
+hundreds of times. One process imports, for all workers of a run. It forks on request, over a
+socket, and reports how each fork ended. Settings, logs, signals and exit codes are the same as with
+`python -m`. Only the parent differs: an engine is a child of this process, not of its service.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from loadout.demo import system
 from loadout.demo.adapters import MODEL
 from loadout.demo.process import Process
 from tests.support.machine.small_volume import SmallVolume, enter
+from tests.support.workers import share
 
-ADDRESS = "LOADOUT_TEST_FORKS"
-"""The environment variable with the socket's path, which forks use to have engines forked."""
-ROOT = Path(__file__).resolve().parents[2]
+ADDRESS = share.FORKS
+"""Workers of a run share a process that forks by this variable, and forks have engines forked."""
 TURN_S = 0.05
 ENGINE = "engine"
 CLI = "loadout.cli"
@@ -290,19 +290,9 @@ def address() -> str:
     if found := os.environ.get(ADDRESS):
         return found
     folder = tempfile.mkdtemp(prefix="loadout-forks-")
-    address = f"{folder}/socket"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(address)
-        listener.listen(64)
-        with open(f"{address}.log", "wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.forks", str(listener.fileno()), address],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,  # it ends when we do
-                stdout=log,
-                stderr=log,
-                pass_fds=[listener.fileno()],
-            )
+    listener, address = share.listen(folder)
+    with listener:
+        process = share.begin(listener, address)
     atexit.register(_end, process, folder)
     return address
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import yaml
 
+from tests.support.workers import share
+
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
@@ -190,7 +192,11 @@ HUB_SETTINGS = {
 
 @cache
 def overlay(name: str) -> Manifests:
-    """One that we ship, or EVERYTHING."""
+    """One that we ship, or EVERYTHING. One worker of a run builds it."""
+    return share.once(f"overlay-{name}", lambda: _built(name))
+
+
+def _built(name: str) -> Manifests:
     if name == EVERYTHING:
         folders = [f"kubernetes/components/{each}" for each in _further()]
         return compose("production", *folders, configMapGenerator=[HUB_SETTINGS])

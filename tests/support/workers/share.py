@@ -1,0 +1,98 @@
+"""What the workers of one run share: a folder, and a process that forks (`tests.support.forks`).
+
+The process that starts the workers has both, and they find them by variables of the environment.
+Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, TypeVar
+
+T = TypeVar("T")
+
+FORKS = "LOADOUT_TEST_FORKS"
+"""The environment variable with the path of the socket of the process that forks."""
+FOLDER = "LOADOUT_TEST_RUN_FOLDER"
+ROOT = Path(__file__).resolve().parents[3]
+BACKLOG = 64
+
+
+def listen(folder: str) -> tuple[socket.socket, str]:
+    """Returns a socket at a path in the folder, where the process that forks will listen."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(f"{folder}/socket")
+    listener.listen(BACKLOG)
+    return listener, f"{folder}/socket"
+
+
+def begin(listener: socket.socket, address: str) -> subprocess.Popen[bytes]:
+    """Starts the process that forks. It ends once its standard input does."""
+    log: IO[bytes]
+    with open(f"{address}.log", "wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.support.forks", str(listener.fileno()), address],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            pass_fds=[listener.fileno()],
+        )
+
+
+def once(name: str, make: Callable[[], T]) -> T:
+    """Returns what `make` returns. One worker of the run calls it, and the others read what was
+    pickled."""
+    folder = os.environ.get(FOLDER)
+    if folder is None:
+        return make()
+    path = Path(folder, name)
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            made = pickle.dumps(make())
+            path.with_suffix(".part").write_bytes(made)
+            path.with_suffix(".part").rename(path)
+    found: T = pickle.loads(path.read_bytes())
+    return found
+
+
+class RunShare:
+    """A plugin of the process that starts the workers. The process that forks begins when the
+    first worker asks it for a fork."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="loadout-run-")
+        self._listener, self._address = listen(self._folder)
+        self._ended, self._end = os.pipe()
+        os.environ |= {FORKS: self._address, FOLDER: self._folder}
+        self._thread = threading.Thread(target=self._begin_when_asked)
+        self._thread.start()
+
+    def pytest_unconfigure(self) -> None:
+        os.close(self._end)
+        self._thread.join()
+        os.close(self._ended)
+        self._listener.close()
+        shutil.rmtree(self._folder)
+
+    def _begin_when_asked(self) -> None:
+        listener = self._listener.fileno()
+        ready, _, _ = select.select([listener, self._ended], [], [])
+        if listener not in ready:
+            return
+        with begin(self._listener, self._address) as process:
+            select.select([self._ended], [], [])
+            assert process.stdin is not None
+            process.stdin.close()
