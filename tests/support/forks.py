@@ -224,6 +224,26 @@ def run(
         return subprocess.CompletedProcess(command, code, out.read(), errors.read())
 
 
+class Piped(Fork):
+    """A fork with pipes for its input and output. Its errors are ours."""
+
+    def __init__(self, request: Request) -> None:
+        (theirs_in, ours_in), (ours_out, theirs_out) = os.pipe(), os.pipe()
+        self.stdin, self.stdout = os.fdopen(ours_in, "w"), os.fdopen(ours_out)
+        with open(theirs_in, "rb"), open(theirs_out, "wb"):
+            super().__init__(request, (theirs_in, theirs_out, 2))
+
+
+@contextlib.contextmanager
+def piped(program: str, *arguments: str) -> Iterator[Piped]:
+    """Runs a module while the context lasts. It is to end when its input does."""
+    made = Piped(Request(program, arguments, dict(os.environ), os.getcwd()))
+    with made.stdout:
+        with made.stdin:
+            yield made
+        made.wait()
+
+
 class ForkedProcess(Process):
     """`Process` of a command `python -m module arguments`, which `env` may run, forked."""
 

@@ -16,6 +16,7 @@ INITIAL_WINDOW_SIZE = 4
 CANCEL = 8
 MAX_FRAME_BYTES = 16_384
 HEADER_BYTES = 9
+TIMEOUT_S = 5.0
 
 
 def message(payload: bytes, *, declared: int | None = None, compressed: bool = False) -> bytes:
@@ -63,13 +64,20 @@ def headers_of(path: str, headers: Mapping[str, str]) -> bytes:
 class Connection:
     """A connection with any number of streams, of each of which the server may send `window` bytes,
     64 KiB if None; from the address `source`, if one is given. `ended` has the streams that the
-    server has ended, and 0 once it ends the connection."""
+    server has ended, and 0 once it ends the connection. Raises OSError if the server lets it wait
+    for longer than `connect_s`."""
 
-    def __init__(self, address: str, window: int | None = None, source: str = "") -> None:
+    def __init__(
+        self,
+        address: str,
+        window: int | None = None,
+        source: str = "",
+        connect_s: float = TIMEOUT_S,
+    ) -> None:
         host, _, port = address.rpartition(":")
-        self._socket = socket.create_connection(
-            (host, int(port)), timeout=5, source_address=(source, 0) if source else None
-        )
+        own_address = (source, 0) if source else None
+        self._socket = socket.create_connection((host, int(port)), connect_s, own_address)
+        self._socket.settimeout(TIMEOUT_S)
         self._received = b""
         self._initial_window = 65_535
         self._window = 65_535
