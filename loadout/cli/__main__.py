@@ -7,6 +7,8 @@ Exit codes: 0 done, 1 it failed (one plain line on stderr says why), 2 the comma
 from __future__ import annotations
 
 import sys
+from functools import cache
+from typing import Any
 
 import typer
 
@@ -20,9 +22,8 @@ FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns its exit code; never shows a traceback for errors that can
     happen."""
-    command = typer.main.get_command(app)
     try:
-        code = command.main(arguments, prog_name="loadout", standalone_mode=False)
+        code = command().main(arguments, prog_name="loadout", standalone_mode=False)
     except LoadoutError as error:
         return _complain(error_text(error), FAILED)
     except (CommandFailed, OSError) as error:
@@ -36,6 +37,12 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         return _complain(format_message(), WRONG_USAGE)
     return code if isinstance(code, int) else 0
+
+
+@cache
+def command() -> Any:
+    """Returns the command line's group of commands. It takes a while to make, and is made once."""
+    return typer.main.get_command(app)
 
 
 def _complain(message: str, code: int) -> int:

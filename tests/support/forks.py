@@ -515,10 +515,11 @@ def main() -> None:
     import adapter_store.app
     import inference_svc.app
     import inference_svc.engine.build
-    import loadout.cli.__main__  # noqa: F401
     from inference_svc.text.tokenizer import Tokenizer
+    from loadout.cli.__main__ import command
 
     Tokenizer(MODEL)  # imports two hundred modules when it is first made
+    command()
     del adapter_store, inference_svc
     _import([])
     descriptor, address = int(sys.argv[1]), sys.argv[2]

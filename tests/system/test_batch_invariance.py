@@ -68,7 +68,7 @@ def requests(names: list[str]) -> list[tuple[str, list[int]]]:
 
 
 several_mixes = pytest.mark.parametrize(
-    "num_mixes", [4, pytest.param(10, marks=pytest.mark.long)], ids=["4 mixes", "10 mixes"]
+    "num_mixes", [3, pytest.param(10, marks=pytest.mark.long)], ids=["3 mixes", "10 mixes"]
 )
 
 

@@ -6,15 +6,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support import forks
 from tests.system.hostile_folders import (
     CONFIG,
     MANY,
@@ -26,7 +24,6 @@ from tests.system.hostile_folders import (
     is_run,
 )
 
-ROOT = Path(__file__).parents[2]
 BY_CLIENT = ("register", "register --sign-key", "sign", "check", "digest", "strip", "convert")
 BY_STORE = ("check", "digest", "strip", "convert")
 COMMANDS = [f"loadout {each}" for each in (*BY_CLIENT, "convert --initial")]
@@ -40,15 +37,13 @@ Run = dict[str, Any]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Run]]:
     """All commands on all folders, in a process that ends with what it has started."""
-    work = tmp_path_factory.mktemp("hostile")
-    command = [sys.executable, "-m", "tests.system.hostile_folders", str(work)]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    folder = tmp_path_factory.mktemp("hostile")
+    work, printed = folder / "work", folder / "printed"
+    work.mkdir()
+    process = forks.start("tests.system.hostile_folders", [str(work)], printed)
     try:
-        printed, _ = process.communicate(timeout=240)
-        assert process.returncode == 0
-        yield [json.loads(line) for line in printed.splitlines()]
+        assert process.wait(240) == 0, printed.read_text()[-2000:]
+        yield [json.loads(line) for line in printed.read_text().splitlines()]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -24,20 +24,22 @@ def test_a_mixed_batch_has_the_oracles_logits(
     """The base model, twice, and seven adapters of ranks 1 to 64; in bfloat16 three of them, of
     most models."""
     every = 1 if dtype == "float32" or kind in BOTH else 2
-    check_mixed_batch(kind, dtype, path, start, zoos, every)
+    check_mixed_batch(kind, dtype, path, start, zoos, every, num_tokens=12)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_mixed_batch_of_all_adapters_in_bfloat16(
-    kind: str, path: str, start: Callable, zoos: Callable
+def test_a_mixed_batch_of_all_adapters(
+    kind: str, path: str, dtype: str, start: Callable, zoos: Callable
 ) -> None:
-    check_mixed_batch(kind, "bfloat16", path, start, zoos, 1)
+    num_tokens = 32 if dtype == "float32" else 16
+    check_mixed_batch(kind, dtype, path, start, zoos, every=1, num_tokens=num_tokens)
 
 
 def check_mixed_batch(
-    kind: str, dtype: str, path: str, start: Callable, zoos: Callable, every: int
+    kind: str, dtype: str, path: str, start: Callable, zoos: Callable, every: int, num_tokens: int
 ) -> None:
     """Requires the oracle's logits at every position, of requests prefilled and decoded together,
     given the same tokens. In float32 the tokens are the oracle's, too."""
@@ -48,7 +50,7 @@ def check_mixed_batch(
     adapters = ["", *running.digests, ""][::every]
     asked = prompts(len(adapters))
     for index, (name, prompt) in enumerate(zip(adapters, asked, strict=True)):
-        running.submit(str(index), prompt, name, max_tokens=32 if is_exact else 16)
+        running.submit(str(index), prompt, name, max_tokens=num_tokens)
     # All of them first: the torch path sets torch's options, which are the oracle's, too.
     results = [running.result(str(index)) for index in range(len(adapters))]
     error = relative_rms if is_exact else decile_rms

@@ -20,7 +20,7 @@ IMPORTS = ("peft",)
 
 
 @pytest.mark.parametrize(
-    ("steps", "learns"), [(4, False), pytest.param(28, True, marks=pytest.mark.long)]
+    ("steps", "learns"), [(3, False), pytest.param(28, True, marks=pytest.mark.long)]
 )
 def test_the_loop_pushes_each_step_and_learns(tmp_path: Path, steps: int, learns: bool) -> None:
     """What it has learned shows after more steps than `make test` has time for."""

@@ -1,5 +1,6 @@
 """Small models, adapters and tokenizers, and the oracle's logits.
 
+cards            the README that PEFT writes beside an adapter, made once
 decoders         our decoders, run over sequences in any chunks
 families         the configuration of every family, with its special features switched on
 parity           records an engine's logits, and compares them with an oracle's

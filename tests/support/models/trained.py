@@ -17,6 +17,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.support.models.cards import copied_cards
 from tests.support.models.zoo import VOCAB
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -69,7 +70,7 @@ class Trainer:
     def save(self, adapted: Any, below: str = "", **options: Any) -> Path:
         """Saves into a folder below `folder`; returns it."""
         folder = self.folder / below if below else self.folder
-        with _quiet():
+        with _quiet(), copied_cards():
             adapted.save_pretrained(str(folder), **options)
         return folder
 

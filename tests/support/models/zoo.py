@@ -15,6 +15,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tests.support.models.cards import copied_cards
+
 VOCAB = 128
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -415,7 +417,7 @@ def adapted(
     if train is not None:
         with torch.no_grad():
             train(reference)
-    with quiet():
+    with quiet(), copied_cards():
         reference.save_pretrained(folder, save_embedding_layers=save_embedding_layers)
     return reference.eval()
 
