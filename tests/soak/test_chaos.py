@@ -37,7 +37,7 @@ LATER_S = 12.0 + FRESH_S + 0.1
 @pytest.mark.parametrize(
     ("catalog", "seconds", "flags"),
     [
-        pytest.param("sqlite", 6, ["--forked", "--contents=8"], id="short"),
+        pytest.param("sqlite", 4, ["--forked", "--contents=8"], id="short"),
         pytest.param("sqlite", 60, [], marks=pytest.mark.long, id="sqlite"),
         pytest.param("postgresql", 60, [], marks=pytest.mark.long, id="postgresql"),
     ],

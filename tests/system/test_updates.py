@@ -19,6 +19,8 @@ from loadout import Client
 from loadout.demo.process import Process
 from loadout.retry import RetryPolicy
 from loadout.types import Completion, Registration
+from tests.support import forks
+from tests.support.forks import ForkedProcess
 from tests.support.models.zoo import Zoo
 from tests.support.wait import until
 from tests.system.engines import Running
@@ -143,6 +145,7 @@ def own_bytes(pid: int) -> int:
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     own_kib = sum(int(line.split()[1]) for line in lines if line.startswith(OWN))
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    children += [str(each) for each in forks.engines_of(pid)]
     return own_kib * 1024 + sum(own_bytes(int(each)) for each in children)
 
 
@@ -171,11 +174,14 @@ def measured(services: Services) -> dict[str, int]:
 
 @pytest.fixture
 def services(
-    zoos: Callable[[str], Zoo], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    zoos: Callable[[str], Zoo],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Services]:
     for name, value in STORE_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    with Services(zoos("llama"), tmp_path, store_flags=STORE_FLAGS, process=Process) as made:
+    with Services(zoos("llama"), tmp_path, store_flags=STORE_FLAGS, process=request.param) as made:
         yield made
 
 
@@ -188,10 +194,15 @@ def client(services: Services) -> Iterator[Client]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_before", "num_updates", "max_growth"),
+    ("services", "num_before", "num_updates", "max_growth"),
     # Multiples of the number of variants: what is kept then has the same bytes. Memory is warm
     # after some fifty updates; before, it may grow more.
-    [(8, 16, 1.1), pytest.param(52, 1000, GROWTH, marks=pytest.mark.long)],
+    [
+        (ForkedProcess, 8, 16, 1.1),
+        pytest.param(Process, 52, 1000, GROWTH, marks=pytest.mark.long),
+    ],
+    indirect=["services"],
+    ids=["forks", "processes"],
 )
 def test_updates_while_callers_generate(
     services: Services,

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from loadout import Client
+from tests.support import forks
 from tests.support.wait import until
 
 pytestmark = pytest.mark.processes
@@ -25,7 +26,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     ("command", "module"), [("store", "adapter_store"), ("serve", "inference_svc")]
 )
 def test_help_is_the_services(command, module):
-    service = subprocess.run([sys.executable, "-m", module, "-h"], capture_output=True, text=True)
+    service = forks.run(module, "-h")
     done = run(command, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == service.stdout
@@ -58,7 +59,7 @@ def test_unknown_flag():
 
 
 def test_serve_without_a_model(tmp_path):
-    done = run("serve", "--model", str(tmp_path))
+    done = forks.run(forks.CLI, "serve", "--model", str(tmp_path))
     assert done.returncode == 2
     assert done.stderr.startswith(f"loadout: --model: {tmp_path} has no config.json")
-    assert run("serve").stderr.startswith("loadout: --model: is required")
+    assert forks.run(forks.CLI, "serve").stderr.startswith("loadout: --model: is required")
