@@ -35,7 +35,7 @@ from servicekit.settings.service import ServiceSettings
 from tests.docs.commands_elsewhere import ELSEWHERE
 from tests.support import forks
 from tests.support.servers.hub_server import HUB_VARIABLES, HubServer, Repo
-from tests.support.up import FORKED, Up
+from tests.support.up import FORKED, LITTLE_MEMORY, Up
 from tests.support.wait import until
 from tools.cli_docs import MARKER, PATH
 from tools.house import PACKAGES
@@ -425,13 +425,14 @@ def test_every_command_is_run() -> None:
 @pytest.mark.processes
 def test_files_of_settings_are_served(checkout: Path, tmp_path: Path) -> None:
     """Both services, with the files and commands that the page has; only their ports are free
-    ones, by variables."""
+    ones, and their memory is little, by variables."""
     started = []
     for command in SERVICE_COMMANDS:
         prefix = {"store": STORE_PREFIX, "serve": INFERENCE_PREFIX}[command.words[1]]
         ready = tmp_path / f"{prefix}ready"
         free = {f"{prefix}{name}": FREE_PORT for name in ("LISTEN", "METRICS_LISTEN")}
-        environment = {**environment_of_shells(), **free, f"{prefix}READY_FILE": str(ready)}
+        own = {**free, f"{prefix}READY_FILE": str(ready), **LITTLE_MEMORY}
+        environment = {**environment_of_shells(), **own}
         popen = subprocess.Popen(
             ["bash", "-c", f"exec {shlex.join(command.words)}"],
             cwd=checkout,

@@ -15,6 +15,7 @@ import pytest
 
 from loadout.demo.adapters import ADAPTERS, MODEL
 from tests.support import forks
+from tests.support.up import LITTLE_MEMORY
 from tests.support.wait import until
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +49,7 @@ def started(command: str, prefix: str, cwd: Path) -> Iterator[str]:
         f"exec {command}",
         cwd,
         **{f"{name}METRICS_LISTEN": "127.0.0.1:0", f"{name}READY_FILE": str(ready)},
+        **LITTLE_MEMORY,
     )
     try:
         until(lambda: ready.exists() or popen.poll() is not None, what=command)

@@ -19,10 +19,17 @@ FORKED = ("-m", "tests.support.forked_cli")
 """The program whose services are forks. A test that looks at processes takes the real one."""
 
 
+LITTLE_MEMORY = {
+    "LOADOUT_INFERENCE_KV_MEMORY": "64MiB",
+    "LOADOUT_INFERENCE_ADAPTER_MEMORY": "64MiB",
+}
+"""Enough for the demo's model and adapters. To fill the usual 768 MiB takes seconds of a core."""
+
+
 class Up:
     """A running `loadout up`: its addresses, and its commands to try. `program`: what is given to
     `python` in place of the command line's own module. `environment` replaces that of this
-    process."""
+    process. FORKED services have LITTLE_MEMORY, if nothing else is said."""
 
     def __init__(
         self,
@@ -34,7 +41,8 @@ class Up:
     ) -> None:
         command = [python, "-u", *program, "up", *arguments]
         if program is FORKED:
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), forks.ADDRESS: forks.address()}
+            own = {"PYTHONPATH": str(ROOT), forks.ADDRESS: forks.address()}
+            environment = {**LITTLE_MEMORY, **os.environ, **own}
         self.popen = subprocess.Popen(
             command,
             cwd=cwd,

@@ -17,6 +17,7 @@ import pytest
 from loadout import Client
 from loadout.demo.adapters import ADAPTERS, MODEL
 from loadout.demo.jobs import ADAPTER_JOBS, BASE_MODEL
+from loadout.demo.run import MEMORY_FLAGS
 from loadout.demo.system import FREE_PORT, Addresses, System, SystemSettings
 from tests.support import forks
 
@@ -30,7 +31,9 @@ OF_TRAINERS = ("peft", "transformers.trainer")
 @pytest.fixture(scope="module")
 def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
     """A system with the demo's model and adapters."""
-    settings = SystemSettings(MODEL, BASE_MODEL, http_listen=FREE_PORT)
+    settings = SystemSettings(
+        MODEL, BASE_MODEL, http_listen=FREE_PORT, inference_flags=MEMORY_FLAGS
+    )
     with (
         forks.forked_system(),
         System(settings, tmp_path_factory.mktemp("examples")) as system,

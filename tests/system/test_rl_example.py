@@ -12,6 +12,7 @@ import pytest
 from loadout import Client
 from loadout.demo.adapters import MODEL
 from loadout.demo.jobs import BASE_MODEL
+from loadout.demo.run import MEMORY_FLAGS
 from loadout.demo.system import System, SystemSettings
 from tests.support import forks
 
@@ -24,10 +25,8 @@ IMPORTS = ("peft",)
 )
 def test_the_loop_pushes_each_step_and_learns(tmp_path: Path, steps: int, learns: bool) -> None:
     """What it has learned shows after more steps than `make test` has time for."""
-    with (
-        forks.forked_system(),
-        System(SystemSettings(MODEL, BASE_MODEL), tmp_path / "system") as system,
-    ):
+    settings = SystemSettings(MODEL, BASE_MODEL, inference_flags=MEMORY_FLAGS)
+    with forks.forked_system(), System(settings, tmp_path / "system") as system:
         environment = {
             "LOADOUT_INFERENCE": system.addresses.inference,
             "LOADOUT_STORE": system.addresses.store,
