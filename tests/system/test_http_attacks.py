@@ -32,7 +32,7 @@ from tests.system.attacked_front import (
 )
 
 SMALL = {"model": "base", "prompt": "abc", "max_tokens": 1}
-NUM_HALF_SENT, NUM_WAITING, NUM_REFUSED, NUM_PROMPTS = 600, 60, 20, 20
+NUM_HALF_SENT, NUM_WAITING, NUM_REFUSED, NUM_PROMPTS = 600, 40, 20, 20
 NUM_STRANGERS, NUM_HANDSHAKES = 3000, 300
 MAX_STRANGER_MIB = 50
 MAX_PARSED_MIB = 64

@@ -30,6 +30,8 @@ from tools.prometheus_rule import rule_files
 
 RUN_S = 2.0
 """After everything has happened once."""
+PAUSE_S = 0.25
+"""Between the calls of each caller: once each has done everything, it need not do much."""
 INTERVAL_S = 2.0
 """The time that an engine may take to answer: a scrape that takes longer ends all series."""
 PATIENCE_S = 30.0
@@ -103,7 +105,7 @@ def _jobs(load: MixedLoad) -> list[Job]:
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     folder: Path = tmp_path_factory.mktemp("watched")
-    with forks.forked_system(), MixedLoad(folder / "load") as load:
+    with forks.forked_system(), MixedLoad(folder / "load", caller_pause_s=PAUSE_S) as load:
         prometheus = Prometheus(
             folder / "prometheus", _jobs(load), interval_s=INTERVAL_S, rule_files=rule_files()
         )

@@ -69,12 +69,14 @@ class MixedLoad:
         folder: Path,
         *,
         seed: int = 1,
+        caller_pause_s: float = CALLER_PAUSE_S,
         store_flags: tuple[str, ...] = (),
         inference_flags: tuple[str, ...] = (),
     ) -> None:
         """Prepares the load; further flags are added to the services' own."""
         self._folder = folder
         self._seed = seed
+        self._caller_pause_s = caller_pause_s
         self._sources = folder / "sources"
         self._store_file = folder / "store.toml"
         settings = SystemSettings(
@@ -177,7 +179,7 @@ class MixedLoad:
         return folder.resolve()
 
     def _start_roles(self, scene: Scene) -> None:
-        kinds: list[tuple[type[Role], float]] = [(Caller, CALLER_PAUSE_S)] * NUM_CALLERS
+        kinds: list[tuple[type[Role], float]] = [(Caller, self._caller_pause_s)] * NUM_CALLERS
         kinds += [(Trainer, OTHER_PAUSE_S), (Operator, OTHER_PAUSE_S)]
         for number, (kind, pause_s) in enumerate(kinds):
             seed = f"{self._seed}-{number}-{kind.__name__.lower()}"
