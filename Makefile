@@ -7,9 +7,10 @@ SOURCES := loadout contract servicekit adapter_store inference_svc kernels tests
 PROTOS := $(shell find protos -name '*.proto')
 PYTHON_NEEDED = $(shell sed -n 's/^requires-python = ">=\(.*\)"/\1/p' pyproject.toml)
 # Processes that tests run in, each of a file's in one. On two cores one computes while others wait for
-# services, threads and timers.
+# services, threads and timers. A worker of `make test` collects all tests itself, ten seconds of a core;
+# those of `make test-unit` are forked after that, and one more costs little.
 TEST_WORKERS ?= 3
-UNIT_WORKERS ?= 3
+UNIT_WORKERS ?= 4
 BUF_VERSION := 1.75.0
 # Tests start the real Prometheus. This says that there is one: on PATH, or Debian's under .tools.
 PROMETHEUS := .tools/.prometheus
@@ -32,7 +33,7 @@ test: $(VENV)/.installed-dev $(PROMETHEUS)
 
 # What starts no process, for the inner loop.
 test-unit: $(VENV)/.installed-dev
-	$(PYTEST) $(UNIT_WORKERS) -m "not processes and not slow and not artifacts and not long and not containers and not trl"
+	$(BIN)/python -m pytest -q --forked-workers $(UNIT_WORKERS) -m "not processes and not slow and not artifacts and not long and not containers and not trl"
 
 # Tests of the wheel, the site and the tables of sizes, the GPU run through Triton's interpreter, and
 # kernels compiled for devices.
@@ -60,8 +61,8 @@ gpu-emulate: $(VENV)/.installed-dev
 	-$(BIN)/python -m bench.gpu_run.pack
 	PYTHON=$(BIN)/python tools/gpu_run.sh --emulate --out build/gpu-emulated
 
-# What the GPU run takes along to a machine without a network: the peers' Triton files, the demo's
-# model and adapters, recorded tokens.
+# What the GPU run takes along to a machine without a network: the peers' Triton files, wheels for the
+# services, generated modules, the demo's model and adapters, recorded tokens.
 gpu-pack: $(VENV)/.installed-dev
 	$(BIN)/python -m bench.gpu_run.pack
 

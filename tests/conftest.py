@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from contextlib import suppress
 import pytest
 
 from tests.support.durations import Durations
-from tests.support.workers import late_grammars, processes, share
+from tests.support.workers import forked_workers, late_grammars, processes, root_logs, share
 
 PROCESS_FIXTURES = {"postgres", "catalog_dsn", "s3_endpoint", "interpreter", "compiler"}
 """Fixtures that start processes: a test that requests one bears the mark `processes` by that."""
@@ -35,9 +36,18 @@ with suppress(ImportError):  # tests/gpu also runs where it is not installed
     settings.load_profile("tests")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    forked_workers.pytest_addoption(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     processes.install()
     late_grammars.install()
+    root_logs.install()
+    forked_workers.pytest_configure(config)
+    if config.getoption(forked_workers.OPTION):
+        # A fork has none of OpenMP's threads, and would wait for them.
+        importlib.import_module("torch").set_num_threads(1)
     config.pluginmanager.register(Durations(), "durations")
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(share.RunShare(), "share")
@@ -64,6 +74,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+    # Looked for at each 700 new objects, garbage takes a sixteenth of the time.
+    gc.set_threshold(7_000)
     # A worker has one core, and OpenMP's threads spin while they wait for each other: beside a busy
     # core two were ten times slower than one. Tests of several threads ask for them.
     if torch := sys.modules.get("torch"):

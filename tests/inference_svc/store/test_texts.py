@@ -175,6 +175,7 @@ async def test_a_tenant_with_many_drops_its_own(
     assert house.sample("text_cache_entries") == 3
 
 
+@pytest.mark.slow
 @on_a_loop
 async def test_tokens_count_as_they_are(house: House, patch: pytest.MonkeyPatch) -> None:
     """Single characters take most for their bytes: 61 for each."""

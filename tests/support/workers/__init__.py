@@ -1,6 +1,8 @@
 """The processes that run tests.
 
-late_grammars  grammars that are read when one is needed
-processes      marks tests that start processes, and stops others from doing so
-share          a folder and a process that forks, which the workers of one run share
+forked_workers  processes that are forked once all tests are collected
+late_grammars   grammars that are read when one is needed
+processes       marks tests that start processes, and stops others from doing so
+root_logs       captures logs at the root logger alone
+share           a folder and a process that forks, which the workers of one run share
 """

@@ -1,0 +1,208 @@
+"""Runs tests in several processes that are forked once all tests are collected.
+
+Each worker of pytest-xdist imports and collects all tests anew, ten seconds of a core, and sends
+five messages for each test. These workers have what their parent has collected, and send one. For
+tests that start no processes: the others stay with xdist, whose workers end as a Python program
+does.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import traceback
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
+
+import pytest
+from _pytest._io import TerminalWriter
+
+OPTION = "--forked-workers"
+Files = list[list[pytest.Item]]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(OPTION, type=int, default=0, help="processes that tests run in, forked")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if workers := config.getoption(OPTION):
+        config.pluginmanager.register(ForkedWorkers(workers), "forked-workers")
+
+
+class ForkedWorkers:
+    """A plugin that runs the tests in place of pytest's own loop. A file's run in one process."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        if session.testsfailed or session.config.option.collectonly:
+            return None  # pytest's own loop knows what to do
+        # Made now, it is one folder for all, which this process removes.
+        session.config._tmp_path_factory.getbasetemp()
+        run = Run(session, files_of(session.items))
+        workers = [Worker(run) for _ in range(self._workers)]
+        while workers:
+            for worker in wait(workers):
+                assert isinstance(worker, Worker)
+                if not worker.hear():
+                    workers.remove(worker)
+        run.fail(run.left(), "not run: all workers have ended")
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        return True
+
+
+def files_of(items: Sequence[pytest.Item]) -> Files:
+    """The tests of each file, files with the most tests first: the last to end are short then."""
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    return sorted(files.values(), key=len, reverse=True)
+
+
+class Run:
+    """The files that no worker has, and the reports of all workers."""
+
+    def __init__(self, session: pytest.Session, files: Files) -> None:
+        self.session = session
+        self.files = files
+        self._next = 0
+
+    def take(self) -> int | None:
+        """The index of the next file. None if there is no other, or enough tests have failed."""
+        if self._next == len(self.files) or self.session.shouldfail or self.session.shouldstop:
+            return None
+        self._next += 1
+        return self._next - 1
+
+    def left(self) -> list[pytest.Item]:
+        """The tests of all files that may be taken and were not."""
+        items = []
+        while (index := self.take()) is not None:
+            items += self.files[index]
+        return items
+
+    def report(self, reports: Sequence[dict[str, Any]]) -> None:
+        """Has pytest count and show the reports of one test."""
+        config = self.session.config
+        for each in reports:
+            report = config.hook.pytest_report_from_serializable(config=config, data=each)
+            config.hook.pytest_runtest_logreport(report=report)
+        nodeid, location = reports[-1]["nodeid"], reports[-1]["location"]
+        config.hook.pytest_runtest_logfinish(nodeid=nodeid, location=location)
+
+    def fail(self, items: Sequence[pytest.Item], why: str) -> None:
+        """Has tests fail that have no reports."""
+        for item in items:
+            report = pytest.TestReport(
+                item.nodeid, item.location, {}, "failed", f"{item.nodeid}: {why}", "call"
+            )
+            self.session.config.hook.pytest_runtest_logreport(report=report)
+
+
+class Worker:
+    """A forked process, as its parent sees it."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._connection, connection = Pipe()
+        self._outstanding: dict[str, pytest.Item] = {}
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._connection.close()
+            _work(run.session, run.files, connection)
+        connection.close()
+
+    def fileno(self) -> int:
+        """For `wait`."""
+        return self._connection.fileno()
+
+    def hear(self) -> bool:
+        """Handles one message: None asks for a file, and else it is a test's reports. Returns False
+        when the worker has ended, and has the tests fail that it has not reported."""
+        try:
+            reports = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+            why = f"the worker that had this test ended before, with the status {status}"
+            self._run.fail([*self._outstanding.values()], why)
+            return False
+        if reports is None:
+            index = self._run.take()
+            self._outstanding |= (
+                {each.nodeid: each for each in self._run.files[index]} if index is not None else {}
+            )
+            self._connection.send(index)
+        else:
+            del self._outstanding[reports[-1]["nodeid"]]
+            self._run.report(reports)
+        return True
+
+
+def _work(session: pytest.Session, files: Files, connection: Connection) -> None:
+    """The life of a worker's process; never returns."""
+    status = 1
+    try:
+        _report_to(connection, session.config)
+        items = _items(files, connection)
+        item = next(items, None)
+        while item is not None:
+            # Asked for before the last test of a file runs: fixtures of the session outlive it.
+            following = next(items, None)
+            session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            item = following
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _items(files: Files, connection: Connection) -> Iterator[pytest.Item]:
+    while True:
+        connection.send(None)
+        index = connection.recv()
+        if index is None:
+            return
+        yield from files[index]
+
+
+def _report_to(connection: Connection, config: pytest.Config) -> None:
+    """Has this process write to nothing that it shares with its parent."""
+    capture = config.pluginmanager.get_plugin("capturemanager")
+    capture.stop_global_capturing()
+    capture.start_global_capturing()
+    for name in ("terminalreporter", "junitxml"):
+        if plugin := config.pluginmanager.get_plugin(name):
+            config.pluginmanager.unregister(plugin)
+    config.pluginmanager.register(Silence(), "terminalreporter")
+    config.pluginmanager.register(Reports(connection, config))
+
+
+class Silence:
+    """Stands in for the plugin that writes to the terminal: pytest-timeout asks for its writer."""
+
+    def __init__(self) -> None:
+        self._tw = TerminalWriter(io.StringIO())
+
+
+class Reports:
+    """A worker's plugin, which sends the reports of each test together."""
+
+    def __init__(self, connection: Connection, config: pytest.Config) -> None:
+        self._connection = connection
+        self._config = config
+        self._reports: list[dict[str, Any]] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        hook = self._config.hook
+        data = hook.pytest_report_to_serializable(config=self._config, report=report)
+        self._reports.append(data)
+
+    def pytest_runtest_logfinish(self) -> None:
+        self._connection.send(self._reports)
+        self._reports = []
