@@ -128,15 +128,15 @@ def prepared(
     return b_x1, b_x2, b_x3
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=(*VARYING, "tokens_each"))
 def store_kernel(
-    qkv, kv, cells, cos, sin, q_norm, k_norm, v_norm, q_scale, num_tokens, eps,
+    qkv, kv, cells, cos, sin, q_norm, k_norm, v_norm, q_scale, num_tokens, tokens_each, eps,
     qkv_stride, page_stride, head_stride, side_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
     NORMS_ROTATED: tl.constexpr, VALUES_ARE_KEYS: tl.constexpr,
     Q_OF_TOKENS: tl.constexpr, K_OF_TOKENS: tl.constexpr, V_OF_TOKENS: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Norms and rotates q in place; norms and rotates k, norms v, and puts k and v into their
     cells.
@@ -144,66 +144,70 @@ def store_kernel(
     qkv: [T, (NUM_HEADS + 2 * NUM_KV_HEADS) * D], or, VALUES_ARE_KEYS, without v; kv: one layer of
     the cache; cells int64 [T]; cos, sin: [T, 2 * HALF], or None; q_norm, k_norm, v_norm: [D], or
     None, or, OF_TOKENS, [T, D]; q_scale: [T], or None. A head is two parts that turn with each
-    other, HALF each, and what does not turn. Grid: (blocks of tokens, heads of q, k and v; of q
-    alone: nothing is stored).
+    other, HALF each, and what does not turn. Grid: (programs of `tokens_each` tokens, heads of q, k
+    and v; of q alone: nothing is stored).
+
+    A program computes its tokens one after the other. The same instructions compute one token and
+    many, so a token's bits do not depend on their number.
     """
     i_h = tl.program_id(1)
     i_read = i_h
     if VALUES_ARE_KEYS and i_h >= NUM_HEADS + NUM_KV_HEADS:
         i_read = i_h - NUM_KV_HEADS
-    o_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    m_t = o_t < num_tokens
     o_d = tl.arange(0, BLOCK_H)
     m_d = o_d < HALF
     o_1 = 2 * o_d if IS_INTERLEAVED else o_d
     o_2 = 2 * o_d + 1 if IS_INTERLEAVED else HALF + o_d
     o_3 = 2 * HALF + tl.arange(0, BLOCK_R)
     m_3 = o_3 < D
-    m_block = m_t[:, None] & m_d[None, :]
-    m_rest = m_t[:, None] & m_3[None, :]
-    o_t = o_t.to(tl.int64)
-    # [BLOCK_T, BLOCK_H] twice, [BLOCK_T, BLOCK_R]
-    p_x = qkv + o_t[:, None] * qkv_stride + i_read * D
-    b_x1 = tl.load(p_x + o_1[None, :], mask=m_block, other=0.0).to(tl.float32)
-    b_x2 = tl.load(p_x + o_2[None, :], mask=m_block, other=0.0).to(tl.float32)
-    b_x3 = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
-    if 2 * HALF < D:
-        b_x3 = tl.load(p_x + o_3[None, :], mask=m_rest, other=0.0).to(tl.float32)
     dtype = qkv.dtype.element_ty
-    if i_h < NUM_HEADS:
-        b_x1, b_x2, b_x3 = prepared(
-            b_x1, b_x2, b_x3, q_norm, cos, sin, o_t, m_t, o_d, o_1, o_2, o_3,
-            m_d, m_3, eps, dtype, D, HALF, NORMS_ROTATED, Q_OF_TOKENS,
-        )  # fmt: skip
-        if q_scale is not None:
-            b_scale = tl.load(q_scale + o_t, mask=m_t, other=0.0).to(tl.float32)[:, None]
-            b_x1 = b_x1.to(dtype).to(tl.float32) * b_scale
-            b_x2 = b_x2.to(dtype).to(tl.float32) * b_scale
-            b_x3 = b_x3.to(dtype).to(tl.float32) * b_scale
-        tl.store(p_x + o_1[None, :], b_x1.to(dtype), mask=m_block)
-        tl.store(p_x + o_2[None, :], b_x2.to(dtype), mask=m_block)
+    for i_token in range(tokens_each):
+        o_t = tl.program_id(0) * tokens_each + i_token + tl.arange(0, 1)
+        m_t = o_t < num_tokens
+        m_block = m_t[:, None] & m_d[None, :]
+        m_rest = m_t[:, None] & m_3[None, :]
+        o_t = o_t.to(tl.int64)
+        # [1, BLOCK_H] twice, [1, BLOCK_R]
+        p_x = qkv + o_t[:, None] * qkv_stride + i_read * D
+        b_x1 = tl.load(p_x + o_1[None, :], mask=m_block, other=0.0).to(tl.float32)
+        b_x2 = tl.load(p_x + o_2[None, :], mask=m_block, other=0.0).to(tl.float32)
+        b_x3 = tl.zeros([1, BLOCK_R], dtype=tl.float32)
         if 2 * HALF < D:
-            tl.store(p_x + o_3[None, :], b_x3.to(dtype), mask=m_rest)
-    else:
-        i_kv = i_h - NUM_HEADS
-        i_side = i_kv // NUM_KV_HEADS
-        if i_side == 0:
+            b_x3 = tl.load(p_x + o_3[None, :], mask=m_rest, other=0.0).to(tl.float32)
+        if i_h < NUM_HEADS:
             b_x1, b_x2, b_x3 = prepared(
-                b_x1, b_x2, b_x3, k_norm, cos, sin, o_t, m_t, o_d, o_1, o_2,
-                o_3, m_d, m_3, eps, dtype, D, HALF, NORMS_ROTATED, K_OF_TOKENS,
+                b_x1, b_x2, b_x3, q_norm, cos, sin, o_t, m_t, o_d, o_1, o_2, o_3,
+                m_d, m_3, eps, dtype, D, HALF, NORMS_ROTATED, Q_OF_TOKENS,
             )  # fmt: skip
-        elif v_norm is not None:
-            b_x1, b_x2, b_x3 = normalised(
-                b_x1, b_x2, b_x3, v_norm, o_t, m_t, o_1, o_2, o_3, m_d, m_3, eps, D, V_OF_TOKENS
-            )  # fmt: skip
-        b_cell = tl.load(cells + o_t, mask=m_t, other=0)
-        o_cell = (b_cell // PAGE_SIZE) * page_stride + (b_cell % PAGE_SIZE) * D
-        o_cell += (i_kv % NUM_KV_HEADS) * head_stride + i_side * side_stride
-        p_kv = kv + o_cell[:, None]
-        tl.store(p_kv + o_1[None, :], b_x1.to(dtype), mask=m_block)
-        tl.store(p_kv + o_2[None, :], b_x2.to(dtype), mask=m_block)
-        if 2 * HALF < D:
-            tl.store(p_kv + o_3[None, :], b_x3.to(dtype), mask=m_rest)
+            if q_scale is not None:
+                b_scale = tl.load(q_scale + o_t, mask=m_t, other=0.0).to(tl.float32)[:, None]
+                b_x1 = b_x1.to(dtype).to(tl.float32) * b_scale
+                b_x2 = b_x2.to(dtype).to(tl.float32) * b_scale
+                b_x3 = b_x3.to(dtype).to(tl.float32) * b_scale
+            tl.store(p_x + o_1[None, :], b_x1.to(dtype), mask=m_block)
+            tl.store(p_x + o_2[None, :], b_x2.to(dtype), mask=m_block)
+            if 2 * HALF < D:
+                tl.store(p_x + o_3[None, :], b_x3.to(dtype), mask=m_rest)
+        else:
+            i_kv = i_h - NUM_HEADS
+            i_side = i_kv // NUM_KV_HEADS
+            if i_side == 0:
+                b_x1, b_x2, b_x3 = prepared(
+                    b_x1, b_x2, b_x3, k_norm, cos, sin, o_t, m_t, o_d, o_1, o_2,
+                    o_3, m_d, m_3, eps, dtype, D, HALF, NORMS_ROTATED, K_OF_TOKENS,
+                )  # fmt: skip
+            elif v_norm is not None:
+                b_x1, b_x2, b_x3 = normalised(
+                    b_x1, b_x2, b_x3, v_norm, o_t, m_t, o_1, o_2, o_3, m_d, m_3, eps, D, V_OF_TOKENS
+                )  # fmt: skip
+            b_cell = tl.load(cells + o_t, mask=m_t, other=0)
+            o_cell = (b_cell // PAGE_SIZE) * page_stride + (b_cell % PAGE_SIZE) * D
+            o_cell += (i_kv % NUM_KV_HEADS) * head_stride + i_side * side_stride
+            p_kv = kv + o_cell[:, None]
+            tl.store(p_kv + o_1[None, :], b_x1.to(dtype), mask=m_block)
+            tl.store(p_kv + o_2[None, :], b_x2.to(dtype), mask=m_block)
+            if 2 * HALF < D:
+                tl.store(p_kv + o_3[None, :], b_x3.to(dtype), mask=m_rest)
 
 
 @triton.jit

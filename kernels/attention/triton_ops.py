@@ -67,10 +67,10 @@ def rotate_and_store(
     norms = _norm_wide(qkv, norms, cache, num_heads, values_are_keys=values_are_keys)
     half = head_dim // 2 if cos is None else cos.shape[-1] // 2
     tuned = tuning.constants("store", head_dim=head_dim)
-    block_t = 1 if num_tokens < tuned["many_tokens"] else tuned["block_t"]
+    tokens_each = 1 if num_tokens < tuned["many_tokens"] else tuned["tokens_each"]
     kv = cache.data[layer]
     num_computed = num_heads + (2 * num_kv_heads if num_stored else 0)
-    kernels.store_kernel[(-(-num_tokens // block_t), num_computed)](
+    kernels.store_kernel[(-(-num_tokens // tokens_each), num_computed)](
         qkv,
         kv,
         cells,
@@ -81,6 +81,7 @@ def rotate_and_store(
         norms.v,
         q_scale,
         num_tokens,
+        tokens_each,
         norms.eps,
         qkv.stride(0),
         kv.stride(0),
@@ -99,8 +100,7 @@ def rotate_and_store(
         V_OF_TOKENS=_is_of_tokens(norms.v),
         BLOCK_H=power_of_2(half),
         BLOCK_R=power_of_2(max(1, head_dim - 2 * half)),
-        BLOCK_T=block_t,
-        num_warps=1 if block_t == 1 else tuned["num_warps"],
+        num_warps=1,
     )
 
 

@@ -25,6 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "real: not for the interpreter, whose bf16 products are wrong"
     )
+    config.pluginmanager.register(Failures(config))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -33,6 +34,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.get_closest_marker("real") is None]
     index, _, number = os.environ.get("GPU_TESTS_SHARE", "0/1").partition("/")
     items[:] = items[int(index) :: int(number)]
+
+
+class Failures:
+    """Prints each failure at once: a run that is stopped would show none."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            terminal = self._config.pluginmanager.getplugin("terminalreporter")
+            terminal.write_line(f"\nFAILED {report.nodeid}, {report.when}\n{report.longreprtext}")
+            terminal.flush()
 
 
 @pytest.fixture(scope="session", autouse=True)

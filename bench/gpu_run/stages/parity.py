@@ -49,14 +49,13 @@ def run(context: Context) -> Found:
 
 def _chosen(context: Context) -> list[Recorded]:
     """Returns recorded requests, limited to the sizes' numbers of requests and tokens."""
-    sizes = context.sizes
-    return [
-        Recorded(
-            replace(request, sampling=replace(request.sampling, max_tokens=sizes.parity_tokens)),
-            token_ids[: sizes.parity_tokens],
-        )
-        for request, token_ids in read_recorded(context.pack)[: sizes.parity_requests]
-    ]
+    sizes, chosen = context.sizes, []
+    for request, token_ids in read_recorded(context.pack)[: sizes.parity_requests]:
+        # A request that asked for fewer tokens is recorded with these alone.
+        most = min(request.sampling.max_tokens, sizes.parity_tokens)
+        sampling = replace(request.sampling, max_tokens=most)
+        chosen.append(Recorded(replace(request, sampling=sampling), token_ids[:most]))
+    return chosen
 
 
 def _config(context: Context) -> EngineConfig:

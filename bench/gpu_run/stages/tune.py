@@ -79,7 +79,7 @@ SPACE: dict[str, dict[str, tuple[int, ...]]] = {
         "block_k": (64, 256),
         "num_warps": (2, 8),
     },
-    "store": {"many_tokens": (64, 1024), "block_t": (4, 16), "num_warps": (2, 8)},
+    "store": {"many_tokens": (64, 1024), "tokens_each": (2, 4, 16)},
     "route": {"elements_per_warp": (128, 512)},
     "sort_pairs": {
         "many_pairs": (1024, 8192),

@@ -225,12 +225,18 @@ class Model:
     arena: Arena
 
     @classmethod
-    def make(cls, decoder: Decoder, dtype: torch.dtype, device: torch.device) -> Model:
+    def make(
+        cls,
+        decoder: Decoder,
+        dtype: torch.dtype,
+        device: torch.device,
+        arena_bytes: int = 1 << 20,
+    ) -> Model:
         """The same values on every device."""
         generator = torch.Generator().manual_seed(0)
         weights = random_weights(decoder, dtype, generator)
         layout = build_layout(decoder, "model", dtype)
-        arena = Arena(layout, 1 << 20, NUM_SLOTS, MAX_RANK, device, num_mixes=MAX_ROWS)
+        arena = Arena(layout, arena_bytes, NUM_SLOTS, MAX_RANK, device, num_mixes=MAX_ROWS)
         values = torch.randn(arena.flat.shape, generator=generator) * 0.1
         arena.flat.copy_(values.to(dtype))
         placing = Placing(arena, FIRST_OF_EXPERTS)
