@@ -28,7 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--resume", action="store_true", help="skip stages that passed in the folder's results"
     )
     parser.add_argument(
-        "--seconds", type=float, default=580.0, help="for the whole run (default: %(default)s)"
+        "--seconds", type=float, help="for all of these stages (default: as long as each needs)"
     )
     parser.add_argument(
         "--emulate",

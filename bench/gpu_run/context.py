@@ -72,5 +72,10 @@ class Context:
 
     @property
     def bytes_per_us(self) -> float:
-        """The rate of the device's memory; bytes read and bytes written both count."""
-        return float(self.ceilings["device_copy_gb_per_s"]) * 1e3
+        """The rate at which a kernel reads the device's memory, which is higher than a copy's."""
+        return float(self.ceilings["device_read_gb_per_s"]) * 1e3
+
+    @property
+    def flops_per_us(self) -> float:
+        """The rate of a large product."""
+        return float(self.ceilings["product_tflop_per_s"]) * 1e6

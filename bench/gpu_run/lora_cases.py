@@ -223,13 +223,13 @@ def time_call(context: Context, call: LoraCall, work: Work, max_s: float = 0.05)
 def bound_us(context: Context, case: Case) -> float:
     """Returns the minimum microseconds of a call: its bytes, each once, its products, and one node
     of a graph."""
-    ceilings, itemsize = context.ceilings, context.sizes.dtype.itemsize
+    itemsize = context.sizes.dtype.itemsize
     num_in, num_out = case.group.num_in, sum(case.group.widths)
     per_adapter = case.rank * (num_in * len(case.group.widths) + num_out)
     elements = case.num_adapters * per_adapter + case.num_tokens * (num_in + 2 * num_out)
     flops = 2 * case.num_tokens * per_adapter
     return max(
         elements * itemsize / context.bytes_per_us,
-        flops / ceilings["product_tflop_per_s"] / 1e6,
-        ceilings["graph_node_us"],
+        flops / context.flops_per_us,
+        context.ceilings["graph_node_us"],
     )

@@ -329,6 +329,18 @@ class BenchModel:
         read += read_weights_bytes(self.transformer.weights)
         return read + num_adapters * self.image_bytes
 
+    def floor_us(self, contexts: Sequence[int], num_adapters: int) -> float:
+        """Returns the minimum microseconds of a decode step of such rows: the larger of its bytes
+        at the rate of reading, and its operations at the rate of a large product."""
+        num_rows = len(contexts)
+        flops = self.product_flops(num_rows, num_logits=num_rows)
+        if num_adapters:
+            flops += 2 * num_rows * self.image_bytes // self.sizes.dtype.itemsize
+        return max(
+            self.read_bytes(contexts, num_adapters) / self.context.bytes_per_us,
+            flops / self.context.flops_per_us,
+        )
+
     def product_flops(self, num_tokens: int, num_logits: int = 1) -> int:
         """Returns the operations of a step's products, without attention."""
         head = self.decoder.vocab_size * self.decoder.hidden_size

@@ -1,22 +1,26 @@
 """Runs single steps of a model of one layer, for use under compute-sanitizer.
 
-python -m bench.gpu_run.one_step [decode] [mixed] [--emulate]
+python -m bench.gpu_run.one_step [decode] [mixed] [--dtype float32] [--emulate]
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.gpu_run.one_step", description=__doc__)
     parser.add_argument("kinds", nargs="+", choices=("decode", "mixed"))
+    parser.add_argument("--dtype", choices=("float32",), help="default: as in the other stages")
     parser.add_argument("--emulate", action="store_true")
     options = parser.parse_args()
     if options.emulate:
         os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
     from bench.gpu_run.context import Context
     from bench.gpu_run.emulation import on_device
     from bench.gpu_run.model import BenchModel
@@ -30,6 +34,9 @@ def main() -> None:
         found={},
         save=lambda found: None,
     )
+    if options.dtype is not None:
+        sizes = replace(context.sizes, dtype=getattr(torch, options.dtype))
+        context = replace(context, sizes=sizes)
     config = TINY | {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 1}
     with on_device(context):
         model = BenchModel(

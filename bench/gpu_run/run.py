@@ -19,8 +19,11 @@ from bench.gpu_run.emulation import on_device
 from bench.gpu_run.results_file import Results
 from bench.machine import machine
 
-PASSED, FAILED, STOPPED = "passed", "failed", "stopped"
-"""States of a stage. A stage is stopped at the end of its budget, with its results so far."""
+RUNNING, PASSED, FAILED, STOPPED = "running", "passed", "failed", "stopped"
+"""States of a stage. A stage is stopped at the end of its budget, with its results so far; it is
+running if the whole run was killed."""
+SAVE_EVERY_S = 1.0
+"""Minimum time between two writes of a running stage's results to the file."""
 CLOSING_S = 4.0
 """Maximum part of its budget that a stage reserves to save its results and to end."""
 
@@ -37,8 +40,8 @@ class Stage(NamedTuple):
 
 STAGES = (
     Stage("env", "env", 20, can_shrink=False),
-    Stage("compile", "compile_kernels", 40, can_shrink=False),
-    Stage("correct", "correct", 110, can_shrink=False),
+    Stage("compile", "compile_kernels", 60, can_shrink=False),
+    Stage("correct", "correct", 300, can_shrink=False),
     Stage("parity", "parity", 40, can_shrink=False),
     Stage("tune", "tune", 110),
     Stage("kernels", "kernels", 70),
@@ -55,15 +58,15 @@ EMULATED_PATIENCE = 4
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a run. Stages that can shrink share the part of `seconds` that the others
-    leave."""
+    """Options of a run. With `seconds`, stages that can shrink share the part that the others
+    leave; without, each has its whole budget."""
 
     out: Path
     pack: Path
     stages: tuple[str, ...]
     is_emulated: bool = False
     resume: bool = False
-    seconds: float = 580.0
+    seconds: float | None = None
 
 
 def chosen_stages(text: str) -> tuple[str, ...]:
@@ -85,10 +88,12 @@ def chosen_stages(text: str) -> tuple[str, ...]:
     return tuple(name for name in names if name in found)
 
 
-def budgets(names: Sequence[str], seconds: float) -> dict[str, float]:
+def budgets(names: Sequence[str], seconds: float | None) -> dict[str, float]:
     """Returns the seconds of each stage; stages that can shrink do so if needed, and none grows.
-    Raises ValueError if the others alone take more."""
+    Raises ValueError if the others alone take more than `seconds`."""
     stages = [stage for stage in STAGES if stage.name in names]
+    if seconds is None:
+        return {stage.name: stage.budget_s for stage in stages}
     fixed_s = sum(stage.budget_s for stage in stages if not stage.can_shrink)
     elastic_s = sum(stage.budget_s for stage in stages if stage.can_shrink)
     share = min(1.0, (seconds - fixed_s) / elastic_s) if elastic_s else 1.0
@@ -136,16 +141,21 @@ def run_stage(name: str, seconds: float, options: Options, results: Results) -> 
     end_s = (began_s := time.monotonic()) + seconds
     child.start()
     sender.close()
-    entry: Results = {"status": FAILED, "error": "the stage's process died", "found": {}}
+    entry: Results = {"status": RUNNING, "found": {}}
+    results["stages"][name] = entry
+    saved_s = 0.0
     try:
         while receiver.poll(max(0.0, end_s - time.monotonic())):
             entry |= (message := receiver.recv())
             if "status" in message:
                 break
+            if time.monotonic() - saved_s > SAVE_EVERY_S:
+                results_file.write(options.out, results)
+                saved_s = time.monotonic()
         else:
             entry |= {"status": STOPPED, "error": f"not done after {seconds:.0f} s"}
     except EOFError:
-        pass
+        entry |= {"status": FAILED, "error": "the stage's process died"}
     # After its last message the child ends by itself, once it has released the device.
     child.join(min(CLOSING_S, max(0.5, end_s - time.monotonic())))
     if child.is_alive():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -21,14 +22,18 @@ from bench.gpu_run import goals, lora_cases, results_file, run
 from bench.gpu_run import safetensors as own_safetensors
 from bench.gpu_run.compile_pool import run_jobs
 from bench.gpu_run.context import Context, Missing
+from bench.gpu_run.model import BenchModel
 from bench.gpu_run.peers import load
 from bench.gpu_run.run import Options, Stage, budgets, chosen_stages
+from bench.gpu_run.shared_tests import EVENTS, FAILURES, FOLDER_VARIABLE, in_order
 from bench.gpu_run.sizes import REAL
-from bench.gpu_run.stages.env import empty_kernel
+from bench.gpu_run.stages.correct import account
+from bench.gpu_run.stages.env import empty_kernel, read_kernel
 from bench.gpu_run.stages.tune import search, trials, tuned_for
 from bench.gpu_run.timing import Deadline
 
-MODEL = Path(__file__).parents[2] / "loadout/demo/assets/model/model.safetensors"
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "loadout/demo/assets/model/model.safetensors"
 
 
 @pytest.mark.parametrize(
@@ -45,17 +50,17 @@ def test_unknown_stages_are_refused(text):
         chosen_stages(text)
 
 
-def test_all_stages_take_less_than_ten_minutes():
+def test_two_calls_take_less_than_ten_minutes_each():
     names = [stage.name for stage in run.STAGES]
-    assert len(names) == 10
-    assert sum(budgets(names, 580.0).values()) < 580
-    assert sum(budgets(names, 1e6).values()) < 580, "none grows"
-    shrunk = budgets(names, 300.0)
-    assert sum(shrunk.values()) == pytest.approx(300)
-    assert shrunk["correct"] == 110
+    for text in ("0-3", "4-9"):
+        assert sum(budgets(chosen_stages(text), None).values()) < 580
+    assert budgets(names, 1e6) == budgets(names, None), "none grows"
+    shrunk = budgets(names, 550.0)
+    assert sum(shrunk.values()) == pytest.approx(550)
+    assert shrunk["correct"] == 300
     assert shrunk["tune"] < 110
-    with pytest.raises(ValueError, match="need 210"):
-        budgets(names, 200.0)
+    with pytest.raises(ValueError, match="need 420"):
+        budgets(names, 410.0)
 
 
 def test_results_are_replaced_in_one_go(tmp_path):
@@ -79,6 +84,14 @@ def dying(context: Context) -> dict:
     os._exit(7)
 
 
+def seen(context: Context) -> dict:
+    """Waits until the file of results has what this stage has saved so far."""
+    context.save({"part": 1})
+    while not (entry := results_file.read(context.out)["stages"].get("seen", {})).get("found"):
+        time.sleep(0.05)
+    return {"part": 1, "status_before": entry["status"]}
+
+
 def hanging(context: Context) -> dict:
     context.save({"half": True})
     while True:
@@ -90,13 +103,14 @@ STAGES = (
     Stage("dying", "dying", 60),
     Stage("hanging", "hanging", 1.0),  # times EMULATED_PATIENCE: a busy machine starts it late
     Stage("good", "good", 60),
+    Stage("seen", "seen", 60),
 )
 
 
 @pytest.fixture
 def run_fakes(monkeypatch, tmp_path):
     """`run_fakes(resume)` runs STAGES, the functions above."""
-    for function in (good, broken, dying, hanging):
+    for function in (good, broken, dying, hanging, seen):
         module = ModuleType(f"bench.gpu_run.stages.{function.__name__}")
         module.run = function  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -117,7 +131,9 @@ def test_a_stage_that_ends_badly_does_not_stop_the_next(run_fakes, tmp_path):
         "dying": "failed",
         "hanging": "stopped",
         "good": "passed",
+        "seen": "passed",
     }
+    assert stages["seen"]["found"]["status_before"] == run.RUNNING, "if the run were killed"
     assert stages["broken"]["error"] == "RuntimeError: an illegal memory access"
     assert "in broken" in stages["broken"]["trace"]
     assert stages["dying"]["exit_code"] == 7
@@ -293,8 +309,92 @@ def test_a_missing_peer_says_why(tmp_path):
 
 
 @pytest.mark.processes
-def test_the_kernel_of_a_graphs_node_compiles_for_a_device():
+@pytest.mark.parametrize(
+    ("kernel", "arguments", "instruction"),
+    [
+        (empty_kernel, {"out": "*i32"}, "st.global"),
+        (read_kernel, {"source": "*i32", "out": "*i32", "num_elements": "i32"}, "ld.global"),
+    ],
+)
+def test_the_kernels_of_env_compile_for_a_device(kernel, arguments, instruction):
     """Triton's interpreter, in which the stages are tried out, does not read annotations."""
-    source = ASTSource(fn=empty_kernel, signature={"out": "*i32"}, constexprs={})
+    source = ASTSource(fn=kernel, signature=arguments, constexprs={})
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    assert "st.global" in compiled.asm["ptx"]
+    assert instruction in compiled.asm["ptx"]
+
+
+def test_a_floor_is_of_bytes_or_of_products(tmp_path):
+    slow, fast = 1.0, 1e9
+
+    def floor_us(read: float, product: float, rows: int, adapters: int) -> float:
+        ceilings = {"device_read_gb_per_s": read, "product_tflop_per_s": product}
+        facts = {"seconds": 1.0, "pack": tmp_path, "out": tmp_path, "save": print}
+        found = {"env": {"ceilings": ceilings}}
+        context = Context.make(is_emulated=True, found=found, **facts)
+        model = BenchModel(context, num_adapters=2, max_rows=2, max_context=8)
+        return model.floor_us([5] * rows, adapters)
+
+    one, two = (floor_us(slow, fast, rows, 0) for rows in (1, 2))
+    assert one < two < 1.1 * one, "the weights are read once"
+    for adapters in (0, 1):
+        one, two = (floor_us(fast, slow, rows, adapters) for rows in (1, 2))
+        assert two == pytest.approx(2 * one), "every row is computed"
+    assert one > floor_us(fast, slow, 1, 0), "with its adapter"
+
+
+SHARED = """
+import pytest, time
+@pytest.mark.parametrize("n", range(6))
+def test_a(n):
+    time.sleep(0.3)
+    assert n != 3, "an odd number"
+def test_step_of_all():
+    pass
+"""
+
+
+def test_the_longest_tests_begin_and_the_same_features_are_apart():
+    names = ["a.py::short", "test_step.py::t[x-1]", "test_step.py::t[x-2]", "test_step.py::t[y-1]"]
+    names.append("test_step.py::test_features_with_adapters_of_every_kind[x]")
+    assert [names[index] for index in in_order(names)] == [
+        "test_step.py::test_features_with_adapters_of_every_kind[x]",
+        "test_step.py::t[x-1]",
+        "test_step.py::t[y-1]",
+        "test_step.py::t[x-2]",
+        "a.py::short",
+    ]
+
+
+@pytest.mark.processes
+def test_processes_share_tests_and_write_failures_at_once(tmp_path):
+    (tmp_path / "test_shared.py").write_text(SHARED)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "bench.gpu_run.shared_tests"]
+    command += ["-p", "no:cacheprovider", "-c", os.devnull, str(tmp_path)]
+    variables = os.environ | {FOLDER_VARIABLE: str(tmp_path)}
+    running = [
+        subprocess.Popen(command, env=variables, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    outputs = [process.communicate()[0] for process in running]
+    assert sorted(process.returncode for process in running) == [0, 1], outputs
+    events = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
+    ended = [each["name"] for each in events if each["event"] == "teardown"]
+    assert len(ended) == len(set(ended)) == 7
+    found = account(events)
+    assert (found["collected"], found["passed"], found["not_ended"]) == (7, 6, [])
+    assert [name.rpartition("::")[2] for name in found["failed"]] == ["test_a[3]"]
+    assert "an odd number" in (tmp_path / FAILURES).read_text()
+
+
+def test_tests_that_never_ran_are_named():
+    def event(kind: str, name: str, outcome: str = "passed") -> dict:
+        return {"event": kind, "name": name, "outcome": outcome, "seconds": 1.0}
+
+    events = [{"event": "collected", "names": ["a", "b", "c", "d"]}]
+    events += [event("started", name) for name in "abc"]
+    events += [event(kind, "a") for kind in ("setup", "call", "teardown")]
+    events += [event("setup", "b", "skipped"), event("teardown", "b"), event("setup", "c")]
+    found = account(events)
+    assert (found["passed"], found["skipped"], found["failed"]) == (1, 1, [])
+    assert (found["interrupted"], found["not_ended"]) == (["c"], ["c", "d"])
+    assert found["slowest_s"]["a"] == 3.0

@@ -20,7 +20,7 @@ from bench.gpu_run.stages.parity import start_engine
 from inference_svc.backends.cuda_graphs import captured_sizes
 from inference_svc.backends.cuda_lora import StepKind
 
-START_S = 6.0
+START_S = 15.0
 """Time reserved for a start after everything is compiled."""
 
 

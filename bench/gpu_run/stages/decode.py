@@ -84,8 +84,7 @@ def measure(model: BenchModel, backend: CudaBackend, case: Case) -> Found:
     times = model.decode_times(backend, rows, model.sizes.steps)
     step_us = 1e6 * median([each.whole for each in times])
     host_us = 1e6 * median([each.host for each in times])
-    read_bytes = model.read_bytes(contexts, min(case.num_rows, case.num_adapters))
-    floor_us = read_bytes / model.context.bytes_per_us
+    floor_us = model.floor_us(contexts, min(case.num_rows, case.num_adapters))
     return {
         **case._asdict(),
         "step_ms": step_us / 1e3,
@@ -118,7 +117,7 @@ def measure_loop(
     )
     step_us = 1e6 * median([times.whole for times in found])
     host_us = 1e6 * median([times.host for times in found])
-    floor_us = model.read_bytes([tokens] * num_rows, num_adapters) / model.context.bytes_per_us
+    floor_us = model.floor_us([tokens] * num_rows, num_adapters)
     return {
         "num_rows": num_rows,
         "num_adapters": num_adapters,

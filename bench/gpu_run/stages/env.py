@@ -58,11 +58,43 @@ def find_sanitizer() -> str | None:
 def ceilings(context: Context) -> Found:
     """Returns the device's rates; a copy on the device counts bytes read and bytes written."""
     return {
+        "device_read_gb_per_s": _read(context),
         "device_copy_gb_per_s": _copy(context),
         **_bus(context),
         "product_tflop_per_s": _product(context),
         "graph_node_us": _node_us(context),
     }
+
+
+READ_BLOCK, READ_BLOCKS = tl.constexpr(4096), tl.constexpr(8)
+"""Elements that a program loads at once, and number of such loads."""
+
+
+@triton.jit
+def read_kernel(source, out, num_elements):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Sums a part of `source`, int32, and writes one number."""
+    program = tl.program_id(0)
+    total = tl.zeros([READ_BLOCK], tl.int32)
+    for index in tl.static_range(READ_BLOCKS):
+        offsets = (program * READ_BLOCKS + index) * READ_BLOCK + tl.arange(0, READ_BLOCK)
+        total += tl.load(source + offsets, mask=offsets < num_elements, other=0)
+    tl.store(out + program, tl.sum(total, 0))
+
+
+def _read(context: Context) -> float:
+    """Reads with almost no writes, as decode steps do. Raises AssertionError for a wrong sum."""
+    num_elements = context.sizes.copy_bytes // 4
+    source = torch.ones(num_elements, dtype=torch.int32, device=context.device)
+    per_program = READ_BLOCK.value * READ_BLOCKS.value
+    num_programs = -(-num_elements // per_program)
+    out = torch.empty(num_programs, dtype=torch.int32, device=context.device)
+
+    def read() -> None:
+        read_kernel[(num_programs,)](source, out, num_elements, num_warps=8)
+
+    us = context.timer.time_us(read, 1).best_us
+    assert int(out.sum()) == num_elements, "the reading kernel has not read everything"
+    return context.sizes.copy_bytes / us / 1e3
 
 
 def _copy(context: Context) -> float:

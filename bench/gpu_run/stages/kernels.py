@@ -59,8 +59,7 @@ def run(context: Context) -> Found:
             except (*FAILURES, Missing) as error:
                 found["missing"].setdefault(name.partition("_")[0], str(error))
         found["cells"].append(cell | rate(cell))
-        if len(found["cells"]) % 10 == 0:
-            context.save(found)
+        context.save(found)
     wrong = [
         f"{name.removesuffix('_error')}: {cell['case']}"
         for cell in found["cells"]
@@ -80,7 +79,7 @@ def measure_families(context: Context, found: Found) -> None:
             continue
         us, error = measure_family(context, make_family(context, name))
         found["families"].append({"case": name, "us": us, "error": error})
-    context.save(found)
+        context.save(found)
     measure_torch(context, found)
 
 
