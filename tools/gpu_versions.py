@@ -38,14 +38,15 @@ def main() -> int:
         )
         return 2
     python = install(chosen)
-    # Without the peers, whose requirements are the same.
+    # Without the peers, whose requirements are the same, and without the services, which have more.
     pack = FOLDER / "pack"
-    run(sys.executable, "-m", "bench.gpu_run.pack", "--no-peers", "--out", str(pack))
+    run(sys.executable, "-m", "bench.gpu_run.pack", "--no-downloads", "--out", str(pack))
     pytest = [python, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
     run(*pytest, "--collect-only", "tests/gpu", emulates=True)
     run(*pytest, "tests/gpu", emulates=True)
     out = FOLDER / "out"
-    run(python, "-m", "bench.gpu_run", "--emulate", "--pack", str(pack), "--out", str(out))
+    command = [python, "-m", "bench.gpu_run", "--emulate", "--stages", "0-9"]
+    run(*command, "--pack", str(pack), "--out", str(out))
     return 0
 
 

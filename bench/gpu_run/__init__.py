@@ -1,11 +1,12 @@
-"""The GPU run: all measurements and tests that need a GPU, in one command of under ten minutes.
+"""The GPU run: all measurements and tests that need a GPU, in one command, or in two of under ten
+minutes each.
 
     python -m bench.gpu_run --out FOLDER             on a machine with a CUDA device
     python -m bench.gpu_run --out FOLDER --emulate   on the CPU, through Triton's interpreter
 
-Each of the ten stages runs in its own process, so that an error of one, even of the device, does
-not affect the next. The run needs torch, triton, numpy and pytest;
-`docs/development/gpu-run.md` describes the stages and their results.
+Each of the eleven stages runs in its own process, so that an error of one, even of the device, does
+not affect the next. The run needs torch, triton, numpy and pytest, and the pack's wheels for the
+services; `docs/development/gpu-run.md` describes the stages and their results.
 
 compile_pool  runs jobs such as compilation in many processes, until a deadline
 context       the inputs of a stage: device, sizes, timer, deadline, results of earlier stages
@@ -20,10 +21,13 @@ one_step      single steps of a model of one layer, to run under compute-sanitiz
 pack          makes a folder of the files that the device's machine cannot fetch
 pack_store    reads this folder: its model, and a store of its adapters
 peers         the peers' LoRA kernels, from the files in the pack
-results_file  the file of results, rewritten after each stage
+results_file  the file of results, rewritten while stages run and after each
 run           runs the stages one after the other
-safetensors   reads the model if the library of this name is not installed
+safetensors   writes checkpoints, and reads the model if the library of this name is not installed
+services      both services as processes, loaded over gRPC
+shared_tests  a plugin of pytest, with which processes share the tests of one run
 sizes         the sizes of measurements: Llama-3-8B, or tiny ones for emulation
 stages        a module for each stage
 timing        microseconds on the device, and seconds on the host
+wheels        the packages that the services need, from the pack
 """

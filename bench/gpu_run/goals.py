@@ -8,7 +8,10 @@ from typing import Any
 MIN_RATIO, MIN_SHARE_OF_BOUND, NEVER_BELOW = 1.3, 0.85, 1.0
 """Goals of kernels: speed in units of the better tuned peer's, or share of the device's limit."""
 MIN_SHARE_OF_FLOOR, MIN_SHARE_OF_BUS, MAX_P99_RATIO = 0.75, 0.8, 1.1
+MIN_SHARE_OF_BASE = 0.9
+"""Goal of the services: their tokens/s with many resident adapters, relative to none."""
 
+NUM_ADAPTERS = 16
 PEERS = ("vllm", "sglang")
 
 Goal = dict[str, Any]
@@ -22,6 +25,7 @@ def summarize(stages: Stages) -> list[Goal]:
         *_kernels(found.get("kernels", {})),
         *_decode(found.get("decode", {})),
         *_loads(found.get("loads", {})),
+        *_services(found.get("services", {})),
         *_stages(stages),
     ]
 
@@ -88,6 +92,20 @@ def _loads(found: Mapping[str, Any]) -> Iterator[Goal]:
         ratio,
         None if ratio is None else ratio <= MAX_P99_RATIO,
     )
+
+
+def _services(found: Mapping[str, Any]) -> Iterator[Goal]:
+    bar = f">= {MIN_SHARE_OF_BASE} of base"
+    rounds = {
+        (each["streams"], each["adapters"]): each["share_of_base"]
+        for each in found.get("rounds", [])
+        if not each["is_cold"]
+    }
+    for streams in (32, 128):
+        share = rounds.get((streams, NUM_ADAPTERS))
+        passed = None if share is None else share >= MIN_SHARE_OF_BASE
+        name = f"tokens/s over gRPC, {streams} streams, {NUM_ADAPTERS} adapters"
+        yield _goal(name, bar, share, passed)
 
 
 def _stages(stages: Stages) -> Iterator[Goal]:

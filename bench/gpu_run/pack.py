@@ -2,9 +2,10 @@
 
     python -m bench.gpu_run.pack [--out .gpu-pack]
 
-The pack has the peers' Triton files from their wheels, the demo's model, its adapters as images,
-and the tokens of two hundred requests from this machine's CPU. It records each peer that cannot be
-fetched, and the run then reports that peer as missing. The pack is not committed.
+The pack has the peers' Triton files from their wheels, the wheels that both services need there,
+our generated modules, the demo's model, its adapters as images, and the tokens of two hundred
+requests from this machine's CPU. It records whatever cannot be fetched, and the run then reports it
+as missing. The pack is not committed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tokenizers import Tokenizer
 
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.images.compile import compile_image
+from bench.gpu_run import wheels
 from bench.gpu_run.__main__ import PACK
 from bench.gpu_run.pack_store import (
     BASE_MODEL,
@@ -40,6 +42,7 @@ from bench.gpu_run.pack_store import (
     make_request,
     make_store,
 )
+from bench.gpu_run.services.folder import pack_stubs
 from bench.memory_store import image_header, store_layout
 from inference_svc.adapters.targets import build_layout
 from inference_svc.engine.thread import EngineThread
@@ -47,7 +50,7 @@ from inference_svc.model.architectures import load_description
 from loadout.demo import jobs
 
 ASSETS = Path("loadout/demo/assets")
-MAX_BYTES = 20 << 20
+MAX_BYTES = 50 << 20
 NUM_REQUESTS, MAX_TOKENS, SAMPLED_EVERY = 200, 24, 10
 """One of ten requests is sampled, with its own seed; the others are greedy."""
 TIMEOUT_S = 300.0
@@ -86,13 +89,13 @@ PEER_FILES = {
 
 
 def main() -> int:
-    """Makes the pack. Returns 1 if a peer is missing from it."""
+    """Makes the pack. Returns 1 if a peer, or the services' wheels, are missing from it."""
     parser = argparse.ArgumentParser(prog="bench.gpu_run.pack", description=__doc__)
     parser.add_argument("--out", type=Path, default=PACK)
-    parser.add_argument("--no-peers", action="store_true", help="fetch nothing")
+    parser.add_argument("--no-downloads", action="store_true", help="fetch nothing")
     parser.add_argument("--requests", type=int, default=NUM_REQUESTS, help="number to record")
     options = parser.parse_args()
-    missing = make(options.out, has_peers=not options.no_peers, num_requests=options.requests)
+    missing = make(options.out, downloads=not options.no_downloads, num_requests=options.requests)
     for name, why in missing.items():
         print(f"MISSING {name}: {why}", file=sys.stderr)
     num_bytes = sum(path.stat().st_size for path in options.out.rglob("*"))
@@ -101,16 +104,23 @@ def main() -> int:
     return int(bool(missing))
 
 
-def make(out: Path, *, has_peers: bool, num_requests: int) -> dict[str, str]:
-    """Replaces the pack at `out`, and returns the reason for each missing peer by its name."""
+def make(out: Path, *, downloads: bool, num_requests: int) -> dict[str, str]:
+    """Replaces the pack at `out`, and returns the reason for each missing peer by its name, and for
+    missing wheels."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     missing, facts = {}, {}
-    for name, peer in PEER_FILES.items() if has_peers else ():
+    for name, peer in PEER_FILES.items() if downloads else ():
         try:
             facts[name] = fetch(peer, out / PEERS / name)
         except (subprocess.SubprocessError, OSError, KeyError, zipfile.BadZipFile) as error:
             missing[name] = str(error)
+    if downloads:
+        try:
+            wheels.fetch(out / wheels.WHEELS)
+        except (subprocess.SubprocessError, OSError) as error:
+            missing[wheels.WHEELS] = str(error)
+    pack_stubs(out)
     shutil.copytree(ASSETS / MODEL, out / MODEL)
     digests = compile_adapters(out)
     record(out, digests, num_requests)

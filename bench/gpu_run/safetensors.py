@@ -1,5 +1,5 @@
-"""Reads the model if the library of this name is not installed; it has all that `model.weights`
-calls.
+"""Writes checkpoints, and reads the model if the library of this name is not installed; then this
+module has all that `model.weights` calls.
 
 The format: https://huggingface.co/docs/safetensors/index#format
 """
@@ -78,6 +78,24 @@ def safe_open(path: Path, framework: str) -> Iterator[File]:
     """Opens a file. Raises SafetensorError for another format, and OSError if it is unreadable."""
     assert framework == "pt"
     yield File(Path(path).read_bytes())
+
+
+def save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Writes tensors of a CPU's memory to a file."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        shape = [*tensor.shape]
+        header[key] = {"dtype": names[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for tensor in tensors.values():
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def install_if_missing() -> bool:

@@ -47,6 +47,22 @@ QWEN3_30B = Mixture(128, 8, 2048, 768)
 """The experts of Qwen3-30B-A3B."""
 
 
+class ServiceSizes(NamedTuple):
+    """Sizes of the loads over gRPC, and the inference service's memory for keys and values, for
+    adapters on the device, and on the host."""
+
+    adapters: int
+    prompt_tokens: int
+    new_tokens: int
+    streams: tuple[int, ...]
+    long_streams: int
+    """Streams with long prompts, at most as many as there are adapters."""
+    long_prompt_tokens: int
+    kv_bytes: int
+    adapter_bytes: int
+    host_bytes: int
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of the stages' measurements. Contexts and prompts are in tokens."""
@@ -94,6 +110,7 @@ class Sizes:
     parity_tokens: int
     """Maximum tokens of each request."""
     mixture: Mixture
+    services: ServiceSizes
     tune_configs: int
     """Maximum configurations of a kernel."""
     tune_problems: int
@@ -130,6 +147,17 @@ REAL = Sizes(
     parity_requests=200,
     parity_tokens=64,
     mixture=QWEN3_30B,
+    services=ServiceSizes(
+        adapters=16,
+        prompt_tokens=64,
+        new_tokens=64,
+        streams=(32, 128),
+        long_streams=8,
+        long_prompt_tokens=1000,
+        kv_bytes=16 << 30,
+        adapter_bytes=4 << 30,
+        host_bytes=4 << 30,
+    ),
     tune_configs=64,
     tune_problems=32,
 )
@@ -164,6 +192,17 @@ EMULATED = Sizes(
     parity_requests=3,
     parity_tokens=2,
     mixture=Mixture(4, 2, 32, 16),
+    services=ServiceSizes(
+        adapters=2,
+        prompt_tokens=5,
+        new_tokens=4,
+        streams=(2, 3),
+        long_streams=2,
+        long_prompt_tokens=20,
+        kv_bytes=8 << 20,
+        adapter_bytes=8 << 20,
+        host_bytes=0,
+    ),
     tune_configs=1,
     tune_problems=1,
 )

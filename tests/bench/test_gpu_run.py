@@ -19,7 +19,8 @@ from kernels import tuning
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+# The fixture runs every stage, minutes on a busy machine.
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def folder(tmp_path_factory) -> Path:
 def results(folder) -> dict:
     """Of all stages, without the peers, which would have to be fetched. Another package that is
     called `tests` lies where installed ones do: the stage that runs our tests must not find it."""
-    pack.make(folder / "pack", has_peers=False, num_requests=9)
+    pack.make(folder / "pack", downloads=False, num_requests=9)
     other = folder / "installed" / "tests"
     other.mkdir(parents=True)
     (other / "__init__.py").write_text("raise RuntimeError('somebody else's tests')\n")
@@ -164,6 +165,24 @@ def test_trace_has_a_file_and_an_account(found, folder):
         assert each["longest"][0]["us"] > 0
         with gzip.open(folder / "out" / each["file"]) as file:
             assert len(json.load(file)["traceEvents"]) >= each["events"] > 0
+
+
+def test_services_have_every_round(found):
+    services = found("services")
+    rounds = services["rounds"]
+    assert [(each["streams"], each["adapters"], each["is_cold"]) for each in rounds] == [
+        *[(2, 0, False), (2, 1, False), (2, 2, True), (2, 2, False)],
+        *[(3, 0, False), (3, 1, False), (3, 2, True), (3, 2, False)],
+        *[(1, 0, False), (1, 1, False)],
+        *[(2, 0, False), (2, 2, False)],
+    ]
+    for each in rounds:
+        assert (each["share_of_base"] is None) == (each["adapters"] == 0)
+        assert 0 < each["between_tokens_p50_ms"] <= each["between_tokens_p99_ms"]
+    assert services["kernels"] == "torch"
+    assert 0 < services["register_s"] <= services["compiled_s"]
+    assert services["start_s"] > services["cold_first_token_s"] > 0
+    assert (services["wheels"], services["left_out"]) == ([], [])
 
 
 def test_summary_has_every_goal(results):

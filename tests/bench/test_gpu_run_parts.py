@@ -44,7 +44,7 @@ def test_stages_by_number_range_and_name(text, names):
     assert chosen_stages(text) == names
 
 
-@pytest.mark.parametrize("text", ["", "10", "x", "2-", "-3"])
+@pytest.mark.parametrize("text", ["", "11", "x", "2-", "-3"])
 def test_unknown_stages_are_refused(text):
     with pytest.raises(ValueError, match="--stages"):
         chosen_stages(text)
@@ -52,15 +52,15 @@ def test_unknown_stages_are_refused(text):
 
 def test_two_calls_take_less_than_ten_minutes_each():
     names = [stage.name for stage in run.STAGES]
-    for text in ("0-3", "4-9"):
+    for text in ("0-3", "4-10"):
         assert sum(budgets(chosen_stages(text), None).values()) < 580
     assert budgets(names, 1e6) == budgets(names, None), "none grows"
-    shrunk = budgets(names, 550.0)
-    assert sum(shrunk.values()) == pytest.approx(550)
+    shrunk = budgets(names, 700.0)
+    assert sum(shrunk.values()) == pytest.approx(700)
     assert shrunk["correct"] == 300
     assert shrunk["tune"] < 110
-    with pytest.raises(ValueError, match="need 420"):
-        budgets(names, 410.0)
+    with pytest.raises(ValueError, match="need 570"):
+        budgets(names, 560.0)
 
 
 def test_results_are_replaced_in_one_go(tmp_path):
