@@ -141,7 +141,7 @@ def _add_rms_norm(a: Arguments, step: Step) -> Traffic:
     hidden, delta, rows = a["hidden"], a["delta"], a["rows"]
     each = len(a["out"]) * a["SIZE"] * hidden.itemsize
     keeps_sum = delta is not None and rows is None
-    read = (each,) * (1 if delta is None else 2)
+    read = (each,) * (1 + (delta is not None) + (a["addend"] is not None))
     return Traffic(a["weight"].nbytes, (*read, *_sizes(rows)), (each,) * (1 + keeps_sum))
 
 
@@ -150,12 +150,12 @@ def _norm_rows(a: Arguments, step: Step) -> Traffic:
 
 
 def _swiglu(a: Arguments, step: Step) -> Traffic:
-    return Traffic(0, _sizes(a["gate"], a["up"]), _sizes(a["out"]))
+    return Traffic(0, _sizes(a["gate"], a["up"], a.get("addend")), _sizes(a["out"]))
 
 
 def _store(a: Arguments, step: Step) -> Traffic:
     constant = sum(_sizes(a["q_norm"], a["k_norm"], a["v_norm"]))
-    read = _sizes(a["qkv"], a["cells"], a["cos"], a["sin"], a["q_scale"])
+    read = _sizes(a["qkv"], a["cells"], a["cos"], a["sin"], a["q_scale"], a["addend"])
     return Traffic(constant, read, _sizes(a["qkv"]))
 
 
@@ -214,7 +214,8 @@ def _expand(a: Arguments, step: Step) -> Traffic:
         return Traffic(0, _sizes(a["items"]), ())
     constant = work.adapters * work.rank * width * a["arena"].itemsize
     out = step.num_adapter_rows * width * a["out"].itemsize
-    return Traffic(constant, (_shrunk_bytes(a, step), out, *_sizes(a["items"])), (out,))
+    read = (_shrunk_bytes(a, step), *_sizes(a["items"]))
+    return Traffic(constant, read if a["BESIDE"] else (*read, out), (out,))
 
 
 ELEMENTWISE = {"add", "add_", "mul", "mul_", "div", "tanh", "floor", "log1p", "to"}

@@ -1,11 +1,12 @@
-"""Estimates a decode step's time on a GPU from its launches, without a GPU.
+"""Predicts decode steps on an H200 without a GPU, and compares them with measured steps.
 
     python -m bench.gpu_cost [--out FILE]
 
-The estimate counts the launches of a step with the shape of Llama-3-8B and the bytes that each
-reads and writes, and adds fixed costs. The results also have these figures for version 0.2.0, and
-each launch's number of programs for the device's SMs. They depend only on the code and on the
-host's time in results/gpu_host.json; a test compares.
+A prediction traces a step with the shape of Llama-3-8B (`gpu_step`), and adds the times of its
+launches (`gpu_time`) to the host's measured time. results/h200/steps.json has the measured steps:
+with adapters beside the base's products, and in line with them. The results also have each launch's
+number of programs for the device's SMs. They depend only on the code and on the measured steps; a
+test compares.
 """
 
 from __future__ import annotations
@@ -13,108 +14,105 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.gpu_bytes import floor_bytes, num_segments, targets, traffic
-from bench.gpu_launches import Launch
+from bench import gpu_time
+from bench.gpu_bytes import floor_bytes, traffic
+from bench.gpu_launches import COMPUTE, Launch
 from bench.gpu_step import Step, Workload, trace
+from bench.gpu_time import BYTES_PER_S, CTAS_PER_SM, NUM_SMS, device_s, num_tasks
 from bench.results import FOLDER, show
-from kernels.lora.plan import ROWS_TOKENS
+from kernels import tuning
 
-NODE_S = 2e-6
-"""Fixed time of a graph's node, in addition to its bytes."""
-BYTES_PER_S = 4.3e12
-"""An H200's rate of reads; its data sheet has 4.8e12."""
-PRODUCT_SHARE = 0.85
-"""Share of this rate that a product of matrices reaches."""
-NUM_SMS = 132
-CTAS_PER_SM = {
-    "route_kernel": 32,
-    "rank_pairs_kernel": 4,
-    "describe_pairs_kernel": 16,
-    "plan_items_kernel": 4,
-    "experts_linear_kernel": 2,
-    "combine_experts_kernel": 21,
-    "clamped_swiglu_kernel": 16,
-    "add_rms_norm_kernel": 4,
-    "norm_rows_kernel": 4,
-    "swiglu_kernel": 16,
-    "rotary_angles_kernel": 32,
-    "store_kernel": 32,
-    "decode_kernel": 4,
-    "combine_kernel": 12,
-    "shrink_kernel": 6,
-    "expand_kernel": 5,
-}
-"""Programs of a decode step's launches that fit an SM at least, from the assembler; a test
-compares."""
-
-ROWS = (1, 32, 128)
-GOAL, ROWS_WITH_GOAL = 0.75, (1, 32)
-"""Goal for steps of the base model, as a share of the floor."""
-PRODUCT = "linear"
+MEASURED = Path("h200/steps.json")
+ROWS, CONTEXT = (1, 32, 128), 512
+MOST_ADDED = 0.05
+"""Goal: adapters add their bytes, and this share of the step without adapters."""
+CONSTANTS = (
+    *("BYTES_PER_S", "FLOP_PER_S", "NODE_S", "EXPOSED_SHARE", "SHRINK_BYTES_PER_S", "BLOCK_S"),
+    *("WAVE_S", "MOST_WAVES", "KERNEL_S", "PRODUCT_S", "CONTEXT_BYTES_PER_S"),
+    *("BETWEEN_BYTES_PER_S", "EMPTY_PROGRAM_S", "FORK_S", "NUM_SMS", "CTAS_PER_SM"),
+)
+Found = dict[str, Any]
 
 
 class Counts(NamedTuple):
-    """A step's launches, its products of matrices, and the bytes that they read and write: the
-    products, and all launches."""
+    """The launches of a step's critical path and beside it, and the bytes that all launches read
+    and write."""
 
     nodes: int
-    products: int
-    product_bytes: int
+    beside: int
     all_bytes: int
-
-
-BEFORE = {
-    Workload(1, 0): (Counts(953, 129, 15014038016, 15165581640), 135),
-    Workload(1, 1): (Counts(1212, 129, 15014038016, 15256992120), 232),
-    Workload(32, 0): (Counts(953, 129, 15160393728, 17964280320), 248),
-    Workload(32, 1): (Counts(1212, 129, 15160393728, 18288947200), 369),
-    Workload(32, 32): (Counts(1212, 129, 15160393728, 20889415680), 442),
-    Workload(128, 0): (Counts(921, 129, 15613624320, 26286507264), 534),
-    Workload(128, 1): (Counts(1180, 129, 15613624320, 27333516544), 702),
-    Workload(128, 128): (Counts(1180, 129, 15613624320, 37987048704), 1044),
-}
-"""Version 0.2.0: counts of its code, and the host's microseconds, measured in turns with this
-version's (README.md)."""
 
 
 def workloads() -> Iterator[Workload]:
     for rows in ROWS:
         for adapters in sorted({0, 1, rows}):
-            yield Workload(rows, adapters)
+            yield Workload(rows, adapters, CONTEXT)
+
+
+def measured(path: Path = FOLDER / MEASURED) -> Found:
+    """Returns measured steps, and kernels measured apart."""
+    found: Found = json.loads(path.read_text())
+    return found
+
+
+def trace_in_line(work: Workload) -> Step:
+    """Traces a step in which LoRA is in line with the products, as if there were no side stream."""
+    with tuning.overridden("beside", most_rows=0):
+        return trace(work)
 
 
 def counts_of(step: Step) -> Counts:
-    found = [(launch.name, traffic(launch, step).all_bytes) for launch in step.launches]
-    products = [num_bytes for name, num_bytes in found if name == PRODUCT]
-    return Counts(len(found), len(products), sum(products), sum(each for _, each in found))
+    num_critical = sum(launch.stream == COMPUTE for launch in step.launches)
+    all_bytes = sum(traffic(launch, step).all_bytes for launch in step.launches)
+    return Counts(num_critical, len(step.launches) - num_critical, all_bytes)
 
 
-def step_s(counts: Counts, host_s: float) -> float:
-    """Returns a step's seconds if every node takes its fixed time and then reads its bytes."""
-    other_bytes = counts.all_bytes - counts.product_bytes
-    products_s = counts.product_bytes / (PRODUCT_SHARE * BYTES_PER_S)
-    return host_s + counts.nodes * NODE_S + products_s + other_bytes / BYTES_PER_S
-
-
-def cost(counts: Counts, host_us: float, floor: int) -> dict[str, Any]:
-    """Returns a row of the table. `share_hidden` assumes that the fixed time of products is already
-    part of their lower rate."""
-    whole_s = step_s(counts, host_us * 1e-6)
-    hidden_s = whole_s - counts.products * NODE_S
-    floor_s = floor / BYTES_PER_S
+def compare(case: Found, is_in_line: bool = False) -> Found:
+    """Predicts a measured step. `error` is a share of the measured time."""
+    work = Workload(case["num_rows"], case["num_adapters"], case["context"])
+    step = trace_in_line(work) if is_in_line else trace(work)
+    device_ms, floor = 1e3 * device_s(step), floor_bytes(step)
+    predicted_ms = case["host_ms"] + device_ms
     return {
-        "nodes": counts.nodes,
-        "all_bytes": counts.all_bytes,
-        "host_us": round(host_us, 1),
-        "step_us": round(whole_s * 1e6, 1),
-        "share": round(floor_s / whole_s, 3),
-        "share_hidden": round(floor_s / hidden_s, 3),
+        "rows": work.rows,
+        "adapters": work.adapters,
+        "context": work.context,
+        **counts_of(step)._asdict(),
+        "floor_bytes": floor,
+        "floor_ms": round(1e3 * floor / BYTES_PER_S, 3),
+        "host_ms": case["host_ms"],
+        "measured_ms": case["step_ms"],
+        "predicted_ms": round(predicted_ms, 3),
+        "error": round(predicted_ms / case["step_ms"] - 1, 4),
+        "share": round(1e3 * floor / BYTES_PER_S / predicted_ms, 3),
     }
+
+
+def adapters_cost(steps: list[Found], adapter_bytes: int) -> list[Found]:
+    """Returns for each step with adapters its limit, and the share of the step without adapters
+    that they add beyond their bytes, measured and predicted."""
+    base = {(row["rows"], row["context"]): row for row in steps if not row["adapters"]}
+    found = []
+    for row in steps:
+        alone = base[row["rows"], row["context"]]
+        if not row["adapters"] or row["context"] != CONTEXT:
+            continue
+        bytes_ms = 1e3 * row["adapters"] * adapter_bytes / BYTES_PER_S
+        cost: Found = {"rows": row["rows"], "adapters": row["adapters"]}
+        for source in ("measured", "predicted"):
+            alone_ms, step_ms = alone[f"{source}_ms"], row[f"{source}_ms"]
+            cost[source] = {
+                "base_ms": round(alone_ms, 4),
+                "limit_ms": round((1 + MOST_ADDED) * alone_ms + bytes_ms, 4),
+                "step_ms": round(step_ms, 4),
+                "added": round((step_ms - bytes_ms) / alone_ms - 1, 4),
+            }
+        found.append(cost)
+    return found
 
 
 def label(launch: Launch, step: Step) -> str:
@@ -140,91 +138,82 @@ def occupancy(step: Step) -> dict[str, dict[str, float]]:
     return found
 
 
-def num_tasks(launch: Launch, step: Step) -> int:
-    """Returns the number of programs with work: in attention one for each segment and key head, in
-    LoRA the programs of targets that adapters have."""
-    a = launch.arguments
-    if launch.name == "decode_kernel":
-        return num_segments(step) * int(a["NUM_KV_HEADS"])
-    if "first_target" in a:
-        return num_items(step.work) * math.prod((launch.grid or ())[1:]) * bool(targets(a, step))
-    return math.prod(launch.grid or ())
-
-
-def num_items(work: Workload) -> int:
-    """Returns the number of LoRA's items with rows."""
-    counts = Counter(row * work.adapters // work.rows for row in range(work.rows))
-    return sum(-(-count // ROWS_TOKENS) for count in counts.values()) if work.adapters else 0
-
-
-def host_times_us(path: Path = FOLDER / "gpu_host.json") -> dict[tuple[int, int], float]:
-    """Returns the last measured microseconds, by rows and adapters."""
-    found = json.loads(path.read_text())["found"]
-    return {(row["rows"], row["adapters"]): row["sum"] for row in found}
-
-
-def reckon() -> dict[str, Any]:
+def reckon() -> Found:
     """Returns the results as they are written."""
-    host_us, costs, programs = host_times_us(), [], []
-    for work in workloads():
-        step = trace(work)
-        floor = floor_bytes(step)
-        facts: dict[str, Any] = {"rows": work.rows, "adapters": work.adapters}
-        before = cost(*BEFORE[work], floor)
-        now = cost(counts_of(step), host_us[work.rows, work.adapters], floor)
-        costs.append(
-            facts | {"context": work.context, "floor_bytes": floor, "0.2.0": before, "now": now}
-        )
-        if work.adapters in (0, work.rows):
-            programs.append(facts | {"launches": occupancy(step)})
-    constants = {
-        "node_us": NODE_S * 1e6,
-        "bytes_per_s": BYTES_PER_S,
-        "product_share": PRODUCT_SHARE,
-        "sms": NUM_SMS,
-        "ctas_per_sm": CTAS_PER_SM,
+    cases = measured()
+    steps = [compare(case) for case in cases["steps"]]
+    programs = [
+        {
+            "rows": work.rows,
+            "adapters": work.adapters,
+            "launches": occupancy(trace(work)),
+        }
+        for work in workloads()
+        if work.adapters in (0, work.rows)
+    ]
+    return {
+        "workload": "gpu_cost",
+        "constants": {name.lower(): getattr(gpu_time, name) for name in CONSTANTS},
+        "steps": steps,
+        "loop": [compare(case) for case in cases["loop"]],
+        "in_line": [compare(case, is_in_line=True) for case in cases["in_line"]["steps"]],
+        "adapters": adapters_cost(steps, cases["adapter_bytes"]),
+        "programs": programs,
     }
-    return {"workload": "gpu_cost", "constants": constants, "steps": costs, "programs": programs}
 
 
-def markdown(found: dict[str, Any]) -> str:
-    """Returns the table of README.md."""
+def markdown(found: Found) -> str:
+    """Returns the tables of README.md."""
+    in_line = {(row["rows"], row["adapters"], row["context"]): row for row in found["in_line"]}
     lines = [
-        "| rows | adapters | floor, ms | launches | bytes / floor | step, ms | share of floor |",
+        "| rows | adapters | floor, ms | launches | bytes / floor | step, ms | in line, ms |",
         "|---|---|---|---|---|---|---|",
     ]
-    for row in found["steps"]:
-        old, now, floor = row["0.2.0"], row["now"], row["floor_bytes"]
+    for row in sorted(found["steps"], key=lambda row: (row["rows"], row["adapters"])):
+        if row["context"] == CONTEXT:
+            other = in_line[row["rows"], row["adapters"], CONTEXT]
+            beside = f" + {row['beside']}" if row["beside"] else ""
+            lines.append(
+                f"| {row['rows']} | {row['adapters']} | {row['floor_ms']:.2f} "
+                f"| {row['nodes']}{beside} | {row['all_bytes'] / row['floor_bytes']:.3f} "
+                f"| {row['measured_ms']:.2f} ({row['predicted_ms']:.2f}) "
+                f"| {other['measured_ms']:.2f} ({other['predicted_ms']:.2f}) |"
+            )
+    lines += [
+        "",
+        "| rows | adapters | base, ms | limit, ms | step, ms | added | predicted |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(found["adapters"], key=lambda row: (row["rows"], row["adapters"])):
+        of = row["measured"]
         lines.append(
-            f"| {row['rows']} | {row['adapters']} | {1e3 * floor / BYTES_PER_S:.2f} "
-            f"| {now['nodes']} ({old['nodes']}) "
-            f"| {now['all_bytes'] / floor:.3f} ({old['all_bytes'] / floor:.3f}) "
-            f"| {now['step_us'] / 1e3:.2f} ({old['step_us'] / 1e3:.2f}) "
-            f"| {now['share']:.3f} to {now['share_hidden']:.3f} ({old['share']:.3f}) |"
+            f"| {row['rows']} | {row['adapters']} | {of['base_ms']:.2f} | {of['limit_ms']:.2f} "
+            f"| {of['step_ms']:.2f} | {100 * of['added']:.1f} % "
+            f"| {100 * row['predicted']['added']:.1f} % |"
         )
     return "\n".join(lines)
 
 
-def print_tables(found: dict[str, Any]) -> None:
-    columns = ["rows", "adapters", "floor ms", "nodes", "bytes / floor", "step ms", "share", "goal"]
-    for version in ("0.2.0", "now"):
+def print_tables(found: Found) -> None:
+    columns = ["rows", "adapters", "context", "launches", "beside", "host ms", "measured ms"]
+    columns += ["predicted ms", "error, %", "share of floor"]
+    for part in ("steps", "loop", "in_line"):
+        rows = [
+            [
+                *(row["rows"], row["adapters"], row["context"], row["nodes"], row["beside"]),
+                *(row["host_ms"], row["measured_ms"], row["predicted_ms"]),
+                *(f"{100 * row['error']:+.1f}", f"{row['share']:.3f}"),
+            ]
+            for row in found[part]
+        ]
+        show(f"decode, {part.replace('_', ' ')}", columns, rows)
+    columns = ["rows", "adapters", "base ms", "limit ms", "step ms", f"added, {MOST_ADDED:.0%}"]
+    for source in ("measured", "predicted"):
         rows = []
-        for row in found["steps"]:
-            of, floor = row[version], row["floor_bytes"]
-            has_goal = row["adapters"] == 0 and row["rows"] in ROWS_WITH_GOAL
-            rows.append(
-                [
-                    row["rows"],
-                    row["adapters"],
-                    1e3 * floor / BYTES_PER_S,
-                    of["nodes"],
-                    f"{of['all_bytes'] / floor:.3f}",
-                    of["step_us"] / 1e3,
-                    f"{of['share']:.3f} to {of['share_hidden']:.3f}",
-                    GOAL if has_goal else None,
-                ]
-            )
-        show(f"a decode step, {version}", columns, rows)
+        for row in found["adapters"]:
+            *times_ms, added = row[source].values()
+            rows.append([row["rows"], row["adapters"], *times_ms, f"{added:.1%}"])
+        show(f"adapters, {source}", columns, rows)
     for row in found["programs"]:
         title = f"programs, {row['rows']} rows, {row['adapters']} adapters"
         facts = [[name, *each.values()] for name, each in row["launches"].items()]

@@ -8,11 +8,13 @@ host's memory, raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -25,8 +27,10 @@ from kernels.elementwise import triton_kernels as elementwise
 from kernels.experts import triton_kernels as experts
 from kernels.lora import triton_kernels as lora
 from kernels.replaced import triton_kernels as replaced
+from kernels.streams import HostStream
 
 META = torch.device("meta")
+COMPUTE = "compute"
 MODULES: tuple[ModuleType, ...] = (attention, elementwise, experts, lora, replaced)
 FREE = {"empty", "detach", "t", "view", "_unsafe_view", "slice", "split", "split_with_sizes"}
 FREE |= {"empty_like", "flatten", "unflatten", "reshape", "alias", "select", "transpose", "view_as"}
@@ -49,11 +53,24 @@ class Launch(NamedTuple):
     grid: tuple[int, ...] | None
     arguments: dict[str, Any]
     outputs: tuple[Tensor, ...] = ()
+    stream: str = COMPUTE
+    """The field of `Streams`; `COMPUTE` has the step's critical path."""
+    place: int = 0
+    """How many launches its stream has before it."""
+    after: Mapping[str, int] = MappingProxyType({})
+    """By stream, how many launches have ended when it begins."""
 
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors that the launch reads and writes, except `outputs`."""
         return [leaf for leaf in tree_leaves(self.arguments) if isinstance(leaf, Tensor)]
+
+    def may_overlap(self, other: Launch) -> bool:
+        """Returns whether nothing orders the two."""
+        return not (self._follows(other) or other._follows(self))
+
+    def _follows(self, other: Launch) -> bool:
+        return self.after.get(other.stream, 0) > other.place
 
 
 Note = Callable[[Launch], None]
@@ -68,6 +85,36 @@ class Noted:
     """The number of each allocation, in order, by `storage_id`."""
     _kept: list[Tensor] = field(default_factory=list)
     """Tensors kept so that no other tensor gets their id."""
+    _current: str = COMPUTE
+    _ended: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """For each stream, how many launches of each have ended when its next launch begins."""
+
+    @property
+    def critical(self) -> list[Launch]:
+        """The launches of the critical path."""
+        return [launch for launch in self.launches if launch.stream == COMPUTE]
+
+    def add(self, launch: Launch) -> None:
+        """Adds a launch on the current stream."""
+        stream = self._current
+        ended = self._ended[stream]
+        self.launches.append(
+            launch._replace(stream=stream, place=ended[stream], after=Counter(ended))
+        )
+        ended[stream] += 1
+
+    @contextmanager
+    def enter(self, stream: HostStream) -> Iterator[None]:
+        """Within the context, launches are on `stream`."""
+        before, self._current = self._current, stream.name
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def wait(self, stream: HostStream, other: HostStream) -> None:
+        """Orders later launches of `stream` after all launches of `other` so far."""
+        self._ended[stream.name] |= self._ended[other.name]
 
     def add_allocated(self, before: list[Tensor], after: list[Tensor]) -> None:
         """Adds an operation's results that have new memory."""
@@ -102,7 +149,7 @@ class _TorchLaunches(TorchDispatchMode):
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self._noted.add_allocated(launch.tensors, outputs)
         if is_launched:
-            self._noted.launches.append(launch._replace(outputs=tuple(outputs)))
+            self._noted.add(launch._replace(outputs=tuple(outputs)))
         return result
 
 
@@ -156,7 +203,24 @@ def launches() -> Iterator[Noted]:
     def note(launch: Launch) -> None:
         if any(tensor.device != META for tensor in launch.tensors):
             raise NotCapturable(f"{launch.name} reads or writes the host's memory")
-        noted.launches.append(launch)
+        noted.add(launch)
 
-    with noted_kernels(note), _TorchLaunches(noted):
+    with noted_kernels(note), _noted_streams(noted), _TorchLaunches(noted):
         yield noted
+
+
+@contextmanager
+def _noted_streams(noted: Noted) -> Iterator[None]:
+    """Within the context, streams of the host record their launches and waits."""
+
+    def enter(stream: HostStream) -> AbstractContextManager[None]:
+        return noted.enter(stream)
+
+    def wait(stream: HostStream, other: HostStream) -> None:
+        noted.wait(stream, other)
+
+    with (
+        mock.patch.object(HostStream, "entered", enter),
+        mock.patch.object(HostStream, "wait_stream", wait),
+    ):
+        yield

@@ -39,10 +39,11 @@ class Workload(NamedTuple):
 
 
 class Computed:
-    """Replaces a recorded step, and computes it again."""
+    """Replaces a recorded step: computes it once, and again."""
 
     def __init__(self, compute: Callable[[], None]) -> None:
         self._compute = compute
+        compute()
 
     def replay(self) -> None:
         self._compute()

@@ -264,7 +264,8 @@ class InferenceSettings(ServiceSettings):
     """Compute on CPU with the C++ kernels if they are built, otherwise with torch."""
 
     cuda_graphs: Annotated[bool, DEVICE] = True
-    """Record decode steps as CUDA graphs at start, and replay them."""
+    """Record decode steps, and steps with prompts of up to 2,048 tokens, as CUDA graphs, and replay
+    them."""
 
     engine: Annotated[Literal["process", "thread"], DEVICE] = "process"
     """Where the engine runs: in its own process, or in a thread of the server's process."""

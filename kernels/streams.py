@@ -8,7 +8,7 @@ it may use its targets.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -35,6 +35,9 @@ class Stream(Protocol):
         """Queues a copy for each pair of target and source, of equal shape [...] and dtype. Unless
         host memory is pinned, this may wait."""
 
+    def entered(self) -> AbstractContextManager[object]:
+        """Within the context, what the thread launches and allocates belongs to this stream."""
+
     def event(self) -> Event:
         """Returns a new event of this stream, which is not recorded yet."""
 
@@ -44,18 +47,20 @@ class Stream(Protocol):
 
 class Streams(NamedTuple):
     """The streams of a device: `compute` has the steps and their inputs, `copies` the images of
-    adapters."""
+    adapters, `beside` the parts of recorded steps that run beside the others."""
 
     compute: Stream
     copies: Stream
+    beside: Stream
 
     @classmethod
     def of(cls, device: torch.device) -> Streams:
-        """Returns the current stream and another one of a CUDA device; on other devices, two
-        streams that do everything at once."""
+        """Returns the current stream and two others of a CUDA device; on other devices, streams
+        that do everything at once."""
         if device.type == "cuda":
-            return cls(_CudaStream(device), _CudaStream(device, torch.cuda.Stream(device)))
-        return cls(_HostStream(), _HostStream())
+            copies, beside = (_CudaStream(device, torch.cuda.Stream(device)) for _ in range(2))
+            return cls(_CudaStream(device), copies, beside)
+        return cls(*(HostStream(name) for name in cls._fields))
 
 
 class _CudaStream:
@@ -70,9 +75,12 @@ class _CudaStream:
         return self._stream or torch.cuda.current_stream(self._device)
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with self.entered():
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
+
+    def entered(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def event(self) -> Event:
         return _CudaEvent(self)
@@ -97,12 +105,19 @@ class _CudaEvent:
         self._event.synchronize()
 
 
-class _HostStream:
-    """Does everything at once. It is its own event, which has always passed."""
+class HostStream:
+    """Does everything at once. It is its own event, which has always passed. `name` is its field of
+    `Streams`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         for target, source in pairs:
             target.copy_(source)
+
+    def entered(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def event(self) -> Event:
         return self

@@ -40,8 +40,12 @@ MODULES = (attention, elementwise, experts, lora, replaced)
 
 INTEGERS = {*attention.VARYING, *experts.VARYING, *lora.VARYING, *replaced.VARYING, "vocab_size"}
 NUMBERS = {"eps", "scale", "delta_scale", "sum_scale", "scaling", "offset", "alpha", "limit"}
+ADDEND = {"addend", "slots"}
 MAYBE_NONE: dict[str, list[set[str]]] = {
-    "add_rms_norm_kernel": [set(), {"rows"}, {"delta", "rows"}],
+    "add_rms_norm_kernel": [
+        *(set(), {"rows"}, {"delta", "rows"}),
+        *(ADDEND, {"rows", *ADDEND}, {"delta", "rows", *ADDEND}),
+    ],
     "combine_experts_kernel": [set(), {"shared_logits"}, {"shared", "shared_logits"}],
     "combine_kernel": [set(), {"sinks"}],
     "count_pairs_kernel": [set(), {"order"}],
@@ -52,13 +56,18 @@ MAYBE_NONE: dict[str, list[set[str]]] = {
     "rank_pairs_kernel": [set(), {"order"}, {"starts", "rows", "order"}],
     "route_kernel": [set(), {"bias"}, {"expert_scales"}, {"bias", "expert_scales"}],
     "store_kernel": [
-        {"q_scale"},
-        {"v_norm", "q_scale"},
-        {"k_norm", "v_norm", "q_scale"},
-        {"q_norm", "k_norm", "v_norm", "q_scale"},
-        {"cos", "sin", "q_norm", "k_norm", "v_norm", "q_scale"},
-        {"q_norm", "k_norm", "v_norm"},
+        absent | addend
+        for addend in (set(), ADDEND)
+        for absent in (
+            {"q_scale"},
+            {"v_norm", "q_scale"},
+            {"k_norm", "v_norm", "q_scale"},
+            {"q_norm", "k_norm", "v_norm", "q_scale"},
+            {"cos", "sin", "q_norm", "k_norm", "v_norm", "q_scale"},
+            {"q_norm", "k_norm", "v_norm"},
+        )
     ],
+    "swiglu_kernel": [set(), ADDEND],
 }
 """Arguments that are None together in launches of a kernel. Other kernels have none."""
 MAYBE_ONE = {"table_stride"}

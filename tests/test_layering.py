@@ -458,7 +458,6 @@ SMALL_ON_PURPOSE = {
     "inference_svc.engine.expiries": "one data structure, with tests of its own",
     "inference_svc.frontend.watchdog": "only checks that the engine still answers",
     "inference_svc.metrics.store": "metrics of the store's client; metrics.engine has the engine's",
-    "inference_svc.model.lora": "the Protocol between the decoder and the backends",
     "inference_svc.text.stop": "one algorithm, with tests of its own",
 }
 """Modules of less than 60 lines that one module imports, and why they are not merged into it."""

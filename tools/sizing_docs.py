@@ -29,7 +29,7 @@ DEVICE_BYTES = 79 << 30
 """Free memory of 80 GB after the driver's part."""
 HOST_BYTES = 128 << 30
 """Memory of the machine with the card."""
-USUAL = Adapters(16)
+USUAL, MAX_RANK = Adapters(16), 64
 NUM_STORES = 3
 NUM_STORED = 100_000
 CATALOG_BYTES = 2048
@@ -82,10 +82,13 @@ def render_kubernetes() -> dict[str, str]:
 
 
 def _smallest_card(model: str) -> tuple[int, Plan] | None:
-    """Returns the gigabytes and the plan of the smallest card that runs all sequences of a step."""
+    """Returns the gigabytes and the plan of the smallest card that runs all sequences of a step and
+    has room for an adapter of the maximum rank."""
     for gigabytes in CARDS:
         planned = plan_card(model, gigabytes, {"max_loras": "256"})
-        if planned is not None and planned.config.max_sequences == FULL_SEQUENCES:
+        if planned is None or planned.config.max_sequences < FULL_SEQUENCES:
+            continue
+        if planned.num_adapters("arena", Adapters(MAX_RANK)) > 0:
             return gigabytes, planned
     return None
 

@@ -9,8 +9,9 @@ native_ops      the operations of a layer, with adapters' operations beside them
 native_experts  the operations of mixtures of experts
 native_buffers  the inputs and the workspace of that program, at fixed addresses
 native_lora     the operations that add LoRA in that program
-cuda            a CUDA device: Triton kernels, decode steps recorded and replayed
-cuda_graphs     the recordings, one for each number of rows
+cuda            a CUDA device: Triton kernels, steps recorded and replayed
+cuda_shapes     the sizes that steps are padded to, so that few recordings serve all of them
+cuda_graphs     the recordings, one for each of these sizes, and when they are made
 cuda_inputs     a step's inputs at fixed addresses, filled on the host and sent
 cuda_lora       a step's LoRA plans at fixed addresses
 cuda_needs      the device memory that it needs, computed without a device
@@ -28,7 +29,7 @@ To add one: write `backends/NAME.py` (with `NAME_*.py` for its parts) and add it
    refused at start by it, and `tools.sizing` plans with it on machines without the device;
 3. `device_memory` asks the device for its free memory, if its memory is not the host's;
 4. `build` allocates everything, reads the weights through `model.weights.load_weights`, compiles
-   and records all that steps need: nothing is left for the first request.
+   all that steps need, and records the usual ones: the first request does not wait for it.
 
 Its `Backend`
 

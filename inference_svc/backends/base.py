@@ -31,7 +31,7 @@ class Backend(Protocol[Inputs]):
     @property
     def kernels(self) -> str:
         """Names the code that computes, for status: "native" and the instruction set; "torch";
-        "triton", or "triton, captured" where decode steps are recorded and replayed."""
+        "triton", or "triton, captured" where steps are recorded and replayed."""
 
     @property
     def arena(self) -> Arena:
@@ -57,6 +57,11 @@ class Backend(Protocol[Inputs]):
     @property
     def num_lora_steps(self) -> int:
         """The number of steps so far in which a row used an adapter."""
+
+    @property
+    def num_eager_steps(self) -> int:
+        """The number of steps so far that were computed operation by operation, on a device that
+        can replay recorded steps."""
 
     def lora_launches(self, contents: LoraContents) -> Mapping[str, int]:
         """Returns the operations that a decode step launches if all of its rows use one adapter
@@ -90,6 +95,10 @@ class Backend(Protocol[Inputs]):
         `forward` has just computed, in the order of the batch: as many tokens at once as a step may
         have rows, so that their logits take no more than a step's own, which they overwrite. Raises
         as `forward` does."""
+
+    def use_idle_time(self) -> bool:
+        """Called while there is nothing to compute: does a piece of work, of a tenth of a second at
+        most, that makes later steps faster. Returns False if there is none."""
 
     def free_unused(self) -> None:
         """Gives memory back to the device that is reserved and not in use, after it has run out."""

@@ -26,11 +26,12 @@ from inference_svc.backends.base import (
     max_pages,
     returns_experts,
 )
-from inference_svc.backends.cuda_graphs import CapturedSteps, CudaRecorder, Record, captured_sizes
+from inference_svc.backends.cuda_graphs import CudaRecorder, Record, RecordedSteps
 from inference_svc.backends.cuda_inputs import CudaInputs
-from inference_svc.backends.cuda_lora import CudaLora, StepKind
-from inference_svc.backends.cuda_needs import memory_needs
+from inference_svc.backends.cuda_lora import CudaLora
+from inference_svc.backends.cuda_needs import max_prompt_recordings, memory_needs
 from inference_svc.backends.cuda_pages import PageTable
+from inference_svc.backends.cuda_shapes import StepKind, StepShape, StepShapes
 from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.backends.torch import LoraStep, score_slices
 from inference_svc.core import (
@@ -82,15 +83,14 @@ class FixedStep(NamedTuple):
 
 
 class PreparedStep(NamedTuple):
-    """A step of `num_rows` rows that was filled and sent. `size` is the number of rows of the
-    recorded step that is replayed for it; None: it is computed operation by operation. `num_routed`
-    tokens have chosen experts that a row returns; 0: no row does. `runs` are scored, never of
-    decode steps."""
+    """A step of `num_rows` rows that was filled and sent. `shape` is of the recorded step that is
+    replayed for it; None: it is computed operation by operation. `num_routed` tokens have chosen
+    experts that a row returns; 0: no row does. `runs` are scored, never of decode steps."""
 
     step: FixedStep
     num_rows: int
     kind: StepKind
-    size: int | None
+    shape: StepShape | None
     num_routed: int = 0
     runs: tuple[ScoredRun, ...] = ()
 
@@ -99,7 +99,7 @@ class CudaBackend:
     """A `Backend` whose inputs lie at fixed addresses: the small ones of decode steps, and the ones
     of steps with prompts. The cache's last page is padding's: no sequence may own it.
 
-    `record` records decode steps for replay; None: every step is computed operation by operation.
+    `record` records steps for replay; None: every step is computed operation by operation.
     """
 
     def __init__(
@@ -116,6 +116,7 @@ class CudaBackend:
         self.num_pages, self._page_size = kv_caches.num_pages - 1, kv_caches.page_size
         self.num_lora_steps = 0
         self.num_replays = 0
+        self.num_eager_steps = 0
         self._decoder = transformer.description
         self.transformer: Transformer | None = transformer
         self.kv_caches: KVCaches | None = kv_caches
@@ -126,9 +127,10 @@ class CudaBackend:
         self._table = PageTable(
             max_rows, max_pages, self.num_pages, arena.device, arena.streams.compute
         )
-        self.prompts = self._make_step(max_tokens)
-        self.decodes = self._make_step(max_rows)
-        self.sizes = captured_sizes(max_rows)
+        self.shapes = StepShapes(max_tokens, max_rows, max_pages * self._page_size)
+        # Padding of a step with prompts is one row more.
+        self.prompts = self._make_step(max_tokens, max_rows + 1)
+        self.decodes = self._make_step(max_rows, max_rows)
         # One place for every step's result, or each recording would keep its own.
         vocab_size = self._decoder.vocab_size
         num_logits = vocab_size + targets.max_added_tokens
@@ -137,21 +139,24 @@ class CudaBackend:
         self._choices = empty_choices(self._decoder, max_tokens, arena.device)
         self._last: Stream | None = None
         self._record = record
-        self._captured = self._unrecorded()
+        self._recorded = self._unrecorded()
         # Memory left by reading the weights goes back when steps are recorded.
         self._reserved_bytes = self._trimmed_bytes()
 
-    def _unrecorded(self) -> CapturedSteps | None:
-        record = self._record
-        return None if record is None else CapturedSteps(self.sizes, self.decode, record)
+    def _unrecorded(self) -> RecordedSteps | None:
+        if self._record is None:
+            return None
+        adds_tokens, num_groups = self._targets.max_added_tokens > 0, len(self._targets.groups)
+        most = max_prompt_recordings(self._decoder, num_groups, adds_tokens=adds_tokens)
+        return RecordedSteps(self.compute, self._record, most)
 
     def _trimmed_bytes(self) -> int:
         """Gives back memory that torch has reserved and does not use; returns the bytes in use."""
         self.free_unused()
         return _reserved_bytes(self.arena.device)
 
-    def _make_step(self, max_tokens: int) -> FixedStep:
-        max_rows, page_size = self._limits.max_rows, self._page_size
+    def _make_step(self, max_tokens: int, max_rows: int) -> FixedStep:
+        page_size = self._page_size
         reserved_bytes = CudaLora.num_bytes(max_tokens, max_rows)
         inputs = CudaInputs(max_tokens, max_rows, self._table, page_size, reserved_bytes)
         lora = CudaLora(self.arena, self._targets, inputs.block, max_tokens, max_rows)
@@ -159,7 +164,7 @@ class CudaBackend:
 
     @property
     def kernels(self) -> str:
-        return "triton" if self._captured is None else "triton, captured"
+        return "triton" if self._recorded is None else "triton, captured"
 
     @property
     def weights_bytes(self) -> int:
@@ -172,7 +177,7 @@ class CudaBackend:
     def lora_launches(self, contents: LoraContents) -> Mapping[str, int]:
         """A recorded step of a kind launches every group, for any adapters of its rows; and for
         adapters with more than A and B the replacement of every weight."""
-        is_recorded = self._captured is not None
+        is_recorded = self._recorded is not None
         launches = {
             name: EMBEDDING_LAUNCHES if name == EMBEDDING else GROUP_LAUNCHES
             for name, group in self._targets.groups.items()
@@ -195,8 +200,8 @@ class CudaBackend:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compiles all kernels that steps need, and records decode steps. Writes to nothing but
-        padding's page.
+        """Compiles all kernels that steps need, and records decode steps and the steps of short
+        prompts. Writes to nothing but padding's page.
 
         Kernels differ between few tokens and many, between tiles and single tokens, and in how many
         decode rows they look for a segment's among: the sizes to record have all of them.
@@ -208,19 +213,26 @@ class CudaBackend:
             sizes.update(sizes_to_warm_up(max_tokens, *shape, item_bytes))
         for num_tokens in sorted(sizes):
             self._warm_up_prompts(num_tokens)
-        self._warm_up_decodes()
+        self._record_steps()
 
-    def _warm_up_decodes(self) -> None:
-        decodes = self.decodes.inputs
-        decodes.block.wait()
-        decodes.fill_padding()
-        decodes.send()
-        if self._captured is not None:
-            self._captured.record_all()
+    def _record_steps(self) -> None:
+        """Records steps over padding. Without recordings, computes them once."""
+        shapes = [*self.shapes.decodes(), *self.shapes.usual_prompts()]
+        if self._recorded is not None:
+            self._recorded.record_all(shapes, self._fill_padding)
             return
-        for size in reversed(self.sizes):
-            for kind in reversed(StepKind):
-                self.decode(size, kind)
+        for shape in reversed(self.shapes.decodes()):
+            self._fill_padding(shape)
+            self.compute(shape)
+
+    def _fill_padding(self, shape: StepShape) -> None:
+        inputs = self._step_of(shape).inputs
+        inputs.block.wait()
+        inputs.fill_padding(shape)
+        inputs.send()
+
+    def _step_of(self, shape: StepShape) -> FixedStep:
+        return self.prompts if shape.has_prompts else self.decodes
 
     def _warm_up_prompts(self, num_tokens: int) -> None:
         """Runs a step of so many tokens, or as many as fit its rows."""
@@ -232,12 +244,12 @@ class CudaBackend:
             sequence = Sequence(Request("warm-up", (0,) * length, SamplingParams()))
             sequence.page_ids = [self._padding_page] * -(-length // self._page_size)
             rows.append(BatchRow(sequence, 0, length, samples=True))
-        step = self._send(self.prompts, Batch(tuple(rows)).columns())[0]
+        step = self._send(self.prompts, Batch(tuple(rows)).columns(), may_replay=False)[0]
         inputs = step.inputs.inputs()
         # Without tiles, too: in a step with prompts of others an adapter may have single tokens
         # only.
         steps = (
-            step.lora.warm_up_step(kind, len(inputs.token_ids), num_rows, tiles)
+            step.lora.any_step(kind, len(inputs.token_ids), num_rows, tiles)
             for kind in (StepKind.LORA, StepKind.ANY)
             for tiles in (True, False)
         )
@@ -254,38 +266,50 @@ class CudaBackend:
     def prepare(self, batch: Batch) -> PreparedStep:
         """Sends the step's inputs. Waits for nothing but an earlier step's copy."""
         columns = batch.columns()
-        if not columns.is_decode:
-            prepared = self._send(self.prompts, columns)
+        if columns.is_decode:
+            prepared = self._send(self.decodes, columns)
         else:
-            size = None
-            if self._captured is not None:
-                size = self._captured.size_for(len(batch.rows))
-            prepared = self._send(self.decodes, columns, size)
-        if not columns.is_decode:
-            prepared = prepared._replace(runs=tuple(scored_runs(batch.rows)))
+            # Recorded steps do not keep the hidden states, which are to be scored.
+            runs = tuple(scored_runs(batch.rows))
+            prepared = self._send(self.prompts, columns, may_replay=not runs)._replace(runs=runs)
         if returns_experts(batch, self._decoder):
             return prepared._replace(num_routed=sum(row.num_tokens for row in batch.rows))
         return prepared
 
-    def _send(self, step: FixedStep, batch: BatchColumns, size: int | None = None) -> PreparedStep:
+    def _send(
+        self, step: FixedStep, batch: BatchColumns, *, may_replay: bool = True
+    ) -> PreparedStep:
         step.inputs.block.wait()
         step.inputs.fill(batch)
         kind = step.lora.fill(batch)
         self.num_lora_steps += kind is not StepKind.BASE
-        if size is not None:
-            step.inputs.pad(size)
+        shape = self._shape_for(kind, batch) if may_replay else None
+        if shape is not None:
+            step.inputs.pad(shape)
         step.inputs.send()
-        return PreparedStep(step, len(batch.sequences), kind, size)
+        return PreparedStep(step, len(batch.sequences), kind, shape)
+
+    def _shape_for(self, kind: StepKind, batch: BatchColumns) -> StepShape | None:
+        """Returns the shape of the recorded step to replay for `batch`, if there is to be one."""
+        if self._recorded is None:
+            return None
+        num_rows = len(batch.sequences)
+        if batch.is_decode:
+            shape = self.shapes.of_decodes(kind, num_rows)
+        else:
+            shape = self.shapes.of_prompts(kind, sum(batch.counts), num_rows)
+        return shape if shape is not None and self._recorded.takes(shape) else None
 
     @torch.inference_mode()
     def forward(self, inputs: PreparedStep) -> Logits:
-        step, num_rows, kind, size, num_routed, runs = inputs
-        if size is not None:
-            assert self._captured is not None
+        step, num_rows, kind, shape, num_routed, runs = inputs
+        if shape is not None:
+            assert self._recorded is not None
             self.num_replays += 1
-            self._captured.replay(size, kind)
-            lora = step.lora.decode_step(size, kind)
+            self._recorded.run(shape)
+            lora = step.lora.padded_step(shape)
         else:
+            self.num_eager_steps += 1
             lora = step.lora.step() if kind is not StepKind.BASE else None
             self._compute(step, step.inputs.inputs(), lora, is_scored=bool(runs))
         self._table.close()
@@ -302,6 +326,13 @@ class CudaBackend:
         lora = inputs.step.lora.step() if inputs.kind is not StepKind.BASE else None
         yield from score_slices(self.transformer, last, lora, inputs.runs, self._limits.max_rows)
 
+    @torch.inference_mode()
+    def use_idle_time(self) -> bool:
+        """Records a step whose size has occurred."""
+        is_done = self._recorded is not None and self._recorded.record_wanted(self._fill_padding)
+        self._table.close()
+        return is_done
+
     def free_unused(self) -> None:
         """Lets go of torch's cache: its pieces may be too small for an allocation that failed."""
         if self.arena.device.type == "cuda":
@@ -310,7 +341,7 @@ class CudaBackend:
     def free_memory(self, *, weights: bool) -> int:
         """Lets go of recorded steps, too: they have addresses in the freed memory."""
         held_bytes = self.kv_bytes + self.weights_bytes
-        self.kv_caches, self._captured = None, None
+        self.kv_caches, self._recorded = None, None
         if weights:
             self.transformer = None
         self._reserved_bytes = self._trimmed_bytes()
@@ -318,23 +349,26 @@ class CudaBackend:
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """Records decode steps anew: kernels are compiled already."""
+        """Records steps anew: kernels are compiled already."""
         assert self._reload is not None
         if self.transformer is None:
             self.transformer = Transformer(self._decoder, self._reload.weights())
         self.kv_caches = self.kv_caches or self._reload.pages()
         self._reserved_bytes = self._trimmed_bytes()
-        if self._captured is None:
-            self._captured = self._unrecorded()
+        if self._recorded is None:
+            self._recorded = self._unrecorded()
             try:
-                self._warm_up_decodes()
+                self._record_steps()
             except BaseException:
-                self._captured = None  # half of it recorded: anew the next time
+                self._recorded = None  # half of it recorded: anew the next time
                 raise
 
-    def decode(self, size: int, kind: StepKind) -> None:
-        step = self.decodes
-        self._compute(step, step.inputs.decode_inputs(size), step.lora.decode_step(size, kind))
+    def compute(self, shape: StepShape) -> None:
+        """Computes the step of this shape that lies at the fixed addresses, operation by
+        operation."""
+        step, is_recorded = self._step_of(shape), self._recorded is not None
+        lora = step.lora.padded_step(shape, is_recorded=is_recorded)
+        self._compute(step, step.inputs.padded_inputs(shape), lora)
 
     def _compute(
         self,

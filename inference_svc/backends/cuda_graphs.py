@@ -1,19 +1,25 @@
-"""Decode steps of fixed sizes, recorded once and replayed: one launch in place of hundreds."""
+"""Steps of fixed sizes, recorded once and replayed: one launch in place of hundreds."""
 
 from __future__ import annotations
 
-import bisect
+import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 
-from inference_svc.backends.cuda_lora import StepKind
+from inference_svc.backends.cuda_shapes import StepShape
 
 logger = logging.getLogger(__name__)
+
+LATEST_USE = 4
+"""The use at which a step with prompts is recorded if there was no time before."""
+IDLE_STEPS = 2000
+"""Steps with prompts after which an unused recording makes room for another."""
 
 Compute = Callable[[], None]
 
@@ -26,6 +32,7 @@ class Recorded(Protocol):
 
 
 Record = Callable[[Compute], Recorded]
+"""Computes a step, and records it."""
 
 
 class CudaRecorder:
@@ -44,54 +51,101 @@ class CudaRecorder:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile: only this one's calls are recorded.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with (
+            _without_garbage_collection(),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             compute()
         self._graphs.add(graph)
         return graph
 
 
-class CapturedSteps:
-    """`compute(size, kind)` computes a decode step of `size` rows from fixed addresses."""
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Keeps Python from deleting older recordings, or tensors, in cycles: to free memory of the
+    device while a step is recorded ends the recording with an error."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class RecordedSteps:
+    """`compute(shape)` computes a step of this shape from fixed addresses.
+
+    Decode steps are all recorded. There are many shapes of steps with prompts, of which most never
+    occur, and each recording takes memory and as much time as a few steps. A shape that occurs is
+    recorded when there is nothing else to do, or at the latest when it occurs for the LATEST_USE-th
+    time. If there are `max_prompts`, the least recently used makes room, once it is idle.
+    """
 
     def __init__(
-        self, sizes: Sequence[int], compute: Callable[[int, StepKind], None], record: Record
+        self,
+        compute: Callable[[StepShape], None],
+        record: Record,
+        max_prompts: int,
     ) -> None:
-        self._sizes = sorted(sizes)
         self._compute = compute
         self._record = record
-        self._recorded: dict[tuple[int, StepKind], Recorded] = {}
+        self._max_prompts = max_prompts
+        self._recorded: dict[StepShape, Recorded] = {}
+        self._last_used: dict[StepShape, int] = {}
+        """Numbers of steps, for all shapes of steps with prompts that have occurred."""
+        self._wanted: dict[StepShape, int] = {}
+        """Shapes that have occurred and are not recorded, and how often."""
+        self._num_steps = 0
 
-    def size_for(self, num_rows: int) -> int | None:
-        """Returns the smallest size that holds so many rows; None if none does."""
-        index = bisect.bisect_left(self._sizes, num_rows)
-        return self._sizes[index] if index < len(self._sizes) else None
-
-    def record_all(self) -> None:
-        """Records all sizes, the largest first: the smaller ones then reuse its memory."""
+    def record_all(self, shapes: Sequence[StepShape], fill: Callable[[StepShape], None]) -> None:
+        """Records these shapes, after `fill` of each, the largest first: the smaller ones then
+        reuse its memory."""
         started_s = time.monotonic()
-        for size in reversed(self._sizes):
-            for kind in reversed(StepKind):
-                self._find(size, kind)
-        logger.info(
-            "recorded decode steps of %s rows in %.1f s", self._sizes, time.monotonic() - started_s
-        )
+        for shape in sorted(shapes, key=lambda shape: (-shape.num_tokens, -shape.kind.value)):
+            if shape.has_prompts:
+                self._last_used[shape] = self._num_steps
+            fill(shape)
+            self.run(shape)
+        seconds = time.monotonic() - started_s
+        logger.info("recorded %d shapes of steps in %.1f s", len(shapes), seconds)
 
-    def replay(self, size: int, kind: StepKind) -> None:
-        """Computes the recorded step."""
-        self._find(size, kind).replay()
+    def takes(self, shape: StepShape) -> bool:
+        """Returns whether to pad a step to `shape` and to `run` it."""
+        if not shape.has_prompts:
+            return True
+        self._num_steps += 1
+        self._last_used[shape] = self._num_steps
+        if shape in self._recorded:
+            return True
+        self._wanted[shape] = self._wanted.get(shape, 0) + 1
+        return self._wanted[shape] >= LATEST_USE and self._make_room()
 
-    def _find(self, size: int, kind: StepKind) -> Recorded:
-        key = (size, kind)
-        if key not in self._recorded:
-            self._recorded[key] = self._record(lambda: self._compute(size, kind))
-        return self._recorded[key]
+    def record_wanted(self, fill: Callable[[StepShape], None]) -> bool:
+        """Records, after `fill`, the shape that has occurred most often without a recording.
+        Returns whether there was any, and room for it."""
+        if not self._wanted or not self._make_room():
+            return False
+        shape = max(self._wanted, key=lambda shape: self._wanted[shape])
+        fill(shape)
+        self.run(shape)
+        return True
 
+    def run(self, shape: StepShape) -> None:
+        """Computes a step of this shape, and records it if it is not recorded."""
+        if shape in self._recorded:
+            self._recorded[shape].replay()
+        else:
+            self._recorded[shape] = self._record(lambda: self._compute(shape))
+            self._wanted.pop(shape, None)
 
-def captured_sizes(max_rows: int) -> list[int]:
-    """Returns sizes up to `max_rows`: 1, 2, 4, 8, then such that waste at most a third."""
-    sizes = {1, 2, 4, max_rows}
-    power = 8
-    while power < max_rows:
-        sizes |= {power, power * 3 // 2}
-        power *= 2
-    return sorted(size for size in sizes if size <= max_rows)
+    def _make_room(self) -> bool:
+        """Returns whether one more recording of a step with prompts has room now."""
+        prompts = [shape for shape in self._recorded if shape.has_prompts]
+        if len(prompts) < self._max_prompts:
+            return True
+        oldest = min(prompts, key=lambda shape: self._last_used[shape])
+        if self._num_steps - self._last_used[oldest] < IDLE_STEPS:
+            return False
+        del self._recorded[oldest]
+        return True

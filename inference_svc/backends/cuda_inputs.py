@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_svc.backends.cuda_pages import MAX_ROW_UPDATES, PageTable, PageUpdates
+from inference_svc.backends.cuda_shapes import StepShape
 from inference_svc.backends.native_buffers import StepArrays
 from inference_svc.core import BatchColumns
 from inference_svc.model.inputs import StepInputs
@@ -84,7 +85,7 @@ class CudaInputs:
         page_size: int,
         reserved_bytes: int,
     ) -> None:
-        max_tiles = max_tokens // TILE_QUERIES + max_rows
+        max_tiles = _max_tiles(max_tokens, max_rows)
         num_bytes = self.num_bytes(max_tokens, max_rows) + reserved_bytes
         self.block = block = StepBlock(num_bytes, table.on_device.device, table.stream)
         self._pages = pages = _StepPages(table, block, max_rows)
@@ -105,7 +106,7 @@ class CudaInputs:
     @staticmethod
     def num_bytes(max_tokens: int, max_rows: int) -> int:
         """Returns its bytes in the block, at most."""
-        max_tiles, max_updates = max_tokens // TILE_QUERIES + max_rows, MAX_ROW_UPDATES * max_rows
+        max_tiles, max_updates = _max_tiles(max_tokens, max_rows), MAX_ROW_UPDATES * max_rows
         num_bytes = 24 * max_tokens + 24 * (max_rows + 1) + 8 * max_tiles + 12 * max_updates + 12
         return num_bytes + NUM_TENSORS * ALIGNMENT_BYTES
 
@@ -124,21 +125,39 @@ class CudaInputs:
         contexts = self._context_array[:num_rows]
         self._segment_array[: num_rows + 1] = segment_starts(counts, contexts)
 
-    def pad(self, num_rows: int) -> None:
-        """Adds decode rows up to `num_rows` that read and write nothing but padding's page. All of
-        the step's own rows must decode."""
+    def pad(self, shape: StepShape) -> None:
+        """Adds padding up to `shape`, which reads and writes nothing but padding's page: decode
+        rows, or beside prompts a row of its own behind all others."""
+        if shape.has_prompts:
+            self._pad_prompts(shape.num_tokens, shape.num_rows)
+        else:
+            self._pad_decodes(shape.num_rows)
+
+    def _pad_decodes(self, num_rows: int) -> None:
         used, segments = self._arrays.size.rows, self._segment_array
         if used < num_rows:
             segments[used + 1 : num_rows + 1] = segments[used] + np.arange(1, num_rows - used + 1)
         self._pages.pad(used, num_rows)
         self._arrays.pad(num_rows, self._pages.table.padding_page)
 
-    def fill_padding(self) -> None:
-        """Describes a step of as many decode rows as possible, all of them padding."""
+    def _pad_prompts(self, num_tokens: int, num_rows: int) -> None:
+        tokens, rows, _ = self._arrays.size
+        self._segment_array[rows + 1 : num_rows + 2] = self._segment_array[rows]
+        self._pages.pad(rows, num_rows + 1)
+        self._arrays.pad_prompts(num_tokens, num_rows, self._pages.table.padding_page)
+        firsts = np.arange(0, num_tokens - tokens, TILE_QUERIES)
+        used, end = self._num_tiles, self._num_tiles + len(firsts)
+        tiles = self._tiles.numpy()
+        tiles[used:end, 0], tiles[used:end, 1] = num_rows, firsts
+        # The other tiles begin behind the last query of any row.
+        tiles[end : _max_tiles(num_tokens, num_rows)] = 0, num_tokens
+
+    def fill_padding(self, shape: StepShape) -> None:
+        """Describes a step of this shape that has nothing but padding."""
         self._arrays.clear()
-        self._segment_array[0] = 0
+        self._segment_array[0] = self._num_tiles = 0
         self._pages.fill([])
-        self.pad(len(self._context_lengths))
+        self.pad(shape)
 
     def send(self) -> None:
         """Sends the filled inputs to the device."""
@@ -153,9 +172,13 @@ class CudaInputs:
         """Returns the filled inputs, as views of the device's side."""
         return self._views(*self._arrays.size, self._num_tiles, self._has_decodes)
 
-    def decode_inputs(self, num_rows: int) -> StepInputs:
-        """Returns views of a step of so many decode rows, with any contents."""
-        return self._views(num_rows, num_rows, num_rows, 0, True)
+    def padded_inputs(self, shape: StepShape) -> StepInputs:
+        """Returns views of a step that is padded to this shape, with any contents."""
+        _, num_tokens, num_rows, has_prompts = shape
+        if not has_prompts:
+            return self._views(num_tokens, num_rows, num_rows, 0, True)
+        num_tiles = _max_tiles(num_tokens, num_rows)
+        return self._views(num_tokens, num_rows + 1, num_rows, num_tiles, True)
 
     def _views(
         self, num_tokens: int, num_rows: int, num_logits: int, num_tiles: int, has_decodes: bool
@@ -183,6 +206,11 @@ class CudaInputs:
             logit_rows=self._logit_rows[:num_logits],
             attention=attention,
         )
+
+
+def _max_tiles(num_tokens: int, num_rows: int) -> int:
+    """Returns the most tiles of so many rows with several queries, and of a row for padding."""
+    return num_tokens // TILE_QUERIES + min(num_rows, num_tokens // 2) + 1
 
 
 class _StepPages:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import enum
-
 import numpy as np
 import torch
 
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.targets import AppliedTargets
 from inference_svc.backends.cuda_inputs import ALIGNMENT_BYTES, StepBlock
+from inference_svc.backends.cuda_shapes import StepKind, StepShape
 from inference_svc.backends.slot_runs import SlotRuns, last_slots, slot_runs
 from inference_svc.backends.torch import LoraStep
 from inference_svc.core import BASE_SLOT, BatchColumns
@@ -25,16 +24,6 @@ from kernels.lora.plan import (
     plan_items,
     plan_segments,
 )
-
-
-class StepKind(enum.Enum):
-    """The contents of a step's adapters: none, A and B alone, or anything, their sums included.
-    Recorded steps are of one kind, because further contents of adapters take launches, and others
-    do without."""
-
-    BASE = enum.auto()
-    LORA = enum.auto()
-    ANY = enum.auto()
 
 
 class CudaLora:
@@ -96,30 +85,34 @@ class CudaLora:
         """Returns the plans that were filled."""
         contents = LoraContents.of(self.arena.table, self._slots)
         heads = self._tokens if self._is_decode else self._heads
-        plans = (arrays.plan(self.arena, contents) for arrays in (self._tokens, heads))
-        return LoraStep(self.arena, self._targets, *plans)
+        plan, head_plan = (arrays.plan(self.arena, contents) for arrays in (self._tokens, heads))
+        return LoraStep(self.arena, self._targets, plan, head_plan)
 
-    def decode_step(self, num_rows: int, kind: StepKind) -> LoraStep | None:
-        """Returns plans for a recorded step of so many decode rows, for any adapters."""
+    def padded_step(self, shape: StepShape, *, is_recorded: bool = True) -> LoraStep | None:
+        """Returns plans for a recorded step of this shape, for any adapters, or to launch its
+        kernels as steps do that are not recorded."""
+        kind, num_tokens, num_rows, has_prompts = shape
         if kind is StepKind.BASE:
             return None
-        # Every row is one token.
-        plan = self._any_plan(self._tokens, kind, num_rows, has_tiles=False)
-        return LoraStep(self.arena, self._targets, plan, plan)
+        plan = self._any_plan(self._tokens, kind, num_tokens, num_rows, has_tiles=has_prompts)
+        heads = plan
+        if has_prompts:
+            heads = self._any_plan(self._heads, kind, num_rows, num_rows, has_tiles=False)
+        may_be_beside = is_recorded and kind is StepKind.LORA
+        return LoraStep(self.arena, self._targets, plan, heads, may_be_beside)
 
-    def warm_up_step(
-        self, kind: StepKind, num_tokens: int, num_rows: int, has_tiles: bool
-    ) -> LoraStep:
-        """Launches every kernel that a step with prompts needs, its adapters with tiles or without,
-        over the filled plan: for base rows, nothing."""
-        plan = self._any_plan(self._tokens, kind, num_tokens, has_tiles)
-        heads = self._any_plan(self._heads, kind, num_rows, has_tiles=False)
+    def any_step(self, kind: StepKind, num_tokens: int, num_rows: int, has_tiles: bool) -> LoraStep:
+        """Returns plans of a step with prompts whose adapters are any, with tiles or without: they
+        launch every kernel that such a step may need."""
+        plan = self._any_plan(self._tokens, kind, num_tokens, num_rows, has_tiles)
+        heads = self._any_plan(self._heads, kind, num_rows, num_rows, has_tiles=False)
         return LoraStep(self.arena, self._targets, plan, heads)
 
     def _any_plan(
-        self, arrays: _PlanArrays, kind: StepKind, num_tokens: int, has_tiles: bool
+        self, arrays: _PlanArrays, kind: StepKind, num_tokens: int, num_rows: int, has_tiles: bool
     ) -> LoraPlan:
-        return arrays.any_plan(self.arena, self._contents[kind], num_tokens, has_tiles)
+        contents = self._contents[kind]
+        return arrays.any_plan(self.arena, contents, num_tokens, num_rows, has_tiles)
 
 
 class _PlanArrays:
@@ -175,11 +168,16 @@ class _PlanArrays:
         return self._plan(arena, contents, *sizes, self._has_tiles)
 
     def any_plan(
-        self, arena: Arena, contents: LoraContents, num_tokens: int, has_tiles: bool
+        self,
+        arena: Arena,
+        contents: LoraContents,
+        num_tokens: int,
+        num_rows: int,
+        has_tiles: bool,
     ) -> LoraPlan:
-        """Has an item for each token as far as there are items, with any contents."""
-        num_items = min(num_tokens, len(self._items))
-        return self._plan(arena, contents, num_tokens, num_items, num_tokens, has_tiles)
+        """Has as many items as rows of any adapters and kinds can have, with any contents."""
+        num_items = min(_max_items(num_tokens, num_rows), len(self._items))
+        return self._plan(arena, contents, num_tokens, num_items, num_rows, has_tiles)
 
     def _plan(
         self,

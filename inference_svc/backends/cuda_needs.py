@@ -16,9 +16,9 @@ import torch
 from inference_svc.adapters.layout import HEAD
 from inference_svc.adapters.targets import computed_groups, layout_of
 from inference_svc.backends.base import MemoryNeeds, choices_bytes, max_pages
-from inference_svc.backends.cuda_graphs import captured_sizes
 from inference_svc.backends.cuda_inputs import CudaInputs
-from inference_svc.backends.cuda_lora import CudaLora, StepKind
+from inference_svc.backends.cuda_lora import CudaLora
+from inference_svc.backends.cuda_shapes import StepKind, decode_sizes, most_prompt_tokens
 from inference_svc.backends.magnitudes import DEVICE_SLICE_ELEMENTS
 from inference_svc.core import EngineConfig
 from inference_svc.model.description import (
@@ -39,9 +39,11 @@ LIBRARIES_BYTES = 384 * MIB
 """In addition to the context: cuBLAS' workspaces (torch gives one to each stream that multiplies,
 32 MiB on Hopper: the streams that compute and record), the code that cuBLAS, torch and Triton load
 when it first runs, and the rounding of torch's allocator. An estimate."""
-NODE_BYTES = 16 << 10
-"""Device memory of a kernel in a recorded step: about 10 KiB in current drivers (NVIDIA's cccl#3768
-says so of its own graphs), and some for the driver's rounding."""
+NODE_BYTES = 4 << 10
+"""Device memory of a kernel in a recorded step. On an H200 with driver 580, eight recordings of an
+8B model in a row took 8 MB, less than 3 KiB a kernel."""
+PROMPT_RECORDINGS_BYTES = 128 * MIB
+"""Memory for the kernels of recorded steps with prompts: 48 of an 8B model."""
 PRODUCT_NODES = 2
 """A product and, where cuBLAS splits it, the sum of its parts."""
 GROWTH_NODES = 6
@@ -80,24 +82,36 @@ def _dividing_bytes(config: EngineConfig, decoder: Decoder) -> int:
     return 4 * (DEVICE_SLICE_ELEMENTS + config.max_lora_rank * features)
 
 
-def step_bytes(config: EngineConfig, decoder: Decoder, num_tokens: int) -> int:
+def step_bytes(
+    config: EngineConfig, decoder: Decoder, num_tokens: int, *, is_beside: bool = False
+) -> int:
     """Returns the most memory that `Transformer.forward` allocates at one time for so many tokens
-    of all sequences, its logits included."""
+    of all sequences, its logits included. `is_beside`: adapters have nothing but A and B, and run
+    beside the products."""
     g, item_bytes = decoder, getattr(torch, config.dtype).itemsize
     row_bytes = num_tokens * item_bytes
-    shrunk = _ShrunkBytes.of(config, decoder)
+    shrunk = _ShrunkBytes.of(config, decoder, num_parts=1 if is_beside else MAX_PARTS)
+
+    def addend_bytes(role: str) -> int:
+        return row_bytes * shrunk.num_outputs(role) if is_beside else 0
+
     # A half's output, and its norm; while adapters add to it, their shrunk inputs are there.
     out_bytes = row_bytes * g.hidden_size * (1 + any(block.post_norms for block in g.blocks))
     attention_bytes = row_bytes * (2 * g.max_q_size + 2 * g.max_kv_size)
     of_heads, of_stream = (num_tokens * size for size in _token_weights_bytes(config, g))
-    at_attention = max(_partial_results_bytes(config, g), of_heads, shrunk.by("qkv", num_tokens))
+    shrunk_bytes = shrunk.by("qkv", num_tokens) + addend_bytes("qkv")
+    at_attention = max(_partial_results_bytes(config, g), of_heads, shrunk_bytes)
     at_head = shrunk.by(HEAD, config.max_sequences) + of_stream
     phases: tuple[int, ...] = (
         attention_bytes + at_attention,
-        out_bytes + of_stream,
-        attention_bytes + out_bytes + shrunk.by("o", num_tokens),
+        out_bytes + of_stream + max(addend_bytes("o"), addend_bytes("down")),
+        attention_bytes + out_bytes + shrunk.by("o", num_tokens) + addend_bytes("o"),
         row_bytes * 2 * g.max_intermediate_size + shrunk.by("gate_up", num_tokens),
-        row_bytes * 3 * g.max_intermediate_size + out_bytes + shrunk.by("down", num_tokens),
+        row_bytes * 3 * g.max_intermediate_size + addend_bytes("gate_up"),
+        row_bytes * 3 * g.max_intermediate_size
+        + out_bytes
+        + shrunk.by("down", num_tokens)
+        + addend_bytes("down"),
         _num_logits(config, g) * item_bytes + at_head,
     )
     phases += tuple(
@@ -163,7 +177,7 @@ def _partial_results_bytes(config: EngineConfig, decoder: Decoder) -> int:
     their weights."""
     positions = min(tuned["positions"] for tuned in tuning.all_constants("segments"))
     longest = max_pages(config) * config.page_size
-    num_segments = max_segments(config.max_sequences, longest, positions)
+    num_segments = max_segments(config.max_sequences + 1, longest, positions)
     return 4 * num_segments * max(a.num_heads * (a.head_dim + 1) for a in decoder.attentions)
 
 
@@ -174,12 +188,20 @@ class _ShrunkBytes(NamedTuple):
     groups: Mapping[str, LoraGroup]
     rank: int
     """Up to the end of a block of ranks."""
+    num_parts: int
 
     @classmethod
-    def of(cls, config: EngineConfig, decoder: Decoder) -> _ShrunkBytes:
+    def of(cls, config: EngineConfig, decoder: Decoder, num_parts: int) -> _ShrunkBytes:
         tables = product(tuning.all_constants("shrink"), tuning.all_constants("expand"))
         rank = max(workspace_rank(config.max_lora_rank, *tuned) for tuned in tables)
-        return cls(computed_groups(config, decoder), rank)
+        return cls(computed_groups(config, decoder), rank, num_parts)
+
+    def num_outputs(self, role: str) -> int:
+        """Returns the outputs of the widest of the groups of all layers that are called so."""
+        return max(
+            (group.out_end for name, group in self.groups.items() if _role_of(name) == role),
+            default=0,
+        )
 
     def by(self, role: str, num_tokens: int) -> int:
         """Returns the bytes of the widest of the groups of all layers that are called so."""
@@ -193,7 +215,7 @@ class _ShrunkBytes(NamedTuple):
             min(num_tokens, tuned["split_tokens"]) * -(-in_features // tuned["chunk"])
             for tuned in tuning.all_constants("shrink")
         )
-        return 4 * MAX_PARTS * max(num_tokens, num_split) * num_targets * self.rank
+        return 4 * self.num_parts * max(num_tokens, num_split) * num_targets * self.rank
 
 
 def _role_of(group: str) -> str:
@@ -204,7 +226,8 @@ def _role_of(group: str) -> str:
 def _fixed_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns the memory held between steps: the buffers of logits and chosen experts, inputs, and
     the tables of pages and of adapters."""
-    max_tokens, max_rows = config.max_batch_tokens, config.max_sequences
+    # Padding of a step with prompts is one row more.
+    max_tokens, max_rows = config.max_batch_tokens, config.max_sequences + 1
     logits_bytes = max_rows * (4 * (decoder.vocab_size + config.max_added_tokens) + 8)
     inputs_bytes = sum(
         CudaInputs.num_bytes(count, max_rows) + CudaLora.num_bytes(count, max_rows)
@@ -238,6 +261,13 @@ def recorded_nodes(
     if kind is StepKind.ANY:
         num_nodes += _replacement_nodes(decoder, adds_tokens=adds_tokens)
     return num_nodes + sum(map(_layer_nodes, decoder.blocks))
+
+
+def max_prompt_recordings(decoder: Decoder, num_groups: int, *, adds_tokens: bool) -> int:
+    """Returns how many recorded steps with prompts have room. Each has one more kernel a layer than
+    decode steps."""
+    num_nodes = recorded_nodes(decoder, StepKind.ANY, num_groups, adds_tokens=adds_tokens)
+    return PROMPT_RECORDINGS_BYTES // ((num_nodes + decoder.num_layers) * NODE_BYTES)
 
 
 def _replacement_nodes(decoder: Decoder, *, adds_tokens: bool) -> int:
@@ -281,11 +311,21 @@ def _experts_nodes(experts: Experts) -> int:
 
 def _graphs_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns the memory of recorded steps: their kernels, and the memory of one of the largest,
-    which all of them compute in. Of each size there is one of each kind."""
+    which all of them compute in. Of each number of decode rows there is one of each kind, and of
+    steps with prompts as many as have room."""
     num_groups = len(computed_groups(config, decoder))
     adds_tokens = config.max_added_tokens > 0
-    num_nodes = sum(
+    of_kinds = [
         recorded_nodes(decoder, kind, num_groups, adds_tokens=adds_tokens) for kind in StepKind
+    ]
+    decodes_bytes = len(decode_sizes(config.max_sequences)) * sum(of_kinds) * NODE_BYTES
+    most_tokens = max(config.max_sequences, most_prompt_tokens(config.max_batch_tokens))
+    most_beside = max(tuned["most_rows"] for tuned in tuning.all_constants("beside"))
+    return (
+        PROMPT_RECORDINGS_BYTES
+        + decodes_bytes
+        + max(
+            step_bytes(config, decoder, most_tokens),
+            step_bytes(config, decoder, min(most_tokens, most_beside), is_beside=True),
+        )
     )
-    nodes_bytes = len(captured_sizes(config.max_sequences)) * num_nodes * NODE_BYTES
-    return nodes_bytes + step_bytes(config, decoder, config.max_sequences)

@@ -41,8 +41,8 @@ class PageTable:
     """The pages of up to `max_rows` sequences, up to `max_pages` each, as int32 on the device.
 
     A sequence keeps its row from step to step, wherever it stands in the batch; it is known by its
-    list of pages, which only grows while it runs. The last row is padding's: its first page is
-    `padding_page`.
+    list of pages, which only grows while it runs. The last row is padding's: all of its
+    pages are `padding_page`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class PageTable:
         flat = torch.zeros(self.spare_cell + 1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.on_host = flat[: self.spare_cell].view(shape)
         """The same on the host."""
-        self.on_host[self.padding_row, 0] = padding_page
+        self.on_host[self.padding_row] = padding_page
         self._flat = flat.to(device, copy=True)
         self.on_device = self._flat[: self.spare_cell].view(shape)
         """int32 [max_rows + 1, max_pages], on the device."""

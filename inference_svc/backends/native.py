@@ -107,6 +107,7 @@ class NativeBackend:
         self.num_pages = kv_caches.num_pages
         self.kernels = f"native {library.variant}"
         self.num_lora_steps = 0
+        self.num_eager_steps = 0
         self._decoder = decoder
         self._make_transformer = make_transformer
         self._reload = reload
@@ -168,6 +169,10 @@ class NativeBackend:
             if inputs.groups:
                 self._lora.plan_head(scored_slot_runs(part))
             yield Scored(part, self._loaded.logits(inputs.groups))
+
+    def use_idle_time(self) -> bool:
+        """There is nothing to prepare."""
+        return False
 
     def free_unused(self) -> None:
         """Holds only the memory that every step needs."""

@@ -162,6 +162,21 @@ class StepArrays:
         self._logit_rows[padded] = self._row_numbers[padded]
         self._set_counts(num_rows, num_rows, num_rows)
 
+    def pad_prompts(self, num_tokens: int, num_rows: int, page: int) -> None:
+        """Adds rows without tokens up to `num_rows`, and a row of its own, behind these, that has
+        tokens up to `num_tokens` and reads and writes nothing but `page`."""
+        tokens, rows, _ = self.size
+        padding = np.arange(num_tokens - tokens)
+        self._token_ids[tokens:num_tokens] = 0
+        self._positions[tokens:num_tokens] = padding
+        self._cells[tokens:num_tokens] = page * self.page_size + padding % self.page_size
+        self._query_starts[rows + 1 : num_rows + 1] = tokens
+        self._query_starts[num_rows + 1] = num_tokens
+        self._context_lengths[rows:num_rows] = 0
+        self._context_lengths[num_rows] = num_tokens - tokens
+        self._logit_rows[rows:num_rows] = 0
+        self._set_counts(num_tokens, num_rows + 1, num_rows)
+
     def _set_counts(self, *counts: int) -> None:
         self.size = StepSize(*counts)
         for array, count in zip(self._counts, counts, strict=True):

@@ -42,13 +42,16 @@ from inference_svc.model.layers import Linear
 from inference_svc.model.parameters import weights_bytes
 from inference_svc.model.transformer import COMPUTED, Stream, Transformer
 from kernels.elementwise import NormWeight
+from kernels.elementwise.addend import Addend
 from kernels.experts import Pairs
 from kernels.lora import (
+    LoraGroup,
     LoraPlan,
     TokenOrder,
     add_lora,
     add_lora_embedding,
     add_lora_experts,
+    compute_addend,
     order_tokens,
     plan_pairs,
 )
@@ -62,13 +65,15 @@ class LoraStep:
     """Adds adapters to the base's outputs; see `model.lora.Lora`, also for shapes. Groups that are
     not in `targets` are passed over: no adapter that the server accepts changes them.
 
-    `plan` covers all tokens of the step, `head_plan` the ones that get logits.
+    `plan` covers all tokens of the step, `head_plan` the ones that get logits. `may_be_beside`: the
+    step is recorded, and its adapters have nothing but A and B.
     """
 
     arena: Arena
     targets: AppliedTargets
     plan: LoraPlan
     head_plan: LoraPlan
+    may_be_beside: bool = False
 
     @property
     def num_added_tokens(self) -> int:
@@ -84,6 +89,27 @@ class LoraStep:
         if group in self.targets.groups:
             arena, found = self.arena, self.targets.groups[group]
             add_lora(out, x, arena.flat, arena.table, self.plan, found, bias)
+
+    def beside(self, group: str, x: Tensor, linear: Linear) -> tuple[Tensor, Addend] | None:
+        found, arena = self.targets.groups.get(group), self.arena
+        if found is None or not self._is_beside(found, len(linear.weight)):
+            return None
+        values = x.new_empty(len(x), found.out_end)
+        compute, beside = arena.streams.compute, arena.streams.beside
+        beside.wait_stream(compute)
+        try:
+            with beside.entered():
+                compute_addend(values, x, arena.flat, arena.table, self.plan, found)
+            out = linear(x)
+        finally:
+            compute.wait_stream(beside)
+        return out, Addend(values, self.plan.token_slots)
+
+    def _is_beside(self, group: LoraGroup, num_outputs: int) -> bool:
+        """Returns whether the group may run beside its product: only if its targets cover all
+        outputs."""
+        is_few = self.plan.num_tokens <= group.most_rows_beside(self.arena.flat.itemsize)
+        return self.may_be_beside and is_few and sum(group.out_features) == num_outputs
 
     def order_tokens(self) -> TokenOrder | None:
         changes_experts = not self.plan.targets.isdisjoint(self.targets.of_experts)
@@ -191,6 +217,7 @@ class TorchBackend:
         self._max_scored = max_scored
         self.num_pages, self._page_size = kv_caches.num_pages, kv_caches.page_size
         self.num_lora_steps = 0
+        self.num_eager_steps = 0
         self._decoder = transformer.description
         self.transformer: Transformer | None = transformer
         self.kv_caches: KVCaches | None = kv_caches
@@ -250,6 +277,10 @@ class TorchBackend:
             yield from score_slices(
                 self.transformer, last, inputs.lora, inputs.runs, self._max_scored
             )
+
+    def use_idle_time(self) -> bool:
+        """There is nothing to prepare."""
+        return False
 
     def free_unused(self) -> None:
         """Reserves nothing: each step's memory goes back to the system."""

@@ -103,6 +103,11 @@ class Engine:
         go_on = has_run or (self.residency.is_copying and not self.life_cycle.is_asleep)
         return self._flush_outputs(), go_on
 
+    def use_idle_time(self) -> bool:
+        """Does a piece of work that makes later steps faster; returns False if there is none.
+        Called while `step` has nothing to do and no message waits."""
+        return not self.life_cycle.is_asleep and self.runner.backend.use_idle_time()
+
     def _run_batch(self) -> bool:
         """Returns whether there was a batch: tokens to compute, or residency changes."""
         with self.commands.profiler.step():

@@ -102,6 +102,7 @@ class Describe:
             "not_finite_requests": self.losses.counts[Loss.NOT_FINITE] + self.losses.num_refused,
             "faulty_requests": self.losses.counts[Loss.FAULT],
             "lora_steps": self.runner.backend.num_lora_steps,
+            "eager_steps": self.runner.backend.num_eager_steps,
             "version_moves": self.scheduler.num_moves,
             "kv_page_evictions": self.scheduler.pages.num_evictions,
         }

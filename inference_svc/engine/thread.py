@@ -124,6 +124,8 @@ class EngineThread:
         messages: list[Message | PullEvent] = []
         try:
             if wait:
+                while self._inbox.empty() and self.built.engine.use_idle_time():
+                    """Until a message comes."""
                 expiry_s = self.built.engine.next_expiry_s()
                 timeout_s = MAX_WAIT_S
                 if expiry_s is not None:

@@ -199,6 +199,10 @@ STEPS = (
     ),
     _OWN.counter("lora_steps", "Steps whose batch used an adapter."),
     _OWN.counter(
+        "eager_steps",
+        "Steps that a GPU computed kernel by kernel, as no recorded step had their size.",
+    ),
+    _OWN.counter(
         "step_out_of_memory",
         "Steps for which the device's memory did not suffice; they were computed in parts.",
     ),

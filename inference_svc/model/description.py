@@ -188,6 +188,12 @@ class Attention:
         assert len({norm.eps for norm in norms if norm is not None}) <= 1, "they are one operation"
 
     @property
+    def norms_all_heads(self) -> bool:
+        """Whether a norm of queries or keys is over all heads at once."""
+        norms = (self.q_norm, self.k_norm)
+        return any(norm is not None and norm.size != self.head_dim for norm in norms)
+
+    @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
 

@@ -64,8 +64,7 @@ def _of_sizes(decoder: Decoder) -> Iterator[str]:
     """Yields the features that sizes show: whole-width norms, wide heads, and differences between
     layers."""
     for each in decoder.attentions:
-        norms = (each.q_norm, each.k_norm)
-        if any(norm is not None and norm.size > each.head_dim for norm in norms):
+        if each.norms_all_heads:
             yield "attention.norms_of_all_heads"
         yield from (f"attention.head_dim>{size}" for size in HEAD_SIZES if each.head_dim > size)
     if len(decoder.kv_shapes) > 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,7 @@ from kernels.elementwise import (
     rms_norm,
     swiglu,
 )
+from kernels.elementwise.addend import Addend
 from kernels.experts import Pairs, Routing, combine, experts_linear, route, sort_pairs
 from kernels.lora import TokenOrder
 
@@ -95,26 +97,41 @@ class _Step:
     """Where experts are to be that tokens choose, by the layer: int32 [T, num_chosen]."""
 
 
+class Outputs(NamedTuple):
+    """A projection's outputs [T, size], in the model's dtype. The next operation adds `addend` to
+    them."""
+
+    values: Tensor
+    addend: Addend | None = None
+
+
 @dataclass(slots=True)
 class Stream:
-    """The residual stream [T, hidden_size], in the model's dtype. `delta` is still to be added to
-    it, times `delta_scale`, and `sum_scale` multiplies their sum; the next norm does both."""
+    """The residual stream [T, hidden_size], in the model's dtype. `delta`, with its `addend`, is
+    still to be added to it, times `delta_scale`, and `sum_scale` multiplies their sum; the next
+    norm does all of it."""
 
     hidden: Tensor
     delta: Tensor | None = None
+    addend: Addend | None = None
     delta_scale: float = 1.0
     sum_scale: float = 1.0
 
-    def leave(self, delta: Tensor, delta_scale: float = 1.0) -> None:
+    def leave(self, delta: Outputs, delta_scale: float = 1.0) -> None:
         """Leaves `delta` [T, hidden_size] to be added by the next norm."""
-        self.delta, self.delta_scale, self.sum_scale = delta, delta_scale, 1.0
+        self.delta, self.addend = delta
+        self.delta_scale, self.sum_scale = delta_scale, 1.0
 
     def normed(self, norm: NormWeight | None, rows: Tensor | None = None) -> Tensor:
         """Returns its norm, or itself, of all rows or of these, int64 [N]: [T or N,
         hidden_size]."""
-        delta, self.delta = self.delta, None
+        delta, addend = self.delta, self.addend
+        self.delta = self.addend = None
         return add_rms_norm(
-            self.hidden, delta, norm, rows, delta_scale=self.delta_scale, sum_scale=self.sum_scale
+            *(self.hidden, delta, norm, rows),
+            delta_scale=self.delta_scale,
+            sum_scale=self.sum_scale,
+            addend=addend,
         )
 
 
@@ -194,7 +211,7 @@ class Transformer:
             return _own(norm, weight, step.lora, index)
 
         normed = stream.normed(own(block.attention_norm, weights.attention_norm))
-        delta = self._attention(index, block.attention, weights, normed, step)
+        delta = self._attention(index, block, weights, normed, step)
         norm = own(block.attention_post_norm, weights.attention_post_norm)
         stream.leave(_post_normed(delta, norm), scale)
         del delta  # or it would be in memory when the next norm has added it
@@ -208,9 +225,9 @@ class Transformer:
         stream.leave(_post_normed(delta, norm), scale)
         if block.layer_input is not None:
             del normed, delta
-            delta = self._layer_input(index, block.layer_input, weights, stream.normed(None), step)
+            made = self._layer_input(index, block.layer_input, weights, stream.normed(None), step)
             norm = own(block.layer_input_post_norm, weights.layer_input_post_norm)
-            stream.leave(_post_normed(delta, norm))
+            stream.leave(Outputs(_normed(made, norm)))
         stream.sum_scale = weights.scalar
 
     def _layer_inputs(self, inputs: StepInputs, hidden: Tensor, lora: Lora | None) -> Tensor | None:
@@ -247,15 +264,18 @@ class Transformer:
     def _attention(
         self,
         index: int,
-        attention: Attention,
+        block: Block,
         weights: BlockWeights[Linear],
         x: Tensor,
         step: _Step,
-    ) -> Tensor:
+    ) -> Outputs:
         """x: [T, hidden_size] -> [T, hidden_size]."""
-        rope, plan, growth = attention.rope, step.inputs.attention, attention.query_growth
+        attention, plan = block.attention, step.inputs.attention
+        rope, growth = attention.rope, attention.query_growth
         rotation = _NO_ROTATION if rope is None else step.rotations[rope, attention.head_dim]
-        qkv = _project(weights.qkv, x, step.lora, f"layers.{index}.qkv")
+        # Norms of all heads read qkv before it is rotated.
+        adds = not attention.norms_all_heads
+        qkv, addend = _project_apart(weights.qkv, x, step.lora, f"layers.{index}.qkv", adds=adds)
         cache, layer = step.kv_caches.of(index)
         rotate_and_store(
             *(qkv, cache, layer, plan.cells, *rotation),
@@ -263,7 +283,9 @@ class Transformer:
             num_heads=attention.num_heads,
             is_interleaved=rope is not None and rope.is_interleaved,
             q_scale=None if growth is None else step.q_scales[growth],
+            addend=addend,
         )
+        del addend
         mixed = attend(
             qkv[:, : attention.q_size].unflatten(1, (-1, attention.head_dim)),
             *(cache, layer, plan),
@@ -272,7 +294,9 @@ class Transformer:
             softcap=attention.softcap,
             sinks=weights.sinks,
         )
-        return _project(weights.o, mixed.flatten(1), step.lora, f"layers.{index}.o")
+        adds = block.attention_post_norm is not None or block.feed_forward_norm is not None
+        name = f"layers.{index}.o"
+        return _project_apart(weights.o, mixed.flatten(1), step.lora, name, adds=adds)
 
     def _feed_forward(
         self,
@@ -282,23 +306,48 @@ class Transformer:
         x: Tensor,
         hidden: Tensor,
         step: _Step,
-    ) -> Tensor:
+    ) -> Outputs:
         """x, hidden (the residual stream): [T, hidden_size] -> [T, hidden_size]."""
         made = None
         if block.dense is not None and weights.dense is not None:
-            made = self._dense(index, block.dense, weights.dense, x, step)
+            adds = self._norms_feed_forward(index, block)
+            made = self._dense(index, block.dense, weights.dense, x, step, adds=adds)
         if block.experts is not None and weights.experts is not None:
-            return self._experts(index, block.experts, weights.experts, x, hidden, made, step)
+            shared = None if made is None else made.values
+            made = Outputs(
+                self._experts(index, block.experts, weights.experts, x, hidden, shared, step)
+            )
         assert made is not None
         return made
 
+    def _norms_feed_forward(self, index: int, block: Block) -> bool:
+        """Returns whether a norm reads the dense half's output, or its sum with the stream."""
+        if block.experts is not None:
+            return False
+        if block.feed_forward_post_norm is not None:
+            return True
+        blocks = self.description.blocks
+        is_last = index + 1 == len(blocks)
+        has_next = is_last or blocks[index + 1].attention_norm is not None
+        return block.layer_input is None and has_next
+
     def _dense(
-        self, index: int, dense: Dense, weights: DenseWeights[Linear], x: Tensor, step: _Step
-    ) -> Tensor:
-        """x: [T, hidden_size] -> [T, hidden_size]."""
-        gate_up = _project(weights.gate_up, x, step.lora, f"layers.{index}.gate_up")
-        gated = _GATED[dense.activation](*gate_up.chunk(2, dim=-1))
-        return _project(weights.down, gated, step.lora, f"layers.{index}.down")
+        self,
+        index: int,
+        dense: Dense,
+        weights: DenseWeights[Linear],
+        x: Tensor,
+        step: _Step,
+        *,
+        adds: bool,
+    ) -> Outputs:
+        """x: [T, hidden_size] -> [T, hidden_size]. `adds`: whoever reads it adds an addend."""
+        name = f"layers.{index}.gate_up"
+        gate_up, addend = _project_apart(weights.gate_up, x, step.lora, name, adds=True)
+        gate, up = gate_up.chunk(2, dim=-1)
+        gated = _GATED[dense.activation](gate, up, addend)
+        del addend
+        return _project_apart(weights.down, gated, step.lora, f"layers.{index}.down", adds=adds)
 
     def _experts(
         self,
@@ -325,13 +374,13 @@ class Transformer:
         if experts.shared_gate is not None and weights.shared_gate is not None:
             gate = logits(weights.shared_gate, x, experts.shared_gate.name)
         router = experts.router
-        router_x = _post_normed(x if router.norm is None else hidden, weights.router.norm)
+        router_x = _normed(x if router.norm is None else hidden, weights.router.norm)
         found = logits(weights.router.projection, router_x, router.projection.name)
         routing = route(
             *(found, router.choice, weights.router.bias, weights.router.expert_scales),
             out=step.choices.get(index),
         )
-        x = _post_normed(x if experts.norm is None else hidden, own(experts.norm, weights.norm))
+        x = _normed(x if experts.norm is None else hidden, own(experts.norm, weights.norm))
         made, pairs = self._of_experts(index, experts, weights, x, routing, step)
         norm = own(experts.post_norm, weights.post_norm)
         if norm is None:
@@ -339,8 +388,8 @@ class Transformer:
         assert shared is not None
         assert gate is None
         shared_norm = own(experts.shared_post_norm, weights.shared_post_norm)
-        routed = _post_normed(combine(made, pairs, routing.weights), norm)
-        return _post_normed(shared, shared_norm).add_(routed)
+        routed = _normed(combine(made, pairs, routing.weights), norm)
+        return _normed(shared, shared_norm).add_(routed)
 
     def _of_experts(
         self,
@@ -403,8 +452,12 @@ def as_held(number: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(number, dtype=dtype))
 
 
-def _post_normed(delta: Tensor, norm: NormWeight | None) -> Tensor:
-    return delta if norm is None else rms_norm(delta, norm)
+def _normed(x: Tensor, norm: NormWeight | None) -> Tensor:
+    return x if norm is None else rms_norm(x, norm)
+
+
+def _post_normed(delta: Outputs, norm: NormWeight | None) -> Outputs:
+    return delta if norm is None else Outputs(rms_norm(delta.values, norm, delta.addend))
 
 
 def _q_scale(growth: QueryGrowth, positions: Tensor, dtype: torch.dtype) -> Tensor:
@@ -418,6 +471,14 @@ def _project(linear: Linear, x: Tensor, lora: Lora | None, group: str) -> Tensor
     if lora is not None:
         lora.add(group, x, out, linear.bias)
     return out
+
+
+def _project_apart(
+    linear: Linear, x: Tensor, lora: Lora | None, group: str, *, adds: bool
+) -> Outputs:
+    """Computes outputs for a reader that adds an addend, if it `adds` any."""
+    made = lora.beside(group, x, linear) if adds and lora is not None else None
+    return Outputs(_project(linear, x, lora, group)) if made is None else Outputs(*made)
 
 
 def _embedded(token_ids: Tensor, table: Tensor, lora: Lora | None) -> Tensor:

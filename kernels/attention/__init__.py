@@ -22,6 +22,7 @@ from kernels.attention.kv_cache import KVCache, can_tile, page_bytes
 from kernels.attention.plan import AttentionPlan
 from kernels.attention.reference import NO_NORMS, HeadNorms
 from kernels.dispatch import uses_triton
+from kernels.elementwise.addend import Addend
 
 __all__ = [
     "NO_NORMS",
@@ -104,6 +105,7 @@ def rotate_and_store(
     num_heads: int,
     is_interleaved: bool = False,
     q_scale: Tensor | None = None,
+    addend: Addend | None = None,
 ) -> None:
     """Norms and rotates a step's heads, and stores keys and values; see
     `reference.rotate_and_store`.
@@ -119,6 +121,8 @@ def rotate_and_store(
         num_heads: Number of query heads.
         is_interleaved: Whether neighbouring elements are rotated together, not halves.
         q_scale: Factor of each token's queries, [T]. None: 1.
+        addend: Adapters' addition to qkv before anything else; norms are of each head then. None:
+            none.
     """
     compute = reference.rotate_and_store
     if uses_triton(qkv):
@@ -130,4 +134,5 @@ def rotate_and_store(
         num_heads=num_heads,
         is_interleaved=is_interleaved,
         q_scale=q_scale,
+        addend=addend,
     )

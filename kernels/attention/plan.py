@@ -15,7 +15,7 @@ from kernels import tuning
 
 Ints = NDArray[np.int64]
 
-TILE_QUERIES = 64
+TILE_QUERIES = 128
 """Most queries of one tile: neighbours of one row that read keys and values together."""
 MAX_SEGMENTS = 64
 """Most segments that the context of a row of one query is cut into."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.attention.kv_cache import KVCache
 from kernels.attention.plan import AttentionPlan
+from kernels.elementwise.addend import Addend
 from kernels.elementwise.reference import rms_norm
 
 
@@ -139,6 +140,7 @@ def rotate_and_store(
     num_heads: int,
     is_interleaved: bool = False,
     q_scale: Tensor | None = None,
+    addend: Addend | None = None,
 ) -> None:
     """q[t] = q_scale[t] * rotate(norm(q[t])) in place; cell cells[t] gets rotate(norm(k[t])) and
     norm(v[t]). With `norms.are_rotated`, the rotation comes first.
@@ -155,7 +157,10 @@ def rotate_and_store(
         num_heads: Number of query heads.
         is_interleaved: As in `rotate`.
         q_scale: [T]. None: 1.
+        addend: Adapters' addition to qkv before anything else, as qkv. None: none.
     """
+    if addend is not None:
+        qkv.copy_(addend.added_to(qkv))
     head_dim = cache.head_dim
     num_keys = min(cache.num_kv_heads, qkv.shape[1] // head_dim - num_heads)
     turned = qkv[:, : (num_heads + num_keys) * head_dim].unflatten(1, (-1, head_dim))

@@ -17,8 +17,10 @@ that share a key head, D head_dim, S segments of all rows.
 import triton
 import triton.language as tl
 
+from kernels.elementwise.triton_kernels import plus_addend
+
 # Their values change from step to step: none is worth a compilation.
-VARYING = ("num_rows", "num_tokens")
+VARYING = ("num_rows", "num_tokens", "tokens_each")
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -128,10 +130,10 @@ def prepared(
     return b_x1, b_x2, b_x3
 
 
-@triton.jit(do_not_specialize=(*VARYING, "tokens_each"))
+@triton.jit(do_not_specialize=VARYING)
 def store_kernel(
-    qkv, kv, cells, cos, sin, q_norm, k_norm, v_norm, q_scale, num_tokens, tokens_each, eps,
-    qkv_stride, page_stride, head_stride, side_stride,
+    qkv, kv, cells, cos, sin, q_norm, k_norm, v_norm, q_scale, addend, slots, num_tokens,
+    tokens_each, eps, qkv_stride, page_stride, head_stride, side_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
     NORMS_ROTATED: tl.constexpr, VALUES_ARE_KEYS: tl.constexpr,
@@ -143,9 +145,10 @@ def store_kernel(
 
     qkv: [T, (NUM_HEADS + 2 * NUM_KV_HEADS) * D], or, VALUES_ARE_KEYS, without v; kv: one layer of
     the cache; cells int64 [T]; cos, sin: [T, 2 * HALF], or None; q_norm, k_norm, v_norm: [D], or
-    None, or, OF_TOKENS, [T, D]; q_scale: [T], or None. A head is two parts that turn with each
-    other, HALF each, and what does not turn. Grid: (programs of `tokens_each` tokens, heads of q, k
-    and v; of q alone: nothing is stored).
+    None, or, OF_TOKENS, [T, D]; q_scale: [T], or None. addend: as qkv, its rows as far
+    apart, and slots: [T], or None: added before anything else. A head is two parts that turn with
+    each other, HALF each, and what does not turn. Grid: (programs of `tokens_each` tokens, heads of
+    q, k and v; of q alone: nothing is stored).
 
     A program computes its tokens one after the other. The same instructions compute one token and
     many, so a token's bits do not depend on their number.
@@ -174,6 +177,13 @@ def store_kernel(
         b_x3 = tl.zeros([1, BLOCK_R], dtype=tl.float32)
         if 2 * HALF < D:
             b_x3 = tl.load(p_x + o_3[None, :], mask=m_rest, other=0.0).to(tl.float32)
+        if addend is not None:
+            has_adapter = (tl.load(slots + o_t, mask=m_t, other=-1) >= 0)[:, None]
+            p_addend = addend + o_t[:, None] * qkv_stride + i_read * D
+            b_x1 = plus_addend(b_x1, p_addend + o_1[None, :], m_block, has_adapter, dtype)
+            b_x2 = plus_addend(b_x2, p_addend + o_2[None, :], m_block, has_adapter, dtype)
+            if 2 * HALF < D:
+                b_x3 = plus_addend(b_x3, p_addend + o_3[None, :], m_rest, has_adapter, dtype)
         if i_h < NUM_HEADS:
             b_x1, b_x2, b_x3 = prepared(
                 b_x1, b_x2, b_x3, q_norm, cos, sin, o_t, m_t, o_d, o_1, o_2, o_3,
@@ -355,23 +365,84 @@ def combine_kernel(
 
 
 @triton.jit
+def attend_blocks(
+    b_acc, b_max, b_sum, b_q, p_kv, p_pages, b_position, begin, end, scale, page_stride,
+    side_stride,
+    PAGE_SIZE: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds blocks of the positions from `begin` to `end` to a running softmax. Queries at
+    `b_position` [BLOCK_M] see those up to their own."""
+    o_d = tl.arange(0, BLOCK_D)
+    for start in tl.range(begin, end, BLOCK_N):
+        o_n = start + tl.arange(0, BLOCK_N)
+        m_n = o_n < end
+        b_k, b_v = load_pair(
+            p_kv, p_pages, o_n, m_n, o_d, o_d < D, page_stride, side_stride, PAGE_SIZE, D
+        )  # fmt: skip
+        # No query of the row stands behind its context: this leaves out what lies there, too.
+        m_seen = o_n[None, :] <= b_position[:, None]
+        if WINDOW > 0:
+            m_seen = m_seen & (o_n[None, :] > b_position[:, None] - WINDOW)
+        b_acc, b_max, b_sum = attended(
+            b_acc, b_max, b_sum, b_q, b_k, b_v, m_seen, scale, SOFTCAP, PRECISION
+        )  # fmt: skip
+    return b_acc, b_max, b_sum
+
+
+@triton.jit
+def attend_whole_blocks(
+    b_acc, b_max, b_sum, b_q, p_kv, p_pages, begin, end, scale, page_stride, side_stride,
+    PAGE_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Does the same as `attend_blocks`, for whole blocks that all queries see: without masks, and
+    with one product for the scale and the difference to the maximum."""
+    o_d = tl.arange(0, BLOCK_D)
+    for start in tl.range(begin, end, BLOCK_N):
+        o_n = start + tl.arange(0, BLOCK_N)
+        b_page = tl.load(p_pages + o_n // PAGE_SIZE).to(tl.int64)
+        p_k = p_kv + (b_page * page_stride + (o_n % PAGE_SIZE) * D)[:, None] + o_d[None, :]
+        if BLOCK_D == D:
+            b_k, b_v = tl.load(p_k), tl.load(p_k + side_stride)
+        else:
+            m_d = (o_d < D)[None, :]
+            b_k = tl.load(p_k, mask=m_d, other=0.0)
+            b_v = tl.load(p_k + side_stride, mask=m_d, other=0.0)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        b_new = tl.maximum(b_max, tl.max(b_s, axis=1) * (scale * LOG2_E))
+        b_p = tl.exp2(b_s * (scale * LOG2_E) - b_new[:, None])
+        b_keep = tl.exp2(b_max - b_new)
+        b_sum = b_sum * b_keep + tl.sum(b_p, axis=1)
+        b_acc = b_acc * b_keep[:, None]
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
+        b_max = b_new
+    return b_acc, b_max, b_sum
+
+
+@triton.jit
 def prefill_kernel(
     out, q, kv, sinks, tiles, query_starts, context_lengths, table_rows, page_table, scale,
     q_stride, table_stride, page_stride, head_stride, side_stride,
     NUM_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Up to BLOCK_M neighbouring queries of one row and head over all that they see.
 
-    sinks: fp32 [NUM_HEADS], or None; tiles: int32 [n, 2], row and first query in it. Grid:
-    (n, NUM_HEADS).
+    sinks: fp32 [NUM_HEADS], or None; tiles: int32 [n, 2], row and first query in it; behind the
+    row's last query a tile is empty. A tile is computed by PARTS programs. Grid: (NUM_HEADS,
+    n * PARTS): heads that share keys run beside each other, and the last tiles, which are the
+    longest of a prompt, begin first.
     """
-    i_r = tl.load(tiles + tl.program_id(0) * 2)
-    first_query = tl.load(tiles + tl.program_id(0) * 2 + 1)
-    i_h = tl.program_id(1)
+    i_tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    i_r = tl.load(tiles + i_tile // PARTS * 2)
+    first_query = tl.load(tiles + i_tile // PARTS * 2 + 1) + i_tile % PARTS * BLOCK_M
+    i_h = tl.program_id(0)
     row_start = tl.load(query_starts + i_r)
     num_queries = tl.load(query_starts + i_r + 1) - row_start
+    if first_query >= num_queries:
+        return
     context = tl.load(context_lengths + i_r)
 
     o_m = first_query + tl.arange(0, BLOCK_M)
@@ -391,19 +462,17 @@ def prefill_kernel(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    end = tl.minimum(first_position + BLOCK_M, context)
-    for start in tl.range(begin, end, BLOCK_N):
-        o_n = start + tl.arange(0, BLOCK_N)
-        m_n = o_n < end
-        b_k, b_v = load_pair(
-            p_kv, p_pages, o_n, m_n, o_d, m_d, page_stride, side_stride, PAGE_SIZE, D
+    elif SOFTCAP == 0 and q.dtype.element_ty.primitive_bitwidth == 16:  # else it would spill
+        begin = (first_position + 1) // BLOCK_N * BLOCK_N
+        b_acc, b_max, b_sum = attend_whole_blocks(
+            b_acc, b_max, b_sum, b_q, p_kv, p_pages, 0, begin, scale, page_stride, side_stride,
+            PAGE_SIZE, D, BLOCK_D, BLOCK_N, PRECISION,
         )  # fmt: skip
-        m_seen = (o_n[None, :] <= b_position[:, None]) & m_n[None, :]
-        if WINDOW > 0:
-            m_seen = m_seen & (o_n[None, :] > b_position[:, None] - WINDOW)
-        b_acc, b_max, b_sum = attended(
-            b_acc, b_max, b_sum, b_q, b_k, b_v, m_seen, scale, SOFTCAP, PRECISION
-        )  # fmt: skip
+    b_acc, b_max, b_sum = attend_blocks(
+        b_acc, b_max, b_sum, b_q, p_kv, p_pages, b_position, begin,
+        tl.minimum(first_position + BLOCK_M, context), scale, page_stride, side_stride,
+        PAGE_SIZE, D, WINDOW, SOFTCAP, BLOCK_D, BLOCK_N, PRECISION,
+    )  # fmt: skip
     if sinks is not None:
         # Infinite, where all scores are far below the sink: the quotient is then 0.
         b_sum += tl.exp2(tl.load(sinks + i_h) * LOG2_E - b_max)

@@ -10,6 +10,7 @@ from kernels.attention import triton_kernels as kernels
 from kernels.attention.kv_cache import KVCache
 from kernels.attention.plan import MAX_SEGMENTS, TILE_QUERIES, AttentionPlan
 from kernels.attention.reference import NO_NORMS, HeadNorms
+from kernels.elementwise.addend import Addend
 from kernels.elementwise.triton_ops import power_of_2
 
 MIN_BLOCK = 16
@@ -53,9 +54,11 @@ def rotate_and_store(
     num_heads: int,
     is_interleaved: bool = False,
     q_scale: Tensor | None = None,
+    addend: Addend | None = None,
 ) -> None:
     """Launches `reference.rotate_and_store`: qkv [T, size] of the cache's dtype with rows of unit
-    stride, cells int64 [T], cos and sin [T, 1, <= head_dim], q_scale [T]."""
+    stride, cells int64 [T], cos and sin [T, 1, <= head_dim], q_scale [T], addend [T, size]; qkv is
+    contiguous then, and no norm is over all heads."""
     assert not cache.is_tiled, "the kernels read caches in rows"
     head_dim, num_kv_heads = cache.head_dim, cache.num_kv_heads
     num_tokens, num_stored = len(qkv), qkv.shape[1] // head_dim - num_heads
@@ -64,6 +67,13 @@ def rotate_and_store(
     for waves in (cos, sin):
         assert waves is None or waves.is_contiguous()
     values_are_keys = num_stored == num_kv_heads
+    values, slots = addend or (None, None)
+    if values is not None:
+        assert qkv.is_contiguous()
+        assert values.is_contiguous()
+        assert values.shape == qkv.shape
+        for norm in (norms.q, norms.k):
+            assert norm is None or norm.shape[-1] == head_dim, "norms of all heads read qkv before"
     norms = _norm_wide(qkv, norms, cache, num_heads, values_are_keys=values_are_keys)
     half = head_dim // 2 if cos is None else cos.shape[-1] // 2
     tuned = tuning.constants("store", head_dim=head_dim)
@@ -80,6 +90,8 @@ def rotate_and_store(
         norms.k,
         norms.v,
         q_scale,
+        values,
+        slots,
         num_tokens,
         tokens_each,
         norms.eps,
@@ -236,7 +248,8 @@ def _prefill(
 ) -> None:  # fmt: skip
     num_heads, kv = q.shape[1], cache.data[layer]
     tuned = tuning.constants("prefill", head_dim=cache.head_dim, itemsize=q.itemsize)
-    kernels.prefill_kernel[(len(plan.tiles), num_heads)](
+    parts = TILE_QUERIES // tuned["block_m"]
+    kernels.prefill_kernel[(num_heads, len(plan.tiles) * parts)](
         out,
         q,
         kv,
@@ -258,10 +271,12 @@ def _prefill(
         PAGE_SIZE=cache.page_size,
         WINDOW=window,
         SOFTCAP=softcap,
-        BLOCK_M=TILE_QUERIES,
+        PARTS=parts,
+        BLOCK_M=tuned["block_m"],
         BLOCK_D=max(MIN_BLOCK, power_of_2(cache.head_dim)),
         BLOCK_N=tuned["block_n"],
         PRECISION="ieee",
         num_warps=tuned["num_warps"],
         num_stages=tuned["num_stages"],
+        maxnreg=tuned["max_registers"],
     )

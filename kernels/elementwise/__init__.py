@@ -2,6 +2,7 @@
 
 The functions below run `reference` on CPUs and `triton_ops` on CUDA.
 
+addend          adapters' addition to a projection, for the kernel that reads both
 native          the operations in C++, for programs: each builds its arguments at fixed addresses
 reference       the definitions, in torch, with transformers' rounding
 triton_kernels  the Triton kernels: each is one pass over its rows
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from kernels.dispatch import uses_triton
 from kernels.elementwise import reference
+from kernels.elementwise.addend import Addend
 from kernels.elementwise.native import (
     clamped_swiglu_op,
     gather_op,
@@ -53,12 +55,13 @@ class NormWeight(NamedTuple):
     offset: float = 0.0
 
 
-def rms_norm(x: Tensor, norm: NormWeight) -> Tensor:
+def rms_norm(x: Tensor, norm: NormWeight, addend: Addend | None = None) -> Tensor:
     """Norms the last dimension; see `reference.rms_norm`.
 
     Args:
         x: [..., size].
         norm: Weight [size] or [N, size], and how to norm.
+        addend: Adapters' addition to x [T, size] before the norm. None: none.
 
     Returns:
         [..., size] of x's dtype.
@@ -68,9 +71,10 @@ def rms_norm(x: Tensor, norm: NormWeight) -> Tensor:
 
         rows = x.view(-1, x.shape[-1])
         normed = triton_ops.add_rms_norm(
-            rows, None, norm.weight, norm.eps, is_centred=norm.is_centred
+            rows, None, norm.weight, norm.eps, is_centred=norm.is_centred, addend=addend
         )
         return normed.view_as(x)
+    x = x if addend is None else addend.added_to(x)
     return reference.rms_norm(x, norm.weight, norm.eps, is_centred=norm.is_centred)
 
 
@@ -81,6 +85,7 @@ def add_rms_norm(
     rows: Tensor | None = None,
     delta_scale: float = 1.0,
     sum_scale: float = 1.0,
+    addend: Addend | None = None,
 ) -> Tensor:
     """Adds `delta` to `hidden` and norms the sum; see `reference.add_rms_norm`.
 
@@ -91,6 +96,7 @@ def add_rms_norm(
         rows: Rows to compute, int64 [N]. None: all.
         delta_scale: Factor of `delta`.
         sum_scale: Factor of the sum.
+        addend: Adapters' addition to `delta`, [T, size]. None: none.
 
     Returns:
         [T, size], or [N, size] with `rows`, of hidden's dtype.
@@ -106,15 +112,17 @@ def add_rms_norm(
         delta_scale=delta_scale,
         sum_scale=sum_scale,
         is_centred=is_centred,
+        addend=addend,
     )
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor, addend: Addend | None = None) -> Tensor:
     """Returns silu(gate) * up; see `reference.swiglu`.
 
     Args:
         gate: [T, size]. Rows have unit stride and may be apart.
         up: As gate.
+        addend: Adapters' addition to both, [T, 2 * size], the gate's first. None: none.
 
     Returns:
         [T, size] of gate's dtype.
@@ -122,16 +130,17 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if uses_triton(gate):
         from kernels.elementwise import triton_ops
 
-        return triton_ops.swiglu(gate, up)
-    return reference.swiglu(gate, up)
+        return triton_ops.swiglu(gate, up, addend)
+    return reference.swiglu(gate, up, addend)
 
 
-def geglu(gate: Tensor, up: Tensor) -> Tensor:
+def geglu(gate: Tensor, up: Tensor, addend: Addend | None = None) -> Tensor:
     """Returns gelu(gate) * up; see `reference.geglu`.
 
     Args:
         gate: [T, size]. Rows have unit stride and may be apart.
         up: As gate.
+        addend: Adapters' addition to both, [T, 2 * size], the gate's first. None: none.
 
     Returns:
         [T, size] of gate's dtype.
@@ -139,8 +148,8 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
     if uses_triton(gate):
         from kernels.elementwise import triton_ops
 
-        return triton_ops.geglu(gate, up)
-    return reference.geglu(gate, up)
+        return triton_ops.geglu(gate, up, addend)
+    return reference.geglu(gate, up, addend)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:

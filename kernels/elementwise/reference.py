@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.elementwise.addend import Addend
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centred: bool = False) -> Tensor:
     """Returns weight * x / sqrt(mean(x^2) + eps) over the last dimension (Zhang and Sennrich,
@@ -44,6 +46,7 @@ def add_rms_norm(
     delta_scale: float = 1.0,
     sum_scale: float = 1.0,
     is_centred: bool = False,
+    addend: Addend | None = None,
 ) -> Tensor:
     """hidden = sum_scale * round(hidden + round(delta_scale * delta)), rounded to their dtype.
 
@@ -56,6 +59,8 @@ def add_rms_norm(
         delta_scale: Factor of `delta`.
         sum_scale: Factor of the sum.
         is_centred: As in `rms_norm`.
+        addend: Adapters' addition to `delta` before anything else, [T, size]; without `delta`, to
+            what is normed, and `hidden` stays. None: none.
 
     Returns:
         The norm of the sum, or the sum itself without a weight: [T, size], or [N, size] with
@@ -64,6 +69,12 @@ def add_rms_norm(
     if rows is not None:
         chosen = hidden.index_select(0, rows)
         hidden, delta = chosen, None if delta is None else delta.index_select(0, rows)
+        addend = None if addend is None else addend.of_rows(rows)
+    if addend is not None:
+        if delta is None:
+            hidden = addend.added_to(hidden)
+        else:
+            delta = addend.added_to(delta)
     if delta is not None:
         hidden += delta if delta_scale == 1.0 else delta.mul_(delta_scale)
         if sum_scale != 1.0:
@@ -73,18 +84,27 @@ def add_rms_norm(
     return rms_norm(hidden, weight, eps, is_centred=is_centred)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor, addend: Addend | None = None) -> Tensor:
     """Returns silu(gate), rounded, * up (Shazeer, 2020). gate, up: [T, size] -> [T, size], of one
-    dtype.
+    dtype. Adapters' addition to both, [T, 2 * size], comes first.
     """
+    gate, up = _with_addend(gate, up, addend)
     return F.silu(gate).mul_(up)
 
 
-def geglu(gate: Tensor, up: Tensor) -> Tensor:
+def geglu(gate: Tensor, up: Tensor, addend: Addend | None = None) -> Tensor:
     """Returns gelu(gate), approximated by tanh (Hendrycks and Gimpel, 2016) and rounded, * up.
-    gate, up: [T, size] -> [T, size], of one dtype.
+    gate, up: [T, size] -> [T, size], of one dtype; addend as in `swiglu`.
     """
+    gate, up = _with_addend(gate, up, addend)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def _with_addend(gate: Tensor, up: Tensor, addend: Addend | None) -> tuple[Tensor, Tensor]:
+    if addend is None:
+        return gate, up
+    gate, up = addend.added_to(torch.cat((gate, up), dim=1)).chunk(2, dim=1)
+    return gate, up
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:

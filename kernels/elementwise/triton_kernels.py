@@ -10,13 +10,22 @@ import triton.language as tl
 
 
 @triton.jit
+def plus_addend(b_x, p_addend, m, has_adapter, dtype):
+    """b_x, fp32 values of `dtype`, plus their part of an `Addend`, rounded to it; of tokens without
+    an adapter b_x itself."""
+    b_addend = tl.load(p_addend, mask=m, other=0.0).to(tl.float32)
+    return tl.where(has_adapter, (b_x + b_addend).to(dtype).to(tl.float32), b_x)
+
+
+@triton.jit
 def add_rms_norm_kernel(
-    out, hidden, delta, weight, rows, eps, delta_scale, sum_scale,
+    out, hidden, delta, weight, rows, addend, slots, eps, delta_scale, sum_scale,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_SCALED: tl.constexpr, IS_CENTRED: tl.constexpr,
     ROWS_PER_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """See `reference.add_rms_norm`. hidden, delta: [T, SIZE]; out: [N, SIZE]; `delta` and `rows`
-    may be None. weight: [SIZE], or one for each ROWS_PER_WEIGHT rows of `out`. Grid: (N,)."""
+    """See `reference.add_rms_norm`. hidden, delta, addend: [T, SIZE]; slots: [T]; out: [N,
+    SIZE]; `delta`, `rows`, `addend` with `slots` may be None. weight: [SIZE], or one for each
+    ROWS_PER_WEIGHT rows of `out`. Grid: (N,)."""
     i_out = tl.program_id(0).to(tl.int64)
     i_row = i_out if rows is None else tl.load(rows + i_out)
     o = tl.arange(0, BLOCK)
@@ -24,8 +33,14 @@ def add_rms_norm_kernel(
     dtype = hidden.dtype.element_ty
     # [BLOCK]
     b_x = tl.load(hidden + i_row * SIZE + o, mask=m, other=0.0).to(tl.float32)
+    if addend is not None:
+        has_adapter = tl.load(slots + i_row) >= 0
+        if delta is None:
+            b_x = plus_addend(b_x, addend + i_row * SIZE + o, m, has_adapter, dtype)
     if delta is not None:
         b_delta = tl.load(delta + i_row * SIZE + o, mask=m, other=0.0).to(tl.float32)
+        if addend is not None:
+            b_delta = plus_addend(b_delta, addend + i_row * SIZE + o, m, has_adapter, dtype)
         if IS_SCALED:
             b_delta = (b_delta * delta_scale).to(dtype).to(tl.float32)
         b_x += b_delta
@@ -48,11 +63,12 @@ def add_rms_norm_kernel(
 
 @triton.jit
 def swiglu_kernel(
-    out, gate, up, gate_stride, up_stride,
+    out, gate, up, addend, slots, gate_stride, up_stride,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: tl.constexpr,
 ):  # fmt: skip
     """See `reference.swiglu`, or, IS_GELU, `geglu`. gate, up: [T, SIZE], rows so far apart; out:
-    [T, SIZE]. Grid: (T, blocks)."""
+    [T, SIZE]; addend: [T, 2 * SIZE], the gate's part first, and slots: [T], or None. Grid: (T,
+    blocks)."""
     i_token = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m = o < SIZE
@@ -60,6 +76,11 @@ def swiglu_kernel(
     # [BLOCK]
     b_gate = tl.load(gate + i_token * gate_stride + o, mask=m, other=0.0).to(tl.float32)
     b_up = tl.load(up + i_token * up_stride + o, mask=m, other=0.0).to(tl.float32)
+    if addend is not None:
+        has_adapter = tl.load(slots + i_token) >= 0
+        p_addend = addend + i_token * (2 * SIZE) + o
+        b_gate = plus_addend(b_gate, p_addend, m, has_adapter, dtype)
+        b_up = plus_addend(b_up, p_addend + SIZE, m, has_adapter, dtype)
     b_logit = b_gate
     if IS_GELU:  # 0.5 x (1 + tanh(u)) = x * sigmoid(2 u)
         b_logit = 1.5957691216057308 * (b_gate + 0.044715 * b_gate * b_gate * b_gate)

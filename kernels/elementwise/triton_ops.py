@@ -8,6 +8,7 @@ from torch import Tensor
 from kernels import tuning
 from kernels.elementwise import reference
 from kernels.elementwise import triton_kernels as kernels
+from kernels.elementwise.addend import Addend
 
 
 def add_rms_norm(
@@ -20,17 +21,23 @@ def add_rms_norm(
     delta_scale: float = 1.0,
     sum_scale: float = 1.0,
     is_centred: bool = False,
+    addend: Addend | None = None,
 ) -> Tensor:
-    """Launches `reference.add_rms_norm`: hidden and delta [T, size], weight [size] or [T, size],
-    rows int64 [N] give [T, size] or [N, size]. Tensors are contiguous."""
+    """Launches `reference.add_rms_norm`: hidden, delta and addend [T, size], weight [size] or [T,
+    size], rows int64 [N] give [T, size] or [N, size]. Tensors are contiguous."""
     assert hidden.is_contiguous()
     assert weight is None or weight.is_contiguous()
     if weight is None:
         # Nothing is launched of ours: torch's own kernels round as the definition says.
         return reference.add_rms_norm(
-            hidden, delta, None, eps, rows, delta_scale=delta_scale, sum_scale=sum_scale
+            *(hidden, delta, None, eps, rows),
+            delta_scale=delta_scale,
+            sum_scale=sum_scale,
+            addend=addend,
         )
-    assert delta is None or (delta.is_contiguous() and delta.shape == hidden.shape)
+    values, slots = addend or (None, None)
+    for each in (delta, values):
+        assert each is None or (each.is_contiguous() and each.shape == hidden.shape)
     size = hidden.shape[-1]
     num_rows = hidden.numel() // size if rows is None else len(rows)
     out = torch.empty((num_rows, size), dtype=hidden.dtype, device=hidden.device)
@@ -41,6 +48,8 @@ def add_rms_norm(
         delta,
         weight,
         rows,
+        values,
+        slots,
         eps,
         delta_scale,
         sum_scale,
@@ -54,20 +63,26 @@ def add_rms_norm(
     return out
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Launches `reference.swiglu`: gate, up [T, size] -> [T, size]. Rows have unit stride."""
-    return _gated(gate, up, is_gelu=False)
+def swiglu(gate: Tensor, up: Tensor, addend: Addend | None = None) -> Tensor:
+    """Launches `reference.swiglu`: gate, up [T, size], addend [T, 2 * size] -> [T, size]. Rows have
+    unit stride."""
+    return _gated(gate, up, addend, is_gelu=False)
 
 
-def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Launches `reference.geglu`: gate, up [T, size] -> [T, size]. Rows have unit stride."""
-    return _gated(gate, up, is_gelu=True)
+def geglu(gate: Tensor, up: Tensor, addend: Addend | None = None) -> Tensor:
+    """Launches `reference.geglu`: gate, up [T, size], addend [T, 2 * size] -> [T, size]. Rows have
+    unit stride."""
+    return _gated(gate, up, addend, is_gelu=True)
 
 
-def _gated(gate: Tensor, up: Tensor, *, is_gelu: bool) -> Tensor:
+def _gated(gate: Tensor, up: Tensor, addend: Addend | None, *, is_gelu: bool) -> Tensor:
     out, grid, sizes = _gated_launch(gate, up)
+    values, slots = addend or (None, None)
+    if values is not None:
+        assert values.is_contiguous()
+        assert values.shape == (len(gate), 2 * gate.shape[1])
     kernels.swiglu_kernel[grid](
-        out, gate, up, gate.stride(0), up.stride(0), IS_GELU=is_gelu, **sizes
+        out, gate, up, values, slots, gate.stride(0), up.stride(0), IS_GELU=is_gelu, **sizes
     )
     return out
 

@@ -1,5 +1,5 @@
-"""Multi-adapter LoRA over one arena: `add_lora`, `add_lora_experts` and `add_lora_embedding` on CPU
-or CUDA.
+"""Multi-adapter LoRA over one arena: `add_lora`, `compute_addend`, `add_lora_experts` and
+`add_lora_embedding` on CPU or CUDA.
 
 README.md beside this file describes the memory layout and the launches.
 
@@ -10,6 +10,7 @@ plan            which tokens of one step use which slot, and which expert
 reference       the definition: plain torch, fp32, a loop over tokens and targets
 table           where each adapter's A and B lie in the arena
 triton_kernels  the Triton kernels: shrink or gather to the rank, then expand to the outputs
+triton_outputs  their parts that change a block of outputs
 triton_ops      their launches; grids follow from the plan's sizes alone
 """
 
@@ -47,6 +48,7 @@ __all__ = [
     "add_lora",
     "add_lora_embedding",
     "add_lora_experts",
+    "compute_addend",
     "num_calls",
     "order_tokens",
     "plan_pairs",
@@ -83,6 +85,42 @@ def add_lora(
     """
     assert not plan.has_experts
     _add_lora(out, x, arena, table, plan, group, base_bias)
+
+
+def compute_addend(
+    values: torch.Tensor,
+    x: torch.Tensor,
+    arena: torch.Tensor,
+    table: LoraTable,
+    plan: LoraPlan,
+    group: LoraGroup,
+) -> None:
+    """values[t, o_k : o_k + n_k] = scale * (x[t] @ A_k.T) @ B_k, rounded to their dtype, and 0 for
+    targets that t's adapter lacks; without an adapter they are undefined. See `Addend`.
+
+    Args:
+        values: [T, group.out_end] of the arena's dtype, without gaps between targets.
+        x: [T, in_features] of the arena's dtype.
+        arena: The adapters' bytes, [arena_bytes // itemsize]; `table.arena`.
+        table: The adapters' rows.
+        plan: Tokens by slot. No adapter has vectors, and none is a mix.
+        group: Targets with the same input.
+    """
+    assert not plan.has_experts
+    assert not plan.has_vectors
+    assert not plan.has_mixes
+    assert x.shape == (plan.num_tokens, group.in_features), "x is [T, in_features]"
+    assert values.shape == (plan.num_tokens, group.out_end)
+    assert sum(group.out_features) == group.out_end, "targets cover all columns"
+    assert arena is table.arena
+    assert values.dtype == x.dtype == arena.dtype
+    _count()
+    if uses_triton(values):
+        from .triton_ops import compute_addend as launch
+
+        launch(values, x, arena, table, plan, group)
+    else:
+        cpu.add_lora(values.zero_(), x, table, plan, group)
 
 
 def add_lora_experts(

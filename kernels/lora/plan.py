@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kernels import tuning
+
 from .table import NO_EXPERT, LoraTable
 
 IntArray = NDArray[np.int64]
@@ -71,6 +73,16 @@ class LoraGroup:
     def out_end(self) -> int:
         """Columns an output needs at least."""
         return max(o + n for o, n in zip(self.out_offsets, self.out_features, strict=True))
+
+    def most_rows_beside(self, item_bytes: int) -> int:
+        """Returns up to how many rows a recorded step computes the group beside the base, by the
+        device's constants. 0: never.
+
+        Above 0 the kernels round products to the outputs' dtype before they add them, in steps of
+        any size: a row's bits depend neither on the place nor on the number of rows.
+        """
+        sizes = {"in_features": self.in_features, "out_features": self.out_end}
+        return tuning.constants("beside", itemsize=item_bytes, **sizes)["most_rows"]
 
 
 class LoraContents(NamedTuple):

@@ -29,14 +29,14 @@ import triton
 import triton.language as tl
 
 from .plan import ITEM_NOTHING, ITEM_ROWS, ITEM_TILE, ROWS_TOKENS, TILE_TOKENS
-from .table import INDEX_FIELDS, NUM_FIELDS
+from .table import INDEX_FIELDS
+from .triton_outputs import FIELDS, has_base_bias, load_base, plus_product, product
 
 NOTHING = tl.constexpr(ITEM_NOTHING)
 ROWS = tl.constexpr(ITEM_ROWS)
 TILE = tl.constexpr(ITEM_TILE)
 ROWS_SIZE = tl.constexpr(ROWS_TOKENS)
 TILE_SIZE = tl.constexpr(TILE_TOKENS)
-FIELDS = tl.constexpr(NUM_FIELDS)
 INDEX = tl.constexpr(INDEX_FIELDS)
 A, B = tl.constexpr(0), tl.constexpr(1)
 
@@ -220,42 +220,6 @@ def gather_kernel(
 
 
 @triton.jit
-def load_granule(p_field, GRANULE: tl.constexpr):
-    """Whether there is a vector, and its element offset."""
-    granule = tl.load(p_field)
-    return granule > 0, (granule - 1).to(tl.int64) * GRANULE
-
-
-@triton.jit
-def has_base_bias(rows, slot, target, TABLE_TARGETS: tl.constexpr):
-    """Whether the adapter has a bias in the base's place: the one vector of a target without A."""
-    return tl.load(rows + (slot.to(tl.int64) * FIELDS + 7) * TABLE_TARGETS + target) > 0
-
-
-@triton.jit
-def load_outputs(
-    arena, rows, slot, target, base_bias, offset, o_n, m_n,
-    TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr,
-):  # fmt: skip
-    """The vectors to subtract from outputs, to multiply sums by, and to add after that: [BLOCK_N]
-    each. See `reference.add_lora`."""
-    p_row = rows + slot.to(tl.int64) * (FIELDS * TABLE_TARGETS) + target
-    F32: tl.constexpr = GRANULE * arena.dtype.element_ty.primitive_bitwidth // 32
-    p_wide = arena.to(tl.pointer_type(tl.float32))
-    has_magnitude, at = load_granule(p_row + 5 * TABLE_TARGETS, F32)
-    b_factor = tl.load(p_wide + at + o_n, mask=m_n & has_magnitude, other=1.0)
-    has_bias, at = load_granule(p_row + 6 * TABLE_TARGETS, F32)
-    b_bias = tl.load(p_wide + at + o_n, mask=m_n & has_bias, other=0.0)
-    has_own, at = load_granule(p_row + 7 * TABLE_TARGETS, GRANULE)
-    b_own = tl.load(arena + at + o_n, mask=m_n & has_own, other=0.0).to(tl.float32)
-    b_old = tl.zeros_like(b_own)
-    if base_bias is not None:
-        m_old = m_n & (has_magnitude | has_own)
-        b_old = tl.load(base_bias + offset + o_n, mask=m_old, other=0.0).to(tl.float32)
-    return b_old, b_factor, tl.where(has_own, b_own, b_old), b_bias
-
-
-@triton.jit
 def load_shrunk(p_y, split_stride, m_y, SPLITS: tl.constexpr):
     """A block of y: its splits, added in order."""
     b_y = tl.load(p_y, mask=m_y, other=0.0)
@@ -324,10 +288,11 @@ def expand_item(
     TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr, K: tl.constexpr, Y_RANK: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     EXPERTS: tl.constexpr, PRECISION: tl.constexpr, VECTORS: tl.constexpr, PARTS: tl.constexpr,
-    WALK: tl.constexpr,
+    WALK: tl.constexpr, BESIDE: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """Changes columns [first_n, end_n) of an item's outputs. They are one block of BLOCK_N columns,
     or several with WALK. The first part's B and scale are given."""
+    dtype = out.dtype.element_ty
     b_token, m_m = load_tokens(order, start, count, BLOCK_M)
     p_rows = out + offset + b_token[:, None] * out_stride
     if WALK:
@@ -341,17 +306,21 @@ def expand_item(
             o_n = block_n + tl.arange(0, BLOCK_N)
             m_out = m_m[:, None] & (o_n < width)[None, :]
             b_b = load_b(arena, b_offset, rank, o_r, o_n, width)
-            b_out = tl.load(p_rows + o_n[None, :], mask=m_out, other=0.0)
-            b_sum = tl.dot(b_y, b_b, input_precision=PRECISION)
-            b_out = b_out.to(tl.float32) + scale * b_sum
-            tl.store(p_rows + o_n[None, :], b_out.to(out.dtype.element_ty), mask=m_out)
+            if BESIDE:
+                b_out = scale * tl.dot(b_y, b_b, input_precision=PRECISION)
+            else:
+                b_out = tl.load(p_rows + o_n[None, :], mask=m_out, other=0.0).to(tl.float32)
+                b_sum = tl.dot(b_y, b_b, input_precision=PRECISION)
+                b_sum = (scale * b_sum).to(dtype) if ROUNDS else b_sum
+                b_out = plus_product(b_out, b_sum, scale, 0.0, False, ROUNDS)
+            tl.store(p_rows + o_n[None, :], b_out.to(dtype), mask=m_out)
     else:
         o_n = first_n + tl.arange(0, BLOCK_N)
         expand_block(
             p_rows + o_n[None, :], y, split_stride, token_ids, base_bias, arena, rows,
             b_token, m_m, slot, expert, target, part_rows, i_k, parts, b_offset, rank, scale,
             offset, o_n, width, TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS,
-            BLOCK_M, BLOCK_N, BLOCK_R, EXPERTS, PRECISION, VECTORS, PARTS,
+            BLOCK_M, BLOCK_N, BLOCK_R, EXPERTS, PRECISION, VECTORS, PARTS, BESIDE, ROUNDS,
         )  # fmt: skip
 
 
@@ -362,6 +331,7 @@ def expand_block(
     TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr, K: tl.constexpr, Y_RANK: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     EXPERTS: tl.constexpr, PRECISION: tl.constexpr, VECTORS: tl.constexpr, PARTS: tl.constexpr,
+    BESIDE: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """Changes a block of columns of an item's outputs, [BLOCK_M, BLOCK_N], by adapters of any rank
     and kind. Outputs are read as late as they can be: they take registers."""
@@ -372,17 +342,22 @@ def expand_block(
         TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS, BLOCK_M, BLOCK_N, BLOCK_R, EXPERTS, PRECISION,
     )  # fmt: skip
     m_out = m_m[:, None] & m_n[None, :]
-    b_out = tl.load(p_block, mask=m_out, other=0.0).to(tl.float32)
-    if VECTORS:
-        for i_p in range(parts):
-            b_old, b_factor, b_new, _ = load_outputs(
-                arena, rows, slot + i_p, target, base_bias, offset, o_n, m_n, TABLE_TARGETS, GRANULE
-            )
-            b_out = (b_out - b_old[None, :]) * b_factor[None, :] + b_new[None, :]
-    b_out = add_product(
-        b_out, b_sum, scale, arena, rows, slot, target, base_bias, offset, o_n, m_n,
-        TABLE_TARGETS, GRANULE, VECTORS,
+    dtype = p_block.dtype.element_ty
+    if ROUNDS:  # narrow until it is added
+        b_sum, b_bias = product(
+            b_sum, scale, arena, rows, slot, target, base_bias, offset, o_n, m_n, dtype,
+            TABLE_TARGETS, GRANULE, VECTORS, ROUNDS,
+        )  # fmt: skip
+    b_out = load_base(
+        p_block, m_out, arena, rows, slot, target, parts, base_bias, offset, o_n, m_n,
+        TABLE_TARGETS, GRANULE, VECTORS, BESIDE,
     )  # fmt: skip
+    if not ROUNDS:
+        b_sum, b_bias = product(
+            b_sum, scale, arena, rows, slot, target, base_bias, offset, o_n, m_n, dtype,
+            TABLE_TARGETS, GRANULE, VECTORS, ROUNDS,
+        )  # fmt: skip
+    b_out = plus_product(b_out, b_sum, scale, b_bias, VECTORS, ROUNDS)
     if PARTS > 1:
         for i_p in range(1, parts):
             b_offset, rank, scale = load_place(
@@ -394,27 +369,12 @@ def expand_block(
                 TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS, BLOCK_M, BLOCK_N, BLOCK_R,
                 EXPERTS, PRECISION,
             )  # fmt: skip
-            b_out = add_product(
-                b_out, b_sum, scale, arena, rows, slot + i_p, target, base_bias, offset, o_n, m_n,
-                TABLE_TARGETS, GRANULE, VECTORS,
+            b_sum, b_bias = product(
+                b_sum, scale, arena, rows, slot + i_p, target, base_bias, offset, o_n, m_n, dtype,
+                TABLE_TARGETS, GRANULE, VECTORS, ROUNDS,
             )  # fmt: skip
-    tl.store(p_block, b_out.to(p_block.dtype.element_ty), mask=m_out)
-
-
-@triton.jit
-def add_product(
-    b_out, b_sum, scale, arena, rows, slot, target, base_bias, offset, o_n, m_n,
-    TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr, VECTORS: tl.constexpr,
-):  # fmt: skip
-    if VECTORS:
-        _, b_factor, _, b_bias = load_outputs(
-            arena, rows, slot, target, base_bias, offset, o_n, m_n, TABLE_TARGETS, GRANULE
-        )
-        b_out += (scale * b_factor)[None, :] * b_sum
-        b_out += scale * b_bias[None, :]
-    else:
-        b_out += scale * b_sum
-    return b_out
+            b_out = plus_product(b_out, b_sum, scale, b_bias, VECTORS, ROUNDS)
+    tl.store(p_block, b_out.to(dtype), mask=m_out)
 
 
 @triton.jit
@@ -454,12 +414,15 @@ def expand_kernel(
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, TILE_BLOCK_R: tl.constexpr,
     HAS_TILES: tl.constexpr, EXPERTS: tl.constexpr, VECTORS: tl.constexpr,
     PRECISION: tl.constexpr, PARTS: tl.constexpr, FIRST_MIX: tl.constexpr, WALK: tl.constexpr,
+    BESIDE: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """out[t, o_k : o_k + n_k] += scale * (sum over s of y[s, p, t, k, :R]) @ B_k.
 
     With `token_ids` [T] instead of y an embedding: its rows of A, of B's rank, take the place of
     the sum. With VECTORS adapters may have vectors over the outputs. With WALK programs of rows
-    walk several blocks, and one block holds all ranks.
+    walk several blocks, and one block holds all ranks. ROUNDS: products are rounded to out's dtype
+    before they are added. BESIDE: out gets the products themselves, and 0 where an adapter lacks
+    the target; there are no vectors, mixes or experts.
     out: [T, >= end of the last slice]; y: [S, P, T, K, Y_RANK] fp32; base_bias: [columns of out] or
     None. Grid: (items, num_blocks blocks of BLOCK_N columns, target after target).
     """
@@ -475,7 +438,7 @@ def expand_kernel(
         arena, rows, slot, expert, target, B, TABLE_TARGETS, GRANULE, EXPERTS
     )
     parts = num_parts(slot, PARTS, FIRST_MIX)
-    if PARTS == 1:
+    if PARTS == 1 and not BESIDE:
         if VECTORS:
             if rank == 0 and not has_base_bias(rows, slot, target, TABLE_TARGETS):
                 return
@@ -488,14 +451,15 @@ def expand_kernel(
             out, out_stride, y, split_stride, token_ids, base_bias, arena, rows, order, start,
             count, slot, expert, target, part_rows, i_k, parts, b_offset, rank, scale, offset,
             first_n, end_n, width, TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS,
-            ROWS_SIZE, BLOCK_N, BLOCK_R, EXPERTS, PRECISION, VECTORS, PARTS, WALK,
+            ROWS_SIZE, BLOCK_N, BLOCK_R, EXPERTS, PRECISION, VECTORS, PARTS, WALK, BESIDE, ROUNDS,
         )  # fmt: skip
     elif HAS_TILES:
         expand_item(
             out, out_stride, y, split_stride, token_ids, base_bias, arena, rows, order, start,
             count, slot, expert, target, part_rows, i_k, parts, b_offset, rank, scale, offset,
             first_n, end_n, width, TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS,
-            TILE_SIZE, BLOCK_N, TILE_BLOCK_R, EXPERTS, PRECISION, VECTORS, PARTS, False,
+            TILE_SIZE, BLOCK_N, TILE_BLOCK_R, EXPERTS, PRECISION, VECTORS, PARTS, False, BESIDE,
+            ROUNDS,
         )  # fmt: skip
 
 

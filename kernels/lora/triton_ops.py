@@ -33,6 +33,21 @@ def add_lora(
     expand(out, shrink(x, arena, table, plan, group), arena, table, plan, group, base_bias)
 
 
+def compute_addend(
+    values: torch.Tensor,
+    x: torch.Tensor,
+    arena: torch.Tensor,
+    table: LoraTable,
+    plan: LoraPlan,
+    group: LoraGroup,
+) -> None:
+    """Launches `kernels.lora.compute_addend`: values [T, group.out_end], x [T, in_features], arena
+    [arena_bytes // itemsize]. Two launches for all targets of the group."""
+    assert table.rank_parts == 1, "others have parts of the shrunk rows"
+    y = shrink(x, arena, table, plan, group)
+    _expand(values, y, None, None, arena, table, plan, group, is_beside=True)
+
+
 def add_lora_embedding(
     out: torch.Tensor,
     token_ids: torch.Tensor,
@@ -144,6 +159,8 @@ def _expand(
     table: LoraTable,
     plan: LoraPlan,
     group: LoraGroup,
+    *,
+    is_beside: bool = False,
 ) -> None:
     assert out.shape[1] >= group.out_end, "out holds every column of the group"
     assert out.stride(1) == 1, "rows are contiguous"
@@ -182,6 +199,8 @@ def _expand(
         SPLITS=1 if y is None else y.shape[0],
         VECTORS=plan.has_vectors,
         WALK=walks,
+        BESIDE=is_beside,
+        ROUNDS=group.most_rows_beside(arena.itemsize) > 0,
         **_common(arena, table, plan, tuned),
     )
 

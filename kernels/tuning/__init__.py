@@ -8,7 +8,8 @@ table has rules for each kernel; the first rule that fits counts:
 
 `where` has the lowest and the highest value of each argument of `constants`. The arguments describe
 a model, never a batch: a constant may change the order of additions, and a token's bits must not
-depend on the other requests in the batch.
+depend on the other requests in the batch. `most_rows` of "beside" is a number of rows up to which
+LoRA runs beside the base's products, with the same bits as in line.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any
 FOLDER = Path(__file__).parent
 DEFAULT = "default"
 WHERE = "where"
+MAY_BE_0 = {"most_rows"}
+"""Constants that switch something off with 0."""
 
 Rules = list[dict[str, Any]]
 Table = dict[str, Rules]
@@ -61,8 +64,9 @@ def _fault(rule: Mapping[str, Any]) -> str:
     for name, value in rule.items():
         if name == WHERE:
             continue
-        if type(value) is not int or value < 1:
-            return f"has {name} {value!r}: it must be a whole number of 1 or more"
+        least = 0 if name in MAY_BE_0 else 1
+        if type(value) is not int or value < least:
+            return f"has {name} {value!r}: it must be a whole number of {least} or more"
         if "block" in name and value & (value - 1):
             return f"has {name} {value}: it must be a power of 2"
     return ""

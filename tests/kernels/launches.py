@@ -19,6 +19,7 @@ from kernels.attention import triton_kernels as attention
 from kernels.attention import triton_ops as attention_ops
 from kernels.elementwise import triton_kernels as elementwise
 from kernels.elementwise import triton_ops as elementwise_ops
+from kernels.elementwise.addend import Addend
 from kernels.experts import Choice
 from kernels.experts import triton_kernels as experts
 from kernels.experts import triton_ops as experts_ops
@@ -140,6 +141,24 @@ def compiled_attention(
         return {name: describe(each)._asdict() for name, each in launched()}
 
 
+def compiled_beside(shape: Shape, rows: list[tuple[int, int]]) -> dict[str, dict[str, int]]:
+    """As `compiled_step`, of adapters beside the base's products, and of the kernels that add what
+    they make."""
+    from triton.runtime import driver
+
+    driver.set_active(NoDevice(90))
+    shape, found = Shape(*shape), {}
+    slots = torch.zeros(sum(count for _, count in rows), dtype=torch.int32)
+    with recorded() as launched:
+        _launch_layer(shape, rows, slots=slots)
+        found |= {n: each for n, each in launched() if n in ("store_kernel", "swiglu_kernel")}
+        found |= _launch_norms(shape, launched, slots)
+        for group, (num_in, num_out) in shape.groups.items():
+            _launch_lora(num_in, num_out, [count for _, count in rows], "beside")
+            found |= {f"{name} {group}": each for name, each in launched()}
+    return {name: describe(each)._asdict() for name, each in found.items()}
+
+
 def compiled_families(shape: Shape, rows: list[tuple[int, int]]) -> dict[str, dict[str, int]]:
     """As `compiled_step`, of what some families compute otherwise, by the kernel and that."""
     from triton.runtime import driver
@@ -249,7 +268,17 @@ def compiled_experts(
     return {name: describe(each)._asdict() for name, each in found.items()}
 
 
-def _launch_layer(shape: Shape, rows: list[tuple[int, int]], dtype: torch.dtype = DTYPE) -> None:
+def _launch_layer(
+    shape: Shape,
+    rows: list[tuple[int, int]],
+    dtype: torch.dtype = DTYPE,
+    slots: torch.Tensor | None = None,
+) -> None:
+    """With `slots`, projections have addends."""
+
+    def addend(values: torch.Tensor) -> Addend | None:
+        return None if slots is None else Addend(values.clone(), slots)
+
     dim, num_heads, num_kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
     cache = KVCache.allocate(
         num_layers=1, num_pages=4, page_size=PAGE_SIZE, num_kv_heads=num_kv_heads, head_dim=dim,
@@ -259,18 +288,25 @@ def _launch_layer(shape: Shape, rows: list[tuple[int, int]], dtype: torch.dtype 
     plan = AttentionPlan.build(*zip(*rows, strict=True), pages, PAGE_SIZE)
     num_tokens = len(plan.cells)
     gate_up = torch.zeros(num_tokens, 2 * shape.intermediate, dtype=dtype)
-    elementwise_ops.swiglu(*gate_up.chunk(2, dim=1))
+    elementwise_ops.swiglu(*gate_up.chunk(2, dim=1), addend(gate_up))
     angles = attention_ops.rotary_angles(plan.cells, torch.zeros(dim // 2), 1.0, dtype)
     qkv = torch.zeros(num_tokens, (num_heads + 2 * num_kv_heads) * dim, dtype=dtype)
     norm = torch.zeros(dim, dtype=dtype)
     norms = HeadNorms(norm, norm, eps=1e-5)
-    attention_ops.rotate_and_store(qkv, cache, 0, plan.cells, *angles, norms, num_heads=num_heads)
+    attention_ops.rotate_and_store(
+        qkv, cache, 0, plan.cells, *angles, norms, num_heads=num_heads, addend=addend(qkv)
+    )
     q = qkv[:, : num_heads * dim].view(num_tokens, num_heads, dim)
     attention_ops.attend(q, cache, 0, plan, scale=0.1)
 
 
-def _launch_norms(shape: Shape, launched: Callable[[], list[tuple[str, Any]]]) -> dict[str, Any]:
-    """The norms of a first layer, of the others, and before the head."""
+def _launch_norms(
+    shape: Shape,
+    launched: Callable[[], list[tuple[str, Any]]],
+    slots: torch.Tensor | None = None,
+) -> dict[str, Any]:
+    """The norms of a first layer, of the others, and before the head; with `slots`, projections
+    have addends."""
     hidden, weight = (torch.zeros(n, shape.hidden, dtype=DTYPE) for n in (3, 1))
     rows = torch.zeros(2, dtype=torch.int64)
     found = {}
@@ -279,7 +315,8 @@ def _launch_norms(shape: Shape, launched: Callable[[], list[tuple[str, Any]]]) -
         ("inner", hidden, None),
         ("last", hidden, rows),
     ):
-        elementwise_ops.add_rms_norm(hidden, delta, weight[0], 1e-5, chosen)
+        addend = None if slots is None else Addend(hidden, slots)
+        elementwise_ops.add_rms_norm(hidden, delta, weight[0], 1e-5, chosen, addend=addend)
         [(name, compiled)] = launched()
         found[f"{name} {label}"] = compiled
     return found
@@ -317,16 +354,20 @@ def _launch_lora(
 ) -> None:
     arena = torch.zeros(1 << 20, dtype=DTYPE)
     table = LoraTable.create(4, NUM_TARGETS, arena, "cpu", max_rank=MAX_RANK, num_mixes=1)
-    vectors = NO_VECTORS if kind == "plain" else OutputVectors(0, 0, 0)
+    is_plain = kind in ("plain", "beside")
+    vectors = NO_VECTORS if is_plain else OutputVectors(0, 0, 0)
     table.set_row(0, [TableEntry(1, 0, 0, 1, 16, 16, vectors=vectors)])
     table.set_mix(4, [MixPart(0, 1.0)])
     plan = LoraPlan.build([4 if kind == "sums" else 0] * len(lengths), lengths, table, "cpu")
-    assert (plan.has_vectors, plan.has_mixes) == (kind != "plain", kind == "sums")
+    assert (plan.has_vectors, plan.has_mixes) == (not is_plain, kind == "sums")
     offsets = tuple(sum(num_out[:k]) for k in range(len(num_out)))
     group = LoraGroup(tuple(range(1, 1 + len(num_out))), num_in, offsets, num_out)
     x = torch.zeros(plan.num_tokens, num_in, dtype=DTYPE)
     out = torch.zeros(plan.num_tokens, group.out_end, dtype=DTYPE)
-    lora_ops.add_lora(out, x, arena, table, plan, group, None if kind == "plain" else out[0])
+    if kind == "beside":
+        lora_ops.compute_addend(out, x, arena, table, plan, group)
+    else:
+        lora_ops.add_lora(out, x, arena, table, plan, group, None if is_plain else out[0])
 
 
 def describe(compiled: Any) -> Compiled:
@@ -370,6 +411,7 @@ def _run(tool: str, *arguments: str) -> str:
 OPERATIONS = {
     f.__name__: f
     for f in (
-        *(compiled_attention, compiled_experts, compiled_families, compiled_kinds, compiled_step),
+        *(compiled_attention, compiled_beside, compiled_experts, compiled_families),
+        *(compiled_kinds, compiled_step),
     )
 }

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.gpu_cost import CTAS_PER_SM
+from bench.gpu_time import CTAS_PER_SM
 
 OPERATIONS = Path(__file__).parent / "launches.py"
 SHAPES = {
@@ -68,6 +68,9 @@ STREAMS = ("add_rms_norm", "swiglu", "decode", "prefill", "shrink", "expand")
 """Kernels that read much: 16 bytes at a time, and nothing element by element."""
 LOCAL_MEMORY = {"rotary_angles_kernel"}
 """Sine and cosine of large angles, from CUDA's library, use a table of local memory."""
+MAX_STACK_BYTES = {"prefill_kernel": 96}
+"""With so many bytes spilled, mostly outside the loop, two programs fit an SM. On an H200 they
+reach 457 TFLOP/s at 4,096 tokens; one program without a spill reaches 349."""
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +94,12 @@ CASES = [
 pytestmark = pytest.mark.slow
 
 
+def assert_spills_little(kernel: SimpleNamespace, label: str) -> None:
+    most = MAX_STACK_BYTES.get(label.split()[0].rstrip(","), 0)
+    assert kernel.stack_bytes <= most, (label, kernel)
+    assert most or kernel.spills == 0, (label, kernel)
+
+
 @pytest.mark.parametrize(("shape", "step"), CASES)
 def test_launches(compiler, shape, step):
     found = compiler.call("compiled_step", SHAPES[shape], STEPS[step])
@@ -100,10 +109,12 @@ def test_launches(compiler, shape, step):
         label = f"{name}, {shape}, {step}: {kernel}"
         kind = name.split()[0]
         if kind not in LOCAL_MEMORY:
-            assert kernel.spills == kernel.stack_bytes == 0, label
-        assert kernel.num_ctas >= min_ctas[kind], label
+            assert_spills_little(kernel, label)
+        # A prompt's tiles of 128 inputs are faster by a quarter, and take the room of a program.
+        spared = kind == "shrink_kernel" and step in PROMPTS
+        assert kernel.num_ctas >= min_ctas[kind] - spared, label
         if shape == "8B" and step in DECODE:
-            assert kernel.num_ctas >= CTAS_PER_SM[kind], f"bench/gpu_cost.py has more: {label}"
+            assert kernel.num_ctas >= CTAS_PER_SM[kind], f"bench/gpu_time.py has more: {label}"
         if kind.removesuffix("_kernel") in STREAMS:
             assert kernel.wide_loads > 0, label
             assert kernel.narrow_loads == 0, label
@@ -129,11 +140,11 @@ def test_what_families_compute_otherwise(compiler, shape, step):
     min_ctas = {"prefill_kernel": 2} | MIN_CTAS_OF_WIDE_HEADS.get(shape, {})
     for label, facts in found.items():
         kernel = SimpleNamespace(**facts)
-        assert kernel.spills == kernel.stack_bytes == 0, (label, kernel)
+        assert_spills_little(kernel, label)
         least = min_ctas.get(label.split()[0], 4)
         assert kernel.num_ctas >= least, (label, kernel)
         if shape == "8B" and label == "norm_rows_kernel a norm of all queries":
-            assert kernel.num_ctas == CTAS_PER_SM["norm_rows_kernel"], "bench/gpu_cost.py"
+            assert kernel.num_ctas == CTAS_PER_SM["norm_rows_kernel"], "bench/gpu_time.py"
     assert {label.split()[0] for label in found} >= {
         *("decode_kernel", "store_kernel", "norm_rows_kernel", "swiglu_kernel"),
         *("add_rms_norm_kernel", *(["prefill_kernel"] if step in PROMPTS else [])),
@@ -206,5 +217,28 @@ def test_what_adapters_have_besides(compiler, shape, step):
     found = compiler.call("compiled_kinds", SHAPES[shape], STEPS[step])
     for label, facts in found.items():
         kernel = SimpleNamespace(**facts)
-        assert kernel.spills == kernel.stack_bytes == 0, (label, kernel)
+        # Vectors beside a prompt's tiles take all registers, and a pair more.
+        assert kernel.stack_bytes <= 8 * (label.split()[0] == "expand_kernel"), (label, kernel)
         assert kernel.num_ctas >= MIN_CTAS_OF_KINDS[label.split()[0]], (label, kernel)
+
+
+@pytest.mark.parametrize("step", ["32 rows", "a short prompt"])
+@pytest.mark.parametrize("shape", ["8B", pytest.param("heads of 256", marks=pytest.mark.long)])
+def test_adapters_beside_products(compiler, shape, step):
+    """Nothing spills, as many programs fit as of the same kernels without addends, and addends are
+    read 16 bytes at a time, too."""
+    found = compiler.call("compiled_beside", SHAPES[shape], STEPS[step])
+    min_ctas = MIN_CTAS | MIN_CTAS_OF_WIDE_HEADS.get(shape, {})
+    for name, facts in found.items():
+        kernel, kind = SimpleNamespace(**facts), name.split()[0]
+        assert kernel.spills == kernel.stack_bytes == 0, (name, kernel)
+        assert kernel.num_ctas >= min_ctas[kind], (name, kernel)
+        if shape == "8B" and step in DECODE:
+            assert kernel.num_ctas >= CTAS_PER_SM[kind], (name, kernel)
+        if kind.removesuffix("_kernel") in STREAMS:
+            assert kernel.wide_loads > 0, (name, kernel)
+            assert kernel.narrow_loads == 0, (name, kernel)
+    assert {name.split()[0] for name in found} == {
+        *("store_kernel", "swiglu_kernel", "add_rms_norm_kernel"),
+        *("shrink_kernel", "expand_kernel"),
+    }

@@ -43,14 +43,14 @@ def test_constants_of_all_tables(tmp_path, monkeypatch):
 def test_a_devices_table_wins_where_it_has_a_kernel(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "FOLDER", tmp_path)
     (tmp_path / "ACME_GPU_9.json").write_text(
-        json.dumps({"combine": [{"block_s": 8, "num_warps": 2}]})
+        json.dumps({"combine": [{"block_s": 8, "num_warps": 4}]})
     )
     before = tuning.constants("swiglu", size=64)
     assert tuning.use_device("ACME GPU 9")
-    assert tuning.constants("combine", head_dim=128)["num_warps"] == 2
+    assert tuning.constants("combine", head_dim=128)["num_warps"] == 4
     assert tuning.constants("swiglu", size=64) == before
     assert not tuning.use_device("ACME GPU 8")
-    assert tuning.constants("combine", head_dim=128)["num_warps"] == 4
+    assert tuning.constants("combine", head_dim=128)["num_warps"] == 2
 
 
 def test_constants_are_overridden_for_a_while():
@@ -81,6 +81,17 @@ def test_a_wrong_table_is_refused(tmp_path, rules, message):
     path = tmp_path / "ACME.json"
     path.write_text(json.dumps({"combine": rules}))
     with pytest.raises(ValueError, match=f"ACME.json: .*{message}"):
+        tuning.read_table(path, DEFAULT)
+
+
+def test_a_number_of_rows_may_be_0(tmp_path):
+    """It switches something off; no other constant can."""
+    path = tmp_path / "ACME.json"
+    for most_rows in (0, 5):
+        path.write_text(json.dumps({"beside": [{"most_rows": most_rows}]}))
+        assert tuning.read_table(path, DEFAULT)["beside"] == [{"most_rows": most_rows}]
+    path.write_text(json.dumps({"beside": [{"most_rows": -1}]}))
+    with pytest.raises(ValueError, match="most_rows -1: it must be a whole number of 0 or more"):
         tuning.read_table(path, DEFAULT)
 
 

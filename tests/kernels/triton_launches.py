@@ -11,6 +11,7 @@ from kernels import triton_launchers
 from kernels.attention import AttentionPlan, HeadNorms, KVCache
 from kernels.attention import triton_ops as attention_ops
 from kernels.elementwise import triton_ops as elementwise_ops
+from kernels.elementwise.addend import Addend
 from kernels.experts import Choice, Scoring
 from kernels.experts import triton_ops as experts_ops
 from kernels.lora import (
@@ -39,6 +40,7 @@ def launch_lora(row_lengths: list[int]) -> None:
     x = torch.zeros(plan.num_tokens, 512, dtype=torch.bfloat16)
     out = torch.zeros(plan.num_tokens, group.out_end, dtype=torch.bfloat16)
     lora_ops.add_lora(out, x, arena, table, plan, group)
+    lora_ops.compute_addend(out, x, arena, table, plan, group)
     lora_ops.add_lora_embedding(out, plan.token_slots, arena, table, plan, 0)
     lora_ops.gather(plan.token_slots, arena, table, plan, 0)
     launch_others(row_lengths, arena, group, x, out)
@@ -82,14 +84,19 @@ def launch_attention(rows: list[tuple[int, int]], page_size: int, norms: str = "
     sizes = {"": (0, 0), "each": (64, 64), "all": (4 * 64, 2 * 64)}[norms]
     weights = [torch.ones(size, dtype=torch.bfloat16) if size else None for size in sizes]
     store = partial(attention_ops.rotate_and_store, num_heads=4)
-    store(qkv, cache, 0, plan.cells, *angles, HeadNorms(*weights))
-    store(qkv, cache, 0, plan.cells, None, None)
-    growth = torch.ones(num_tokens, dtype=torch.bfloat16)
-    store(qkv, cache, 0, plan.cells, *angles, q_scale=growth)
-    # Values that are keys, and keys and values of another layer.
-    norms = HeadNorms(*(torch.ones(64) for _ in range(3)))
-    store(qkv[:, : 6 * 64], cache, 0, plan.cells, *angles, norms)
-    store(qkv[:, : 4 * 64], cache, 0, plan.cells, *angles, norms._replace(k=None, v=None))
+    slots = torch.zeros(num_tokens, dtype=torch.int32)
+    for addend in (None, Addend(torch.zeros_like(qkv), slots)):
+        if addend is None or norms != "all":
+            store(qkv, cache, 0, plan.cells, *angles, HeadNorms(*weights), addend=addend)
+        store(qkv, cache, 0, plan.cells, None, None, addend=addend)
+        growth = torch.ones(num_tokens, dtype=torch.bfloat16)
+        store(qkv, cache, 0, plan.cells, *angles, q_scale=growth, addend=addend)
+        # Values that are keys, and keys and values of another layer.
+        of_each = HeadNorms(*(torch.ones(64) for _ in range(3)))
+        for width, found in ((6, of_each), (4, of_each._replace(k=None, v=None))):
+            part = qkv[:, : width * 64].contiguous()
+            of_part = addend and addend._replace(values=part.clone())
+            store(part, cache, 0, plan.cells, *angles, found, addend=of_part)
     q = qkv[:, : 4 * 64].view(num_tokens, 4, 64)
     for sinks in (None, torch.zeros(4)):
         attention_ops.attend(q, cache, 0, plan, scale=0.1, sinks=sinks)
@@ -99,11 +106,14 @@ def launch_between(num_tokens: int) -> None:
     """What lies between projections, of a first layer, of the others, and of the last norm."""
     hidden, weight = torch.zeros(num_tokens, 256, dtype=torch.bfloat16), torch.ones(256)
     weight, rows = weight.to(torch.bfloat16), torch.zeros(1, dtype=torch.int64)
+    slots = torch.zeros(num_tokens, dtype=torch.int32)
     for delta, chosen in ((None, None), (hidden, None), (hidden, rows)):
-        elementwise_ops.add_rms_norm(hidden, delta, weight, 1e-5, chosen)
+        for addend in (None, Addend(hidden, slots)):
+            elementwise_ops.add_rms_norm(hidden, delta, weight, 1e-5, chosen, addend=addend)
         elementwise_ops.add_rms_norm(hidden, delta, weight, 1e-5, chosen, delta_scale=0.5)
     gate_up = torch.zeros(num_tokens, 512, dtype=torch.bfloat16)
     elementwise_ops.swiglu(*gate_up.chunk(2, dim=1))
+    elementwise_ops.swiglu(*gate_up.chunk(2, dim=1), Addend(gate_up, slots))
     elementwise_ops.clamped_swiglu(*gate_up.chunk(2, dim=1), 1.7, 7.0)
 
 

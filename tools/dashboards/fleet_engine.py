@@ -68,13 +68,18 @@ def steps() -> list[Panel]:
             span=6,
         ),
         lines(
-            "Steps with adapters",
-            "Share of steps whose batch used an adapter. The others are for the base model alone.",
+            "Kinds of steps",
+            "Share of steps whose batch used an adapter; the others are for the base model "
+            "alone. On GPUs also the share of steps of sizes that were not recorded before, which "
+            "take the host longer.",
             "percentunit",
-            Query(
-                f"{INFERENCE.rate('lora_steps_total', REPLICA)} / "
-                f"{INFERENCE.rate('step_seconds_count', REPLICA)}",
-                WHICH,
+            *(
+                Query(
+                    f"{INFERENCE.rate(f'{kind}_steps_total', REPLICA)} / "
+                    f"{INFERENCE.rate('step_seconds_count', REPLICA)}",
+                    f"{words}, {WHICH}",
+                )
+                for kind, words in (("lora", "with adapters"), ("eager", "not recorded"))
             ),
             span=6,
             maximum=1,

@@ -17,8 +17,7 @@ from bench.gpu_run.context import Context, Found
 from bench.gpu_run.model import BenchModel
 from bench.gpu_run.pack_store import MANIFEST
 from bench.gpu_run.stages.parity import start_engine
-from inference_svc.backends.cuda_graphs import captured_sizes
-from inference_svc.backends.cuda_lora import StepKind
+from inference_svc.backends.cuda_shapes import StepKind, StepShape, decode_sizes
 
 START_S = 15.0
 """Time reserved for a start after everything is compiled."""
@@ -67,7 +66,7 @@ def variants(context: Context) -> list[Variant]:
     """Returns a variant for each size at which a launch may differ, the slowest first."""
     sizes = context.sizes
     prompts = [Variant(num_tokens=n) for n in sorted({*sizes.prompts, *sizes.kernel_tokens})]
-    decodes = [Variant(num_rows=n) for n in captured_sizes(max(sizes.rows))]
+    decodes = [Variant(num_rows=n) for n in decode_sizes(max(sizes.rows))]
     demo = [Variant()] if (context.pack / MANIFEST).is_file() else []
     return [*demo, *reversed(prompts), *reversed(decodes)]
 
@@ -100,7 +99,7 @@ def compile_variant(context: Context, variant: Variant) -> float:
             with torch.inference_mode():
                 # A recording has every kernel, for any targets of adapters.
                 for kind in (StepKind.LORA, StepKind.ANY) if num_adapters else (StepKind.BASE,):
-                    backend.decode(variant.num_rows, kind)
+                    backend.compute(StepShape.of_decodes(kind, variant.num_rows))
         else:
             [prompt] = model.sequences([variant.num_tokens], num_adapters)
             model.prompt_times(backend, prompt)

@@ -69,7 +69,12 @@ SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     },
     "segments": {"positions": (64, 256, 512)},
     "combine": {"block_s": (8, 32), "num_warps": (2, 8)},
-    "prefill": {"block_n": (32, 128), "num_warps": (8,), "num_stages": (2, 4)},
+    "prefill": {
+        "max_registers": (168, 255),
+        "block_n": (32, 128),
+        "num_warps": (4,),
+        "num_stages": (3,),
+    },
     "add_rms_norm": {"elements_per_warp": (128, 512, 1024), "max_warps": (8, 32)},
     "swiglu": {"block": (512, 2048), "elements_per_warp": (128, 512)},
     "replaced": {

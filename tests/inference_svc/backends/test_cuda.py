@@ -11,8 +11,9 @@ import torch
 
 from inference_svc import core
 from inference_svc.backends.base import Reload
-from inference_svc.backends.cuda_graphs import Compute, captured_sizes
-from inference_svc.backends.cuda_lora import CudaLora, StepKind
+from inference_svc.backends.cuda_graphs import LATEST_USE, Compute
+from inference_svc.backends.cuda_lora import CudaLora
+from inference_svc.backends.cuda_shapes import StepKind
 from inference_svc.backends.torch import LoraStep
 from inference_svc.engine.losses import Loss
 from inference_svc.engine.profiler import Marks
@@ -68,14 +69,6 @@ class Spy:
         return self._transformer.forward(inputs, kv_caches, lora, choices)
 
 
-class Runs(Eager):
-    """Stands for a recorded graph: recording computes."""
-
-    def __init__(self, compute: Compute) -> None:
-        super().__init__(compute)
-        compute()
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Model:
     description = make_decoder("qwen3, norms of heads", tmp_path_factory.mktemp("model"))
@@ -91,7 +84,8 @@ def test_equals_the_torch_backend(model, slots):
     wanted = run(plain, steps(slots))
     for other in (fixed, model.fixed(None)):
         assert_close(wanted, run(other, steps(slots)), 1e-4)
-    assert fixed.num_replays == 4
+    assert fixed.num_replays == len(steps(slots))
+    assert fixed.num_eager_steps == 0
     assert fixed.num_lora_steps == plain.num_lora_steps
 
 
@@ -199,13 +193,25 @@ def test_chosen_experts_are_returned_if_a_row_asks(tmp_path, record):
     assert all(each.experts is None for each in run(fixed, quiet))
 
 
-def test_unrecorded_step_is_computed(model):
-    fixed = model.fixed(Eager)
-    assert captured_sizes(MAX_ROWS) == [1, 2, 4, 6]
-    assert captured_sizes(64) == [1, 2, 4, 8, 12, 16, 24, 32, 48, 64]
-    inputs = fixed.prepare(steps([0, 0, 1, 1, 1])[0])
-    assert fixed.forward(inputs).values.shape == (5, 64)
-    assert fixed.num_replays == 0
+def test_a_prompt_is_recorded_while_there_is_nothing_else_to_do(model):
+    """It is the same prompt then, and so is one that comes too often before."""
+    prompt, decode = steps([0, 0, 1, 1, 1])[0], steps([0, 0, 1, 1, 1])[2]
+    for is_ever_idle in (True, False):
+        fixed = model.fixed(Eager, is_warm=False)
+        assert not fixed.use_idle_time()
+        found = []
+        for _ in range(LATEST_USE):
+            found.append(fixed.forward(fixed.prepare(prompt)).values.clone())
+            if is_ever_idle:
+                assert fixed.use_idle_time() == (len(found) == 1)
+        num_eager = 1 if is_ever_idle else LATEST_USE - 1
+        assert (fixed.num_eager_steps, fixed.num_replays) == (num_eager, LATEST_USE - num_eager)
+        for each in found:
+            torch.testing.assert_close(each, found[0], rtol=1e-4, atol=1e-4)
+        wanted = model.fixed(None)
+        wanted.forward(wanted.prepare(prompt))
+        logits = [each.forward(each.prepare(decode)).values for each in (fixed, wanted)]
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_row_that_does_not_sample_gets_logits_too(model):
@@ -215,7 +221,7 @@ def test_a_row_that_does_not_sample_gets_logits_too(model):
     assert fixed.forward(fixed.prepare(core.Batch((prompt,)))).values.shape == (1, 64)
 
 
-@pytest.mark.parametrize("record", [Runs, None], ids=["recorded", "computed"])
+@pytest.mark.parametrize("record", [Eager, None], ids=["recorded", "computed"])
 def test_warm_up_runs_every_kind_of_step(model, record):
     """Every choice that compiles kernels of its own, at the sizes at which it is made."""
     spy, caches = Spy(model.transformer), model.caches()
@@ -228,11 +234,21 @@ def test_warm_up_runs_every_kind_of_step(model, record):
         for of_lora in (None, (many, True), (many, False))
     }
     of_decodes = {(False, False, True, None), (False, False, True, (False, False))}
-    assert spy.variants == of_prompts | of_decodes
-    prompts, decodes = spy.rows[:10], spy.rows[10:]
+    sizes = (64, 32, 16)
+    padded = {
+        (num_tokens >= MANY_TOKENS, True, True, of_lora)
+        for num_tokens in sizes
+        for of_lora in (None, (False, True))
+    }
+    assert spy.variants == of_prompts | of_decodes | (padded if record else set())
+    prompts, others = spy.rows[:10], spy.rows[10:]
     context = MAX_PAGES * PAGE_SIZE
     assert prompts == [(16, 1)] * 5 + [(300, -(-300 // context))] * 5
+    decodes = [each for each in others if each[0] == each[1]]
     assert decodes == [(size, size) for size in (6, 4, 2, 1) for _ in StepKind]
+    of_padding = MAX_ROWS + 1
+    padded_prompts = [(n, of_padding) for n in sizes for _ in range(2)]
+    assert [each for each in others if each not in decodes] == (padded_prompts if record else [])
     assert (cache.data[:, :-1] == 1.5).all(), "what sequences may own is left as it was"
     assert (cache.data[:, -1] != 1.5).any()
 

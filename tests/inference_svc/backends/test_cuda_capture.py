@@ -4,6 +4,7 @@ launches the same, and reads no memory that a later step would find moved, chang
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,10 +12,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bench.gpu_launches import META, Launch, NotCapturable, Noted, launches, storage_id
+from bench.gpu_launches import (
+    META,
+    Launch,
+    NotCapturable,
+    Noted,
+    launches,
+    noted_kernels,
+    storage_id,
+)
 from bench.gpu_step import tensors_of
 from inference_svc.backends.cuda import CudaBackend, PreparedStep
-from inference_svc.backends.cuda_lora import StepKind
+from inference_svc.backends.cuda_shapes import StepKind, StepShape
 from inference_svc.model.kv_caches import KVCaches
 from kernels.elementwise import NormWeight, add_rms_norm, swiglu
 from tests.support.gpu.models import FEATURES, Eager, Model, make_decoder, steps
@@ -29,30 +38,41 @@ class Checked:
         caches = model.caches()
         self.backend = model.fixed(Eager, is_warm=False, caches=caches, transformer=transformer)
         self.places = places_of(self.backend, model, caches)
-        self.recorded: dict[tuple[int, StepKind], list[tuple]] = {}
+        self.num_prompts = 0
+        """Steps with prompts that are replayed."""
+        self.recorded: dict[StepShape, list[tuple]] = {}
 
     def record(self) -> None:
-        """Every decode step, while what is filled in is padding: as the warm-up does."""
-        inputs = self.backend.decodes.inputs
-        inputs.block.wait()
-        inputs.fill_padding()
-        inputs.send()
-        for size in self.backend.sizes:
-            for kind in StepKind:
-                with launches() as noted:
-                    self.backend.decode(size, kind)
-                self.recorded[size, kind] = self.described(noted)
+        """Every step, while the inputs are padding, as in the warm-up."""
+        shapes = self.backend.shapes
+        prompts = [
+            StepShape(kind, num_tokens, num_rows, has_prompts=True)
+            for kind, num_tokens, num_rows in product(
+                StepKind, shapes.prompt_tokens, shapes.prompt_rows
+            )
+        ]
+        for shape in [*shapes.decodes(), *prompts]:
+            inputs = (self.backend.prompts if shape.has_prompts else self.backend.decodes).inputs
+            inputs.block.wait()
+            inputs.fill_padding(shape)
+            inputs.send()
+            with launches() as noted:
+                self.backend.compute(shape)
+            self.recorded[shape] = self.described(noted)
 
     def run(self, batch: Any) -> None:
         prepared: PreparedStep = self.backend.prepare(batch)
         with launches() as noted:
             self.backend.forward(prepared)
         found = self.described(noted)
-        if prepared.size is not None:
-            wanted = self.recorded[prepared.size, prepared.kind]
+        if prepared.shape is not None:
+            self.num_prompts += prepared.shape.has_prompts
+            wanted = self.recorded[prepared.shape]
             for one, other in zip(wanted, found, strict=False):
                 assert one == other, "the recording computes something else"
             assert len(wanted) == len(found)
+        with noted_kernels(lambda launch: None):
+            self.backend.use_idle_time()
 
     def described(self, noted: Noted) -> list[tuple]:
         """All that a recording holds of each launch, tensors by where they lie."""
@@ -99,6 +119,7 @@ def check_all(make: Callable[[], Checked]) -> None:
     for slots in (SOME, BASE, ALL, SOME):
         for batch in steps(slots):
             checked.run(batch)
+    assert checked.num_prompts > 0
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from inference_svc.backends.cuda_inputs import CudaInputs
 from inference_svc.backends.cuda_pages import MAX_ROW_UPDATES, PageTable
+from inference_svc.backends.cuda_shapes import StepKind, StepShape
 from inference_svc.core import Batch, BatchRow, Request, SamplingParams, Sequence
 from inference_svc.model.inputs import StepInputs
 from kernels.streams import Streams
@@ -18,6 +19,10 @@ from kernels.streams import Streams
 CPU = torch.device("cpu")
 PAGE_SIZE, MAX_PAGES, MAX_TOKENS, MAX_ROWS = 4, 10, 100, 6
 PADDING_PAGE = 99
+
+
+def padded_to(num_rows: int) -> StepShape:
+    return StepShape.of_decodes(StepKind.LORA, num_rows)
 
 
 class WatchedTable(PageTable):
@@ -37,11 +42,11 @@ class Device:
         stream = Streams.of(CPU).compute
         self.table = WatchedTable(MAX_ROWS, MAX_PAGES, PADDING_PAGE, CPU, stream)
         self.prompts, self.decodes = (
-            CudaInputs(count, MAX_ROWS, self.table, PAGE_SIZE, reserved_bytes=0)
-            for count in (MAX_TOKENS, MAX_ROWS)
+            CudaInputs(count, num_rows, self.table, PAGE_SIZE, reserved_bytes=0)
+            for count, num_rows in ((MAX_TOKENS, MAX_ROWS + 1), (MAX_ROWS, MAX_ROWS))
         )
 
-    def send(self, batch: Batch, pad_to: int | None = None) -> StepInputs:
+    def send(self, batch: Batch, pad_to: StepShape | None = None) -> StepInputs:
         """The step as the device sees it."""
         step = self.decodes if batch.columns().is_decode else self.prompts
         step.fill(batch.columns())
@@ -150,17 +155,54 @@ def test_only_new_pages_are_sent(device: Device) -> None:
 def test_padding_reads_its_own_page(device: Device) -> None:
     rng = random.Random(2)
     sequences = [make_sequence(9, rng) for _ in range(2)]
-    inputs = device.send(decodes(sequences), pad_to=5)
+    inputs = device.send(decodes(sequences), pad_to=padded_to(5))
     assert len(inputs.token_ids) == 5
     for row in range(5):
         wanted = sequences[row].page_ids if row < 2 else [PADDING_PAGE]
         assert device.pages_of(inputs, row) == wanted
     assert (inputs.attention.cells[2:] == PADDING_PAGE * PAGE_SIZE).all()
-    device.decodes.fill_padding()
+    device.decodes.fill_padding(padded_to(MAX_ROWS))
     device.decodes.send()
-    whole = device.decodes.decode_inputs(MAX_ROWS).attention
+    whole = device.decodes.padded_inputs(padded_to(MAX_ROWS)).attention
     assert (whole.table_rows == MAX_ROWS).all()
     assert whole.page_table.data_ptr() == inputs.attention.page_table.data_ptr()
+
+
+def test_padding_beside_prompts_is_a_row_of_its_own(device: Device) -> None:
+    """It reads and writes its page alone, and rows that are not there have nothing to compute."""
+    rng = random.Random(4)
+    rows = [make_sequence(length, rng) for length in (9, 12, 5)]
+    counts = (9, 1, 3)  # a prompt, a decode row, and the end of a prompt
+    batch = Batch(
+        tuple(
+            BatchRow(row, len(row.token_ids) - n, n, samples=True)
+            for row, n in zip(rows, counts, strict=True)
+        )
+    )
+    wanted = device.send(batch)
+    shape = StepShape(StepKind.LORA, 32, MAX_ROWS, has_prompts=True)
+    device.send(batch, pad_to=shape)
+    inputs = device.prompts.padded_inputs(shape)
+    plan, num_tokens = inputs.attention, sum(counts)
+    for name in ("token_ids", "positions", "logit_rows"):
+        own = getattr(wanted, name)
+        assert torch.equal(getattr(inputs, name)[: len(own)], own), name
+    assert (len(inputs.token_ids), len(inputs.logit_rows)) == (32, MAX_ROWS)
+    assert torch.equal(plan.cells[:num_tokens], wanted.attention.cells)
+    padding = plan.cells[num_tokens:]
+    assert ((padding // PAGE_SIZE) == PADDING_PAGE).all()
+    starts = [0, 9, 10, 13, 13, 13, 13, 32]
+    assert plan.query_starts.tolist() == starts
+    assert plan.context_lengths.tolist() == [9, 12, 5, 0, 0, 0, 32 - 13]
+    assert device.pages_of(inputs, MAX_ROWS) == [PADDING_PAGE] * 5
+    segments = plan.segment_starts.diff().tolist()
+    assert segments[0] == segments[2] == 0, "rows of several queries have tiles"
+    assert segments[1] > 0
+    assert segments[3:] == [0] * 4
+    tiles = [tuple(each) for each in plan.tiles.tolist()]
+    ends = dict(enumerate(plan.query_starts.diff().tolist()))
+    assert [each for each in tiles if each[1] < ends[each[0]]] == [(0, 0), (2, 0), (MAX_ROWS, 0)]
+    check(device, decodes(rows))
 
 
 def test_a_batch_of_other_sequences_takes_the_rows_least_used(device: Device) -> None:

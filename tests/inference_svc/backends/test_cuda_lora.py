@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from inference_svc.backends.cuda_lora import StepKind
+from inference_svc.backends.cuda_shapes import StepKind, StepShape
 from inference_svc.core import BASE_SLOT, BatchRow
 from kernels.lora.plan import ITEM_NOTHING, TILE_TOKENS, LoraPlan
 from tests.support.gpu.lora import (
@@ -69,7 +69,7 @@ def test_filled_plan_equals_a_new_plan(shared: Bench, batch: list[BatchRow]) -> 
         assert_same(got.plan, wanted.plan)
         assert_same(got.head_plan, wanted.head_plan)
         at = [tensor.data_ptr() for tensor in (got.plan.items, got.plan.token_slots)]
-        fixed = shared.lora.decode_step(1, StepKind.LORA).plan
+        fixed = shared.lora.padded_step(StepShape.of_decodes(StepKind.LORA, 1)).plan
         assert at == [fixed.items.data_ptr(), fixed.token_slots.data_ptr()]
 
 
@@ -83,7 +83,10 @@ def test_decode_step_holds_every_batch_of_its_size(
     assert wanted is not None
     shared.fill(rows_of([3] * MAX_ROWS))
     shared.fill(rows)
-    plan, size = shared.lora.decode_step(len(rows) + spare, StepKind.LORA).plan, len(rows) + spare
+    plan, size = (
+        shared.lora.padded_step(StepShape.of_decodes(StepKind.LORA, len(rows) + spare)).plan,
+        len(rows) + spare,
+    )
     assert plan.num_tokens == len(plan.token_slots) == size
     assert plan.targets == frozenset(range(len(WIDTHS)))
     assert not plan.has_tiles

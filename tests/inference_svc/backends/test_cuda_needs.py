@@ -19,12 +19,12 @@ from bench.gpu_launches import META, Launch, launches, noted_kernels
 from inference_svc.adapters.targets import lora_groups
 from inference_svc.backends import cuda_needs
 from inference_svc.backends.cuda import CudaBackend
-from inference_svc.backends.cuda_graphs import captured_sizes
-from inference_svc.backends.cuda_lora import StepKind
+from inference_svc.backends.cuda_shapes import StepKind, StepShape, decode_sizes
 from inference_svc.backends.torch import LoraStep
 from inference_svc.core import EngineConfig, Request, SamplingParams, Sequence
 from inference_svc.engine import sampler
 from inference_svc.engine.sampler import Sampler
+from kernels import tuning
 from tests.support.gpu.models import (
     FEATURES,
     MAX_PAGES,
@@ -32,6 +32,7 @@ from tests.support.gpu.models import (
     MAX_ROWS,
     NUM_SLOTS,
     PAGE_SIZE,
+    Eager,
     Model,
     make_decoder,
 )
@@ -117,11 +118,11 @@ def peak_bytes(backend: CudaBackend, num_tokens: int, *, has_decodes: bool) -> i
     """Returns what a step of so many tokens, all with adapters, allocates at most at one time.
     `has_decodes`: some are rows of their own."""
     step = backend.prompts
-    step.inputs.fill_padding()
+    step.inputs.fill_padding(StepShape.of_decodes(StepKind.ANY, MAX_ROWS))
     inputs = step.inputs._views(num_tokens, MAX_ROWS, MAX_ROWS, num_tokens // 16, has_decodes)
     plans = (
-        step.lora._any_plan(step.lora._tokens, StepKind.ANY, num_tokens, True),
-        step.lora._any_plan(step.lora._heads, StepKind.ANY, MAX_ROWS, False),
+        step.lora._any_plan(step.lora._tokens, StepKind.ANY, num_tokens, MAX_ROWS, True),
+        step.lora._any_plan(step.lora._heads, StepKind.ANY, MAX_ROWS, MAX_ROWS, False),
     )
     lora = LoraStep(backend.arena, step.lora._targets, *plans)
     with live_bytes() as live:
@@ -145,6 +146,41 @@ def test_a_step_takes_no_more(model, num_tokens, lora_targets):
     config = config_of(num_tokens, lora_targets=lora_targets)
     planned = cuda_needs.step_bytes(config, model.transformer.description, num_tokens)
     assert peak <= planned <= 1.3 * peak, "more would be memory that could be pages"
+
+
+@pytest.mark.parametrize("lora_targets", [(), ("o_proj", "lm_head")], ids=str)
+def test_a_step_with_adapters_beside_it_takes_no_more(model, lora_targets):
+    """Addends, and the shrunk rows of one adapter for each token."""
+    num_rows = 4
+    with noted_kernels(choose_the_first), tuning.overridden("beside", most_rows=num_rows):
+        backend = model.fixed(Eager, is_warm=False, lora_targets=lora_targets)
+        step = backend.decodes
+        step.inputs.fill_padding(StepShape.of_decodes(StepKind.LORA, num_rows))
+        lora = step.lora.padded_step(StepShape.of_decodes(StepKind.LORA, num_rows))
+        inputs = step.inputs.padded_inputs(StepShape.of_decodes(StepKind.LORA, num_rows))
+        with live_bytes() as live:
+            backend.transformer.forward(inputs, backend.kv_caches, lora)
+    config = config_of(num_rows, lora_targets=lora_targets)
+    config = replace(config, max_sequences=num_rows)
+    planned = cuda_needs.step_bytes(config, model.transformer.description, num_rows, is_beside=True)
+    assert live.peak <= planned <= 1.3 * live.peak
+
+
+def test_recorded_steps_have_addends(monkeypatch, model):
+    """If there are few enough rows, and adapters beside the step take more than those in line."""
+    asked: list[tuple[int, bool]] = []
+
+    def noted(config: Any, decoder: Any, num_tokens: int, *, is_beside: bool = False) -> int:
+        asked.append((num_tokens, is_beside))
+        return 1 << 40 if is_beside else 0
+
+    monkeypatch.setattr(cuda_needs, "step_bytes", noted)
+    for most_rows in (3, 64):
+        with tuning.overridden("beside", most_rows=most_rows):
+            needs = cuda_needs.memory_needs(config_of(70), model.transformer.description)
+        assert needs.graphs_bytes > 1 << 40
+    beside = [num_tokens for num_tokens, is_beside in asked if is_beside]
+    assert beside == [64, 64], "of a prompt; the default table may be any device's"
 
 
 def test_what_is_held_between_steps(model):
@@ -171,7 +207,7 @@ def test_recorded_kernels_are_counted(tmp_path, feature):
     for kind, max_added_tokens in product(StepKind, backends):
         backend = backends[max_added_tokens]
         with launches() as noted:
-            backend.decode(1, kind)
+            backend.compute(StepShape.of_decodes(kind, 1))
         names = [launch.name for launch in noted.launches]
         num_products = names.count("linear") + names.count("mm")
         counted = len(names) + (cuda_needs.PRODUCT_NODES - 1) * num_products
@@ -207,7 +243,7 @@ def test_fewer_targets_need_less(model):
     config, description = config_of(1 << 14), model.transformer.description
     every = cuda_needs.memory_needs(config, description)
     some = cuda_needs.memory_needs(replace(config, lora_targets=("o_proj",)), description)
-    fewer_kernels = 2 * 3 * description.num_layers * len(captured_sizes(MAX_ROWS))
+    fewer_kernels = 2 * 3 * description.num_layers * len(decode_sizes(MAX_ROWS))
     less = every.graphs_bytes - some.graphs_bytes
     assert less >= fewer_kernels * cuda_needs.NODE_BYTES
     assert some.workspace_bytes <= every.workspace_bytes

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from inference_svc.model.layers import Linear
 from kernels.elementwise import NormWeight
+from kernels.elementwise.addend import Addend
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 
@@ -61,11 +63,13 @@ def test_step_without_sampling_rows(decoder, relative_rms):
 
 @dataclass
 class DenseLora:
-    """Adapters as plain matrices, one for all tokens: a [in, out] delta per group."""
+    """Adapters as plain matrices, one for all tokens: a [in, out] delta per group. `is_beside`:
+    wherever the reader adds it, it is left to the reader."""
 
     deltas: dict[str, torch.Tensor]
     embedding: torch.Tensor
     head: torch.Tensor
+    is_beside: bool = False
     groups: list[str] = field(default_factory=list)
     head_rows: list[int] = field(default_factory=list)
     num_added_tokens = 0
@@ -75,6 +79,15 @@ class DenseLora:
     ) -> None:
         self.groups.append(group)
         out += x @ self.deltas[group]
+
+    def beside(
+        self, group: str, x: torch.Tensor, linear: Linear
+    ) -> tuple[torch.Tensor, Addend] | None:
+        if not self.is_beside:
+            return None
+        self.groups.append(group)
+        slots = torch.zeros(len(x), dtype=torch.int32)
+        return linear(x), Addend(x @ self.deltas[group], slots)
 
     def add_embedding(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
         out += self.embedding[token_ids]
@@ -95,7 +108,10 @@ MEMBERS = {
 }
 
 
-def test_lora_equals_merged_weights(random_model, save_model, load_decoder, relative_rms):
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_lora_equals_merged_weights(
+    random_model, save_model, load_decoder, relative_rms, is_beside
+):
     """Every group's delta gives what transformers computes with the delta merged into the weights
     of that name."""
     model = random_model("Qwen2")
@@ -116,7 +132,8 @@ def test_lora_equals_merged_weights(random_model, save_model, load_decoder, rela
         for group, members in MEMBERS.items():
             merged = [merge(f"model.layers.{layer}.{member}") for member in members]
             deltas[f"layers.{layer}.{group}"] = torch.cat(merged).T.contiguous()
-    lora = DenseLora(deltas, merge("model.embed_tokens"), merge("lm_head").T.contiguous())
+    embedding, head = merge("model.embed_tokens"), merge("lm_head").T.contiguous()
+    lora = DenseLora(deltas, embedding, head, is_beside)
     with torch.no_grad():
         expected = model(torch.tensor([token_ids])).logits[0]
     decoder.lora = lora

@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from kernels import tuning
 from kernels.attention import AttentionPlan, HeadNorms, KVCache, reference
 from kernels.attention.plan import MAX_SEGMENTS, segment_starts
+from tests.support.kernels.addends import random_addend
 from tests.support.pairs import pairwise
 
 FP32 = torch.float32
@@ -197,6 +198,36 @@ def test_what_families_do_with_heads(rotate_and_store, assert_close, heads_of, d
     tolerance = 1e-6 if dtype is FP32 else 3e-3
     assert_close("q", qkv[:, : heads * dim], got_qkv[:, : heads * dim], tolerance)
     assert_close("cache", cache.data, got_data, tolerance)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 19])
+@pytest.mark.parametrize("dtype", [FP32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("part", "sides", "is_interleaved", "has_norms"),
+    [(12, 2, False, False), (6, 2, True, True), (6, 1, False, True), (12, 0, False, True)],
+    ids=str,
+)
+def test_an_addend_comes_before_all_else(
+    rotate_and_store, assert_close, part, sides, is_interleaved, has_norms, dtype, num_tokens
+):
+    """Of queries, keys and values, in the model's dtype; of tokens without an adapter nothing."""
+    heads, kv_heads, dim = 3, 3, 12
+    qkv = torch.randn(num_tokens, (heads + sides * kv_heads) * dim).to(dtype)
+    addend = random_addend(num_tokens, qkv.shape[1], dtype)
+    angles = reference.rotary_angles(torch.arange(num_tokens), torch.rand(part // 2), 0.8, dtype)
+    cache = KVCache.allocate(
+        num_layers=2, num_pages=8, page_size=5, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype
+    )
+    weights = (torch.rand(dim) + 0.5 for _ in range(2)) if has_norms else (None, None)
+    args = (torch.randperm(40)[:num_tokens], *angles, HeadNorms(*weights, eps=1e-5))
+    options = {"num_heads": heads, "is_interleaved": is_interleaved}
+    got, got_data = rotate_and_store(qkv, cache, 1, *args, addend=addend, **options)
+    wanted, wanted_data = rotate_and_store(addend.added_to(qkv), cache, 1, *args, **options)
+    assert torch.equal(got[:, : heads * dim], wanted[:, : heads * dim])
+    assert torch.equal(got_data, wanted_data)
+    reference.rotate_and_store(qkv, cache, 1, *args, addend=addend, **options)
+    assert_close("q", qkv[:, : heads * dim], got[:, : heads * dim], 3e-3)
+    assert_close("cache", cache.data, got_data, 3e-3)
 
 
 @pytest.mark.parametrize(("window", "dtype"), [(None, FP32), (20, torch.float16)], ids=str)

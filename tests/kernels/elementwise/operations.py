@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kernels.elementwise import triton_kernels, triton_ops
+from kernels.elementwise.addend import Addend
 from tests.support.kernels.worker import CompileOnly, NoDevice
 
 
@@ -17,12 +18,12 @@ def add_rms_norm(
     return triton_ops.add_rms_norm(hidden, *args, **options), hidden
 
 
-def geglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return triton_ops.geglu(gate, up)
+def geglu(gate: torch.Tensor, up: torch.Tensor, *addend: Addend) -> torch.Tensor:
+    return triton_ops.geglu(gate, up, *addend)
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return triton_ops.swiglu(gate, up)
+def swiglu(gate: torch.Tensor, up: torch.Tensor, *addend: Addend) -> torch.Tensor:
+    return triton_ops.swiglu(gate, up, *addend)
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, *args: float) -> torch.Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kernels.elementwise import reference
+from tests.support.kernels.addends import random_addend
 
 DTYPES = [torch.float32, torch.float16]
 SIZES = [8, 101, 1500]
@@ -96,6 +97,45 @@ def test_gated(interpreter, dtype, size, name, bounds):
     gate, up = gate.contiguous(), others[:, 1 : 1 + size]
     got, wanted = interpreter.call(name, gate, up, *bounds), compute(gate, up, *bounds)
     torch.testing.assert_close(got, wanted, **TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [None, [4, 0, 1]], ids=str)
+@pytest.mark.parametrize("has_delta", [False, True])
+@pytest.mark.parametrize("options", [{}, {"delta_scale": 0.3, "sum_scale": 0.6}], ids=str)
+def test_an_addend_comes_before_the_norm(interpreter, dtype, rows, has_delta, options):
+    """Added in the model's dtype to the delta, or to what is normed alone; of tokens without an
+    adapter nothing is added."""
+    hidden, delta, weight = ((torch.randn(5, 101) * 3).to(dtype) for _ in range(3))
+    addend, rows = random_addend(5, 101, dtype), None if rows is None else torch.tensor(rows)
+    args = (weight[0], 1e-5, rows)
+    options = options if has_delta else {}
+    delta = delta if has_delta else None
+    got, got_hidden = interpreter.call(
+        "add_rms_norm", hidden, delta, *args, addend=addend, **options
+    )
+    if has_delta:
+        added, before = addend.added_to(delta), hidden
+    else:
+        added, before = None, addend.added_to(hidden)
+    wanted, wanted_hidden = interpreter.call("add_rms_norm", before, added, *args, **options)
+    assert torch.equal(got, wanted)
+    assert torch.equal(got_hidden, wanted_hidden if has_delta else hidden)
+    by_definition = reference.add_rms_norm(hidden, delta, *args, addend=addend, **options)
+    torch.testing.assert_close(got, by_definition, **TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+def test_an_addend_comes_before_the_activation(interpreter, dtype, size, name):
+    gate_up, addend = (torch.randn(5, 2 * size) * 3).to(dtype), random_addend(5, 2 * size, dtype)
+    got = interpreter.call(name, *gate_up.chunk(2, dim=1), addend)
+    wanted = interpreter.call(name, *addend.added_to(gate_up).chunk(2, dim=1))
+    assert torch.equal(got, wanted)
+    assert not torch.equal(got, interpreter.call(name, *gate_up.chunk(2, dim=1)))
+    by_definition = getattr(reference, name)(*gate_up.chunk(2, dim=1), addend)
+    torch.testing.assert_close(got, by_definition, **TOLERANCES[dtype])
 
 
 def test_vectors_are_loaded_and_stored(compiler):

@@ -23,6 +23,23 @@ def add_lora(
     return out
 
 
+def compute_addend(
+    values: torch.Tensor, x: torch.Tensor, table: LoraTable, plan: LoraPlan, group: LoraGroup,
+    expand: dict[str, int] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    with tuning.overridden("expand", **expand or {}):
+        triton_ops.compute_addend(values, x, table.arena, table, plan, group)
+    return values
+
+
+def add_lora_unrounded(
+    out: torch.Tensor, x: torch.Tensor, table: LoraTable, plan: LoraPlan, group: LoraGroup
+) -> torch.Tensor:
+    with tuning.overridden("beside", most_rows=0):
+        triton_ops.add_lora(out, x, table.arena, table, plan, group)
+    return out
+
+
 def add_lora_vectors(
     out: torch.Tensor, x: torch.Tensor, table: LoraTable, plan: LoraPlan, group: LoraGroup,
     base_bias: torch.Tensor,
@@ -116,7 +133,15 @@ def count_compilations(*args: Any, first_targets: list[int], steps: list[list[in
 OPERATIONS = {
     f.__name__: f
     for f in (
-        *(add_lora, add_lora_vectors, add_lora_embedding, half, plan_pairs),
+        *(
+            add_lora,
+            compute_addend,
+            add_lora_unrounded,
+            add_lora_vectors,
+            add_lora_embedding,
+            half,
+            plan_pairs,
+        ),
         *(compile_ptx, count_compilations),
     )
 }

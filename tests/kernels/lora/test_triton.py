@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kernels.elementwise.addend import Addend
 from kernels.lora import BASE_SLOT, reference
 from kernels.lora.plan import ITEM_NOTHING, ROWS_TOKENS, TILE_TOKENS
-from tests.support.kernels.adapters import RATIOS
+from tests.support.kernels.adapters import RATIOS, without_views
 from tests.support.pairs import in_turns
 
 DTYPES = [torch.float32, torch.float16]
@@ -65,6 +66,46 @@ def test_prefill_and_decode_in_one_plan(
     assert_close("out", adapters.expected(out, x, plan), got, ratio_of(dtype))
     base = plan.token_slots == BASE_SLOT
     assert torch.equal(got[base], out[base]), "base rows stay bitwise"
+
+
+BESIDE = [
+    (MIXED_SLOTS, MIXED_LENGTHS, {}),
+    ([BASE_SLOT, 0, *[4] * 19, 2, 5], [1] * 23, {}),
+    ([BASE_SLOT, 0, *[4] * 19, 2, 5], [1] * 23, {"programs": 1, "block_n": 16}),
+    ([0, 4], [1, 1], {"whole_ranks": 1}),
+]
+"""Tiles and rows, one block of columns and several, all ranks at once and one block of them after
+the other."""
+
+
+@pytest.mark.parametrize(("slots", "lengths", "tuned"), BESIDE, ids=str)
+@pytest.mark.parametrize("in_features", [70, 1100])
+def test_beside_is_bitwise_in_line(make_adapters, interpreter, slots, lengths, tuned, in_features):
+    """An addend is of every token with an adapter, 0 where it lacks a target, and its sum with the
+    outputs is what adding in line makes of them."""
+    adapters = make_adapters(torch.float16, in_features)
+    plan, group = adapters.plan(slots, lengths), adapters.group
+    x, out = adapters.inputs(plan)
+    values = torch.full((plan.num_tokens, group.out_end), torch.nan, dtype=x.dtype)
+    values = interpreter.call(
+        "compute_addend", values, x, without_views(adapters.table), plan, group, tuned
+    )
+    base = plan.token_slots == BASE_SLOT
+    assert values[base].isnan().all(), "nobody reads these"
+    assert values[~base].isfinite().all()
+    got = Addend(values, plan.token_slots).added_to(out)
+    assert torch.equal(got, interpreter.add_lora(adapters, out, x, plan))
+    assert not torch.equal(got, out)
+
+
+def test_only_where_nothing_is_beside_sums_are_rounded_once(make_adapters, interpreter):
+    adapters = make_adapters(torch.float16)
+    plan = adapters.plan([0, 4, 5], [1, 1, 1])
+    x, out = adapters.inputs(plan)
+    once = interpreter.call(
+        "add_lora_unrounded", out, x, without_views(adapters.table), plan, adapters.group
+    )
+    assert not torch.equal(once, interpreter.add_lora(adapters, out, x, plan))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from random import Random
 
@@ -37,7 +38,7 @@ class LateDevice:
 
     @property
     def streams(self) -> Streams:
-        return Streams(self.compute, self.copies)
+        return Streams(self.compute, self.copies, self.compute)
 
     def heeds(self, method: str) -> bool:
         """Whether to do what the caller's caller asks for by `method`."""
@@ -81,6 +82,9 @@ class LateStream:
             middle = len(target) // 2
             for half in (slice(middle, None), slice(0, middle)):
                 self.launch(lambda to=target[half], of=source[half]: to.copy_(of))  # type: ignore[misc]
+
+    def entered(self) -> AbstractContextManager[object]:
+        return nullcontext()  # what steps launch is queued as a whole
 
     def event(self) -> LateEvent:
         return LateEvent(self)

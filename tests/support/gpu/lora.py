@@ -11,7 +11,8 @@ from inference_svc.adapters.layout import LayoutTarget, ModelLayout
 from inference_svc.adapters.targets import applied_targets
 from inference_svc.backends.cuda_graphs import CudaRecorder
 from inference_svc.backends.cuda_inputs import StepBlock
-from inference_svc.backends.cuda_lora import CudaLora, StepKind
+from inference_svc.backends.cuda_lora import CudaLora
+from inference_svc.backends.cuda_shapes import StepKind, StepShape
 from inference_svc.backends.torch import LoraStep, plan_lora
 from inference_svc.core import BASE_SLOT, Batch, BatchRow, Request, SamplingParams
 from inference_svc.core import Sequence as OfTokens
@@ -107,7 +108,7 @@ def record(bench: Bench, x: torch.Tensor, before: torch.Tensor) -> Callable[[], 
 
     def compute() -> None:
         out.copy_(before)
-        bench.lora.decode_step(len(x), StepKind.LORA).add(GROUP, x, out, None)
+        bench.lora.padded_step(StepShape.of_decodes(StepKind.LORA, len(x))).add(GROUP, x, out, None)
 
     run = CudaRecorder()(compute).replay if x.is_cuda else compute
 

@@ -44,6 +44,8 @@ FIRST_OF_EXPERTS = 2048
 """The granule from which on adapters of experts lie."""
 FULL_PRECISION = 1e-3
 """The tolerance up to which values are of fp32."""
+MOST_TIMES = 4
+"""The largest error in 16 bits, in units of the tolerance for all errors together."""
 OWN_ROWS, ROWS_SLOT = (0, 7, 21, 63), 1
 """Tokens of which this adapter has rows of its own, if they have more than A and B."""
 
@@ -390,10 +392,11 @@ class Placing:
 
 
 class Eager:
-    """Computes anew at every replay: what a recording must equal."""
+    """Computes once, and anew at every replay: what a recording must equal."""
 
     def __init__(self, compute: Callable[[], None]) -> None:
         self._compute = compute
+        compute()
 
     def replay(self) -> None:
         self._compute()
@@ -464,11 +467,16 @@ def run_scored(backend: CudaBackend | TorchBackend, batches: list[core.Batch]) -
 
 
 def assert_close(wanted: list[Logits], got: list[Logits], tolerance: float) -> None:
-    """Experts are the same where what is chosen by is not rounded."""
+    """Experts are the same where what is chosen by is not rounded. In 16 bits errors grow with the
+    largest numbers, and a few grow further: all of them together must be small."""
     for one, other in zip(wanted, got, strict=True):
-        torch.testing.assert_close(
-            other.values.cpu(), one.values.cpu(), rtol=tolerance, atol=tolerance
-        )
+        ours, theirs = other.values.cpu().float(), one.values.float()
+        if tolerance <= FULL_PRECISION:
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+        elif theirs.numel():
+            error, size = (float(x.square().mean().sqrt()) for x in (ours - theirs, theirs))
+            assert error <= tolerance * max(1.0, size), (error, size)
+            assert (ours - theirs).abs().max() <= MOST_TIMES * tolerance * max(1.0, size)
         if other.argmax is not None:
             assert torch.equal(other.argmax, other.values.argmax(dim=-1))
         assert (one.experts is None) == (other.experts is None)

@@ -1,6 +1,7 @@
 """Adapters in an arena, and the process that runs the Triton kernels.
 
 adapters        adapters in an arena, and the Triton operations over them
+addends         addends of tokens with adapters and without
 interpreter     makes Triton's interpreter faster
 mixtures        adapters of mixtures of experts, in an arena
 packing         matrices in an arena, one after the other
