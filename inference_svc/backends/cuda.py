@@ -329,9 +329,10 @@ class CudaBackend:
     @torch.inference_mode()
     def use_idle_time(self) -> bool:
         """Records a step whose size has occurred."""
-        is_done = self._recorded is not None and self._recorded.record_wanted(self._fill_padding)
+        if self._recorded is None or not self._recorded.record_wanted(self._fill_padding):
+            return False
         self._table.close()
-        return is_done
+        return True
 
     def free_unused(self) -> None:
         """Lets go of torch's cache: its pieces may be too small for an allocation that failed."""

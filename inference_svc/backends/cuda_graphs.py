@@ -13,6 +13,7 @@ from weakref import WeakSet
 import torch
 
 from inference_svc.backends.cuda_shapes import StepShape
+from inference_svc.host.device_faults import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,11 @@ class Recorded(Protocol):
 
 
 Record = Callable[[Compute], Recorded]
-"""Computes a step, and records it."""
+"""Computes a step, and records it. Raises the step's error, or RecordingFailed."""
+
+
+class RecordingFailed(RuntimeError):
+    """The step is computed, and could not be recorded."""
 
 
 class CudaRecorder:
@@ -50,12 +55,15 @@ class CudaRecorder:
         if not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile: only this one's calls are recorded.
-        with (
-            _without_garbage_collection(),
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-        ):
-            compute()
+        try:
+            # Other threads may use the device meanwhile: only this one's calls are recorded.
+            with (
+                _without_garbage_collection(),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
+                compute()
+        except RuntimeError as error:
+            raise RecordingFailed(str(error)) from error
         self._graphs.add(graph)
         return graph
 
@@ -128,22 +136,40 @@ class RecordedSteps:
             return False
         shape = max(self._wanted, key=lambda shape: self._wanted[shape])
         fill(shape)
-        self.run(shape)
-        return True
+        try:
+            self.run(shape)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            self._record_no_more(shape, error)
+        return shape in self._recorded
 
     def run(self, shape: StepShape) -> None:
         """Computes a step of this shape, and records it if it is not recorded."""
         if shape in self._recorded:
             self._recorded[shape].replay()
-        else:
+            return
+        try:
             self._recorded[shape] = self._record(lambda: self._compute(shape))
-            self._wanted.pop(shape, None)
+        except RecordingFailed as error:
+            if not shape.has_prompts:
+                raise (error.__cause__ or error) from None
+            self._record_no_more(shape, error)
+        self._wanted.pop(shape, None)
+
+    def _record_no_more(self, shape: StepShape, error: RuntimeError) -> None:
+        """From now on a step with prompts is recorded only in the place of an idle recording."""
+        logger.warning("no more steps with prompts are recorded, as one failed: %s", error)
+        self._wanted.pop(shape, None)
+        self._max_prompts = sum(each.has_prompts for each in self._recorded)
 
     def _make_room(self) -> bool:
         """Returns whether one more recording of a step with prompts has room now."""
         prompts = [shape for shape in self._recorded if shape.has_prompts]
         if len(prompts) < self._max_prompts:
             return True
+        if not prompts:
+            return False
         oldest = min(prompts, key=lambda shape: self._last_used[shape])
         if self._num_steps - self._last_used[oldest] < IDLE_STEPS:
             return False

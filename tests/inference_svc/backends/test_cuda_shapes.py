@@ -4,10 +4,17 @@ occur."""
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.backends.cuda_graphs import IDLE_STEPS, LATEST_USE, RecordedSteps
+from inference_svc.backends.cuda_graphs import (
+    IDLE_STEPS,
+    LATEST_USE,
+    Compute,
+    RecordedSteps,
+    RecordingFailed,
+)
 from inference_svc.backends.cuda_shapes import (
     StepKind,
     StepShape,
@@ -110,3 +117,40 @@ def test_an_idle_recording_makes_room(steps, computed):
     assert use(steps, prompt(64)), "in the place of the one that is idle"
     assert use(steps, prompt(16))
     assert not use(steps, prompt(32))
+
+
+@pytest.mark.parametrize(
+    "error", [RecordingFailed("failed"), torch.OutOfMemoryError("CUDA out of memory")]
+)
+def test_a_recording_that_fails_costs_no_step(computed, error):
+    """Others are recorded in the place of idle ones alone. A decode step's error is the start's."""
+    is_failing = False
+
+    def record(compute: Compute) -> Eager:
+        made = Eager(compute)
+        if is_failing:
+            raise error
+        return made
+
+    steps = RecordedSteps(computed.append, record, max_prompts=9)
+    use(steps, prompt(16))
+    assert steps.record_wanted(computed.append)
+    is_failing = True
+    assert not use(steps, prompt(32))
+    assert not steps.record_wanted(computed.append)
+    is_failing = False
+    assert not any(use(steps, prompt(32)) for _ in range(LATEST_USE + 1))
+    assert use(steps, prompt(16))
+    is_failing = True
+    with pytest.raises(RuntimeError):
+        steps.run(StepShape.of_decodes(StepKind.BASE, 4))
+
+
+def test_a_step_is_computed_though_its_recording_fails(computed):
+    def record(compute: Compute) -> Eager:
+        compute()
+        raise RecordingFailed("out of memory")
+
+    steps = RecordedSteps(computed.append, record, max_prompts=9)
+    taken = [use(steps, prompt(16)) for _ in range(2 * LATEST_USE)]
+    assert taken.count(True) == len(computed) == 1

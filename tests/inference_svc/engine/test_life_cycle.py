@@ -118,6 +118,33 @@ def expected_of(engine: Engine, count: int = 12) -> list[int]:
     return engine.tokens("expected")
 
 
+# --- idle time ----------------------------------------------------------------------------------
+
+
+def test_idle_time_is_used_until_a_message_comes(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not while the engine sleeps: there are no pages to compute with."""
+    pieces: list[int] = []
+
+    def use_idle_time() -> bool:
+        pieces.append(len(pieces))
+        if len(pieces) == 3:
+            engine.thread.send(Call(99, Command.PAUSE))
+        return True
+
+    monkeypatch.setattr(engine.engine.runner.backend, "use_idle_time", use_idle_time)
+    [message] = engine.thread._messages(wait=True)
+    assert isinstance(message, Call)
+    assert pieces == [0, 1, 2]
+    engine.thread.send(message)
+    assert engine.thread._messages(wait=True) == [message]
+    assert len(pieces) == 3, "a message waits"
+    engine.call(Command.SLEEP, frees_weights=False)
+    assert not engine.engine.use_idle_time()
+    assert len(pieces) == 3
+
+
 # --- pausing ------------------------------------------------------------------------------------
 
 
