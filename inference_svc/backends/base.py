@@ -60,8 +60,8 @@ class Backend(Protocol[Inputs]):
 
     @property
     def num_eager_steps(self) -> int:
-        """The number of steps so far that were computed operation by operation, on a device that
-        can replay recorded steps."""
+        """The number of steps so far that were computed operation by operation on a device that can
+        replay recorded ones: because none had their size, or because they are scored."""
 
     def lora_launches(self, contents: LoraContents) -> Mapping[str, int]:
         """Returns the operations that a decode step launches if all of its rows use one adapter
@@ -97,8 +97,8 @@ class Backend(Protocol[Inputs]):
         as `forward` does."""
 
     def use_idle_time(self) -> bool:
-        """Called while there is nothing to compute: does a piece of work, of a tenth of a second at
-        most, that makes later steps faster. Returns False if there is none."""
+        """Called while there is nothing to compute: does a piece of work that makes later steps
+        faster, and takes as long as a few of the largest steps. Returns False if there is none."""
 
     def free_unused(self) -> None:
         """Gives memory back to the device that is reserved and not in use, after it has run out."""

@@ -219,32 +219,44 @@ class CudaBackend:
         """Records steps over padding. Without recordings, computes them once."""
         shapes = [*self.shapes.decodes(), *self.shapes.usual_prompts()]
         if self._recorded is not None:
-            self._recorded.record_all(shapes, self._fill_padding)
+            self._recorded.record_all(shapes, self.fill_padding)
             return
         for shape in reversed(self.shapes.decodes()):
-            self._fill_padding(shape)
+            self.fill_padding(shape)
             self.compute(shape)
 
-    def _fill_padding(self, shape: StepShape) -> None:
-        inputs = self._step_of(shape).inputs
-        inputs.block.wait()
-        inputs.fill_padding(shape)
-        inputs.send()
+    def fill_padding(self, shape: StepShape) -> None:
+        """Sends a step of this shape that is nothing but padding, without adapters."""
+        step = self._step_of(shape)
+        step.inputs.block.wait()
+        step.lora.clear()
+        if shape.has_prompts:
+            step.inputs.fill(self._padding_batch(shape.num_tokens, shape.num_rows).columns())
+            step.inputs.pad(shape)
+        else:
+            step.inputs.fill_padding(shape)
+        step.inputs.send()
 
     def _step_of(self, shape: StepShape) -> FixedStep:
         return self.prompts if shape.has_prompts else self.decodes
 
-    def _warm_up_prompts(self, num_tokens: int) -> None:
-        """Runs a step of so many tokens, or as many as fit its rows."""
-        _, max_rows, max_pages = self._limits
-        rows, longest = [], max_pages * self._page_size
+    def _padding_batch(self, num_tokens: int, max_rows: int) -> Batch:
+        """Returns prompts of so many tokens in all, or as many as fit `max_rows`, whose pages are
+        padding's."""
+        rows, longest = [], self._limits.max_pages * self._page_size
         num_rows = min(max_rows, -(-num_tokens // longest))
         for start in range(0, num_rows * longest, longest):
             length = min(longest, num_tokens - start)
             sequence = Sequence(Request("warm-up", (0,) * length, SamplingParams()))
             sequence.page_ids = [self._padding_page] * -(-length // self._page_size)
             rows.append(BatchRow(sequence, 0, length, samples=True))
-        step = self._send(self.prompts, Batch(tuple(rows)).columns(), may_replay=False)[0]
+        return Batch(tuple(rows))
+
+    def _warm_up_prompts(self, num_tokens: int) -> None:
+        """Runs a step of so many tokens, or as many as fit its rows."""
+        batch = self._padding_batch(num_tokens, self._limits.max_rows)
+        num_rows = len(batch.rows)
+        step = self._send(self.prompts, batch.columns(), may_replay=False)[0]
         inputs = step.inputs.inputs()
         # Without tiles, too: in a step with prompts of others an adapter may have single tokens
         # only.
@@ -305,14 +317,15 @@ class CudaBackend:
         step, num_rows, kind, shape, num_routed, runs = inputs
         if shape is not None:
             assert self._recorded is not None
-            self.num_replays += 1
-            self._recorded.run(shape)
+            is_replayed = self._recorded.run(shape)
             lora = step.lora.padded_step(shape)
         else:
-            self.num_eager_steps += 1
+            is_replayed = False
             lora = step.lora.step() if kind is not StepKind.BASE else None
             self._compute(step, step.inputs.inputs(), lora, is_scored=bool(runs))
         self._table.close()
+        self.num_replays += is_replayed
+        self.num_eager_steps += not is_replayed
         experts = self._choices_of(num_routed) if num_routed else None
         return Logits(self._logits_of(num_rows, lora), self._argmax[:num_rows], experts)
 
@@ -329,7 +342,7 @@ class CudaBackend:
     @torch.inference_mode()
     def use_idle_time(self) -> bool:
         """Records a step whose size has occurred."""
-        if self._recorded is None or not self._recorded.record_wanted(self._fill_padding):
+        if self._recorded is None or not self._recorded.record_wanted(self.fill_padding):
             return False
         self._table.close()
         return True

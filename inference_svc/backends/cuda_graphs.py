@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 
 from inference_svc.backends.cuda_shapes import StepShape
-from inference_svc.host.device_faults import is_out_of_memory
+from inference_svc.host.device_faults import find_fault, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,9 @@ class CudaRecorder:
             ):
                 compute()
         except RuntimeError as error:
+            fault = find_fault(error)
+            if fault is not None and fault.is_fatal:
+                raise
             raise RecordingFailed(str(error)) from error
         self._graphs.add(graph)
         return graph
@@ -87,7 +90,8 @@ class RecordedSteps:
     Decode steps are all recorded. There are many shapes of steps with prompts, of which most never
     occur, and each recording takes memory and as much time as a few steps. A shape that occurs is
     recorded when there is nothing else to do, or at the latest when it occurs for the LATEST_USE-th
-    time. If there are `max_prompts`, the least recently used makes room, once it is idle.
+    time: that step is late by as much, and waits for copies on other streams. If there are
+    `max_prompts`, the least recently used makes room, once it is idle.
     """
 
     def __init__(
@@ -107,11 +111,15 @@ class RecordedSteps:
         self._num_steps = 0
 
     def record_all(self, shapes: Sequence[StepShape], fill: Callable[[StepShape], None]) -> None:
-        """Records these shapes, after `fill` of each, the largest first: the smaller ones then
-        reuse its memory."""
+        """Records these shapes, after `fill` of each, as far as there is room: the largest first,
+        because all others, later ones too, then reuse its memory."""
         started_s = time.monotonic()
+        num_prompts = 0
         for shape in sorted(shapes, key=lambda shape: (-shape.num_tokens, -shape.kind.value)):
             if shape.has_prompts:
+                num_prompts += 1
+                if num_prompts > self._max_prompts:
+                    continue
                 self._last_used[shape] = self._num_steps
             fill(shape)
             self.run(shape)
@@ -127,14 +135,16 @@ class RecordedSteps:
         if shape in self._recorded:
             return True
         self._wanted[shape] = self._wanted.get(shape, 0) + 1
-        return self._wanted[shape] >= LATEST_USE and self._make_room()
+        return self._wanted[shape] >= LATEST_USE and self._make_room(shape)
 
     def record_wanted(self, fill: Callable[[StepShape], None]) -> bool:
-        """Records, after `fill`, the shape that has occurred most often without a recording.
-        Returns whether there was any, and room for it."""
-        if not self._wanted or not self._make_room():
+        """Records, after `fill`, the shape that has occurred last without a recording. Returns
+        whether there was any, and room for it."""
+        if not self._wanted:
             return False
-        shape = max(self._wanted, key=lambda shape: self._wanted[shape])
+        shape = max(self._wanted, key=lambda shape: self._last_used[shape])
+        if not self._make_room(shape):
+            return False
         fill(shape)
         try:
             self.run(shape)
@@ -144,11 +154,12 @@ class RecordedSteps:
             self._record_no_more(shape, error)
         return shape in self._recorded
 
-    def run(self, shape: StepShape) -> None:
-        """Computes a step of this shape, and records it if it is not recorded."""
+    def run(self, shape: StepShape) -> bool:
+        """Computes a step of this shape. Returns whether it was replayed: if not, it is recorded
+        now."""
         if shape in self._recorded:
             self._recorded[shape].replay()
-            return
+            return True
         try:
             self._recorded[shape] = self._record(lambda: self._compute(shape))
         except RecordingFailed as error:
@@ -156,14 +167,15 @@ class RecordedSteps:
                 raise (error.__cause__ or error) from None
             self._record_no_more(shape, error)
         self._wanted.pop(shape, None)
+        return False
 
     def _record_no_more(self, shape: StepShape, error: RuntimeError) -> None:
         """From now on a step with prompts is recorded only in the place of an idle recording."""
-        logger.warning("no more steps with prompts are recorded, as one failed: %s", error)
+        logger.warning("a step could not be recorded: no more are", exc_info=error)
         self._wanted.pop(shape, None)
         self._max_prompts = sum(each.has_prompts for each in self._recorded)
 
-    def _make_room(self) -> bool:
+    def _make_room(self, wanted: StepShape) -> bool:
         """Returns whether one more recording of a step with prompts has room now."""
         prompts = [shape for shape in self._recorded if shape.has_prompts]
         if len(prompts) < self._max_prompts:
@@ -171,7 +183,8 @@ class RecordedSteps:
         if not prompts:
             return False
         oldest = min(prompts, key=lambda shape: self._last_used[shape])
-        if self._num_steps - self._last_used[oldest] < IDLE_STEPS:
+        is_idle = self._num_steps - self._last_used[oldest] >= IDLE_STEPS
+        if not is_idle or self._last_used[wanted] < self._last_used[oldest]:
             return False
         del self._recorded[oldest]
         return True

@@ -75,6 +75,12 @@ class CudaLora:
         used = {*self._slots} - {BASE_SLOT}
         return StepKind.ANY if any(map(self._has_more, used)) else StepKind.LORA
 
+    def clear(self) -> None:
+        """Plans a step without adapters: what an earlier step has left would be computed."""
+        self._slots = []
+        for arrays in (self._tokens, self._heads):
+            arrays.clear()
+
     def _has_more(self, slot: int) -> bool:
         """Whether it is a sum, or an adapter with more than A and B."""
         table = self.arena.table
@@ -89,8 +95,9 @@ class CudaLora:
         return LoraStep(self.arena, self._targets, plan, head_plan)
 
     def padded_step(self, shape: StepShape, *, is_recorded: bool = True) -> LoraStep | None:
-        """Returns plans for a recorded step of this shape, for any adapters, or to launch its
-        kernels as steps do that are not recorded."""
+        """Returns plans for a recorded step of this shape, for any adapters. Without
+        `is_recorded`, they launch kernels as steps do that are computed kernel by kernel: nothing
+        runs on the second stream."""
         kind, num_tokens, num_rows, has_prompts = shape
         if kind is StepKind.BASE:
             return None
@@ -151,6 +158,10 @@ class _PlanArrays:
         self._has_tiles = False
         self._num_rows = len(row_slots)
         self._rows = row_slots, np.ones_like(row_slots)
+
+    def clear(self) -> None:
+        """Fills in no tokens."""
+        self.fill_decodes(np.zeros(0, dtype=np.int64))
 
     def _fill(self, slots: IntArray, planned: PlannedItems) -> None:
         """Fills the tokens' slots and the items, and clears the rest of the step before."""

@@ -7,10 +7,12 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MAX_PROMPT_TOKENS, FEW_TOKENS = 2048, 512
+MAX_PROMPT_TOKENS = 2048
 """The most tokens that a step with prompts is padded to: longer steps keep a device busy for longer
-than the host takes to launch them. On small devices the limit is half of the most tokens of a step,
-but at least FEW_TOKENS, because recordings have their own memory for a step's tensors."""
+than the host takes to launch them."""
+FEW_TOKENS = 512
+"""Where steps have few tokens, the limit is half of theirs, and at least this: the tensors of
+recorded steps have memory of their own."""
 USUAL_TOKENS = 256
 """Steps with up to so many tokens, and few rows, are recorded before the first request."""
 FEW_ROWS = 16
@@ -55,8 +57,8 @@ class StepShapes:
         return [StepShape.of_decodes(kind, n) for n in self.decode_sizes for kind in StepKind]
 
     def usual_prompts(self) -> list[StepShape]:
-        """Returns shapes with prompts to record before the first request. Many rows take another
-        kernel than few."""
+        """Returns shapes with prompts to record before the first request: short ones, one of many
+        rows, which take another kernel than few, and the one that takes the most memory."""
         few, most = self.prompt_rows[0], self.prompt_rows[-1]
         usual = [n for n in self.prompt_tokens if n <= min(USUAL_TOKENS, self._longest)]
         shapes = {
@@ -64,7 +66,9 @@ class StepShapes:
             for kind in (StepKind.BASE, StepKind.LORA)
             for n in usual
         }
-        return [*shapes | {StepShape(StepKind.BASE, n, most, has_prompts=True) for n in usual[:1]}]
+        shapes |= {StepShape(StepKind.BASE, n, most, has_prompts=True) for n in usual[:1]}
+        shapes.add(StepShape(StepKind.ANY, self.prompt_tokens[-1], most, has_prompts=True))
+        return list(shapes)
 
     def of_decodes(self, kind: StepKind, num_rows: int) -> StepShape | None:
         """Returns the smallest shape for so many decode rows, or None if none has room."""

@@ -119,17 +119,17 @@ class EngineThread:
         self._refuse_the_rest(error)
 
     def _messages(self, wait: bool) -> list[Message | PullEvent]:
-        """Returns all messages in the inbox; with `wait`, waits for one or for the next
-        expiry."""
+        """Returns all messages in the inbox; with `wait`, waits for one or for the next expiry, or
+        uses the time."""
         messages: list[Message | PullEvent] = []
         try:
             if wait:
-                while self._inbox.empty() and self.built.engine.use_idle_time():
-                    """Until a message comes."""
                 expiry_s = self.built.engine.next_expiry_s()
                 timeout_s = MAX_WAIT_S
                 if expiry_s is not None:
                     timeout_s = min(MAX_WAIT_S, max(0.0, expiry_s - time.monotonic()))
+                if timeout_s > 0 and self._inbox.empty() and self.built.engine.use_idle_time():
+                    timeout_s = 0.0  # other work of the kind may be left
                 messages.append(self._inbox.get(timeout=timeout_s))
             while True:
                 messages.append(self._inbox.get_nowait())

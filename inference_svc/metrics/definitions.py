@@ -200,7 +200,7 @@ STEPS = (
     _OWN.counter("lora_steps", "Steps whose batch used an adapter."),
     _OWN.counter(
         "eager_steps",
-        "Steps that a GPU computed kernel by kernel, as no recorded step had their size.",
+        "Steps that a GPU computed kernel by kernel, as they had no recording, or are scored.",
     ),
     _OWN.counter(
         "step_out_of_memory",

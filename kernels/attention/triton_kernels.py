@@ -365,6 +365,28 @@ def combine_kernel(
 
 
 @triton.jit
+def attend_block(
+    b_acc, b_max, b_sum, b_q, b_k, b_v, m_seen, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Does the same as `attended`, without soft caps. A block gives the same bits with a mask that
+    leaves out nothing and without one."""
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    if MASKED:
+        b_s = tl.where(m_seen, b_s, float("-inf"))
+    b_new = tl.maximum(b_max, tl.max(b_s, axis=1) * (scale * LOG2_E))
+    b_base = b_new
+    if MASKED:
+        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+    # Written out: the compiler might fuse the two in one of the loops alone.
+    b_p = tl.exp2(tl.fma(b_s, scale * LOG2_E, -b_base[:, None]))
+    b_keep = tl.exp2(b_max - b_base)
+    b_sum = b_sum * b_keep + tl.sum(b_p, axis=1)
+    b_acc = b_acc * b_keep[:, None]
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
+    return b_acc, b_new, b_sum
+
+
+@triton.jit
 def attend_blocks(
     b_acc, b_max, b_sum, b_q, p_kv, p_pages, b_position, begin, end, scale, page_stride,
     side_stride,
@@ -376,17 +398,21 @@ def attend_blocks(
     o_d = tl.arange(0, BLOCK_D)
     for start in tl.range(begin, end, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
-        m_n = o_n < end
         b_k, b_v = load_pair(
-            p_kv, p_pages, o_n, m_n, o_d, o_d < D, page_stride, side_stride, PAGE_SIZE, D
+            p_kv, p_pages, o_n, o_n < end, o_d, o_d < D, page_stride, side_stride, PAGE_SIZE, D
         )  # fmt: skip
         # No query of the row stands behind its context: this leaves out what lies there, too.
         m_seen = o_n[None, :] <= b_position[:, None]
         if WINDOW > 0:
             m_seen = m_seen & (o_n[None, :] > b_position[:, None] - WINDOW)
-        b_acc, b_max, b_sum = attended(
-            b_acc, b_max, b_sum, b_q, b_k, b_v, m_seen, scale, SOFTCAP, PRECISION
-        )  # fmt: skip
+        if SOFTCAP > 0:
+            b_acc, b_max, b_sum = attended(
+                b_acc, b_max, b_sum, b_q, b_k, b_v, m_seen, scale, SOFTCAP, PRECISION
+            )  # fmt: skip
+        else:
+            b_acc, b_max, b_sum = attend_block(
+                b_acc, b_max, b_sum, b_q, b_k, b_v, m_seen, scale, True, PRECISION
+            )  # fmt: skip
     return b_acc, b_max, b_sum
 
 
@@ -396,8 +422,7 @@ def attend_whole_blocks(
     PAGE_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Does the same as `attend_blocks`, for whole blocks that all queries see: without masks, and
-    with one product for the scale and the difference to the maximum."""
+    """Does the same as `attend_blocks` without masks, for whole blocks that all queries see."""
     o_d = tl.arange(0, BLOCK_D)
     for start in tl.range(begin, end, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
@@ -409,14 +434,9 @@ def attend_whole_blocks(
             m_d = (o_d < D)[None, :]
             b_k = tl.load(p_k, mask=m_d, other=0.0)
             b_v = tl.load(p_k + side_stride, mask=m_d, other=0.0)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_new = tl.maximum(b_max, tl.max(b_s, axis=1) * (scale * LOG2_E))
-        b_p = tl.exp2(b_s * (scale * LOG2_E) - b_new[:, None])
-        b_keep = tl.exp2(b_max - b_new)
-        b_sum = b_sum * b_keep + tl.sum(b_p, axis=1)
-        b_acc = b_acc * b_keep[:, None]
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
-        b_max = b_new
+        b_acc, b_max, b_sum = attend_block(
+            b_acc, b_max, b_sum, b_q, b_k, b_v, None, scale, False, PRECISION
+        )  # fmt: skip
     return b_acc, b_max, b_sum
 
 
@@ -462,7 +482,8 @@ def prefill_kernel(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    elif SOFTCAP == 0 and q.dtype.element_ty.primitive_bitwidth == 16:  # else it would spill
+    elif SOFTCAP == 0 and q.dtype.element_ty.primitive_bitwidth == 16:
+        # Soft caps are not in it; and in fp32 it would spill.
         begin = (first_position + 1) // BLOCK_N * BLOCK_N
         b_acc, b_max, b_sum = attend_whole_blocks(
             b_acc, b_max, b_sum, b_q, p_kv, p_pages, 0, begin, scale, page_stride, side_stride,

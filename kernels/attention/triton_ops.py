@@ -248,7 +248,9 @@ def _prefill(
 ) -> None:  # fmt: skip
     num_heads, kv = q.shape[1], cache.data[layer]
     tuned = tuning.constants("prefill", head_dim=cache.head_dim, itemsize=q.itemsize)
-    parts = TILE_QUERIES // tuned["block_m"]
+    parts, rest = divmod(TILE_QUERIES, tuned["block_m"])
+    assert rest == 0, "blocks of queries fill a tile"
+    assert parts > 0
     kernels.prefill_kernel[(num_heads, len(plan.tiles) * parts)](
         out,
         q,

@@ -69,26 +69,14 @@ def load_base(
 
 
 @triton.jit
-def plus_product(b_out, b_sum, scale, b_bias, VECTORS: tl.constexpr, ROUNDS: tl.constexpr):
-    if ROUNDS or VECTORS:
-        b_out = b_out + b_sum.to(tl.float32)
-    else:
-        # Written out: the compiler fuses the two in some kernels, and a last bit would differ.
-        b_out = tl.fma(b_sum, scale, b_out)
-    if VECTORS:
-        b_out += scale * b_bias[None, :]
-    return b_out
-
-
-@triton.jit
 def product(
     b_sum, scale, arena, rows, slot, target, base_bias, offset, o_n, m_n, dtype,
     TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr, VECTORS: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """An adapter's addition to a block of columns but for its bias, which is the other result, and
-    for its scale if it is not rounded. Rounded, it stays narrow until it is added: it takes
-    registers."""
+    """An adapter's addition to a block of columns, and its bias. Rounded, it stays narrow until it
+    is added: it takes registers. Neither rounded nor with vectors, it has yet to be multiplied by
+    the scale, which `plus_product` does."""
     b_bias = 0.0
     if VECTORS:
         _, b_magnitude, _, b_bias = load_outputs(
@@ -98,3 +86,16 @@ def product(
     elif ROUNDS:
         b_sum = scale * b_sum
     return b_sum.to(dtype) if ROUNDS else b_sum, b_bias
+
+
+@triton.jit
+def plus_product(b_out, b_sum, scale, b_bias, VECTORS: tl.constexpr, ROUNDS: tl.constexpr):
+    """A block of columns with the results of `product` added."""
+    if ROUNDS or VECTORS:
+        b_out = b_out + b_sum.to(tl.float32)
+    else:
+        # Written out: the compiler fuses the two in some kernels, and a last bit would differ.
+        b_out = tl.fma(b_sum, scale, b_out)
+    if VECTORS:
+        b_out += scale * b_bias[None, :]
+    return b_out

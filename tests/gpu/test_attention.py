@@ -67,6 +67,19 @@ def test_decodes(device, on_device):
         assert Case(DECODES, torch.float16, device).error() < TOLERANCES[torch.float16]
 
 
+@pytest.mark.smoke
+def test_a_prompt_is_the_same_bits_in_any_chunks(device, on_device):
+    """A block may be whole for the queries of one tile, and have a mask in another."""
+    case = Case([(0, 330)], torch.float16, device)
+    [pages] = case.plan.page_table.tolist()
+    with on_device():
+        whole = attend(case.q, case.cache, 0, case.plan, scale=0.1)
+        for first, count in [(0, 70), (70, 131), (201, 2), (203, 127)]:
+            part = slice(first, first + count)
+            plan = AttentionPlan.build([first], [count], [pages], PAGE_SIZE, device)
+            assert torch.equal(attend(case.q[part], case.cache, 0, plan, scale=0.1), whole[part])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("rows", [DECODES, MIXED], ids=["decodes", "mixed"])

@@ -46,12 +46,15 @@ def row_of(wanted: Round, found: Streams, earlier: Sequence[Found]) -> Found:
     firsts = [stream[0].arrival_s for stream in found.streams]
     gaps = [gap for stream in found.streams for gap in gaps_of(stream)]
     rate = wanted.streams * wanted.new_tokens / found.seconds
-    [base] = [
-        row["tokens_per_s"]
-        for row in earlier
-        if (row["streams"], row["prompt_tokens"], row["adapters"])
-        == (wanted.streams, wanted.prompt_tokens, 0)
-    ] or [None]
+    of_base = (wanted.streams, wanted.prompt_tokens, 0)
+    base = next(
+        (
+            row["tokens_per_s"]
+            for row in earlier
+            if (row["streams"], row["prompt_tokens"], row["adapters"]) == of_base
+        ),
+        None,
+    )
     return {
         **asdict(wanted),
         "tokens_per_s": rate,

@@ -204,7 +204,7 @@ def test_a_prompt_is_recorded_while_there_is_nothing_else_to_do(model):
             found.append(fixed.forward(fixed.prepare(prompt)).values.clone())
             if is_ever_idle:
                 assert fixed.use_idle_time() == (len(found) == 1)
-        num_eager = 1 if is_ever_idle else LATEST_USE - 1
+        num_eager = 1 if is_ever_idle else LATEST_USE
         assert (fixed.num_eager_steps, fixed.num_replays) == (num_eager, LATEST_USE - num_eager)
         for each in found:
             torch.testing.assert_close(each, found[0], rtol=1e-4, atol=1e-4)
@@ -221,6 +221,25 @@ def test_a_row_that_does_not_sample_gets_logits_too(model):
     assert fixed.forward(fixed.prepare(core.Batch((prompt,)))).values.shape == (1, 64)
 
 
+def test_padding_has_nothing_of_earlier_steps(model):
+    """Of adapters, either: a recording computes before anything is filled in."""
+    fixed = model.fixed(Eager, is_warm=False)
+    for slots in ([0, 0, 1, 2, 2], [1, 2, 0, 1, 0]):
+        for batch in steps(slots):
+            fixed.forward(fixed.prepare(batch))
+    longest = MAX_PAGES * PAGE_SIZE
+    for shape in (*fixed.shapes.usual_prompts(), *fixed.shapes.decodes()):
+        fixed.fill_padding(shape)
+        step = fixed.prompts if shape.has_prompts else fixed.decodes
+        lora, inputs = step.lora.padded_step(shape), step.inputs.padded_inputs(shape)
+        for plan in () if lora is None else (lora.plan, lora.head_plan):
+            assert not plan.items.any()
+            assert (plan.token_slots == -1).all()
+        pages = inputs.attention.cells // PAGE_SIZE
+        assert (pages == fixed.num_pages).all()
+        assert inputs.attention.context_lengths.max() <= longest
+
+
 @pytest.mark.parametrize("record", [Eager, None], ids=["recorded", "computed"])
 def test_warm_up_runs_every_kind_of_step(model, record):
     """Every choice that compiles kernels of its own, at the sizes at which it is made."""
@@ -235,11 +254,12 @@ def test_warm_up_runs_every_kind_of_step(model, record):
     }
     of_decodes = {(False, False, True, None), (False, False, True, (False, False))}
     sizes = (64, 32, 16)
-    padded = {
+    of_short = {
         (num_tokens >= MANY_TOKENS, True, True, of_lora)
         for num_tokens in sizes
         for of_lora in (None, (False, True))
     }
+    padded = of_short | {(True, True, True, (True, True))}
     assert spy.variants == of_prompts | of_decodes | (padded if record else set())
     prompts, others = spy.rows[:10], spy.rows[10:]
     context = MAX_PAGES * PAGE_SIZE
@@ -247,7 +267,7 @@ def test_warm_up_runs_every_kind_of_step(model, record):
     decodes = [each for each in others if each[0] == each[1]]
     assert decodes == [(size, size) for size in (6, 4, 2, 1) for _ in StepKind]
     of_padding = MAX_ROWS + 1
-    padded_prompts = [(n, of_padding) for n in sizes for _ in range(2)]
+    padded_prompts = [(300, of_padding), *((n, of_padding) for n in sizes for _ in range(2))]
     assert [each for each in others if each not in decodes] == (padded_prompts if record else [])
     assert (cache.data[:, :-1] == 1.5).all(), "what sequences may own is left as it was"
     assert (cache.data[:, -1] != 1.5).any()

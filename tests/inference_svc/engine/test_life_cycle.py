@@ -129,20 +129,23 @@ def test_idle_time_is_used_until_a_message_comes(
 
     def use_idle_time() -> bool:
         pieces.append(len(pieces))
-        if len(pieces) == 3:
+        if pieces == [0, 1, 2]:
             engine.thread.send(Call(99, Command.PAUSE))
         return True
 
     monkeypatch.setattr(engine.engine.runner.backend, "use_idle_time", use_idle_time)
-    [message] = engine.thread._messages(wait=True)
+    found = [engine.thread._messages(wait=True) for _ in range(3)]
+    assert found[:2] == [[], []], "expiries are looked at between two pieces"
+    [message] = found[2]
     assert isinstance(message, Call)
     assert pieces == [0, 1, 2]
+    pieces.clear()
     engine.thread.send(message)
     assert engine.thread._messages(wait=True) == [message]
-    assert len(pieces) == 3, "a message waits"
+    assert not pieces, "a message waits"
     engine.call(Command.SLEEP, frees_weights=False)
     assert not engine.engine.use_idle_time()
-    assert len(pieces) == 3
+    assert not pieces
 
 
 # --- pausing ------------------------------------------------------------------------------------
