@@ -20,7 +20,6 @@ from inference_svc.adapters.targets import lora_groups
 from inference_svc.backends import cuda_needs
 from inference_svc.backends.cuda import CudaBackend
 from inference_svc.backends.cuda_shapes import StepKind, StepShape, decode_sizes
-from inference_svc.backends.torch import LoraStep
 from inference_svc.core import EngineConfig, Request, SamplingParams, Sequence
 from inference_svc.engine import sampler
 from inference_svc.engine.sampler import Sampler
@@ -120,11 +119,7 @@ def peak_bytes(backend: CudaBackend, num_tokens: int, *, has_decodes: bool) -> i
     step = backend.prompts
     step.inputs.fill_padding(StepShape.of_decodes(StepKind.ANY, MAX_ROWS))
     inputs = step.inputs._views(num_tokens, MAX_ROWS, MAX_ROWS, num_tokens // 16, has_decodes)
-    plans = (
-        step.lora._any_plan(step.lora._tokens, StepKind.ANY, num_tokens, MAX_ROWS, True),
-        step.lora._any_plan(step.lora._heads, StepKind.ANY, MAX_ROWS, MAX_ROWS, False),
-    )
-    lora = LoraStep(backend.arena, step.lora._targets, *plans)
+    lora = step.lora.any_step(StepKind.ANY, num_tokens, MAX_ROWS, has_tiles=True)
     with live_bytes() as live:
         backend.transformer.forward(inputs, backend.kv_caches, lora)
     return live.peak

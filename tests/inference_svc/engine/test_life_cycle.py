@@ -134,14 +134,15 @@ def test_idle_time_is_used_until_a_message_comes(
         return True
 
     monkeypatch.setattr(engine.engine.runner.backend, "use_idle_time", use_idle_time)
-    found = [engine.thread._messages(wait=True) for _ in range(3)]
+    wait = engine.thread._messages
+    found = [wait(wait=True) for _ in range(3)]
     assert found[:2] == [[], []], "expiries are looked at between two pieces"
     [message] = found[2]
     assert isinstance(message, Call)
     assert pieces == [0, 1, 2]
     pieces.clear()
     engine.thread.send(message)
-    assert engine.thread._messages(wait=True) == [message]
+    assert wait(wait=True) == [message]
     assert not pieces, "a message waits"
     engine.call(Command.SLEEP, frees_weights=False)
     assert not engine.engine.use_idle_time()
