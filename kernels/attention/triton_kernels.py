@@ -405,7 +405,7 @@ def attend_blocks(
         m_seen = o_n[None, :] <= b_position[:, None]
         if WINDOW > 0:
             m_seen = m_seen & (o_n[None, :] > b_position[:, None] - WINDOW)
-        if SOFTCAP > 0:
+        if SOFTCAP > 0 or b_q.dtype == tl.float32:  # which are never whole: see `prefill_kernel`
             b_acc, b_max, b_sum = attended(
                 b_acc, b_max, b_sum, b_q, b_k, b_v, m_seen, scale, SOFTCAP, PRECISION
             )  # fmt: skip

@@ -15,6 +15,8 @@ from kernels.elementwise.triton_ops import power_of_2
 
 MIN_BLOCK = 16
 """The smallest side of a product on tensor cores."""
+MAX_REGISTERS = 255
+"""Of a thread, on all devices."""
 MIN_BLOCK_ROWS = 32
 """Rows are found among so many at least: small batches share a compilation."""
 
@@ -242,6 +244,12 @@ def _decode(
     )
 
 
+def _limit(num_registers: int) -> dict[str, int]:
+    """Returns the launch's limit of registers. Even the largest one makes the assembler choose
+    otherwise, so that it is left out."""
+    return {"maxnreg": num_registers} if num_registers < MAX_REGISTERS else {}
+
+
 def _prefill(
     out: Tensor, q: Tensor, cache: KVCache, layer: int, plan: AttentionPlan, scale: float,
     window: int, softcap: float, sinks: Tensor | None,
@@ -280,5 +288,5 @@ def _prefill(
         PRECISION="ieee",
         num_warps=tuned["num_warps"],
         num_stages=tuned["num_stages"],
-        maxnreg=tuned["max_registers"],
+        **_limit(tuned["max_registers"]),
     )

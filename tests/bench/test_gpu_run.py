@@ -103,7 +103,8 @@ def test_parity_is_of_the_whole_engine(found, folder):
 def test_tune_tries_constants_of_every_kernel(found, folder):
     ours = found("tune")["ours"]
     tuned = set(tuning.read_table(tuning.path_of(tuning.DEFAULT)))
-    assert ours.keys() == tuned, "constants that nothing measures"
+    # LoRA beside the products or in line is of whole steps: a person compares two runs of `decode`.
+    assert ours.keys() == tuned - {"beside"}, "constants that nothing measures"
     for kernel, entry in ours.items():
         assert len(entry["tried"]) == 1, f"{kernel}: {entry}"
     table = json.loads((folder / "out" / "tuned.json").read_text())

@@ -68,8 +68,8 @@ def check_equal(tmp_path, device, on_device):
         assert_close(wanted, got, TOLERANCES[dtype] * looser)
         prompts = run_scored(host.plain(num_added), steps(slots, first_token, 1)[:NUM_PROMPTS])
         assert_close(prompts, scored, TOLERANCES[dtype] * looser)
-        # A prompt's shape that the warm-up leaves out is recorded when it occurs again.
-        assert num_steps - NUM_PROMPTS <= backend.num_replays <= num_steps
+        if is_cuda:  # the warm-up has recorded all decode steps
+            assert num_steps - NUM_PROMPTS <= backend.num_replays <= num_steps
 
     return check
 
