@@ -153,7 +153,8 @@ class CudaInputs:
         tiles[end : _max_tiles(num_tokens, num_rows)] = 0, num_tokens
 
     def fill_padding(self, shape: StepShape) -> None:
-        """Describes a step of this shape that has nothing but padding."""
+        """Describes a step of decode rows that are nothing but padding."""
+        assert not shape.has_prompts, "a row of padding has no more tokens than a sequence"
         self._arrays.clear()
         self._segment_array[0] = self._num_tiles = 0
         self._pages.fill([])

@@ -130,6 +130,18 @@ def prepared(
     return b_x1, b_x2, b_x3
 
 
+@triton.jit
+def store_parts(
+    p, b_x1, b_x2, b_x3, o_1, o_2, o_3, m_block, m_rest, D: tl.constexpr, HALF: tl.constexpr
+):
+    """Writes the parts of heads to where `p`, [tokens, 1], begins."""
+    dtype = p.dtype.element_ty
+    tl.store(p + o_1[None, :], b_x1.to(dtype), mask=m_block)
+    tl.store(p + o_2[None, :], b_x2.to(dtype), mask=m_block)
+    if 2 * HALF < D:
+        tl.store(p + o_3[None, :], b_x3.to(dtype), mask=m_rest)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def store_kernel(
     qkv, kv, cells, cos, sin, q_norm, k_norm, v_norm, q_scale, addend, slots, num_tokens,
@@ -194,10 +206,7 @@ def store_kernel(
                 b_x1 = b_x1.to(dtype).to(tl.float32) * b_scale
                 b_x2 = b_x2.to(dtype).to(tl.float32) * b_scale
                 b_x3 = b_x3.to(dtype).to(tl.float32) * b_scale
-            tl.store(p_x + o_1[None, :], b_x1.to(dtype), mask=m_block)
-            tl.store(p_x + o_2[None, :], b_x2.to(dtype), mask=m_block)
-            if 2 * HALF < D:
-                tl.store(p_x + o_3[None, :], b_x3.to(dtype), mask=m_rest)
+            store_parts(p_x, b_x1, b_x2, b_x3, o_1, o_2, o_3, m_block, m_rest, D, HALF)
         else:
             i_kv = i_h - NUM_HEADS
             i_side = i_kv // NUM_KV_HEADS
@@ -214,10 +223,7 @@ def store_kernel(
             o_cell = (b_cell // PAGE_SIZE) * page_stride + (b_cell % PAGE_SIZE) * D
             o_cell += (i_kv % NUM_KV_HEADS) * head_stride + i_side * side_stride
             p_kv = kv + o_cell[:, None]
-            tl.store(p_kv + o_1[None, :], b_x1.to(dtype), mask=m_block)
-            tl.store(p_kv + o_2[None, :], b_x2.to(dtype), mask=m_block)
-            if 2 * HALF < D:
-                tl.store(p_kv + o_3[None, :], b_x3.to(dtype), mask=m_rest)
+            store_parts(p_kv, b_x1, b_x2, b_x3, o_1, o_2, o_3, m_block, m_rest, D, HALF)
 
 
 @triton.jit

@@ -29,11 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """GPU_TESTS_SHARE, such as 2/8: of processes that share the tests, which one this is."""
     if IS_EMULATED:
         items[:] = [item for item in items if item.get_closest_marker("real") is None]
-    index, _, number = os.environ.get("GPU_TESTS_SHARE", "0/1").partition("/")
-    items[:] = items[int(index) :: int(number)]
 
 
 class Failures:

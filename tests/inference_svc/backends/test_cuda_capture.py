@@ -52,10 +52,7 @@ class Checked:
             )
         ]
         for shape in [*shapes.decodes(), *prompts]:
-            inputs = (self.backend.prompts if shape.has_prompts else self.backend.decodes).inputs
-            inputs.block.wait()
-            inputs.fill_padding(shape)
-            inputs.send()
+            self.backend.fill_padding(shape)
             with launches() as noted:
                 self.backend.compute(shape)
             self.recorded[shape] = self.described(noted)
