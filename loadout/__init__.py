@@ -17,6 +17,7 @@ cli            the `loadout` command
 demo           the demo: a small trained model, and adapters that each do one visible job
 integrations   trainers of other projects on Loadout
 benchmark      measures a running server from a caller's side
+verify         proves that a served adapter is the one that was trained
 health         checks a service's health: `python -m loadout.health`
 adapter_store  the stubs of the store's contract
 inference      the stubs of the inference service's contract

@@ -81,6 +81,7 @@ CONFINED = (
         (
             "kernels",
             "loadout.demo",
+            "loadout.verify",
             "adapter_store.images",
             "adapter_store.checkpoint",
             "inference_svc.adapters",

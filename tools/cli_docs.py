@@ -20,6 +20,8 @@ from loadout.cli import options, top_overview
 from loadout.cli.app import app
 from loadout.cli.connection import Connection
 from loadout.cli.help import CONNECTION, SECURITY, default_of, is_argument, name_of, usage_of
+from loadout.verify import compare
+from loadout.verify import run as verification
 
 PATH = Path(__file__).parent.parent / "docs" / "cli.md"
 MARKER = "<!-- From here on written by `make docs`: change loadout/cli. -->"
@@ -41,6 +43,7 @@ OUTPUTS = {
     "wake": "[{replica: str, seconds: float}]",
     "info": "{server: ServerInfo or Error, store: StoreStatus or Error}",
     "top": "Overview",
+    "verify": "Verification",
     "bench": "the file of `--out`: {format, conditions, facts, medians, rounds}",
 }
 TYPES = (
@@ -48,6 +51,9 @@ TYPES = (
     check.ModuleContent,
     check.ServerReport,
     check.Refusal,
+    verification.Verification,
+    verification.VerifiedPrompt,
+    compare.Measured,
     types.Adapter,
     types.LayoutState,
     types.ServerVerdict,

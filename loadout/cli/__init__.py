@@ -20,6 +20,7 @@ top             top: reads both services, again and again
 top_overview    the figures of top, from two samples
 top_view        how top is drawn
 bench           bench
+verify          verify
 bench_adapters  which adapters bench uses
 debug           debug
 profile         profile

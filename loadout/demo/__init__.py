@@ -10,4 +10,5 @@ report    the table of results, and the hit rates
 run       the steps of `loadout demo`, in order
 train     trains the model and the adapters from nothing
 s3        an S3 server in a process of its own
+chat      `loadout demo --chat`: a real chat model with three adapters
 """

@@ -31,7 +31,19 @@ COMMANDS = (
         "generate",
     ),
     *("load", "unload", "pin", "unpin", "residents"),
-    *("inspect", "pause", "resume", "sleep", "wake", "info", "top", "bench", "debug", "profile"),
+    *(
+        "inspect",
+        "pause",
+        "resume",
+        "sleep",
+        "wake",
+        "info",
+        "top",
+        "bench",
+        "verify",
+        "debug",
+        "profile",
+    ),
     *("digest", "strip", "convert", "keygen", "sign", "token"),
 )
 
