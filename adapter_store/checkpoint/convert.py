@@ -197,6 +197,7 @@ def _check_config(config: AdapterConfig) -> None:
         "bias": extras.bias != "none" and extras.bias,
         "modules_to_save": list(extras.modules_to_save),
         "trainable_token_indices": dict(extras.token_ids),
+        "ensure_weight_tying": extras.ties_embeddings,
         "target_parameters": list(extras.parameters),
         "alora_invocation_tokens": list(extras.invocation_tokens),
     }

@@ -7,8 +7,9 @@ no spaces, ASCII):
     ["<target>","<role>","<dtype>",[<shape>],"<sha256 of the raw bytes>"]
         ... one per tensor, sorted as lists
     {"alpha":{"<target>":<alpha>, ...},"experts":{"<target>":<number>, ...},
-     "invocation_tokens":[<token>, ...],"modules":{...},"order":{"<target>":"<order>", ...},
-     "rows":{"<target>":[<token>, ...], ...},"scale":{"<target>":<scale>, ...},"use_rslora":true}
+     "invocation_tokens":[<token>, ...],"is_tied":true,"modules":{...},
+     "order":{"<target>":"<order>", ...},"rows":{"<target>":[<token>, ...], ...},
+     "scale":{"<target>":<scale>, ...},"use_rslora":true}
 
 Roles are A [rank, in] and B [out, rank], embedding_A and embedding_B, and, of MLX-LM, A_transposed
 [in, rank] and B_transposed [rank, out]: with the same bytes and shapes they are another adapter;
@@ -27,7 +28,8 @@ change the maths besides the tensors, resolved per target, defaults (alpha 8, no
 target whose config gives the scale itself has that, of any value, and no alpha: ranks are in the
 shapes, and how a pattern was spelled does not matter. `modules` is there only if the config lists a
 module of which the file has no weights at all: then the fields that choose modules decide whether a
-model refuses the adapter, and a verdict must follow from the digest alone. A module that has the
+model refuses the adapter, and a verdict must follow from the digest alone. `is_tied` is of
+adapters that change the embedding or the head with ensure_weight_tying. A module that has the
 rows of another, and no tensor, is in `rows` by the name that the config has. So the file layout,
 tensor order, sharding and training-only settings leave the digest alone; another dtype or scale
 does not.
@@ -41,6 +43,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from adapter_store.checkpoint.peft_config import AdapterConfig
+from adapter_store.checkpoint.peft_extras import EMBEDDINGS
 from adapter_store.checkpoint.tensor_keys import recorded_name
 from adapter_store.checkpoint.tensors import TargetWeights
 from adapter_store.checkpoint.weights import (
@@ -125,6 +128,9 @@ def _maths(config: AdapterConfig, changes: Iterable[Changes]) -> dict[str, Any]:
         maths["rows"] = rows
     if config.extras.invocation_tokens:
         maths["invocation_tokens"] = list(config.extras.invocation_tokens)
+    modules = {change.module.rpartition(".")[2] for change in changes}
+    if config.extras.ties_embeddings and not EMBEDDINGS.isdisjoint(modules):
+        maths["is_tied"] = True
     if config.use_rslora:
         maths["use_rslora"] = True
     return maths

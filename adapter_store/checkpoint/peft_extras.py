@@ -10,6 +10,9 @@ these.
                  the prompt for the last time; before, and in a prompt without them, the base is
     modules_to_save, bias, trainable_token_indices
                  weights of the base are replaced; see adapter_store.checkpoint.replacements
+    ensure_weight_tying
+                 head and embedding have one change, if the base has one weight for both. PEFT then
+                 names only the embedding in the config, and saves the change of each
 
 Contents that the config does not announce would stay unused where PEFT loads the adapter, and
 announced contents that the file does not have were lost on the way: both are refused by name.
@@ -33,6 +36,9 @@ from adapter_store.errors import InvalidAdapter
 
 CLASSIFIERS = frozenset({"classifier", "score"})
 """Modules that PEFT adds to modules_to_save of classifiers by itself, whichever the model has."""
+INPUTS = "embed_tokens"
+EMBEDDINGS = frozenset({INPUTS, "lm_head"})
+"""Modules that PEFT knows as the vocabulary's."""
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_INVOCATION_TOKENS = 1024
 _VERSION = re.compile(
@@ -62,6 +68,8 @@ class Extras:
     invocation_tokens: tuple[int, ...] = ()
     fan_in_fan_out: bool = False
     """Linear layers of the base have their weights as [in, out]."""
+    ties_embeddings: bool = False
+    """Of embedding and head, if the base ties them, both have the change that either has."""
 
     def parameters_of(self, module: str) -> list[str]:
         """Returns the names of a module's parameters that have A and B, if it has them, sorted."""
@@ -81,6 +89,12 @@ class Extras:
                     *("target_parameters", entry, "the file has no A and B for it"),
                     "TENSOR_MISSING",
                 )
+
+    @property
+    def saves_tied(self) -> bool:
+        """Whether embedding and head have one saved weight, if the base ties them."""
+        names = {entry.rpartition(".")[2] for entry in self.modules_to_save}
+        return self.ties_embeddings and not EMBEDDINGS.isdisjoint(names)
 
     def entries_of(self, module: str) -> frozenset[str]:
         """Returns the entries of modules_to_save that save this module, or a module that it is part
@@ -113,6 +127,7 @@ def read_extras(fields: Mapping[str, Any]) -> Extras:
         parameter_order=_read_order(fields),
         invocation_tokens=_read_invocation_tokens(fields),
         fan_in_fan_out=read_flag(fields, "fan_in_fan_out"),
+        ties_embeddings=read_flag(fields, "ensure_weight_tying"),
     )
 
 

@@ -34,6 +34,7 @@ HONOURED = frozenset(
         "use_dora",
         "bias",
         "modules_to_save",
+        "ensure_weight_tying",
         "trainable_token_indices",
         "target_parameters",
         "alora_invocation_tokens",
@@ -89,10 +90,6 @@ REFUSED: Mapping[str, Refusal] = {
         "Arrow routes between several adapters", "register each adapter by itself"
     ),
     "kasa_config": Refusal("KaSA truncates the base weight", f"{_TRAIN_WITHOUT}, or {_MERGE}"),
-    "ensure_weight_tying": Refusal(
-        "it ties the adapter of the head to the adapter of the embedding",
-        "adapt embed_tokens and lm_head each by itself",
-    ),
 }
 
 SUBCONFIGS = frozenset(

@@ -24,18 +24,21 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator
 
 from adapter_store.checkpoint.config_values import invalid_value
-from adapter_store.checkpoint.peft_extras import CLASSIFIERS, Extras, refused
+from adapter_store.checkpoint.peft_extras import (
+    CLASSIFIERS,
+    EMBEDDINGS,
+    INPUTS,
+    Extras,
+    refused,
+)
 from adapter_store.checkpoint.safetensors import TensorRecord
 from adapter_store.checkpoint.tensor_keys import TensorKey
 from adapter_store.checkpoint.weights import Replacement
 from adapter_store.core import SegmentKind, TargetKind
 from adapter_store.errors import InvalidAdapter
 
-INPUTS = "embed_tokens"
-EMBEDDINGS = frozenset({INPUTS, "lm_head"})
-"""Modules that PEFT knows as the vocabulary's."""
 VOCABULARIES = EMBEDDINGS | {"wte", "word_embeddings", "tok_embeddings", "output"}
-"""And others, whose weights have a row for each token in every model."""
+"""Modules whose weights have a row for each token in every model."""
 
 
 def read_replacements(
@@ -135,6 +138,8 @@ class _Reader:
             self._used |= entries
             return False
         is_known = module.rpartition(".")[2] in EMBEDDINGS and key.place == ""
+        if is_known and not key.is_bias and self._extras.saves_tied and not is_adapted:
+            return False
         if not key.is_bias and (is_known or (key.place == "base_layer" and is_adapted)):
             return True
         named = "modules_to_save does not name it"

@@ -23,6 +23,7 @@ from adapter_store.checkpoint.files import (
     open_file,
 )
 from adapter_store.checkpoint.formats.select import find_weight_files
+from adapter_store.checkpoint.module_patterns import OUTPUT_LAYER
 from adapter_store.checkpoint.parameters import (
     Parameter,
     find_parameters,
@@ -217,6 +218,9 @@ def _pair(
     pairs: Mapping[str, _Sides], config: AdapterConfig
 ) -> tuple[dict[str, TargetWeights], tuple[ExpertWeights, ...]]:
     """Returns the targets that have A and B, sorted by name."""
+    is_tied = config.extras.ties_embeddings and any(
+        key.kind is TargetKind.EMBEDDING for sides in pairs.values() for key, _ in sides.values()
+    )
     parameters: dict[str, Parameter] = {}
     if config.extras.parameters:
         modules = {
@@ -237,7 +241,8 @@ def _pair(
             stacks.append(_experts(name, sides, config, None, left))
             left -= stacks[-1].num_experts
         elif not parameter:
-            targets[name] = _target(name, sides.values(), config)
+            is_tied_head = is_tied and name == OUTPUT_LAYER
+            targets[name] = _target(name, sides.values(), config, is_selected=is_tied_head)
         elif is_linear(parameter, _both_sides(name, sides.values())[SegmentKind.A], config):
             targets[name] = _target(name, sides.values(), config, parameter)
         else:
@@ -313,17 +318,18 @@ def _target(
     sides: Iterable[tuple[TensorKey, TensorRecord]],
     config: AdapterConfig,
     parameter: Parameter | None = None,
+    *,
+    is_selected: bool = False,
 ) -> TargetWeights:
-    """Returns the target that has A and B for a module, or for a parameter that is its weight."""
+    """Returns the target that has A and B for a module, or for a parameter that is its weight.
+    `is_selected`: the config adapts it without naming it."""
     by_side = _both_sides(name, sides)
     key = next(key for key, _ in sides if key.kind is not None)
     module, kind, is_transposed = key.module, key.kind, key.is_transposed
     assert kind is not None
     a, b = by_side[SegmentKind.A], by_side[SegmentKind.B]
-    is_selected = parameter is not None or config.selects(
-        module, is_embedding=kind is TargetKind.EMBEDDING
-    )
-    if not is_selected:
+    is_selected |= parameter is not None
+    if not is_selected and not config.selects(module, is_embedding=kind is TargetKind.EMBEDDING):
         raise refused(
             a, "TARGET_NOT_SELECTED", f"the config does not adapt {module}, so it would stay unused"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -10,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 from adapter_store.checkpoint.experts import ExpertModule, expert_module, other_name
 from adapter_store.checkpoint.module_patterns import OUTPUT_LAYER, path_tails
 from adapter_store.checkpoint.open import Checkpoint
+from adapter_store.checkpoint.peft_config import AdapterConfig
 from adapter_store.checkpoint.tensors import TargetWeights
 from adapter_store.checkpoint.towers import advice, tower_of
 from adapter_store.checkpoint.weights import (
@@ -85,13 +87,13 @@ def fit(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
             uses.append(Use(index, target, changes, other, outputs, is_transposed))
     if unknown:
         raise _unknown(unknown, uses, layout.base_model)
-    uses = _with_ties(uses, layout)
+    uses = _with_ties(uses, layout, checkpoint.config)
     for use in uses:
         _check_use(use)
     uses.sort(key=lambda use: (use.column, isinstance(use.changes, Replacement)))
     _check_once(uses)
     _check_added_tokens(uses)
-    _check_complete(checkpoint, layout)
+    _check_complete(checkpoint, layout, uses)
     return uses
 
 
@@ -109,17 +111,25 @@ def _unknown(
     return incompatible(_key(unknown[0]), "TARGET_UNKNOWN", detail)
 
 
-def _with_ties(uses: list[Use], layout: Layout) -> list[Use]:
+def _with_ties(uses: list[Use], layout: Layout, config: AdapterConfig) -> list[Use]:
     """Adds the changes that follow because the base has one weight in two places, as PEFT loads it.
 
     Rows of an embedding are its tied head's, too, unless the head has rows of its own. A copy that
     was saved along takes the place of the one weight; if both have one the head's, which is loaded
-    last. LoRA and saved modules are of one of the two. Raises IncompatibleAdapter.
+    last. LoRA and saved modules are of one of the two, or with ensure_weight_tying of both; if both
+    have one, the head's again. Raises IncompatibleAdapter.
     """
     tied = [(index, target) for index, target in enumerate(layout.targets) if target.tied_to]
     for index, head in tied:
         [column] = (i for i, each in enumerate(layout.targets) if each.name == head.tied_to)
+        if config.extras.ties_embeddings:
+            uses = _with_tied_lora(uses, layout, (column, index), config)
         of_embedding, of_head = _replacement_of(uses, column), _replacement_of(uses, index)
+        one = of_head or of_embedding
+        if config.extras.saves_tied and one is not None:
+            uses = [use for use in uses if use.changes not in (of_embedding, of_head)]
+            uses += (Use(each, layout.targets[each], one) for each in (column, index))
+            continue
         if of_embedding is not None and of_embedding.is_whole:
             continue
         if of_head is not None and of_head.is_copy:
@@ -129,7 +139,60 @@ def _with_ties(uses: list[Use], layout: Layout) -> list[Use]:
         elif of_embedding is not None and _is_heads_too(of_embedding, of_head):
             uses.append(Use(index, head, of_embedding))
     _check_shared_rows(uses)
+    if not tied:
+        _check_untied(uses, config)
     return uses
+
+
+def _with_tied_lora(
+    uses: list[Use], layout: Layout, columns: tuple[int, int], config: AdapterConfig
+) -> list[Use]:
+    """Gives a tied head and its embedding the A and B of the head, or else of the embedding; each
+    keeps its own scale. Raises IncompatibleAdapter."""
+    of_embedding, of_head = (_lora_of(uses, column) for column in columns)
+    own = of_head or of_embedding
+    if own is None:
+        return uses
+    column, replaced = (columns[1], None) if of_head is None else (columns[0], of_embedding)
+    target = layout.targets[column]
+    magnitude = None if replaced is None else replaced.magnitude
+    if own.magnitude is not None and magnitude is None:
+        detail = f"{target.name}, which ensure_weight_tying ties to it, has none"
+        raise incompatible(own.magnitude.key, "TARGET_MISSING", detail)
+    settings = config.settings_for(target.name if replaced is None else replaced.module)
+    turned = dataclasses.replace(
+        own,
+        kind=target.kind,
+        scale=settings.scale,
+        a=own.b,
+        b=own.a,
+        is_transposed=not own.is_transposed,
+        bias=None,
+        magnitude=magnitude,
+    )
+    kept = [use for use in uses if replaced is None or use.changes is not replaced]
+    return [*kept, Use(column, target, turned)]
+
+
+def _check_untied(uses: Iterable[Use], config: AdapterConfig) -> None:
+    """Requires that the config names the head's A and B, where no embedding is tied to it."""
+    for use in uses:
+        changes = use.changes
+        if (
+            isinstance(changes, TargetWeights)
+            and changes.name == OUTPUT_LAYER
+            and not config.selects(changes.module, is_embedding=False)
+        ):
+            raise incompatible(
+                *(_key(changes), "TARGET_UNKNOWN"),
+                "only ensure_weight_tying adapts it, as the embedding, and the server does not say "
+                "that its base ties the two",
+            )
+
+
+def _lora_of(uses: Iterable[Use], column: int) -> TargetWeights | None:
+    found = (use.changes for use in uses if use.column == column)
+    return next((changes for changes in found if isinstance(changes, TargetWeights)), None)
 
 
 def _is_heads_too(of_embedding: Replacement, of_head: Replacement | None) -> bool:
@@ -397,7 +460,7 @@ def _check_once(uses: list[Use]) -> None:
             raise incompatible(_key(use.changes), "TARGET_TWICE", detail)
 
 
-def _check_complete(checkpoint: Checkpoint, layout: Layout) -> None:
+def _check_complete(checkpoint: Checkpoint, layout: Layout, uses: Iterable[Use]) -> None:
     """Requires that every listed module of this model has weights in some layer.
 
     A list may name modules of other models, and weights may be pruned in some layers; but a module
@@ -407,7 +470,11 @@ def _check_complete(checkpoint: Checkpoint, layout: Layout) -> None:
     lost = checkpoint.lost_modules
     if not lost:
         return
+    ties = config.extras.ties_embeddings
+    tied = {use.target.name for use in uses if ties and isinstance(use.changes, TargetWeights)}
     for target in layout.targets:
+        if target.name in tied:
+            continue
         for name in _names_of(target):
             entry = next((tail for tail in path_tails(name) if tail in lost), None)
             is_embedding = target.kind is TargetKind.EMBEDDING

@@ -421,10 +421,35 @@ def test_a_way_of_making_an_adapter(
     assert tokens != base_tokens
 
 
-def test_copies_that_are_saved_wider_than_a_tied_base(
+TIED: dict[str, dict[str, Any]] = {
+    "saved-tied": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "adapted-tied": {"target_modules": ["embed_tokens", "lm_head"]},
+}
+
+
+def check_tied_halves(folder: Path, way: str) -> None:
+    """Requires one weight for both, and makes it another than the base's."""
+    tensors = load_file(folder / WEIGHTS)
+    names = ("model.embed_tokens", "lm_head")
+    if way == "adapted-tied":
+        embedding, head = (
+            tensors[PREFIX + name]
+            for name in ("model.embed_tokens.lora_embedding_A", "lm_head.lora_B.weight")
+        )
+        assert embedding.T.equal(head)
+        return
+    embedding, head = (tensors[f"{PREFIX}{name}.weight"] for name in names)
+    assert embedding.equal(head)
+    changed = embedding + 0.3 * torch.randn_like(embedding)
+    save_file(
+        tensors | {f"{PREFIX}{name}.weight": changed.clone() for name in names}, folder / WEIGHTS
+    )
+
+
+def test_adapters_of_a_tied_base(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Trainers load a base of bfloat16 in float32, and save it along so."""
+    """Trainers load a base of bfloat16 in float32, and save its copies so."""
     zoo = make_zoo("llama", tmp_path_factory.mktemp("tied"), [AdapterSpec("unused", 1, ["q_proj"])])
     path = zoo.model_dir / "model.safetensors"
     save_file({name: each.bfloat16() for name, each in load_file(path).items()}, path)
@@ -446,6 +471,13 @@ def test_copies_that_are_saved_wider_than_a_tied_base(
         services.client.register("differs", str(differs))
         done = services.client.complete(PROMPT, adapter="differs", **options)
         assert list(done.token_ids) == own.tokens_of(differs, PROMPT, NUM_TOKENS)
+        for way, tied in TIED.items():  # peft#2879, unsloth#9331
+            folder = own.save(own.adapt(ensure_weight_tying=True, **tied), way)
+            check_tied_halves(folder, way)
+            services.client.register(way, str(folder))
+            done = services.client.complete(PROMPT, adapter=way, **options)
+            assert list(done.token_ids) == own.tokens_of(folder, PROMPT, NUM_TOKENS)
+            assert list(done.token_ids) != own.base_tokens(PROMPT, NUM_TOKENS)
 
 
 def test_the_suggested_command_registers_the_latest_checkpoint(

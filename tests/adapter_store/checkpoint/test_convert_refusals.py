@@ -120,6 +120,7 @@ def test_an_initial_adapter_that_says_pissa_may_have_been_trained(folders) -> No
         ("lora_bias", True),
         ("use_dora", True),
         ("alora_invocation_tokens", [3, 4]),
+        ("ensure_weight_tying", True),
     ],
 )
 def test_what_there_is_besides_a_and_b(key, value, folders) -> None:

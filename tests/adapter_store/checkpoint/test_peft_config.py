@@ -60,7 +60,6 @@ def test_a_config_as_peft_saves_it_is_accepted():
         ("monteclora_config", {"num_samples": 2}),
         ("arrow_config", {"top_k": 3}),
         ("kasa_config", {"beta": 0.1}),
-        ("ensure_weight_tying", True),
         ("init_lora_weights", "pissa"),
         ("init_lora_weights", "pissa_niter_16"),
         ("init_lora_weights", "olora"),

@@ -48,6 +48,7 @@ from tests.support.store.peft_models import (
     module,
     moe,
     moe_layout,
+    tied,
 )
 
 
@@ -183,16 +184,6 @@ def test_what_is_saved_along_is_dropped_if_it_is_the_bases(tmp_path, is_adapted)
         with pytest.raises(IncompatibleAdapter, match="loadout strip IN OUT") as caught:
             compile_image(checkpoint, layout(image_format))
         assert caught.value.reason == "BASE_UNKNOWN"
-
-
-def tied(of: Layout) -> Layout:
-    targets = tuple(
-        dataclasses.replace(target, tied_to=EMBEDDING) if target.name == HEAD else target
-        for target in of.targets
-    )
-    made = dataclasses.replace(of, targets=targets)
-    validate(made)
-    return made
 
 
 TRAINED_ROWS: dict[str, Any] = {

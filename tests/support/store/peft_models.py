@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,6 +42,17 @@ def layout(image_format: int = 2) -> Layout:
             for name, size in vectors.items()
         ]
     made = Layout("org/base", "0" * 64, DataType.FLOAT32, image_format, tuple(targets))
+    validate(made)
+    return made
+
+
+def tied(of: Layout) -> Layout:
+    """Ties the head to the embedding."""
+    targets = tuple(
+        dataclasses.replace(target, tied_to=EMBEDDING) if target.name == HEAD else target
+        for target in of.targets
+    )
+    made = dataclasses.replace(of, targets=targets)
     validate(made)
     return made
 
