@@ -14,7 +14,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
@@ -25,6 +25,11 @@ MAX_ENTRIES = 100_000
 """Most entries of a folder."""
 
 MAX_SHOWN_CHARS = 512
+
+MAX_POINTER_BYTES = 1024
+"""Git LFS's pointers have fewer bytes, by their specification."""
+POINTER = b"version https://git-lfs.github.com/spec/v1"
+"""Begins each of them."""
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _GIVEN_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -53,6 +58,7 @@ class FileRefused(OSError):
      ├─ NotRegular     it is a pipe, a device or a folder
      │   └─ LinkFound  it is a link
      ├─ TooLarge       it has too many bytes or entries
+     ├─ NotDownloaded  Git LFS has left its pointer in place of the file
      └─ FileChanged    it has changed since it was opened
 
     Args:
@@ -92,6 +98,10 @@ class LinkFound(NotRegular):
 
 class TooLarge(FileRefused):
     code = errno.EFBIG
+
+
+class NotDownloaded(FileRefused):
+    pass
 
 
 class FileChanged(FileRefused):
@@ -348,6 +358,24 @@ def list_entries(folder_fd: int, name: str) -> list[os.DirEntry[str]]:
 
 def changed(name: str) -> FileChanged:
     return FileChanged(name, "changed while it was read: try again once nobody writes to it")
+
+
+def check_downloaded(name: str, size_bytes: int, read_at: Callable[[int, int], bytes]) -> None:
+    """Checks that a file is not Git LFS's pointer to it, as after a clone without `git lfs`.
+
+    Args:
+        name: Name of the file in errors.
+        size_bytes: Its size.
+        read_at: Returns bytes of the file, by offset and length. Called for small files only.
+
+    Raises:
+        NotDownloaded: It is a pointer.
+    """
+    if len(POINTER) <= size_bytes < MAX_POINTER_BYTES and read_at(0, len(POINTER)) == POINTER:
+        raise NotDownloaded(
+            name,
+            "is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository",
+        )
 
 
 def _not_regular(status: os.stat_result, name: str) -> NotRegular:

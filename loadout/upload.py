@@ -35,6 +35,7 @@ from contract.folders import (
     RegularFile,
     TooLarge,
     changed,
+    check_downloaded,
     shown,
 )
 from contract.side_files import find_unused
@@ -171,6 +172,7 @@ def _check_file(folder: GivenFolder, name: str) -> Fingerprint:
         raise NotRegular(name, "has a name that the store does not accept: rename it, or remove it")
     with folder.open(name) as file:
         check_size(name, file.size_bytes)
+        check_downloaded(name, file.size_bytes, file.read_at)
         if file.size_bytes > MAX_WEIGHTS_BYTES:
             much = f"has {file.size_bytes} bytes, more than any adapter has"
             raise TooLarge(name, f"{much}: is this the right file?")

@@ -34,7 +34,9 @@ from contract.folders import (
     FileMissing,
     FileRefused,
     GivenFolder,
+    NotDownloaded,
     TooLarge,
+    check_downloaded,
     shown,
 )
 from servicekit.errors import InvalidArgument
@@ -106,12 +108,18 @@ OpenFile: TypeAlias = AdapterFile | MemoryFile
 
 
 def open_file(folder: AnyFolder, name: str) -> OpenFile:
-    """Opens a file of an adapter to be read. Raises as AdapterFile."""
-    if not isinstance(folder, MemoryFolder):
-        return AdapterFile(folder, name)
-    file = folder.get(name)
+    """Opens a file of an adapter to be read. Raises as AdapterFile, and InvalidAdapter
+    FILE_NOT_DOWNLOADED."""
+    file = folder.get(name) if isinstance(folder, MemoryFolder) else AdapterFile(folder, name)
     if file is None:
         raise InvalidAdapter(f"{name} is missing", subject=name, reason="FILE_MISSING")
+    try:
+        check_downloaded(name, file.size_bytes, file.read_at)
+    except BaseException as refused:
+        file.close()
+        if isinstance(refused, FileRefused):
+            raise _invalid(refused, name) from refused
+        raise
     return file
 
 
@@ -210,6 +218,7 @@ def copy_texts(source: GivenFolder, target: Path) -> list[str]:
     for name in names:
         try:
             with source.open(name) as file, (target / name).open("xb") as copy:
+                check_downloaded(name, file.size_bytes, file.read_at)
                 check_size(name, file.size_bytes)
                 for piece in file.pieces(COPY_BYTES):
                     copy.write(piece)
@@ -238,6 +247,8 @@ def _invalid(refused: FileRefused, name: str) -> InvalidAdapter:
             return InvalidAdapter(message, subject=name, reason="FILE_NOT_READABLE")
         case TooLarge():
             return InvalidAdapter(message, subject=name, reason="FILE_TOO_LARGE")
+        case NotDownloaded():
+            return InvalidAdapter(message, subject=name, reason="FILE_NOT_DOWNLOADED")
         case FileChanged():
             return InvalidAdapter(message, subject=name, reason="FILE_CHANGED")
         case _:

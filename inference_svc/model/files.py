@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from contract.folders import POINTER
 from inference_svc.errors import UnsupportedModel
 
 CONFIG = "config.json"
@@ -19,8 +20,6 @@ MAX_HEADER_BYTES = 100_000_000
 """The most that safetensors accepts of a file's header."""
 VOCABULARIES = (TOKENIZER, "tokenizer.model", "vocab.json")
 """Files of which a tokenizer has one."""
-_POINTER = b"version https://git-lfs.github.com/"
-"""How a file begins that git has cloned without its content."""
 _COPY = "copy it from where the model came from"
 _SHARD = re.compile(r"[^/*?\[\x00-\x1f]+\.safetensors")
 """The name of a shard: of a file beside the index, and nothing that a download would take for a
@@ -75,7 +74,8 @@ def check_files(model_dir: Path, *, has_tokenizer: bool = True) -> None:
     for name in missing_files(model_dir, has_tokenizer=has_tokenizer):
         raise UnsupportedModel(f"{model_dir} has no {name}{_advice(model_dir, name)}")
     vocabularies = VOCABULARIES if has_tokenizer else ()
-    for path in (*weight_files(model_dir), *(model_dir / name for name in vocabularies)):
+    names = (CONFIG, *vocabularies, *((TOKENIZER_CONFIG,) if has_tokenizer else ()))
+    for path in (*weight_files(model_dir), *(model_dir / name for name in names)):
         _check_content(path)
     if has_tokenizer:
         check_tokenizer(model_dir)
@@ -121,7 +121,7 @@ def _check_content(path: Path) -> None:
     if not path.is_file():
         return
     with path.open("rb") as file:
-        if file.read(len(_POINTER)) == _POINTER:
+        if file.read(len(POINTER)) == POINTER:
             raise UnsupportedModel(
                 f"{path} is a pointer of Git LFS in place of the file: run git lfs pull in "
                 f"{path.parent}"

@@ -178,6 +178,15 @@ def test_a_hostile_file_is_refused_by_name(adapter_folder, name, make, words):
     assert caught.value.subject == shown
 
 
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", *TEXT_FILES])
+def test_a_git_lfs_pointer_is_refused_before_it_is_sent(adapter_folder, name):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4a\nsize 13648432\n"
+    (adapter_folder / name).write_text(pointer)
+    with pytest.raises(InvalidArgument, match=r"is a Git LFS pointer.*`git lfs pull`") as caught:
+        open_folder(adapter_folder)
+    assert caught.value.subject == str(adapter_folder / name)
+
+
 @pytest.mark.parametrize(
     ("name", "limit"),
     [

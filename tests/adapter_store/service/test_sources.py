@@ -50,3 +50,16 @@ def test_an_adapter_from_the_hub(hub, serve, make_adapter, refused):
     with refused("NOT_FOUND", "source_uri", "hf://team/adapter@v9"):
         register("hf://team/adapter@v9")
     assert client.get("a").digest == new.digest
+    files = files_of(first)
+    for name in files:  # cloned without `git lfs`
+        cloned = files | {name: b"version https://git-lfs.github.com/spec/v1\noid sha256:4a\n"}
+        repo.commit(cloned, "cloned")
+        (first / name).write_bytes(cloned[name])
+        said = f"{name} is a Git LFS pointer"
+        with refused("INVALID_ARGUMENT", said):
+            register("hf://team/adapter@cloned")
+        with refused("INVALID_ARGUMENT", said):
+            client.register("a", first)
+        with refused("INVALID_ARGUMENT", said):
+            client.upload("a", cloned)
+        (first / name).write_bytes(files[name])

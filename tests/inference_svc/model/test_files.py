@@ -63,6 +63,8 @@ def test_pickled_weights_are_seen(folder: Path, name: str) -> None:
     ("name", "content", "message"),
     [
         ("config.json", None, "has no config.json: copy it from where the model came from"),
+        ("config.json", POINTER, "config.json is a pointer of Git LFS"),
+        ("tokenizer_config.json", POINTER, "tokenizer_config.json is a pointer of Git LFS"),
         ("model.safetensors", None, "has no model.safetensors and no model.safetensors.index.json"),
         ("model.safetensors", POINTER, "model.safetensors is a pointer of Git LFS .* git lfs pull"),
         ("tokenizer.json", None, r"has no tokenizer.json: put .*save_pretrained\('{folder}'\)"),
