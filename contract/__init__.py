@@ -2,5 +2,6 @@
 
 adapter_files  the files that make up an adapter, and the most bytes of each
 folders        reads a folder that may come from a stranger
+tensor_names   the names of an adapter's tensors, without the parts of torch's wrappers
 side_files     a verdict on every other file: refuses files that would change the result
 """

@@ -101,7 +101,7 @@ CONFINED = (
 )
 
 FLAT = {
-    "contract": "__init__ adapter_files folders side_files",
+    "contract": "__init__ adapter_files folders side_files tensor_names",
     "kernels": "__init__ dispatch host_memory streams triton_launchers",
     "loadout": "__init__ aio client errors prometheus retry security signing types upload",
     "adapter_store": "__init__ __main__ app config core errors service store_status debug "

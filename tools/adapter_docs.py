@@ -1,5 +1,5 @@
-"""Writes the tables of docs/adapters.md: trainers, forms of experts, support for each content, and
-other files in an adapter's folder.
+"""Writes the tables of docs/adapters.md: trainers, forms of experts, support for each content,
+other files in an adapter's folder, and keys of its config without effect.
 
 python -m tools.adapter_docs
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from adapter_store.checkpoint.features import WORDS, Feature
 from adapter_store.checkpoint.formats.readers import EXPERT_FORMS, TRAINERS
+from adapter_store.checkpoint.peft_fields import FOREIGN
 from contract import side_files
 from loadout.cli.engines import ENGINES, NOTES
 from tools.conformance import WRITERS, verdicts
@@ -41,7 +42,9 @@ def render() -> dict[str, str]:
         for note in NOTES
     ]
     forms = [[each.name, each.trainers, each.tensors, each.note] for each in EXPERT_FORMS]
+    keys = [[f"`{key}`", each.what, each.source] for key, each in FOREIGN.items()]
     return {
+        "keys": _table(("key", "meaning", "source"), keys),
         "experts": _table(("form", "written by", "tensors below `<experts>`", "notes"), forms),
         "engines": _table(("content", "engine", "effect", "detail", "source"), others),
         "trainers": _table(head, trainers),

@@ -19,7 +19,7 @@ experts            A and B of all experts of a mixture, as trainers stack them
 parameters         A and B of bare parameters, as PEFT saves experts' ones
 replacements       base weights that an adapter has of its own
 tensor_keys        the names of PEFT's tensors
-towers             modules of a model's other towers, which no server computes
+towers             modules of other towers and families, which no server computes
 peft_extras        the contents besides A and B that a PEFT config announces
 peft_fields        a verdict on every field of PEFT's LoraConfig
 module_patterns    which modules a config means, by PEFT's rules, within a time budget

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from adapter_store.checkpoint.config_values import invalid_value
 from adapter_store.checkpoint.digest import compute_digest
 from adapter_store.checkpoint.files import AnyFolder, CheckpointLimits, Folder, OpenFile, open_file
 from adapter_store.checkpoint.formats.readers import READERS
@@ -189,6 +190,7 @@ def open_checkpoint(
         scanned = folder.scanned(records) if isinstance(folder, MemoryFolder) else None
         if scanned is None:
             scanned = scan_tensors(folder, records)
+        _check_scales(contents, config)
         digest = compute_digest(config, contents.changes, _hashes(scanned))
         warnings = _warnings(contents, scanned)
     return Checkpoint(
@@ -196,6 +198,23 @@ def open_checkpoint(
         experts=contents.experts,
         replacements=contents.replacements,
         warnings=warnings,
+    )
+
+
+def _check_scales(contents: Contents, config: AdapterConfig) -> None:
+    """Refuses A and B that the config scales to nothing. Adapters that a former release has stored
+    are read all the same."""
+    scaled: list[TargetWeights | ExpertWeights] = [*contents.targets.values(), *contents.experts]
+    found = next((each for each in scaled if not each.scale), None)
+    if found is None:
+        return
+    key = "scale"
+    if found.alpha is not None:
+        key = "alpha_pattern" if config.alpha else "lora_alpha"
+    raise invalid_value(
+        key,
+        0,
+        f"A and B of {found.name} would change nothing: set the value that it was trained with",
     )
 
 

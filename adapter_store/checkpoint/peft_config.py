@@ -89,6 +89,8 @@ def parse_config(fields: Mapping[str, Any], limits: CheckpointLimits) -> Adapter
     peft_type = fields.get("peft_type")
     if peft_type != "LORA":
         why = "only LORA is supported"
+        if peft_type is None:
+            why += "; a config that PEFT saves has this key: is this another tool's file?"
         if "lora_parameters" in fields:
             why += f"; MLX-LM's config, which this is, belongs to {MLX_WEIGHTS_FILE}"
         raise invalid_value("peft_type", peft_type, why, "CONFIG_UNSUPPORTED")

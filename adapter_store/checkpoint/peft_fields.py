@@ -1,4 +1,5 @@
-"""A verdict on every field of PEFT's LoraConfig: honoured, without effect here, or refused.
+"""A verdict on every field of PEFT's LoraConfig: honoured, without effect here, or refused; and the
+known keys of others.
 
 The rule for `adapter_config.json`: a key that changes the maths is honoured, or refused by name and
 value. A key that this table does not know is refused too, unless its value switches it off (null,
@@ -97,8 +98,49 @@ SUBCONFIGS = frozenset(
 )
 """Refused fields that PEFT takes as switched on, with all defaults, if they are an empty object."""
 
-KNOWN = HONOURED | NO_EFFECT.keys() | REFUSED.keys()
+FORMER_REFUSED: Mapping[str, Refusal] = {
+    "enable_lora": Refusal(
+        "it adapts some of the outputs of a fused layer, with a B in groups (PEFT before 0.3)",
+        "train with a newer PEFT",
+    ),
+}
+"""Fields of former releases that change the maths."""
+
+KNOWN = HONOURED | NO_EFFECT.keys() | REFUSED.keys() | FORMER_REFUSED.keys()
 """Fields with a verdict, which no operator changes."""
+
+
+class Foreign(NamedTuple):
+    """A key that is not PEFT's and changes nothing: its meaning, and who writes it."""
+
+    what: str
+    source: str
+
+
+FOREIGN: Mapping[str, Foreign] = {
+    "model_type": Foreign(
+        "the base's family. Nothing compares it: the names and shapes of the weights decide",
+        "Cloudflare Workers AI asks for it: developers.cloudflare.com/workers-ai, "
+        '"Using LoRA adapters"',
+    ),
+    "merge_weights": Foreign(
+        "whether A and B were merged into the weights between training steps",
+        "PEFT before 0.3; InternLM/lmdeploy#1151",
+    ),
+    "_from_model_config": Foreign(
+        "where transformers took its settings for generation from",
+        "transformers' GenerationConfig; huggingface/peft#1168",
+    ),
+    "transformers_version": Foreign(
+        "the release that saved it",
+        "transformers' PreTrainedConfig and GenerationConfig; huggingface/peft#1168",
+    ),
+    "_name_or_path": Foreign(
+        "where the model was loaded from; `base_model_name_or_path` is read in its place",
+        "transformers' PreTrainedConfig",
+    ),
+}
+"""Keys that hosts ask for, or other tools add."""
 
 # Initialisations that leave the base weight unchanged, besides the original ones, true and false.
 INIT_ACCEPTED = frozenset({"gaussian", "eva", "orthogonal", "mica"})
@@ -124,14 +166,15 @@ def check_fields(
     (known to change the maths) or CONFIG_UNKNOWN.
     """
     for key, value in fields.items():
-        if key in REFUSED and not _is_off(key, value):
+        refusal = REFUSED.get(key) or FORMER_REFUSED.get(key)
+        if refusal is not None and not _is_off(key, value):
             raise InvalidAdapter(
-                f"{subject}: {key}={show(value)} is not supported: {REFUSED[key].why}; "
-                f"{REFUSED[key].instead}",
+                f"{subject}: {key}={show(value)} is not supported: {refusal.why}; "
+                f"{refusal.instead}",
                 subject=key,
                 reason="CONFIG_UNSUPPORTED",
             )
-    ignored = check_unknown(fields, KNOWN, subject, allowed)
+    ignored = check_unknown(fields, KNOWN | FOREIGN.keys(), subject, allowed)
     _check_init(fields.get("init_lora_weights", True), subject)
     return tuple(ignored)
 

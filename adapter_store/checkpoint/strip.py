@@ -25,6 +25,7 @@ from adapter_store.checkpoint.tensor_keys import PREFIX, is_base_weight, target_
 from adapter_store.checkpoint.tensors import read_tensors
 from contract.adapter_files import CONFIG_FILE, MLX_WEIGHTS_FILE, WEIGHTS_FILE
 from contract.folders import GivenFolder
+from contract.tensor_names import unwrapped
 from servicekit.errors import FailedPrecondition
 
 LIMITS = CheckpointLimits()
@@ -72,7 +73,7 @@ def strip(
 
 
 def _compared(folder: GivenFolder, record: TensorRecord, base: BaseModel | None) -> BaseWeight:
-    name = target_of(record.key.replace(".base_layer.", ".").replace(PREFIX, ""))
+    name = target_of(unwrapped(record.key).replace(".base_layer.", ".").replace(PREFIX, ""))
     if base is None:
         return BaseWeight(name, record.shape, None)
     with open_file(folder, record.file) as file:

@@ -15,15 +15,17 @@ between: `lora_A.<name>.weight`. A module that was adapted twice has the prefix 
 more than text has its language model inside: `language_model.model.layers.0` (older transformers),
 `model.language_model.layers.0` (newer); the target is the path in the language model alone. A
 trainer that saves the model's own names leaves the prefix out: without it the rest is the module's
-path all the same. Tinker calls the head `model.unembed_tokens`, and MLX-LM the experts of a mixture
-`switch_mlp` or `switch_glu`.
+path all the same. Parts that torch's wrappers put into names are left out, at any place
+(`_orig_mod.` of torch.compile). Tinker calls the head `model.unembed_tokens` or `model.lm_head`,
+and MLX-LM the experts of a mixture `switch_mlp` or `switch_glu`.
 
 A and B of all experts of a mixture in one tensor each: see adapter_store.checkpoint.experts.
 
 For the base's own weights, see adapter_store.checkpoint.replacements.
 
 Sources: peft/utils/save_and_load.py `get_peft_model_state_dict` of PEFT 0.21;
-tinker_cookbook/weights/_merge_utils.py of github.com/thinking-machines-lab/tinker-cookbook.
+tinker_cookbook/weights/_merge_utils.py of github.com/thinking-machines-lab/tinker-cookbook, and its
+issue 928.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from adapter_store.checkpoint.module_patterns import OUTPUT_LAYER
 from adapter_store.checkpoint.towers import advice, tower_of
 from adapter_store.core import SegmentKind, TargetKind
 from adapter_store.errors import InvalidAdapter
+from contract.tensor_names import unwrapped
 
 PREFIX = "base_model.model."
 DEFAULT_ADAPTER_NAME = "default"
@@ -61,8 +64,9 @@ _NO_MODULE = re.compile(
     r"(.+\.)?(lora_[^.]*|base_layer|modules_to_save|original_module|token_adapter)(\..+)?"
 )
 """Paths with components that PEFT puts into a model."""
+_NAMED_TWICE = re.compile(r".+\.(lora_[AB]|lora_embedding_[AB])(\.[^.]+){2,}?(\.weight|\.bias)?")
 _MODULE = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
-_TINKER_HEADS = frozenset({"unembed_tokens", "model.unembed_tokens"})
+_TINKER_HEADS = frozenset({"unembed_tokens", "model.unembed_tokens", f"model.{OUTPUT_LAYER}"})
 _SWITCH = re.compile(r"(?P<before>(?:.+\.)?)switch_(?:mlp|glu)\.(?P<projection>[^.]+)")
 _WRAPPED = re.compile(r"(?:model\.)?language_model\.(?P<inner>.+)")
 
@@ -102,7 +106,7 @@ def parse_key(key: str) -> TensorKey:
 
     Raises InvalidAdapter TENSOR_UNKNOWN (subject: the name): the tensor would stay unused.
     """
-    path = key.removeprefix(PREFIX).removeprefix(PREFIX)
+    path = unwrapped(key).removeprefix(PREFIX).removeprefix(PREFIX)
     for pattern, kind, side in _PATTERNS:
         match = pattern.fullmatch(path)
         if match and is_module(match["module"]):
@@ -118,6 +122,9 @@ def parse_key(key: str) -> TensorKey:
     hint = next((hint for part, hint in _HINTS if part in f"{key}."), "")
     if not hint and (tower := tower_of(path)):
         hint = advice([tower])
+    if not hint and _NAMED_TWICE.fullmatch(path):
+        hint = "after lora_A or lora_B it has more than the name of one adapter: save the adapter "
+        hint += "alone, with PEFT's save_pretrained"
     if not hint and ".lora_" not in key:
         hint = "its name ends with none of .lora_A.weight, .lora_B.weight, .lora_embedding_A and _B"
         hint += ", and with neither .weight nor .bias"
@@ -147,6 +154,7 @@ def is_module(path: str) -> bool:
 
 def is_base_weight(key: str) -> bool:
     """Returns whether a tensor is a copy of one of the base model's, as PEFT names it."""
+    key = unwrapped(key)
     if not key.startswith(PREFIX) or ".modules_to_save." in key or ".lora_" in key:
         return False
     return any(part in f".{key}." for part in _BASE_PARTS)

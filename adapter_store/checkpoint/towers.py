@@ -1,11 +1,16 @@
-"""Modules of a model's towers beside the one for text, which no server computes.
+"""Modules that no server computes, and advice on them.
 
-PEFT adapts every module of a name: a list such as ["q_proj", "v_proj"] means the vision tower's,
-too, where it has modules of these names.
+Of a model's other towers: PEFT adapts every module of a name, and a list such as ["q_proj",
+"v_proj"] means the vision tower's, too, where it has modules of these names.
+
+Of other families, which have names of their own. Most are of code that their authors published
+beside the weights, before transformers had the family: an adapter of one does not fit the newer
+form, which has the same weights by other names.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from adapter_store.checkpoint.module_patterns import OUTPUT_LAYER
@@ -15,6 +20,29 @@ _TOWERS = frozenset([*_VISION, "audio_tower", "embed_audio"])
 """Their names in transformers, and the names of modules that join them to the text's, below the
 whole model."""
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_FAMILIES = (
+    (
+        r"transformer\.encoder\.layers\.\d+\.(self_attention|mlp)\.(query_key_value|dense.*)",
+        "ChatGLM, as of glm-4-9b-chat with its authors' code (glm-4-9b-chat-hf has the same "
+        "weights for transformers' GLM)",
+    ),
+    (
+        r"transformer\.h\.\d+\.(attn\.(c_attn|c_proj)|mlp\.(w1|w2|c_fc|c_proj))",
+        "GPT-2, or of the first Qwen with its authors' code",
+    ),
+    (
+        r"transformer\.h\.\d+\.(self_attention|mlp)\.(query_key_value|dense.*)",
+        "Falcon or BLOOM",
+    ),
+    (r"gpt_neox\.layers\.\d+\..*", "GPT-NeoX or Pythia"),
+    (r"model\.layers\.\d+\.self_attn\.W_pack", "Baichuan with its authors' code"),
+    (
+        r"model\.layers\.\d+\.(attention\.(wqkv|wo)|feed_forward\.w[123])",
+        "InternLM2 with its authors' code",
+    ),
+)
+"""Names of modules, and the family that has them."""
+_PATTERNS = tuple((re.compile(names), family) for names, family in _FAMILIES)
 
 
 def tower_of(module: str) -> str:
@@ -36,3 +64,11 @@ def advice(towers: Iterable[str], names: Iterable[str] = ()) -> str:
         "means modules of these names everywhere, so train with an expression in its place, "
         f'target_modules=r"{"|".join(expressions)}", and with no modules_to_save of another part'
     )
+
+
+def other_family(module: str) -> str:
+    """Returns advice on a module that no target is, if it has another family's name; else ""."""
+    for names, family in _PATTERNS:
+        if names.fullmatch(module):
+            return f"these are names of {family}: train with the model that is served"
+    return ""

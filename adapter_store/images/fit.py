@@ -13,7 +13,7 @@ from adapter_store.checkpoint.module_patterns import OUTPUT_LAYER, path_tails
 from adapter_store.checkpoint.open import Checkpoint
 from adapter_store.checkpoint.peft_config import AdapterConfig
 from adapter_store.checkpoint.tensors import TargetWeights
-from adapter_store.checkpoint.towers import advice, tower_of
+from adapter_store.checkpoint.towers import advice, other_family, tower_of
 from adapter_store.checkpoint.weights import (
     Changes,
     ExpertWeights,
@@ -108,6 +108,8 @@ def _unknown(
     if towers:
         known = (use.changes.name.rpartition(".")[2] for use in uses)
         detail += f": {advice(towers, known)}"
+    elif family := next(filter(None, map(other_family, names)), ""):
+        detail += f": {family}"
     return incompatible(_key(unknown[0]), "TARGET_UNKNOWN", detail)
 
 

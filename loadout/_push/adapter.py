@@ -12,10 +12,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from contract.tensor_names import unwrapped
 from loadout._push.tensors import Tensor, describe, invalid, is_sharded
 from loadout.errors import InvalidArgument
 
-_WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 _ROLES = "lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector"
 _ADAPTER_NAME = re.compile(rf"\.({_ROLES})\.(?!weight$|bias$)([^.]+)(\.weight|\.bias)?$")
 _FACTOR = re.compile(r"(.*\.)?lora_(embedding_)?([AB])(\.weight)?")
@@ -53,7 +53,7 @@ def read_tensors(tensors: Mapping[str, Any]) -> list[Tensor]:
 
 def saved_name(name: str) -> str:
     """Returns how PEFT would save a tensor of this name: without the adapter's own."""
-    name = _WRAPPERS.sub("", name)
+    name = unwrapped(name)
     match = _ADAPTER_NAME.search(name)
     if match is None:
         return name

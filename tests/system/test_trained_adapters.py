@@ -213,6 +213,13 @@ WAYS = {
         lambda trainer: renamed(whole(trainer), trainer.folder / "bare", PREFIX, ""),
         oracle="whole",
     ),
+    "names of a compiled model (Soup#335)": Way(
+        lambda trainer: renamed(
+            whole(trainer), trainer.folder / "c", PREFIX, f"_orig_mod.{PREFIX}"
+        ),
+        oracle="whole",
+    ),
+    "a key that Cloudflare asks for": Way(with_fields(model_type="mistral"), ("servable by ",)),
     # registered, and no server can serve it
     "rank above the server's limit": unservable(
         lora(r=2 * MAX_RANK),
@@ -284,6 +291,9 @@ WAYS = {
         "adapter_model.bin is a pickle, which can run code when it is read; save the adapter as "
         "adapter_model.safetensors, or have the store's operator allow it with "
         "--allow-pickle-files",
+    ),
+    "an alpha of 0 (surogate#173)": refused(
+        with_fields(lora_alpha=0), "lora_alpha=0: A and B of ", "would change nothing"
     ),
     "weights cut off": refused(
         unfinished,

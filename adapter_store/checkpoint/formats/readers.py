@@ -151,7 +151,8 @@ TRAINERS = (
     Trainer(
         *("your own trainer's state dict", Format.PEFT),
         "as PEFT's, with `.default.` or another name of the adapter; without the prefix or with it "
-        "twice; with `language_model.` or `model.language_model.`",
+        "twice; with `language_model.` or `model.language_model.`; with `_orig_mod.` or another "
+        "part of torch's wrappers",
         "",
         "`peft/utils/save_and_load.py` of PEFT 0.21",
     ),
@@ -162,7 +163,7 @@ TRAINERS = (
     ),
     Trainer(
         *("Tinker", Format.PEFT),
-        f"{_PEFT}; `model.unembed_tokens` means `lm_head`; experts as stacks",
+        f"{_PEFT}; `model.unembed_tokens` or `model.lm_head` means `lm_head`; experts as stacks",
         "",
         "`tinker_cookbook/weights` of github.com/thinking-machines-lab/tinker-cookbook",
     ),
