@@ -1,4 +1,5 @@
-"""hf:// sources: a model repository of the Hugging Face Hub, or of a server that speaks its API.
+"""hf:// sources: a model repository of the Hugging Face Hub, or of a server that speaks its API; or
+one of its folders, where a repository has several adapters.
 
 All files are of one moment: the revision is resolved to a commit first, every file is requested at
 that commit, and its content has to have the hash that the commit records for it.
@@ -14,7 +15,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -40,27 +41,42 @@ MAX_INFO_BYTES = 8 << 20
 READ_TIMEOUT_S = 30
 DEFAULT_REVISION = "main"
 PROBED_FILE = "adapter_config.json"
-WHOLE = "a source is a whole repository; download it, and register one of these folders"
+MAX_FOLDERS = 8
+"""How deep in a repository an adapter may lie."""
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9_]|[.-](?=[A-Za-z0-9_])){0,94}"
-_URI = re.compile(rf"hf://({_PART})/({_PART})(?:@([A-Za-z0-9][A-Za-z0-9._/-]{{0,127}}))?")
+_FOLDER = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
+_FOLDERS = rf"{_FOLDER}(?:/{_FOLDER}){{0,{MAX_FOLDERS - 1}}}"
+_REVISION = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}"
+_URI = re.compile(rf"hf://({_PART})/({_PART})(?:/({_FOLDERS}))?(?:@({_REVISION}))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_FOLDER = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
-_CONFIG_BELOW = re.compile(rf"({_FOLDER}(?:/{_FOLDER})?)/{PROBED_FILE}")
+_CONFIG_BELOW = re.compile(rf"({_FOLDERS})/{PROBED_FILE}")
 
 
 @dataclass(frozen=True, slots=True)
 class HubPlace:
+    """A repository, or the folder `folder` in it, at a revision."""
+
     organization: str
     name: str
     revision: str
+    folder: str = ""
 
     @property
     def repo_id(self) -> str:
         return f"{self.organization}/{self.name}"
 
+    @property
+    def prefix(self) -> str:
+        """How the names of its files begin in the repository."""
+        return f"{self.folder}/" if self.folder else ""
+
+    def address_below(self, folder: str) -> str:
+        """Returns the URI of a folder in it."""
+        return str(replace(self, folder=f"{self.prefix}{folder}"))
+
     def __str__(self) -> str:
-        return f"hf://{self.repo_id}@{self.revision}"
+        return f"hf://{self.repo_id}{'/' if self.folder else ''}{self.folder}@{self.revision}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +135,8 @@ class HubSource:
         endpoint = HfApi(endpoint=self._endpoint).endpoint
         with HubHosts(endpoint, self._redirect_hosts).make_client() as client:
             commit, files = self._resolve(client, place, staging)
-            names = staging.choose_files(files, str(place), _adapters_below(files), WHOLE)
+            below = _adapters_below(files, place)
+            names = staging.choose_files(files, str(place), below, place.address_below)
             staging.check_sizes({name: files[name].size_bytes for name in names})
 
             def copy(name: str) -> None:
@@ -131,7 +148,8 @@ class HubSource:
     def _resolve(
         self, client: Any, place: HubPlace, staging: Staging
     ) -> tuple[str, dict[str, HubFile]]:
-        """Returns the commit that the revision points to now, and its top-level files."""
+        """Returns the commit that the revision points to now, and the files in the place's folder
+        and below, by their names from there."""
         retry = Retry(self._retry, staging)
         while True:
             try:
@@ -153,7 +171,7 @@ class HubSource:
             )
         if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
             raise _unavailable(str(place), "its server names no commit")
-        return commit, _files_of(info.get("siblings"))
+        return commit, _files_of(info.get("siblings"), place.prefix)
 
     def _read_info(self, client: Any, place: HubPlace, staging: Staging) -> bytes:
         """Returns the hub's answer about a revision. Raises LimitExceeded if that is too much."""
@@ -192,7 +210,8 @@ class HubSource:
         from huggingface_hub import hf_hub_url
 
         where = f"{place}: {name}"
-        url = hf_hub_url(place.repo_id, name, revision=commit, endpoint=self._endpoint)
+        path = place.prefix + name
+        url = hf_hub_url(place.repo_id, path, revision=commit, endpoint=self._endpoint)
         digest, expected_digest = expected.start_hash()
         retry = Retry(self._retry, staging)
         with staging.create(name, expected.size_bytes) as file:
@@ -215,7 +234,9 @@ class HubSource:
         from huggingface_hub import constants, try_to_load_from_cache
 
         found = try_to_load_from_cache(
-            place.repo_id, PROBED_FILE, cache_dir=self._cache_dir, revision=place.revision
+            *(place.repo_id, place.prefix + PROBED_FILE),
+            cache_dir=self._cache_dir,
+            revision=place.revision,
         )
         if not isinstance(found, str):
             raise NotFound(
@@ -224,12 +245,14 @@ class HubSource:
                 subject="source_uri",
                 reason="SOURCE_NOT_FOUND",
             )
-        snapshot = Path(found).parent
+        folder = Path(found).parent
+        snapshot = folder.parents[place.folder.count("/")] if place.folder else folder
         if not _COMMIT.fullmatch(snapshot.name):
             raise _unavailable(str(place), "the cache folder names no commit")
         cache_dir = Path(self._cache_dir or constants.HF_HUB_CACHE)
         repo_dir = cache_dir / f"models--{place.organization}--{place.name}"
-        LocalSource([repo_dir]).copy_folder(snapshot, str(place), staging, WHOLE)
+        address_of = place.address_below
+        LocalSource([repo_dir]).copy_folder(folder, str(place), staging, address_of)
         return snapshot.name
 
 
@@ -271,36 +294,43 @@ def _read_on(
         raise _unavailable(where, f"{file.size_bytes} of {size_bytes} bytes arrived")
 
 
-def _files_of(siblings: Any) -> dict[str, HubFile]:
-    """Returns the files of a commit by name; entries that are not as the hub describes a file are
-    none."""
+def _files_of(siblings: Any, prefix: str) -> dict[str, HubFile]:
+    """Returns the files of a commit whose names begin so, by the rest of their names; entries that
+    are not as the hub describes a file are none."""
     files = {}
     for each in siblings if isinstance(siblings, list) else ():
         if not isinstance(each, dict):
             continue
         name, size_bytes = each.get("rfilename"), each.get("size")
-        if isinstance(name, str) and type(size_bytes) is int and size_bytes >= 0:
+        if not isinstance(name, str) or not name.startswith(prefix):
+            continue
+        if type(size_bytes) is int and size_bytes >= 0:
             lfs, blob_id = each.get("lfs"), each.get("blobId")
             sha256 = lfs.get("sha256") if isinstance(lfs, dict) else None
-            files[name] = HubFile(size_bytes, str(sha256 or ""), str(blob_id or ""))
+            files[name.removeprefix(prefix)] = HubFile(
+                size_bytes, str(sha256 or ""), str(blob_id or "")
+            )
     return files
 
 
-def _adapters_below(files: Iterable[str]) -> list[str]:
-    """Returns the folders of a repository that have an adapter's config and plain names."""
-    return [match[1] for match in map(_CONFIG_BELOW.fullmatch, files) if match]
+def _adapters_below(files: Iterable[str], place: HubPlace) -> list[str]:
+    """Returns the folders in a place that have an adapter's config, and an address."""
+    found = (match[1] for match in map(_CONFIG_BELOW.fullmatch, files) if match)
+    return [folder for folder in found if _URI.fullmatch(place.address_below(folder))]
 
 
 def place_of(uri: str) -> HubPlace:
-    """Parses hf://org/name[@revision]; the default revision is main. Raises InvalidArgument."""
+    """Parses hf://org/name[/folder][@revision]; the default revision is main. Raises
+    InvalidArgument."""
     match = _URI.fullmatch(uri)
-    revision = match[3] or DEFAULT_REVISION if match else ""
+    revision = match[4] or DEFAULT_REVISION if match else ""
     if not match or any(part in ("", ".", "..") for part in revision.split("/")):
         raise InvalidArgument(
-            f"source_uri: {uri[:160]!r} is not of the form hf://organisation/name@revision",
+            f"source_uri: {uri[:160]!r} is not of the form hf://organisation/name@revision, or "
+            f"hf://organisation/name/folder@revision with up to {MAX_FOLDERS} folders",
             subject="source_uri",
         )
-    return HubPlace(match[1], match[2], revision)
+    return HubPlace(match[1], match[2], revision, match[3] or "")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from adapter_store.checkpoint.files import COPY_BYTES
 from adapter_store.errors import LimitExceeded, SourceUnavailable
-from adapter_store.sources.staging import Staging, find_checkpoints
+from adapter_store.sources.staging import AddressOf, Staging, find_checkpoints
 from contract.folders import (
     FOLDER_FLAGS,
     FileDenied,
@@ -39,14 +39,16 @@ class LocalSource:
         self.copy_folder(path_of(uri), uri, staging)
         return ""
 
-    def copy_folder(self, path: Path, uri: str, staging: Staging, advice: str = "") -> None:
-        """Copies the adapter in folder `path`; errors call it `uri`, and if only folders below it
-        are adapters, give `advice`. Raises as `fetch`."""
+    def copy_folder(
+        self, path: Path, uri: str, staging: Staging, address_of: AddressOf | None = None
+    ) -> None:
+        """Copies the adapter in folder `path`; errors call it `uri`, and a folder below it by
+        `address_of`. Raises as `fetch`."""
         with _translate_errors(uri):
             folder = self._resolve(path, uri)
             with self._open(folder) as fd:
                 present, folders = _list(fd, uri)
-            names = staging.choose_files(present, uri, folders, advice)
+            names = staging.choose_files(present, uri, folders, address_of)
             resolved = {name: self._resolve(folder / name, uri) for name in names}
             staging.check_sizes({name: os.stat(path).st_size for name, path in resolved.items()})
             seen = {name: self._copy(folder / name, uri, staging) for name in names}

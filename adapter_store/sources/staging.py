@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from adapter_store.checkpoint.arriving import ArrivingTensors
 from adapter_store.checkpoint.files import Folder, check_text_file
@@ -47,6 +47,9 @@ CONFIG_BYTES = 1 << 20
 
 FILES_AT_ONCE = 4
 """How many files of an adapter are fetched, and hashed, at the same time."""
+
+AddressOf: TypeAlias = Callable[[str], str]
+"""Returns the URI of a folder in a source."""
 
 _PICKLE = re.compile(r"adapter_model.*\.(bin|pt|pth|pkl|ckpt)")
 _CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})")
@@ -396,10 +399,14 @@ class Staging:
             return self._worked_s + now_s - self._work_start_s
 
     def choose_files(
-        self, names: Iterable[str], where: str, below: Iterable[str] = (), advice: str = ""
+        self,
+        names: Iterable[str],
+        where: str,
+        below: Iterable[str] = (),
+        address_of: AddressOf | None = None,
     ) -> list[str]:
         """Returns which of a folder's files to fetch. See the function of this name."""
-        return choose_files(names, where, below, advice, allow_pickle=self.allows_pickle)
+        return choose_files(names, where, below, address_of, allow_pickle=self.allows_pickle)
 
     @property
     def allows_pickle(self) -> bool:
@@ -502,15 +509,15 @@ def choose_files(
     names: Iterable[str],
     where: str,
     below: Iterable[str] = (),
-    advice: str = "",
+    address_of: AddressOf | None = None,
     *,
     allow_pickle: bool = False,
 ) -> list[str]:
     """Returns which of a folder's files make up the adapter, with its tokenizer's and its chat
     template's; `where` names the folder in errors.
 
-    `below` are folders in it that may be adapters, which a refusal suggests: with `advice`, or as
-    sources of their own.
+    `below` are folders in it that may be adapters, which a refusal suggests as sources of their
+    own; `address_of` returns the URI of one, by default its path below `where`.
 
     A pickle is chosen only if there is nothing better and `allow_pickle`.
 
@@ -522,7 +529,7 @@ def choose_files(
     texts = sorted(name for name in available if is_text_file(name))
     if CONFIG_FILE not in chosen:
         raise InvalidAdapter(
-            f"{where}: {CONFIG_FILE} is missing{_suggest(below, where, advice)}",
+            f"{where}: {CONFIG_FILE} is missing{_suggest(below, where, address_of)}",
             subject=CONFIG_FILE,
             reason="FILE_MISSING",
         )
@@ -539,7 +546,7 @@ def choose_files(
     return [*chosen, *texts]
 
 
-def _suggest(below: Iterable[str], where: str, advice: str) -> str:
+def _suggest(below: Iterable[str], where: str, address_of: AddressOf | None) -> str:
     """Returns a refusal's text about adapters in a folder, the newest checkpoint first."""
     found = sorted(below, key=_step, reverse=True)
     if not found:
@@ -547,8 +554,8 @@ def _suggest(below: Iterable[str], where: str, advice: str) -> str:
     listed = ", ".join(found[:MAX_LISTED])
     if len(found) > MAX_LISTED:
         listed += f" and {len(found) - MAX_LISTED} others"
-    place = f"{where.rstrip('/')}/{found[0]}"
-    return f"; below it are {listed}: {advice or f'register one of them, such as {place}'}"
+    place = address_of(found[0]) if address_of else f"{where.rstrip('/')}/{found[0]}"
+    return f"; below it are {listed}: register one of them, such as {place}"
 
 
 def _step(folder: str) -> tuple[int, str]:

@@ -40,7 +40,8 @@ class AsyncStoreCalls(AsyncCaller):
         Args:
             name: Name of the adapter, "[tenant/]name".
             source: A local folder to upload, or a URI that the store fetches: "file:///path",
-                "s3://bucket/prefix" or "hf://org/name@revision".
+                "s3://bucket/prefix", "hf://org/name@revision" or, for a folder in a repository,
+                "hf://org/name/folder@revision".
             base_model: Name of the base model. "": the store chooses; `base_model_reason` of the
                 result says how.
             expected_digest: Refuse content with another digest.

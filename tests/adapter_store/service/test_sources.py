@@ -50,6 +50,8 @@ def test_an_adapter_from_the_hub(hub, serve, make_adapter, refused):
     with refused("NOT_FOUND", "source_uri", "hf://team/adapter@v9"):
         register("hf://team/adapter@v9")
     assert client.get("a").digest == new.digest
+    repo.commit({f"fr/{name}": data for name, data in files_of(first).items()}, "folders")
+    assert register("hf://team/adapter/fr@folders").digest == old.digest
     files = files_of(first)
     for name in files:  # cloned without `git lfs`
         cloned = files | {name: b"version https://git-lfs.github.com/spec/v1\noid sha256:4a\n"}

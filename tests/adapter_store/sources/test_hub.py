@@ -73,10 +73,13 @@ def contents(staging) -> dict[str, bytes]:
         ("hf://team/adapter", HubPlace("team", "adapter", "main")),
         ("hf://team/adapter@v1.0", HubPlace("team", "adapter", "v1.0")),
         ("hf://team/a.b-c_d@refs/pr/3", HubPlace("team", "a.b-c_d", "refs/pr/3")),
+        ("hf://team/adapter/fr", HubPlace("team", "adapter", "main", "fr")),
+        ("hf://team/a/_b/c.d-e@refs/pr/3", HubPlace("team", "a", "refs/pr/3", "_b/c.d-e")),
     ],
 )
 def test_uris(uri, place):
     assert place_of(uri) == place
+    assert place_of(str(place)) == place
 
 
 @pytest.mark.parametrize(
@@ -84,7 +87,15 @@ def test_uris(uri, place):
     [
         "hf://team",
         "hf://team/",
-        "hf://team/a/b",
+        "hf://team/adapter/",
+        "hf://team/adapter/../other",
+        "hf://team/adapter/a/..@main",
+        "hf://team/adapter/.hidden",
+        "hf://team/adapter/a//b",
+        "hf://team/adapter/a%2f..",
+        "hf://team/adapter/a b",
+        "hf://team/adapter/a\\b",
+        "hf://team/adapter/" + "/".join("abcdefghi"),
         "hf://../a",
         "hf://team/..",
         "hf://team/a--b",
@@ -159,14 +170,73 @@ def test_what_is_missing_is_named(source, repo, staging):
 
 
 def test_adapters_in_folders_are_listed(source, repo, staging):
-    names = ("best", "checkpoint-5", "checkpoint-10", "a/b/too-deep", "..", "odd name")
+    """vllm#20320, #20612: the answer has the address to write."""
+    names = (
+        "best",
+        "checkpoint-5",
+        "checkpoint-10",
+        "a/b",
+        "/".join("abcdefghi"),
+        "..",
+        "odd name",
+    )
     repo.commit({f"{name}/{CONFIG}": b"{}" for name in names})
     with pytest.raises(InvalidAdapter) as caught:
         source.fetch("hf://team/adapter", staging)
     assert str(caught.value) == (
         f"hf://team/adapter@main: {CONFIG} is missing; below it are checkpoint-10, checkpoint-5, "
-        "best: a source is a whole repository; download it, and register one of these folders"
+        "best, a/b: register one of them, such as hf://team/adapter/checkpoint-10@main"
     )
+    with pytest.raises(InvalidAdapter, match=r"such as hf://team/adapter/a/b@main$"):
+        source.fetch("hf://team/adapter/a", staging)
+
+
+def test_many_adapters_in_folders_are_listed_in_part(source, repo, staging):
+    repo.commit({f"lora-{number:03}/{CONFIG}": b"{}" for number in range(500)})
+    with pytest.raises(InvalidAdapter, match=" and 492 others: register one") as caught:
+        source.fetch("hf://team/adapter", staging)
+    assert len(str(caught.value)) < 300
+
+
+IN_FOLDERS = {
+    **{f"{name}/{CONFIG}": b"{}" for name in ("fr", "fr/old", "de")},
+    f"fr/{WEIGHTS}": BODY,
+    f"de/{WEIGHTS}": BODY[::-1],
+    f"fr/old/{WEIGHTS}": BODY[5000:],
+    "new_embeddings.safetensors": b"x",
+    "fr/optimizer.pt": b"x",
+    "french/README.md": b"x",
+}
+"""Adapters in folders, with content beside them that would be refused."""
+
+
+@pytest.mark.parametrize("folder", ["fr", "de", "fr/old"])
+def test_an_adapter_in_a_folder(hub, source, repo, make_staging, folder):
+    """vllm#20320, #20612: `hf://org/repo/sub@rev`, one adapter of a repository."""
+    repo.refs["v1"] = commit = repo.commit(IN_FOLDERS)
+    files = {name: IN_FOLDERS[f"{folder}/{name}"] for name in (CONFIG, WEIGHTS)}
+    for revision in ("", "@v1", f"@{commit}"):
+        staging = make_staging()
+        hub.requests.clear()
+        assert source.fetch(f"hf://team/adapter/{folder}{revision}", staging) == commit
+        assert contents(staging) == files
+        read = {path.partition(commit)[2] for path, _ in hub.requests if "/resolve/" in path}
+        assert read == {f"/{folder}/{name}" for name in (CONFIG, WEIGHTS)}
+
+
+@pytest.mark.parametrize("folder", ["f", "fr/o", "FR", "fr/adapter_config.json"])
+def test_a_folder_that_is_not_there(source, repo, staging, folder):
+    repo.commit(IN_FOLDERS)
+    with pytest.raises(InvalidAdapter) as caught:
+        source.fetch(f"hf://team/adapter/{folder}", staging)
+    assert str(caught.value) == f"hf://team/adapter/{folder}@main: {CONFIG} is missing"
+    assert contents(staging) == {}
+
+
+def test_names_that_lead_out_of_a_folder_are_no_files_of_it(source, repo, staging):
+    repo.commit({f"fr/../{CONFIG}": b"{}", f"fr//{CONFIG}": b"{}", f"fr/{CONFIG}/x": b"{}"})
+    with pytest.raises(InvalidAdapter, match=f"{CONFIG} is missing"):
+        source.fetch("hf://team/adapter/fr", staging)
 
 
 def test_what_would_be_dropped_is_refused_and_what_lies_below_is_not(source, repo, make_staging):
@@ -296,6 +366,21 @@ def test_offline_the_cache_is_read(hub, repo, cache, make_staging):
         assert contents(staging) == {CONFIG: b"{}", WEIGHTS: BODY}
         assert not any(path.is_symlink() for path in staging.folder.iterdir())
     assert hub.requests == []
+
+
+@pytest.mark.parametrize("folder", ["fr", "fr/old"])
+def test_offline_a_folder_of_the_cache_is_read(hub, repo, tmp_path, monkeypatch, staging, folder):
+    commit = repo.commit(IN_FOLDERS)
+    for name in (CONFIG, WEIGHTS):
+        hf_hub_download(
+            "team/adapter", f"{folder}/{name}", endpoint=hub.url, cache_dir=tmp_path / "cache"
+        )
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    source = HubSource(["team"], hub.url, tmp_path / "cache")
+    assert source.fetch(f"hf://team/adapter/{folder}", staging) == commit
+    assert contents(staging) == {name: IN_FOLDERS[f"{folder}/{name}"] for name in (CONFIG, WEIGHTS)}
+    with pytest.raises(NotFound, match="HF_HUB_OFFLINE"):
+        source.fetch("hf://team/adapter/de", staging)
 
 
 def test_offline_what_is_not_cached_is_not_there(hub, cache, staging, monkeypatch):
