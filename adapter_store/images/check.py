@@ -108,7 +108,7 @@ def check_folder(
         rank=checkpoint.rank,
         invocation_tokens=checkpoint.invocation_tokens,
         ignored_config_keys=checkpoint.config.ignored_keys,
-        warnings=checkpoint.warnings,
+        warnings=(*checkpoint.warnings, *text.warnings),
         features=tuple(feature.value for feature in features),
         modules=tuple(_modules(checkpoint)),
         server=checked,

@@ -248,7 +248,7 @@ class Registrar:
             staging.wait_durable()  # they were being written to the disk during the check
             with self._blobs.guard(new.digest):
                 recorded = self._commit(request, new, checkpoint)
-        record = recorded.record
+        record, warnings = recorded.record, (*checkpoint.warnings, *text.warnings)
         logger.info(
             "adapter registered",
             extra={
@@ -263,7 +263,7 @@ class Registrar:
                 "chat_template_digest": record.chat_template_digest,
                 "deleted_versions": recorded.deleted_versions,
                 "ignored_config_keys": checkpoint.config.ignored_keys,
-                "warnings": checkpoint.warnings,
+                "warnings": warnings,
                 "ephemeral": request.ephemeral,
                 "ttl_seconds": request.ttl_seconds,
             },
@@ -271,7 +271,7 @@ class Registrar:
         return recorded._replace(
             base_model=base,
             ignored_config_keys=checkpoint.config.ignored_keys,
-            warnings=checkpoint.warnings,
+            warnings=warnings,
         )
 
     def _read_text(self, request: Registration, staging: Staging) -> AdapterText:

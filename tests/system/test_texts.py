@@ -126,7 +126,7 @@ def house(zoos: Callable[[str], Zoo], tmp_path_factory: pytest.TempPathFactory) 
 def test_tokens_and_templates_of_several_adapters_in_one_server(house: House) -> None:
     house.register("r16", NEW, CHATML)
     house.register("r3", template=PLAIN)
-    house.register("r1")
+    house.register("r1")  # without a template: kubeai#347
     for adapter in ("r16", "r3", "r1", "r16"):
         house.check_chat(adapter)
     status, answer = house.post(

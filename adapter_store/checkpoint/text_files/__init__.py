@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import queue
+import re
 import sys
 import tempfile
 import threading
@@ -37,6 +38,9 @@ MEMORY_BYTES = 1 << 30
 CPU_SECONDS = 30
 WALL_SECONDS = 60.0
 MAX_RESULT_BYTES = 1 << 16
+MAX_END_CHARS = 1 << 12
+"""How much after its last loop is read of a chat template, to warn of it."""
+_TAG = re.compile(r"\{%.*?%\}|\{#.*?#\}", re.DOTALL)
 CHILDREN = 2
 """How many are read at a time: this bounds their memory together."""
 WAIT_SECONDS = 0.2
@@ -69,8 +73,29 @@ class AdapterText:
         return {digest: content for digest, content in found.items() if digest}
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings for the adapter's trainer."""
+        if not _lacks_generation_prompt(self.chat_template.decode()):
+            return ()
+        return (
+            "its chat template does not use add_generation_prompt, and ends with the last message: "
+            "models may continue this message in place of answering. Save the template that the "
+            "adapter was trained with",
+        )
+
+    @property
     def num_bytes(self) -> int:
         return len(self.tokenizer) + len(self.chat_template)
+
+
+def _lacks_generation_prompt(template: str) -> bool:
+    """Returns whether a chat template begins no answer: neither where it is asked to, nor always,
+    after its loop over the messages, nor with the end of a user's message, as Mistral's."""
+    if "add_generation_prompt" in template or "[/INST]" in template:
+        return False
+    _, loop, rest = template.rpartition("endfor")
+    end = rest.partition("%}")[2]
+    return bool(loop) and len(end) <= MAX_END_CHARS and not _TAG.sub("", end).strip()
 
 
 def _digest_of(content: bytes) -> str:

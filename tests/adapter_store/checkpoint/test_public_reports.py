@@ -18,9 +18,10 @@ from adapter_store.checkpoint.memory_files import MemoryFile, MemoryFolder
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.peft_fields import FOREIGN, KNOWN
 from adapter_store.checkpoint.strip import strip
-from adapter_store.checkpoint.text_files import read_text
+from adapter_store.checkpoint.text_files import AdapterText, read_text
 from adapter_store.core import DataType, Layout, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
+from adapter_store.images.check import check_folder
 from adapter_store.images.plan import plan_image
 from loadout._push.adapter import saved_name
 from tests.support.store.checkpoints import CONFIG, WEIGHTS, A, B, pair, refusal
@@ -316,3 +317,45 @@ def test_an_adapters_name_twice_is_refused_with_advice(make: Callable[..., Path]
     assert error.reason == "TENSOR_UNKNOWN"
     assert "lora_A.default.default.weight: not a LoRA weight" in error.message
     assert "it has more than the name of one adapter" in error.message
+
+
+LOOP = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+TEMPLATES = {
+    "no generation prompt": (LOOP, True),
+    "nothing but tags and space after the messages": (
+        f"{{% if true %}}{LOOP} \n{{%- endif -%}}{{# the end #}}\n",
+        True,
+    ),
+    "as transformers asks for": (
+        LOOP + "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        False,
+    ),
+    "always": (LOOP + "{{ '<|assistant|>' }}", False),
+    "always, as text": (LOOP + "assistant:", False),
+    "Mistral's": (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} "
+        "[/INST]{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
+        False,
+    ),
+    "without a loop": ("{{ messages[-1].content }}", False),
+    "many open tags": (LOOP + "{%" * 300_000, False),
+    "none": ("", False),
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_a_template_that_begins_no_answer_is_warned_of(case: str) -> None:
+    """unslothai/unsloth#4178: the adapter's template lacks the generation prompt."""
+    template, is_warned = TEMPLATES[case]
+    warnings = AdapterText(chat_template=template.encode()).warnings
+    assert len(warnings) == is_warned
+    assert all("does not use add_generation_prompt" in each for each in warnings)
+
+
+def test_the_check_of_a_folder_warns_of_its_template(make: Callable[..., Path]) -> None:
+    """unsloth#4178."""
+    folder = make()
+    assert check_folder(folder).warnings == ()
+    (folder / "chat_template.jinja").write_text(LOOP)
+    [warning] = check_folder(folder).warnings
+    assert "models may continue this message in place of answering" in warning

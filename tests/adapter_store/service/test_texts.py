@@ -42,7 +42,9 @@ def folder(make_adapter: Any) -> Path:
 
 def test_what_lies_beside_an_adapter_is_recorded_with_its_version(serve, folder, tmp_path):
     client = serve().client
-    adapter = client.register("a", folder).adapter
+    registered = client.register("a", folder)
+    adapter, [warning] = registered.adapter, registered.warnings
+    assert "its chat template does not use add_generation_prompt" in warning  # unsloth#4178
     assert adapter.chat_template_digest == sha256(TEMPLATE)
     assert text_of(client, adapter.chat_template_digest).decode() == TEMPLATE
     content = text_of(client, adapter.tokenizer_digest)
