@@ -12,6 +12,8 @@ DEFAULT_TENANT = "default"
 _TENANT = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _VERSION = re.compile(r"[1-9][0-9]{0,8}")
+_NAME_FORM = "write [tenant/]name"
+_REF_FORM = "write [tenant/]name[@version] or sha256:<hex>"
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
 
 
@@ -55,7 +57,8 @@ def parse_name(text: str, field: str = "name", home: str = DEFAULT_TENANT) -> Ad
         )
     if not _NAME.fullmatch(name):
         raise InvalidArgument(
-            f"{field}: name {_shown(name)} is not of the form {_NAME.pattern}", subject=field
+            f"{field}: name {_shown(name)} is not of the form {_NAME.pattern}: {_NAME_FORM}",
+            subject=field,
         )
     return AdapterName(tenant, name)
 
@@ -69,7 +72,8 @@ def parse_ref(text: str, field: str = "ref", home: str = DEFAULT_TENANT) -> Adap
         return AdapterRef(name=parse_name(name, field, home))
     if not _VERSION.fullmatch(version):
         raise InvalidArgument(
-            f"{field}: version {_shown(version)} is not a positive whole number", subject=field
+            f"{field}: version {_shown(version)} is not a positive whole number: {_REF_FORM}",
+            subject=field,
         )
     return AdapterRef(name=parse_name(name, field, home), version=int(version))
 

@@ -18,7 +18,7 @@ from inference_svc.api.http.response import AnswerMemory, FullResponse
 from inference_svc.api.http.sse import to_json
 from inference_svc.api.service import ServerFacts, Service
 from inference_svc.core import Action, Principal
-from inference_svc.errors import StoreUnavailable
+from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.store.directory import Binding
 from servicekit.errors import InvalidArgument, ServiceError
 from servicekit.refs import short_name
@@ -35,8 +35,20 @@ take time to fail."""
 
 def adapter_of(model: str, facts: ServerFacts) -> str:
     """Returns the adapter reference that a model's name stands for; "" for the base model, whose
-    names take precedence."""
-    return "" if model in (facts.base_model, *facts.aliases) else model
+    names take precedence.
+
+    Raises AdapterNotFound for "base:adapter", as other servers name adapters: here an adapter has
+    one name, by which it is routed, counted and allowed."""
+    bases = (facts.base_model, *facts.aliases)
+    if model in bases:
+        return ""
+    base, _, adapter = model.rpartition(":")
+    if adapter and base in bases:
+        raise AdapterNotFound(
+            f"model: {model!r} is no model: write {adapter!r}, the adapter's name alone",
+            subject="model",
+        )
+    return model
 
 
 def label_of(binding: Binding | None, principal: Principal, facts: ServerFacts) -> str:

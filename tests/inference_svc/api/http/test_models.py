@@ -93,3 +93,26 @@ def test_pages_are_bounded_and_must_be_read(serve_http, monkeypatch: pytest.Monk
             await until_async(lambda: len(front.connections.all_open) == 1)  # the other client's
 
     serve_http(body, store=True)
+
+
+def test_a_name_of_base_and_adapter_tells_the_name_to_write(serve_http) -> None:
+    """gpustack#5449, sglang#11570, kubeai#304: `model: "base:adapter"`."""
+
+    async def body(front: Front) -> None:
+        for name in ("base:upper", "base:default/upper@1", "base:gone"):
+            adapter = name.partition(":")[2]
+            request = {"model": name, "prompt": "x", "max_tokens": 1}
+            answers = [
+                await front.post("/v1/completions", request),
+                await front.raw.get(f"/v1/models/{name}"),
+            ]
+            for answer in answers:
+                error = answer.json()["error"]
+                assert (answer.status_code, error["code"]) == (404, "model_not_found")
+                assert error["param"] == "model"
+                assert f"{name!r} is no model: write {adapter!r}" in error["message"]
+        assert (await front.complete(model="upper")).model == "upper@1"
+        answer = await front.post("/v1/completions", {"model": "other:upper", "prompt": "x"})
+        assert answer.status_code == 400  # no model of this server, and no name of an adapter
+
+    serve_http(body, store=True)

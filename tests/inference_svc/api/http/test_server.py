@@ -260,6 +260,13 @@ def test_load_and_unload(serve_http, tmp_path: Path) -> None:
         ):
             answer = await front.post("/v1/load_lora_adapter", body_)
             assert answer.json()["error"]["param"] == param
+        # UKGovernmentBEIS/inspect_ai#3995: the answer shows how names are written
+        for name in ("org/adapter@v1", "a:b", "org/a:b@2"):
+            for path in ({}, {"lora_path": "/x"}):
+                answer = await front.post("/v1/load_lora_adapter", {"lora_name": name, **path})
+                message = answer.json()["error"]["message"]
+                assert (answer.status_code, message[:11]) == (400, "lora_name: ")
+                assert "write [tenant/]name" in message
         lines = [json.loads(line) for line in audit.read_text().splitlines()]
         assert [(line["what"], line["result"]) for line in lines[:5]] == [
             *(("LoadAdapter", "ok"), ("UnloadAdapter", "ok")) * 2,
