@@ -433,10 +433,7 @@ SERVICE = _SERVICE.full_name
 SERVICE_NAME = "loadout-store"
 """Names this service in traces."""
 MAX_ANSWER_BYTES = 64 << 20  # a page of labelled adapters
-OPTIONS = (
-    ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
-    ("grpc.http2.max_ping_strikes", 0),
-)
+OPTIONS = (("grpc.max_send_message_length", MAX_ANSWER_BYTES),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
@@ -118,6 +119,44 @@ def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
             return await asyncio.to_thread(wait_closed, address)
 
     assert asyncio.run(main())
+
+
+def test_frequent_pings_are_welcome() -> None:
+    """vllm#55102, smg#648: a client's keepalive is no reason for GOAWAY, however long a call waits.
+    Without data gRPC lets pings come every two hours, and answers a third one too many with
+    too_many_pings."""
+
+    def ping(address: str) -> bool:
+        with Connection(address) as connection:
+            for _ in range(30):
+                assert connection.ping() == 1
+                connection.receive(0.05)
+            return connection.is_open
+
+    async def main() -> bool:
+        async with serving(StoreSettings()) as address:
+            return await asyncio.to_thread(ping, address)
+
+    assert asyncio.run(main())
+
+
+def test_a_flood_of_pings_is_not_read_while_its_answers_are_not() -> None:
+    num_pings = 4_000_000  # 68 MB
+
+    def flood(address: str) -> int:
+        with Connection(address) as connection:
+            return connection.ping(num_pings)
+
+    async def main() -> int:
+        async with serving(StoreSettings()) as address:
+            flooding = asyncio.create_task(asyncio.to_thread(flood, address))
+            async with grpc.aio.insecure_channel(address) as channel:
+                await check(channel)
+            return await flooding
+
+    before = psutil.Process().memory_info().rss
+    assert asyncio.run(main()) < num_pings // 2
+    assert psutil.Process().memory_info().rss - before < 32 << 20
 
 
 def test_large_metadata_is_refused() -> None:

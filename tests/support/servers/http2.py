@@ -16,6 +16,7 @@ INITIAL_WINDOW_SIZE = 4
 CANCEL = 8
 MAX_FRAME_BYTES = 16_384
 HEADER_BYTES = 9
+PING_BYTES = 8
 TIMEOUT_S = 5.0
 
 
@@ -115,6 +116,19 @@ class Connection:
             sent += _frame(HEADERS, END_HEADERS, stream, block)
             sent += _frame(RST_STREAM, 0, stream, cancel)
         self._send(bytes(sent))
+
+    def ping(self, count: int = 1) -> int:
+        """Sends so many pings, and returns how many the server takes before it stops to read."""
+        frame = _frame(PING, 0, 0, bytes(PING_BYTES))
+        view = memoryview(frame * count)
+        sent = 0
+        while sent < len(view) and select.select([], [self._socket], [], 1.0)[1]:
+            try:
+                sent += self._socket.send(view[sent : sent + MAX_FRAME_BYTES])
+            except OSError:
+                self.ended.add(0)
+                break
+        return sent // len(frame)
 
     def send(self, stream: int, data: bytes, *, end: bool = False, wait_s: float = 0.5) -> int:
         """Sends data as far as the server's windows let it, and returns the bytes sent: once all
