@@ -26,7 +26,7 @@ from inference_svc.api.grpc import convert as inference_convert
 from inference_svc.api.grpc.bounds import request_bounds
 from inference_svc.core import MAX_PARTS, Request
 from inference_svc.store.directory import Binding
-from inference_svc.text.prompt import Prompt
+from inference_svc.text.prompt import Chat, Prompt, Text
 from servicekit.errors import InvalidArgument
 from servicekit.refs import DEFAULT_TENANT, parse_ref, parse_sha256
 from servicekit.rpc.requests import RequestTable
@@ -174,12 +174,13 @@ def _bind(call: GenerateCall) -> Binding | None:
 def _tokens_of(prompt: Prompt) -> tuple[int, ...]:
     """Returns a prompt's tokens, which are the bytes of a text. Raises InvalidArgument as the
     encoder does."""
-    if isinstance(prompt, str):
-        ids: tuple[int, ...] = tuple(prompt.encode())
-    elif all(isinstance(each, int) for each in prompt):
-        ids = tuple(each for each in prompt if isinstance(each, int))
+    if isinstance(prompt, Text):
+        ids: tuple[int, ...] = tuple(prompt.text.encode())
+    elif isinstance(prompt, Chat):
+        assert not (prompt.add_generation_prompt and prompt.continue_final_message)
+        ids = tuple("".join(f"{each.role} {each.content}" for each in prompt.messages).encode())
     else:
-        ids = tuple("".join(f"{each.role} {each.content}" for each in prompt).encode())  # type: ignore[union-attr]
+        ids = prompt
     if not ids or len(ids) >= MODEL_LEN or max(ids) >= VOCABULARY + ADDED_TOKENS:
         raise InvalidArgument("prompt: is empty, too long, or has an unknown id", subject="prompt")
     return ids

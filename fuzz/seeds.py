@@ -245,6 +245,9 @@ def http_requests() -> Iterator[tuple[str, bytes]]:
     follow = {**completion, "model": "lora", "version_policy": "follow_recompute"}
     yield "chat", _post("/v1/chat/completions", {**common, **chat})
     yield "stream", _post("/v1/chat/completions", streamed)
+    answered = [{"role": "developer", "content": "a"}, {"role": "assistant", "reasoning": "b"}]
+    continued = {"messages": answered, "model": "base", "continue_final_message": True}
+    yield "continued", _post("/v1/chat/completions", {**continued, "add_special_tokens": True})
     yield "completion", _post("/v1/completions", {**common, **completion})
     yield "scored", _post("/v1/completions", scored)
     yield "echoed", _post("/v1/completions", echoed)

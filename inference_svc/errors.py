@@ -55,8 +55,9 @@ TRY_LATER_SEE_LOG = f"{TRY_LATER} (this server's log has the store's address)"
 operators."""
 ENGINE_ADVICE = ": try again later, or another server"
 
-PROMPT_SUBJECTS = frozenset({"chat", "messages"})
-"""Subjects of errors whose messages could quote the prompt."""
+PROMPT_SUBJECTS = frozenset({"chat", "messages", "chat.messages"})
+"""Subjects of errors whose messages could quote the prompt, and so could messages about a part of
+them."""
 
 
 def with_name(error: ServiceError, digest: str, name: str) -> ServiceError:

@@ -362,7 +362,7 @@ class SamplingParams(TypedDict, total=False):
 
 
 class ChatMessage(TypedDict):
-    """One message of a conversation. `role` is one that the model's chat template knows."""
+    """A message by the role "developer", "system", "user", "assistant", or one of the template."""
 
     role: str
     content: str

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from inference_svc.core import MAX_PARTS, Request, SamplingParams, VersionPolicy
 from inference_svc.store.directory import Binding
-from inference_svc.text.prompt import Prompt
+from inference_svc.text.prompt import Chat, ChatMessage, Prompt
 from servicekit.errors import InvalidArgument
 
 MAX_ID_CHARS = 256
@@ -218,6 +218,32 @@ def _ended_by(end_ids: tuple[int, ...], sampling: SamplingParams) -> SamplingPar
         return sampling
     ids = dict.fromkeys((*sampling.stop_token_ids, *end_ids))
     return replace(sampling, stop_token_ids=tuple(ids))
+
+
+def checked_chat(
+    messages: tuple[ChatMessage, ...],
+    add_generation_prompt: bool | None,
+    continue_final_message: bool,
+    add_special_tokens: bool,
+    path: str = "",
+) -> Chat:
+    """Returns a conversation. It ends where an answer begins, unless the caller has another choice.
+    Raises InvalidArgument naming the field, prefixed by `path`."""
+    if continue_final_message:
+        if add_generation_prompt:
+            raise InvalidArgument(
+                f"{path}continue_final_message: not with add_generation_prompt, which begins a new "
+                "message",
+                subject=f"{path}continue_final_message",
+            )
+        if messages[-1].role != "assistant":
+            field = f"{path}messages[{len(messages) - 1}].role"
+            raise InvalidArgument(
+                f"{field}: must be assistant with continue_final_message", subject=field
+            )
+    if add_generation_prompt is None:
+        add_generation_prompt = not continue_final_message
+    return Chat(messages, add_generation_prompt, continue_final_message, add_special_tokens)
 
 
 def deadline_after(remaining_s: float | None) -> float | None:

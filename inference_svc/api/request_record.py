@@ -20,7 +20,7 @@ from inference_svc.errors import AdapterUnavailable
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.metrics.metrics import CANCELLED, Metrics, RequestEnd
 from inference_svc.store.directory import Binding
-from inference_svc.text.prompt import ChatMessage, Prompt, is_chat
+from inference_svc.text.prompt import Chat, Prompt, Text
 from servicekit.errors import ServiceError
 from servicekit.telemetry import spans
 
@@ -162,7 +162,9 @@ class RequestLog:
         self._log_prompts = log_prompts
 
     def note_of(self, prompt: Prompt) -> PromptNote:
-        return PromptNote(is_chat(prompt), _prompt_text(prompt) if self._log_prompts else "")
+        return PromptNote(
+            isinstance(prompt, Chat), _prompt_text(prompt) if self._log_prompts else ""
+        )
 
     @contextmanager
     def record_if_failed(self, request_id: str, adapter: str) -> Iterator[RequestRecord]:
@@ -215,10 +217,10 @@ def _close_trace(record: RequestRecord, status: str, error: BaseException | None
 
 
 def _prompt_text(prompt: Prompt) -> str:
-    if not isinstance(prompt, str):
-        parts = prompt[:MAX_PROMPT_CHARS]
-        prompt = "\n".join(
-            f"{part.role}: {part.content}" if isinstance(part, ChatMessage) else str(part)
-            for part in parts
-        )
-    return prompt[:MAX_PROMPT_CHARS]
+    if isinstance(prompt, Text):
+        lines = [prompt.text]
+    elif isinstance(prompt, Chat):
+        lines = [f"{each.role}: {each.content}" for each in prompt.messages[:MAX_PROMPT_CHARS]]
+    else:
+        lines = list(map(str, prompt[:MAX_PROMPT_CHARS]))
+    return "\n".join(lines)[:MAX_PROMPT_CHARS]

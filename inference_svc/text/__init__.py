@@ -2,6 +2,7 @@
 
 prompt             prompts of every form to token ids, off the event loop when they are long
 chat_template      a chat template, bounded in time and size
+conversation       roles and system messages of a chat, and a check that none is lost
 template_process   renders adapters' chat templates in processes of their own
 tokenizer          a Hugging Face tokenizer, and facts about its vocabulary
 adapter_tokenizer  the same with the tokens and the chat template of an adapter

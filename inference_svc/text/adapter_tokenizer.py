@@ -19,7 +19,7 @@ from typing import Any
 from inference_svc.errors import TokenizerChanged
 from inference_svc.text.chat_template import ChatTemplate, Renderer
 from inference_svc.text.pieces import Pieces
-from inference_svc.text.prompt import ChatMessage
+from inference_svc.text.prompt import Chat
 from inference_svc.text.template_process import TemplateProcesses
 from inference_svc.text.tokenizer import BackendText, Tokenizer, max_chars_per_token
 from servicekit.tokenizer_extract import (
@@ -242,15 +242,15 @@ class AdapterText(BackendText):
     prompt_refusal = ""
     automaton_bytes = 0
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Raises TokenizerChanged where texts would begin or end otherwise than the model's do."""
-        if self.prompt_refusal:
+        if self.prompt_refusal and add_special_tokens:
             raise TokenizerChanged(
                 f"the adapter's tokenizer changes {self.prompt_refusal}: send a chat or token ids, "
                 "or register the adapter without its tokenizer's files",
                 subject="tokenizer.json",
             )
-        return super().encode(text)
+        return super().encode(text, add_special_tokens=add_special_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +261,9 @@ class _ChildTemplate:
     specials: Mapping[str, str]
     processes: TemplateProcesses
 
-    def render(self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float) -> str:
+    def render(self, chat: Chat, max_chars: int, max_seconds: float) -> str:
         """See Renderer, and TemplateProcesses.render."""
-        return self.processes.render(self.source, self.specials, messages, max_chars, max_seconds)
+        return self.processes.render(self.source, self.specials, chat, max_chars, max_seconds)
 
 
 class _VisibleIds:

@@ -8,12 +8,13 @@ call of a filter may take all time and memory there is, which only another proce
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Protocol, cast
 
-from jinja2 import Environment, nodes
+from jinja2 import Environment, Template, nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -21,7 +22,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from inference_svc.errors import TemplateTimeout
-from inference_svc.text.prompt import ChatMessage
+from inference_svc.text import conversation
+from inference_svc.text.prompt import Chat, ChatMessage
 from servicekit.errors import InvalidArgument
 
 _TURN = "loadout_turn"
@@ -34,11 +36,18 @@ MAX_REPEATED_CHARS = 1 << 20
 class Renderer(Protocol):
     """Renders conversations by a template."""
 
-    def render(self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float) -> str:
+    def render(self, chat: Chat, max_chars: int, max_seconds: float) -> str:
         """Returns the conversation's text, up to where the assistant's answer begins. Raises
-        InvalidArgument if the template refuses it or gives more than `max_chars`, TemplateTimeout
-        if it takes `max_seconds` of a processor."""
+        InvalidArgument if the template refuses it, leaves out an instruction, or gives more than
+        `max_chars`, and TemplateTimeout if it takes `max_seconds` of a processor."""
         ...
+
+
+class _Refused(Exception):
+    """The template refuses one form of a conversation, or leaves a part out of it."""
+
+    def __init__(self, error: InvalidArgument) -> None:
+        self.error = error
 
 
 class ChatTemplate:
@@ -50,31 +59,89 @@ class ChatTemplate:
 
     def __init__(self, source: str, specials: Mapping[str, str]) -> None:
         environment = _environment()
-        self._template = environment.from_string(_with_turns(environment.parse(source)))
+        parsed = environment.parse(source)
+        self._named = conversation.named_texts(parsed)
+        self._template = environment.from_string(_with_turns(parsed))
         self._specials = dict(specials)
 
-    def render(self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float) -> str:
+    def render(self, chat: Chat, max_chars: int, max_seconds: float) -> str:
         """See Renderer. Raises InvalidArgument for any error of the template, and MemoryError."""
+        rendering = _Rendering(self._template, self._specials, chat, max_chars, max_seconds)
+        first: InvalidArgument | None = None
+        for messages in conversation.forms(chat.messages, self._named):
+            try:
+                return rendering.text(messages)
+            except _Refused as refused:
+                first = first or refused.error
+        assert first is not None, "a conversation has a form"
+        raise first
+
+
+class _Rendering:
+    """One chat under a template, in all of its forms within one limit of time."""
+
+    def __init__(
+        self,
+        template: Template,
+        specials: Mapping[str, str],
+        chat: Chat,
+        max_chars: int,
+        max_seconds: float,
+    ) -> None:
+        self._template = template
+        self._specials = specials
+        self._chat = chat
+        self._max_chars = max_chars
+        self._turns = _Turns(max_seconds)
+        self._end = f"{secrets.randbelow(10**18):018}"
+
+    def text(self, messages: Sequence[ChatMessage]) -> str:
+        """Returns the text of one form. Raises _Refused."""
+        text = self._render(messages, self._max_chars)
+        if not conversation.is_certain(messages, text):
+            missing = self._missing(messages)
+            if missing is not None:
+                raise _Refused(conversation.left_out(missing, messages[missing]))
+        return self._unfinished(messages, text) if self._chat.continue_final_message else text
+
+    def _missing(self, messages: Sequence[ChatMessage]) -> int | None:
+        """Returns the index of a message that the template leaves out."""
+        marks = conversation.Marks()
+        max_chars = self._max_chars + conversation.MARKS_CHARS * len(messages)
         try:
-            return "".join(self._pieces(messages, max_chars, _Turns(max_seconds)))
+            marked = self._render(marks.around(messages), max_chars)
+        except _Refused:  # the template looks into the texts
+            return None
+        return marks.missing(messages, marked)
+
+    def _unfinished(self, messages: Sequence[ChatMessage], text: str) -> str:
+        """Cuts off all after the final message, and its last spaces if the template does."""
+        place = text.rfind(self._end)
+        if place < 0:
+            raise _Refused(conversation.left_out(len(messages) - 1, messages[-1]))
+        before = text[:place]
+        return before if text.startswith(f"{self._end} ", place) else before.rstrip()
+
+    def _render(self, messages: Sequence[ChatMessage], max_chars: int) -> str:
+        if self._chat.continue_final_message:
+            *others, last = messages
+            messages = [*others, ChatMessage(last.role, f"{last.content}{self._end} ")]
+        try:
+            return "".join(self._pieces(messages, max_chars))
         except (InvalidArgument, MemoryError):
             raise
         except Exception as error:  # templates raise any error
-            raise InvalidArgument(
-                f"the chat template refuses these messages: {error}", subject="chat"
-            ) from error
+            raise _Refused(conversation.refused(messages, error)) from error
 
-    def _pieces(
-        self, messages: Sequence[ChatMessage], max_chars: int, turns: _Turns
-    ) -> Iterator[str]:
+    def _pieces(self, messages: Sequence[ChatMessage], max_chars: int) -> Iterator[str]:
         num_chars = 0
         for piece in self._template.generate(
             messages=[{"role": m.role, "content": m.content} for m in messages],
             tools=None,
             documents=None,
-            add_generation_prompt=True,
+            add_generation_prompt=self._chat.add_generation_prompt,
             **self._specials,
-            **{_TURN: turns.take},
+            **{_TURN: self._turns.take},
         ):
             num_chars += len(piece)
             if num_chars > max_chars:

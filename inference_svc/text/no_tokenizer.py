@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from inference_svc.text.pieces import Pieces
-from inference_svc.text.prompt import ChatMessage
+from inference_svc.text.prompt import Chat
 from servicekit.errors import InvalidArgument
 
 NO_TOKENIZER = "this server has no tokenizer (--no-tokenizer)"
@@ -24,13 +24,11 @@ class NoTokenizer:
     def __init__(self) -> None:
         self.pieces = Pieces(self)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Raises InvalidArgument."""
         raise InvalidArgument(f"prompt: {NO_TOKENIZER}: send token ids", subject="prompt")
 
-    def encode_chat(
-        self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float
-    ) -> list[int]:
+    def encode_chat(self, chat: Chat, max_chars: int, max_seconds: float) -> list[int]:
         """Raises InvalidArgument."""
         raise InvalidArgument(
             f"chat: {NO_TOKENIZER}, and so no chat template: send token ids", subject="chat"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard, cast
+from typing import Protocol
 
 from inference_svc.errors import AdapterUnusable, TemplateTimeout
 from servicekit.errors import InvalidArgument
@@ -34,7 +33,26 @@ class ChatMessage:
     content: str
 
 
-Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+    add_special_tokens: bool = True
+    """Whether the tokenizer adds those with which texts begin or end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation. With `continue_final_message` the answer continues its last message, and
+    without `add_generation_prompt` nothing follows its last message."""
+
+    messages: tuple[ChatMessage, ...]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    """In addition to those that the chat template writes."""
+
+
+Prompt = Text | tuple[int, ...] | Chat
 
 
 class Encoder(Protocol):
@@ -48,10 +66,8 @@ class Encoder(Protocol):
         ...
 
     def name_of(self, token_id: int) -> str: ...
-    def encode(self, text: str) -> list[int]: ...
-    def encode_chat(
-        self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float
-    ) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def encode_chat(self, chat: Chat, max_chars: int, max_seconds: float) -> list[int]:
         """Raises TemplateTimeout if the messages' text is not there in time."""
         ...
 
@@ -109,11 +125,10 @@ class PromptEncoder:
         encoder."""
         base = self._base
         text = TextLimits(encoder or base.encoder, base.vocab_size + num_added_tokens)
-        if isinstance(prompt, str) or is_chat(prompt):
+        if isinstance(prompt, (Text, Chat)):
             return await self._encode_in_time(prompt, account, text)
-        token_ids = cast("tuple[int, ...]", prompt)
-        self._check(token_ids, text)
-        return token_ids
+        self._check(prompt, text)
+        return prompt
 
     def _max_chars(self, text: TextLimits) -> int:
         return self._max_model_len * text.encoder.max_chars_per_token
@@ -137,14 +152,14 @@ class PromptEncoder:
             )
 
     async def _encode_in_time(
-        self, prompt: str | tuple[ChatMessage, ...], account: str, text: TextLimits
+        self, prompt: Text | Chat, account: str, text: TextLimits
     ) -> tuple[int, ...]:
         num_chars = _num_chars(prompt)
         if num_chars > INLINE_CHARS:
             self._check_fits(prompt, text)
-        elif is_chat(prompt) and text.encoder.renders_in_child:
+        elif isinstance(prompt, Chat) and text.encoder.renders_in_child:
             pass
-        elif isinstance(prompt, str) or time.monotonic() >= self._inline_from_s:
+        elif isinstance(prompt, Text) or time.monotonic() >= self._inline_from_s:
             try:
                 return self._encode(prompt, account, text, INLINE_SECONDS)
             except TemplateTimeout as error:
@@ -157,15 +172,16 @@ class PromptEncoder:
         encoding = self._threads.submit(account, *job)
         return await asyncio.wrap_future(encoding)
 
-    def _check_fits(self, prompt: str | tuple[ChatMessage, ...], text: TextLimits) -> None:
+    def _check_fits(self, prompt: Text | Chat, text: TextLimits) -> None:
         """Raises InvalidArgument for a text that has too many tokens, however it is cut."""
-        if is_chat(prompt) and len(prompt) > self._max_model_len:
+        texts = [prompt.text] if isinstance(prompt, Text) else [m.content for m in prompt.messages]
+        if isinstance(prompt, Chat) and len(texts) > self._max_model_len:
             raise InvalidArgument(
-                f"prompt has {len(prompt)} messages; the {self._max_model_len} tokens of this "
+                f"prompt has {len(texts)} messages; the {self._max_model_len} tokens of this "
                 f"model's context hold fewer",
                 subject="prompt",
             )
-        num_chars = len(prompt) if isinstance(prompt, str) else sum(len(m.content) for m in prompt)
+        num_chars = sum(map(len, texts))
         if num_chars > self._max_chars(text):
             raise InvalidArgument(
                 f"prompt has {num_chars} characters; the {self._max_model_len} tokens of this "
@@ -175,7 +191,7 @@ class PromptEncoder:
 
     def _encode(
         self,
-        prompt: str | tuple[ChatMessage, ...],
+        prompt: Text | Chat,
         account: str,
         text: TextLimits,
         max_seconds: float,
@@ -184,8 +200,10 @@ class PromptEncoder:
         clock = time.monotonic if text.encoder.renders_in_child else time.thread_time
         start_s = clock()
         try:
-            if isinstance(prompt, str):
-                token_ids = text.encoder.encode(prompt)
+            if isinstance(prompt, Text):
+                token_ids = text.encoder.encode(
+                    prompt.text, add_special_tokens=prompt.add_special_tokens
+                )
             else:
                 # An adapter's tokens may be long, which is no reason for a longer template.
                 of_base = self._max_chars(self._base) + _num_chars(prompt)
@@ -199,14 +217,8 @@ class PromptEncoder:
         return found
 
 
-def is_chat(prompt: Prompt) -> TypeGuard[tuple[ChatMessage, ...]]:
-    return bool(prompt) and isinstance(prompt[0], ChatMessage)
-
-
-def _num_chars(prompt: Prompt) -> int:
+def _num_chars(prompt: Text | Chat) -> int:
     """Returns the length to tokenise; an empty message still has the template's additions."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    if is_chat(prompt):
-        return sum(len(m.role) + len(m.content) + TEMPLATE_CHARS for m in prompt)
-    return 0
+    if isinstance(prompt, Text):
+        return len(prompt.text)
+    return sum(len(m.role) + len(m.content) + TEMPLATE_CHARS for m in prompt.messages)

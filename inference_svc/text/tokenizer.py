@@ -12,7 +12,7 @@ from typing import Any
 from inference_svc.errors import UnsupportedModel
 from inference_svc.text.chat_template import ChatTemplate, Renderer
 from inference_svc.text.pieces import Pieces
-from inference_svc.text.prompt import ChatMessage
+from inference_svc.text.prompt import Chat
 from servicekit.errors import InvalidArgument
 
 IMPORT_BYTES = 32 << 20
@@ -99,26 +99,21 @@ class BackendText:
         """Returns the vocabulary's string; "" for an id that only the model has."""
         return self.backend.id_to_token(token_id) or ""
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the token ids of `text`, with Hugging Face's default special tokens."""
-        return self._encode(text, add_special_tokens=True)
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Returns the token ids of `text`, with Hugging Face's default special tokens or without.
 
-    def encode_chat(
-        self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float
-    ) -> list[int]:
+        As a batch: only this method of the backend lets other threads run meanwhile. The wrapper
+        would change shared padding state on every call."""
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
+
+    def encode_chat(self, chat: Chat, max_chars: int, max_seconds: float) -> list[int]:
         """Returns the token ids of a conversation under the chat template, up to where the
         assistant's answer begins. Raises like `Renderer.render`."""
         if self.template is None:
             raise InvalidArgument("this model has no chat template", subject="chat")
-        text = self.template.render(tuple(messages), max_chars, max_seconds)
-        # The template writes the special tokens itself.
-        return self._encode(text, add_special_tokens=False)
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # The backend directly: the wrapper changes shared padding state on every call. As a batch:
-        # only this method of the backend lets other threads run meanwhile.
-        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(encoding.ids)
+        text = self.template.render(chat, max_chars, max_seconds)
+        return self.encode(text, add_special_tokens=chat.add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of `token_ids` without special tokens, and without the optional "clean

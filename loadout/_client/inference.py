@@ -30,6 +30,9 @@ class InferenceCalls(Caller):
         version_policy: types.VersionPolicy = "pin",
         echo: bool = False,
         packed_logprobs: bool = False,
+        add_special_tokens: bool | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         n: int = 1,
         timeout_s: float | None = None,
         **sampling: Unpack[types.SamplingParams],
@@ -49,6 +52,9 @@ class InferenceCalls(Caller):
             version_policy: What happens when the adapter's name moves to a newer version.
             echo: Begin the answer with the prompt.
             packed_logprobs: Return log probabilities as arrays.
+            add_special_tokens: Add the tokenizer's special tokens. None: to a text, not to a chat.
+            add_generation_prompt: End a chat where a new answer begins. None: unless it continues.
+            continue_final_message: Continue a chat's last message, which is the assistant's.
             n: Number of answers, at most 128. Their chunks come mixed, each with its `index`.
             timeout_s: Deadline of the generation in seconds. None: the client's.
             **sampling: How tokens are chosen; see `types.SamplingParams`.
@@ -67,6 +73,9 @@ class InferenceCalls(Caller):
             version_policy=version_policy,
             echo=echo,
             packed_logprobs=packed_logprobs,
+            add_special_tokens=add_special_tokens,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             n=n,
         )
         return Stream(self._channels.route(call), call, self._attempts(timeout_s))
@@ -85,6 +94,9 @@ class InferenceCalls(Caller):
         version_policy: types.VersionPolicy = "pin",
         echo: bool = False,
         packed_logprobs: bool = False,
+        add_special_tokens: bool | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         timeout_s: float | None = None,
         **sampling: Unpack[types.SamplingParams],
     ) -> types.Completion:
@@ -109,6 +121,9 @@ class InferenceCalls(Caller):
             version_policy=version_policy,
             echo=echo,
             packed_logprobs=packed_logprobs,
+            add_special_tokens=add_special_tokens,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             timeout_s=timeout_s,
             **sampling,
         )
@@ -129,6 +144,9 @@ class InferenceCalls(Caller):
         version_policy: types.VersionPolicy = "pin",
         echo: bool = False,
         packed_logprobs: bool = False,
+        add_special_tokens: bool | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         timeout_s: float | None = None,
         **sampling: Unpack[types.SamplingParams],
     ) -> tuple[types.Completion, ...]:
@@ -157,6 +175,9 @@ class InferenceCalls(Caller):
             version_policy=version_policy,
             echo=echo,
             packed_logprobs=packed_logprobs,
+            add_special_tokens=add_special_tokens,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             n=n,
             timeout_s=timeout_s,
             **sampling,

@@ -255,6 +255,9 @@ def generate(
     packed_logprobs: bool = False,
     n: int = 1,
     version_policy: types.VersionPolicy = "pin",
+    add_special_tokens: bool | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
 ) -> StreamCall[types.Chunk]:
     parts = [part if isinstance(part, tuple) else (part, 1.0) for part in adapters]
     request = build(
@@ -271,7 +274,8 @@ def generate(
         packed_logprobs=packed_logprobs,
         n=0 if n == 1 else n,
         version_policy=_named(convert.VERSION_POLICIES, version_policy, "version_policy"),
-        **_prompt(prompt),
+        add_special_tokens=add_special_tokens,
+        **_prompt(prompt, add_generation_prompt, continue_final_message),
     )
     # A generation cannot be continued elsewhere: only an unanswered request is sent again.
     return StreamCall(
@@ -285,13 +289,29 @@ def generate(
     )
 
 
-def _prompt(prompt: Prompt) -> dict[str, Any]:
+def _prompt(
+    prompt: Prompt, add_generation_prompt: bool | None, continue_final_message: bool
+) -> dict[str, Any]:
+    """Returns the prompt's field. Raises InvalidArgument for options of a chat that it is not."""
+    items = [] if isinstance(prompt, str) else list(prompt)
+    if items and all(isinstance(item, Mapping) for item in items):
+        chat = build(
+            inference_pb.ChatMessages,
+            "chat",
+            messages=[_message(cast(dict[str, Any], item)) for item in items],
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        return {"chat": chat}
+    for name, is_set in (
+        ("add_generation_prompt", add_generation_prompt is not None),
+        ("continue_final_message", continue_final_message),
+    ):
+        if is_set:
+            text = f"{name}: only with chat messages as the prompt"
+            raise InvalidArgument(text, code="INVALID_ARGUMENT", subject=name)
     if isinstance(prompt, str):
         return {"text": prompt}
-    items = list(prompt)
-    if items and all(isinstance(item, Mapping) for item in items):
-        messages = [_message(cast(dict[str, Any], item)) for item in items]
-        return {"chat": inference_pb.ChatMessages(messages=messages)}
     return {"token_ids": build(inference_pb.TokenIds, "token_ids", ids=items)}
 
 

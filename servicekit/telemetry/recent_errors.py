@@ -41,10 +41,11 @@ class CallEnd:
         seconds: float = 0.0,
         private_subjects: Collection[str] = (),
     ) -> CallEnd:
-        """Leaves out messages about `private_subjects`, which could quote the caller's data."""
+        """Leaves out messages about `private_subjects` and their parts, which could quote the
+        caller's data."""
         reason, message = "", ""
         if isinstance(error, ServiceError):
-            is_private = error.subject in private_subjects
+            is_private = error.subject.partition("[")[0] in private_subjects
             reason, message = error.reason, "" if is_private else error.message
         elif error is not None:
             reason, message = "INTERNAL", describe_bug(error)

@@ -32,7 +32,8 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "test_too_many_entries_are_refused test_invalid_prompts_name_the_field",
     ),
     line(
-        "Generate.chat.messages Generate.chat.messages.{role,content}",
+        "Generate.chat.{messages,add_generation_prompt,continue_final_message} "
+        "Generate.chat.messages.{role,content} Generate.add_special_tokens",
         "a chat, its text, and its tokens",
         "the texts until they are tokenised; the tokens as long as the request",
         ACCOUNT,
@@ -212,16 +213,18 @@ HTTP_FIELDS: Sequence[Line] = (
         "test_request_ids_are_the_callers test_errors_name_the_field",
     ),
     line(
-        "metadata user safety_identifier prompt_cache_key service_tier messages.name",
+        "metadata user safety_identifier prompt_cache_key service_tier messages.{name,id,"
+        "annotations,reasoning_content,reasoning,reasoning_details,thinking_blocks}",
         "nothing; the service discards them",
         "until the body is read",
         CALLER,
-        "16 entries; 512 characters each, a message's name 256",
+        "16 entries; 512 characters each, a message's name 256; of a message's others the body",
         "test_fields_without_effect_are_bounded",
     ),
     line(
         "temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty "
         "stream stream_options stream_options.{include_usage,include_obfuscation} "
+        "add_special_tokens add_generation_prompt continue_final_message "
         "return_token_ids return_tokens_as_token_ids pin load_inplace lora_int_id",
         NOTHING,
         QUEUED,
@@ -230,7 +233,7 @@ HTTP_FIELDS: Sequence[Line] = (
         "test_errors_name_the_field test_bad_bodies_name_the_field",
     ),
     line(
-        "messages.{refusal,annotations,audio,function_call,tool_calls} store response_format "
+        "messages.{refusal,audio,function_call,tool_calls} store response_format "
         "response_format.type modalities tools functions tool_choice function_call "
         "parallel_tool_calls logit_bias suffix features kv_transfer_params detokenize "
         "skip_special_tokens spaces_between_special_tokens output_kind structured_outputs "

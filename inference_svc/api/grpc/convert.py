@@ -16,6 +16,7 @@ from inference_svc.api.generate_call import (
     MAX_ID_CHARS,
     MAX_OBJECT_LOGPROBS,
     GenerateCall,
+    checked_chat,
     checked_parts,
     checked_resume,
     checked_sampling,
@@ -40,7 +41,7 @@ from inference_svc.engine.messages import PauseMode, Timings, Usage
 from inference_svc.engine.status_types import AdapterDetails, ResidentAdapter
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.store.directory import Binding
-from inference_svc.text.prompt import ChatMessage, Prompt
+from inference_svc.text.prompt import ChatMessage, Prompt, Text
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.errors import InvalidArgument
 
@@ -158,16 +159,26 @@ def from_pause_request(request: pb.PauseGenerationRequest) -> tuple[PauseMode, f
 
 def _from_prompt(request: pb.GenerateRequest, vocab_size: int) -> Prompt:
     kind = request.WhichOneof("prompt")
+    adds = request.add_special_tokens if request.HasField("add_special_tokens") else None
     if kind == "text":
-        return request.text
+        return Text(request.text, adds is not False)
     if kind == "token_ids":
+        _check(not adds, "add_special_tokens", "false for token ids, to which nothing is added")
         ids = tuple(request.token_ids.ids)
         largest = max(ids, default=0)
         _check(largest < vocab_size, "token_ids", f"below {vocab_size}; {largest} is no token")
         return ids
     if kind == "chat":
-        _check(bool(request.chat.messages), "chat", "at least one message")
-        return tuple(ChatMessage(m.role, m.content) for m in request.chat.messages)
+        chat = request.chat
+        _check(bool(chat.messages), "chat", "at least one message")
+        prompts = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
+        return checked_chat(
+            tuple(ChatMessage(m.role, m.content) for m in chat.messages),
+            prompts,
+            chat.continue_final_message,
+            bool(adds),
+            "chat.",
+        )
     raise InvalidArgument("prompt is missing: one of text, token_ids, chat", subject="prompt")
 
 

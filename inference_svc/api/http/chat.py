@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator
 
-from inference_svc.api.generate_call import MAX_LOGPROBS, MAX_MESSAGES
+from inference_svc.api.generate_call import MAX_LOGPROBS, MAX_MESSAGES, checked_chat
 from inference_svc.api.http.errors import Names
-from inference_svc.api.http.request import Body, GenerationBody
+from inference_svc.api.http.request import Body, GenerationBody, Ignored
 from inference_svc.api.http.response import FINISH_REASONS, Choice
 from inference_svc.api.service import ServerFacts
 from inference_svc.core import PackedLogprobs, SamplingParams, TokenLogprobs
@@ -20,17 +20,17 @@ from servicekit.errors import InvalidArgument
 
 MAX_KIND_CHARS = 64
 """How much of a part's type an error quotes."""
+MAX_ANNOTATIONS = 1024
 MIN_LOGPROB = -9999.0
 """JSON has no infinity."""
 
+_Anything = Annotated[list[Any], Field(max_length=MAX_ANNOTATIONS)]
 _Nothing = Annotated[list[Any], Field(max_length=0)]
 
 
-def _to_text(value: object) -> str:
-    """Joins a text in parts; null is empty."""
-    if value is None:
-        return ""
-    if isinstance(value, str):
+def _to_text(value: object) -> str | None:
+    """Joins a text in parts."""
+    if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise ValueError("must be a text or a list of parts")
@@ -50,19 +50,31 @@ def _to_part(value: object) -> str:
 
 
 class Message(Body):
-    """All fields of our responses are accepted back."""
+    """All fields of our responses are accepted back, and so are fields of others' responses that
+    clients keep in their history, if they change nothing about the text."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: Annotated[str, PlainValidator(_to_text)]
+    content: Annotated[str | None, PlainValidator(_to_text)] = None
 
     # Accepted, without effect: templates know none.
-    name: Annotated[str, Field(max_length=256)] | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None  # OpenAI's requests
+    id: Ignored | None = None  # agents' histories: vllm#10463
+    annotations: _Anything | None = None  # OpenAI's responses with web search
+    reasoning_content: str | None = None  # DeepSeek, vLLM, LiteLLM: litellm#30835
+    reasoning: str | None = None  # OpenRouter, vLLM: can1357/oh-my-pi#1157
+    reasoning_details: _Anything | None = None  # OpenRouter: Roo-Code#11429
+    thinking_blocks: _Anything | None = None  # LiteLLM: litellm#32684
 
+    # Accepted with values that change nothing: OpenAI's responses.
     refusal: None = None
-    annotations: _Nothing | None = None
     audio: None = None
     function_call: None = None
     tool_calls: _Nothing | None = None
+
+    @property
+    def text(self) -> str | None:
+        """The content; an assistant's may be empty or absent. None: it is missing."""
+        return "" if self.content is None and self.role == "assistant" else self.content
 
 
 class ResponseFormat(Body):
@@ -78,6 +90,10 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    # Extensions, by vLLM's names.
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     # Accepted with values that change nothing.
     store: Literal[False] | None = None
@@ -115,6 +131,19 @@ def prompt_logprobs(scores: PackedLogprobs, pieces: AnyPieces) -> list[dict[str,
     return found
 
 
+def _to_messages(messages: Sequence[Message]) -> Iterator[ChatMessage]:
+    """Raises InvalidArgument for a message without content that needs some."""
+    for index, message in enumerate(messages):
+        text = message.text
+        if text is None:
+            field = f"messages[{index}].content"
+            raise InvalidArgument(
+                f"{field}: must be a text or a list of parts; only an assistant's may be missing",
+                subject=field,
+            )
+        yield ChatMessage(message.role, text)
+
+
 class ChatCompletions:
     """See `generate.Endpoint`."""
 
@@ -122,11 +151,21 @@ class ChatCompletions:
     id_prefix: ClassVar = "chatcmpl"
     object: ClassVar = "chat.completion"
     chunk_object: ClassVar = "chat.completion.chunk"
-    names: ClassVar[Names] = {"adapter": "model", "prompt": "messages", "chat": "messages"}
+    names: ClassVar[Names] = {
+        "adapter": "model",
+        **dict.fromkeys(("prompt", "chat", "chat.messages"), "messages"),
+    }
     has_prompt_ids_in_choices: ClassVar = False
 
     def prompts(self, body: ChatBody) -> tuple[Prompt, ...]:
-        return (tuple(ChatMessage(m.role, m.content) for m in body.messages),)
+        """Raises InvalidArgument."""
+        chat = checked_chat(
+            tuple(_to_messages(body.messages)),
+            body.add_generation_prompt,
+            bool(body.continue_final_message),
+            bool(body.add_special_tokens),
+        )
+        return (chat,)
 
     def sampling(self, body: ChatBody, facts: ServerFacts) -> SamplingParams:
         """Without a limit, as many tokens as the context allows. Raises InvalidArgument."""

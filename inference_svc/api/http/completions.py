@@ -17,7 +17,7 @@ from inference_svc.api.service import ServerFacts
 from inference_svc.core import FinishReason, PackedLogprobs, SamplingParams, TokenLogprobs
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.text.pieces import AnyPieces
-from inference_svc.text.prompt import Prompt
+from inference_svc.text.prompt import Prompt, Text
 from servicekit.errors import InvalidArgument
 
 DEFAULT_MAX_TOKENS = 16
@@ -28,7 +28,7 @@ def are_ids(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
 
 
-def _to_prompts(value: object) -> tuple[Prompt, ...]:
+def _to_prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
     """Accepts a text, token ids, or a list of one of these."""
     if isinstance(value, str):
         return (value,)
@@ -45,7 +45,7 @@ def _to_prompts(value: object) -> tuple[Prompt, ...]:
 
 
 class CompletionBody(GenerationBody):
-    prompt: Annotated[tuple[Prompt, ...], PlainValidator(_to_prompts)]
+    prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(_to_prompts)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
 
@@ -75,7 +75,13 @@ class Completions:
                 f"prompt: {len(body.prompt)} prompts times n are more than {MAX_CHOICES} choices",
                 subject="prompt",
             )
-        return body.prompt
+        if body.add_special_tokens and not isinstance(body.prompt[0], str):
+            raise InvalidArgument(
+                "add_special_tokens: must not be true for token ids, to which nothing is added",
+                subject="add_special_tokens",
+            )
+        adds = body.add_special_tokens is not False
+        return tuple(Text(each, adds) if isinstance(each, str) else each for each in body.prompt)
 
     def sampling(self, body: CompletionBody, facts: ServerFacts) -> SamplingParams:
         """Raises InvalidArgument."""

@@ -131,7 +131,8 @@ def _param(error: errors.ServiceError, names: Names) -> str | None:
     if isinstance(error, _ABOUT_ADAPTER):
         return names.get("adapter")
     if isinstance(error, errors.InvalidArgument):
-        return names.get(error.subject, error.subject) or None
+        field, bracket, place = error.subject.partition("[")
+        return f"{names.get(field, field)}{bracket}{place}" or None
     return None
 
 

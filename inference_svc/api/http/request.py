@@ -499,6 +499,7 @@ class GenerationBody(RequestBody, SamplingBody):
     model: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
 
     # Extensions, by vLLM's names.
+    add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 

@@ -16,12 +16,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
 from inference_svc.errors import ChatTemplateInvalid, TemplateTimeout
-from inference_svc.text.prompt import ChatMessage
+from inference_svc.text.prompt import Chat
 from servicekit.errors import InvalidArgument
 
 NUM_CHILDREN = 2
@@ -65,7 +65,7 @@ class TemplateProcesses:
         self,
         source: str,
         specials: Mapping[str, str],
-        messages: Sequence[ChatMessage],
+        chat: Chat,
         max_chars: int,
         max_seconds: float,
     ) -> str:
@@ -74,7 +74,9 @@ class TemplateProcesses:
         request = {
             "source": source,
             "specials": dict(specials),
-            "messages": [[each.role, each.content] for each in messages],
+            "messages": [[each.role, each.content] for each in chat.messages],
+            "add_generation_prompt": chat.add_generation_prompt,
+            "continue_final_message": chat.continue_final_message,
             "max_chars": max_chars,
             "max_seconds": max_seconds,
         }
@@ -116,7 +118,8 @@ class TemplateProcesses:
 
 def _error(kind: bytes, text: str) -> Exception:
     if kind == b"R":
-        return InvalidArgument(text, subject="chat")
+        subject, _, message = text.partition("\n")
+        return InvalidArgument(message, subject=subject)
     if kind == b"S":
         return TemplateTimeout(text, subject="chat")
     return ChatTemplateInvalid(

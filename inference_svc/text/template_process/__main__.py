@@ -2,8 +2,9 @@
 
 Run as `python -I .../__main__.py ROOT MEMORY_BYTES`; ROOT is where our packages lie. A request on
 stdin is its length, four bytes, and JSON; a reply on stdout is its kind, one byte, its length and
-its text: T the conversation, R why the template refuses it, S that it takes too long, I why it is
-no template. The system ends a process that takes more memory or time than that.
+its text: T the conversation, R the subject of a refusal and, on the next line, its reason, S that
+it takes too long, I why it is no template. The system ends a process that takes more memory or
+time than that.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Templates:
 def answer(templates: Templates, request: dict[str, Any]) -> tuple[bytes, str]:
     """Returns the kind of the reply, and its text."""
     from inference_svc.errors import TemplateTimeout
-    from inference_svc.text.prompt import ChatMessage
+    from inference_svc.text.prompt import Chat, ChatMessage
     from servicekit.errors import InvalidArgument
 
     max_seconds = float(request["max_seconds"])
@@ -77,12 +78,16 @@ def answer(templates: Templates, request: dict[str, Any]) -> tuple[bytes, str]:
             raise
         except Exception as error:  # jinja's parser and Python's compiler raise any
             return b"I", f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
-        messages = [ChatMessage(role, content) for role, content in request["messages"]]
-        return b"T", template.render(messages, request["max_chars"], max_seconds)
+        chat = Chat(
+            tuple(ChatMessage(role, content) for role, content in request["messages"]),
+            add_generation_prompt=request["add_generation_prompt"],
+            continue_final_message=request["continue_final_message"],
+        )
+        return b"T", template.render(chat, request["max_chars"], max_seconds)
     except TemplateTimeout as error:
         return b"S", error.message[:MAX_ERROR_CHARS]
     except InvalidArgument as error:
-        return b"R", error.message[:MAX_ERROR_CHARS]
+        return b"R", f"{error.subject}\n{error.message[:MAX_ERROR_CHARS]}"
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 

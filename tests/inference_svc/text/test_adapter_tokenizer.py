@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from inference_svc.errors import AdapterUnusable, TokenizerChanged
 from inference_svc.text.adapter_tokenizer import BaseTokenizer
 from inference_svc.text.detokenizer import Detokenizer
-from inference_svc.text.prompt import ChatMessage
+from inference_svc.text.prompt import Chat, ChatMessage
 from inference_svc.text.template_process import TemplateProcesses
 from inference_svc.text.text_model import TextModel
 from inference_svc.text.tokenizer import Tokenizer
@@ -95,7 +95,7 @@ def assert_same(ours: TextModel, folder: Path) -> None:
         assert ours.encode(text) == theirs(text)["input_ids"], text
         backend = theirs.backend_tokenizer
         expected = backend.encode(text, add_special_tokens=False).ids
-        assert ours._encode(text, add_special_tokens=False) == expected, text  # type: ignore[attr-defined]
+        assert ours.encode(text, add_special_tokens=False) == expected, text
     for _ in range(100):
         found = [rng.choice(ids) for _ in range(12)]
         text = theirs.decode(found, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -159,7 +159,7 @@ def test_the_models_template_gets_the_adapters_tokens(tmp_path: Path) -> None:
     chat = [{"role": m.role, "content": m.content} for m in messages]
     theirs = AutoTokenizer.from_pretrained(str(folder))
     expected = theirs.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-    assert ours.encode_chat(messages, 1000, 5.0) == expected
+    assert ours.encode_chat(Chat(tuple(messages)), 1000, 5.0) == expected
 
 
 Change = Callable[[Path], Any]
@@ -261,7 +261,12 @@ def test_what_changes_the_ends_of_texts_is_refused_for_texts_only(
     with pytest.raises(AdapterUnusable, match=what):
         ours.encode("the")
     messages = [ChatMessage("user", "hi")]
-    assert ours.encode_chat(messages, 1000, 5.0) == base.text.encode_chat(messages, 1000, 5.0)
+    assert ours.encode("a fox", add_special_tokens=False) == base.text.encode(
+        "a fox", add_special_tokens=False
+    )
+    assert ours.encode_chat(Chat(tuple(messages)), 1000, 5.0) == base.text.encode_chat(
+        Chat(tuple(messages)), 1000, 5.0
+    )
 
 
 OTHER_FORMS: dict[str, Change] = {

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from inference_svc.errors import TemplateTimeout
 from inference_svc.text.chat_template import ChatTemplate
-from inference_svc.text.prompt import ChatMessage
+from inference_svc.text.prompt import Chat, ChatMessage
 from servicekit.errors import InvalidArgument
 from tests.support.models.templates import ENDLESS, REFUSED
 from tests.support.models.tokenizers import CHAT_TEMPLATE, byte_level, save_tokenizer
@@ -21,20 +21,23 @@ MESSAGES = (
     ChatMessage("user", "hi <b>"),
     ChatMessage("assistant", ""),
 )
+CHAT = Chat(MESSAGES)
+ALL = "{% for m in messages %}{{ m.content }}{% endfor %}"
 TEMPLATES = {
     "plain": CHAT_TEMPLATE,
-    "loop": "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}"
+    "loop": ALL + "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}"
     "{% if loop.first %}{% continue %}{% endif %}{{ m.content | trim }}{% else %}none{% endfor %}",
     "macro": "{% macro show(m) %}[{{ m['role'] }}]{{ '-' * 3 }}{{ 2 ** 3 }}{% endmacro %}"
     "{% set ns = namespace(n=0) %}{% for m in messages if m.content %}{% set ns.n = ns.n + 1 %}"
     "{{ show(m) }}{% endfor %}{{ ns.n }}{{ messages | tojson }}{{ bos_token }}",
     "globals": "{{ dict(a=1) | tojson(indent=2) }}{{ dict.fromkeys([1, 2]) }}"
-    "{% set ns = namespace(self=1, b=2) %}{{ ns.self + ns.b }}{{ strftime_now('%Y') }}",
-    "spaces": "  {% if true %}\n  {{ eos_token }}  \n  {% endif %}\n{# none #}\n<&>'\n",
-    "recursive": "{% for x in [[1], [2, [3]]] recursive %}"
+    "{% set ns = namespace(self=1, b=2) %}{{ ns.self + ns.b }}{{ strftime_now('%Y') }}" + ALL,
+    "spaces": "  {% if true %}\n  {{ eos_token }}  \n  {% endif %}\n{# none #}\n<&>'\n" + ALL,
+    "recursive": ALL + "{% for x in [[1], [2, [3]]] recursive %}"
     "{% if x is iterable %}{{ loop(x) }}{% else %}{{ x }}{% endif %}{% endfor %}",
     "call": "{% macro box() %}<{{ caller() }}>{% endmacro %}"
-    "{% call box() %}{% generation %}{{ messages[0].content }}{% endgeneration %}{% endcall %}",
+    "{% call box() %}{% generation %}{{ messages[0].content }}{% endgeneration %}{% endcall %}"
+    + ALL,
 }
 
 
@@ -51,7 +54,7 @@ def test_text_is_what_transformers_renders(tmp_path: Path, name: str) -> None:
     tokenizer = tokenizer_with(tmp_path, TEMPLATES[name])
     conversation = [{"role": m.role, "content": m.content} for m in MESSAGES]
     theirs = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
-    assert compiled(tokenizer).render(MESSAGES, 10_000, 10.0) == theirs
+    assert compiled(tokenizer).render(CHAT, 10_000, 10.0) == theirs
 
 
 @pytest.mark.parametrize("name", ENDLESS)
@@ -59,7 +62,7 @@ def test_endless_templates_end(tmp_path: Path, name: str) -> None:
     template = compiled(tokenizer_with(tmp_path, ENDLESS[name]))
     start = time.thread_time()
     with pytest.raises(TemplateTimeout, match=r"more than 0\.1 s"):
-        template.render(MESSAGES, 10_000, 0.1)
+        template.render(CHAT, 10_000, 0.1)
     assert time.thread_time() - start < 5.0
 
 
@@ -68,5 +71,5 @@ def test_hostile_templates_are_refused(tmp_path: Path, name: str) -> None:
     source, message = REFUSED[name]
     template = compiled(tokenizer_with(tmp_path, source))
     with pytest.raises(InvalidArgument, match=message) as caught:
-        template.render(MESSAGES, 10_000, 10.0)
+        template.render(CHAT, 10_000, 10.0)
     assert caught.value.subject == "chat"

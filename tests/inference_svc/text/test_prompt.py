@@ -1,7 +1,6 @@
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
 
 import pytest
 
@@ -9,12 +8,18 @@ from inference_svc.errors import TemplateTimeout
 from inference_svc.text.prompt import (
     INLINE_CHARS,
     TEMPLATE_CHARS,
+    Chat,
     ChatMessage,
     Prompt,
     PromptEncoder,
+    Text,
 )
 from servicekit.errors import InvalidArgument
 from servicekit.work_budget import WorkBudget
+
+
+def chat_of(*messages: tuple[str, str]) -> Chat:
+    return Chat(tuple(ChatMessage(*each) for each in messages))
 
 
 class Recording:
@@ -27,14 +32,12 @@ class Recording:
     def name_of(self, token_id: int) -> str:
         return chr(token_id)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self.thread = threading.current_thread()
         return [ord(char) for char in text]
 
-    def encode_chat(
-        self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float
-    ) -> list[int]:
-        return self.encode("".join(m.role + m.content for m in messages) or ".")
+    def encode_chat(self, chat: Chat, max_chars: int, max_seconds: float) -> list[int]:
+        return self.encode("".join(m.role + m.content for m in chat.messages) or ".")
 
 
 def encode(prompt: Prompt, max_model_len: int = 10**6) -> tuple[tuple[int, ...], Recording]:
@@ -58,15 +61,13 @@ def test_what_a_template_may_make_does_not_grow_with_an_adapters_tokens(
     class Adapters(Recording):
         max_chars_per_token = per_token
 
-        def encode_chat(
-            self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float
-        ) -> list[int]:
+        def encode_chat(self, chat: Chat, max_chars: int, max_seconds: float) -> list[int]:
             found.append(max_chars - INLINE_CHARS)
             return [1]
 
     async def body() -> None:
         prompts = PromptEncoder(Recording(), 10, 128, WorkBudget("work", 1.0))
-        await prompts.encode((ChatMessage("", ""),), encoder=Adapters())
+        await prompts.encode(chat_of(("", "")), encoder=Adapters())
         prompts.close()
 
     found: list[int] = []
@@ -75,20 +76,20 @@ def test_what_a_template_may_make_does_not_grow_with_an_adapters_tokens(
 
 
 def test_every_form_is_encoded() -> None:
-    assert encode("ab")[0] == (97, 98)
+    assert encode(Text("ab"))[0] == (97, 98)
     assert encode((5, 6))[0] == (5, 6)
-    assert encode((ChatMessage("a", "b"), ChatMessage("c", "d")))[0] == (97, 98, 99, 100)
+    assert encode(chat_of(("a", "b"), ("c", "d")))[0] == (97, 98, 99, 100)
 
 
 @pytest.mark.parametrize(
     ("prompt", "is_long"),
     [
-        ("x" * INLINE_CHARS, False),
-        ("x" * (INLINE_CHARS + 1), True),
-        ((ChatMessage("user", "hi"),), False),
-        ((ChatMessage("user", "x" * INLINE_CHARS),), True),
-        ((ChatMessage("x" * INLINE_CHARS, ""),), True),
-        ((ChatMessage("", ""),) * INLINE_CHARS, True),
+        (Text("x" * INLINE_CHARS), False),
+        (Text("x" * (INLINE_CHARS + 1)), True),
+        (chat_of(("user", "hi")), False),
+        (chat_of(("user", "x" * INLINE_CHARS)), True),
+        (chat_of(("x" * INLINE_CHARS, "")), True),
+        (chat_of(*[("", "")] * INLINE_CHARS), True),
     ],
     ids=["text", "long text", "chat", "long content", "long role", "many messages"],
 )
@@ -100,10 +101,10 @@ def test_long_prompts_leave_the_event_loop(prompt: Prompt, is_long: bool) -> Non
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ("", "at least one token"),
+        (Text(""), "at least one token"),
         ((), "at least one token"),
-        ("abcd", "has 4 tokens; at most 3"),
-        ("é", r"token 233 \(.*\); this model knows 128"),
+        (Text("abcd"), "has 4 tokens; at most 3"),
+        (Text("é"), r"token 233 \(.*\); this model knows 128"),
         ((128,), "token 128"),
     ],
 )
@@ -114,7 +115,7 @@ def test_invalid_prompts_are_refused(prompt: Prompt, message: str) -> None:
 
 
 def test_prompt_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
-    for prompt in ("x" * 10_000, (ChatMessage("user", "x" * 10_000),)):
+    for prompt in (Text("x" * 10_000), chat_of(("user", "x" * 10_000))):
         with pytest.raises(InvalidArgument, match="10000 characters") as caught:
             encode(prompt, max_model_len=5000)
         assert caught.value.subject == "prompt"
@@ -122,7 +123,7 @@ def test_prompt_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
 
 
 def test_chat_of_more_messages_than_the_context_has_tokens_is_refused() -> None:
-    chat = (ChatMessage("", ""),) * 5001
+    chat = chat_of(*[("", "")] * 5001)
     with pytest.raises(InvalidArgument, match="has 5001 messages") as caught:
         encode(chat, max_model_len=5000)
     assert caught.value.subject == "prompt"
@@ -131,7 +132,7 @@ def test_chat_of_more_messages_than_the_context_has_tokens_is_refused() -> None:
 
 def test_refused_prompts_are_a_debt() -> None:
     class Slow(Recording):
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
             end_s = time.thread_time() + 0.02
             while time.thread_time() < end_s:
                 pass
@@ -142,9 +143,9 @@ def test_refused_prompts_are_a_debt() -> None:
     async def main() -> None:
         prompts = PromptEncoder(Slow(), 5000, 128, work, share=0.5)
         try:
-            assert await prompts.encode("x" * 4000, "a")
+            assert await prompts.encode(Text("x" * 4000), "a")
             assert work.debt_s("a") == 0
-            for prompt in ("x" * 5000, "é", (ChatMessage("user", "x" * 4999),)):
+            for prompt in (Text("x" * 5000), Text("é"), chat_of(("user", "x" * 4999))):
                 with pytest.raises(InvalidArgument):
                     await prompts.encode(prompt, "a")
         finally:
@@ -162,7 +163,7 @@ def test_tenants_take_turns(are_bodies: bool) -> None:
     class Held(Recording):
         """Tokenises one tenant's prompts only once another's is."""
 
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
             if text[0] == "c":
                 is_served.set()
             return [int(text[0] != "a" or is_served.wait(10))]
@@ -177,7 +178,7 @@ def test_tenants_take_turns(are_bodies: bool) -> None:
                 ]
                 return [tuple(await asyncio.wrap_future(each)) for each in parsing]
             return await asyncio.gather(
-                *(prompts.encode(name * 3000, f"tenant {name}") for name in "a" * 20 + "bc")
+                *(prompts.encode(Text(name * 3000), f"tenant {name}") for name in "a" * 20 + "bc")
             )
         finally:
             prompts.close()
@@ -192,9 +193,7 @@ def test_slow_template_leaves_the_event_loop(
     monkeypatch.setattr("inference_svc.text.prompt.INLINE_RETRY_SECONDS", retry_s)
 
     class Slow(Recording):
-        def encode_chat(
-            self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float
-        ) -> list[int]:
+        def encode_chat(self, chat: Chat, max_chars: int, max_seconds: float) -> list[int]:
             self.encode("x")
             threads.append(self.thread)
             if self.thread is threading.main_thread():
@@ -205,7 +204,7 @@ def test_slow_template_leaves_the_event_loop(
         prompts = PromptEncoder(Slow(), 10**6, 128, WorkBudget("work", 1.0))
         try:
             for _ in range(2):
-                assert await prompts.encode((ChatMessage("user", "hi"),)) == (1,)
+                assert await prompts.encode(chat_of(("user", "hi"))) == (1,)
         finally:
             prompts.close()
 
@@ -225,7 +224,7 @@ def test_an_adapter_has_tokens_behind_the_models() -> None:
     """And an encoder of its own, whose name of a token is in the refusal of one without a row."""
 
     class Adapters(Recording):
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
             return [128 + int(char) for char in text]
 
         def name_of(self, token_id: int) -> str:
@@ -233,9 +232,9 @@ def test_an_adapter_has_tokens_behind_the_models() -> None:
 
     async def body() -> None:
         prompts = PromptEncoder(Recording(), 100, 128, WorkBudget("work", 1.0))
-        assert await prompts.encode("01", "", Adapters(), 2) == (128, 129)
+        assert await prompts.encode(Text("01"), "", Adapters(), 2) == (128, 129)
         assert await prompts.encode((129,), "", Adapters(), 2) == (129,)
-        for prompt in ("2", (130,)):
+        for prompt in (Text("2"), (130,)):
             with pytest.raises(InvalidArgument, match=r"token 130 \('<130>'\).* knows 130"):
                 await prompts.encode(prompt, "", Adapters(), 2)
         with pytest.raises(InvalidArgument, match="token 128"):

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from inference_svc.errors import AdapterUnusable, TemplateTimeout
-from inference_svc.text.prompt import ChatMessage
+from inference_svc.text.prompt import Chat, ChatMessage
 from inference_svc.text.template_process import NUM_CHILDREN, TemplateProcesses
 from inference_svc.text.template_process.__main__ import MAX_TEMPLATES, Templates
 from servicekit.errors import InvalidArgument, ServiceError
@@ -19,7 +19,7 @@ from tests.support.models.tokenizers import CHAT_TEMPLATE
 
 pytestmark = pytest.mark.processes
 
-MESSAGES = (ChatMessage("user", "hi"),)
+CHAT = Chat((ChatMessage("user", "hi"),))
 SECONDS = 0.3
 DOUBLED = "{% set ns = namespace(x='x' * 1000) %}{% for i in range(60) %}"
 
@@ -69,7 +69,7 @@ def children_of(processes: TemplateProcesses) -> list[psutil.Process]:
 
 
 def render(processes: TemplateProcesses, source: str, seconds: float = SECONDS) -> str:
-    return processes.render(source, {"eos_token": "</s>"}, MESSAGES, 10_000, seconds)
+    return processes.render(source, {"eos_token": "</s>"}, CHAT, 10_000, seconds)
 
 
 def check_works(processes: TemplateProcesses) -> None:
@@ -131,7 +131,9 @@ def test_many_conversations_at_once_get_their_own_answers() -> None:
 
     def ask(number: int) -> None:
         message = ChatMessage("user", f"{number}" * 1000)
-        found[number] = processes.render("{{ messages[0].content }}", {}, [message], 10_000, 5.0)
+        found[number] = processes.render(
+            "{{ messages[0].content }}", {}, Chat((message,)), 10_000, 5.0
+        )
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(20)]
     for thread in threads:

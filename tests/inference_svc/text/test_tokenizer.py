@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import tokenizers as hf
 from transformers import AutoTokenizer
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.text.prompt import ChatMessage
+from inference_svc.text.prompt import Chat, ChatMessage
 from inference_svc.text.tokenizer import Tokenizer, tokenizer_bytes
 from servicekit.errors import InvalidArgument
 from tests.support.models.tokenizers import CHAT_TEMPLATE, byte_level, save_tokenizer
@@ -25,22 +26,39 @@ def test_encode_equals_hugging_face(tokenizers: dict[str, Tokenizer]) -> None:
 
 def test_chat_goes_through_the_template(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["byte_level"]
-    token_ids = tokenizer.encode_chat([ChatMessage("user", "hi")], 1000, 1.0)
+    token_ids = tokenizer.encode_chat(Chat((ChatMessage("user", "hi"),)), 1000, 1.0)
     assert token_ids == tokenizer.hf("<s>user: hi</s><s>assistant:")["input_ids"]
 
 
 def test_chat_without_template_names_chat(tokenizers: dict[str, Tokenizer]) -> None:
     with pytest.raises(InvalidArgument, match="no chat template") as caught:
-        tokenizers["unigram"].encode_chat([ChatMessage("user", "hi")], 1000, 1.0)
+        tokenizers["unigram"].encode_chat(Chat((ChatMessage("user", "hi"),)), 1000, 1.0)
     assert caught.value.subject == "chat"
 
 
 def test_conversation_that_the_template_refuses_is_invalid(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
-    with pytest.raises(InvalidArgument, match="unknown role bard") as caught:
-        tokenizers["chars"].encode_chat([ChatMessage("bard", "hi")], 1000, 1.0)
-    assert caught.value.subject == "chat"
+    chat = Chat((ChatMessage("bard", "hi"),))
+    with pytest.raises(InvalidArgument, match="does not know the role 'bard'") as caught:
+        tokenizers["chars"].encode_chat(chat, 1000, 1.0)
+    assert caught.value.subject == "chat.messages[0].role"
+
+
+def test_special_tokens_are_the_callers_choice(tmp_path: Path) -> None:
+    """thinking-machines-lab/tinker-feedback#125: a rendered chat as a text has one BOS more, unless
+    the caller adds none."""
+    backend = byte_level()
+    backend.post_processor = hf.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    assert backend.token_to_id("<s>") == 0
+    tokenizer = Tokenizer(save_tokenizer(backend, tmp_path, CHAT_TEMPLATE))
+    rendered = "<s>user: hi</s><s>assistant:"
+    chat = Chat((ChatMessage("user", "hi"),))
+    ids = tokenizer.encode_chat(chat, 1000, 1.0)
+    assert tokenizer.encode(rendered, add_special_tokens=False) == ids
+    assert tokenizer.encode(rendered) == [0, *ids]
+    twice = replace(chat, add_special_tokens=True)
+    assert tokenizer.encode_chat(twice, 1000, 1.0) == [0, *ids]
 
 
 def test_vocabulary_facts(tokenizers: dict[str, Tokenizer]) -> None:
@@ -90,7 +108,7 @@ def test_truncation_and_padding_are_disabled(tmp_path: Path) -> None:
     tokenizer = Tokenizer(save_tokenizer(backend, tmp_path, CHAT_TEMPLATE))
     assert tokenizer.encode("the lazy dog") == plain
     assert tokenizer.encode("") == []
-    assert len(tokenizer.encode_chat([ChatMessage("user", "the lazy dog")], 1000, 1.0)) > 6
+    assert len(tokenizer.encode_chat(Chat((ChatMessage("user", "the lazy dog"),)), 1000, 1.0)) > 6
 
 
 def test_encoding_lets_other_threads_run(

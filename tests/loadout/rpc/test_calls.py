@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,28 @@ def test_chat_prompt():
     messages = [{"role": "system", "content": "short"}, {"role": "user", "content": "hi"}]
     chat = generate(messages).chat.messages
     assert [(each.role, each.content) for each in chat] == [("system", "short"), ("user", "hi")]
+
+
+def test_options_of_a_chat_are_sent_and_need_a_chat() -> None:
+    """sglang#3417, tinker-feedback#125."""
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    messages = [{"role": "assistant", "content": "hi"}]
+
+    def request(prompt: Any, **options: Any) -> Any:
+        return calls.generate(prompt, "", 0, "", 0, "", {}, **options).request
+
+    chat = request(messages, **options).chat
+    assert chat.continue_final_message
+    assert chat.HasField("add_generation_prompt")
+    assert not chat.add_generation_prompt
+    assert not request(messages).chat.HasField("add_generation_prompt")
+    assert not request("x").HasField("add_special_tokens")
+    assert request("x", add_special_tokens=False).HasField("add_special_tokens")
+    for name, value in options.items():
+        for prompt in ("x", [1, 2], []):
+            with pytest.raises(InvalidArgument, match="only with chat messages") as caught:
+                request(prompt, **{name: value})
+            assert caught.value.subject == name
 
 
 def test_empty_token_prompt_is_left_for_the_server_to_refuse():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from servicekit.errors import InvalidArgument, ResourceExhausted
 from servicekit.telemetry.recent_errors import MAX_CHARS, MAX_PER_KIND, CallEnd, RecentErrors
 
@@ -41,8 +43,9 @@ def test_bugs_are_described_by_their_place() -> None:
     assert bug.message.startswith("KeyError at test_recent_errors.py:")
 
 
-def test_messages_about_private_subjects_are_left_out() -> None:
-    refused = InvalidArgument("the chat template refuses: secret prompt", subject="chat")
+@pytest.mark.parametrize("subject", ["chat", "chat[3].role"])
+def test_messages_about_private_subjects_are_left_out(subject: str) -> None:
+    refused = InvalidArgument("the chat template refuses: secret prompt", subject=subject)
     end = CallEnd.of("Generate", "INVALID_ARGUMENT", refused, {}, private_subjects=("chat",))
     assert (end.reason, end.message) == ("INVALID_ARGUMENT", "")
 

@@ -1,4 +1,5 @@
-"""Chat templates that never end, or do more than templates may."""
+"""Chat templates: in the manner of public families of models, and hostile ones, which never end or
+do more than templates may."""
 
 from __future__ import annotations
 
@@ -26,4 +27,89 @@ REFUSED = {
     "import": ("{% import 'os' as os %}", "no loader"),
     "include": ("{% include '/etc/passwd' %}", "no loader"),
     "change": ("{{ messages.append(1) }}", "not callable|unsafe"),
+}
+
+_ALTERNATION = (
+    "{% for m in rest %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}"
+)
+_FIRST_IS_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}"
+    "{% set rest = messages[1:] %}{% else %}{% set system = '' %}{% set rest = messages %}"
+    "{% endif %}"
+)
+_PROMPT = "{% if add_generation_prompt %}"
+_CHATML = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+_CHATML_PROMPT = _PROMPT + "{{ '<|im_start|>assistant\n' }}{% endif %}"
+FAMILIES = {
+    # Any role, as it comes: Qwen 2, Yi, SmolLM2.
+    "chatml": "{% for m in messages %}" + _CHATML + "{% endfor %}" + _CHATML_PROMPT,
+    # Thoughts of earlier answers are left out: Qwen 3.
+    "thinking": "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{{ '<|im_start|>user\n<tool_response>' + m.content + '</tool_response><|im_end|>\n' }}"
+    "{% elif m.role == 'assistant' and '</think>' in m.content and not loop.last %}"
+    "{{ '<|im_start|>assistant\n' + m.content.split('</think>')[-1].lstrip() + '<|im_end|>\n' }}"
+    "{% else %}" + _CHATML + "{% endif %}{% endfor %}" + _CHATML_PROMPT,
+    # A flag in the system message, which is not part of the prompt: SmolLM3.
+    "flags": _FIRST_IS_SYSTEM
+    + "{% set mode = '/no_think' if '/no_think' in system else '/think' %}"
+    "<|im_start|>system\n{{ mode }}: {{ system.replace('/no_think', '').rstrip() }}<|im_end|>\n"
+    "{% for m in rest %}" + _CHATML + "{% endfor %}" + _CHATML_PROMPT,
+    # Trimmed: Llama 3.
+    "llama3": "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + "
+    "'<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}"
+    + _PROMPT
+    + "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+    # The system message in the first turn: Llama 2, Mistral.
+    "llama2": _FIRST_IS_SYSTEM + _ALTERNATION + "{% if m.role == 'user' %}{{ '[INST] ' }}"
+    "{% if loop.first and system %}{{ '<<SYS>>\n' + system + '\n<</SYS>>\n\n' }}{% endif %}"
+    "{{ m.content | trim + ' [/INST]' }}{% elif m.role == 'assistant' %}"
+    "{{ ' ' + m.content | trim + eos_token }}{% endif %}"
+    "{% endfor %}",
+    # The system message in the last turn: Mistral 7B v0.3.
+    "mistral3": _FIRST_IS_SYSTEM + _ALTERNATION + "{% if m.role == 'user' %}{{ '[INST] ' }}"
+    "{% if loop.last and system %}{{ system + '\n\n' }}{% endif %}{{ m.content + '[/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}",
+    # No system message: Gemma 2.
+    "gemma2": "{% if messages[0].role == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}{% set rest = messages %}"
+    + _ALTERNATION
+    + "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + "
+    "m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+    + _PROMPT
+    + "{{ '<start_of_turn>model\n' }}{% endif %}",
+    # Before the first turn: Gemma 3.
+    "gemma3": _FIRST_IS_SYSTEM
+    + _ALTERNATION
+    + "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}"
+    "{% if loop.first and system %}{{ system + '\n\n' }}{% endif %}"
+    "{{ m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+    + _PROMPT
+    + "{{ '<start_of_turn>model\n' }}{% endif %}",
+    # A branch for each role, and none for others: Phi 3.
+    "phi3": "{% for m in messages %}{% if m.role == 'system' %}{{ '<|system|>' + m.content }}"
+    "{% elif m.role == 'user' %}{{ '<|user|>' + m.content }}"
+    "{% elif m.role == 'assistant' %}{{ '<|assistant|>' + m.content }}{% endif %}{% endfor %}"
+    + _PROMPT
+    + "{{ '<|assistant|>' }}{% endif %}",
+    # Only users and assistants, silently: many fine-tuned ones.
+    "turns": "{% for m in messages %}{% if m.role == 'user' %}{{ 'USER: ' + m.content }}"
+    "{% elif m.role == 'assistant' %}{{ ' ASSISTANT: ' + m.content + eos_token }}{% endif %}"
+    "{% endfor %}" + _PROMPT + "{{ ' ASSISTANT:' }}{% endif %}",
+    # Of system messages the last one only: DeepSeek V2.5's predecessors.
+    "last system": "{% set ns = namespace(system='') %}{% for m in messages %}"
+    "{% if m.role == 'system' %}{% set ns.system = m.content %}{% endif %}{% endfor %}"
+    "{{ bos_token + ns.system }}{% for m in messages %}{% if m.role == 'user' %}"
+    "{{ '<|User|>' + m.content }}{% elif m.role == 'assistant' %}"
+    "{{ '<|Assistant|>' + m.content + eos_token }}{% endif %}{% endfor %}"
+    + _PROMPT
+    + "{{ '<|Assistant|>' }}{% endif %}",
+    # It names the developer: gpt-oss.
+    "developer": "{% if messages[0].role in ['developer', 'system'] %}"
+    "{{ '<|start|>developer<|message|># Instructions\n\n' + messages[0].content + '<|end|>' }}"
+    "{% set rest = messages[1:] %}{% else %}{% set rest = messages %}{% endif %}"
+    "{% for m in rest %}{% if m.role == 'user' %}"
+    "{{ '<|start|>user<|message|>' + m.content + '<|end|>' }}{% elif m.role == 'assistant' %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}{% endif %}"
+    "{% endfor %}" + _PROMPT + "{{ '<|start|>assistant' }}{% endif %}",
 }

@@ -23,7 +23,7 @@ from inference_svc.engine.messages import Timings, Usage
 from inference_svc.engine.status_types import AdapterDetails, ResidentAdapter
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.store.directory import Binding
-from inference_svc.text.prompt import ChatMessage
+from inference_svc.text.prompt import Chat, ChatMessage, Text
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.errors import InvalidArgument
 
@@ -78,7 +78,7 @@ def test_every_field_is_converted() -> None:
     )
     got = call(request_id="id", adapter="a", min_revision=3, priority=-2, cache_salt="s")
     assert (got.request_id, got.adapter, got.min_revision) == ("id", "a", 3)
-    assert (got.priority, got.cache_salt, got.prompts) == (-2, "s", ("x",))
+    assert (got.priority, got.cache_salt, got.prompts) == (-2, "s", (Text("x"),))
 
 
 def test_zero_is_not_unset() -> None:
@@ -136,12 +136,55 @@ def test_prompts() -> None:
     assert convert.from_generate_request(ids, VOCAB).prompts == ((1, VOCAB - 1),)
     message = pb.ChatMessage(role="user", content="hi")
     chat = pb.GenerateRequest(chat=pb.ChatMessages(messages=[message]))
-    assert convert.from_generate_request(chat, VOCAB).prompts == ((ChatMessage("user", "hi"),),)
+    assert convert.from_generate_request(chat, VOCAB).prompts == (
+        Chat((ChatMessage("user", "hi"),)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "begins", "continues", "adds"),
+    [
+        ({}, True, False, False),
+        ({"add_generation_prompt": False}, False, False, False),
+        ({"continue_final_message": True}, False, True, False),
+        ({"continue_final_message": True, "add_generation_prompt": False}, False, True, True),
+    ],
+)
+def test_options_of_a_chat(
+    given: dict[str, bool], begins: bool, continues: bool, adds: bool
+) -> None:
+    """sglang#3417, tinker-feedback#125."""
+    message = pb.ChatMessage(role="assistant", content="hi")
+    chat = pb.ChatMessages(messages=[message], **given)
+    request = pb.GenerateRequest(chat=chat, add_special_tokens=True if adds else None)
+    expected = Chat((ChatMessage("assistant", "hi"),), begins, continues, adds)
+    assert convert.from_generate_request(request, VOCAB).prompts == (expected,)
+
+
+@pytest.mark.parametrize(("given", "adds"), [(None, True), (True, True), (False, False)])
+def test_special_tokens_of_a_text(given: bool | None, adds: bool) -> None:
+    request = pb.GenerateRequest(text="a", add_special_tokens=given)
+    assert convert.from_generate_request(request, VOCAB).prompts == (Text("a", adds),)
+
+
+USER = pb.ChatMessage(role="user", content="a")
+BOTH = pb.ChatMessages(messages=[USER], continue_final_message=True, add_generation_prompt=True)
 
 
 @pytest.mark.parametrize(
     ("request_", "subject"),
     [
+        (pb.GenerateRequest(chat=BOTH), "chat.continue_final_message"),
+        (
+            pb.GenerateRequest(
+                chat=pb.ChatMessages(messages=[USER, USER], continue_final_message=True)
+            ),
+            "chat.messages[1].role",
+        ),
+        (
+            pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), add_special_tokens=True),
+            "add_special_tokens",
+        ),
         (pb.GenerateRequest(), "prompt"),
         (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[VOCAB])), "token_ids"),
         (pb.GenerateRequest(chat=pb.ChatMessages()), "chat"),

@@ -118,6 +118,72 @@ def test_content_in_parts_and_previous_responses_are_accepted(serve_http, tokeni
     serve_http(body, kind="byte_level")
 
 
+def test_fields_that_clients_keep_in_their_history_are_accepted(
+    serve_http, tokenizers: Any
+) -> None:
+    """vllm#10463, and the reports next to the fields of Message. vllm#21089,
+    lmstudio-bug-tracker#261: an assistant's content may be empty, null or absent."""
+    extra = {
+        "id": "msg_1",
+        "refusal": None,
+        "annotations": [{"type": "url_citation", "url_citation": {"url": "https://a.b"}}],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+        "reasoning_content": "let me see " * 100,
+        "reasoning": "let me see",
+        "reasoning_details": [{"type": "reasoning.text", "text": "hm"}],
+        "thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "x"}],
+        "name": None,
+    }
+
+    async def body(front: Front) -> None:
+        for content in ({"content": "b"}, {"content": ""}, {"content": None}, {}):
+            said = {"role": "assistant", **content, **extra}
+            await front.chat(messages=[{"role": "user", "content": "a"}, said], max_tokens=1)
+            prompt = tokenizers["byte_level"].decode(front.engine.submitted[-1].prompt_token_ids)
+            assert prompt == f"user: aassistant: {content.get('content') or ''}assistant:"
+
+    serve_http(body, kind="byte_level")
+
+
+def test_the_developer_is_the_system_to_templates_that_do_not_know_the_role(
+    serve_http, tokenizers: Any
+) -> None:
+    """sglang#40082, vllm#42407, ogx#6069."""
+
+    async def body(front: Front) -> None:
+        messages = [{"role": "developer", "content": "be kind"}, {"role": "user", "content": "a"}]
+        await front.chat(messages=messages, max_tokens=1)
+        prompt = tokenizers["byte_level"].decode(front.engine.submitted[-1].prompt_token_ids)
+        assert prompt == "system: be kinduser: aassistant:"
+
+    serve_http(body, kind="byte_level")
+
+
+def test_final_message_is_continued(serve_http, tokenizers: Any) -> None:
+    """sglang#3417."""
+
+    async def prompt_of(front: Front, **options: Any) -> str:
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
+        await front.chat(messages=messages, max_tokens=1, extra_body=options)
+        ids = front.engine.submitted[-1].prompt_token_ids
+        return str(tokenizers["byte_level"].hf.decode(ids))
+
+    async def body(front: Front) -> None:
+        whole = "<s>user: a</s><s>assistant: bc</s>"
+        assert await prompt_of(front) == whole + "<s>assistant:"
+        assert await prompt_of(front, add_generation_prompt=False) == whole
+        cut = whole.removesuffix("</s>")
+        for given in ({}, {"add_generation_prompt": False}, {"add_special_tokens": False}):
+            assert await prompt_of(front, continue_final_message=True, **given) == cut
+        with pytest.raises(openai.BadRequestError, match="begins a new message") as caught:
+            await prompt_of(front, continue_final_message=True, add_generation_prompt=True)
+        assert caught.value.param == "continue_final_message"
+
+    serve_http(body, kind="byte_level")
+
+
 def test_logprobs_have_tokens_and_their_bytes(serve_http) -> None:
     async def body(front: Front) -> None:
         answer = await front.chat("é", logprobs=True, top_logprobs=2)
@@ -182,13 +248,18 @@ def test_fields_without_effect_are_accepted(serve_http) -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ({"messages": [{"role": "system", "content": None}]}, "messages[0].content"),
+    ({"messages": [{"role": "banana", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": "a", "prefix": True}]}, "messages[0].prefix"),
+    ({"extra_body": {"continue_final_message": True}}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
         "messages[0].content",
     ),
     ({"messages": [{"role": "user", "content": "a", "nam": "n"}]}, "messages[0].nam"),
-    ({"messages": [{"role": "judge", "content": "a"}]}, "messages"),
+    ({"messages": [{"role": "judge", "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": "x" * 100}]}, "messages"),
     ({"response_format": {"type": "json_object"}}, "response_format.type"),
     ({"tools": [{"type": "function"}]}, "tools"),

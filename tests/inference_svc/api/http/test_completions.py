@@ -10,9 +10,10 @@ from typing import Any
 import openai
 import pytest
 
-from inference_svc.api.http.completions import CompletionFormatter
+from inference_svc.api.http.completions import CompletionBody, CompletionFormatter, Completions
 from inference_svc.core import SamplingParams, TokenLogprobs
 from inference_svc.text.pieces import Pieces
+from inference_svc.text.prompt import Text
 from loadout.inference.v1 import inference_pb2 as pb
 from tests.support.inference.front import Front
 from tests.support.inference.serving import digest_of
@@ -219,6 +220,18 @@ def test_model_is_the_resolved_adapter(serve_http) -> None:
     serve_http(body, store=True)
 
 
+@pytest.mark.parametrize(("given", "adds"), [(None, True), (True, True), (False, False)])
+def test_special_tokens_are_added_to_texts_unless_the_caller_has_its_own(
+    given: bool | None, adds: bool
+) -> None:
+    """thinking-machines-lab/tinker-feedback#125: a rendered chat begins with the template's BOS."""
+    body = CompletionBody(model="base", prompt=["a", "b"], add_special_tokens=given)
+    assert Completions().prompts(body) == (Text("a", adds), Text("b", adds))
+    if not adds:
+        ids = CompletionBody(model="base", prompt=[1, 2], add_special_tokens=given)
+        assert Completions().prompts(ids) == ((1, 2),)
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),
@@ -229,6 +242,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [10**6]}, "prompt"),
     ({"prompt": "x" * 64}, "prompt"),
     ({"prompt": ["x"] * 65, "n": 2}, "prompt"),
+    ({"prompt": [1, 2], "extra_body": {"add_special_tokens": True}}, "add_special_tokens"),
     ({"n": 0}, "n"),
     ({"n": 129}, "n"),
     ({"n": "2"}, "n"),

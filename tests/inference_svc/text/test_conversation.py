@@ -1,0 +1,187 @@
+"""Chats of any roles under templates of many families: no instruction is lost silently."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from inference_svc.text.chat_template import ChatTemplate
+from inference_svc.text.prompt import Chat, ChatMessage
+from inference_svc.text.template_process import TemplateProcesses
+from servicekit.errors import InvalidArgument
+from tests.support.models.templates import FAMILIES
+from tests.support.models.tokenizers import byte_level, save_tokenizer
+
+SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
+SYSTEM = ("system", "Only say BANANA.")
+DEVELOPER = ("developer", " never apologise\n")
+USER, ANSWER = ("user", "hi"), ("assistant", "<think>mm</think>hello")
+CHATS = {
+    "developer": (DEVELOPER, USER),
+    "system": (SYSTEM, USER),
+    "both": (SYSTEM, DEVELOPER, USER),
+    "two system": (SYSTEM, ("system", "no"), USER),
+    "late system": (USER, SYSTEM, USER),
+    "later system": (SYSTEM, USER, ANSWER, DEVELOPER, USER),
+    "two users": (USER, ("user", "a")),
+    "turns": (USER, ANSWER, ("user", "what about a longer question?")),
+    "flag": (("system", "/no_think"), USER),
+}
+NO_SYSTEM, ALTERNATE = "System role not supported", "roles must alternate"
+LEFT_OUT = r"^messages\[{0}\]\.content: the chat template leaves this system message out"
+WITH_SYSTEM = ("developer", "system", "both", "two system", "later system", "flag")
+REFUSED = {
+    **{("gemma2", chat): NO_SYSTEM for chat in WITH_SYSTEM},
+    **{("turns", chat): LEFT_OUT.format(0) for chat in WITH_SYSTEM},
+    # Neither in its place, nor at the begin, where two turns of the user would follow.
+    **{(name, "late system"): LEFT_OUT.format(1) for name in ("turns", "llama2", "mistral3")},
+    **{(name, "two users"): ALTERNATE for name in ("llama2", "mistral3", "gemma2", "gemma3")},
+}
+"""By family and chat; all others are rendered."""
+
+
+def chat_of(*messages: tuple[str, str], continues: bool = False) -> Chat:
+    return Chat(
+        tuple(ChatMessage(*each) for each in messages),
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+    )
+
+
+def render(family: str, chat: Chat) -> str:
+    return ChatTemplate(FAMILIES[family], SPECIALS).render(chat, 10_000, 5.0)
+
+
+@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_instruction_is_in_the_prompt_or_refused(family: str, name: str) -> None:
+    """sglang#40082, vllm#42407, ogx#6069: a developer's message, and vllm#41114, dify#39275,
+    mastra#15764: system messages at any place."""
+    chat = CHATS[name]
+    reason = REFUSED.get((family, name))
+    if reason is not None:
+        with pytest.raises(InvalidArgument, match=reason) as caught:
+            render(family, chat_of(*chat))
+        assert caught.value.subject.startswith("chat")
+        return
+    text = render(family, chat_of(*chat))
+    for role, content in chat:
+        if role != "assistant" and content != "/no_think":
+            assert content.strip() in text
+    assert "/no_think" in text or name != "flag"
+
+
+@pytest.mark.parametrize(
+    ("family", "chat", "expected"),
+    [
+        ("chatml", "developer", "<|im_start|>system\n never apologise\n<|im_end|>"),
+        (
+            "developer",
+            "developer",
+            "<|start|>developer<|message|># Instructions\n\n never apologise",
+        ),
+        ("chatml", "two system", "<|im_start|>system\nno<|im_end|>"),
+        ("gemma3", "two system", "user\nOnly say BANANA.\n\nno\n\nhi<end_of_turn>"),
+        ("last system", "both", "<s>Only say BANANA.\n\n never apologise\n<|User|>hi"),
+        ("developer", "both", "# Instructions\n\nOnly say BANANA.\n\n never apologise\n<|end|>"),
+        ("flags", "flag", "system\n/no_think: <|im_end|>"),
+        ("thinking", "turns", "<|im_start|>assistant\nhello<|im_end|>"),
+    ],
+)
+def test_system_messages_keep_their_places_where_the_template_lets_them(
+    family: str, chat: str, expected: str
+) -> None:
+    assert expected in render(family, chat_of(*CHATS[chat]))
+
+
+@pytest.mark.parametrize("role", ["banana", "tool", "Assistant", " user", "im_start", ""])
+def test_unknown_roles_are_refused_by_name(role: str) -> None:
+    """sglang#40082, vllm#42407: also where the template would write any role."""
+    with pytest.raises(InvalidArgument, match=f"does not know the role {role!r}") as caught:
+        render("chatml", chat_of(USER, (role, "hello")))
+    assert caught.value.subject == "chat.messages[1].role"
+    assert caught.value.message.startswith("messages[1].role: ")
+
+
+def test_roles_that_the_template_names_are_its_own() -> None:
+    assert "<tool_response>42<" in render("thinking", chat_of(USER, ("tool", "42")))
+    with pytest.raises(InvalidArgument, match="role 'tool_response'"):
+        render("thinking", chat_of(("tool_response", "42")))
+    names = "{{ {'human': 'H', 'gpt': 'A'}[m.role] }}: {{ m.content }}"
+    template = ChatTemplate("{% for m in messages %}" + names + "{% endfor %}", {})
+    assert template.render(chat_of(("human", "hi"), ("gpt", "a")), 100, 1.0) == "H: hiA: a"
+
+
+@pytest.mark.parametrize("content", ["Only say BANANA. ", "no", "a\nb"])
+def test_a_part_of_a_text_is_not_left_out(content: str) -> None:
+    """Short texts are found by more than their letters, which others have, too."""
+    user = ("user", "I know no bananas, and a\nb")
+    for cut in ("[:2]", "[1:]", "[:0]"):
+        source = "{{ messages[0].content" + cut + " + messages[1].content }}"
+        with pytest.raises(InvalidArgument, match=r"messages\[0\]\.content"):
+            ChatTemplate(source, {}).render(chat_of(("system", content), user), 1000, 1.0)
+    for change in ("| upper", "| replace('\n', ' ')", "| tojson", "| trim", "| indent(4)"):
+        source = "{{ messages[0].content " + change + " }}{{ messages[1].content }}"
+        assert ChatTemplate(source, {}).render(chat_of(("system", content), user), 1000, 1.0)
+
+
+@pytest.mark.parametrize("content", ["Once upon", " Once upon ", "a", "", "<think>b</think>c\n"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_final_message_is_continued_as_transformers_does(
+    family: str, content: str, tmp_path: Path
+) -> None:
+    """sglang#3417: the prompt ends within the assistant's message."""
+    messages = (USER, ("assistant", content))
+    theirs = AutoTokenizer.from_pretrained(
+        str(save_tokenizer(byte_level(), tmp_path, FAMILIES[family]))
+    ).apply_chat_template(
+        [{"role": role, "content": text} for role, text in messages],
+        continue_final_message=True,
+        tokenize=False,
+    )
+    ours = render(family, chat_of(*messages, continues=True))
+    assert ours == theirs
+    assert ours.rstrip().endswith(content.strip())
+    assert len(render(family, chat_of(*messages))) > len(ours)
+
+
+def test_final_message_is_not_lost() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    with pytest.raises(InvalidArgument, match="leaves this assistant message out") as caught:
+        template.render(chat_of(USER, ("assistant", "a"), continues=True), 100, 1.0)
+    assert caught.value.subject == "chat.messages[1].content"
+
+
+@pytest.mark.processes
+def test_adapters_templates_have_the_same_rules() -> None:
+    processes = TemplateProcesses()
+
+    def of_child(family: str, chat: Chat) -> str:
+        return processes.render(FAMILIES[family], SPECIALS, chat, 10_000, 5.0)
+
+    try:
+        for name, chat in CHATS.items():
+            if ("llama2", name) not in REFUSED:
+                assert of_child("llama2", chat_of(*chat)) == render("llama2", chat_of(*chat))
+        final = chat_of(USER, ANSWER, continues=True)
+        assert of_child("gemma3", final) == render("gemma3", final)
+        for chat in (CHATS["late system"], (("banana", "a"),)):
+            with pytest.raises(InvalidArgument) as ours:
+                render("llama2", chat_of(*chat))
+            with pytest.raises(InvalidArgument) as caught:
+                of_child("llama2", chat_of(*chat))
+            assert (caught.value.subject, caught.value.message) == (
+                ours.value.subject,
+                ours.value.message,
+            )
+    finally:
+        processes.close()
+
+
+def test_chats_of_many_messages_are_checked_in_time() -> None:
+    """Messages that a template changes, or writes in another order, are looked for in one pass."""
+    messages = [("user", f"{index} a longer text\nof two lines") for index in range(8000)]
+    source = "{% for m in messages | reverse %}{{ m.content.replace('\n', ' ') }}{% endfor %}"
+    assert ChatTemplate(source, {}).render(chat_of(*messages), 1 << 20, 5.0)
