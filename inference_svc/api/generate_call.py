@@ -47,7 +47,8 @@ class GenerateCall:
     one scores it. With `echo` each answer begins with its prompt.
 
     `adapter_field`, `stop_field` and `max_tokens_field` are the caller's names of these fields, the
-    last "" where it gave no limit. `max_logprobs` bounds the logprobs of all requests together. An
+    last "" where it gave no limit. `max_logprobs` bounds the logprobs of all requests together;
+    with `withholds_logprobs` an answer has none of a stop string's tokens. An
     id that is not unique, such as an id that a mesh sends with many calls, is none to the engine.
     """
 
@@ -70,6 +71,7 @@ class GenerateCall:
     version_policy: VersionPolicy = VersionPolicy.PIN
     echo: bool = False
     packs_logprobs: bool = False
+    withholds_logprobs: bool = False
 
     def without_prompts(self) -> GenerateCall:
         """Returns the parts of the call that are still needed once its requests are made."""

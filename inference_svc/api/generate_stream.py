@@ -102,7 +102,9 @@ class GenerateStream:
             if trace is not None:
                 request = replace(request, trace=trace.span.context)
             running = self.engine.generate(
-                *(request, request.tenant, self.principal.account, trace), decoder=self.text
+                *(request, request.tenant, self.principal.account, trace),
+                decoder=self.text,
+                withholds_logprobs=self.call.withholds_logprobs,
             )
             following = self.followers.follow(self.principal, self.call, self.binding, request)
             owes_prompt = self.call.echo

@@ -118,9 +118,11 @@ class AsyncEngine:
         account: str = "",
         observer: RequestObserver | None = None,
         decoder: TokenDecoder | None = None,
+        *,
+        withholds_logprobs: bool = False,
     ) -> AsyncGenerator[Delta, None]:
         """Yields the request's deltas; the last one has a finish reason. Ids are unique within a
-        tenant: no tenant can find out another's. `decoder` is an adapter's own.
+        tenant: no tenant can find out another's. `decoder` is an adapter's own. See Generation.
 
         A slow reader gets several steps in one delta. A reader that stops early must close the
         iterator (`contextlib.aclosing`): that cancels the request. Raises DuplicateRequest,
@@ -138,7 +140,9 @@ class AsyncEngine:
         # An id of our own: the caller's is free again as soon as it has left, while the engine may
         # still have outputs for it.
         engine_id = f"{request.request_id}#{next(self._numbers)}"
-        generation = Generation(request, decoder or self._decoder, place)
+        generation = Generation(
+            *(request, decoder or self._decoder, place), withholds_logprobs=withholds_logprobs
+        )
         self._generations[engine_id] = generation
         self._engine_ids[own_id] = engine_id
         self._idle.clear()

@@ -63,16 +63,29 @@ class Generation:
     keeps its first reservation: if there is no more of it, the request ends with ShareExceeded.
 
     A stop string ends the request here, but the last delta waits for the engine's usage and
-    timings, which follow the Cancel within a step.
+    timings, which follow the Cancel within a step. With `withholds_logprobs` a token's log
+    probabilities come with its text, and never if that is part of the stop string.
     """
 
-    def __init__(self, request: Request, decoder: TokenDecoder, place: Reservation) -> None:
+    def __init__(
+        self,
+        request: Request,
+        decoder: TokenDecoder,
+        place: Reservation,
+        *,
+        withholds_logprobs: bool = False,
+    ) -> None:
         self._place = place
         self._least_bytes = place.amount
         self._unread_bytes = self._sending_bytes = 0
         self._earlier: deque[Delta] = deque()
         self._min_tokens = request.sampling.min_tokens
+        self._visible_ids = decoder.visible_ids
         self._detokenizer = Detokenizer(decoder)
+        self._withholds_logprobs = withholds_logprobs
+        self._withheld: deque[tuple[int, TokenLogprobs]] = deque()
+        """Where each token's text begins."""
+        self._num_chars = self._num_shown = 0
         self._stop = StopMatcher(request.sampling.stop)
         self._num_tokens = 0
         self._stopped = False
@@ -159,7 +172,11 @@ class Generation:
         for index, token_id in enumerate(output.token_ids):
             self._num_tokens += 1
             delta.token_ids.append(token_id)
-            if output.logprobs:
+            if output.logprobs and self._withholds_logprobs:
+                # A token without a text of its own belongs to the text before it.
+                start = self._num_chars - (token_id not in self._visible_ids)
+                self._withheld.append((start, output.logprobs[index]))
+            elif output.logprobs:
                 delta.logprobs.append(output.logprobs[index])
             if index < num_shown:
                 self._add_text(self._detokenizer.push(token_id))
@@ -170,14 +187,23 @@ class Generation:
         """Adds text to the delta, up to a stop string."""
         may_stop = self._num_tokens >= self._min_tokens
         shown, self._stopped = self._stop.push(text, may_stop=may_stop)
-        self._delta.text += shown
+        self._num_chars += len(text)
+        self._show(shown)
+
+    def _show(self, text: str) -> None:
+        self._delta.text += text
+        self._num_shown += len(text)
+        while self._withheld and self._withheld[0][0] < self._num_shown:
+            self._delta.logprobs.append(self._withheld.popleft()[1])
 
     def _finish(self, output: Output, reason: FinishReason) -> None:
         delta = self._delta
         if not self._stopped:
             self._add_text(self._detokenizer.flush())
         if not self._stopped:
-            delta.text += self._stop.flush()
+            self._show(self._stop.flush())
+            delta.logprobs += [logprobs for _, logprobs in self._withheld]
+        self._withheld.clear()
         delta.finish_reason = FinishReason.STOP if self._stopped else reason
         delta.timings = output.timings
         if output.usage is not None:

@@ -22,10 +22,12 @@ class Vocabulary(Protocol):
 
 
 class Piece(NamedTuple):
-    """One token; `text` has U+FFFD where `data` is a part of a character."""
+    """One token; `text` has U+FFFD where `data` is a part of a character. `shown` are the bytes
+    that it adds to a text: none for a special token, whose `text` is its name."""
 
     text: str
     data: bytes
+    shown: bytes
 
 
 def _byte_of_characters() -> dict[str, int]:
@@ -47,9 +49,12 @@ class AnyPieces(Protocol):
 class IdPieces:
     """Names tokens by their ids, as vLLM does where a request asks for that."""
 
+    def __init__(self, pieces: AnyPieces) -> None:
+        self._pieces = pieces
+
     def of(self, token_id: int) -> Piece:
         text = f"token_id:{token_id}"
-        return Piece(text, text.encode())
+        return Piece(text, text.encode(), self._pieces.of(token_id).shown)
 
 
 class Pieces:
@@ -82,16 +87,17 @@ class Pieces:
         vocabulary = self._vocabulary
         name = vocabulary.name_of(token_id)
         if token_id not in vocabulary.visible_ids:
-            return Piece(name, name.encode())
+            return Piece(name, name.encode(), b"")
         data = self._bytes(token_id, name)
         if data is not None:
-            return Piece(data.decode(errors="replace"), data)
+            return Piece(data.decode(errors="replace"), data, data)
         # Alone, or as the first, a token may lose its space; behind another, here itself, it has
         # its text within a text.
         alone = vocabulary.decode((token_id,))
         twice = vocabulary.decode((token_id, token_id))
         text = twice[len(alone) :] if twice.startswith(alone) else alone
-        return Piece(text, text.encode())
+        data = text.encode()
+        return Piece(text, data, data)
 
     def _bytes(self, token_id: int, name: str) -> bytes | None:
         """Returns the bytes that the name spells; None if it spells none."""

@@ -52,6 +52,7 @@ def test_a_folder_without_a_tokenizer_is_refused_unless_it_is_wanted(folder: Pat
 
 
 def test_token_ids_in_and_out(folder: Path, zoos: Callable[[str], Zoo]) -> None:
+    """lablup/mlxcel#1466: stop strings, which no text could match, are refused."""
     expected = zoos("llama").greedy("", PROMPT, 8)
     running = serve_base(folder, tokenizer=False, http="127.0.0.1:0")
     try:

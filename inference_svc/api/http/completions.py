@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeGuard
@@ -109,6 +110,7 @@ class CompletionFormatter:
         self._pieces = pieces
         self._includes_ids = includes_ids
         self._offset = 0
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def full(self, choice: Choice) -> dict[str, Any]:
         return self._format(choice.text, choice.finish_reason, choice.token_ids)
@@ -134,14 +136,15 @@ class CompletionFormatter:
         return prompt_logprobs(scores, self._pieces)
 
     def logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
-        """Offsets are the tokens' positions in the choice's text."""
-        texts = [self._pieces.of(token.token_id).text for token in tokens]
+        """Offsets are the tokens' positions in the choice's text: a character of several tokens
+        counts once, and a special token has no characters."""
+        pieces = [self._pieces.of(token.token_id) for token in tokens]
         offsets = []
-        for text in texts:
+        for piece in pieces:
             offsets.append(self._offset)
-            self._offset += len(text)
+            self._offset += len(self._characters.decode(piece.shown))
         return {
-            "tokens": texts,
+            "tokens": [piece.text for piece in pieces],
             "token_logprobs": [_number(token.logprob) for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens],
             "text_offset": offsets,

@@ -159,7 +159,7 @@ class GenerateRoute(Generic[B]):
         if includes_ids is None:  # without a tokenizer they are all there is of an answer
             includes_ids = is_of_ids or not self._service.facts.has_tokenizer
         by_id = options.names_tokens_by_id or is_of_ids
-        pieces: AnyPieces = IdPieces() if by_id else stream.text.pieces
+        pieces: AnyPieces = IdPieces(stream.text.pieces) if by_id else stream.text.pieces
         return [
             self._endpoint.formatter(index, pieces, includes_ids)
             for index in range(len(stream.requests))

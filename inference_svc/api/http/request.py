@@ -397,11 +397,17 @@ class RequestBody(Body):
             return_routed_experts=bool(self.return_routed_experts),
             version_policy=VersionPolicy(self.version_policy or "pin"),
             echo=self.is_echoed,
+            withholds_logprobs=self.withholds_logprobs,
         )
 
     @property
     def is_echoed(self) -> bool:
         """Whether answers begin with their prompt."""
+        return False
+
+    @property
+    def withholds_logprobs(self) -> bool:
+        """Whether an answer has logprobs for the tokens of its text only."""
         return False
 
     @property
@@ -515,6 +521,11 @@ class GenerationBody(RequestBody, SamplingBody):
         ]
         | None
     ) = None
+
+    @property
+    def withholds_logprobs(self) -> bool:
+        """With token ids there are as many logprobs."""
+        return not self.return_token_ids
 
     @property
     def sampling_fields(self) -> tuple[SamplingBody, str]:

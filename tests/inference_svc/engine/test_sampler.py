@@ -129,6 +129,8 @@ def test_position_and_seed_both_count() -> None:
 
 
 def test_penalties_follow_their_formulas() -> None:
+    """vllm-project/vllm-metal#69: presence and frequency count the output only, repetition the
+    prompt, too."""
     values = torch.zeros(1, VOCAB)
     values[0, 1], values[0, 5], values[0, 6] = 2.0, 1.9, -0.1
     seen = sequence(prompt=(1,), output=(5,), temperature=0.0)

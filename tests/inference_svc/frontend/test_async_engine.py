@@ -218,6 +218,28 @@ def test_stop_string_across_tokens_cancels_the_request(engine, tokenizers) -> No
     run(body)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<s>42<s></ans<s>wer> so", "42"),
+        ("42<s></answer><s>", "42"),
+        ("</ans<s>wers> so<s> </answe", "</answers> so </answe"),
+        ("<s></answer>", ""),
+    ],
+)
+def test_special_tokens_split_no_stop_string(engine, tokenizers, text: str, expected: str) -> None:
+    """vllm#45636: they are not part of the text, and nothing of it is lost."""
+    tokenizer = tokenizers["byte_level"]
+
+    async def body() -> list[Delta]:
+        async_engine = make_async_engine(engine, tokenizer)
+        return await collect(async_engine, make_request(tokenizer, text, stop=("</answer>",)))
+
+    deltas = run(body)
+    assert "".join(delta.text for delta in deltas) == expected
+    assert deltas[-1].finish_reason is FinishReason.STOP
+
+
 def test_stop_string_waits_for_min_tokens(engine, tokenizers) -> None:
     tokenizer = tokenizers["chars"]
 

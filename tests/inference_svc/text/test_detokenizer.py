@@ -1,11 +1,14 @@
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.text.detokenizer import REPLACEMENT, Detokenizer
+from inference_svc.text.detokenizer import MAX_HELD, REPLACEMENT, Detokenizer
 from inference_svc.text.tokenizer import Tokenizer
+from tests.support.models.tokenizers import KINDS as TOKENIZERS
+from tests.support.models.tokenizers import save_tokenizer
 
 KINDS = ["byte_level", "unigram", "metaspace", "chars"]
 TEXT = st.text(
@@ -57,6 +60,51 @@ def test_no_piece_has_a_broken_character(tokenizers: dict[str, Tokenizer], kind:
     assert "".join(pieces) == text
     assert not any(REPLACEMENT in piece for piece in pieces)
     assert max(map(len, pieces[:-1])) < len(text) / 2, "text is held back no longer than it must"
+
+
+def ids_of_bytes(tokenizer: Tokenizer) -> dict[int, int]:
+    """The tokens of single bytes by their byte: those of byte fallback, or of the alphabet."""
+    token_ids = tokenizer.byte_ids or range(tokenizer.vocab_size)
+    found = {tokenizer.pieces.of(token_id).data: token_id for token_id in token_ids}
+    return {byte: found[bytes([byte])] for byte in range(256) if bytes([byte]) in found}
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "unigram"])
+def test_every_hangul_syllable_is_streamed(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    """ai-dynamo/dynamo#12630, sglang#31598: of three tokens of one byte each, between other texts
+    and as one run."""
+    tokenizer = tokenizers[kind]
+    of_byte = ids_of_bytes(tokenizer)
+    other = tokenizer.backend.token_to_id("a")
+    syllables = [chr(code) for code in range(0xAC00, 0xD7A4)]
+    spelled = [[of_byte[byte] for byte in syllable.encode()] for syllable in syllables]
+    token_ids = [token_id for each in spelled for token_id in (*each, other)]
+    pieces = pieces_of(tokenizer, token_ids)
+    assert "".join(pieces) == "".join(f"{syllable}a" for syllable in syllables)
+    assert max(map(len, pieces)) <= 2, "each comes as soon as it is whole"
+    run = [token_id for each in spelled for token_id in each]
+    assert "".join(pieces_of(tokenizer, run)) == "".join(syllables)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "unigram"])
+@pytest.mark.parametrize("is_token", [True, False])
+def test_a_stream_goes_on_after_a_replacement_character(
+    kind: str, is_token: bool, tmp_path: Path
+) -> None:
+    """sglang-omni#2124: of a token whose own text it is, or of its three bytes."""
+    backend = TOKENIZERS[kind]()
+    if is_token:
+        backend.add_tokens([REPLACEMENT])
+    tokenizer = Tokenizer(save_tokenizer(backend, tmp_path))
+    token_ids = tokenizer.encode(f"a{REPLACEMENT}b")
+    *streamed, held = pieces_of(tokenizer, token_ids)
+    assert "".join(streamed) == tokenizer.decode(token_ids)
+    assert held == "", "nothing waits for the end"
+    token_ids = tokenizer.encode(f"{REPLACEMENT}b" * 50 + REPLACEMENT * 50)
+    *streamed, held = pieces_of(tokenizer, token_ids)
+    assert "".join(streamed) + held == tokenizer.decode(token_ids)
+    is_byte_run = kind == "unigram" and not is_token
+    assert len(held) <= (50 if is_byte_run else MAX_HELD + 1)
 
 
 def test_incomplete_last_character_is_replaced(

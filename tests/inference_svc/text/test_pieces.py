@@ -48,6 +48,6 @@ def test_special_tokens_are_named_and_unknown_ids_are_empty(
 ) -> None:
     pieces = Pieces(tokenizers[kind])
     eos = tokenizers[kind].backend.token_to_id("</s>")
-    assert pieces.of(eos) == Piece("</s>", b"</s>")
-    assert pieces.of(10**6) == Piece("", b"")
+    assert pieces.of(eos) == Piece("</s>", b"</s>", b"")
+    assert pieces.of(10**6) == Piece("", b"", b"")
     assert pieces.of(eos) is pieces.of(eos)

@@ -164,6 +164,46 @@ def test_stop_strings(serve_http) -> None:
     serve_http(body)
 
 
+@pytest.mark.parametrize("route", ["completions", "chat"])
+def test_what_a_stop_string_withholds_has_no_logprobs(serve_http, route: str) -> None:
+    """SharpAI/SwiftLM#126: neither text nor log probabilities of "own fox", whole and streamed,
+    for each of two choices. With token ids there are as many log probabilities."""
+    text = "brown rown own foxes"
+    expected = "user<unk> brown rown " if route == "chat" else "brown rown "
+
+    async def ask(front: Front, **fields: Any) -> Any:
+        fields |= {"stop": "own fox", "n": 2, "max_tokens": 40}
+        if route == "chat":
+            return await front.chat(text, logprobs=True, **fields)
+        return await front.complete(text, logprobs=0, **fields)
+
+    def tokens_of(choice: Any) -> list[str]:
+        if choice.logprobs is None:
+            return []
+        if route == "chat":
+            return [entry.token for entry in choice.logprobs.content]
+        return list(choice.logprobs.tokens)
+
+    async def body(front: Front) -> None:
+        answer = await ask(front)
+        for choice in answer.choices:
+            shown = [token for token in tokens_of(choice) if token != "<s>"]
+            text_shown = choice.message.content if route == "chat" else choice.text
+            assert "".join(shown) == text_shown == expected
+            assert choice.finish_reason == "stop"
+        found: list[list[str]] = [[], []]
+        async for chunk in await ask(front, stream=True):
+            (choice,) = chunk.choices
+            found[choice.index] += tokens_of(choice)
+        assert found == [tokens_of(choice) for choice in answer.choices]
+        with_ids = await ask(front, extra_body={"return_token_ids": True})
+        for choice in with_ids.choices:
+            assert len(tokens_of(choice)) == len(choice.token_ids)
+            assert "".join(tokens_of(choice)).endswith("own fox")
+
+    serve_http(body)
+
+
 def test_logprobs_are_parallel_lists(serve_http) -> None:
     async def body(front: Front) -> None:
         answer = await front.complete("fox", logprobs=2)
@@ -179,6 +219,36 @@ def test_logprobs_are_parallel_lists(serve_http) -> None:
         assert offsets == logprobs.text_offset
 
     serve_http(body)
+
+
+def test_offsets_are_positions_in_the_text(serve_http, tokenizers: Any) -> None:
+    """vllm#5334: with echo over emoji, whose tokens are parts of characters: each token has its own
+    text, and the offset of the character that it is a part of."""
+    text = "a😀ß</s>fox"
+    tokenizer = tokenizers["byte_level"]
+    token_ids = tokenizer.encode(text)
+    pieces = [tokenizer.pieces.of(token_id) for token_id in token_ids]
+    shown = [piece.shown for piece in pieces]
+    whole = b"".join(shown)
+    starts = [len(b"".join(shown[:index])) for index in range(len(shown))]
+    expected = [len(whole[:start].decode(errors="ignore")) for start in starts]
+    assert expected.count(1) > 2, "the emoji has several tokens"
+    assert any(not each for each in shown), "one token is special"
+    formatter = CompletionFormatter(0, tokenizer.pieces, includes_ids=False)
+    tokens = [TokenLogprobs(token_id, -1.0) for token_id in token_ids]
+    found = [formatter.logprobs([token]) for token in tokens]
+    assert [each["text_offset"][0] for each in found] == expected
+    assert [each["tokens"][0] for each in found] == [piece.text for piece in pieces]
+    assert expected[-1] < len(tokenizer.decode(token_ids))
+
+    async def body(front: Front) -> None:
+        for by_id in (False, True):
+            answer = await front.complete(
+                text, logprobs=0, extra_body={"return_tokens_as_token_ids": by_id}
+            )
+            assert answer.choices[0].logprobs.text_offset[: len(expected)] == expected
+
+    serve_http(body, kind="byte_level")
 
 
 def test_chosen_token_is_among_the_top(tokenizers) -> None:
@@ -200,6 +270,8 @@ def test_chosen_token_is_among_the_top(tokenizers) -> None:
 
 
 def test_very_low_temperature_is_greedy(serve_http) -> None:
+    """mlc-ai/mlc-llm#2070: as the page of the HTTP API says."""
+
     async def body(front: Front) -> None:
         for given, taken in ((1e-9, 0.0), (0.0099, 0.0), (0.01, single(0.01)), (2, 2.0)):
             await front.complete(temperature=given)
@@ -260,12 +332,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 101}, "temperature"),
     ({"top_p": 0}, "top_p"),
     ({"top_p": 1e-60}, "top_p"),
+    ({"top_p": 1.0000001}, "top_p"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens"),
     ({"presence_penalty": 2.5}, "presence_penalty"),
     ({"seed": 2**64}, "seed"),
     ({"stop": ["x"] * 17}, "stop"),
     ({"stop": [""]}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a", ""]}, "stop"),
     ({"stop": [5]}, "stop[0]"),
     ({"logit_bias": {"5": 1}}, "logit_bias"),
     ({"extra_body": {"min_tokens": 17}}, "min_tokens"),
@@ -279,6 +354,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 def test_errors_name_the_field(serve_http) -> None:
+    """mlc-ai/mlc-llm#2070: an empty stop string, or a top_p just outside of its range, too."""
+
     async def body(front: Front) -> None:
         for fields, param in BAD:
             with pytest.raises(openai.BadRequestError) as caught:

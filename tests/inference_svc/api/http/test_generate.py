@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 from typing import Any
 
@@ -9,6 +11,7 @@ import openai
 import pytest
 
 from inference_svc.api.http import response
+from inference_svc.engine.messages import Cancel
 from inference_svc.errors import QueueFull
 from tests.support.inference.front import Front
 from tests.support.inference.serving import digest_of
@@ -162,5 +165,75 @@ def test_disconnect_cancels_every_choice(serve_http, caplog: pytest.LogCaptureFi
         assert [line["status"] for line in lines(caplog)] == ["CANCELLED"] * 2
         text = (await front.raw.get("/metrics")).text
         assert 'loadout_inference_requests_total{finish_reason="cancelled"} 2.0' in text
+
+    serve_http(body)
+
+
+def events_of(text: str) -> list[Any]:
+    """The events of a stream, and "[DONE]" as it is."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "the fox"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "the fox"}]},
+    "/inference/v1/generate": {"token_ids": [5, 6, 7]},
+}
+
+
+@pytest.mark.parametrize("ends", ["stop", "length", "abort"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_chunk_has_a_finish_reason_and_one_of_each_choice_has_a_value(
+    serve_http, route: str, ends: str
+) -> None:
+    """maximhq/bifrost#7397, vllm#19662: null until the choice's last chunk, also where the engine
+    aborts it."""
+    sampling: dict[str, Any] = {"n": 3, "max_tokens": 2 if ends == "length" else 40}
+    request = {"model": "base", "stream": True, **ROUTES[route]}
+    request |= {"sampling_params": sampling} if "generate" in route else sampling
+
+    async def abort(front: Front) -> None:
+        await until_async(lambda: front.engine.num_running == 3)
+        for request_id in list(front.engine._running):
+            front.engine.send(Cancel(request_id))
+
+    async def body(front: Front) -> None:
+        if ends == "abort":
+            front.engine.hold.set()
+            aborting = asyncio.create_task(abort(front))
+        *events, done = events_of((await front.post(route, request)).text)
+        assert done == "[DONE]"
+        choices = [choice for event in events for choice in event["choices"]]
+        assert len(choices) >= 3
+        for index in range(3):
+            reasons = [each["finish_reason"] for each in choices if each["index"] == index]
+            assert reasons == [*[None] * (len(reasons) - 1), ends]
+        if ends == "abort":
+            await aborting
+
+    serve_http(body)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_stream_whose_engine_fails_ends_with_an_error(serve_http, route: str) -> None:
+    """BerriAI/litellm#30245: the error is the last event, and [DONE] does not follow."""
+    sampling = {"max_tokens": 40, "ignore_eos": True}
+    request = {"model": "base", "stream": True, **ROUTES[route]}
+    request |= {"sampling_params": sampling} if "generate" in route else sampling
+
+    async def body(front: Front) -> None:
+        front.engine.step_s = 0.01
+        async with front.raw.stream("POST", route, json=request) as answer:
+            assert answer.status_code == 200
+            parts = answer.aiter_text()
+            text = await anext(parts)
+            front.engine.fail.set()
+            async for part in parts:
+                text += part
+        *events, last = events_of(text)
+        assert events
+        assert all("choices" in event for event in events)
+        assert (last["error"]["code"], last["error"]["type"]) == ("engine_failed", "server_error")
 
     serve_http(body)

@@ -87,7 +87,8 @@ def test_http_is_off_by_default(serve) -> None:
 
 
 def test_request_ids_are_the_callers(serve_http) -> None:
-    """They need not be unique: meshes send one along with every call that a request causes."""
+    """They need not be unique: meshes send one along with every call that a request causes, and
+    with several choices (vllm#16863)."""
 
     async def body(front: Front) -> None:
         answer = await front.complete(extra_headers={"x-request-id": "abc-1"})
