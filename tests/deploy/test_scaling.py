@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 from pathlib import Path
 
@@ -153,6 +154,64 @@ def test_when_no_replica_is_a_failure_and_which_keep_their_place(tmp_path):
     for name, query in queries.items():
         text = text.replace(f"<{name}>", json.dumps(query))
     (tmp_path / "tests.yml").write_text(text)
+    promtool("test", "rules", tmp_path / "tests.yml")
+
+
+@pytest.fixture(scope="module")
+def scaled_twice(tmp_path_factory: pytest.TempPathFactory) -> Manifests:
+    """Two models, each of which scales to zero."""
+    folder = tmp_path_factory.mktemp("two")
+    kubernetes = os.path.relpath(KUBERNETES, folder / "first")
+    for name, fields in {
+        "first": {
+            "resources": [f"{kubernetes}/overlays/production-keda"],
+            "components": [f"{kubernetes}/components/keda-scale-to-zero"],
+        },
+        "second": {
+            "resources": ["../first"],
+            "components": [f"{kubernetes}/components/inference-only"],
+            "transformers": [f"{kubernetes}/second"],
+            "nameSuffix": "-second",
+        },
+        ".": {"resources": ["first", "second"]},
+    }.items():
+        (folder / name).mkdir(exist_ok=True)
+        text = yaml.safe_dump({"namespace": "loadout", **fields})
+        (folder / name / "kustomization.yaml").write_text(text)
+    return Manifests.build(folder)
+
+
+def test_two_models_of_a_namespace_scale_by_their_own_load(scaled_twice, tmp_path):
+    """volcano-sh/kthena#868, by promtool, with the labels that the operator gives to series."""
+    scaled = scaled_twice.of_kind("ScaledObject")
+    assert sorted(each["metadata"]["name"] for each in scaled) == ["inference", "inference-second"]
+    series, expected = [], []
+    for number, each in enumerate(scaled, 1):
+        name = each["metadata"]["name"]
+        assert each["spec"]["scaleTargetRef"]["name"] == name
+        service = f"inference-replicas{name.removeprefix('inference')}"
+        assert scaled_twice.named("Service", service)["metadata"]["labels"]["loadout/metrics"]
+        of_pods = f'{{namespace="loadout",job="inference",service="{service}"}}'
+        of_envoy = f'{{namespace="loadout",envoy_http_conn_manager_prefix="{name}"}}'
+        series += [
+            (f"loadout_inference_requests_waiting{of_pods}", f"{number}x40"),
+            (f"loadout_inference_requests_running{of_pods}", f"{10 * number}x40"),
+            (f"{WOKEN_BY}{of_envoy}", f"0+{number}x40"),
+            (f"up{of_pods}", "0x40" if number == 2 else "1x40"),
+        ]
+        values = {"waiting": number, "running": 10 * number, "arriving": 2 * number}
+        values |= {"unscraped": 1} if number == 2 else {}
+        for trigger in each["spec"]["triggers"]:
+            value = values.get(trigger["name"])
+            samples = [] if value is None else [{"labels": "{}", "value": value}]
+            query = {"expr": trigger["metadata"]["query"], "eval_time": "20m"}
+            expected.append(query | {"exp_samples": samples})
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series],
+        "promql_expr_test": expected,
+    }
+    (tmp_path / "tests.yml").write_text(yaml.safe_dump({"tests": [test]}))
     promtool("test", "rules", tmp_path / "tests.yml")
 
 

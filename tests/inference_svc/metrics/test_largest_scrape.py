@@ -34,6 +34,7 @@ VALUES = {
 HISTOGRAM = HistogramState(STEP_BOUNDS_S, (1,) * (len(STEP_BOUNDS_S) + 1), 1.0)
 TIER = TierStatus(1, 2, 0, 1, 1, 1, 1, 1, {reason.value: 1 for reason in EvictionReason})
 MAX_CPU_S = 0.05
+MAX_BYTES = 1 << 20
 MAX_TRIES = 200
 
 
@@ -88,7 +89,9 @@ def metrics() -> Metrics:
 
 
 def test_the_largest_scrape_is_bounded(metrics: Metrics) -> None:
+    """vllm#11117: in series and in bytes, and in time below."""
     text = metrics.exposition()[0].decode()
+    assert len(text) < MAX_BYTES
     sizes = Counter({f.name: len(f.samples) for f in text_string_to_metric_families(text)})
     assert sizes["vllm:lora_adapter_loaded"] > 1000
     assert sizes["loadout_inference_adapter_requests"] == len(metrics.adapters.rows())

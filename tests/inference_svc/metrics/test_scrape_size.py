@@ -18,6 +18,7 @@ from tests.support.inference.serving import Running
 
 NUM_ADAPTERS = 10_000
 PREFIX = "loadout_inference_"
+LOADED = "vllm:lora_adapter_loaded{"
 
 
 def read(text: str) -> tuple[int, dict[str, float]]:
@@ -31,7 +32,7 @@ def read(text: str) -> tuple[int, dict[str, float]]:
 
 
 def test_ten_thousand_adapters_are_few_series(serve: Any, engine: Any) -> None:
-    """All resident in the host tier, and each used by a request."""
+    """vllm#11117: all resident in the host tier, each used by a request, and all removed."""
     for number in range(NUM_ADAPTERS):
         digest = f"sha256:{number:064}"
         engine.resident[digest] = ResidentAdapter(digest, "host", 640, 8, False, 0, 1.0, 0.25)
@@ -46,6 +47,11 @@ def test_ten_thousand_adapters_are_few_series(serve: Any, engine: Any) -> None:
         assert len(requests) == MAX_ADAPTERS + len(("base", "other", "former"))
         assert sum(requests.values()) == NUM_ADAPTERS
         assert requests["other"] == NUM_ADAPTERS - MAX_ADAPTERS
+        assert LOADED in await asyncio.to_thread(running.scrape)
+        engine.resident.clear()
+        text = await asyncio.to_thread(running.scrape)
+        assert LOADED not in text
+        assert read(text)[0] < num_series
 
     serve(body)
 
