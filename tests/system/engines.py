@@ -145,6 +145,7 @@ class Running:
     ) -> None:
         sampling = {"max_tokens": 64, "temperature": 0.0, "ignore_eos": True}
         fields = {"cache_seed", "priority", "deadline_s", "activation", "return_routed_experts"}
+        fields |= {"group"}
         request = Request(
             request_id,
             tuple(prompt),
@@ -159,11 +160,11 @@ class Running:
     def cancel(self, request_id: str) -> None:
         self.engine.send(Cancel(request_id))
 
-    def call(self, command: Command, adapter: str = "", pin: bool = False) -> Reply:
+    def call(self, command: Command, adapter: str = "", pin: bool = False, **options: Any) -> Reply:
         self.num_calls += 1
         number = self.num_calls
         digest = self.digests.get(adapter, adapter)
-        self.engine.send(Call(number, command, digest, pin, adapter=label_of(adapter)))
+        self.engine.send(Call(number, command, digest, pin, adapter=label_of(adapter), **options))
         self.until(lambda: number in self.replies)
         return self.replies.pop(number)
 

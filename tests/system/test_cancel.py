@@ -60,7 +60,8 @@ def test_the_turn_that_takes_a_cancel_frees_everything(
     digest: str,
     num_steps: int,
 ) -> None:
-    """The same step answers, and computes nothing more of it. Steps are called by hand."""
+    """The same step answers, and computes nothing more of it. Steps are called by hand.
+    sglang#36552, jundot/omlx#3013: wherever the request is."""
     config = EngineConfig(
         zoos("llama").model_dir, "llama", max_model_len=256, kv_bytes=4 << 20, num_threads=1
     )

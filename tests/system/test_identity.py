@@ -53,6 +53,23 @@ def test_no_prefix_is_reused_across_versions(services: Services) -> None:
     assert list(changed.token_ids) == services.zoo.greedy("r33", PROMPT, 8, guess=changed.token_ids)
 
 
+def test_a_prompt_has_keys_and_values_of_its_own_for_each_adapter(services: Services) -> None:
+    """LMCache/LMCache#2961, vllm#44250: of two adapters, the base model and a new version, one
+    after the other and again."""
+    client = services.client
+    for name, folder in (("kept", "r16"), ("other", "r3")):
+        client.register(name, put(services, name, folder))
+    client.register("kept", put(services, "kept", "r8"))
+    asked = {"kept@1": "r16", "other": "r3", "": "", "kept@2": "r8"}
+    for cached in (0, 48):
+        for adapter, folder in asked.items():
+            done = complete(services, adapter, cache_salt="adapters")
+            assert done.usage.cached_prompt_tokens == cached
+            assert list(done.token_ids) == services.zoo.greedy(
+                folder, PROMPT, 8, guess=done.token_ids
+            )
+
+
 def test_no_prefix_is_reused_across_tenants_or_salts(services: Services) -> None:
     client = services.client
     for tenant in ("red", "blue"):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from loadout import AsyncClient, Client
 from loadout.errors import InvalidArgument, NotFound, NotLoaded
 from loadout.retry import RetryPolicy
+from loadout.types import FinishReason
 from tests.support.models.zoo import Zoo
 from tests.support.wait import until
 from tests.system.routed import PROMPT, Routed
@@ -70,14 +71,22 @@ def test_every_replica_samples_from_what_was_pushed(system, trainer, adapter) ->
 
 
 def test_what_a_request_uses_stays_while_newer_ones_are_pushed(system, trainer, adapter) -> None:
-    first = trainer.push("live", *adapter(0), wait="all", base_model="llama")
-    stream = trainer.generate(PROMPT, adapter="live", max_tokens=200, ignore_eos=True)
-    next(stream)
-    for step in range(1, 5):
-        trainer.push("live", *adapter(step), wait="all", keep=1)
-    chunks = list(stream)
-    assert sum(len(chunk.token_ids) for chunk in chunks) >= 190
-    assert chunks[-1].adapter.digest == first.digest
+    """areal-project/AReaL#1193: twenty versions, of which two are kept; an answer that has begun
+    ends with its own, however many come meanwhile."""
+    first = trainer.push("live", *adapter(0), wait="all", base_model="llama", keep=2)
+    begun = []
+    for step in range(1, 21):
+        stream = trainer.generate(PROMPT, adapter="live", max_tokens=200, ignore_eos=True)
+        begun.append((next(stream), stream))
+        trainer.push("live", *adapter(step), wait="all", keep=2)
+    digests = []
+    for chunk, stream in begun:
+        chunks = [chunk, *stream]
+        assert sum(len(chunk.token_ids) for chunk in chunks) >= 190
+        assert chunks[-1].finish_reason is FinishReason.LENGTH
+        digests.append(chunk.adapter.digest)
+    assert digests[0] == first.digest
+    assert len(set(digests)) == 20
 
 
 def test_a_replica_that_is_down_is_not_waited_for(system, trainer, adapter) -> None:

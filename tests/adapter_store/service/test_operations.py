@@ -177,6 +177,8 @@ def test_sigterm_under_load_answers_every_call_and_exits_0(
 def test_kill_9_while_registering_leaves_the_catalog_intact(
     spawn, connect, make_adapter, make_layout, tmp_path
 ):
+    """ai-dynamo/dynamo#11163: a record and its event are one commit. What was interrupted may be
+    registered again, and those that watch hear of it."""
     folders = [make_adapter(folder=f"f{i}", seed=i) for i in range(8)]
     digests = {open_checkpoint(folder).digest for folder in folders}
     answered: dict[str, tuple[str, int]] = {}

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from inference_svc.api.grpc import convert
 from inference_svc.errors import AdapterUnavailable
 from loadout.inference.v1 import inference_pb2 as pb
+from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 from tests.support.inference.serving import Running, digest_of, error_of
 from tests.support.logs import captured_log
 from tests.support.wait import until_async
@@ -113,6 +115,45 @@ def test_cancelled_request(serve: Any, log: io.StringIO) -> None:
     [line] = request_lines(log)
     assert (line["request_id"], line["status"], line["adapter"]) == ("left", "CANCELLED", "")
     assert "reason" not in line
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "reason"),
+    [
+        ("finish", "OK", "stop"),
+        ("abort", "CANCELLED", "cancelled"),
+        ("error", "UNAVAILABLE", "error"),
+        ("lost", "CANCELLED", "cancelled"),
+    ],
+)
+def test_every_end_is_one_line_and_one_count(
+    serve: Any, engine: Any, log: io.StringIO, end: str, status: str, reason: str
+) -> None:
+    """syv-ai/qwen38-27b-rtx3090#94: a request that finishes, whose deadline passes, that fails, and
+    whose caller's connection is gone."""
+    if end == "error":
+        engine.errors[digest_of("upper")] = AdapterUnavailable("not resident after 10 s")
+
+    async def body(running: Running) -> None:
+        if end in ("abort", "lost"):
+            running.engine.hold.set()
+        if end == "lost":
+            async with grpc.aio.insecure_channel(running.server.address) as channel:
+                stub = pb_grpc.InferenceServiceStub(channel)
+                call = stub.Generate(pb.GenerateRequest(text=PROMPT, adapter="upper"))
+                await until_async(lambda: running.engine.num_running == 1)
+                del call
+        elif end == "finish":
+            await running.generate(PROMPT, adapter="upper")
+        else:
+            timeout = 1.0 if end == "abort" else None
+            await error_of(running.generate(PROMPT, timeout, adapter="upper"))
+        await until_async(lambda: bool(request_lines(log)) and not running.engine.num_running)
+        ends = re.findall(rf"{PREFIX}requests_total{{(.*)}} 1.0", await scraped(running))
+        assert ends == [f'finish_reason="{reason}"']
+
+    serve(body, store=True)
+    assert [line["status"] for line in request_lines(log)] == [status]
 
 
 def test_bug_while_an_answer_is_written_is_an_error(
