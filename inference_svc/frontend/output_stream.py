@@ -30,6 +30,10 @@ DELTA_BYTES = 512
 their numbers."""
 
 
+def _logprob_bytes(logprobs: TokenLogprobs) -> int:
+    return LOGPROB_BYTES + len(logprobs.top_ids) + len(logprobs.top_logprobs)
+
+
 def scores_bytes(request: Request) -> int:
     """Returns the memory of the log probabilities of a request's prompt."""
     top_k = request.sampling.prompt_logprobs
@@ -85,6 +89,7 @@ class Generation:
         self._withholds_logprobs = withholds_logprobs
         self._withheld: deque[tuple[int, TokenLogprobs]] = deque()
         """Where each token's text begins."""
+        self._withheld_bytes = 0
         self._num_chars = self._num_shown = 0
         self._stop = StopMatcher(request.sampling.stop)
         self._num_tokens = 0
@@ -103,8 +108,9 @@ class Generation:
             return self._earlier.popleft()
         self._has_delta.clear()
         delta, self._delta = self._delta, Delta(version=self._delta.version)
-        self._sending_bytes, self._unread_bytes = self._unread_bytes, 0
-        self._place.shrink(max(self._least_bytes, self._sending_bytes))
+        self._sending_bytes = self._unread_bytes - self._withheld_bytes
+        self._unread_bytes = self._withheld_bytes
+        self._place.shrink(max(self._least_bytes, self._sending_bytes + self._unread_bytes))
         return delta
 
     def push(self, output: Output) -> bool:
@@ -151,7 +157,7 @@ class Generation:
         if output.version != self._delta.version:
             self._unread_bytes += DELTA_BYTES
         for each in output.logprobs:
-            self._unread_bytes += LOGPROB_BYTES + len(each.top_ids) + len(each.top_logprobs)
+            self._unread_bytes += _logprob_bytes(each)
         for scores in output.scores:
             self._unread_bytes += PACKED_BYTES + scores.num_tokens * scores.token_bytes
         if output.routed is not None:
@@ -176,6 +182,7 @@ class Generation:
                 # A token without a text of its own belongs to the text before it.
                 start = self._num_chars - (token_id not in self._visible_ids)
                 self._withheld.append((start, output.logprobs[index]))
+                self._withheld_bytes += _logprob_bytes(output.logprobs[index])
             elif output.logprobs:
                 delta.logprobs.append(output.logprobs[index])
             if index < num_shown:
@@ -194,7 +201,12 @@ class Generation:
         self._delta.text += text
         self._num_shown += len(text)
         while self._withheld and self._withheld[0][0] < self._num_shown:
-            self._delta.logprobs.append(self._withheld.popleft()[1])
+            self._release_logprobs()
+
+    def _release_logprobs(self) -> None:
+        _, logprobs = self._withheld.popleft()
+        self._withheld_bytes -= _logprob_bytes(logprobs)
+        self._delta.logprobs.append(logprobs)
 
     def _finish(self, output: Output, reason: FinishReason) -> None:
         delta = self._delta
@@ -202,8 +214,10 @@ class Generation:
             self._add_text(self._detokenizer.flush())
         if not self._stopped:
             self._show(self._stop.flush())
-            delta.logprobs += [logprobs for _, logprobs in self._withheld]
+            while self._withheld:
+                self._release_logprobs()
         self._withheld.clear()
+        self._withheld_bytes = 0
         delta.finish_reason = FinishReason.STOP if self._stopped else reason
         delta.timings = output.timings
         if output.usage is not None:

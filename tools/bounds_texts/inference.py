@@ -218,8 +218,9 @@ HTTP_FIELDS: Sequence[Line] = (
         "nothing; the service discards them",
         "until the body is read",
         CALLER,
-        "16 entries; 512 characters each, a message's name 256; of a message's others the body",
-        "test_fields_without_effect_are_bounded",
+        "16 entries; 512 characters each, a message's name 256, its lists 1,024 entries; else the "
+        "4 MiB of a body",
+        "test_fields_without_effect_are_bounded test_fields_of_messages_without_effect_are_bounded",
     ),
     line(
         "temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty "

@@ -197,6 +197,38 @@ def test_what_is_not_read_takes_its_accounts_share(tokenizers, num_top: int) -> 
     assert run(body) == 4 * UNREAD_BYTES // num_bytes
 
 
+def test_withheld_logprobs_take_their_accounts_share_though_deltas_are_read(tokenizers) -> None:
+    """Of tokens whose text may change: a run of bytes is valid or invalid as one."""
+    from inference_svc.core import TokenLogprobs
+    from inference_svc.engine.messages import Output
+
+    tokenizer = tokenizers["unigram"]
+    token_id = min(tokenizer.byte_ids)
+    shares = Shares("unread_bytes", 8 * UNREAD_BYTES, 0.5)
+    output = Output("r", (token_id,), (TokenLogprobs(token_id, -1.0),))
+
+    async def body(num_tokens: int, ends: bool) -> list[Delta]:
+        deltas = []
+        with shares.reserve("a", UNREAD_BYTES) as place:
+            request = make_request(tokenizer, "abc")
+            generation = Generation(request, tokenizer, place, withholds_logprobs=True)
+            for _ in range(num_tokens):
+                if generation.push(output):
+                    break
+                deltas.append(await generation.next_delta())
+            if ends:
+                generation.push(Output("r", finish_reason=FinishReason.LENGTH))
+            deltas.append(await generation.next_delta())
+        assert shares.used == 0
+        return deltas
+
+    *early, last = run(lambda: body(20, ends=True))
+    assert not any(delta.logprobs for delta in early)
+    assert len(last.logprobs) == 20
+    with pytest.raises(ShareExceeded):
+        run(lambda: body(4 * UNREAD_BYTES // 320 + 1, ends=False))
+
+
 def test_stop_string_across_tokens_cancels_the_request(engine, tokenizers) -> None:
     tokenizer = tokenizers["chars"]
 

@@ -374,6 +374,31 @@ def test_fields_without_effect_are_bounded(fields: dict[str, Any], param: str) -
     assert caught.value.subject.startswith(param)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", "n" * 257),
+        ("id", "i" * 513),
+        ("id", 5),
+        ("annotations", [{}] * 1025),
+        ("reasoning_content", ["text"]),
+        ("reasoning", {}),
+        ("reasoning_details", [0] * 1025),
+        ("thinking_blocks", "text"),
+        ("refusal", "no"),
+        ("audio", {"id": "a"}),
+        ("tool_calls", [{"id": "a"}]),
+        ("prefix", True),
+    ],
+)
+def test_fields_of_messages_without_effect_are_bounded(field: str, value: Any) -> None:
+    message = {"role": "assistant", "content": "a", field: value}
+    data = json.dumps({"model": "base", "messages": [message]}).encode()
+    with pytest.raises(InvalidArgument) as caught:
+        parse_body(data, ChatBody)
+    assert caught.value.subject == f"messages[0].{field}"
+
+
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
 def test_first_error_ends_the_validation(kind: type[Body]) -> None:
     """An error for each item of a large body would take minutes, and gigabytes."""
