@@ -58,26 +58,34 @@ def _texts(node: nodes.Node) -> set[str]:
 
 
 def forms(messages: Sequence[ChatMessage], named: frozenset[str]) -> Iterator[list[ChatMessage]]:
-    """Yields the conversation as it is, then with its system messages as one at the begin, if that
-    is another. A developer message is a system message to a template that does not know the role.
-    Raises InvalidArgument for a role that the template does not know."""
-    own = list(messages)
-    for index, message in enumerate(own):
-        if message.role == DEVELOPER and DEVELOPER not in named:
-            own[index] = ChatMessage(SYSTEM, message.content)
-        elif message.role not in ROLES and message.role not in named:
+    """Yields the conversation as it is, and then others for templates that refuse it or leave out a
+    part: with developers' messages as the system's, which is the first one for a template that does
+    not know the role, and with all of these as one at the begin. Raises InvalidArgument for a role
+    that the template does not know."""
+    for index, message in enumerate(messages):
+        if message.role not in ROLES and message.role not in named:
             raise field_error(
                 index,
                 "role",
                 f"the chat template does not know the role {message.role[:MAX_ROLE_CHARS]!r}: use "
                 f"{', '.join(ROLES[:-1])} or {ROLES[-1]}",
             )
-    yield own
-    leading = [each for each in own if each.role in (SYSTEM, DEVELOPER)]
-    if len(leading) > 1 or leading != own[: len(leading)]:
-        joined = SEPARATOR.join(each.content for each in leading)
-        rest = [each for each in own if each.role not in (SYSTEM, DEVELOPER)]
-        yield [ChatMessage(leading[0].role, joined), *rest]
+    as_system = [
+        ChatMessage(SYSTEM, each.content) if each.role == DEVELOPER else each for each in messages
+    ]
+    own = list(messages) if DEVELOPER in named else as_system
+    found = [own, as_system, _joined(as_system), _joined(own)]
+    yield from (form for index, form in enumerate(found) if form not in found[:index])
+
+
+def _joined(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Returns the messages with the system's and developers' as one at the begin."""
+    leading = [each for each in messages if each.role in (SYSTEM, DEVELOPER)]
+    if not leading:
+        return list(messages)
+    text = SEPARATOR.join(each.content for each in leading)
+    rest = [each for each in messages if each.role not in (SYSTEM, DEVELOPER)]
+    return [ChatMessage(leading[0].role, text), *rest]
 
 
 class Marks:

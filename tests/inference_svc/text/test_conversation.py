@@ -82,6 +82,7 @@ def test_every_instruction_is_in_the_prompt_or_refused(family: str, name: str) -
             "developer",
             "<|start|>developer<|message|># Instructions\n\n never apologise",
         ),
+        ("tools' developer", "developer", "<|System|> never apologise\n<|User|>hi"),
         ("chatml", "two system", "<|im_start|>system\nno<|im_end|>"),
         ("gemma3", "two system", "user\nOnly say BANANA.\n\nno\n\nhi<end_of_turn>"),
         ("last system", "both", "<s>Only say BANANA.\n\n never apologise\n<|User|>hi"),

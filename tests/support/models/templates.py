@@ -104,6 +104,13 @@ FAMILIES = {
     "{{ '<|Assistant|>' + m.content + eos_token }}{% endif %}{% endfor %}"
     + _PROMPT
     + "{{ '<|Assistant|>' }}{% endif %}",
+    # A developer's message only with tools: DeepSeek V3.2.
+    "tools' developer": "{% for m in messages %}{% if m.role == 'system' %}"
+    "{{ '<|System|>' + m.content }}{% elif m.role == 'developer' and tools %}{{ m.content }}"
+    "{% elif m.role == 'user' %}{{ '<|User|>' + m.content }}{% elif m.role == 'assistant' %}"
+    "{{ '<|Assistant|>' + m.content + eos_token }}{% endif %}{% endfor %}"
+    + _PROMPT
+    + "{{ '<|Assistant|>' }}{% endif %}",
     # It names the developer: gpt-oss.
     "developer": "{% if messages[0].role in ['developer', 'system'] %}"
     "{{ '<|start|>developer<|message|># Instructions\n\n' + messages[0].content + '<|end|>' }}"
