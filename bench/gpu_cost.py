@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,7 +60,14 @@ def measured(path: Path = FOLDER / MEASURED) -> Found:
     return found
 
 
-def trace_in_line(work: Workload) -> Step:
+@cache
+def step_of(work: Workload) -> Step:
+    """Traces a step once: many results are of the same ones."""
+    return trace(work)
+
+
+@cache
+def step_in_line(work: Workload) -> Step:
     """Traces a step in which LoRA is in line with the products, as if there were no side stream."""
     with tuning.overridden("beside", most_rows=0):
         return trace(work)
@@ -74,7 +82,7 @@ def counts_of(step: Step) -> Counts:
 def compare(case: Found, is_in_line: bool = False) -> Found:
     """Predicts a measured step. `error` is a share of the measured time."""
     work = Workload(case["num_rows"], case["num_adapters"], case["context"])
-    step = trace_in_line(work) if is_in_line else trace(work)
+    step = step_in_line(work) if is_in_line else step_of(work)
     device_ms, floor = 1e3 * device_s(step), floor_bytes(step)
     predicted_ms = case["host_ms"] + device_ms
     return {
@@ -146,7 +154,7 @@ def reckon() -> Found:
         {
             "rows": work.rows,
             "adapters": work.adapters,
-            "launches": occupancy(trace(work)),
+            "launches": occupancy(step_of(work)),
         }
         for work in workloads()
         if work.adapters in (0, work.rows)

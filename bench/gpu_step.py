@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from inference_svc.adapters.targets import applied_targets, build_layout
 from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches
+from inference_svc.model.transformer import Transformer
 
 DTYPE, PAGE_SIZE, MAX_LEN = torch.bfloat16, 16, 8192
 ARENA_BYTES = 16 << 20
@@ -81,10 +84,17 @@ class Step(NamedTuple):
         return self.work.rows if self.work.adapters else 0
 
 
+@lru_cache(maxsize=1)
+def _model(config: str) -> Transformer:
+    """Returns the model of the text of a config.json. Steps do not change it."""
+    decoder = read_description(json.loads(config))
+    return random_transformer(decoder, DTYPE, META, shares_layers=False)
+
+
 def trace(work: Workload, config: Mapping[str, Any] = LLAMA_8B) -> Step:
     """Launches the step of a config.json's model on `meta`."""
-    decoder = read_description(dict(config))
-    transformer = random_transformer(decoder, DTYPE, META, shares_layers=False)
+    transformer = _model(json.dumps(dict(config)))
+    decoder = transformer.description
     weights, layout = transformer.weights, build_layout(decoder, "bench", DTYPE)
     arena = make_arena(layout, ARENA_BYTES, work.adapters, work.rank, META)
     max_pages = MAX_LEN // PAGE_SIZE

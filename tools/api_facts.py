@@ -7,6 +7,7 @@ import enum
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +24,7 @@ from servicekit import errors as general_errors
 from servicekit import tokenizer_extract
 from servicekit.auth.principal import Roles
 from servicekit.errors import ServiceError
+from tools.syntax import walk
 
 _REASON = re.compile(r"[A-Z]+(_[A-Z0-9]+)+")
 
@@ -179,9 +181,12 @@ def exact_reasons(service: Service) -> list[str]:
     return sorted(found)
 
 
-def _calls(folder: Path) -> Iterator[tuple[str, ast.Call]]:
-    """Yields the plain names that the modules under a folder, or one module, call."""
-    for path in folder.rglob("*.py") if folder.is_dir() else [folder]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                yield node.func.id, node
+@cache
+def _calls(folder: Path) -> tuple[tuple[str, ast.Call], ...]:
+    """Returns the plain names that the modules under a folder, or one module, call."""
+    return tuple(
+        (node.func.id, node)
+        for path in (folder.rglob("*.py") if folder.is_dir() else [folder])
+        for node in walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    )

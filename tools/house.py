@@ -12,9 +12,9 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
-from itertools import product
 from pathlib import Path
+
+from tools.syntax import nodes
 
 PACKAGES = ("contract", "servicekit", "adapter_store", "inference_svc", "kernels", "loadout")
 SERVICES = ("adapter_store", "inference_svc")
@@ -121,16 +121,6 @@ class Tree:
         return found
 
 
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
-
-
-@cache
-def nodes(path: Path) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(parsed(path)))
-
-
 def is_under(name: str, packages: Iterable[str]) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
 
@@ -155,13 +145,23 @@ def shared_runs(tree: Tree, min_run: int = MIN_SHARED_RUN) -> dict[tuple[str, st
     """Counts the lines that a module of each service shares with a module of the other, by pair, in
     runs of `min_run` or more. Blank lines, comments and imports do not count."""
     ours, theirs = (tree.under(service) for service in SERVICES)
-    lines = {name: _code_lines(path) for name, path in (ours | theirs).items()}
-    found = {}
-    for one, other in product(ours, theirs):
-        number = _shared_lines(lines[one], lines[other], min_run)
-        if number:
-            found[one, other] = number
-    return found
+    modules_with: dict[tuple[str, ...], set[str]] = {}
+    for name, path in theirs.items():
+        for _, run in _runs(path, min_run):
+            modules_with.setdefault(run, set()).add(name)
+    covered: dict[tuple[str, str], set[int]] = {}
+    for name, path in ours.items():
+        for first, run in _runs(path, min_run):
+            for other in modules_with.get(run, ()):
+                covered.setdefault((name, other), set()).update(range(first, first + min_run))
+    return {pair: len(covered[pair]) for pair in sorted(covered)}
+
+
+def _runs(path: Path, length: int) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yields every `length` lines of code that follow each other, and the number of the first."""
+    lines = _code_lines(path)
+    for first in range(len(lines) - length + 1):
+        yield first, tuple(lines[first : first + length])
 
 
 def measure(root: Path) -> House:
@@ -228,16 +228,6 @@ def _code_lines(path: Path) -> list[str]:
         if number not in skipped
     ]
     return [line for line in stripped if line and not line.startswith("#")]
-
-
-def _shared_lines(ours: list[str], theirs: list[str], min_run: int) -> int:
-    """Counts the lines of `ours` within a run that `theirs` also has."""
-    runs = {tuple(theirs[i : i + min_run]) for i in range(len(theirs) - min_run + 1)}
-    covered: set[int] = set()
-    for i in range(len(ours) - min_run + 1):
-        if tuple(ours[i : i + min_run]) in runs:
-            covered.update(range(i, i + min_run))
-    return len(covered)
 
 
 def main() -> None:

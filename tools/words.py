@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tools.history import ROOT, git
+from tools.syntax import walk
 
 PACKAGES = (
     *("loadout", "contract", "servicekit", "adapter_store", "inference_svc", "kernels"),
@@ -50,6 +49,12 @@ _STAND_INS = re.compile(
     r"\b(?:those of|that of|that which|those that|those which|one that|ones that|the one of)\b",
     re.IGNORECASE,
 )
+_STRING_OR_COMMENT = re.compile(
+    r"""(?P<quotes>\"{3}|'{3})(?:\\.|(?!(?P=quotes)).)*(?P=quotes)"""
+    r"""|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|(?P<comment>\#[^\n]*)""",
+    re.DOTALL,
+)
+"""A string of a Python file, or a comment: a `#` within a string begins none."""
 _YOU = {"you", "your", "yours", "yourself"}
 
 
@@ -106,15 +111,15 @@ def pages() -> Iterator[Path]:
 
 def texts_of(source: str) -> Iterator[str]:
     """Yields the docstrings, comments and texts of at least four words of a Python file."""
-    for node in ast.walk(ast.parse(source)):
+    for node in walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
             parts = [each.value if isinstance(each, ast.Constant) else "x" for each in node.values]
             yield from _long_enough("".join(map(str, parts)))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from _long_enough(node.value)
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.string.lstrip("# ")
+    for found in _STRING_OR_COMMENT.finditer(source):
+        if comment := found["comment"]:
+            yield comment.lstrip("# ")
 
 
 def _long_enough(text: str) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from statistics import median
 
 import pytest
@@ -28,9 +29,17 @@ MOST_ERROR, MOST_MEDIAN_ERROR = 0.10, 0.05
 MEASURED = gpu_cost.measured()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def traced_once() -> Iterator[None]:
+    """Steps are forgotten at the end: the collector would look at their million objects."""
+    yield
+    gpu_cost.step_of.cache_clear()
+    gpu_cost.step_in_line.cache_clear()
+
+
 @pytest.fixture(scope="module", params=gpu_cost.workloads(), ids=str)
 def step(request: pytest.FixtureRequest) -> Step:
-    return trace(request.param)
+    return gpu_cost.step_of(request.param)
 
 
 def test_weights_contexts_and_adapters_are_read_once(step):
@@ -65,7 +74,7 @@ def test_critical_path_is_short(step):
 
 def test_more_context_is_more_bytes():
     """Of keys and values, and of nothing else that lies in memory before the step."""
-    short, long = (trace(Workload(2, 0, context)) for context in (512, 4096))
+    short, long = (gpu_cost.step_of(Workload(2, 0, context)) for context in (512, 4096))
     description = short.decoder
     more = 2 * (4096 - 512) * description.kv_elements_per_token * 2
     assert floor_bytes(long) - floor_bytes(short) == more
@@ -123,7 +132,7 @@ def test_products_are_predicted(case):
 def test_lora_is_predicted(case):
     """Shrink and expand of a group apart, in line. Expand of `down` adds 28 splits, which the model
     leaves out."""
-    step = gpu_cost.trace_in_line(Workload(case["rows"], case["adapters"]))
+    step = gpu_cost.step_in_line(Workload(case["rows"], case["adapters"]))
     found_us = {
         launch.name: 1e6 * gpu_time.launch_time(launch, step).whole_s
         for launch in step.launches
@@ -135,7 +144,7 @@ def test_lora_is_predicted(case):
 def test_adapters_beside_cost_less_than_in_line():
     """Launches of the critical path take their latency; forks take less."""
     work = Workload(32, 1)
-    beside, in_line = trace(work), gpu_cost.trace_in_line(work)
+    beside, in_line = gpu_cost.step_of(work), gpu_cost.step_in_line(work)
     assert gpu_time.num_forks(in_line) == 0
     assert gpu_time.num_forks(beside) == 4 * beside.decoder.num_layers
     hidden_s = gpu_time.device_s(in_line) - gpu_time.device_s(beside)
