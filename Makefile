@@ -43,6 +43,7 @@ check-artifacts: $(VENV)/.installed-dev
 # Heavier proof: run it in full before an issue is closed.
 test-long: $(VENV)/.installed-dev $(PROMETHEUS) soak gpu-emulate
 	$(PYTEST) $(TEST_WORKERS) -m long
+	$(PYTEST) $(TEST_WORKERS) --hypothesis-profile long -m "hypothesis and not containers and not trl"
 
 # Trainers and evaluations of others, as they are published, against real services.
 test-trl: $(VENV)/.installed-trl

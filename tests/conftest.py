@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -28,12 +29,12 @@ ARTIFACT_FILES = (
 """Tests that build something, or compile kernels for devices, bear the mark `artifacts`."""
 
 
-with suppress(ImportError):  # tests/gpu also runs where it is not installed
-    from hypothesis import settings
+with suppress(ImportError):  # tests/gpu also runs where they are not installed
+    from tests.support import examples
+    from tests.support.workers import remembered
 
-    # A busy machine is no fault.
-    settings.register_profile("tests", deadline=None)
-    settings.load_profile("tests")
+    examples.install()
+    remembered.install()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,6 +59,14 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Forked workers run no tests that start processes: folders of these are not even read."""
+    if config.getoption(forked_workers.OPTION):
+        name = f"{collection_path.relative_to(config.rootpath)}/"
+        return name.startswith(PROCESS_FOLDERS) or None
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks tests, and begins with those that wait for processes: the others fill up what is left
     of the workers' time, file by file."""
@@ -74,8 +83,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
-    # Looked for at each 700 new objects, garbage takes a sixteenth of the time.
-    gc.set_threshold(7_000)
+    # Looked for at each 700 new objects, garbage takes a sixteenth of the time, at each 7,000 a
+    # thirtieth.
+    gc.set_threshold(50_000)
     # A worker has one core, and OpenMP's threads spin while they wait for each other: beside a busy
     # core two were ten times slower than one. Tests of several threads ask for them.
     if torch := sys.modules.get("torch"):

@@ -144,7 +144,7 @@ class PagePool:
             for page in pages:
                 counted[page] += 1
         assert counted == self._references, "references without a holder, or the reverse"
-        assert {p for p, n in enumerate(counted) if n == 0} == set(self._free)
-        for key, page in self._by_key.items():
-            assert self._keys[page] == key
-        assert sum(key is not None for key in self._keys) == len(self._by_key)
+        assert len(self._free) == counted.count(0)
+        assert not any(map(counted.__getitem__, self._free))
+        assert list(map(self._keys.__getitem__, self._by_key.values())) == list(self._by_key)
+        assert self.num_pages - self._keys.count(None) == len(self._by_key)

@@ -57,6 +57,15 @@ def catalog_file(migrated_file: Path, tmp_path: Path) -> Path:
     return Path(shutil.copyfile(migrated_file, tmp_path / "catalog.sqlite3"))
 
 
+@pytest.fixture
+def data_dir(migrated_file: Path, tmp_path: Path) -> Path:
+    """The folder of one test's store, which has an empty catalog."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    shutil.copy(migrated_file, folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def s3_endpoint(tmp_path_factory) -> Iterator[str]:
     """An S3 server in a process of its own."""

@@ -55,8 +55,8 @@ class Parts:
 
 
 @pytest.fixture
-def parts(tmp_path):
-    parts = Parts(tmp_path)
+def parts(catalog_file):
+    parts = Parts(catalog_file.parent)
     yield parts
     parts.catalog.close()
 

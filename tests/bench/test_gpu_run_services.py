@@ -101,8 +101,9 @@ def test_packages_that_are_missing_are_named(tmp_path, monkeypatch):
 
 @pytest.fixture
 def bare(tmp_path, monkeypatch) -> Path:
-    """A checkout without the generated modules, next to a pack that has them."""
+    """A checkout of one package without its generated modules, next to a pack that has them."""
     folder.pack_stubs(tmp_path / "pack")
+    monkeypatch.setattr(folder, "PACKAGES", ("loadout",))
     checkout = tmp_path / "checkout"
     for name in (*folder.PACKAGES, "protos"):
         ignored = shutil.ignore_patterns("__pycache__", "*_pb2*", "results", "assets", "lib")

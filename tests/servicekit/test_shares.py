@@ -25,6 +25,7 @@ from servicekit.shares import (
     Shares,
     limit_of,
 )
+from tests.support.examples import examples
 from tests.support.machine.limits import no_more_threads
 from tests.support.wait import TIMEOUT_S, until
 
@@ -122,7 +123,9 @@ class History(RuleBasedStateMachine):
         assert use.used == use.num_waiting == 0
 
 
-History.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+History.TestCase.settings = settings(
+    deadline=None, max_examples=examples(60), stateful_step_count=30
+)
 TestHistory = History.TestCase
 
 

@@ -6,6 +6,7 @@ clock           a clock that stands until a test moves it
 deploy          the objects that we deploy: manifests, rules, compose files, a real Envoy
 durations       properties of each test's report with the seconds of its phases and fixtures
 error_kinds     the kinds of errors that there are
+examples        how many examples the property tests try
 forked_cli      `loadout`, whose services are forks
 forked_program  the program of shells that stands for a fork
 forks           services and engines as processes that start at once

@@ -36,9 +36,8 @@ DIGEST = "sha256:" + "ab" * 32
 class Process:
     """The blocking half of a store on one folder; made anew, it is a process after a crash."""
 
-    def __init__(self, tmp_path, data_dir=None) -> None:
-        self.data_dir = data_dir or tmp_path / "data"
-        self.data_dir.mkdir(exist_ok=True)
+    def __init__(self, tmp_path, data_dir) -> None:
+        self.data_dir = data_dir
         self.catalog = Catalog(self.data_dir / "catalog.sqlite3", event_retention=100)
         self.blobs = LocalBlobs(self.data_dir)
         self.blobs.sweep_leftovers()
@@ -81,11 +80,15 @@ class Process:
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, migrated_file):
     """start(data_dir=None): a process on that folder, and the one before it is gone."""
     with contextlib.ExitStack() as stack:
 
         def make(data_dir=None) -> Process:
+            data_dir = data_dir or tmp_path / "data"
+            if not data_dir.exists():
+                data_dir.mkdir()
+                shutil.copy(migrated_file, data_dir)
             process = Process(tmp_path, data_dir)
             stack.callback(process.close)
             return process

@@ -32,14 +32,14 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def start(tmp_path, clock, monkeypatch):
+def start(tmp_path, data_dir, clock, monkeypatch):
     """start(): a store over tmp_path, with the catalog on a clock that tests turn."""
     monkeypatch.setattr(app, "Catalog", partial(Catalog, clock=clock))
 
     @asynccontextmanager
     async def start_store(**others):
         settings = StoreSettings(
-            data_dir=tmp_path / "data",
+            data_dir=data_dir,
             source_roots=(tmp_path,),
             layout_ttl_seconds=TTL.total_seconds(),
             collect_seconds=0.05,

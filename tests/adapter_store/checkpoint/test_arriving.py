@@ -13,6 +13,7 @@ from adapter_store.checkpoint.memory_files import MemoryFile, MemoryFolder
 from adapter_store.checkpoint.safetensors import read_header
 from adapter_store.checkpoint.scan import scan_tensors
 from adapter_store.errors import CorruptData
+from tests.support.examples import examples
 
 NAME = "adapter_model.safetensors"
 TENSORS = {
@@ -43,7 +44,7 @@ def records_of(data: bytes):
     return read_header(read_at, len(data), NAME, max_header_bytes=1 << 20, max_tensors=100)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(st.integers(1, 200), max_size=40))
 def test_hashes_are_those_of_the_file_however_it_is_cut(tmp_path_factory, sizes) -> None:
     data = save(TENSORS)
@@ -76,7 +77,7 @@ def test_bytes_behind_the_last_tensor_are_left_to_the_reader() -> None:
     assert arrive(data + b"x", [len(data)])[1].scanned(records_of(data)) is None
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.lists(st.binary(max_size=9), max_size=9), st.integers(0, 90), st.integers(0, 90))
 def test_a_file_in_pieces_reads_as_one(pieces, offset, length) -> None:
     file = MemoryFile(NAME)

@@ -14,6 +14,7 @@ from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.core import DataType, TargetKind
 from adapter_store.errors import CorruptData, InvalidAdapter, LimitExceeded
 from contract.adapter_files import is_adapter_file
+from tests.support.examples import examples
 from tests.support.store.checkpoints import CONFIG, Q0, WEIGHTS, A, B, pair, refusal
 
 
@@ -302,7 +303,7 @@ def substance(checkpoint: Checkpoint) -> object:
 
 
 @pytest.mark.slow
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(200))
 @given(
     name=st.sampled_from([CONFIG, WEIGHTS]),
     changes=st.lists(st.tuples(st.floats(0, 1), st.binary(max_size=3)), min_size=1, max_size=5),

@@ -13,6 +13,7 @@ from safetensors.torch import save
 from adapter_store.checkpoint.safetensors import TensorRecord, read_header
 from adapter_store.core import DataType
 from adapter_store.errors import InvalidAdapter
+from tests.support.examples import examples
 
 FILE = "adapter_model.safetensors"
 
@@ -169,7 +170,7 @@ def test_random_headers(header, num_bytes):
 VALID = save({"a.b": torch.zeros(2, 3), "c": torch.zeros(4, dtype=torch.bfloat16)})
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.lists(
         st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), min_size=1, max_size=4

@@ -21,6 +21,7 @@ from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
 from adapter_store.images.compile import compile_image
 from adapter_store.images.layout_checks import validate
 from contract.adapter_files import MLX_WEIGHTS_FILE
+from tests.support.examples import examples
 from tests.support.store.checkpoints import CONFIG, WEIGHTS
 from tests.support.store.trained_experts import FOLDERS
 from tests.support.store.trained_experts import layout as experts_layout
@@ -156,7 +157,7 @@ def test_a_number_is_no_tensor(tmp_path, kind, name):
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_their_shapes(tmp_path, kind, data):
     adapter = ADAPTERS[kind]

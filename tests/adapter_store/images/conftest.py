@@ -13,13 +13,13 @@ from tests.support.store.images import Steps
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, data_dir):
     """start(**settings): a store over tmp_path/data that may read adapters under tmp_path."""
 
     @asynccontextmanager
     async def start_store(**settings):
         values = {
-            "data_dir": tmp_path / "data",
+            "data_dir": data_dir,
             "source_roots": (tmp_path,),
             "compile_workers": 1,
             **settings,

@@ -22,6 +22,7 @@ from adapter_store.core import DataType, Layout, SegmentKind, Target, TargetKind
 from adapter_store.errors import CorruptData, IncompatibleAdapter
 from adapter_store.images.compile import Image, compile_image, compile_parts, trailer_sha256
 from adapter_store.images.plan import plan_image
+from tests.support.examples import examples
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Q0 = "model.layers.0.self_attn.q_proj"
@@ -158,7 +159,7 @@ def test_layer_without_weights_has_no_part(make_adapter, make_layout):
     assert plan.parts == ((0, plan.total_bytes),)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(50))
 @given(data=st.data())
 def test_segments_never_overlap(data, make_layout):
     dtype = data.draw(st.sampled_from(list(DataType)))

@@ -80,7 +80,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert made.largest_free_bytes == self.allocator.largest_free_bytes
 
 
-AllocatorMachine.TestCase.settings = settings(max_examples=40, deadline=None)
+AllocatorMachine.TestCase.settings = settings(max_examples=15, deadline=None)
 TestAllocator = AllocatorMachine.TestCase
 
 

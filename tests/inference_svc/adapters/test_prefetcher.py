@@ -20,6 +20,7 @@ from inference_svc.adapters.residency import build_residency
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostCopy, HostTier
 from inference_svc.errors import AdapterNotFound, NoRoom
+from tests.support.examples import examples
 from tests.support.inference.memory_store import make_image
 
 IMAGE_BYTES = make_image("x", 4).header.total_bytes
@@ -356,5 +357,5 @@ def make_case(machine: Any, max_examples: int) -> Any:
     return machine.TestCase
 
 
-TestArena = make_case(Traffic, 60)
+TestArena = make_case(Traffic, examples(60))
 TestHostTier = pytest.mark.slow(make_case(TrafficWithHostTier, 12))

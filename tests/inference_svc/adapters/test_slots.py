@@ -110,7 +110,7 @@ class SlotsMachine(RuleBasedStateMachine):
         assert self.slots.admits(header("largest", 6))
 
 
-SlotsMachine.TestCase.settings = settings(max_examples=40, deadline=None)
+SlotsMachine.TestCase.settings = settings(max_examples=15, deadline=None)
 TestSlots = SlotsMachine.TestCase
 
 

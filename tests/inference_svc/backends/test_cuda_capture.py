@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from bench.gpu_launches import (
     META,
@@ -75,6 +74,8 @@ class Checked:
         """All that a recording holds of each launch, tensors by where they lie."""
 
         def place(leaf: Any) -> Any:
+            if isinstance(leaf, list | tuple):
+                return tuple(map(place, leaf))
             if not isinstance(leaf, Tensor):
                 return leaf
             at = noted.allocated.get(storage_id(leaf), self.places.get(storage_id(leaf)))
@@ -82,7 +83,8 @@ class Checked:
             return at, leaf.storage_offset(), tuple(leaf.shape), leaf.stride(), leaf.dtype
 
         def describe(launch: Launch) -> tuple:
-            return launch.name, launch.grid, tree_map(place, launch.arguments)
+            arguments = {name: place(value) for name, value in launch.arguments.items()}
+            return launch.name, launch.grid, arguments
 
         return [describe(launch) for launch in noted.launches]
 

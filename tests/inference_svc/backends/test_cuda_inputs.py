@@ -15,6 +15,7 @@ from inference_svc.backends.cuda_shapes import StepKind, StepShape
 from inference_svc.core import Batch, BatchRow, Request, SamplingParams, Sequence
 from inference_svc.model.inputs import StepInputs
 from kernels.streams import Streams
+from tests.support.examples import examples
 
 CPU = torch.device("cpu")
 PAGE_SIZE, MAX_PAGES, MAX_TOKENS, MAX_ROWS = 4, 10, 100, 6
@@ -99,7 +100,7 @@ def check(device: Device, batch: Batch) -> None:
         assert pages == sequence.page_ids[: len(pages)]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_steps_arrive_whole(seed: int) -> None:
     """Sequences come, grow, change places, are preempted, and go; some steps are given up."""

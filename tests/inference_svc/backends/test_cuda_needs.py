@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from bench.gpu_launches import META, Launch, launches, noted_kernels
+from bench.gpu_launches import META, Launch, launches, noted_kernels, tensors_in
 from inference_svc.adapters.targets import lora_groups
 from inference_svc.backends import cuda_needs
 from inference_svc.backends.cuda import CudaBackend
@@ -50,10 +49,10 @@ class LiveBytes(TorchDispatchMode):
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {each._cdata for each in _storages((args, kwargs))}
+        given = {each._cdata for each in _storages((args, kwargs or {}))}
         result = func(*args, **(kwargs or {}))
         self._live = {key: pair for key, pair in self._live.items() if not pair[0].expired()}
-        for storage in _storages(result):
+        for storage in _storages((result,)):
             if storage._cdata not in given and storage._cdata not in self._live:
                 self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, sum(size for _, size in self._live.values()))
@@ -61,8 +60,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _storages(values: Any) -> list[torch.UntypedStorage]:
-    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-    return [tensor.untyped_storage() for tensor in tensors]
+    return [tensor.untyped_storage() for tensor in tensors_in(values)]
 
 
 @contextmanager

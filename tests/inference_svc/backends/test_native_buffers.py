@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from inference_svc.backends.native_buffers import BatchPages, StepArrays
 from inference_svc.core import Batch, BatchRow, Request, SamplingParams, Sequence
 from inference_svc.model.inputs import StepInputs
+from tests.support.examples import examples
 
 PAGE_SIZE = 4
 
@@ -53,7 +54,7 @@ def check_padding(arrays: StepArrays, num_rows: int) -> None:
     assert (arrays.cells[num_rows:6] == 77 * PAGE_SIZE).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 2**32))
 def test_step_after_step(seed: int) -> None:
     """Sequences grow, are recomputed on other pages, change places and leave."""

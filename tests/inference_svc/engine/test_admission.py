@@ -37,6 +37,7 @@ from inference_svc.engine.scheduler import Limits, Scheduler
 from inference_svc.engine.step_times import StepTimes
 from inference_svc.engine.throughput import Throughput
 from tests.inference_svc.engine.server import Server
+from tests.support.examples import examples
 from tests.support.inference.world import World
 
 
@@ -136,7 +137,7 @@ def test_flood_of_one_adapter_delays_no_other(is_aged: bool) -> None:
     assert admission.refusal(request(1, "t", "b", deadline_s=99.0 + 0.05), 99.0) is not None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from("abcd"), st.integers(0, 1), st.integers(1, 12), st.booleans()),

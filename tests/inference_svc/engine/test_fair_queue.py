@@ -14,6 +14,7 @@ from inference_svc.core import Request, SamplingParams, Sequence
 from inference_svc.engine.fair_queue import GENERATED_WEIGHT, FairQueue
 from inference_svc.engine.prices import Prices
 from tests.inference_svc.engine.server import NEVER_S, Server
+from tests.support.examples import examples
 
 
 def cost(request: Request) -> int:
@@ -25,7 +26,7 @@ shapes = st.tuples(st.integers(1, 60), st.integers(1, 20))
 
 
 @pytest.mark.parametrize("ageing_s", [3.0, NEVER_S], ids=["aged", "young"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.integers(1, 300),
     st.integers(1, 6),

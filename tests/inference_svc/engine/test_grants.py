@@ -16,6 +16,7 @@ from inference_svc.engine.grants import (
     share_step,
 )
 from inference_svc.engine.prices import FREE, Prices
+from tests.support.examples import examples
 
 PRICES = Prices(logits=0.5, logprobs=1.5, sort=10.0, listed=0.1)
 
@@ -139,7 +140,7 @@ def test_a_dear_choice_starves_no_prompt(num_plain: int) -> None:
     assert granted([dear, *plain], 20, PRICES)[1] >= 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -66,7 +66,7 @@ class PagesMachine(RuleBasedStateMachine):
         self.pool.check_integrity(self.holders)
 
 
-PagesMachine.TestCase.settings = settings(max_examples=40, deadline=None)
+PagesMachine.TestCase.settings = settings(max_examples=15, deadline=None)
 TestPages = PagesMachine.TestCase
 
 

@@ -13,6 +13,7 @@ from inference_svc.engine.pages import PagePool
 from inference_svc.engine.places import MAX_REMEMBERED, TURN_TOKENS, WAIT_S, Places
 from inference_svc.engine.scheduler import Limits, Scheduler
 from tests.inference_svc.engine.server import AllResident, Server
+from tests.support.examples import examples
 
 STEP_S = 0.05
 LONG = 900
@@ -150,7 +151,7 @@ def test_tenants_that_were_served_are_forgotten() -> None:
     assert len(places._started_s) == MAX_REMEMBERED
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.engine.round_robin import DeficitRoundRobin
+from tests.support.examples import examples
 
 charges = st.lists(st.integers(1, 700), min_size=1, max_size=5)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(1, 500), st.lists(charges, min_size=2, max_size=6))
 def test_lead_is_bounded_by_quantum_and_charge(quantum: int, patterns: list[list[int]]) -> None:
     members = DeficitRoundRobin(quantum)

@@ -23,6 +23,7 @@ from inference_svc.core import (
 )
 from inference_svc.engine import sampler as sampler_module
 from inference_svc.engine.sampler import NOT_FINITE, Sampler, uniform, uniforms
+from tests.support.examples import examples
 
 VOCAB = 40
 EOS = 3
@@ -64,7 +65,7 @@ def test_greedy_takes_the_largest() -> None:
     assert sample(values, *greedy) == values.argmax(-1).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.integers(0, 2**64 - 1),
     st.integers(0, 12),
@@ -290,7 +291,7 @@ def test_many_logprobs_stay_arrays() -> None:
         assert len(pickle.dumps(token)) < 1000 + 8 * found.num_top
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.sampled_from([0, 3, 12]),
     st.sampled_from([0.3, 0.9, 1.0]),
@@ -359,7 +360,7 @@ def explained(token: SampledToken) -> object:
 
 
 @pytest.mark.parametrize("has_device_memory", [False, True])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     faulty=st.lists(
         st.tuples(

@@ -13,6 +13,7 @@ from inference_svc.core import BASE_SLOT, Batch, Request, SampledToken, Sampling
 from inference_svc.engine.pages import PagePool
 from inference_svc.engine.scheduler import Limits, Scheduler
 from inference_svc.engine.settle import Settler
+from tests.support.examples import examples
 
 
 @dataclass
@@ -111,7 +112,7 @@ request_lists = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(request_lists, st.integers(8, 24), st.integers(1, 16), st.integers(4, 20))
 def test_every_request_is_served_within_limits(
     requests: list[tuple[list[int], int, str, int]], pages: int, chunk: int, budget: int

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from inference_svc.core import Request, SamplingParams, Sequence
 from inference_svc.engine.siblings import Siblings
+from tests.support.examples import examples
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(st.sampled_from(["", "a", "b"]), min_size=1, max_size=12),
     st.lists(st.tuples(st.sampled_from(["compute", "remove", "pop"]), st.integers(0, 11))),

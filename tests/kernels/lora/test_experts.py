@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kernels import lora
 from kernels.lora import BASE_SLOT, LoraPlan, LoraTable, native, reference
 from kernels.lora.plan import TILE_TOKENS
+from tests.support.examples import examples
 from tests.support.kernels.adapters import without_views
 from tests.support.kernels.mixtures import EXPERTS, GROUP, MIXED, OUT, RATIOS, SLOTS, mixture
 from tests.support.kernels.parts import join, join_native
@@ -67,7 +68,7 @@ PAIRS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(ranks=RANKS, rows=PAIRS, dtype=st.sampled_from(list(RATIOS)), shares_a=st.booleans())
 def test_any_mixture_on_a_cpu(assert_close, ranks, rows, dtype, shares_a):
     made = mixture(ranks, dtype, shares_a=shares_a)

@@ -20,6 +20,7 @@ from kernels.lora import (
     native,
     reference,
 )
+from tests.support.examples import examples
 from tests.support.native import native_library
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -129,7 +130,7 @@ ROWS = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(rows=ROWS, dtype=st.sampled_from(DTYPES))
 def test_a_row_is_the_same_bits_alone_and_in_any_batch(make_adapters, rows, dtype):
     """Also where it is prefilled in one run, in pieces, or token by token."""

@@ -16,6 +16,7 @@ from kernels.experts import sort_pairs
 from kernels.lora import BASE_SLOT, LoraPlan, LoraTable, TokenOrder, reference
 from kernels.lora.plan import ITEM_NOTHING, ITEM_ROWS, ITEM_TILE, ROWS_TOKENS, TILE_TOKENS
 from kernels.lora.table import MixPart
+from tests.support.examples import examples
 from tests.support.kernels.adapters import without_views
 from tests.support.kernels.mixtures import EXPERTS, GROUP, MIXED, RATIOS, mixture
 
@@ -93,7 +94,7 @@ STEPS = st.lists(
 CHOICES = st.sampled_from([(1, 1), (3, 2), (3, 3), (8, 2)])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(rows=STEPS, choice=CHOICES, seed=st.integers(0, 99), knows_slots=st.booleans())
 def test_the_definition_plans_the_rows_that_the_host_would(rows, choice, seed, knows_slots):
     """Pairs in that order, each given as a row of its own, or with those of its expert."""

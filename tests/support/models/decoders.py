@@ -63,8 +63,13 @@ class Decoder:
         assert rest == 0
         starts = range(0, len(token_ids), length)
         sequences = [self.add(token_ids[: start + length]) for start in starts]
-        for sequence, start in zip(sequences[1:], starts[1:], strict=True):
-            self.step([(sequence, 0, start, True)])
+        before = [
+            (sequence, 0, start, True)
+            for sequence, start in zip(sequences[1:], starts[1:], strict=True)
+        ]
+        # The longest with the shortest, and so on: each two have the tokens of one sequence.
+        while before:
+            self.step([before.pop(at) for at in (-1, 0)[: len(before)]])
         steps = [
             self.step(
                 [
@@ -151,4 +156,4 @@ class NoAdapters:
         """No adapter replaces any."""
 
 
-MAX_TOKENS, NUM_CELLS = 120, 400
+MAX_TOKENS, MAX_LEN, NUM_CELLS = 120, 400, 800

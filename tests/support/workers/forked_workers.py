@@ -197,8 +197,13 @@ class Reports:
         self._connection = connection
         self._config = config
         self._reports: list[dict[str, Any]] = []
+        # Only these read of phases that have passed and said nothing.
+        options = config.option
+        self._sends_all = options.durations is not None or getattr(options, "xmlpath", None)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.passed and report.when != "call" and not report.sections and not self._sends_all:
+            return
         hook = self._config.hook
         data = hook.pytest_report_to_serializable(config=self._config, report=report)
         self._reports.append(data)
