@@ -73,8 +73,8 @@ class Launch(NamedTuple):
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yields the tensors among values, also within lists, tuples and dicts. `torch.utils._pytree` takes
-    many times as long, and most of a traced step."""
+    """Yields the tensors among values, also within lists, tuples and dicts. torch's own functions
+    for trees would take most of the time of a traced step."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -14,7 +14,7 @@ from tests.support.store.served import Served, serving
 
 
 @pytest.fixture
-def serve(tmp_path):
+def serve(tmp_path, data_dir):
     """serve(**settings): a served store over tmp_path/data that may read what tmp_path holds."""
     with serving(tmp_path) as start:
         yield start

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,10 +58,12 @@ def lost(name: str, before: int, behind: int = 0) -> Request:
     return Request(name, prompt, SamplingParams(max_tokens=4), arrival_s=time.monotonic())
 
 
-@pytest.fixture
-def sound(make: Callable[[], Engine]) -> dict[str, list[int]]:
+@pytest.fixture(scope="module")
+def sound(model_folder: Path) -> dict[str, list[int]]:
     """The tokens of sound requests."""
-    found = tokens_of(make().run(requests()))
+    engine = Engine(model_folder)
+    found = tokens_of(engine.run(requests()))
+    engine.built.puller.close()
     assert all(FAULTY not in tokens for tokens in found.values())
     return found
 

@@ -70,8 +70,10 @@ def test_followers_disturb_no_other_tenant(policy: VersionPolicy, steps_per_push
         waits.append(trainer.num_steps - began)
     assert max(waits) <= 8 + 10, "prompts of four tokens, eight more, and little waiting"
     for _ in range(1000):
+        if trainer.num_done > 10:
+            return
         trainer.step()
-    assert trainer.num_done > 10
+    pytest.fail("followers do not end")
 
 
 def test_a_version_that_is_passed_over_is_not_waited_for() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.core import BatchRow, Request, SamplingParams, Sequence
+from inference_svc.engine.messages import Output
 from inference_svc.engine.step_limit import GOOD_STEPS, StepLimit
 from inference_svc.errors import OutOfDeviceMemory
 from inference_svc.model.inputs import StepInputs
@@ -45,13 +47,23 @@ def make_scarce(engine: Engine, suffices: Callable[[StepInputs], bool]) -> Scarc
     return engine.backend.transformer
 
 
+@pytest.fixture(scope="module")
+def wanted(model_folder: Path) -> dict[str, list[Output]]:
+    """What requests get where memory suffices."""
+    plenty = Engine(model_folder)
+    found = plenty.run(requests())
+    assert plenty.engine.commands.describe().counters["step_out_of_memory"] == 0
+    plenty.built.puller.close()
+    return found
+
+
 @pytest.mark.parametrize("most", [1, 3, 10, 40])
 def test_all_requests_get_the_tokens_that_they_would_have(
-    make: Callable[[], Engine], most: int
+    make: Callable[[], Engine], wanted: dict[str, list[Output]], most: int
 ) -> None:
-    plenty, scarce = make(), make()
+    scarce = make()
     model = make_scarce(scarce, lambda inputs: len(inputs.token_ids) <= most)
-    wanted, found = plenty.run(requests()), scarce.run(requests())
+    found = scarce.run(requests())
     assert tokens_of(found) == tokens_of(wanted)
     explained = [[o.logprobs for o in outputs["3"]] for outputs in (wanted, found)]
     for one, other in zip(*explained, strict=True):
@@ -60,15 +72,15 @@ def test_all_requests_get_the_tokens_that_they_would_have(
     status = scarce.engine.commands.describe()
     assert status.counters["step_out_of_memory"] == model.num_refused > 0
     assert status.gauges["step_token_limit"] == scarce.limit.tokens < MAX_TOKENS
-    assert plenty.engine.commands.describe().counters["step_out_of_memory"] == 0
 
 
 def test_choosing_tokens_may_run_out_too(
-    make: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], Engine],
+    wanted: dict[str, list[Output]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After it has changed the logits: they are computed again."""
-    plenty, scarce = make(), make()
-    wanted = plenty.run(requests())
+    scarce = make()
     sample = type(scarce.engine.runner.sampler).sample
 
     def sample_few(self: Any, logits: Tensor, sequences: list[Sequence], argmax: Any) -> Any:

@@ -350,7 +350,7 @@ def test_callers_take_turns_with_the_parser() -> None:
 
         async def parse(account: str) -> None:
             CALLER.set(account)
-            arriving = Arriving(layout_of(40_000))
+            arriving = Arriving(layout_of(10_000))
             arriving.release.set()
             await read(reader, arriving, LAYOUT)
             order.append(account)
