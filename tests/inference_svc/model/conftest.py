@@ -21,7 +21,6 @@ from inference_svc.model.layers import Linear
 from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import load_weights
 from tests.support.models.decoders import (
-    MAX_LEN,
     MAX_TOKENS,
     NUM_CELLS,
     Decoder,
@@ -98,7 +97,7 @@ def load_decoder() -> Callable[..., Decoder]:
         page_size: int = 4,
         path: str = "torch",
         adapters: AdapterOps | None = None,
-        max_model_len: int = MAX_LEN,
+        max_model_len: int = NUM_CELLS,
     ) -> Decoder:
         description = load_description(folder).for_length(max_model_len)
         cache = KVCaches.allocate(

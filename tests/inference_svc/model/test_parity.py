@@ -16,6 +16,8 @@ from tests.support.models.whole_models import WHOLE
 from tests.support.pairs import pairs
 
 NUM_TOKENS = 100
+ENDS, NUM_DECODED = (8, 27, 50, 73, 100), 8
+"""Where rows end that decode so many tokens: the first with no context, the others with more."""
 
 
 @pytest.mark.parametrize("path", ["torch", "native"])
@@ -88,7 +90,9 @@ def test_logits(name, dtype, path, oracle_of, load_decoder, relative_rms):
     assert got.dtype == torch.float32
     assert error(got) <= tolerance
     # The same one by one: decode rows over a paged context.
-    assert error(decoder.decoded_logits(oracle.token_ids, num_rows=10)) <= tolerance
+    decoded = decoder.decoded_logits(oracle.token_ids, ENDS, NUM_DECODED)
+    expected = torch.stack([expected[end - NUM_DECODED : end] for end in ENDS]).flatten(0, 1)
+    assert error(decoded.flatten(0, 1)) <= tolerance
 
 
 def test_fp16(random_model, save_model, load_decoder, relative_rms):

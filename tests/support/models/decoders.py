@@ -56,30 +56,25 @@ class Decoder:
             parts.append(self.every_logit((sequence, start, count, True)))
         return torch.cat(parts)
 
-    def decoded_logits(self, token_ids: Sequence[int], num_rows: int) -> torch.Tensor:
-        """Logits after every token, each computed by a row of one token. So many rows decode side
-        by side, each the next part of the sequence, with the parts before it as its context."""
-        length, rest = divmod(len(token_ids), num_rows)
-        assert rest == 0
-        starts = range(0, len(token_ids), length)
-        sequences = [self.add(token_ids[: start + length]) for start in starts]
-        before = [
-            (sequence, 0, start, True)
-            for sequence, start in zip(sequences[1:], starts[1:], strict=True)
-        ]
-        # The longest with the shortest, and so on: each two have the tokens of one sequence.
-        while before:
-            self.step([before.pop(at) for at in (-1, 0)[: len(before)]])
+    def decoded_logits(
+        self, token_ids: Sequence[int], ends: Sequence[int], num_tokens: int
+    ) -> torch.Tensor:
+        """Logits [row, token] after the last `num_tokens` before each of `ends`, each computed by a
+        row of one token. The rows decode side by side, with all tokens before as their context."""
+        sequences = [self.add(token_ids[:end]) for end in ends]
+        for sequence, end in zip(sequences, ends, strict=True):
+            if end > num_tokens:
+                self.step([(sequence, 0, end - num_tokens, True)])
         steps = [
             self.step(
                 [
-                    (sequence, start + at, 1, True)
-                    for sequence, start in zip(sequences, starts, strict=True)
+                    (sequence, end - left, 1, True)
+                    for sequence, end in zip(sequences, ends, strict=True)
                 ]
             )
-            for at in range(length)
+            for left in range(num_tokens, 0, -1)
         ]
-        return torch.stack(steps, dim=1).flatten(0, 1)
+        return torch.stack(steps, dim=1)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -156,4 +151,4 @@ class NoAdapters:
         """No adapter replaces any."""
 
 
-MAX_TOKENS, MAX_LEN, NUM_CELLS = 120, 400, 800
+MAX_TOKENS, NUM_CELLS = 120, 400
