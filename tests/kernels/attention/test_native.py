@@ -119,7 +119,9 @@ def test_any_batch(make_case, make_sinks, assert_close, rows, window, group, pag
     is_tiled=[False, True],
     dtype=DTYPES,
 )
-def test_sinks(library, make_case, make_sinks, assert_close, set_threads, limits, is_tiled, dtype):
+def test_sinks(
+    library, definition, make_case, make_sinks, assert_close, set_threads, limits, is_tiled, dtype
+):
     """All rows together, and alone: a long row of few queries is then split among the threads.
     `limits`: the window and the cap of scores."""
     window, softcap = limits
@@ -128,7 +130,7 @@ def test_sinks(library, make_case, make_sinks, assert_close, set_threads, limits
         rows, num_heads=6, head_dim=32, page_size=16, dtype=dtype, is_tiled=is_tiled
     )
     options = {"scale": 32**-0.5, "window": window, "softcap": softcap, "sinks": make_sinks(6)}
-    wanted = reference.attend(q, cache, 1, plan, **options)
+    wanted = definition(("sinks", limits, dtype), q, cache, 1, plan, **options)
     set_threads(2)
     together = native.attend(q, cache, 1, plan, library=library, **options)
     assert_close("out", wanted, together, TOLERANCES[dtype])
@@ -219,13 +221,15 @@ def test_parts_do_not_depend_on_the_chunk_where_they_grow(library, make_case, wi
             assert torch.equal(got, whole[start:end]), f"{first} + {start} .. {end}"
 
 
-def test_a_window_that_touches_most_parts_is_split(library, make_case, assert_close, set_threads):
+def test_a_window_that_touches_most_parts_is_split(
+    library, definition, make_case, assert_close, set_threads
+):
     """The first and last cell lie in parts of their own: 18 of 512 cells, computed apart."""
     set_threads(2)
     options = {"scale": 0.3, "window": 8192}
     q, cache, plan = make_case([(8702, 8)], head_dim=32, page_size=16, is_tiled=True)
     got = native.attend(q, cache, 1, plan, library=library, **options)
-    assert_close("out", reference.attend(q, cache, 1, plan, **options), got, 4e-6)
+    assert_close("out", definition("most parts", q, cache, 1, plan, **options), got, 4e-6)
     for i in range(len(q)):
         own = row_of(plan, i, i + 1)
         alone = native.attend(q[i : i + 1], cache, 1, own, library=library, **options)
