@@ -15,6 +15,7 @@ from adapter_store.images.pull import ImageChunk, Pulls
 from adapter_store.registration.registrar import Registration
 from servicekit.refs import AdapterName
 from servicekit.shares import Shares
+from tests.support.wait import until_async
 
 
 async def register(store: Store, folder, name: str = "a", **asked):
@@ -83,6 +84,8 @@ def scenario(
             )
             async with asyncio.timeout(SECONDS):
                 await test(store, pulls, ImageKey(digest, layout_id), folder)
+            # Bytes may have been read before their file is complete.
+            await until_async(lambda: not store.images.num_in_progress)
             store.images.check_integrity()
 
     asyncio.run(main())
