@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from loadout.cli.output import CommandFailed
+from loadout.cli.output import CommandFailed, error_text
 from loadout.client import Client
 from loadout.errors import PermissionDenied
 from loadout.types import Adapter, ImageState
@@ -54,7 +54,9 @@ def loadable(client: Client, chosen: list[Chosen], count: int) -> list[str]:
     try:
         pinned = {each.digest for each in client.residents() if each.pinned}
     except PermissionDenied as error:
-        raise CommandFailed(f"--loads: {error} (--loads 0 leaves loads out)") from error
+        raise CommandFailed(
+            f"--loads: {error_text(error, '; --loads 0 leaves loads out')}"
+        ) from error
     left_out = [each.ref for each in chosen if each.adapter.digest in pinned]
     found = [each.ref for each in chosen if each.adapter.digest not in pinned]
     if not found:

@@ -23,7 +23,7 @@ from rich.filesize import decimal
 from loadout._routing.addresses import split
 from loadout.cli import options
 from loadout.cli.connection import Connection, connects
-from loadout.cli.output import CommandFailed, new_file, time_stamp
+from loadout.cli.output import CommandFailed, error_text, new_file, time_stamp
 from loadout.errors import LoadoutError
 from loadout.retry import RetryPolicy
 from loadout.types import DebugPart
@@ -132,7 +132,8 @@ def _collect(
             for part in islice(stream(timeout_s=timeout_s), MAX_PARTS):
                 members.append(_member_of(folder, part))
     except (LoadoutError, CommandFailed) as error:
-        why = f"{type(error).__name__}: {error}"
+        text = error_text(error) if isinstance(error, LoadoutError) else str(error)
+        why = f"{type(error).__name__}: {text}"
         members.append(_missing(f"{folder}/rest" if members else folder, why))
     return Report(folder, address, members, time.monotonic() - start_s, why)
 

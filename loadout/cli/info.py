@@ -6,7 +6,7 @@ from rich.filesize import decimal
 
 from loadout.cli import options
 from loadout.cli.connection import Connection, connects, only_replica
-from loadout.cli.output import CommandFailed, new_table, print_json, table_console
+from loadout.cli.output import CommandFailed, error_text, new_table, print_json, table_console
 from loadout.errors import LoadoutError
 from loadout.types import ServerInfo, StoreStatus, TierStatus
 
@@ -57,12 +57,12 @@ def info(
         table_console().print(table)
     for part in (server, status):
         if isinstance(part, LoadoutError):
-            raise CommandFailed(str(part))
+            raise CommandFailed(error_text(part))
 
 
 def _server_rows(server: ServerInfo | LoadoutError) -> list[tuple[str, str]]:
     if isinstance(server, LoadoutError):
-        return [("error", str(server))]
+        return [("error", error_text(server))]
     limits = server.limits
     rows = [
         ("base model", server.base_model),
@@ -93,7 +93,7 @@ def _server_rows(server: ServerInfo | LoadoutError) -> list[tuple[str, str]]:
 
 def _store_rows(store: StoreStatus | LoadoutError) -> list[tuple[str, str]]:
     if isinstance(store, LoadoutError):
-        return [("error", str(store))]
+        return [("error", error_text(store))]
     return [
         ("version", store.version),
         ("adapters", str(store.adapters)),

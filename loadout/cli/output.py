@@ -63,7 +63,7 @@ def to_json(value: Any) -> Any:
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, LoadoutError):
-        return {"error": str(value), "code": value.code}
+        return {"error": str(value), "code": value.code, "reason": value.reason}
     if isinstance(value, Mapping):
         return {str(key): to_json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -15,7 +15,7 @@ from rich.live import Live
 from loadout.cli import options
 from loadout.cli.connection import Connection, connects, only_replica
 from loadout.cli.help import CONNECTION
-from loadout.cli.output import CommandFailed, print_json, table_console
+from loadout.cli.output import CommandFailed, error_text, print_json, table_console
 from loadout.cli.top_overview import Sample, overview
 from loadout.cli.top_view import MAX_RESIDENTS, View
 from loadout.client import Client
@@ -83,7 +83,7 @@ def top(
             else:
                 console.print(view.update(overview(now, before)))
             if now.errors:
-                raise CommandFailed(str(now.errors[0]))
+                raise CommandFailed(error_text(now.errors[0]))
             return
         first = dataclasses.replace(view.update(overview(before)), fills=True)
         with Live(first, console=console, screen=True, auto_refresh=False) as live:

@@ -20,6 +20,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from loadout.cli.output import error_text
 from loadout.cli.top_overview import AdapterRates, Overview, Tier, Traffic, idle_s
 from loadout.errors import LoadoutError
 from loadout.types import (
@@ -142,7 +143,7 @@ def _panel(
 ) -> RenderableType:
     body: RenderableType
     if isinstance(part, LoadoutError):
-        body = Text(f"no answer: {part}", style=f"bold {BAD}")
+        body = Text(f"no answer: {error_text(part)}", style=f"bold {BAD}")
     else:
         body = draw(part)
     style = BAD if isinstance(part, LoadoutError) else DIM

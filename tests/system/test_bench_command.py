@@ -95,7 +95,7 @@ def test_who_may_not_unload_hears_so_at_once(
     assert main(["bench", *QUICK, *places, "--adapter", "default/benched"]) == 1
     said = capfd.readouterr().err
     assert said.startswith("loadout: --loads: ")
-    assert said.endswith("(--loads 0 leaves loads out)\n")
+    assert said.endswith("; --loads 0 leaves loads out (PERMISSION_DENIED)\n")
 
 
 def test_what_is_no_baseline(bench: Callable[..., int], tmp_path: Path, capfd: Any) -> None:

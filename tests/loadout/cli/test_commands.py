@@ -436,6 +436,20 @@ def test_info_of_what_does_not_answer(run, running_system):
     assert "127.0.0.1:1" in err
 
 
+def test_info_and_top_print_the_reason_of_an_error(
+    run, running_system, fake_store, fail, metrics_address
+):
+    refusal = fail(grpc.StatusCode.PERMISSION_DENIED, reason="ROLE_REQUIRED", message="not yours")
+    fake_store.on("GetStoreStatus", refusal)
+    top = ("top", "--inference-metrics", metrics_address)
+    for command in (("info",), (*top, "--once")):
+        code, out, err = run(*command)
+        assert (code, err) == (1, "loadout: not yours (ROLE_REQUIRED)\n")
+        assert "not yours (ROLE_REQUIRED)" in out
+    for command in (("info", "--json"), (*top, "--json")):
+        assert json.loads(run(*command)[1])["store"]["reason"] == "ROLE_REQUIRED"
+
+
 def test_top_json(run, running_system, metrics_address):
     code, out, err = run("top", "--json", "--inference-metrics", metrics_address)
     assert (code, err) == (0, "")

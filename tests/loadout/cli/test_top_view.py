@@ -148,7 +148,11 @@ def test_json():
     found = json.loads(
         json.dumps(to_json(overview(now, Sample(DEAD, (), scraped(100), STORE, 10.0))))
     )
-    assert found["server"] == {"error": "Socket closed", "code": "UNAVAILABLE"}
+    assert found["server"] == {
+        "error": "Socket closed",
+        "code": "UNAVAILABLE",
+        "reason": "",
+    }
     traffic = found["traffic"]
     assert traffic["rates"]["tokens_per_second"] == 100
     assert traffic["latencies"]["first_token_seconds"]["p50"] == pytest.approx(0.01)
