@@ -85,6 +85,7 @@ from servicekit.rpc.server import (
     withdraw_ready,
 )
 from servicekit.rpc.tls import CertificateFiles, check_exposure
+from servicekit.settings.load import unknown_variables
 from servicekit.settings.types import split_address
 from servicekit.shares import INTERNAL, FairExecutor, Pace, Shares
 from servicekit.telemetry.metrics import Sample
@@ -452,7 +453,7 @@ async def serve(settings: StoreSettings) -> None:
     stop = stop_on_signals()
     async with running_store(settings) as running, reloading(settings, running.reloader):
         addresses = {"grpc": running.grpc_address, "metrics": running.metrics_address}
-        announce_ready(addresses, settings.ready_file)
+        announce_ready(addresses, settings.ready_file, unknown_variables(StoreSettings))
         interpreter_gc.resume()
         await stop.wait()
         logger.info("draining", extra={"grace_seconds": settings.grace_seconds})

@@ -92,6 +92,7 @@ from servicekit.rpc.server import (
     withdraw_ready,
 )
 from servicekit.rpc.tls import CertificateFiles, check_exposure
+from servicekit.settings.load import unknown_variables
 from servicekit.settings.types import split_address
 from servicekit.shares import Shares
 from servicekit.telemetry.metrics import Sample
@@ -149,6 +150,8 @@ async def _serve(config: InferenceSettings, stop: asyncio.Event) -> None:
             try:
                 text = await asyncio.to_thread(_load_tokenizer, config)
                 engine = await asyncio.to_thread(load)
+                speed, notes = engine.speed, machine.speed_notes + engine.speed.notes
+                facts = replace(facts, num_threads=speed.num_threads, speed_notes=notes)
                 await server.start(engine, text, facts)
                 interpreter_gc.resume()
                 await server.run(stop)
@@ -433,7 +436,7 @@ class InferenceServer:
             await self._start_http(self.http, service)
         await self._set_serving(True)
         self._metrics.describe_server(facts.base_model, facts.dtype, facts.device, facts.versions)
-        self._announce()
+        self._announce([*facts.speed_notes])
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop`, then drains. Raises EngineFailed when the engine has ended."""
@@ -567,13 +570,15 @@ class InferenceServer:
         )
         await server.start(app)
 
-    def _announce(self) -> None:
+    def _announce(self, warnings: list[str]) -> None:
         addresses = {"grpc": self.address, "metrics": self.metrics_address}
         if self.http is not None:
             addresses["http"] = self.http_address
         if self._config.log_prompts:
-            logger.warning("--log-prompts is on: callers' prompts are written into this log")
-        announce_ready(addresses, self._config.ready_file)
+            warnings.append("--log-prompts is on: callers' prompts are written into this log")
+            logger.warning(warnings[-1])
+        warnings += unknown_variables(InferenceSettings)
+        announce_ready(addresses, self._config.ready_file, warnings)
 
 
 def _parse_policy(text: str) -> Policy[Action]:

@@ -190,7 +190,7 @@ class InferenceSettings(ServiceSettings):
     adapters of --max-rank (for a mixture of experts at most a quarter of that memory), at most
     --max-loras adapters."""
 
-    host_memory: Annotated[OptionalBytes | None, MEMORY] = None
+    host_memory: Annotated[OptionalBytes | None, Level.COMMON, MEMORY] = None
     """Size of the host tier, which keeps adapters one copy away from the arena. Default on CUDA:
     four times the arena, at most a quarter of the host's available memory. Default on CPU: 0,
     because adapters are pulled directly into the arena."""
@@ -355,12 +355,20 @@ def _name_of(model: Path) -> str:
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The facts that decide on open settings. `free_bytes` of `total_bytes` are the device's memory
-    (CUDA only), `host_free_bytes` the host's free memory; None: unknown."""
+    (CUDA only), `host_free_bytes` the host's free memory; None: unknown. `why_no_device` is the
+    reason for which a CUDA device that the machine seems to have cannot be used."""
 
     has_cuda: bool
     free_bytes: int = 0
     total_bytes: int = 0
     host_free_bytes: int | None = None
+    why_no_device: str = ""
+
+    @property
+    def speed_notes(self) -> tuple[str, ...]:
+        """Sentences for operators, as `backends.speed_notes` has them."""
+        why = self.why_no_device
+        return (f"the CPU computes, not a GPU: {why}",) if why else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,7 +417,7 @@ def resolve(
     if device == "auto":
         device = "cuda" if machine.has_cuda else "cpu"
     elif device == "cuda" and not machine.has_cuda:
-        raise InvalidSetting("--device cuda: there is no CUDA device")
+        raise InvalidSetting(f"--device cuda: {machine.why_no_device or 'there is no CUDA device'}")
     if device == "cpu" and settings.host_memory_limit is not None:
         raise InvalidSetting("host-memory-limit: on a CPU, set memory-limit: it covers all memory")
     settings = resolve_model(settings, model).model_copy(update={"device": device})

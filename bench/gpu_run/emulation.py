@@ -26,6 +26,9 @@ class EmulatedFactory(cuda.CudaFactory):
     def supports(self, config: EngineConfig) -> bool:
         return True
 
+    def speed_notes(self, config: EngineConfig, num_threads: int) -> list[str]:
+        return []
+
     def device_memory(self, config: EngineConfig) -> None:
         return None
 

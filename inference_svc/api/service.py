@@ -68,6 +68,8 @@ class ServerFacts:
     has_tokenizer: bool = True
     eos_token_ids: tuple[int, ...] = ()
     experts: ExpertLayers | None = None
+    num_threads: int = 0
+    speed_notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

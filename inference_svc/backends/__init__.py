@@ -16,15 +16,16 @@ cuda_inputs     a step's inputs at fixed addresses, filled on the host and sent
 cuda_lora       a step's LoRA plans at fixed addresses
 cuda_needs      the device memory that it needs, computed without a device
 cuda_pages      the page table on the device, of which a step sends the new cells
+speed_notes     why a machine computes more slowly than it could, for operators
 slot_runs       which slots compute which tokens of a step
 magnitudes      DoRA's magnitudes, divided by the norms of the outputs that they scale, at load
 
 To add one: write `backends/NAME.py` (with `NAME_*.py` for its parts) and add its factory to
 `select.BACKENDS`, before the backends that it is preferred to. Its `BackendFactory`
 
-1. `supports` says whether it computes on `config.device` with these settings, and logs why not
-   where a user could expect it to; `features` names the parts of models that it computes: a
-   model that has more is refused at start by name;
+1. `supports` says whether it computes on `config.device` with these settings; `features` names the
+   parts of models that it computes: a model that has more is refused at start by name;
+   `speed_notes` says what would be faster, for the log, GetServerInfo and `loadout info`;
 2. `memory_needs` is arithmetic only, an upper bound, of reading the weights, too: the server is
    refused at start by it, and `tools.sizing` plans with it on machines without the device;
 3. `device_memory` asks the device for its free memory, if its memory is not the host's;

@@ -216,7 +216,13 @@ class BackendFactory(Protocol):
 
     def supports(self, config: EngineConfig) -> bool:
         """Returns whether the backend computes on `config.device` with these settings, on this
-        machine. Logs why not, if the settings would have it."""
+        machine. If the settings would have it, the notes of the backend that takes its place say
+        why not."""
+
+    def speed_notes(self, config: EngineConfig, num_threads: int) -> list[str]:
+        """Returns sentences for operators: why it computes more slowly on this machine than it
+        could, and which setting helps; see `backends.speed_notes`. `num_threads` compute on a
+        CPU."""
 
     def memory_needs(self, config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
         """Computes the needs, an upper bound, of sizes that are decided but `kv_bytes`,

@@ -33,6 +33,7 @@ from inference_svc.backends.cuda_needs import max_prompt_recordings, memory_need
 from inference_svc.backends.cuda_pages import PageTable
 from inference_svc.backends.cuda_shapes import StepKind, StepShape, StepShapes
 from inference_svc.backends.magnitudes import Magnitudes
+from inference_svc.backends.speed_notes import device_notes
 from inference_svc.backends.torch import LoraStep, score_slices
 from inference_svc.core import (
     Batch,
@@ -431,6 +432,11 @@ class CudaFactory:
 
     def supports(self, config: EngineConfig) -> bool:
         return torch.device(config.device).type == "cuda"
+
+    def speed_notes(self, config: EngineConfig, num_threads: int) -> list[str]:
+        name = torch.cuda.get_device_name(config.device)
+        capability = torch.cuda.get_device_capability(config.device)
+        return device_notes(name, capability, tuning.measured_devices())
 
     def memory_needs(self, config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
         return memory_needs(config, decoder)

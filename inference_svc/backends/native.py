@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -31,8 +30,10 @@ from inference_svc.backends.native_experts import routings_bytes
 from inference_svc.backends.native_lora import MAX_EXPERTS_TARGETS, NativeLoraOps, norm_role
 from inference_svc.backends.native_program import NativeTransformer
 from inference_svc.backends.slot_runs import scored_indices, scored_slot_runs
+from inference_svc.backends.speed_notes import native_notes, thread_notes
 from inference_svc.backends.torch import most_targets, step_bytes
 from inference_svc.core import Batch, EngineConfig, ScoredRun, scored_runs, scored_slices
+from inference_svc.host.cpus import usable_cores, usable_cpus
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.parameters import parameters, weights_bytes
@@ -43,9 +44,8 @@ from kernels.host_memory import Slab, allocate_host
 from kernels.linear import PackedLinear
 from kernels.lora.plan import LoraContents
 from kernels.lora.table import MAX_PARTS
-from kernels.native.library import Library, load
-
-logger = logging.getLogger(__name__)
+from kernels.native.build import processor_flags
+from kernels.native.library import Library, choose, load
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +204,13 @@ class NativeFactory:
     def supports(self, config: EngineConfig) -> bool:
         if not config.native_kernels or torch.device(config.device).type != "cpu":
             return False
-        if config.dtype not in ("float32", "bfloat16"):
-            logger.warning(
-                "the native kernels do not compute %s: the torch path serves", config.dtype
-            )
-            return False
-        return load() is not None
+        return config.dtype in ("float32", "bfloat16") and load() is not None
+
+    def speed_notes(self, config: EngineConfig, num_threads: int) -> list[str]:
+        library, faults = choose()
+        assert library is not None, "the backend is supported"
+        notes = native_notes(config.dtype, library.variant, processor_flags(), faults)
+        return [*notes, *thread_notes(num_threads, usable_cores(), usable_cpus())]
 
     def memory_needs(self, config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
         dtype = getattr(torch, config.dtype)

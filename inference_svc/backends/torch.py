@@ -26,6 +26,7 @@ from inference_svc.backends.base import (
 )
 from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.backends.slot_runs import last_slots, scored_indices, scored_slot_runs, slot_runs
+from inference_svc.backends.speed_notes import thread_notes, torch_notes
 from inference_svc.core import (
     BASE_SLOT,
     Batch,
@@ -35,6 +36,7 @@ from inference_svc.core import (
     scored_runs,
     scored_slices,
 )
+from inference_svc.host.cpus import usable_cores, usable_cpus
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder, Experts
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
@@ -57,6 +59,7 @@ from kernels.lora import (
 )
 from kernels.lora.plan import LoraContents
 from kernels.lora.table import MAX_PARTS, NUM_FIELDS
+from kernels.native.library import choose
 from kernels.replaced import replace_embeddings, replace_logits, token_weights
 
 
@@ -310,6 +313,12 @@ class TorchFactory:
 
     def supports(self, config: EngineConfig) -> bool:
         return torch.device(config.device).type == "cpu"
+
+    def speed_notes(self, config: EngineConfig, num_threads: int) -> list[str]:
+        is_chosen = not config.native_kernels
+        faults = () if is_chosen or config.dtype == "float16" else choose().faults
+        notes = torch_notes(config.dtype, is_chosen=is_chosen, faults=faults)
+        return [*notes, *thread_notes(num_threads, usable_cores(), usable_cpus())]
 
     def memory_needs(self, config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
         dtype = getattr(torch, config.dtype)

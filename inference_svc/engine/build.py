@@ -21,7 +21,9 @@ from inference_svc.adapters.residency import Residency, build_residency
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.targets import layout_of
 from inference_svc.adapters.tiers import HostTier
+from inference_svc.backends.base import BackendFactory
 from inference_svc.backends.select import select_backend
+from inference_svc.backends.speed_notes import Speed
 from inference_svc.core import EngineConfig
 from inference_svc.engine.admission import Admission
 from inference_svc.engine.commands import Commands
@@ -66,6 +68,7 @@ class BuiltEngine:
     puller: Puller
     layout: ModelLayout
     decoder: Decoder
+    speed: Speed
 
     def place_threads(self) -> None:
         """Binds the calling thread, which will call `engine.step`, and the threads that compute
@@ -90,6 +93,7 @@ def build_engine(
     torch.set_num_threads(num_threads)
     decoder = load_description(config.model_dir).for_length(config.max_model_len)
     factory = select_backend(config, decoder)
+    speed = _speed(config, factory, num_threads)
     check_tensors(config.model_dir, decoder)
     budget = check_budgets(config, decoder, factory)
     layout = layout_of(config, decoder)
@@ -134,7 +138,15 @@ def build_engine(
         *(scheduler, runner, settler, residency, combinations),
         *(commands, admission, times, losses, wait_s),
     )
-    return BuiltEngine(engine, residency, puller, layout, decoder)
+    return BuiltEngine(engine, residency, puller, layout, decoder, speed)
+
+
+def _speed(config: EngineConfig, factory: BackendFactory, num_threads: int) -> Speed:
+    """Logs the notes, too: before the model is loaded, which may fail for the same reasons."""
+    notes = tuple(factory.speed_notes(config, num_threads))
+    for note in notes:
+        logger.warning("%s", note)
+    return Speed(0 if factory.has_device_memory else num_threads, notes)
 
 
 def _make_residency(

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Self
 
 from inference_svc.adapters.layout import ModelLayout
+from inference_svc.backends.speed_notes import Speed
 from inference_svc.core import EngineConfig
 from inference_svc.engine.messages import Message, StepOutputs, Stop, StoreMessage
 from inference_svc.engine.process_main import DUMP_SIGNAL, Ready, StoreFactory, encode
@@ -47,11 +48,12 @@ class EngineProcess:
     """The child begins to load the model when this is made; serves from `start` to `stop`.
 
     `make_store` makes the store in the child, where pulls run; `on_store_message` receives that
-    store's messages, in a thread of this process. `layout` and `decoder` are set by `load`.
+    store's messages, in a thread of this process. `load` sets `layout`, `decoder` and `speed`.
     """
 
     layout: ModelLayout
     decoder: Decoder
+    speed: Speed
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class EngineProcess:
         if isinstance(answer, Exception):
             raise answer
         assert isinstance(answer, Ready)
-        self.layout, self.decoder = answer.layout, answer.decoder
+        self.layout, self.decoder, self.speed = answer.layout, answer.decoder, answer.speed
         return self
 
     @property

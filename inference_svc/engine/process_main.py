@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from inference_svc.adapters.image_source import AdapterStore
 from inference_svc.adapters.layout import ModelLayout
+from inference_svc.backends.speed_notes import Speed
 from inference_svc.core import EngineConfig
 from inference_svc.engine.messages import Stop, StoreMessage
 from inference_svc.engine.thread import EngineThread
@@ -63,6 +64,7 @@ class Ready:
 
     layout: ModelLayout
     decoder: Decoder
+    speed: Speed
 
 
 def encode(frame: object) -> bytes:
@@ -135,7 +137,7 @@ class Child:
             self._send(_portable(error))
             return
         self._engine.start(self._send)
-        self._send(Ready(self._engine.layout, self._engine.decoder))
+        self._send(Ready(self._engine.layout, self._engine.decoder, self._engine.speed))
 
     def _send(self, frame: object) -> None:
         data = encode(frame)

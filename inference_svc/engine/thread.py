@@ -16,6 +16,7 @@ from collections.abc import Callable
 from inference_svc.adapters.image_source import AdapterStore
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.pull import PullEvent
+from inference_svc.backends.speed_notes import Speed
 from inference_svc.core import EngineConfig
 from inference_svc.engine.build import build_engine
 from inference_svc.engine.messages import Call, Message, Output, Reply, StepOutputs, Stop, Submit
@@ -60,6 +61,10 @@ class EngineThread:
     @property
     def decoder(self) -> Decoder:
         return self.built.decoder
+
+    @property
+    def speed(self) -> Speed:
+        return self.built.speed
 
     @property
     def is_alive(self) -> bool:

@@ -15,8 +15,21 @@ def usable_cpus(root: Path = Path("/")) -> int:
     More threads than a quota allows run for a part of its period, and then all of them are stopped
     until the next.
     """
+    return _within_quotas(_affinity_size(), root)
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Returns how many cores this process may keep busy, at least 1: processors that are siblings
+    count once."""
+    if not hasattr(os, "sched_getaffinity"):
+        return usable_cpus(root)
+    cores = {tuple(_siblings(each, root)[1]) for each in os.sched_getaffinity(0)}
+    return _within_quotas(len(cores), root)
+
+
+def _within_quotas(count: int, root: Path) -> int:
     quotas = (_quota(group) for group in control_groups(root, "cpu"))
-    return max(1, min([_affinity_size(), *(quota for quota in quotas if quota is not None)]))
+    return max(1, min([count, *(quota for quota in quotas if quota is not None)]))
 
 
 def partition_cpus(num_threads: int, root: Path = Path("/")) -> list[list[int]]:

@@ -41,31 +41,39 @@ def find_machine(settings: InferenceSettings) -> Machine:
 def _find_machine(settings: InferenceSettings) -> Machine:
     from inference_svc.config import Machine  # an engine runs without pydantic, too
 
-    if settings.device == "cpu" or not _has_device(settings.device):
+    if settings.device == "cpu":
         return Machine(has_cuda=False, host_free_bytes=available_bytes())
+    if not torch.cuda.is_available():
+        why = _why_no_device(settings.device)
+        machine = Machine(has_cuda=False, host_free_bytes=available_bytes(), why_no_device=why)
+        if settings.device == "auto":
+            for note in machine.speed_notes:
+                logger.warning("%s", note)
+        return machine
     host_bytes = available_bytes()
     if settings.host_memory_limit is not None:
         host_bytes = max(0, settings.host_memory_limit - resident_bytes())
     return Machine(True, *ask_memory(), host_bytes)
 
 
-def _has_device(setting: str) -> bool:
+def _why_no_device(setting: str) -> str:
     """Asks the driver, where there is one, why torch finds no device: slow tokens should not be the
-    only sign of a vanished device."""
-    if torch.cuda.is_available():
-        return True
-    if has_driver():
-        try:
-            ask_memory()
-        except CudaUnavailable as error:
-            if setting == "cuda":
-                raise
-            logger.warning(
-                "no device is used, though there is a driver: %s; the CPU computes (--device cuda "
-                "refuses to start then)",
-                error,
-            )
-    return False
+    only sign of a vanished device, or of a torch that cannot use it. Returns "" without a driver.
+    Raises CudaUnavailable if the device was asked for and does not answer."""
+    if not has_driver():
+        return ""
+    try:
+        ask_memory()
+    except CudaUnavailable as error:
+        if setting == "cuda":
+            raise
+        return f"there is a driver, but {error} (--device cuda refuses to start then)"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA: install its build for CUDA"
+    return (
+        f"torch {torch.__version__} cannot use the device: its CUDA {torch.version.cuda} may need "
+        "a newer driver"
+    )
 
 
 @cache

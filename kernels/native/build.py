@@ -56,13 +56,23 @@ class CompileFailed(Exception):
     """The compiler refused the sources, and the message holds what it said; or it hung."""
 
 
-def runnable_variants(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """The variants that this machine can execute, best first."""
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def processor_flags(cpuinfo: Path = CPU_INFO) -> frozenset[str]:
+    """The names of the first processor's features; none where the system does not list them."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
-        return []
-    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+        return frozenset()
+    return next(
+        (frozenset(line.split()) for line in lines if line.startswith("flags")), frozenset()
+    )
+
+
+def runnable_variants(cpuinfo: Path = CPU_INFO) -> list[str]:
+    """The variants that this machine can execute, best first."""
+    flags = processor_flags(cpuinfo)
     return [variant for variant, needs in _NEEDS.items() if needs <= flags]
 
 

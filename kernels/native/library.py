@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +17,8 @@ from kernels.native.build import CompileFailed, ensure, runnable_variants
 logger = logging.getLogger(__name__)
 
 _COUNTER_BYTES = 64
+MAX_FAULT_CHARS = 200
+"""Of each fault in `Choice`."""
 
 
 class _Op(ctypes.Structure):
@@ -118,22 +121,42 @@ class Program:
         self._function(table, len(self.ops), counters, torch.get_num_threads(), seconds)
 
 
-@cache
+class Choice(NamedTuple):
+    """The library that serves, if there is one, and why each better one does not: "avx512: no
+    compiler"."""
+
+    library: Library | None
+    faults: tuple[str, ...]
+
+
 def load(variant: str | None = None) -> Library | None:
-    """The library of `variant`, or of the best that this machine executes; compiled at first use.
+    """The library of `variant`, or of the best that this machine executes; see `choose`."""
+    return choose(variant).library
+
+
+@cache
+def choose(variant: str | None = None) -> Choice:
+    """Chooses the library of `variant`, or of the best that this machine executes; compiled at
+    first use.
 
     The next best serves where that one is neither there nor compiles (an old compiler) nor loads (a
-    compiler whose OpenMP is not torch's). None, after one line in the log, where none does.
+    compiler whose OpenMP is not torch's). What a compiler said is in the log.
     """
-    reasons = []
+    faults: list[str] = []
     for each in runnable_variants() if variant is None else [variant]:
         try:
             path = ensure(each)
             if path is not None:
-                return Library(path, each)
-            reasons.append(f"{each}: no compiler")
+                return Choice(Library(path, each), tuple(faults))
+            faults.append(f"{each}: no compiler")
         except (CompileFailed, OSError) as error:
-            reasons.append(f"{each}: {error}")
-    why = "; ".join(reasons) or "none are for this processor"
-    logger.warning("no native kernels, the torch path serves: %s", why)
-    return None
+            logger.info("the native kernels for %s cannot be used: %s", each, error)
+            faults.append(f"{each}: {_summary(str(error))}")
+    return Choice(None, tuple(faults) or ("none are for this processor",))
+
+
+def _summary(text: str) -> str:
+    """Returns the line of a compiler's output that names the first error, or the first line."""
+    lines = text.splitlines() or [""]
+    found = next((line for line in lines if "error" in line), lines[0])
+    return found.strip()[:MAX_FAULT_CHARS]

@@ -85,6 +85,12 @@ def use_device(name: str) -> bool:
     return path.is_file()
 
 
+def measured_devices() -> list[str]:
+    """Returns the names of the devices that have a table."""
+    stems = (path.stem for path in FOLDER.glob("*.json"))
+    return sorted(stem.replace("_", " ") for stem in stems if stem != DEFAULT)
+
+
 def constants(kernel: str, **model: int) -> Mapping[str, int]:
     """Returns the constants of `kernel` for a model with these sizes, such as `head_dim`. Raises
     KeyError for a kernel without a rule."""

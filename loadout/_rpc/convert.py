@@ -513,6 +513,8 @@ def server_info(message: inference_pb.GetServerInfoResponse) -> types.ServerInfo
         metrics_port=message.metrics_port,
         experts=_expert_layers(message.experts) if message.HasField("experts") else None,
         generation=GENERATION_STATES.get(message.generation),
+        num_threads=message.num_threads,
+        speed_notes=tuple(message.speed_notes),
     )
 
 

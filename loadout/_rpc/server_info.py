@@ -89,3 +89,7 @@ class ServerInfo:
     """None: the server is too old to report it."""
     experts: ExpertLayers | None = None
     """None: the model has no experts, or the server is too old to report them."""
+    num_threads: int = 0
+    """Threads that compute on the CPU; 0: a GPU computes, or the server is too old to report it."""
+    speed_notes: tuple[str, ...] = ()
+    """Why the machine computes more slowly than it could, and which setting helps."""

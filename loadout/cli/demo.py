@@ -230,9 +230,9 @@ def _serve(system: System, work_dir: Path, *, is_demo: bool) -> None:
             sources = work_dir / "sources"
             register_all(client, sources, system.addresses.s3_url, lambda job: None)
     try:
+        typer.echo(_what_runs(system.addresses, work_dir))
         for line in system.warnings():
             typer.echo(f"loadout: {line}", err=True)
-        typer.echo(_what_runs(system.addresses, work_dir))
         typer.echo("\n".join(["try:", *_commands(system.addresses, is_demo=is_demo)]))
         typer.echo("Ctrl-C stops it")
         system.watch(lambda failure: typer.echo(_store_ended(system, failure), err=True))

@@ -29,7 +29,8 @@ def info(
 ) -> None:
     """Show the configuration of one replica and the store.
 
-    Shows model, device, layout, limits, memory and versions. Fails if one of the services does not
+    Shows model, device, kernels, layout, limits, memory and versions, and what would make the
+    replica faster. Fails if one of the services does not
     answer.
     """
     server: ServerInfo | LoadoutError
@@ -70,6 +71,8 @@ def _server_rows(server: ServerInfo | LoadoutError) -> list[tuple[str, str]]:
         ("dtype", server.dtype),
         ("device", " ".join(filter(None, (server.device, server.machine)))),
         ("kernels", server.kernels),
+        *([("threads", str(server.num_threads))] if server.num_threads else []),
+        *(("speed", note) for note in server.speed_notes),
         ("layout", server.layout_id or "not yet accepted by the store"),
         ("tokens per sequence", str(limits.max_model_len)),
         ("adapters", f"{limits.max_loras} of rank {limits.max_lora_rank} or less"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import time
@@ -14,8 +13,6 @@ POLL_S = 0.05
 LOG_TAIL_LINES = 15
 
 
-_NO_SETTING = re.compile(r"LOADOUT_\w+: there is no such setting; [^\n\"]*")
-"""How a service names a variable that it does not know, in a line of text or JSON."""
 LAST_WORD = "loadout: "
 """How the line begins in which a part says why it ends."""
 
@@ -34,6 +31,8 @@ class Process:
     def __init__(self, name: str, command: Sequence[str], work_dir: Path, ready_file: Path) -> None:
         self.name = name
         self.log_path = work_dir / f"{name}.log"
+        self.warnings: list[str] = []
+        """The warnings of its start, once it serves."""
         self._ready_file = ready_file
         ready_file.unlink(missing_ok=True)
         self._popen = self._begin(command)
@@ -62,15 +61,11 @@ class Process:
         while time.monotonic() < deadline_s:
             self.check_alive()
             if self._ready_file.exists():
-                addresses: dict[str, str] = json.loads(self._ready_file.read_text())
-                return addresses
+                addresses = json.loads(self._ready_file.read_text())
+                self.warnings = addresses.pop("warnings", [])
+                return dict(addresses)
             time.sleep(POLL_S)
         raise self._failure(f"was not ready after {timeout_s:.0f} s")
-
-    def warnings(self) -> list[str]:
-        """Returns its log's warnings about variables that are no settings."""
-        found = _NO_SETTING.findall(self.log_path.read_text(errors="replace"))
-        return list(dict.fromkeys(found))
 
     def check_alive(self) -> None:
         """Raises ProcessFailed if it ended by itself."""

@@ -134,8 +134,9 @@ class System:
         return {process.name: process.pid for process in self._processes}
 
     def warnings(self) -> list[str]:
-        """Returns the parts' warnings about variables that are no settings."""
-        return [line for process in self._processes for line in process.warnings()]
+        """Returns the warnings of the parts' start: variables that are no settings, and why a
+        machine computes more slowly than it could."""
+        return [line for process in self._processes for line in process.warnings]
 
     def check_alive(self) -> None:
         """Raises ProcessFailed if a part ended by itself."""

@@ -125,12 +125,16 @@ def withdraw_ready(ready_file: Path | None) -> None:
         ready_file.unlink(missing_ok=True)
 
 
-def announce_ready(addresses: dict[str, str], ready_file: Path | None) -> None:
-    """Logs where the service listens, and writes it to its ready file."""
+def announce_ready(
+    addresses: dict[str, str], ready_file: Path | None, warnings: Sequence[str]
+) -> None:
+    """Logs where the service listens, and writes it to its ready file, with the warnings of the
+    start, which are logged already."""
     logger.info("serving", extra=addresses)
     if ready_file is not None:
         partial = ready_file.with_name(f"{ready_file.name}.{os.getpid()}")
-        partial.write_text(json.dumps(addresses))
+        content = {**addresses, "warnings": list(warnings)} if warnings else addresses
+        partial.write_text(json.dumps(content))
         partial.replace(ready_file)
 
 

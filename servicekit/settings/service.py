@@ -96,7 +96,7 @@ class ServiceSettings(BaseSettings):
 
     ready_file: Annotated[Path | None, PROCESS] = None
     """File that the service writes once it is ready: JSON with the address of each server, such as
-    "grpc" and "metrics"."""
+    "grpc" and "metrics", and a list of "warnings" if there are any."""
 
     grace_seconds: Annotated[Seconds, PROCESS] = 30.0
     """Time that running calls get to finish after SIGTERM."""

@@ -23,8 +23,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from inference_svc import __main__ as service
+from inference_svc.backends.speed_notes import native_notes, thread_notes
+from inference_svc.host.cpus import usable_cores, usable_cpus
 from inference_svc.metrics.engine import ANSWER_SECONDS
 from inference_svc.text.tokenizer import tokenizer_bytes
+from kernels.native.build import processor_flags
+from kernels.native.library import choose
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 from loadout.prometheus import scrape as read_metrics
@@ -84,6 +88,7 @@ class Process:
         addresses = json.loads(ready_file.read_text())
         self.address: str = addresses["grpc"]
         self.http_address: str = addresses["http"]
+        self.warnings: list[str] = addresses.get("warnings", [])
         self.metrics_address: str = addresses["metrics"]
 
     @property
@@ -91,10 +96,14 @@ class Process:
         """Its engine's process, if that is one."""
         return [psutil.Process(forks.engine_of(self.fork.pid))] if self._has_engine else []
 
+    def log(self) -> str:
+        """Returns what it has printed so far."""
+        return self._log.read_text()
+
     def wait(self) -> str:
         """Returns what it has printed, once it has ended."""
         self.fork.wait(START_SECONDS)
-        return self._log.read_text()
+        return self.log()
 
 
 @contextmanager
@@ -318,6 +327,19 @@ def test_every_byte_of_both_processes_is_somewhere(shared: Process) -> None:
     assert abs(in_engine - engine.memory_info().rss) < 8 << 20
     assert info.limits.memory_bytes > sum(memory.values())
     assert info.kernels == f"native {native_library().variant}"
+
+
+def test_notes_on_speed_are_everywhere(shared: Process) -> None:
+    """In the log, in the ready file, which `loadout up` reads, and in the server's report."""
+    with grpc.insecure_channel(shared.address) as channel:
+        info = pb_grpc.InferenceServiceStub(channel).GetServerInfo(pb.GetServerInfoRequest())
+    assert info.num_threads == 1
+    notes = native_notes("float32", native_library().variant, processor_flags(), choose().faults)
+    notes += thread_notes(1, usable_cores(), usable_cpus())
+    assert list(info.speed_notes) == notes
+    assert shared.warnings == notes
+    logged = shared.log()
+    assert [logged.count(note) for note in notes] == [1] * len(notes)
 
 
 def test_an_engine_that_hangs_is_told_by_its_age_and_trusted_no_more(shared: Process) -> None:

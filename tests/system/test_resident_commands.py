@@ -91,6 +91,19 @@ def test_residents_and_info(run: Callable, services: Services, name: str) -> Non
     assert found["store"]["adapters"] >= 1
 
 
+def test_info_shows_threads_and_speed(run: Callable, services: Services) -> None:
+    """As the server says them, each note in a row of its own."""
+    server = services.client.server_info()
+    code, out, err = run("info")
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines()]
+    assert ["inference", "threads", str(server.num_threads)] in rows
+    assert server.num_threads > 0
+    found = json.loads(run("info", "--json")[1])["server"]
+    assert found["speed_notes"] == list(server.speed_notes)
+    assert sum(row[:2] == ["inference", "speed"] for row in rows) == len(server.speed_notes) > 0
+
+
 def test_inspect(run: Callable, services: Services, name: str) -> None:
     run("load", name)
     [row] = json.loads(run("inspect", name, "--json")[1])

@@ -179,6 +179,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             metrics_port=facts.metrics_port,
             experts=convert.to_expert_layers(facts.experts),
             generation=convert.to_generation_state(status.generation),
+            num_threads=facts.num_threads,
+            speed_notes=facts.speed_notes,
         )
 
     async def GetDebugInfo(  # noqa: N802

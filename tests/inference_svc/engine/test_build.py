@@ -9,10 +9,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from inference_svc.backends import native
+from inference_svc.backends import torch as torch_backend
+from inference_svc.backends.speed_notes import native_notes
 from inference_svc.core import EngineConfig, Request, SamplingParams, Sequence
 from inference_svc.engine import build
 from inference_svc.engine.build import BuiltEngine, build_engine
 from inference_svc.store.client import NoStore
+from tests.support.native import native_library
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +76,19 @@ def test_large_pulls_have_a_pace_beside_steps_on_all_processors(
     assert not pace.is_needed()
 
 
-def test_dtype_without_native_kernels_is_logged_once(
-    folder: Path, caplog: pytest.LogCaptureFixture
+def test_speed_is_of_the_backend_that_computes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    built(folder, dtype="float16")
-    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert said == ["the native kernels do not compute float16: the torch path serves"]
+    for module in (build, native, torch_backend):
+        monkeypatch.setattr(module, "usable_cpus", lambda: 8)
+    for module in (native, torch_backend):
+        monkeypatch.setattr(module, "usable_cores", lambda: 4)
+    speed = built(folder, dtype="float16", num_threads=3).speed
+    assert speed.num_threads == 3
+    assert speed.notes[0].endswith("do not compute float16: set --dtype bfloat16 or float32")
+    assert speed.notes[1].startswith("3 threads compute, and this process may use 4 cores")
+    logged = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert logged == list(speed.notes)
+    variant = native_library().variant
+    speed = built(folder, num_threads=4).speed
+    assert speed.notes == (*native_notes("float32", variant, (), ()),)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.host.cpus import partition_cpus, usable_cpus
+from inference_svc.host.cpus import partition_cpus, usable_cores, usable_cpus
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +25,17 @@ def test_affinity_without_control_groups(tmp_path: Path, monkeypatch: pytest.Mon
     assert usable_cpus(tmp_path) == 8
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3})
     assert usable_cpus(tmp_path) == 1
+
+
+def test_siblings_are_one_core_within_the_quota(tmp_path: Path) -> None:
+    assert usable_cores(tmp_path) == 8, "no topology: each is one"
+    for processor in range(8):
+        path = f"sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
+        write(tmp_path / path, f"{processor % 4},{processor % 4 + 4}\n")
+    assert (usable_cores(tmp_path), usable_cpus(tmp_path)) == (4, 8)
+    write(tmp_path / "proc/self/cgroup", "0::/\n")
+    write(tmp_path / "sys/fs/cgroup/cpu.max", "200000 100000\n")
+    assert (usable_cores(tmp_path), usable_cpus(tmp_path)) == (2, 2)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,13 @@
-import logging
 from pathlib import Path
 
 import pytest
 
-from inference_svc.config import InferenceSettings, Machine
+from inference_svc.config import InferenceSettings, Machine, ModelFacts, resolve
 from inference_svc.errors import DeviceFault, EngineFailed
 from inference_svc.host import device_info
 from inference_svc.host.cuda_memory import CudaMemory, CudaUnavailable
 from inference_svc.host.device_info import find_machine
+from servicekit.errors import InvalidSetting
 
 
 def test_device_is_queried_only_if_it_may_be_used(
@@ -56,19 +56,42 @@ def test_a_device_that_was_asked_for_and_has_vanished_is_a_fault(lost_device: Pa
 def test_the_cpu_does_not_stand_in_unsaid(
     lost_device: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert not find_machine(InferenceSettings(model=lost_device)).has_cuda
-    assert "the CPU computes" in caplog.text
-    assert "error 100" in caplog.text
+    """It is logged at once: the CPU's memory may not suffice for the model."""
+    machine = find_machine(InferenceSettings(model=lost_device))
+    assert not machine.has_cuda
+    [note] = machine.speed_notes
+    assert caplog.messages == [note]
+    assert note.startswith("the CPU computes, not a GPU: there is a driver")
+    assert "error 100" in note
+
+
+@pytest.mark.parametrize(
+    ("built_for", "expected"),
+    [(None, "is built without CUDA: install its build for CUDA"), ("13.0", "its CUDA 13.0 may")],
+)
+def test_a_torch_that_cannot_use_the_device_is_named(
+    lost_device: Path, monkeypatch: pytest.MonkeyPatch, built_for: str | None, expected: str
+) -> None:
+    """Also to those who ask for the device, and get none."""
+    monkeypatch.setattr(device_info, "ask_memory", lambda: CudaMemory(1000, 2000))
+    monkeypatch.setattr("torch.version.cuda", built_for)
+    machine = find_machine(InferenceSettings(model=lost_device))
+    [note] = machine.speed_notes
+    assert expected in note
+    settings = InferenceSettings(model=lost_device, device="cuda")
+    machine = find_machine(settings)
+    with pytest.raises(InvalidSetting, match=r"^--device cuda: torch .*CUDA"):
+        resolve(settings, machine, ModelFacts("float32", 64, 1))
 
 
 def test_a_machine_without_a_driver_computes_on_its_cpu(
-    lost_device: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    lost_device: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_info, "has_driver", lambda: False)
     for device in ("auto", "cuda"):
-        assert not find_machine(InferenceSettings(model=lost_device, device=device)).has_cuda
-    assert not caplog.records
+        machine = find_machine(InferenceSettings(model=lost_device, device=device))
+        assert not machine.has_cuda
+        assert not machine.speed_notes
 
 
 def test_an_error_of_the_driver_without_a_name_stays(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 
 from kernels.elementwise import swiglu_op
 from kernels.native import build, library
-from kernels.native.library import NativeOp, load
+from kernels.native.library import NativeOp, choose
 from tests.support.native import native_library
 
 
@@ -203,22 +204,23 @@ def test_the_next_best_variant_serves_where_the_best_does_not_compile_or_load(
 
     def ensure(variant: str) -> Path | None:
         if variant == "refused":
-            raise build.CompileFailed("unrecognized option")
+            raise build.CompileFailed("x.cpp: In function f:\nx.cpp:1: error: unrecognized option")
         return {"absent": None, "broken": broken}.get(variant, good)
 
     monkeypatch.setattr(library, "ensure", ensure)
     variants = ["refused", "absent", "broken"]
     monkeypatch.setattr(library, "runnable_variants", lambda: [*variants, best.variant])
-    found = load.__wrapped__()
+    with caplog.at_level(logging.INFO):
+        found, faults = choose.__wrapped__()
     assert found is not None
     assert found.variant == best.variant
-    assert not caplog.records
+    assert faults[:2] == ("refused: x.cpp:1: error: unrecognized option", "absent: no compiler")
+    assert "broken.so" in faults[2]
+    assert "In function" in caplog.text, "all that the compiler said"
     monkeypatch.setattr(library, "runnable_variants", lambda: variants)
-    assert load.__wrapped__() is None
-    (record,) = caplog.records
-    said = record.getMessage()
-    for reason in ("unrecognized option", "absent: no compiler", "broken.so"):
-        assert reason in said
+    assert choose.__wrapped__() == (None, faults)
+    monkeypatch.setattr(library, "runnable_variants", list)
+    assert choose.__wrapped__() == (None, ("none are for this processor",))
 
 
 def test_an_installation_elsewhere_than_on_x86_compiles_nothing() -> None:
@@ -231,3 +233,5 @@ def test_a_processor_without_vectors_has_no_variant(tmp_path: Path) -> None:
     assert build.runnable_variants(tmp_path / "cpuinfo") == []
     (tmp_path / "cpuinfo").write_text("flags : fpu avx2 fma f16c\n")
     assert build.runnable_variants(tmp_path / "cpuinfo") == ["avx2"]
+    assert build.processor_flags(tmp_path / "cpuinfo") >= {"fpu", "avx2", "fma", "f16c"}
+    assert not build.processor_flags(tmp_path / "absent")

@@ -422,6 +422,7 @@ def test_info(run, running_system):
     rows = [line.split() for line in out.splitlines()]
     assert ["inference", "base", "model", "llama"] in rows
     assert ["store", "adapters", "7"] in rows
+    assert {"threads", "speed"}.isdisjoint(row[1] for row in rows), "an old server has none"
     found = json.loads(run("info", "--json")[1])
     assert found["server"]["limits"]["memory_bytes"] == 1000
     assert found["store"]["revision"] == 12

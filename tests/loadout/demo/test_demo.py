@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from inference_svc.backends.speed_notes import thread_notes
+from inference_svc.host.cpus import usable_cores, usable_cpus
 from loadout import Client, errors
 from loadout.demo.adapters import ADAPTERS
 from loadout.demo.jobs import ADAPTER_JOBS, JOBS
@@ -24,6 +26,9 @@ from tests.support import forks
 from tests.support.up import FORKED
 
 pytestmark = pytest.mark.slow
+
+NUM_THREADS = 1 if usable_cores() > 1 else 9
+"""Another number than is fastest here."""
 
 
 def children() -> set[int]:
@@ -100,8 +105,8 @@ def run_command(words: list[str], cwd: Path) -> str:
 def up(folder, demo, start_up):
     """One system for all tests that leave it as it was, on the work dir of one before it."""
     flags = ("--http", "127.0.0.1:0", "--store-flags", "--no-compile-ahead --log-level WARNING")
-    memory = ("--serve-flags", shlex.join(MEMORY_FLAGS))
-    return start_up("--work-dir", "work", *flags, *memory, cwd=folder)
+    serve = ("--serve-flags", shlex.join([*MEMORY_FLAGS, "--num-threads", str(NUM_THREADS)]))
+    return start_up("--work-dir", "work", *flags, *serve, cwd=folder)
 
 
 @pytest.fixture
@@ -122,6 +127,12 @@ def test_up_prints_commands_that_work(up, tmp_path):
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         assert json.load(answer)["choices"][0]["text"] == "tuodaol"
+
+
+def test_up_says_what_would_be_faster(up, client):
+    notes = client.server_info().speed_notes
+    assert thread_notes(NUM_THREADS, usable_cores(), usable_cpus())[0] in notes
+    assert [up.popen.stderr.readline() for _ in notes] == [f"loadout: {note}\n" for note in notes]
 
 
 def test_adapters_outlast_a_system(client):

@@ -1,0 +1,125 @@
+"""Sentences for operators: why this machine computes more slowly than it could, or than others do,
+and which setting helps.
+
+All are functions of facts, so that they can be tested without the machine. A claim about speed is
+one of bench/README.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+BF16_VARIANT = "avx512_bf16"
+"""The native kernels with instructions for bfloat16."""
+AMX_FLAG = "amx_bf16"
+"""How /proc/cpuinfo names AMX's products of bfloat16."""
+OLDEST_CAPABILITY = (8, 0)
+"""The oldest CUDA devices that tests compile the kernels for."""
+
+
+class Speed(NamedTuple):
+    """How fast an engine can compute: `num_threads` on the CPU, 0 where a device computes, and
+    notes for operators."""
+
+    num_threads: int
+    notes: tuple[str, ...]
+
+
+def thread_notes(num_threads: int, num_cores: int, num_cpus: int) -> list[str]:
+    """Returns notes if other than all usable cores compute. Siblings of one core are one of
+    `num_cores`, and each one of `num_cpus`."""
+    if num_threads < num_cores:
+        return [
+            f"{_threads(num_threads)}, and this process may use {num_cores} cores: with "
+            f"--num-threads {num_cores} it computes faster"
+        ]
+    if num_threads > num_cpus:
+        return [
+            f"{_threads(num_threads)}, and this process may use {_processors(num_cpus)}: threads "
+            f"that share one wait for each other, and --num-threads {num_cores} is faster"
+        ]
+    return []
+
+
+def native_notes(
+    dtype: str, variant: str, flags: Collection[str], faults: Sequence[str]
+) -> list[str]:
+    """Returns notes on the native kernels.
+
+    Args:
+        dtype: "bfloat16" or "float32".
+        variant: Instruction set of the library that serves.
+        flags: Features of the processor, by their names in /proc/cpuinfo.
+        faults: Why libraries for better instruction sets do not serve.
+    """
+    notes = []
+    if faults:
+        notes.append(
+            f"the native kernels for {variant} compute, though this processor executes better ones "
+            f"({'; '.join(faults)}): install a newer g++, and the next start compiles them"
+        )
+    if dtype == "float32":
+        if variant == BF16_VARIANT:
+            notes.append(
+                "float32 has twice the bytes of bfloat16, for which this processor has "
+                "instructions: --dtype bfloat16 is faster, and less precise"
+            )
+    elif BF16_VARIANT not in flags:
+        notes.append(
+            "this processor has no instructions for bfloat16 (AVX-512 BF16): products are computed "
+            "in float32, and prompts take longer than on a processor that has them"
+        )
+    elif variant == BF16_VARIANT and AMX_FLAG in flags:
+        notes.append(
+            "this processor has AMX, which Loadout does not use yet: vLLM's CPU build, which does, "
+            "generated a base model's tokens about twice as fast on such a processor, but tokens "
+            "of adapters more slowly (docs/installation.md)"
+        )
+    return notes
+
+
+def torch_notes(dtype: str, *, is_chosen: bool, faults: Sequence[str]) -> list[str]:
+    """Returns the reason for which torch computes on a CPU: somebody has chosen it, or the dtype,
+    or the native kernels' `faults`."""
+    if is_chosen:
+        why = "native-kernels is false: set it to true"
+    elif dtype == "float16":
+        why = "they do not compute float16: set --dtype bfloat16 or float32"
+    else:
+        why = "; ".join(faults)
+        if any(fault.endswith("no compiler") for fault in faults):
+            why += ": install g++, and the next start compiles them"
+    return [f"torch computes, which is slower than the native kernels: {why}"]
+
+
+def device_notes(
+    name: str, capability: tuple[int, int], measured_devices: Collection[str]
+) -> list[str]:
+    """Returns notes on a CUDA device with this compute capability. `measured_devices` have
+    constants of their own for the kernels."""
+    notes = []
+    if capability < OLDEST_CAPABILITY:
+        notes.append(
+            f"{name} has compute capability {_version(capability)}, and the kernels are made for "
+            f"{_version(OLDEST_CAPABILITY)} and later: they may be slow or fail"
+        )
+    if name not in measured_devices:
+        notes.append(
+            f"the kernels use default constants, because none were measured on {name}, only on "
+            f"{', '.join(measured_devices)}: the stage `tune` of tools/gpu_run.sh measures them "
+            "(docs/development/gpu-run.md)"
+        )
+    return notes
+
+
+def _threads(count: int) -> str:
+    return "1 thread computes" if count == 1 else f"{count} threads compute"
+
+
+def _processors(count: int) -> str:
+    return "1 processor" if count == 1 else f"{count} processors"
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

@@ -1,0 +1,127 @@
+"""Notes for operators on the speed of a machine, as functions of facts, and on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from inference_svc.backends import native, torch
+from inference_svc.backends.native import NativeFactory
+from inference_svc.backends.speed_notes import (
+    device_notes,
+    native_notes,
+    thread_notes,
+    torch_notes,
+)
+from inference_svc.backends.torch import TorchFactory
+from inference_svc.core import EngineConfig
+from kernels import tuning
+from kernels.native.library import Choice
+from tests.support.native import native_library
+
+AVX2 = {"avx2", "fma", "f16c"}
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+BF16 = AVX512 | {"avx512_bf16"}
+AMX = BF16 | {"amx_tile", "amx_int8", "amx_bf16"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "variant", "dtype", "expected"),
+    [
+        (BF16, "avx512_bf16", "bfloat16", None),
+        (AMX, "avx512_bf16", "bfloat16", "has AMX, which Loadout does not use yet"),
+        (BF16, "avx512_bf16", "float32", "--dtype bfloat16 is faster"),
+        (AMX, "avx512_bf16", "float32", "--dtype bfloat16 is faster"),
+        (AVX512, "avx512", "float32", None),
+        (AVX512, "avx512", "bfloat16", "no instructions for bfloat16"),
+        (AVX2, "avx2", "float32", None),
+        (AVX2, "avx2", "bfloat16", "no instructions for bfloat16"),
+    ],
+)
+def test_notes_on_native_kernels(
+    flags: set[str], variant: str, dtype: str, expected: str | None
+) -> None:
+    notes = native_notes(dtype, variant, flags, ())
+    assert len(notes) == (expected is not None)
+    assert expected is None or expected in notes[0]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_better_library_that_is_missing_is_the_only_note(dtype: str) -> None:
+    """The processor has what its library would use."""
+    [note] = native_notes(dtype, "avx2", AMX, ("avx512_bf16: no compiler", "avx512: no compiler"))
+    assert "kernels for avx2 compute" in note
+    assert "(avx512_bf16: no compiler; avx512: no compiler): install a newer g++" in note
+
+
+@pytest.mark.parametrize(
+    ("threads", "cores", "cpus", "expected"),
+    [
+        (2, 2, 2, ""),
+        (4, 4, 8, ""),
+        (8, 4, 8, ""),
+        (1, 1, 1, ""),
+        (1, 8, 8, "1 thread computes, and this process may use 8 cores: with --num-threads 8"),
+        (3, 4, 8, "3 threads compute, and this process may use 4 cores: with --num-threads 4"),
+        (9, 4, 8, "9 threads compute, and this process may use 8 processors: threads that share"),
+        (2, 1, 1, "2 threads compute, and this process may use 1 processor: threads that share"),
+    ],
+)
+def test_notes_on_threads(threads: int, cores: int, cpus: int, expected: str) -> None:
+    """One thread for each core, or for each of its siblings, is right."""
+    notes = thread_notes(threads, cores, cpus)
+    assert len(notes) == bool(expected)
+    assert all(note.startswith(expected) for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_chosen", "faults", "expected"),
+    [
+        ("bfloat16", True, (), "native-kernels is false: set it to true"),
+        ("float16", False, (), "they do not compute float16: set --dtype bfloat16 or float32"),
+        ("float32", False, ("none are for this processor",), "none are for this processor"),
+        (
+            "float32",
+            False,
+            ("avx512: error: bad option", "avx2: no compiler"),
+            "avx512: error: bad option; avx2: no compiler: install g++, and the next start compiles"
+            " them",
+        ),
+    ],
+)
+def test_notes_on_torch(
+    dtype: str, is_chosen: bool, faults: tuple[str, ...], expected: str
+) -> None:
+    [note] = torch_notes(dtype, is_chosen=is_chosen, faults=faults)
+    assert note == f"torch computes, which is slower than the native kernels: {expected}"
+
+
+def test_notes_on_devices() -> None:
+    measured = tuning.measured_devices()
+    assert measured == ["NVIDIA H200"]
+    assert device_notes("NVIDIA H200", (9, 0), measured) == []
+    [note] = device_notes("NVIDIA H100 80GB HBM3", (9, 0), measured)
+    assert "none were measured on NVIDIA H100 80GB HBM3, only on NVIDIA H200: " in note
+    old, _ = device_notes("Tesla T4", (7, 5), measured)
+    assert "Tesla T4 has compute capability 7.5, and the kernels are made for 8.0" in old
+    assert all(tuning.path_of(name).is_file() for name in measured)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_this_machine(threads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each factory finds the facts by itself."""
+    library = native_library()
+    for module in (native, torch):
+        monkeypatch.setattr(module, "usable_cores", lambda: 2)
+        monkeypatch.setattr(module, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(native, "processor_flags", lambda: frozenset(AMX))
+    monkeypatch.setattr(native, "choose", lambda: Choice(library, ("best: no compiler",)))
+    monkeypatch.setattr(torch, "choose", lambda: Choice(None, ("best: no compiler",)))
+    config = EngineConfig(tmp_path, "m", dtype="bfloat16")
+    of_threads = thread_notes(threads, 2, 2)
+    faults = ("best: no compiler",)
+    expected = native_notes("bfloat16", library.variant, AMX, faults) + of_threads
+    assert NativeFactory().speed_notes(config, threads) == expected
+    expected = torch_notes("bfloat16", is_chosen=False, faults=faults) + of_threads
+    assert TorchFactory().speed_notes(config, threads) == expected
