@@ -141,7 +141,7 @@ def _with_ties(uses: list[Use], layout: Layout, config: AdapterConfig) -> list[U
         elif of_embedding is not None and _is_heads_too(of_embedding, of_head):
             uses.append(Use(index, head, of_embedding))
     _check_shared_rows(uses)
-    if not tied:
+    if config.extras.ties_embeddings and not tied:
         _check_untied(uses, config)
     return uses
 
@@ -177,13 +177,15 @@ def _with_tied_lora(
 
 
 def _check_untied(uses: Iterable[Use], config: AdapterConfig) -> None:
-    """Requires that the config names the head's A and B, where no embedding is tied to it."""
+    """Requires that the config names the head, or its weight as a parameter, if it has A and B:
+    no embedding is tied to it."""
     for use in uses:
         changes = use.changes
         if (
             isinstance(changes, TargetWeights)
             and changes.name == OUTPUT_LAYER
             and not config.selects(changes.module, is_embedding=False)
+            and not config.extras.parameters_of(changes.module)
         ):
             raise incompatible(
                 *(_key(changes), "TARGET_UNKNOWN"),

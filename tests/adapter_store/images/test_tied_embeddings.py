@@ -162,6 +162,16 @@ def test_a_head_that_only_the_tie_adapts_needs_a_tied_base(tmp_path: Path) -> No
     assert {name for name, _ in values} == {Q, EMBEDDING, HEAD}
 
 
+@pytest.mark.parametrize("is_set", [False, True])
+def test_a_head_whose_weight_is_a_named_parameter_is_served(tmp_path: Path, is_set: bool) -> None:
+    """`target_parameters` names it, and `target_modules` does not."""
+    adapted = adapt(tmp_path, target_parameters=["lm_head.weight"])
+    config = json.loads((tmp_path / CONFIG).read_text()) | {"ensure_weight_tying": is_set}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    _, values = compiled(tmp_path)
+    assert values[HEAD, A].equal(module(adapted, HEAD).lora_A["default"].weight)
+
+
 def test_a_magnitude_that_the_other_half_lacks_is_missed(tmp_path: Path) -> None:
     save_tied(tmp_path, "adapted with DoRA")
     tensors = {k: v for k, v in load_file(tmp_path / WEIGHTS).items() if "lm_head" not in k}
