@@ -24,7 +24,7 @@ from adapter_store.checkpoint.memory_files import MemoryFolder
 from adapter_store.checkpoint.peft_config import AdapterConfig
 from adapter_store.checkpoint.safetensors import Scanned, TensorRecord
 from adapter_store.checkpoint.scan import scan_tensors
-from adapter_store.checkpoint.tensor_keys import target_of
+from adapter_store.checkpoint.tensor_keys import target_of, trained_name
 from adapter_store.checkpoint.tensors import Contents, TargetWeights, read_tensors
 from adapter_store.checkpoint.weights import Changes, ExpertWeights, Replacement
 from adapter_store.core import DataType, SegmentKind
@@ -99,7 +99,8 @@ class Checkpoint:
         targets are."""
         modules = [target.module for target in self.targets.values()]
         modules += [experts.module for experts in self.experts]
-        return frozenset(map(target_of, self.config.modules.unweighted(modules)))
+        names = {*modules, *map(trained_name, modules)}
+        return frozenset(map(target_of, self.config.modules.unweighted(names)))
 
     @property
     def changes(self) -> Iterator[Changes]:

@@ -17,9 +17,15 @@ from adapter_store.checkpoint.config_values import (
     read_text,
 )
 from adapter_store.checkpoint.files import CheckpointLimits
-from adapter_store.checkpoint.module_patterns import MatchBudget, ModuleMatcher, PatternTable
+from adapter_store.checkpoint.module_patterns import (
+    MatchBudget,
+    ModuleMatcher,
+    NumberT,
+    PatternTable,
+)
 from adapter_store.checkpoint.peft_extras import NO_EXTRAS, Extras, read_extras
 from adapter_store.checkpoint.peft_fields import check_fields
+from adapter_store.checkpoint.tensor_keys import trained_name
 from contract.adapter_files import CONFIG_FILE, MLX_WEIGHTS_FILE
 
 _LOCAL_PATH = re.compile(r"[/~\\]|\.{1,2}([/\\]|$)|[A-Za-z]:[/\\]|file:|.*\\")
@@ -62,17 +68,28 @@ class AdapterConfig:
     extras: Extras = NO_EXTRAS
 
     def selects(self, module: str, *, is_embedding: bool) -> bool:
-        """Returns whether PEFT would adapt the module."""
-        return self.modules.selects(module, is_embedding=is_embedding)
+        """Returns whether PEFT would adapt the module, wrapped by torch before or afterwards."""
+        return any(
+            self.modules.selects(name, is_embedding=is_embedding)
+            for name in dict.fromkeys((module, trained_name(module)))
+        )
 
     def settings_for(self, module: str) -> ModuleSettings:
         """Applies the patterns. The scale is alpha / r, or alpha / sqrt(r) for rank-stabilised
         LoRA (arXiv 2312.03732)."""
-        rank = self.rank_pattern.lookup(module, self.rank)
+        rank = _lookup(self.rank_pattern, module, self.rank)
         if self.scale is not None:
             return ModuleSettings(rank, None, self.scale)
-        alpha = self.alpha_pattern.lookup(module, self.alpha)
+        alpha = _lookup(self.alpha_pattern, module, self.alpha)
         return ModuleSettings(rank, alpha, alpha / (math.sqrt(rank) if self.use_rslora else rank))
+
+
+def _lookup(table: PatternTable[NumberT], module: str, default: NumberT) -> NumberT:
+    """Returns the value for a module, whose name may have the parts of torch's wrappers."""
+    inner = trained_name(module)
+    if inner != module:
+        default = table.lookup(inner, default)
+    return table.lookup(module, default)
 
 
 def names_local_path(base_model: str) -> bool:

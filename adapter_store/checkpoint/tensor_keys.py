@@ -15,9 +15,9 @@ between: `lora_A.<name>.weight`. A module that was adapted twice has the prefix 
 more than text has its language model inside: `language_model.model.layers.0` (older transformers),
 `model.language_model.layers.0` (newer); the target is the path in the language model alone. A
 trainer that saves the model's own names leaves the prefix out: without it the rest is the module's
-path all the same. Parts that torch's wrappers put into names are left out, at any place
-(`_orig_mod.` of torch.compile). Tinker calls the head `model.unembed_tokens` or `model.lm_head`,
-and MLX-LM the experts of a mixture `switch_mlp` or `switch_glu`.
+path all the same. The names of targets leave out the parts that torch's wrappers put in, at any
+place (`_orig_mod.` of torch.compile). Tinker calls the head `model.unembed_tokens` or
+`model.lm_head`, and MLX-LM the experts of a mixture `switch_mlp` or `switch_glu`.
 
 A and B of all experts of a mixture in one tensor each: see adapter_store.checkpoint.experts.
 
@@ -106,19 +106,11 @@ def parse_key(key: str) -> TensorKey:
 
     Raises InvalidAdapter TENSOR_UNKNOWN (subject: the name): the tensor would stay unused.
     """
-    path = unwrapped(key).removeprefix(PREFIX).removeprefix(PREFIX)
-    for pattern, kind, side in _PATTERNS:
-        match = pattern.fullmatch(path)
-        if match and is_module(match["module"]):
-            module, name = match["module"], match["adapter"] or DEFAULT_ADAPTER_NAME
-            return TensorKey(target_of(module), module, kind, side or _SIDES[match["side"]], name)
-    match = _ROWS.fullmatch(path)
-    if match and is_module(match["module"]):
-        module, name = match["module"], match["adapter"] or DEFAULT_ADAPTER_NAME
-        return TensorKey(target_of(module), module, None, SegmentKind.ROWS, name)
-    match = _WHOLE.fullmatch(path)
-    if match and is_module(match["module"]) and not _NO_MODULE.fullmatch(match["module"]):
-        return _whole(match)
+    path = trained_name(_path_of(key))
+    # First with the parts of wrappers, which digests have in the names of modules.
+    found = _parse(_path_of(key)) or _parse(path)
+    if found is not None:
+        return found
     hint = next((hint for part, hint in _HINTS if part in f"{key}."), "")
     if not hint and (tower := tower_of(path)):
         hint = advice([tower])
@@ -133,6 +125,28 @@ def parse_key(key: str) -> TensorKey:
         subject=key,
         reason="TENSOR_UNKNOWN",
     )
+
+
+def _path_of(key: str) -> str:
+    """Returns a name without PEFT's prefix."""
+    return key.removeprefix(PREFIX).removeprefix(PREFIX)
+
+
+def _parse(path: str) -> TensorKey | None:
+    """Returns the meaning of a name without its prefix; None if it has none."""
+    for pattern, kind, side in _PATTERNS:
+        match = pattern.fullmatch(path)
+        if match and is_module(match["module"]):
+            module, name = match["module"], match["adapter"] or DEFAULT_ADAPTER_NAME
+            return TensorKey(target_of(module), module, kind, side or _SIDES[match["side"]], name)
+    match = _ROWS.fullmatch(path)
+    if match and is_module(match["module"]):
+        module, name = match["module"], match["adapter"] or DEFAULT_ADAPTER_NAME
+        return TensorKey(target_of(module), module, None, SegmentKind.ROWS, name)
+    match = _WHOLE.fullmatch(path)
+    if match and is_module(match["module"]) and not _NO_MODULE.fullmatch(match["module"]):
+        return _whole(match)
+    return None
 
 
 def _whole(match: re.Match[str]) -> TensorKey:
@@ -163,10 +177,17 @@ def is_base_weight(key: str) -> bool:
 def target_of(module: str) -> str:
     """Returns the canonical target: the module's path in the language model alone, by the name that
     its Hugging Face model gives it."""
-    name = recorded_name(module)
+    name = recorded_name(trained_name(module))
     if "switch_" in name and (match := _SWITCH.fullmatch(name)):
         return f"{match['before']}experts.{match['projection']}"
     return OUTPUT_LAYER if name in _TINKER_HEADS else name
+
+
+def trained_name(module: str) -> str:
+    """Returns a module's name without the parts of torch's wrappers, and without a prefix of PEFT's
+    that follows them."""
+    inner = unwrapped(module)
+    return module if inner == module else _path_of(inner)
 
 
 def recorded_name(module: str) -> str:

@@ -289,7 +289,7 @@ def _add_side(
     )
     if len(record.shape) != num_dimensions and not is_stack:
         what = "matrix" if num_dimensions == 2 else "vector"
-        tower = tower_of(key.module)
+        tower = tower_of(key.target)
         hint = f": {advice([tower])}" if tower else ""
         raise refused(record, "SHAPE_INVALID", f"shape {list(record.shape)} is not a {what}{hint}")
     sides = pairs.setdefault(key.target, {})

@@ -142,6 +142,32 @@ EXTRAS = [  # config, tensors besides A and B, digest; made from the format's te
 ]
 
 
+K = Q.replace("q_proj", "k_proj")
+LAYER = "layers.0.self_attn.k_proj"
+WRAPPED = [  # names with parts of torch's wrappers, as releases that served none of these had them
+    (f"_orig_mod.{K}", {}, "17810b30dd3304cfead17369f8e3924c2603fe42d2218d4f9317fee5395c7f43"),
+    (
+        f"module.{K}",
+        {"alpha_pattern": {f"model.{LAYER}": 3}},
+        "28aa4fc99308dec23c7e500cb181866d678ead114368998361384e659f948413",
+    ),
+    (
+        K.replace("layers.0.", "layers.0._orig_mod."),
+        {"target_modules": ["q_proj", "layers.0._orig_mod.self_attn.k_proj"]},
+        "d370830a20b83502d3b3b44537dd1942697d15fb6c759d1479e896fae79852f6",
+    ),
+]
+
+
+@pytest.mark.parametrize(("module", "config", "expected"), WRAPPED)
+def test_vectors_of_wrapped_names(tmp_path, module, config, expected):
+    more = {f"{module}.lora_A.weight": [2, 3], f"{module}.lora_B.weight": [4, 2]}
+    config = {"target_modules": ["q_proj", "k_proj"], **config}
+    checkpoint = open_checkpoint(write(tmp_path / "adapter", config=config, more=more))
+    assert checkpoint.digest == f"sha256:{expected}"
+    assert f"model.{LAYER}" in checkpoint.targets
+
+
 @pytest.mark.parametrize(("config", "more", "expected"), EXTRAS)
 def test_vectors_of_what_there_is_besides(tmp_path, config, more, expected):
     folder = write(tmp_path / "adapter", config=config, more=more)

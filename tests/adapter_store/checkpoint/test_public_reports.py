@@ -113,13 +113,23 @@ WRAPPED = {
 def test_a_push_and_a_folder_leave_out_the_same_wrappers(
     make: Callable[..., Path], wrapper: str
 ) -> None:
-    """MakazhanAlpamys/Soup#335: `_orig_mod.base_model.model...`, with the config's expression."""
-    fields = {"target_modules": r"model\.layers\.\d+\.self_attn\.q_proj", "rank_pattern": {}}
+    """MakazhanAlpamys/Soup#335: `_orig_mod.base_model.model...`, with the config's expressions."""
+    name = r"model\.layers\.\d+\.self_attn\.q_proj"
+    fields: dict[str, Any] = {"target_modules": name, "alpha_pattern": {f"^{name}": 3}}
     plain = open_checkpoint(make("plain", **fields))
     change = WRAPPED[wrapper]
     found = open_checkpoint(make("wrapped", renamed(change), **fields))
-    assert found.digest == plain.digest
+    assert [(each.name, each.scale) for each in found.targets.values()] == [(MODULE, 0.75)]
+    assert found.targets.keys() == plain.targets.keys()
+    assert plain.targets[MODULE].scale == 0.75
     assert [saved_name(change(name)) for name in (A, B)] == [A, B]
+
+
+def test_a_path_of_the_config_has_the_names_of_the_base(make: Callable[..., Path]) -> None:
+    """Soup#335: a listed path is not missing, because a wrapper's name breaks it."""
+    tensors = renamed(WRAPPED["torch.compile of layers"])
+    found = open_checkpoint(make("a", tensors, target_modules=["layers.0.self_attn.q_proj"]))
+    assert (list(found.targets), found.lost_modules) == ([MODULE], frozenset())
 
 
 def test_a_part_of_a_name_that_only_ends_as_a_wrapper_stays() -> None:
