@@ -207,7 +207,7 @@ class NativeFactory:
         return config.dtype in ("float32", "bfloat16") and load() is not None
 
     def speed_notes(self, config: EngineConfig, num_threads: int) -> list[str]:
-        library, faults = choose()
+        library, faults = choose(None)
         assert library is not None, "the backend is supported"
         notes = native_notes(config.dtype, library.variant, processor_flags(), faults)
         return [*notes, *thread_notes(num_threads, usable_cores(), usable_cpus())]

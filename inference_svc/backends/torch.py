@@ -316,7 +316,7 @@ class TorchFactory:
 
     def speed_notes(self, config: EngineConfig, num_threads: int) -> list[str]:
         is_chosen = not config.native_kernels
-        faults = () if is_chosen or config.dtype == "float16" else choose().faults
+        faults = () if is_chosen or config.dtype == "float16" else choose(None).faults
         notes = torch_notes(config.dtype, is_chosen=is_chosen, faults=faults)
         return [*notes, *thread_notes(num_threads, usable_cores(), usable_cpus())]
 

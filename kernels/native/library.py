@@ -135,7 +135,7 @@ def load(variant: str | None = None) -> Library | None:
 
 
 @cache
-def choose(variant: str | None = None) -> Choice:
+def choose(variant: str | None) -> Choice:
     """Chooses the library of `variant`, or of the best that this machine executes; compiled at
     first use.
 

@@ -334,7 +334,9 @@ def test_notes_on_speed_are_everywhere(shared: Process) -> None:
     with grpc.insecure_channel(shared.address) as channel:
         info = pb_grpc.InferenceServiceStub(channel).GetServerInfo(pb.GetServerInfoRequest())
     assert info.num_threads == 1
-    notes = native_notes("float32", native_library().variant, processor_flags(), choose().faults)
+    notes = native_notes(
+        "float32", native_library().variant, processor_flags(), choose(None).faults
+    )
     notes += thread_notes(1, usable_cores(), usable_cpus())
     assert list(info.speed_notes) == notes
     assert shared.warnings == notes

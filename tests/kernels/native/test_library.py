@@ -211,16 +211,23 @@ def test_the_next_best_variant_serves_where_the_best_does_not_compile_or_load(
     variants = ["refused", "absent", "broken"]
     monkeypatch.setattr(library, "runnable_variants", lambda: [*variants, best.variant])
     with caplog.at_level(logging.INFO):
-        found, faults = choose.__wrapped__()
+        found, faults = choose.__wrapped__(None)
     assert found is not None
     assert found.variant == best.variant
     assert faults[:2] == ("refused: x.cpp:1: error: unrecognized option", "absent: no compiler")
     assert "broken.so" in faults[2]
     assert "In function" in caplog.text, "all that the compiler said"
     monkeypatch.setattr(library, "runnable_variants", lambda: variants)
-    assert choose.__wrapped__() == (None, faults)
+    assert choose.__wrapped__(None) == (None, faults)
     monkeypatch.setattr(library, "runnable_variants", list)
-    assert choose.__wrapped__() == (None, ("none are for this processor",))
+    assert choose.__wrapped__(None) == (None, ("none are for this processor",))
+
+
+def test_the_library_is_chosen_once() -> None:
+    """A compiler that fails takes seconds each time."""
+    assert library.load() is choose(None).library
+    with pytest.raises(TypeError):
+        choose()  # type: ignore[call-arg]  # it would be another entry of the cache
 
 
 def test_an_installation_elsewhere_than_on_x86_compiles_nothing() -> None:
