@@ -114,6 +114,9 @@ def test_content_in_parts_and_previous_responses_are_accepted(serve_http, tokeni
         assert (await front.chat(messages=[named])).choices[0].message.content == ECHO
         silent = await front.chat(messages=[{"role": "assistant", "content": None}])
         assert silent.choices[0].message.content == "assistant: assistant:"
+        for empty in ("", []):
+            answer = await front.chat(messages=[{"role": "user", "content": empty}])
+            assert answer.choices[0].message.content == "user: assistant:"
 
     serve_http(body, kind="byte_level")
 
