@@ -84,7 +84,7 @@ class Generation:
         self._unread_bytes = self._sending_bytes = 0
         self._earlier: deque[Delta] = deque()
         self._min_tokens = request.sampling.min_tokens
-        self._visible_ids = decoder.visible_ids
+        self._decoder = decoder
         self._detokenizer = Detokenizer(decoder)
         self._withholds_logprobs = withholds_logprobs
         self._withheld: deque[tuple[int, TokenLogprobs]] = deque()
@@ -178,17 +178,27 @@ class Generation:
         for index, token_id in enumerate(output.token_ids):
             self._num_tokens += 1
             delta.token_ids.append(token_id)
+            is_after_held = self._detokenizer.holds_text
+            text = self._detokenizer.push(token_id) if index < num_shown else ""
             if output.logprobs and self._withholds_logprobs:
-                # A token without a text of its own belongs to the text before it.
-                start = self._num_chars - (token_id not in self._visible_ids)
+                start = self._start_of(token_id, text, is_after_held=is_after_held)
                 self._withheld.append((start, output.logprobs[index]))
                 self._withheld_bytes += _logprob_bytes(output.logprobs[index])
             elif output.logprobs:
                 delta.logprobs.append(output.logprobs[index])
             if index < num_shown:
-                self._add_text(self._detokenizer.push(token_id))
+                self._add_text(text)
             if self._stopped:
                 return
+
+    def _start_of(self, token_id: int, text: str, *, is_after_held: bool) -> int:
+        """Returns where a token's text begins. With this token `text` is certain, and begins with
+        the text of the tokens before it that was held back, if there is some."""
+        if token_id not in self._decoder.visible_ids:  # it belongs to the text before it
+            return self._num_chars - 1
+        own = self._decoder.decode((token_id,)) if is_after_held and text else ""
+        is_last = own != "" and text.endswith(own)
+        return self._num_chars + (len(text) - len(own) if is_last else 0)
 
     def _add_text(self, text: str) -> None:
         """Adds text to the delta, up to a stop string."""

@@ -38,6 +38,10 @@ class Detokenizer:
         self._read = 0
         self._prefix_text = ""
 
+    @property
+    def holds_text(self) -> bool:
+        return self._read < len(self._token_ids)
+
     def push(self, token_id: int) -> str:
         """Adds a token; returns the text that is now certain: of one token, of several, or ""."""
         decoder = self._decoder

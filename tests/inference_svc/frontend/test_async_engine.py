@@ -229,6 +229,29 @@ def test_withheld_logprobs_take_their_accounts_share_though_deltas_are_read(toke
         run(lambda: body(4 * UNREAD_BYTES // 320 + 1, ends=False))
 
 
+@pytest.mark.parametrize(("stop", "num_shown"), [(" the", 2), ("he", 3), ("è", 0)])
+def test_a_stop_string_after_bytes_has_no_logprobs(tokenizers, stop: str, num_shown: int) -> None:
+    """The text of the bytes is certain with the token after them, and each has its own place."""
+    from inference_svc.core import TokenLogprobs
+    from inference_svc.engine.messages import Output
+
+    tokenizer = tokenizers["unigram"]
+    token_ids = list(map(tokenizer.backend.token_to_id, ("<0xC3>", "<0xA8>", "▁the")))
+
+    async def body() -> Delta:
+        with Shares("unread_bytes", 8 * UNREAD_BYTES, 0.5).reserve("a", UNREAD_BYTES) as place:
+            request = make_request(tokenizer, "abc", stop=(stop,))
+            generation = Generation(request, tokenizer, place, withholds_logprobs=True)
+            for token_id in token_ids:
+                generation.push(Output("r", (token_id,), (TokenLogprobs(token_id, -1.0),)))
+            generation.push(Output("r", finish_reason=FinishReason.LENGTH))
+            return await generation.next_delta()
+
+    delta = run(body)
+    assert delta.text == "è the".partition(stop)[0]
+    assert [each.token_id for each in delta.logprobs] == token_ids[:num_shown]
+
+
 def test_stop_string_across_tokens_cancels_the_request(engine, tokenizers) -> None:
     tokenizer = tokenizers["chars"]
 
