@@ -143,13 +143,17 @@ def _score(reference: Reference, asked: _Answers) -> dict[str, Values]:
 
 def _verification(dtype: str, asked: Sequence[_Answers]) -> Verification:
     base = measure([each.of_base() for each in asked])
-    adapter = measure([each.of_adapter() for each in asked])
+    adapter = measure([each.of_adapter() for each in asked], base)
     rows = []
     for each in asked:
         near, far = num_other_tokens(each.gaps(), adapter.accepted)
         rows.append(
             VerifiedPrompt(
-                each.prompt, len(each.adapter.answer_ids), near, far, measure([each.of_adapter()])
+                each.prompt,
+                len(each.adapter.answer_ids),
+                near,
+                far,
+                measure([each.of_adapter()], base),
             )
         )
     wrong = sum(row.wrong_tokens for row in rows)
