@@ -18,8 +18,9 @@ from servicekit.errors import InvalidArgument
 
 SYSTEM, DEVELOPER, ASSISTANT = "system", "developer", "assistant"
 ROLES = (DEVELOPER, SYSTEM, "user", ASSISTANT)
-"""Roles of every chat. Others, such as OpenAI's tool and function, are for templates that name
-them."""
+"""Roles of every chat. Others, such as OpenAI's function, are for templates that name them."""
+TOOL = "tool"
+"""A role that many templates take without naming it: they write any role."""
 SEPARATOR = "\n\n"
 """Between the texts of system messages that are joined."""
 MAX_ROLE_CHARS = 64
@@ -63,7 +64,7 @@ def forms(messages: Sequence[ChatMessage], named: frozenset[str]) -> Iterator[li
     not know the role, and with all of these as one at the begin. Raises InvalidArgument for a role
     that the template does not know."""
     for index, message in enumerate(messages):
-        if message.role not in ROLES and message.role not in named:
+        if message.role not in (*ROLES, TOOL) and message.role not in named:
             raise field_error(
                 index,
                 "role",

@@ -97,7 +97,7 @@ def test_system_messages_keep_their_places_where_the_template_lets_them(
     assert expected in render(family, chat_of(*CHATS[chat]))
 
 
-@pytest.mark.parametrize("role", ["banana", "tool", "Assistant", " user", "im_start", ""])
+@pytest.mark.parametrize("role", ["banana", "function", "Assistant", " user", "im_start", ""])
 def test_unknown_roles_are_refused_by_name(role: str) -> None:
     """sglang#40082, vllm#42407: also where the template would write any role."""
     with pytest.raises(InvalidArgument, match=f"does not know the role {role!r}") as caught:
@@ -108,6 +108,7 @@ def test_unknown_roles_are_refused_by_name(role: str) -> None:
 
 def test_roles_that_the_template_names_are_its_own() -> None:
     assert "<tool_response>42<" in render("thinking", chat_of(USER, ("tool", "42")))
+    assert "<|im_start|>tool\n42<" in render("chatml", chat_of(USER, ("tool", "42")))
     with pytest.raises(InvalidArgument, match="role 'tool_response'"):
         render("thinking", chat_of(("tool_response", "42")))
     names = "{{ {'human': 'H', 'gpt': 'A'}[m.role] }}: {{ m.content }}"
