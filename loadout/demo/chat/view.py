@@ -20,10 +20,14 @@ def show(console: Console, address: str, question: str, adapters: Sequence[str])
     """Asks the base model and the adapters, and returns their answers; on a terminal the answers
     grow as their tokens arrive. Raises LoadoutError."""
     answers = [Answer(""), *map(Answer, adapters)]
+    if not console.is_terminal:
+        asyncio.run(ask_all(address, question, answers, lambda: None))
+        console.print(table(question, answers))
+        return answers
     with Live(table(question, answers), console=console, auto_refresh=False) as live:
 
         def changed() -> None:
-            live.update(table(question, answers), refresh=console.is_terminal)
+            live.update(table(question, answers), refresh=True)
 
         asyncio.run(ask_all(address, question, answers, changed))
     return answers

@@ -5,6 +5,7 @@ decoders         our decoders, run over sequences in any chunks
 families         the configuration of every family, with its special features switched on
 parity           records an engine's logits, and compares them with an oracle's
 templates        chat templates that never end, or do more than templates may
+smollm2          SmolLM2 with trained adapters, and the answers of transformers and PEFT
 tokenizer_files  folders of tokenizers with tokens added to them
 tokenizers       tiny tokenizers of the kinds that models bring
 trained          folders with adapters as trainers save them

@@ -1,0 +1,112 @@
+"""SmolLM2 with the three adapters of `examples/smollm2`, and the answers of transformers and PEFT.
+
+`python -m tests.support.models.smollm2` writes the answers anew, in fp32.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from rich.console import Console
+
+from loadout.demo.chat.download import Unavailable
+from loadout.demo.chat.model import model_folder
+from loadout.demo.chat.run import TRAINED_ADAPTERS
+from tests.support.models.zoo import Zoo
+
+ROOT = Path(__file__).parents[3]
+CACHE = ROOT / ".tools" / "models"
+ANSWERS = Path(__file__).with_name("smollm2_answers.json")
+QUESTIONS = (ROOT / "examples" / "smollm2" / "test_questions.txt").read_text().splitlines()
+ADAPTERS = {path.name: path for path in sorted(TRAINED_ADAPTERS.iterdir())}
+NUM_TOKENS = 20
+NEAR = 2e-3
+"""An answer is compared up to the first token whose logit another one has within this: orders of
+sums differ between machines."""
+
+Answers = dict[str, dict[str, list[int]]]
+"""Token ids by adapter ("" is the base model) and question."""
+
+
+@cache
+def folder() -> Path:
+    """Returns the model's folder, made once in a checkout. Skips the test if it cannot be had."""
+    try:
+        return model_folder(CACHE, Console(stderr=True))
+    except Unavailable as error:
+        pytest.skip(f"SmolLM2 is not there, so no real text is tested: {error}")
+
+
+def zoo() -> Zoo:
+    """Returns the model without a reference."""
+    return Zoo("smollm2", folder(), None, ADAPTERS)
+
+
+def reference() -> Zoo:
+    """Returns the model with its reference, in fp32."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder(), dtype=torch.float32)
+    (first, path), *others = ADAPTERS.items()
+    model = peft.PeftModel.from_pretrained(base, path, adapter_name=first)
+    for name, path in others:
+        model.load_adapter(path, adapter_name=name)
+    return Zoo("smollm2", folder(), model.eval(), ADAPTERS)
+
+
+@cache
+def tokenizer() -> Any:
+    return transformers.AutoTokenizer.from_pretrained(folder())
+
+
+def prompt_ids(*contents: str, system: str = "") -> list[int]:
+    """Returns the tokens of a conversation of user and assistant in turns, as transformers renders
+    it, that waits for an answer."""
+    roles = ("user", "assistant")
+    messages = [
+        {"role": roles[index % 2], "content": content} for index, content in enumerate(contents)
+    ]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    rendered = tokenizer().apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=True
+    )
+    return list(rendered["input_ids"])
+
+
+def read_answers() -> Answers:
+    found: Answers = json.loads(ANSWERS.read_text())
+    return found
+
+
+def compute_answers() -> Answers:
+    """Returns the greedy answers, each up to its end, a near tie, or NUM_TOKENS."""
+    zoo = reference()
+    return {
+        adapter: {each: _answer(zoo, adapter, prompt_ids(each)) for each in QUESTIONS}
+        for adapter in ("", *ADAPTERS)
+    }
+
+
+def _answer(zoo: Zoo, adapter: str, prompt: list[int]) -> list[int]:
+    tokens = zoo.greedy(adapter, prompt, NUM_TOKENS)
+    logits = zoo.logits(adapter, [*prompt, *tokens[:-1]], torch.float32)[len(prompt) - 1 :]
+    best = logits.topk(2, dim=-1).values
+    answer = []
+    for token, gap in zip(tokens, (best[:, 0] - best[:, 1]).tolist(), strict=True):
+        if gap < NEAR:
+            break
+        answer.append(token)
+        if token == tokenizer().eos_token_id:
+            break
+    return answer
+
+
+if __name__ == "__main__":
+    lines = json.dumps(compute_answers(), indent=1, ensure_ascii=False)
+    ANSWERS.write_text(lines + "\n")
