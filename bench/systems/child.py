@@ -62,8 +62,11 @@ KINDS = {
     "vllm-tuned-no-lora": _vllm(_tuned, enable_lora=False),
     "vllm-compiled": _vllm(enforce_eager=False),
     "peft": SystemKind("peft", _in_environment("peft")),
+    "llama-cpp": SystemKind("llama_cpp", _in_environment("llama-cpp")),
 }
 """The systems by name, with several configurations of vLLM, the best of which counts."""
+WITHOUT_ADAPTERS = {"vllm-tuned-no-lora", "llama-cpp"}
+"""Systems that run only the base model here."""
 
 
 class Child(Worker):

@@ -1,7 +1,7 @@
 """The child's side: one system, which reads messages from standard input and answers on standard
 output.
 
-python -m bench.systems.serve ours|ours_grpc|vllm|peft
+python -m bench.systems.serve ours|ours_grpc|vllm|peft|llama_cpp
 """
 
 from __future__ import annotations
