@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 ALLOWED = """
 torch torchgen functorch triton numpy pytest _pytest py pluggy iniconfig packaging pygments
 sympy mpmath networkx jinja2 markupsafe filelock fsspec typing_extensions setuptools
-tests bench kernels inference_svc servicekit
+tests bench kernels inference_svc servicekit contract
 """
 """torch, triton, numpy and pytest with what they need themselves, and our own packages."""
 ELSEWHERE = (
