@@ -129,8 +129,13 @@ print(running.engine.pid, flush=True)
 time.sleep(600)
 """)
     parent = forks.start(str(program), [str(config.model_dir)], log)
-    until(lambda: log.read_text().endswith("\n"), GONE_S)
-    child = psutil.Process(int(log.read_text()))
+
+    def pids() -> list[int]:
+        """Warnings are in the log, too."""
+        return [int(line) for line in log.read_text().splitlines() if line.isdecimal()]
+
+    until(pids, GONE_S)
+    child = psutil.Process(pids()[0])
     assert child.ppid() == parent.pid
     parent.kill()
     parent.wait()
