@@ -48,9 +48,9 @@ def gguf_path(model_dir: Path) -> Path:
         partial = model_dir.with_name("gguf.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        found = gguf_file(partial)
+        copied = Path(shutil.copy(gguf_file(partial), partial / "copied"))
         folder.mkdir(exist_ok=True)
-        shutil.copy(found, path)
+        copied.replace(path)
         shutil.rmtree(partial)
     return path
 

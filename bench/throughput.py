@@ -1,5 +1,5 @@
 """W1: output tokens per second of concurrent greedy requests, 64 tokens in, 32 out. Of the real
-model, smollm2: chats of 35 to 350 tokens in.
+model, smollm2: chats of 34 to 400 tokens in.
 
     python -m bench.throughput [--model bench-200m ...] [--systems ours,ours-grpc,vllm,...]
                                [--rounds 5] [--num-out 32] [--requests 16] [--out FILE]

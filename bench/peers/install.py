@@ -42,7 +42,9 @@ def python_of(peer: str) -> Path:
         ROOT / peer / "bin" / "python"
     ).absolute()  # not resolved, because the link selects the environment
     if not (ROOT / peer / "versions").is_file():
-        raise FileNotFoundError(f"the environment of {peer} is not set up: run make bench-peers")
+        raise FileNotFoundError(
+            f"the environment of {peer} is not set up: run python -m bench.peers.install {peer}"
+        )
     return python
 
 
@@ -117,7 +119,10 @@ def _run(*command: str, folder: Path | None = None) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("peers", nargs="*", default=["vllm", "peft"], help=", ".join(VERSIONS))
-    for peer in parser.parse_args(arguments).peers:
+    peers = parser.parse_args(arguments).peers
+    if unknown := set(peers) - VERSIONS.keys():
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(VERSIONS)}")
+    for peer in peers:
         print(f"setting up {peer} in {ROOT / peer}", flush=True)
         install(peer)
 

@@ -46,16 +46,18 @@ class LlamaCppSystem:
     def load(self, spec: Spec) -> dict[str, str]:
         llama_cpp.llama_backend_init()
         model_params = llama_cpp.llama_model_default_params()
-        path = Path(spec.model_dir).with_name("gguf").glob("*.gguf")
-        self._model = llama_cpp.llama_model_load_from_file(str(next(path)).encode(), model_params)
-        assert self._model
+        path = next(Path(spec.model_dir).with_name("gguf").glob("*.gguf"))
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
+        if not self._model:
+            raise RuntimeError(f"llama.cpp cannot load {path}")
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = spec.max_len * spec.max_sequences
         params.n_seq_max = spec.max_sequences
         params.n_batch = params.n_ubatch = BATCH_TOKENS
         params.n_threads = params.n_threads_batch = spec.num_threads
         self._context = llama_cpp.llama_init_from_model(self._model, params)
-        assert self._context
+        if not self._context:
+            raise RuntimeError("llama.cpp makes no context")
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(
             llama_cpp.llama_model_get_vocab(self._model)
         )
@@ -97,7 +99,8 @@ class LlamaCppSystem:
                     sampled.append((count, track))
                 count += 1
         batch.n_tokens = count
-        assert llama_cpp.llama_decode(self._context, batch) == 0
+        if code := llama_cpp.llama_decode(self._context, batch):
+            raise RuntimeError(f"llama_decode returned {code}")
         for index, track in sampled:
             logits = llama_cpp.llama_get_logits_ith(self._context, index)
             row = np.ctypeslib.as_array(
@@ -106,6 +109,7 @@ class LlamaCppSystem:
             track.tokens.append(int(row.argmax()))
 
     def close(self) -> None:
+        llama_cpp.llama_batch_free(self._batch)
         llama_cpp.llama_free(self._context)
         llama_cpp.llama_model_free(self._model)
 

@@ -86,16 +86,16 @@ def _report(
     if find_spec("peft") is None:
         raise CommandFailed("the reference needs PEFT: pip install 'loadout[verify]'")
     from loadout.verify import run  # torch and transformers, which take a while to import
-    from loadout.verify.reference import base_model_of
+    from loadout.verify.reference import BadReference, check_folder
 
     console = Console(stderr=True, highlight=False)
     try:
-        base_model = model or base_model_of(reference)
+        base_model = model or check_folder(reference)
         if not base_model:
             raise CommandFailed(f"{reference} names no base model: give --model")
         texts = read_prompts(prompts) if prompts else DEFAULT_PROMPTS
         return run.verify(client, name, reference, base_model, texts, max_tokens, console.print)
-    except (ImportError, ValueError, run.WrongTokens) as error:
+    except (ValueError, BadReference, run.WrongTokens) as error:
         raise CommandFailed(str(error)) from error
 
 

@@ -2,8 +2,9 @@
 
 The reference computes twice: in fp32, and in the service's dtype. The difference of both is the
 rounding that is normal for this model. The service sums in another order, so its base model may
-have BASE_FACTOR times as much. The adapter may then have FACTOR times as much as the base model
-leads you to expect: of a real model in bf16 with thirty layers, one lost layer has twice as much.
+differ by BASE_FACTOR times the rounding. The adapter may differ by FACTOR times the rounding, or by
+more in proportion if the base model differs by more than the rounding. With a real model in bf16,
+an adapter that has lost one of thirty layers differs by 1.7 times the rounding.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ FACTOR = 1.4
 MIN_ROUNDING = 5e-4
 """In nats: the least that is taken for rounding, as in fp32, where both references are the same."""
 TOKEN_FACTOR = 8.0
-"""A token may be another one if the reference has it this many times the accepted error below its
-own: the largest of some hundred errors, not their root mean square."""
+"""A token may differ if its log probability is at most this many accepted errors below the best
+token's: the largest of some hundred errors is far above their root mean square."""
 MIN_EFFECT = 3.0
 """An adapter must change log probabilities by this many times the accepted error, or nothing is
 proven."""

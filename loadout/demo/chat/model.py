@@ -6,18 +6,22 @@ import hashlib
 import json
 import shutil
 import tempfile
+import time
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from loadout.demo.chat.download import DOWNLOAD_MB, GGUF_SHA256, Unavailable, gguf_file
+from loadout.demo.chat.download import GGUF_SHA256, Unavailable, gguf_file
 
 BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FOLDER_NAME = "SmolLM2-135M-Instruct"
 END_OF_TURN = "<|im_end|>"
 CHECKSUMS = "checksums.json"
+MAKING = "making-"
+MAX_MAKING_S = 86400.0
 FORMAT = 1
 """Counted up when the folder's content changes, so that older folders are made anew."""
 
@@ -36,13 +40,33 @@ def model_folder(cache: Path, console: Console) -> Path:
     if find_spec("gguf") is None:
         raise Unavailable("the chat demo reads a GGUF file: pip install 'loadout[demo]'")
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as making:
-        console.print(f"downloading {FOLDER_NAME} once ({DOWNLOAD_MB} MB), to {cache}")
+    _remove_leftovers(cache)
+    with tempfile.TemporaryDirectory(dir=cache, prefix=MAKING) as making:
+        console.print(f"making the folder of {FOLDER_NAME} once, in {cache}", soft_wrap=True)
         _make(Path(making), console)
-        if not _is_whole(folder):  # another demo may have made it meanwhile
-            shutil.rmtree(folder, ignore_errors=True)
-            (Path(making) / FOLDER_NAME).rename(folder)
+        _put(Path(making) / FOLDER_NAME, folder)
     return folder
+
+
+def _put(made: Path, folder: Path) -> None:
+    """Moves a folder to its place. Another demo may put the same there meanwhile."""
+    try:
+        if folder.exists() and not _is_whole(folder):
+            shutil.rmtree(folder)
+        made.rename(folder)
+    except OSError as error:
+        if not _is_whole(folder):
+            raise OSError(
+                f"{folder} cannot be replaced ({error}): remove it, or set XDG_CACHE_HOME to "
+                "another folder"
+            ) from error
+
+
+def _remove_leftovers(cache: Path) -> None:
+    """Removes the folders of demos that were killed while they made one."""
+    for path in cache.glob(f"{MAKING}*"):
+        if time.time() - path.stat().st_mtime > MAX_MAKING_S:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _make(making: Path, console: Console) -> None:
@@ -59,25 +83,26 @@ def _make(making: Path, console: Console) -> None:
             progress.update(task, completed=done, total=total)
 
         write_folder(gguf, folder, BASE_MODEL, END_OF_TURN, advance)
-    content = {"format": FORMAT, "gguf": GGUF_SHA256, "files": _checksums(folder)}
+    names = sorted(path.name for path in folder.iterdir())
+    content = {"format": FORMAT, "gguf": GGUF_SHA256, "files": _checksums(folder, names)}
     (folder / CHECKSUMS).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether the folder has all files that were written, with their content."""
+    """Whether the folder has all files that were written, with their content. Others, such as a
+    desktop's, do not matter."""
     try:
         made = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
-        expected = {"format": FORMAT, "gguf": GGUF_SHA256, "files": _checksums(folder)}
-    except (OSError, ValueError):
+        found = _checksums(folder, made["files"])
+    except (OSError, ValueError, KeyError, TypeError):
         return False
-    return bool(made == expected)
+    return bool(made == {"format": FORMAT, "gguf": GGUF_SHA256, "files": found})
 
 
-def _checksums(folder: Path) -> dict[str, str]:
-    """Returns the SHA-256 of each file but the checksums' own."""
+def _checksums(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Returns the SHA-256 of each of these files. Raises OSError."""
     found = {}
-    for path in sorted(folder.iterdir()):
-        if path.name != CHECKSUMS:
-            with path.open("rb") as file:
-                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    for name in names:
+        with (folder / name).open("rb") as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import time
 from collections.abc import Sequence
@@ -57,7 +58,8 @@ def run_chat(
     console.print(f"all services exited with 0; {time.monotonic() - started_s:.1f} s in all")
     if work_dir is None:
         shutil.rmtree(folder)
-    console.print("\n".join(["Serve this model yourself:", *commands(model, adapters, names)]))
+    lines = ["Serve this model yourself:", *commands(model, adapters, names)]
+    console.print("\n".join(lines), soft_wrap=True)
     return answers
 
 
@@ -65,7 +67,7 @@ def commands(model: Path, adapters: Path, names: Sequence[str]) -> list[str]:
     """Returns commands to try next."""
     name = names[-1]
     return [
-        f"  loadout up --model {model} --http 127.0.0.1:8000",
-        f"  loadout register {name} {adapters / name}",
+        f"  loadout up --model {shlex.quote(str(model))} --http 127.0.0.1:8000",
+        f"  loadout register {name} {shlex.quote(str(adapters / name))}",
         f'  loadout generate --adapter {name} --chat "Who are you?"',
     ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
+import time
 from pathlib import Path
 
 import gguf
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -19,7 +22,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from loadout.demo.chat import download, model
+from loadout.demo.chat import download, gguf_model, model
 from loadout.demo.chat.ask import Answer
 from loadout.demo.chat.download import GGUF_NAME, MODULE, Unavailable
 from loadout.demo.chat.gguf_model import write_folder
@@ -192,24 +195,53 @@ def test_the_folder_is_made_once(package: Path, tmp_path: Path) -> None:
     assert [each.name for each in cache.iterdir()] == [folder.name]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "added"])
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
 def test_a_damaged_folder_is_made_anew(damage: str, package: Path, tmp_path: Path) -> None:
     cache, console = tmp_path / "cache", Console(stderr=True)
     weights = model.model_folder(cache, console) / "model.safetensors"
     whole = weights.read_bytes()
     if damage == "truncated":
         weights.write_bytes(whole[:-1])
-    elif damage == "missing":
-        weights.unlink()
     else:
-        (weights.parent / "extra").touch()
+        weights.unlink()
     model.model_folder(cache, console)
     assert weights.read_bytes() == whole
-    assert not (weights.parent / "extra").exists()
 
 
-def test_another_file_is_refused(package: Path, tmp_path: Path) -> None:
+def test_what_others_leave_in_the_cache(package: Path, tmp_path: Path) -> None:
+    """A desktop's file is no damage. Folders of killed demos go after a day."""
+    cache, console = tmp_path / "cache", Console(stderr=True)
+    folder = model.model_folder(cache, console)
+    (folder / ".DS_Store").touch()
+    made = (folder / "model.safetensors").stat().st_ino
+    for name, age_s in (("old", 2 * model.MAX_MAKING_S), ("new", 0.0)):
+        (cache / f"{model.MAKING}{name}").mkdir()
+        os.utime(cache / f"{model.MAKING}{name}", times=(time.time() - age_s,) * 2)
+    model.model_folder(cache, console)
+    assert (folder / "model.safetensors").stat().st_ino == made
+    (folder / "model.safetensors").unlink()
+    model.model_folder(cache, console)
+    assert sorted(path.name for path in cache.iterdir()) == [folder.name, f"{model.MAKING}new"]
+
+
+def test_a_full_disk_is_called_so(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(gguf_model, "save_file", fail)
+    with pytest.raises(OSError, match="cannot be written: No space left"):
+        model.model_folder(tmp_path / "cache", Console(stderr=True))
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_another_file_is_refused(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An installed package of another version is passed over, and a download is not."""
     (package / GGUF_NAME).write_bytes(b"GGUF")
+    monkeypatch.setattr(download, "_downloaded", lambda folder: package / GGUF_NAME)
     with pytest.raises(Unavailable, match=r"has the SHA-256 [0-9a-f]{64}, expected"):
         model.model_folder(tmp_path / "cache", Console(stderr=True))
     assert list((tmp_path / "cache").iterdir()) == []
