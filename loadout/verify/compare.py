@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-BASE_FACTOR = 2.0
+BASE_FACTOR = 1.5
 FACTOR = 1.4
 MIN_ROUNDING = 5e-4
 """In nats: the least that is taken for rounding, as in fp32, where both references are the same."""
