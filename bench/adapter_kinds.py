@@ -37,7 +37,7 @@ from bench.models import (
 from bench.results import FOLDER, median, report
 from bench.roofline import THREADS, read_rate
 from inference_svc.adapters.image_source import ImageHeader
-from inference_svc.core import EngineConfig, Part, combination_digest
+from inference_svc.core import AdapterKey, EngineConfig, Part, Sum
 
 NUM_REQUESTS, NUM_IN, NUM_OUT = 16, 64, 32
 PLAIN, AGAIN, WIDE, SUM = "lora", "lora again", "lora of rank 32", "sum of two"
@@ -109,28 +109,29 @@ class Bench:
             ),
             store,
         )
-        self.digests = {
+        digests = {
             kind: self.engine.add_variants(digest, (1 + (kind == PLAIN)) * NUM_REQUESTS)
             for kind, digest in originals.items()
         }
         for each in originals:
-            self.engine.load(self.digests[each])
-        plain = self.digests[PLAIN]
-        self.digests[PLAIN], self.digests[AGAIN] = plain[:NUM_REQUESTS], plain[NUM_REQUESTS:]
+            self.engine.load(digests[each])
+        plain = digests[PLAIN]
+        digests[PLAIN], digests[AGAIN] = plain[:NUM_REQUESTS], plain[NUM_REQUESTS:]
         self.headers = {kind: store.header(digest) for kind, digest in originals.items()}
-        self.digests[SUM] = [
-            combination_digest((Part(one, 1.0), Part(other, 1.0)))
-            for one, other in zip(self.digests[PLAIN], self.digests[AGAIN], strict=True)
+        self.keys: dict[str, list[AdapterKey]] = {kind: [*each] for kind, each in digests.items()}
+        self.keys[SUM] = [
+            Sum((Part(one, 1.0), Part(other, 1.0)))
+            for one, other in zip(digests[PLAIN], digests[AGAIN], strict=True)
         ]
         self.prompts = prompts(NUM_REQUESTS, NUM_IN, prepared.vocab)
 
     def run(self, case: Case) -> tuple[float, float]:
         """Returns output tokens per second, and the seconds of a decode step."""
-        digests = (self.digests[case.kind][: case.num_distinct] * NUM_REQUESTS)[:NUM_REQUESTS]
+        keys = (self.keys[case.kind][: case.num_distinct] * NUM_REQUESTS)[:NUM_REQUESTS]
         activation = 2 if case.kind == ALORA else 0
         tracks = [
-            self.engine.submit(prompt, NUM_OUT, digest, activation=activation)
-            for prompt, digest in zip(self.prompts, digests, strict=True)
+            self.engine.submit(prompt, NUM_OUT, key, activation=activation)
+            for prompt, key in zip(self.prompts, keys, strict=True)
         ]
         self.engine.wait(tracks)
         for track in tracks:
@@ -180,7 +181,7 @@ def _bytes_of_others(header: ImageHeader) -> int:
 
 def measure(model: str, rounds: int, kinds: Sequence[str]) -> list[dict[str, Any]]:
     bench = Bench(prepare(model, 0))
-    chosen = [PLAIN, *(kind for kind in bench.digests if kind in kinds and kind != PLAIN)]
+    chosen = [PLAIN, *(kind for kind in bench.keys if kind in kinds and kind != PLAIN)]
     chosen = [*(kind for kind in chosen if kind != AGAIN), AGAIN]
     cases = [Case(kind, count) for count in (1, NUM_REQUESTS) for kind in chosen]
     found: dict[Case, list[tuple[float, float]]] = {case: [] for case in cases}

@@ -13,7 +13,7 @@ import psutil
 
 from bench.memory_store import MemoryStore, variant_digest
 from bench.store_copy import AddVariants, Checked, CheckIdle, StoreCopyFactory, check_idle
-from inference_svc.core import EngineConfig, FinishReason, Request, SamplingParams
+from inference_svc.core import AdapterKey, EngineConfig, FinishReason, Request, SamplingParams
 from inference_svc.engine.messages import (
     Call,
     Cancel,
@@ -99,7 +99,7 @@ class BenchEngine:
         self,
         prompt: Sequence[int],
         max_tokens: int,
-        digest: str = "",
+        key: AdapterKey = "",
         *,
         request_id: str = "",
         deadline_s: float | None = None,
@@ -115,7 +115,7 @@ class BenchEngine:
             request_id,
             tuple(prompt),
             replace(sampling, max_tokens=max_tokens),
-            digest=digest,
+            key=key,
             arrival_s=sent_s,
             deadline_s=deadline_s,
             activation=activation,

@@ -66,9 +66,7 @@ class Stepper:
         for index, prompt in enumerate(prompts(self._num_requests, NUM_IN, self._vocab)):
             digest, now_s = digests[index % len(digests)], time.monotonic()
             name = f"{index} at {now_s}"
-            self._inbox.put(
-                Submit(Request(name, tuple(prompt), sampling, digest=digest, arrival_s=now_s))
-            )
+            self._inbox.put(Submit(Request(name, tuple(prompt), sampling, digest, arrival_s=now_s)))
         while not self._all_decode():
             self.step()
         for _ in range(WARM_UP_STEPS):

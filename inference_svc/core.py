@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -46,48 +45,49 @@ BASE_SLOT = -1
 
 
 MAX_PARTS = 8
-"""The adapters of one combination, at most; also `kernels.lora.table.MAX_PARTS`."""
+"""The adapters of one sum, at most; also `kernels.lora.table.MAX_PARTS`."""
 
-_COMBINATION, _PLUS, _TIMES = "sum:", " + ", "*"
+Digest: TypeAlias = str
+"""The identity of an adapter's content."""
 
 
 class Part(NamedTuple):
-    """An adapter of a combination, and its factor."""
+    """An adapter of a sum, and its factor."""
 
-    digest: str
+    digest: Digest
     scale: float = 1.0
 
 
-def combination_digest(parts: tuple[Part, ...]) -> str:
-    """Returns the stand-in for the digest of a sum of adapters: the list of their digests and
-    scales, in order, so that no two sums have the same."""
-    assert 0 < len(parts) <= MAX_PARTS
-    return _COMBINATION + _PLUS.join(f"{part.digest}{_TIMES}{part.scale.hex()}" for part in parts)
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A sum of adapters that one request runs with, in the order given."""
+
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        assert 0 < len(self.parts) <= MAX_PARTS
+
+    def __str__(self) -> str:
+        """Returns its form in logs, page keys and errors: no two sums have the same."""
+        return "sum:" + _PLUS.join(f"{digest}*{scale.hex()}" for digest, scale in self.parts)
 
 
-@lru_cache(4096)
-def parts_of(digest: str) -> tuple[Part, ...]:
-    """Returns the parts of a combination; an adapter is its own, and "" has none."""
-    if not is_combination(digest):
-        return (Part(digest),) if digest else ()
-    pairs = (part.split(_TIMES) for part in digest.removeprefix(_COMBINATION).split(_PLUS))
-    return tuple(Part(of, float.fromhex(scale)) for of, scale in pairs)
+AdapterKey: TypeAlias = Digest | Sum
+"""What a request runs with: one adapter, a sum of several, or "", the base model alone."""
+
+_PLUS = " + "
 
 
-def is_combination(digest: str) -> bool:
-    return digest.startswith(_COMBINATION)
+def digests_of(key: AdapterKey) -> tuple[Digest, ...]:
+    """Returns the adapters that must be resident for this key; the base model has none."""
+    if isinstance(key, Sum):
+        return tuple([part.digest for part in key.parts])
+    return (key,) if key else ()
 
 
-def parts_label(names: Iterable[str]) -> str:
+def sum_label(names: Iterable[str]) -> str:
+    """Returns the name of a sum in errors and logs, from the names of its parts."""
     return _PLUS.join(names)
-
-
-def label_of_part(digest: str, label: str, part: str) -> str:
-    """Returns the name in errors of an adapter that is this one, or a part of this combination."""
-    if not is_combination(digest) or not label:
-        return label
-    names = dict(zip((each.digest for each in parts_of(digest)), label.split(_PLUS), strict=True))
-    return names[part]
 
 
 class VersionPolicy(enum.Enum):
@@ -164,9 +164,8 @@ class SamplingParams:
 class Request:
     """One generation.
 
-    `digest` is "" for the base model, and `combination_digest` of several adapters; `adapter` is
-    its name in errors, for several adapters `parts_label` of their names. `activation` is the index
-    of the first token that the adapter changes: the tokens before it are the base model's.
+    `names` are the names in errors of the adapters of `key`, in their order. `activation` is the
+    index of the first token that the adapter changes: the tokens before it are the base model's.
     `cache_seed` separates prefix caches (tenants and salt); so does `return_routed_experts`, which
     has no effect on a model without experts. Of requests of one `group`, which have one prompt, the
     first one computes it, and the others wait for that; "" is none. `vocab_size` is how many tokens
@@ -179,14 +178,14 @@ class Request:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    digest: str = ""
+    key: AdapterKey = ""
     cache_seed: str = ""
     priority: int = 0
     arrival_s: float = 0.0
     deadline_s: float | None = None
     tenant: str = ""
     trace: Any = None
-    adapter: str = ""
+    names: tuple[str, ...] = ()
     activation: int = 0
     return_routed_experts: bool = False
     version_policy: VersionPolicy = VersionPolicy.PIN
@@ -197,7 +196,16 @@ class Request:
     def has_inactive_adapter(self) -> bool:
         """Whether the base model answers, though an adapter was requested: the prompt lacks its
         invocation tokens."""
-        return bool(self.adapter) and not self.digest
+        return bool(self.names) and not self.key
+
+    @property
+    def adapter(self) -> str:
+        """The name of its adapter, or sum, in errors and logs."""
+        return sum_label(self.names)
+
+    def name_of(self, digest: Digest) -> str:
+        """Returns the name of its adapter, or part of its sum, with this digest."""
+        return dict(zip(digests_of(self.key), self.names, strict=False)).get(digest, "")
 
 
 class ExpertLayers(NamedTuple):

@@ -1,7 +1,7 @@
 """How adapters become resident: from the adapter store into the arena, and to a row of its table.
 
-residency     Tracks who waits for which adapter and who uses it; wires the rest.
-combinations  Sums of adapters that one request runs with: each is resident when its parts are.
+residency     Tracks who waits for which adapter, or sum, and who uses it; wires the rest.
+sums          Sums of adapters: waiting and running ones, and the checks of their parts.
 loader        Moves loads from state to state, and starts and ends pulls.
 load_states   Adapters on their way: each in one state, and the transitions between them.
 placement     Reserves memory for loads, by eviction or by draining.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 from inference_svc.adapters.eviction import EvictionReason
@@ -29,6 +29,7 @@ from inference_svc.adapters.pull_threads import Puller
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import inadmissible_reason
 from inference_svc.adapters.tiers import MemoryTiers
+from inference_svc.core import AdapterKey, digests_of
 from inference_svc.errors import TRY_LATER_SEE_LOG, AdapterUnusable
 from servicekit.errors import ServiceError
 
@@ -88,7 +89,7 @@ class Loader:
         """Lets pulls start; the store knows our layout by this id."""
         self._layout_id = layout_id
 
-    def ensure_loading(self, digest: str, now_s: float) -> None:
+    def load(self, digest: str, now_s: float) -> None:
         """Begins the load of an adapter that is neither resident nor on its way."""
         if digest in self.tiers.device or digest in self.loads:
             return
@@ -99,7 +100,8 @@ class Loader:
             self._has_new = True
 
     def wait_reason(self, digest: str, now_s: float) -> str:
-        """See Residency.wait_reason."""
+        """Returns why an adapter waits for the store, as a caller may know it, and how the caller
+        can help."""
         if not self._layout_id:
             reason = "the adapter store has not answered since this server started"
             return f"{reason}; {TRY_LATER_SEE_LOG}"
@@ -122,12 +124,14 @@ class Loader:
                 self.puller.cancel(load.job)
 
     def pop_failures(self) -> list[tuple[str, ServiceError]]:
-        """Returns the digests that could not be loaded since the last call."""
+        """Returns the digests that could not be loaded since the last call, each once: their
+        waiters are to be ended."""
         failures, self._failures = self._failures, []
         return failures
 
     def next_expiry_s(self) -> float | None:
-        """Returns when a pull that nobody waits for will have stalled, or one may be started."""
+        """Returns when `advance` is to be called again if nothing happens before: when a pull that
+        nobody waits for will have stalled, or one may be started."""
         times = [self.loads.last_progress_s(digest) for digest in self.loads.orphans(self.waiters)]
         expiries = [last_s + self.stall_s for last_s in times if last_s is not None]
         if self._has_new or self._failures:
@@ -138,11 +142,11 @@ class Loader:
 
     # One step.
 
-    def advance(self, now_s: float, in_order: Iterable[tuple[str, bool]]) -> None:
+    def advance(self, now_s: float, in_order: Iterable[tuple[AdapterKey, bool]]) -> None:
         """Reserves memory for loads that need it, as much as there is; starts pulls, as many as
         there are threads; abandons stalled pulls that nobody waits for; prefetches.
 
-        `in_order` iterates over the digests that requests wait for, in order of service, and
+        `in_order` iterates over the keys that requests wait for, in order of service, and
         whether the request is aged: memory is reserved in this order, or small images would starve
         large ones. For an aged one, images of all that are due after it are evicted or drained; for
         any other, only images that nobody waits for. Pulls start in this order, too, and none
@@ -155,7 +159,7 @@ class Loader:
         left, num_short = self.loads.num_short(), 0
         num_to_start = self.loads.num_to_start(self.puller.num_workers) if self._layout_id else 0
         before: set[str] = set()
-        due = chain(in_order, self.loads.in_arrival_order()) if left or num_to_start else ()
+        due = self._due(in_order) if left or num_to_start else ()
         for digest, is_aged in due:
             load = self.loads.get(digest) if digest not in before else None
             if load is not None and load.state is LoadState.QUEUED and num_to_start:
@@ -175,6 +179,12 @@ class Loader:
         self.loads.park(now_s)
         self.placement.end_drains()
         self._prefetch(now_s)
+
+    def _due(self, in_order: Iterable[tuple[AdapterKey, bool]]) -> Iterator[tuple[str, bool]]:
+        for key, is_aged in in_order:
+            for digest in digests_of(key):
+                yield digest, is_aged
+        yield from self.loads.in_arrival_order()
 
     def _reserve(
         self, digest: str, load: Load, before: set[str], is_aged: bool, now_s: float
@@ -312,19 +322,20 @@ class Loader:
             self.counters.pulls_failed += 1
             self._failures.append((digest, error))
         elif self.waiters[digest]:
-            self.ensure_loading(digest, now_s)  # cancelled, and requested again before it ended
+            self.load(digest, now_s)  # cancelled, and requested again before it ended
 
     def finish_dividing(self, digest: str, error: ServiceError | None) -> None:
-        """See Residency.finish_dividing."""
-        self.tiers.finish_dividing(digest, is_sound=error is None)
+        """Publishes an image whose magnitudes are divided; or fails its load, if they cannot be."""
+        self.tiers.end_dividing(digest, is_sound=error is None)
         if error is not None:
             self.prefetcher.on_removed(digest)
             self._failures.append((digest, error))
 
-    def finish_copy(self, digest: str, now_s: float) -> None:
-        """Publishes an image whose copy into the arena is complete."""
-        copy = self.tiers.finish_copy(digest)
-        self.loads.traces.end(digest, now_s, is_resident=True)
-        if copy.load is not None:
-            self.times.copy.observe(now_s - copy.started_s)
-            self.times.load[copy.load.source].observe(now_s - copy.load.started_s)
+    def finish_copies(self, digests: Iterable[str], now_s: float) -> None:
+        """Publishes images whose copies into the arena are complete."""
+        for digest in digests:
+            copy = self.tiers.end_copy(digest)
+            self.loads.traces.end(digest, now_s, is_resident=True)
+            if copy.load is not None:
+                self.times.copy.observe(now_s - copy.started_s)
+                self.times.load[copy.load.source].observe(now_s - copy.load.started_s)

@@ -125,7 +125,7 @@ class Placement:
         """Drains images in use, none of `keep`, for a load that has waited too long."""
         if self.tiers.host is None or load.state is LoadState.NEEDS_DEVICE_ROOM:
             assert load.header is not None
-            self.tiers.mark_ready(self.drains.start(digest, load.header, keep))
+            self.tiers.mark_moved(self.drains.start(digest, load.header, keep))
 
     def reserve_drained(self, now_s: float) -> list[Resident]:
         """Reserves drained memory for the load that it drained for, even if others are due before
@@ -147,4 +147,4 @@ class Placement:
         self._end_drains(lambda digest: not self.loads.needs_room(digest))
 
     def _end_drains(self, is_over: Callable[[str], bool]) -> None:
-        self.tiers.mark_ready(self.drains.end(is_over))
+        self.tiers.mark_moved(self.drains.end(is_over))

@@ -70,14 +70,16 @@ ResidencyChange = TableWrite | TableClear | HostCopy | DivideMagnitudes | MixWri
 
 @dataclass
 class PendingChanges:
-    """Changes that were decided and ride in no batch yet, in order."""
+    """Changes that were decided and ride in no batch yet, in order. At most `max_copied_bytes` are
+    copied before one step; None: any number."""
 
+    max_copied_bytes: int | None = None
     _changes: list[ResidencyChange] = field(default_factory=list)
 
     def append(self, change: ResidencyChange) -> None:
         self._changes.append(change)
 
-    def pop(self, max_copied_bytes: int | None) -> tuple[ResidencyChange, ...]:
+    def pop(self) -> tuple[ResidencyChange, ...]:
         """Removes and returns all but the copies that exceed `max_copied_bytes`.
 
         The first copy is returned of any size; copies left out are the first the next time. Changes
@@ -87,9 +89,9 @@ class PendingChanges:
         left: list[ResidencyChange] = []
         num_bytes = 0
         for change in self._changes:
-            if isinstance(change, HostCopy) and max_copied_bytes is not None:
+            if isinstance(change, HostCopy) and self.max_copied_bytes is not None:
                 after = num_bytes + change.host.num_bytes
-                if left or (num_bytes and after > max_copied_bytes):
+                if left or (num_bytes and after > self.max_copied_bytes):
                     left.append(change)
                     continue
                 num_bytes = after
@@ -139,8 +141,8 @@ class MemoryTiers:
         self.copies: dict[str, InFlightCopy] = {}
         self.dividing: dict[str, Resident] = {}
         self._times = times
-        self._changes = PendingChanges()
-        self._ready: list[str] = []
+        self.changes = PendingChanges(None if host is None else host.step_copy_bytes)
+        self._moved: list[str] = []
 
     def host_resident(self, digest: str) -> Resident | None:
         """Returns its complete image in the host tier, if there is one."""
@@ -185,8 +187,8 @@ class MemoryTiers:
             for evicted in reservation.evicted:
                 logger.debug("evicted", extra={"digest": evicted.digest})
                 self._times.observe_device_eviction(evicted)
-                self._changes.append(TableClear(evicted.slot))
-                self._ready.append(evicted.digest)
+                self.changes.append(TableClear(evicted.slot))
+                self._moved.append(evicted.digest)
         return reservation
 
     def start_copy(self, host: Resident, target: Resident, now_s: float, load: Load | None) -> None:
@@ -195,9 +197,9 @@ class MemoryTiers:
         assert host.users > 0, "a copy's source may be evicted"
         change = HostCopy(host, target)
         self.copies[host.digest] = InFlightCopy(change, now_s, load)
-        self._changes.append(change)
+        self.changes.append(change)
 
-    def finish_copy(self, digest: str) -> InFlightCopy:
+    def end_copy(self, digest: str) -> InFlightCopy:
         """Publishes an image whose copy is complete, and returns the copy."""
         copy = self.copies.pop(digest)
         self.unpin_on_host(digest)
@@ -210,11 +212,11 @@ class MemoryTiers:
         resident.load_seconds = load_seconds
         if any(segment.kind == "magnitude" for segment in resident.header.segments):
             self.dividing[resident.digest] = resident
-            self._changes.append(DivideMagnitudes(resident))
+            self.changes.append(DivideMagnitudes(resident))
         else:
             self._publish(resident)
 
-    def finish_dividing(self, digest: str, *, is_sound: bool) -> None:
+    def end_dividing(self, digest: str, *, is_sound: bool) -> None:
         """Publishes an image whose magnitudes are divided, or removes it."""
         resident = self.dividing.pop(digest)
         if is_sound:
@@ -223,43 +225,38 @@ class MemoryTiers:
             self.device.remove(digest)
 
     def _publish(self, resident: Resident) -> None:
-        self._changes.append(TableWrite(resident))
+        self.changes.append(TableWrite(resident))
         resident.ready = True
         resident.last_used_time_s = time.time()
-        self._ready.append(resident.digest)
+        self._moved.append(resident.digest)
 
     def write_mix(self, slot: int, parts: tuple[tuple[int, float], ...]) -> None:
         """Makes a sum of resident adapters visible to kernels with the next batch."""
-        self._changes.append(MixWrite(slot, parts))
+        self.changes.append(MixWrite(slot, parts))
 
     def evict(self, digest: str) -> None:
         """Frees it in both tiers; nothing may be using it."""
         if digest in self.device:
-            self._changes.append(TableClear(self.device.remove(digest).slot))
+            self.changes.append(TableClear(self.device.remove(digest).slot))
             self.device.evictions[EvictionReason.UNLOAD] += 1
         if self.host_resident(digest) is not None:
             assert self.host is not None
             self.host.slots.remove(digest)
             self.host.slots.evictions[EvictionReason.UNLOAD] += 1
 
-    def set_superseded(self, digest: str, is_superseded: bool) -> None:
-        """See `Slots.set_superseded`."""
-        self.device.set_superseded(digest, is_superseded)
-        if self.host is not None:
-            self.host.slots.set_superseded(digest, is_superseded)
+    def memories(self) -> dict[str, Slots]:
+        """Returns the images of each tier, by the tier's name."""
+        host = {} if self.host is None else {"host": self.host.slots}
+        return {"device": self.device, **host}
 
-    def mark_ready(self, digests: Iterable[str]) -> None:
-        """Adds to the result of `pop_ready`."""
-        self._ready += digests
+    def mark_moved(self, digests: Iterable[str]) -> None:
+        """Adds to the result of `pop_moved`."""
+        self._moved += digests
 
-    def pop_changes(self) -> tuple[ResidencyChange, ...]:
-        """Returns the changes that take effect with the next batch."""
-        return self._changes.pop(None if self.host is None else self.host.step_copy_bytes)
-
-    def pop_ready(self) -> list[str]:
+    def pop_moved(self) -> list[str]:
         """Returns the adapters that were published, evicted or marked since the last call."""
-        ready, self._ready = self._ready, []
-        return ready
+        moved, self._moved = self._moved, []
+        return moved
 
     def check_integrity(self, loads: Loads) -> None:
         """Asserts that images, copies and `loads` agree."""

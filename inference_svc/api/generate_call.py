@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from inference_svc.core import MAX_PARTS, Request, SamplingParams, VersionPolicy
+from inference_svc.core import MAX_PARTS, AdapterKey, Request, SamplingParams, VersionPolicy
 from inference_svc.store.directory import Binding
 from inference_svc.text.prompt import Chat, ChatMessage, Prompt
 from servicekit.errors import InvalidArgument
@@ -89,24 +89,25 @@ class GenerateCall:
     ) -> list[Request]:
         """Returns the requests of one prompt. `home_tenant` is the caller's. An adapter's `end_ids`
         end them as the model's own tokens do; `vocab_size` is the model's."""
-        tenant = digest = label = ""
-        activation = 0
+        tenant, activation = "", 0
+        key: AdapterKey = ""
+        names: tuple[str, ...] = ()
         if binding is not None:
-            tenant, digest, label = binding.tenant, binding.digest, binding.label
+            tenant, key, names = binding.tenant, binding.key, binding.names
             if binding.invocation_tokens:
                 found = activation_of(prompt_token_ids, binding.invocation_tokens)
                 # Until then the pages are the base model's, and it is the base model's request
                 # where the prompt does not invoke the adapter.
                 tenant = ""
-                digest, activation = ("", 0) if found is None else (digest, found)
+                key, activation = ("", 0) if found is None else (key, found)
         max_tokens = min(self.sampling.max_tokens, max_model_len - len(prompt_token_ids))
         request = Request(
             request_id=self.request_id,
             prompt_token_ids=prompt_token_ids,
             sampling=_ended_by(end_ids, _shortened(self.sampling, max_tokens)),
-            digest=digest,
+            key=key,
             activation=activation,
-            adapter=label,
+            names=names,
             # Neither tenants that share an adapter nor the adapters of one caller share prefixes.
             # Tenants have no "/", so that no two triples give one seed.
             cache_seed=f"{home_tenant}/{tenant}/{self.cache_salt}",
@@ -314,7 +315,7 @@ def checked_sampling(
 
 
 def checked_parts(parts: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
-    """Returns the adapters of a combination, their scales in single precision. Raises
+    """Returns the adapters of a sum, their scales in single precision. Raises
     InvalidArgument naming the field."""
     if len(parts) > MAX_PARTS:
         raise InvalidArgument(f"adapters must be at most {MAX_PARTS}", subject="adapters")

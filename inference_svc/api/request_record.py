@@ -109,8 +109,7 @@ class RequestRecord:
         binding = self._binding
         if binding is None:
             return ()
-        labels = [part.label for part, _ in binding.parts] or [binding.label]
-        return tuple(dict.fromkeys(label.partition("@")[0] for label in labels))
+        return tuple(dict.fromkeys(label.partition("@")[0] for label in binding.names))
 
     def _outcome(self, status: str) -> str:
         if self.finish_reason is not None:  # whether or not the last delta could be sent

@@ -285,7 +285,7 @@ class Service:
             return await self._directory.resolve(principal, ref, min_revision, subject)
 
     async def _resolve_call(self, principal: Principal, call: GenerateCall) -> Binding | None:
-        """Resolves each part of a combination as it would be alone. Raises InvalidArgument, naming
+        """Resolves each part of a sum as it would be alone. Raises InvalidArgument, naming
         it, for an adapter that cannot be a part, and like Directory.resolve."""
         if not call.parts:
             return await self.resolve(

@@ -72,7 +72,7 @@ class Admission:
         """Returns why the request cannot wait, with an estimate of when to retry; None to admit."""
         queue, places = self.scheduler.queue, self.scheduler.num_free
         tenant = queue.tenant(request.tenant)
-        is_parked = not self.scheduler.is_schedulable(request.digest)
+        is_parked = not self.scheduler.is_schedulable(request.key)
         if is_parked:
             num_waiting, num_own = queue.num_parked, tenant.num_parked if tenant else 0
         else:
@@ -128,7 +128,7 @@ class Admission:
         priorities, and of each other adapter as much as its own gets, or one quantum if none of its
         own waits, since it then joins the next round; while there are aged ones, as much again of
         those."""
-        own = tenant.flow(request.priority, request.digest)
+        own = tenant.flow(request.priority, request.key)
         by_rounds = own_work = self._work_of(own) if own else 0.0
         # A quantum of generated tokens only has the fewest tokens.
         share_each = own_work if own else self.scheduler.limits.fair_quantum / GENERATED_WEIGHT

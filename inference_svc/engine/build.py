@@ -10,7 +10,6 @@ from functools import partial
 import torch
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.combinations import Combinations
 from inference_svc.adapters.image_source import AdapterStore
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.prefetch import PrefetchPolicy
@@ -19,6 +18,7 @@ from inference_svc.adapters.pull_pace import PullPace
 from inference_svc.adapters.pull_threads import Puller
 from inference_svc.adapters.residency import Residency, build_residency
 from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.sums import SumChecks
 from inference_svc.adapters.targets import layout_of
 from inference_svc.adapters.tiers import HostTier
 from inference_svc.backends.base import BackendFactory
@@ -109,11 +109,7 @@ def build_engine(
     pages = PagePool(backend.num_pages, config.page_size, config.prefix_cache)
     shape = decoder.expert_layers
     routed = None if shape is None else RoutedPages(shape, backend.num_pages, config.page_size)
-    num_mixes = backend.arena.table.num_mixes
-    combinations = Combinations(
-        *(residency, layout, config.max_loras, num_mixes, config.max_added_tokens)
-    )
-    scheduler = Scheduler(_limits(config), pages, combinations, prices_of(decoder))
+    scheduler = Scheduler(_limits(config), pages, residency, prices_of(decoder))
     if pace is not None:
         pace.is_needed = lambda: bool(scheduler.running) and not residency.loads.queued
     profiler = StepProfiler(factory.profiler_device)
@@ -133,9 +129,10 @@ def build_engine(
         *(residency, describe, inspect, inspect_image, pages.forget_prefixes),
         *(profiler, life_cycle, losses, wait_s),
     )
+    sum_checks = SumChecks(layout, residency.device, config.max_added_tokens)
     admission = Admission(scheduler, config.max_queue, config.max_tenant_queue)
     engine = Engine(
-        *(scheduler, runner, settler, residency, combinations),
+        *(scheduler, runner, settler, residency, sum_checks),
         *(commands, admission, times, losses, wait_s),
     )
     return BuiltEngine(engine, residency, puller, layout, decoder, speed)
@@ -176,6 +173,7 @@ def _make_residency(
         puller,
         max_rank=config.max_lora_rank,
         stall_s=config.adapter_wait_s,
+        num_mixes=arena.table.num_mixes,
         refusal=partial(layout.refusal, lora_targets=config.lora_targets),
         policy=PrefetchPolicy() if config.prefetch else None,
     )

@@ -3,13 +3,12 @@ profile, reset the prefix cache, and the life cycle's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.resident import Resident
-from inference_svc.adapters.slots import Slots
 from inference_svc.engine.life_cycle import COMMANDS as LIFE_CYCLE
 from inference_svc.engine.life_cycle import LifeCycle
 from inference_svc.engine.losses import Losses
@@ -98,15 +97,10 @@ class Commands:
             return self._view(device.pin(call.digest, call.account), "device")
         return self._view(device.unpin(call.digest, call.account), "device")
 
-    def _tiers(self) -> Iterator[tuple[str, Slots]]:
-        yield "device", self.residency.device
-        if self.residency.host is not None:
-            yield "host", self.residency.host.slots
-
     def _inspect_adapter(self, call: Call) -> AdapterDetails:
         """Inspects the image that requests run with; without one the host tier's image."""
         digest, adapter = call.digest, call.adapter or call.digest
-        for tier, slots in self._tiers():
+        for tier, slots in self.residency.tiers.memories().items():
             resident = slots.get(digest)
             if resident is not None and resident.ready:
                 return self.inspect_image(resident, self._view(resident, tier))
@@ -124,7 +118,7 @@ class Commands:
     def _list(self, limit: int) -> tuple[ResidentAdapter, ...]:
         ready = (
             self._view(resident, tier)
-            for tier, slots in self._tiers()
+            for tier, slots in self.residency.tiers.memories().items()
             for resident in slots.last_used_first()
             if resident.ready
         )
@@ -175,9 +169,10 @@ class Commands:
         self.residency.ensure_loading(call.digest, now_s)  # it may have been evicted meanwhile
         expiry_s = self._expiry_s(pending)
         if expiry_s is not None and now_s >= expiry_s:
+            reason = self.residency.loader.wait_reason(call.digest, now_s)
             message = (
                 f"adapter {call.adapter or call.digest} cannot be loaded, no byte of it arrived "
-                f"for {self.adapter_wait_s:g} s: {self.residency.wait_reason(call.digest, now_s)}"
+                f"for {self.adapter_wait_s:g} s: {reason}"
             )
             return Reply(call.call_id, error=AdapterUnavailable(message, subject="ref"))
         return None
@@ -185,7 +180,7 @@ class Commands:
     def _expiry_s(self, pending: _PendingLoad) -> float | None:
         """Returns None while the load's bytes arrive or memory is short: its caller has a
         deadline."""
-        since_s = self.residency.last_progress_s(pending.call.digest)
+        since_s = self.residency.loads.last_progress_s(pending.call.digest)
         return None if since_s is None else max(since_s, pending.wanted_s) + self.adapter_wait_s
 
     def fail(self, digest: str, error: ServiceError) -> list[Reply]:

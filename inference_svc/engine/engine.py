@@ -9,16 +9,15 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from inference_svc.adapters.combinations import Combinations
 from inference_svc.adapters.pull import PullDone, PullEvent, PullFailed, PullOpened
 from inference_svc.adapters.residency import Residency
+from inference_svc.adapters.sums import SumChecks
 from inference_svc.core import (
     FinishReason,
     Request,
     Sequence,
     SequenceState,
-    label_of_part,
-    parts_of,
+    Sum,
 )
 from inference_svc.engine.admission import Admission
 from inference_svc.engine.commands import Commands
@@ -67,7 +66,7 @@ class Engine:
     runner: Runner
     settler: Settler
     residency: Residency
-    combinations: Combinations
+    sum_checks: SumChecks
     commands: Commands
     admission: Admission
     times: StepTimes
@@ -116,9 +115,10 @@ class Engine:
     def _run_traced(self) -> bool:
         began_s = time.monotonic()
         profiler = self.commands.profiler
-        self.residency.finish_copies(self.runner.pop_completed_copies(), began_s)
+        loader = self.residency.loader
+        loader.finish_copies(self.runner.pop_completed_copies(), began_s)
         for divided in self.runner.divide_magnitudes():
-            self.residency.finish_dividing(*divided)
+            loader.finish_dividing(*divided)
             if isinstance(divided.error, AdapterUnusable):
                 self.losses.add_refused(divided.digest)
         with profiler.marks("schedule"):
@@ -156,7 +156,7 @@ class Engine:
         self._end(sequence, now_s, error=self.losses.add(sequence, loss))
 
     def _flush_outputs(self) -> StepOutputs:
-        spans = self.residency.pop_spans()
+        spans = self.residency.loads.traces.pop_spans()
         flushed = StepOutputs(tuple(self._outputs), tuple(self._replies), spans=spans)
         self._outputs, self._replies = [], []
         return flushed
@@ -167,7 +167,7 @@ class Engine:
         expiries = [self._deadlines.next_s(), self._adapter_waits.next_s()]
         if any(self.residency.loads.num_short().values()):
             expiries.append(self.scheduler.queue.next_ageing_s(time.monotonic()))
-        expiries += [self.commands.next_expiry_s(), self.residency.next_expiry_s()]
+        expiries += [self.commands.next_expiry_s(), self.residency.loader.next_expiry_s()]
         return min((e for e in expiries if e is not None), default=None)
 
     # Messages.
@@ -186,16 +186,16 @@ class Engine:
         elif isinstance(message, Abandon):
             self.commands.profiler.abandon(message.call_id)
         elif isinstance(message, LayoutAccepted):
-            self.residency.set_layout(message.layout_id)
+            self.residency.loader.set_layout(message.layout_id)
         elif isinstance(message, Repointed):
-            self.residency.on_repointed(message.old_digest, message.new_digest, now_s)
+            self.residency.prefetcher.on_repointed(message.old_digest, message.new_digest, now_s)
         elif isinstance(message, Superseded):
             self.residency.set_superseded(message.digest, message.is_superseded)
         elif isinstance(message, PullOpened | PullDone | PullFailed):
             with self.times.loading():
-                self.residency.on_pull_event(message, now_s)
+                self.residency.loader.on_pull_event(message, now_s)
             if isinstance(message, PullOpened):
-                self._refuse_combinations(message.job.digest, now_s)
+                self._refuse_sums(message.job.digest, now_s)
         else:
             assert isinstance(message, Stop)
             self.is_stopping = True
@@ -221,7 +221,7 @@ class Engine:
         self.sequences[request.request_id] = sequence
         if request.deadline_s is not None:
             self._deadlines.add(sequence, request.deadline_s)
-        if request.digest:
+        if request.key:
             self._adapter_waits.add(sequence, now_s + self.adapter_wait_s)
         self.scheduler.add(sequence, now_s)
 
@@ -233,22 +233,25 @@ class Engine:
             return asleep
         if request_id in self.sequences:
             return DuplicateRequest(f"request {request_id} is running", subject="request_id")
-        refusal = self._combination_refusal(request)
+        refusal = self._sum_refusal(request)
         return refusal or self.admission.refusal(request, now_s)
 
-    def _combination_refusal(self, request: Request) -> ServiceError | None:
-        found = self.combinations.refusal(request.digest)
+    def _sum_refusal(self, request: Request) -> ServiceError | None:
+        if not isinstance(request.key, Sum):
+            return None
+        headers = self.residency.headers(request.key)
+        found = self.sum_checks.refusal(request.key, headers)
         if found is None:
             return None
         part, error = found
-        return with_name(error, part, _label(request, part)) if part else error
+        return with_name(error, part, request.name_of(part)) if part else error
 
-    def _refuse_combinations(self, digest: str, now_s: float) -> None:
+    def _refuse_sums(self, digest: str, now_s: float) -> None:
         """Ends requests for sums of this adapter with others that cannot be computed, once enough
         is known of it."""
-        for each in self.combinations.waiting_with(digest)[1:]:
-            for sequence in self.scheduler.queue.of_digest(each):
-                error = self._combination_refusal(sequence.request)
+        for each in self.residency.waiting_sums.of_part(digest):
+            for sequence in self.scheduler.queue.of_key(each):
+                error = self._sum_refusal(sequence.request)
                 if error is not None:
                     self._end(sequence, now_s, error=error)
 
@@ -261,7 +264,7 @@ class Engine:
 
     def _before_batch(self, now_s: float) -> None:
         """Ends requests that have expired or failed, then advances loads."""
-        for digest, error in self.residency.pop_failures():
+        for digest, error in self.residency.loader.pop_failures():
             self._fail_adapter(digest, error, now_s)
         self._end_expired(now_s)
         self._replies += self.life_cycle.expire(now_s)
@@ -269,14 +272,14 @@ class Engine:
         self.admission.update_rates(now_s)
         with self.times.loading():
             in_order = self.scheduler.queue.in_order(now_s)
-            self.residency.advance(now_s, self.combinations.in_order(in_order))
+            self.residency.loader.advance(now_s, in_order)
 
     def _end_expired(self, now_s: float) -> None:
         for sequence in self._deadlines.due(now_s):
             self._end(sequence, now_s, reason=FinishReason.ABORTED)
         for sequence in self._adapter_waits.due(now_s):
             if sequence.state is SequenceState.WAITING:  # others' pins may leave too little now
-                refusal = self._combination_refusal(sequence.request)
+                refusal = self._sum_refusal(sequence.request)
                 if refusal is not None:
                     self._end(sequence, now_s, error=refusal)
                     continue
@@ -293,7 +296,7 @@ class Engine:
         waiting for memory that is in use is queueing."""
         if sequence.state is not SequenceState.WAITING or sequence.adapter_wanted_s is None:
             return None
-        waits = self.combinations.store_waits_since_s(sequence.request.digest)
+        waits = self.residency.store_waits_since_s(sequence.request.key)
         if not waits:
             return None
         since_s = min(waits.values())
@@ -302,21 +305,21 @@ class Engine:
     def _unavailable(self, sequence: Sequence, expiry_s: float, now_s: float) -> ServiceError:
         request = sequence.request
         assert sequence.adapter_wanted_s is not None
-        waits = self.combinations.store_waits_since_s(request.digest)
+        waits = self.residency.store_waits_since_s(request.key)
         digest = min(waits, key=waits.__getitem__)
         return AdapterUnavailable(
-            f"adapter {_label(request, digest) or digest} was not loaded within "
+            f"adapter {request.name_of(digest) or digest} was not loaded within "
             f"{expiry_s - sequence.adapter_wanted_s:.3g} s: "
-            f"{self.residency.wait_reason(digest, now_s)}",
+            f"{self.residency.loader.wait_reason(digest, now_s)}",
             subject="adapter",
         )
 
     def _fail_adapter(self, digest: str, error: ServiceError, now_s: float) -> None:
         self._replies += self.commands.fail(digest, error)
         self.moves.fail(digest, now_s)
-        for each in self.combinations.waiting_with(digest):
-            for sequence in self.scheduler.queue.of_digest(each):
-                named = with_name(error, digest, _label(sequence.request, digest))
+        for each in self.residency.waiting_with(digest):
+            for sequence in self.scheduler.queue.of_key(each):
+                named = with_name(error, digest, sequence.request.name_of(digest))
                 self._end(sequence, now_s, error=named)
 
     def _end(
@@ -339,7 +342,7 @@ class Engine:
         for sequence in list(self.sequences.values()):
             self._end(sequence, now_s, error=error)
         self._replies += self.commands.fail_all(error)
-        self.residency.cancel_all()
+        self.residency.loader.cancel_all()
         return self._flush_outputs()
 
     def give_up(self, error: EngineFailed) -> StepOutputs:
@@ -357,21 +360,11 @@ class Engine:
         """Asserts that queues, pages, pins, memory and waiters agree."""
         self.scheduler.check_integrity()
         all_waiting = list(self.scheduler.queue)
-        digests = Counter(s.request.digest for s in all_waiting)
-        waiters = Counter(part.digest for d in digests.elements() for part in parts_of(d))
-        waiters += Counter(self.commands.loading) + self.moves.waiters
-        self.residency.check_integrity(waiters)
+        waiting = Counter(s.request.key for s in all_waiting)
+        waiting.update([*self.commands.loading, *self.moves.waited_for])
+        running = Counter(s.request.key for s in self.scheduler.running)
+        self.residency.check_integrity(waiting, running)
         self.moves.check_integrity()
         self.life_cycle.check_integrity()
-        running = Counter(s.request.digest for s in self.scheduler.running)
-        self.combinations.check_integrity(digests, running)
         queued = self.scheduler.running + all_waiting + self.scheduler.siblings.held
         assert {id(s) for s in queued} == {id(s) for s in self.sequences.values()}
-        users = [part.digest for d in running.elements() for part in parts_of(d)]
-        for resident in self.residency.device.residents():
-            assert resident.users == users.count(resident.digest), "a pin without its sequence"
-
-
-def _label(request: Request, digest: str) -> str:
-    """Returns the name in errors of the request's adapter, or of the part of its combination."""
-    return label_of_part(request.digest, request.adapter, digest)

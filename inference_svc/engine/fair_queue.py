@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from inference_svc.core import Sequence
+from inference_svc.core import AdapterKey, Sequence
 from inference_svc.engine.prices import FREE, Prices
 from inference_svc.engine.round_robin import DeficitRoundRobin
 from inference_svc.engine.tenant_queue import Flow, TenantQueue
@@ -17,7 +17,7 @@ GENERATED_WEIGHT = 2
 class FairQueue:
     """Sequences that do not run. A step visits only the ones that it starts, never all.
 
-    Sequences whose adapter is not resident are parked, by digest: they cost a step nothing. A
+    Sequences whose adapter is not resident are parked, by key: they cost a step nothing. A
     tenant, and within it an adapter, may take `quantum` tokens per round, at `prices`. Tokens to
     compute are charged whenever a sequence starts; tokens that it may generate only the first time,
     and refunded if it ends earlier; sorting for its tokens as they come. After `ageing_s` a
@@ -30,9 +30,9 @@ class FairQueue:
         self._prices = prices
         self._tenants: dict[str, TenantQueue] = {}
         self._with_adapters: dict[str, TenantQueue] = {}  # longest waiting first
-        self._round_robin = DeficitRoundRobin(quantum)  # of tenants with ready sequences
-        self._flows: dict[str, dict[Flow, None]] = {}  # by digest, in order of arrival
-        self._parked: set[str] = set()
+        self._round_robin = DeficitRoundRobin[str](quantum)  # of tenants with ready sequences
+        self._flows: dict[AdapterKey, dict[Flow, None]] = {}  # by key, in order of arrival
+        self._parked: set[AdapterKey] = set()
         self.num_ready = 0
         self.num_parked = 0
         self.ready_tokens = 0
@@ -63,20 +63,20 @@ class FairQueue:
         one: it has not had more than the others."""
         return self._round_robin.is_near(tenant.name)
 
-    def digests(self) -> list[str]:
+    def keys(self) -> list[AdapterKey]:
         """Returns the adapters of waiting sequences, in no order."""
-        return [digest for digest in self._flows if digest]
+        return [key for key in self._flows if key]
 
-    def of_digest(self, digest: str) -> list[Sequence]:
+    def of_key(self, key: AdapterKey) -> list[Sequence]:
         """Returns the waiting sequences of this adapter."""
-        return [s for flow in self._flows.get(digest, ()) for s in flow.sequences]
+        return [s for flow in self._flows.get(key, ()) for s in flow.sequences]
 
-    def has(self, digest: str) -> bool:
+    def has(self, key: AdapterKey) -> bool:
         """Whether a sequence of this adapter waits."""
-        return digest in self._flows
+        return key in self._flows
 
-    def is_parked(self, digest: str) -> bool:
-        return digest in self._parked
+    def is_parked(self, key: AdapterKey) -> bool:
+        return key in self._parked
 
     def is_aged(self, sequence: Sequence, now_s: float) -> bool:
         return sequence.request.arrival_s <= self.aged_s(now_s)
@@ -88,9 +88,7 @@ class FairQueue:
     def next_ageing_s(self, now_s: float) -> float | None:
         """Returns when the next waiting sequence of an adapter becomes aged. Visits all of them."""
         waiting = (
-            sequence.request.arrival_s
-            for digest in self.digests()
-            for sequence in self.of_digest(digest)
+            sequence.request.arrival_s for key in self.keys() for sequence in self.of_key(key)
         )
         aged_s = self.aged_s(now_s)
         arrival_s = min((each for each in waiting if each > aged_s), default=None)
@@ -99,14 +97,14 @@ class FairQueue:
     # Adding and removing sequences.
 
     def add(self, sequence: Sequence) -> None:
-        name, digest = sequence.request.tenant, sequence.request.digest
+        name, key = sequence.request.tenant, sequence.request.key
         if name not in self._tenants:
             self._tenants[name] = TenantQueue(name, self._quantum)
         tenant = self._tenants[name]
         with _Recount(self, tenant):
-            flow = tenant.add(sequence, self.is_parked(digest))
-        self._flows.setdefault(digest, {})[flow] = None
-        if digest:
+            flow = tenant.add(sequence, self.is_parked(key))
+        self._flows.setdefault(key, {})[flow] = None
+        if key:
             self._with_adapters.setdefault(name, tenant)
 
     def remove(self, sequence: Sequence) -> None:
@@ -122,24 +120,24 @@ class FairQueue:
             del self._tenants[tenant.name]
 
     def _forget(self, flow: Flow) -> None:
-        flows = self._flows[flow.digest]
+        flows = self._flows[flow.key]
         del flows[flow]
         if not flows:
-            del self._flows[flow.digest]
-            self._parked.discard(flow.digest)
+            del self._flows[flow.key]
+            self._parked.discard(flow.key)
 
-    def park(self, digest: str) -> None:
+    def park(self, key: AdapterKey) -> None:
         """Holds the adapter's sequences back until `unpark`. At least one must wait."""
-        self._parked.add(digest)
-        self._move(digest)
+        self._parked.add(key)
+        self._move(key)
 
-    def unpark(self, digest: str) -> None:
-        self._parked.discard(digest)
-        self._move(digest)
+    def unpark(self, key: AdapterKey) -> None:
+        self._parked.discard(key)
+        self._move(key)
 
-    def _move(self, digest: str) -> None:
-        for flow in self._flows.get(digest, ()):
-            if flow.is_parked != self.is_parked(digest):
+    def _move(self, key: AdapterKey) -> None:
+        for flow in self._flows.get(key, ()):
+            if flow.is_parked != self.is_parked(key):
                 tenant = self._tenants[flow.tenant]
                 with _Recount(self, tenant):
                     tenant.move(flow, not flow.is_parked)
@@ -189,26 +187,28 @@ class FairQueue:
         if tenant is not None:
             tenant.charge(sequence, num_tokens)
 
-    def in_order(self, now_s: float) -> Iterator[tuple[str, bool]]:
-        """Yields the digests of waiting sequences in the order in which their adapters are due, and
+    def in_order(self, now_s: float) -> Iterator[tuple[AdapterKey, bool]]:
+        """Yields the keys of waiting sequences in the order in which their adapters are due, and
         whether the sequence at that place is aged: first the aged ones, one of each tenant after
-        the other, then the rest. May yield a digest twice. The queue must not change meanwhile."""
+        the other, then the rest. May yield a key twice. The queue must not change meanwhile."""
         aged_s = self.aged_s(now_s)
-        for digest in self._interleave(lambda tenant: tenant.aged_digests(aged_s)):
-            yield digest, True
-        for digest in self._interleave(lambda tenant: tenant.young_digests(aged_s)):
-            yield digest, False
+        for key in self._interleave(lambda tenant: tenant.aged_keys(aged_s)):
+            yield key, True
+        for key in self._interleave(lambda tenant: tenant.young_keys(aged_s)):
+            yield key, False
 
-    def _interleave(self, digests: Callable[[TenantQueue], Iterator[str]]) -> Iterator[str]:
-        """Yields the first digest of each tenant, then the second of each, and so on."""
-        current: Iterator[Iterator[str]] = map(digests, self._with_adapters.values())
+    def _interleave(
+        self, keys: Callable[[TenantQueue], Iterator[AdapterKey]]
+    ) -> Iterator[AdapterKey]:
+        """Yields the first key of each tenant, then the second of each, and so on."""
+        current: Iterator[Iterator[AdapterKey]] = map(keys, self._with_adapters.values())
         while True:
             remaining = []
             for found in current:
-                for digest in found:
+                for key in found:
                     remaining.append(found)
-                    if digest:
-                        yield digest
+                    if key:
+                        yield key
                     break
             if not remaining:
                 return
@@ -220,7 +220,7 @@ class FairQueue:
         assert {id(s) for flow in flows for s in flow.sequences} == {id(s) for s in self}
         assert self._parked <= set(self._flows)
         assert set(self._with_adapters) <= set(self._tenants)
-        assert all(flow.is_parked == (flow.digest in self._parked) for flow in flows)
+        assert all(flow.is_parked == (flow.key in self._parked) for flow in flows)
         for name, tenant in self._tenants.items():
             tenant.check_integrity()
             assert len(tenant) > 0, "a tenant without waiting sequences"

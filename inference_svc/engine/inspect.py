@@ -45,12 +45,11 @@ class Inspect:
     def __call__(self, limit: int) -> EngineDetails:
         now_s = time.monotonic()
         scheduler, residency = self.scheduler, self.residency
-        memories = {"device": _memory(residency.device, limit)}
-        if residency.host is not None:
-            memories["host"] = _memory(residency.host.slots, limit)
         loads = residency.loads.by_digest
         return EngineDetails(
-            memories=memories,
+            memories={
+                tier: _memory(slots, limit) for tier, slots in residency.tiers.memories().items()
+            },
             running=tuple(_sequence(each, now_s) for each in _first(scheduler.running, limit)),
             num_waiting=len(scheduler.queue) + scheduler.siblings.num_held,
             waiting=tuple(_sequence(each, now_s) for each in _first(scheduler.queue, limit)),
@@ -135,7 +134,7 @@ def _sequence(sequence: Sequence, now_s: float) -> SequenceDetails:
         # The part after the last "#" is the front's.
         request_id=request.request_id.rpartition("#")[0] or request.request_id,
         tenant=request.tenant,
-        digest=request.digest,
+        digest=str(request.key),
         state=sequence.state.value,
         priority=request.priority,
         age_s=now_s - request.arrival_s,

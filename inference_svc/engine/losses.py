@@ -9,7 +9,7 @@ import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
-from inference_svc.core import Request, Sequence, is_combination, parts_of
+from inference_svc.core import AdapterKey, Request, Sequence, Sum, digests_of
 from inference_svc.errors import NotFinite, OutOfDeviceMemory
 from servicekit.errors import Internal, ServiceError
 
@@ -52,7 +52,7 @@ class Losses:
     counts: Counter[Loss] = field(default_factory=Counter)
     num_refused: int = 0
     _not_finite: OrderedDict[str, int] = field(default_factory=OrderedDict)
-    _warned: OrderedDict[str, _Warned] = field(default_factory=OrderedDict)
+    _warned: OrderedDict[AdapterKey, _Warned] = field(default_factory=OrderedDict)
 
     def add(self, sequence: Sequence, loss: Loss) -> ServiceError:
         """Counts a sequence that ends, and marks its adapters if its values were not finite;
@@ -60,8 +60,8 @@ class Losses:
         request = sequence.request
         self.counts[loss] += 1
         if loss is Loss.NOT_FINITE:
-            for part in parts_of(request.digest):
-                self._mark(part.digest)
+            for digest in digests_of(request.key):
+                self._mark(digest)
         error = self._error(request, loss)
         self._warn(request, error)
         return error
@@ -85,12 +85,12 @@ class Losses:
     def _warn(self, request: Request, error: ServiceError) -> None:
         """Logs the first request that ends with an adapter, then a count every QUIET_S."""
         now_s = time.monotonic()
-        warned = self._warned.pop(request.digest, None)
+        warned = self._warned.pop(request.key, None)
         if warned is not None and now_s < warned.at_s + QUIET_S:
             warned.num_since += 1
-            self._warned[request.digest] = warned
+            self._warned[request.key] = warned
             return
-        self._warned[request.digest] = _Warned(now_s)
+        self._warned[request.key] = _Warned(now_s)
         if len(self._warned) > MAX_MARKED:
             self._warned.popitem(last=False)
         num_others = 0 if warned is None else warned.num_since
@@ -113,9 +113,9 @@ class Losses:
                 retry_after_s=RETRY_S,
             )
         if loss is Loss.NOT_FINITE:
-            subject = "adapter" if request.digest else "model"
+            subject = "adapter" if request.key else "model"
             return NotFinite(_why_not_finite(request, self.dtype), subject=subject)
-        name = request.adapter or request.digest
+        name = request.adapter or request.key
         user = f"with adapter {name} " if name else ""
         return Internal(
             f"computing the request {user}failed, without others in its step too: the server's "
@@ -124,13 +124,13 @@ class Losses:
 
 
 def _why_not_finite(request: Request, dtype: str) -> str:
-    if not request.digest:
+    if not request.key:
         return (
             f"the model's values for this prompt are not finite in {dtype}: they overflow, which "
             "--dtype bfloat16 or float32 may prevent"
         )
-    name = request.adapter or request.digest
-    if is_combination(request.digest):
+    name = request.adapter or request.key
+    if isinstance(request.key, Sum):
         return (
             f"the model's values with the sum of {name} are not finite in {dtype}: they overflow; "
             "use smaller scales"

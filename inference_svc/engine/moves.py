@@ -7,10 +7,9 @@ before it is so for another: versions that come faster are passed over.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
-from inference_svc.core import Sequence, SequenceState, VersionPolicy
+from inference_svc.core import Digest, Sequence, SequenceState, VersionPolicy
 from inference_svc.engine.messages import Move
 from inference_svc.engine.scheduler import Scheduler
 
@@ -40,7 +39,7 @@ class Moves:
     def add(self, sequence: Sequence, move: Move, now_s: float) -> None:
         """Replaces where a sequence was to move to last."""
         pending = self._pending.get(move.request_id)
-        if move.digest == sequence.request.digest:
+        if move.digest == sequence.request.key:
             self.discard(sequence)
         elif pending is None:
             self._wait_for(_Pending(sequence, move), now_s)
@@ -79,7 +78,7 @@ class Moves:
                 if pending.then is not None:
                     self.add(sequence, pending.then, now_s)
             elif (
-                sequence.request.digest == digest
+                sequence.request.key == digest
                 and sequence.state is SequenceState.WAITING
                 and not _is_being_scored(sequence)
             ):
@@ -94,16 +93,16 @@ class Moves:
             self.add(sequence, pending.then, now_s)
 
     @property
-    def waiters(self) -> Counter[str]:
-        """How many sequences wait to move to each version."""
-        return Counter(pending.target.digest for pending in self._pending.values())
+    def waited_for(self) -> list[Digest]:
+        """The versions that sequences wait to move to, one for each sequence."""
+        return [pending.target.digest for pending in self._pending.values()]
 
     def check_integrity(self) -> None:
         """Asserts that only sequences of the engine are to move, to other versions than theirs."""
         for request_id, pending in self._pending.items():
             assert pending.sequence.request.request_id == request_id == pending.target.request_id
             assert pending.sequence.state is not SequenceState.FINISHED
-            assert pending.target.digest != pending.sequence.request.digest
+            assert pending.target.digest != pending.sequence.request.key
 
 
 def new_tokens(sequence: Sequence) -> int:

@@ -13,16 +13,18 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-
-def root_key(digest: str, cache_seed: str) -> bytes:
-    """Returns the parent key of a sequence's first page; "" is the base model's digest."""
-    return hashlib.sha256(f"{digest}\0{cache_seed}".encode()).digest()
+from inference_svc.core import AdapterKey
 
 
-def activation_key(parent: bytes, digest: str, activation: int) -> bytes:
+def root_key(adapter: AdapterKey, cache_seed: str) -> bytes:
+    """Returns the parent key of a sequence's first page; "" is the base model."""
+    return hashlib.sha256(f"{adapter}\0{cache_seed}".encode()).digest()
+
+
+def activation_key(parent: bytes, adapter: AdapterKey, activation: int) -> bytes:
     """Returns the stand-in for the key of a base model's page where the page that follows is the
     first with a token at or behind the adapter's activation, a position in the sequence."""
-    return hashlib.sha256(parent + f"{digest}\0{activation}".encode()).digest()
+    return hashlib.sha256(parent + f"{adapter}\0{activation}".encode()).digest()
 
 
 def page_key(parent: bytes, token_ids: Sequence[int]) -> bytes:

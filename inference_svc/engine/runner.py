@@ -151,7 +151,7 @@ class Runner:
 
         Any other error is a bug and ends the engine: no adapter's content causes it. A change has
         offsets, shapes and ranks alone, of headers that `ModelLayout.read_header` and the refusals
-        of Loader and Combinations have checked. An adapter's values are first read by
+        of Loader and SumChecks have checked. An adapter's values are first read by
         `Magnitudes.advance`, where it fails alone, and by steps.
         """
         try:

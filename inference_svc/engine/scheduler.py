@@ -13,9 +13,11 @@ from typing import Any, Protocol
 
 from inference_svc.core import (
     BASE_SLOT,
+    AdapterKey,
     AdapterVersion,
     Batch,
     BatchRow,
+    Digest,
     Request,
     Sequence,
     SequenceState,
@@ -62,14 +64,14 @@ class Hold(enum.Enum):
 class AdapterView(Protocol):
     """The part of residency that the scheduler uses."""
 
-    def add_waiter(self, digest: str, now_s: float, count: bool = True) -> None: ...
-    def remove_waiter(self, digest: str, *, expired: bool = False) -> None: ...
-    def ensure_loading(self, digest: str, now_s: float) -> None: ...
-    def trace_load(self, digest: str, asker: Any, now_s: float) -> Any: ...
-    def is_schedulable(self, digest: str) -> bool: ...
-    def acquire(self, digest: str) -> int: ...
-    def release(self, digest: str) -> None: ...
-    def pop_ready(self) -> list[str]: ...
+    def add_waiter(self, key: AdapterKey, now_s: float, count: bool = True) -> None: ...
+    def remove_waiter(self, key: AdapterKey, *, expired: bool = False) -> None: ...
+    def ensure_loading(self, key: AdapterKey, now_s: float) -> None: ...
+    def trace_load(self, key: AdapterKey, asker: Any, now_s: float) -> Any: ...
+    def is_schedulable(self, key: AdapterKey) -> bool: ...
+    def acquire(self, key: AdapterKey) -> int: ...
+    def release(self, key: AdapterKey) -> None: ...
+    def pop_ready(self) -> list[AdapterKey]: ...
     def pop_changes(self) -> tuple[Any, ...]: ...
 
 
@@ -124,9 +126,9 @@ class Scheduler:
         """The number of sequences that run or wait."""
         return len(self.running) + len(self.queue) + self.siblings.num_held
 
-    def is_schedulable(self, digest: str) -> bool:
+    def is_schedulable(self, key: AdapterKey) -> bool:
         """Whether a sequence of this adapter, "" for none, may start."""
-        return not digest or self.adapters.is_schedulable(digest)
+        return not key or self.adapters.is_schedulable(key)
 
     def add(self, sequence: Sequence, now_s: float) -> None:
         # Without a prefix cache each has to compute the prompt itself.
@@ -134,59 +136,59 @@ class Scheduler:
             self._add(sequence, now_s)
 
     def _add(self, sequence: Sequence, now_s: float) -> None:
-        digest = sequence.request.digest
-        if digest:
+        key = sequence.request.key
+        if key:
             sequence.adapter_wanted_s = now_s
-            self.adapters.add_waiter(digest, now_s)
+            self.adapters.add_waiter(key, now_s)
         self._enqueue(sequence, now_s)
 
     def _enqueue(self, sequence: Sequence, now_s: float) -> None:
         self.queue.add(sequence)
-        if sequence.request.digest:
-            self._refresh(sequence.request.digest, now_s)
+        if sequence.request.key:
+            self._refresh(sequence.request.key, now_s)
             if sequence.request.trace is not None:
                 self._trace(sequence, now_s)
-            if not self.queue.is_parked(sequence.request.digest):
+            if not self.queue.is_parked(sequence.request.key):
                 _note_ready(sequence, now_s)
 
     def _trace(self, sequence: Sequence, now_s: float) -> None:
         request = sequence.request
-        load = self.adapters.trace_load(request.digest, request.trace, now_s)
+        load = self.adapters.trace_load(request.key, request.trace, now_s)
         sequence.load_trace = load or sequence.load_trace
 
-    def _refresh(self, digest: str, now_s: float) -> None:
+    def _refresh(self, key: AdapterKey, now_s: float) -> None:
         """Parks or unparks the sequences of this adapter by whether it is schedulable."""
-        if self.adapters.is_schedulable(digest):
-            if self.queue.is_parked(digest):
-                self.queue.unpark(digest)
-                for sequence in self.queue.of_digest(digest):
+        if self.adapters.is_schedulable(key):
+            if self.queue.is_parked(key):
+                self.queue.unpark(key)
+                for sequence in self.queue.of_key(key):
                     _note_ready(sequence, now_s)
-        elif self.queue.has(digest):
-            self.adapters.ensure_loading(digest, now_s)
-            if not self.queue.is_parked(digest):
-                self.queue.park(digest)
+        elif self.queue.has(key):
+            self.adapters.ensure_loading(key, now_s)
+            if not self.queue.is_parked(key):
+                self.queue.park(key)
 
     def remove(self, sequence: Sequence, *, expired: bool = False) -> None:
         """Removes a sequence from the queue or the running ones and releases all that it holds."""
         if self.siblings.remove(sequence):
             sequence.state = SequenceState.FINISHED
             return
-        digest = sequence.request.digest
+        key = sequence.request.key
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
             self._release(sequence)
         else:
             self.queue.remove(sequence)
-            if digest:
-                self.adapters.remove_waiter(digest, expired=expired)
+            if key:
+                self.adapters.remove_waiter(key, expired=expired)
         self.queue.ended(sequence)
         sequence.state = SequenceState.FINISHED
 
     def _release(self, sequence: Sequence) -> None:
         self.pages.release(sequence.page_ids)
         sequence.page_ids = []
-        if sequence.request.digest:
-            self.adapters.release(sequence.request.digest)
+        if sequence.request.key:
+            self.adapters.release(sequence.request.key)
         sequence.slot = BASE_SLOT
 
     # One step.
@@ -198,8 +200,8 @@ class Scheduler:
         last in rank of the tenant that has most is preempted. Residency changes also while starts
         are held.
         """
-        for digest in self.adapters.pop_ready():
-            self._refresh(digest, now_s)
+        for key in self.adapters.pop_ready():
+            self._refresh(key, now_s)
         for sequence in self.siblings.pop_free():
             self._add(sequence, now_s)
         rows = [] if self.hold is Hold.EVERYTHING else self._rows(now_s)
@@ -244,9 +246,9 @@ class Scheduler:
         for victim in claims.victims:
             self.preempt(victim, now_s)
         for sequence in claims.sequences:
-            digest = sequence.request.digest
-            if not self.is_schedulable(digest):  # it has begun to drain
-                self._refresh(digest, now_s)
+            key = sequence.request.key
+            if not self.is_schedulable(key):  # it has begun to drain
+                self._refresh(key, now_s)
             elif self._start(sequence, now_s):
                 needed = self.pages.pages_for(len(sequence.token_ids)) - len(sequence.page_ids)
                 sequence.page_ids += self.pages.allocate(needed)
@@ -285,8 +287,8 @@ class Scheduler:
         self._stop(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        if sequence.request.digest:
-            self.adapters.add_waiter(sequence.request.digest, now_s, count=False)
+        if sequence.request.key:
+            self.adapters.add_waiter(sequence.request.key, now_s, count=False)
         self._enqueue(sequence, now_s)
 
     def _stop(self, sequence: Sequence) -> None:
@@ -307,18 +309,18 @@ class Scheduler:
             self.preempt(self.running[-1], now_s)
         self.pages.forget_prefixes()
 
-    def move(self, sequence: Sequence, label: str, digest: str, now_s: float) -> None:
+    def move(self, sequence: Sequence, label: str, digest: Digest, now_s: float) -> None:
         """Moves a sequence to another version of its adapter, for which it has been a waiter. A
         running one must find it resident; unless it keeps its keys and values, it waits to be
         computed anew. Those are kept that have led to a token, which says whose they are."""
         policy = sequence.request.version_policy
         is_running = sequence.state is SequenceState.RUNNING
         keeps = policy is VersionPolicy.FOLLOW_KEEP and is_running and sequence.has_sampled
-        old_digest, is_held = sequence.request.digest, self.siblings.is_held(sequence)
-        request = replace(sequence.request, digest=digest, adapter=label)
+        old_key, is_held = sequence.request.key, self.siblings.is_held(sequence)
+        request = replace(sequence.request, key=digest, names=(label,))
         if keeps:
             slot = self.adapters.acquire(digest)
-            self.adapters.release(old_digest)
+            self.adapters.release(old_key)
             sequence.slot, sequence.num_kept = slot, sequence.num_computed
         elif is_running:
             self._stop(sequence)
@@ -326,7 +328,7 @@ class Scheduler:
             self.adapters.remove_waiter(digest)  # it waits for no adapter before it is queued
         else:
             self.queue.remove(sequence)
-            self.adapters.remove_waiter(old_digest)
+            self.adapters.remove_waiter(old_key)
         sequence.request, sequence.page_hashes = request, []
         sequence.version = AdapterVersion(label, digest, sequence.num_kept)
         self.num_moves += 1
@@ -340,9 +342,9 @@ class Scheduler:
             sequence = self._next(now_s)
             if sequence is None:
                 return
-            digest = sequence.request.digest
-            if not self.is_schedulable(digest):  # it has begun to drain
-                self._refresh(digest, now_s)
+            key = sequence.request.key
+            if not self.is_schedulable(key):  # it has begun to drain
+                self._refresh(key, now_s)
                 continue
             if not self._start(sequence, now_s):
                 self.is_short = True
@@ -362,7 +364,7 @@ class Scheduler:
             (
                 each
                 for each in self.queue
-                if each.started_s is not None and self.is_schedulable(each.request.digest)
+                if each.started_s is not None and self.is_schedulable(each.request.key)
             ),
             None,
         )
@@ -380,8 +382,8 @@ class Scheduler:
         self.pages.share(cached)
         sequence.page_ids = cached
         sequence.num_computed = num_cached
-        if sequence.request.digest:
-            sequence.slot = self.adapters.acquire(sequence.request.digest)
+        if sequence.request.key:
+            sequence.slot = self.adapters.acquire(sequence.request.key)
         sequence.state = SequenceState.RUNNING
         sequence.num_output_at_start = sequence.num_output
         self.places.started(sequence, now_s)
@@ -443,9 +445,9 @@ def extend_page_keys(sequence: Sequence, num_pages: int, page_size: int) -> None
         if keys:
             parent = keys[-1]
         else:
-            parent = root_key("" if request.activation else request.digest, _cache_seed(request))
+            parent = root_key("" if request.activation else request.key, _cache_seed(request))
         if request.activation and len(keys) == num_base:
-            parent = activation_key(parent, request.digest, request.activation)
+            parent = activation_key(parent, request.key, request.activation)
         start = len(keys) * page_size
         keys.append(page_key(parent, sequence.token_ids[start : start + page_size]))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from inference_svc.adapters.eviction import EvictionReason
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.slots import Slots
-from inference_svc.core import parts_of
+from inference_svc.core import AdapterKey, Digest, digests_of
 from inference_svc.engine.life_cycle import LifeCycle, Sleep
 from inference_svc.engine.losses import Loss, Losses
 from inference_svc.engine.memory_budget import Budget
@@ -41,8 +41,8 @@ class Describe:
         return EngineStatus(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.queue) + scheduler.siblings.num_held,
-            waiting_digests=_parts(scheduler.queue.digests()),
-            running_digests=_parts({s.request.digest for s in scheduler.running}),
+            waiting_digests=_digests(scheduler.queue.keys()),
+            running_digests=_digests({s.request.key for s in scheduler.running}),
             memory=self._memory(),
             counters=self._counters(),
             memory_limit_bytes=self.budget.limit_bytes or 0,
@@ -162,6 +162,6 @@ def _tier(slots: Slots, hits: int, misses: int) -> TierStatus:
     )
 
 
-def _parts(digests: Iterable[str]) -> tuple[str, ...]:
+def _digests(keys: Iterable[AdapterKey]) -> tuple[Digest, ...]:
     """Returns the adapters of these requests, each once."""
-    return tuple({part.digest for digest in digests for part in parts_of(digest)})
+    return tuple({digest for key in keys for digest in digests_of(key)})

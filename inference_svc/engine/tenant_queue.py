@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from inference_svc.core import Sequence
+from inference_svc.core import AdapterKey, Sequence
 from inference_svc.engine.round_robin import DeficitRoundRobin
 
 _serials = itertools.count()
@@ -23,7 +23,7 @@ class Flow:
 
     tenant: str
     priority: int
-    digest: str
+    key: AdapterKey
     is_parked: bool
     sequences: list[Sequence] = field(default_factory=list)
     num_tokens: int = 0
@@ -57,11 +57,11 @@ class TenantQueue:
     def __init__(self, name: str, quantum: int) -> None:
         self.name = name
         self._quantum = quantum
-        self._flows: dict[tuple[int, str], Flow] = {}
+        self._flows: dict[tuple[int, AdapterKey], Flow] = {}
         self._by_age: list[tuple[float, int, Flow]] = []  # of flows with an adapter
         self._by_rank: list[tuple[int, float, int, Flow]] = []
         self._ready_by_age: list[tuple[float, int, Flow]] = []
-        self._levels: dict[int, DeficitRoundRobin] = {}  # of ready flows; the members are digests
+        self._levels: dict[int, DeficitRoundRobin[AdapterKey]] = {}  # of ready flows
         self._priorities: list[int] = []  # of the levels, ascending
         self._aged_lead = 0  # tokens of aged ones, less the round robin's
         self._aged_sign = 0  # by which the next start counts in that lead
@@ -91,18 +91,18 @@ class TenantQueue:
         """When the oldest sequence that may start arrived; there is one."""
         return self._ready_by_age[0][0]
 
-    def flow(self, priority: int, digest: str) -> Flow | None:
-        return self._flows.get((priority, digest))
+    def flow(self, priority: int, key: AdapterKey) -> Flow | None:
+        return self._flows.get((priority, key))
 
     def ready_flows(self) -> Iterator[Flow]:
         return (flow for _since_s, _serial, flow in self._ready_by_age)
 
     def add(self, sequence: Sequence, is_parked: bool) -> Flow:
         request = sequence.request
-        key = request.priority, request.digest
-        flow = self._flows.get(key)
+        place = request.priority, request.key
+        flow = self._flows.get(place)
         if flow is None:
-            flow = self._flows[key] = Flow(self.name, *key, is_parked)
+            flow = self._flows[place] = Flow(self.name, *place, is_parked)
         else:
             self._unfile(flow)
         assert flow.is_parked == is_parked
@@ -113,7 +113,7 @@ class TenantQueue:
 
     def remove(self, sequence: Sequence) -> Flow:
         request = sequence.request
-        flow = self._flows[request.priority, request.digest]
+        flow = self._flows[request.priority, request.key]
         self._unfile(flow)
         place = bisect.bisect_left(flow.sequences, request.arrival_s, key=arrival_s)
         del flow.sequences[flow.sequences.index(sequence, place)]
@@ -121,7 +121,7 @@ class TenantQueue:
         if flow.sequences:
             self._file(flow)
         else:
-            del self._flows[request.priority, request.digest]
+            del self._flows[request.priority, request.key]
             if not flow.is_parked:
                 self._leave_level(flow)
         return flow
@@ -149,9 +149,9 @@ class TenantQueue:
         if self._aged_sign > 0:
             return flow.sequences[0]
         priority = self._priorities[-1]
-        digest = self._levels[priority].first()
-        assert digest is not None
-        return self._flows[priority, digest].sequences[0]
+        key = self._levels[priority].first()
+        assert key is not None
+        return self._flows[priority, key].sequences[0]
 
     def started(self, sequence: Sequence, num_tokens: int) -> None:
         """Charges the sequence that `first` returned, which starts."""
@@ -162,20 +162,20 @@ class TenantQueue:
         """Charges the sequence's adapter."""
         level = self._levels.get(sequence.request.priority)
         if level is not None:
-            level.charge(sequence.request.digest, num_tokens)
+            level.charge(sequence.request.key, num_tokens)
 
-    def aged_digests(self, aged_s: float) -> Iterator[str]:
-        """Yields the digests of flows, parked or not, whose first is aged, in order of arrival."""
+    def aged_keys(self, aged_s: float) -> Iterator[AdapterKey]:
+        """Yields the keys of flows, parked or not, whose first is aged, in order of arrival."""
         for since_s, _serial, flow in self._by_age:
             if since_s > aged_s:
                 return
-            yield flow.digest
+            yield flow.key
 
-    def young_digests(self, aged_s: float) -> Iterator[str]:
-        """Yields the digests of all other flows, by priority, then in order of arrival."""
+    def young_keys(self, aged_s: float) -> Iterator[AdapterKey]:
+        """Yields the keys of all other flows, by priority, then in order of arrival."""
         for _rank, since_s, _serial, flow in self._by_rank:
             if since_s > aged_s:
-                yield flow.digest
+                yield flow.key
 
     def _count(self, flow: Flow, sequences: list[Sequence], sign: int) -> None:
         num_tokens = sign * sum(sequence.num_uncomputed for sequence in sequences)
@@ -188,7 +188,7 @@ class TenantQueue:
 
     def _unfile(self, flow: Flow) -> None:
         """Removes a flow from all orders, before its first sequence may change."""
-        if flow.digest:
+        if flow.key:
             del self._by_age[bisect.bisect_left(self._by_age, flow.by_age)]
             del self._by_rank[bisect.bisect_left(self._by_rank, flow.by_rank)]
         if not flow.is_parked:
@@ -196,7 +196,7 @@ class TenantQueue:
 
     def _file(self, flow: Flow) -> None:
         flow.arrival_s = flow.sequences[0].request.arrival_s
-        if flow.digest:
+        if flow.key:
             bisect.insort(self._by_age, flow.by_age)
             bisect.insort(self._by_rank, flow.by_rank)
         if flow.is_parked:
@@ -205,11 +205,11 @@ class TenantQueue:
         if flow.priority not in self._levels:
             self._levels[flow.priority] = DeficitRoundRobin(self._quantum)
             bisect.insort(self._priorities, flow.priority)
-        self._levels[flow.priority].enter(flow.digest)
+        self._levels[flow.priority].enter(flow.key)
 
     def _leave_level(self, flow: Flow) -> None:
         level = self._levels[flow.priority]
-        level.leave(flow.digest)
+        level.leave(flow.key)
         if not level:
             del self._levels[flow.priority]
             self._priorities.remove(flow.priority)
@@ -218,16 +218,16 @@ class TenantQueue:
         """Asserts that all orders agree with the flows."""
         flows = list(self._flows.values())
         ready = [flow for flow in flows if not flow.is_parked]
-        with_adapter = [flow for flow in flows if flow.digest]
+        with_adapter = [flow for flow in flows if flow.key]
         assert sorted(flow.by_age for flow in with_adapter) == self._by_age
         assert sorted(flow.by_rank for flow in with_adapter) == self._by_rank
         assert sorted(flow.by_age for flow in ready) == self._ready_by_age
-        assert {(p, d) for p, d in self._flows} == {(f.priority, f.digest) for f in flows}
+        assert {(p, d) for p, d in self._flows} == {(f.priority, f.key) for f in flows}
         assert sorted({flow.priority for flow in ready}) == self._priorities == sorted(self._levels)
         for priority, level in self._levels.items():
-            members = [flow.digest for flow in ready if flow.priority == priority]
+            members = [flow.key for flow in ready if flow.priority == priority]
             assert len(level) == len(members)
-            assert all(digest in level for digest in members)
+            assert all(key in level for key in members)
         for flow in flows:
             assert flow.sequences == sorted(flow.sequences, key=arrival_s), "not in order"
             assert flow.sequences, "an empty flow"

@@ -118,7 +118,7 @@ class EngineThread:
             error = failure = engine_failed(cause, "a step")
             logger.exception("%s", failure.for_operator, extra=fault_fields(failure))
             self._on_outputs(engine.give_up(failure))
-            self.built.residency.cancel_all()
+            self.built.residency.loader.cancel_all()
             engine.commands.profiler.close()
         self.built.puller.close()  # no thread writes into the memory of adapters afterwards
         self._refuse_the_rest(error)
@@ -147,7 +147,7 @@ class EngineThread:
         while not self._inbox.empty():
             message = self._inbox.get()
             if isinstance(message, PullEvent) and not self._failed:
-                self.built.residency.on_pull_event(message, time.monotonic())
+                self.built.residency.loader.on_pull_event(message, time.monotonic())
             elif isinstance(message, Submit):
                 outputs.append(Output(message.request.request_id, error=error))
             elif isinstance(message, Call):

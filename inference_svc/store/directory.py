@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from inference_svc.adapters.layout import SEGMENT_KINDS, refused_kinds, refused_targets
-from inference_svc.core import Part, Principal, combination_digest, parts_label
+from inference_svc.core import AdapterKey, Part, Principal, Sum, sum_label
 from inference_svc.errors import (
     TRY_LATER,
     TRY_LATER_SEE_LOG,
@@ -46,9 +46,9 @@ RETRY_SECONDS = 1.0
 class Binding:
     """A resolved reference. `label` is "tenant/name@version", or the digest if that was the
     reference. With `invocation_tokens` it is active from the first of them on, where all of them
-    follow one another in the prompt for the last time. `parts` are the adapters of a combination,
-    and their factors. Its tokens and text are as in AdapterRecord; a combination has the ones of
-    the adapter that adds tokens, and none if no adapter does."""
+    follow one another in the prompt for the last time. `parts` are the adapters of a sum, and their
+    factors; its `digest` is the sum in text. Its tokens and text are as in AdapterRecord; a sum has
+    the ones of the adapter that adds tokens, and none if no adapter does."""
 
     label: str
     tenant: str
@@ -63,14 +63,14 @@ class Binding:
 
     @classmethod
     def of_parts(cls, parts: Sequence[tuple[Binding, float]]) -> Binding:
-        """Returns the combination of these adapters, in this order."""
+        """Returns the sum of these adapters, in this order."""
         bindings = [binding for binding, _ in parts]
         # Two would each replace rows of the embedding, which ends the request.
         adding = next((binding for binding in bindings if binding.added_tokens), None)
         return cls(
-            label=parts_label(binding.label for binding in bindings),
+            label=sum_label(binding.label for binding in bindings),
             tenant=",".join(binding.tenant for binding in bindings),
-            digest=combination_digest(tuple(Part(each.digest, scale) for each, scale in parts)),
+            digest=str(_sum_of(parts)),
             rank=sum(binding.rank for binding in bindings),
             create_time_s=max(binding.create_time_s for binding in bindings),
             added_tokens=0 if adding is None else adding.added_tokens,
@@ -78,6 +78,19 @@ class Binding:
             chat_template_digest="" if adding is None else adding.chat_template_digest,
             parts=tuple(parts),
         )
+
+    @property
+    def key(self) -> AdapterKey:
+        return _sum_of(self.parts) if self.parts else self.digest
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The label, or the labels of the parts."""
+        return tuple([part.label for part, _ in self.parts]) or (self.label,)
+
+
+def _sum_of(parts: Sequence[tuple[Binding, float]]) -> Sum:
+    return Sum(tuple([Part(binding.digest, scale) for binding, scale in parts]))
 
 
 @dataclass(frozen=True, slots=True)

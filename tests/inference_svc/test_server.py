@@ -42,7 +42,7 @@ def test_streams_text_and_ends_with_usage(serve) -> None:
         assert responses[-1].timings.adapter_wait_seconds == 0.125
         assert not responses[-1].HasField("adapter")
         (request,) = running.engine.submitted
-        assert (request.digest, request.cache_seed) == ("", "default//")
+        assert (request.key, request.cache_seed) == ("", "default//")
         assert request.deadline_s is None
 
     serve(body, kind="byte_level")
@@ -89,7 +89,7 @@ def test_an_adapter_is_resolved_and_named_in_every_response(serve) -> None:
         responses = await running.generate(adapter="upper", cache_salt="s", priority=3)
         assert {r.adapter.name for r in responses} == {"default/upper@1"}
         (request,) = running.engine.submitted
-        assert request.digest == digest_of("upper")
+        assert request.key == digest_of("upper")
         assert (request.cache_seed, request.priority) == ("default/default/s", 3)
         await until_async(lambda: running.engine.layout_ids == [LAYOUT])
         info = await running.stub.GetServerInfo(pb.GetServerInfoRequest())

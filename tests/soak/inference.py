@@ -123,7 +123,7 @@ class Soak:
         track = self.engine.submit(
             asked.prompt,
             arrival.num_out,
-            asked.digest,
+            asked.key,
             request_id=name,
             deadline_s=deadline_s,
             activation=asked.activation,

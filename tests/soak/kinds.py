@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from bench.models import Prepared, prepare_adapter
-from inference_svc.core import Part, combination_digest
+from inference_svc.core import AdapterKey, Part, Sum
 
 BASE, SUM = "base", "sum"
 PLAIN, ALORA, ADDED = "lora", "alora", "added-tokens"
@@ -20,10 +20,10 @@ OTHERS_SHARE = 0.5
 
 
 class Asked(NamedTuple):
-    """What a request is for: digest and prompt, and from which token on its adapter is active."""
+    """What a request is for: adapters and prompt, and from which token on its adapter is active."""
 
     kind: str
-    digest: str
+    key: AdapterKey
     prompt: list[int]
     activation: int = 0
 
@@ -81,7 +81,7 @@ class Kinds:
             prompt[chosen.randrange(len(prompt))] = self.vocab + chosen.randrange(NUM_ADDED)
         return Asked(kind, self.digests[adapter], prompt, activation)
 
-    def _sum(self, chosen: random.Random) -> str:
+    def _sum(self, chosen: random.Random) -> Sum:
         """Returns plain ones, and one of any kind that may be summed: two that replace the same do
         not go together. What replaces has the scale 1."""
         places = {name: place for place, name in enumerate(self.names) if name != ALORA}
@@ -91,4 +91,4 @@ class Kinds:
         if places and chosen.random() < OTHERS_SHARE:
             place = chosen.choice([*places.values()])
             summed[0], scales[0] = chosen.choice(self.digests[place :: len(self.names)]), 1.0
-        return combination_digest(tuple(map(Part, summed, scales)))
+        return Sum(tuple(map(Part, summed, scales)))

@@ -9,7 +9,7 @@ import pytest
 
 from bench.engine import TRANSPORTS, Track
 from bench.models import Prepared, prepare
-from inference_svc.core import FinishReason, parts_of
+from inference_svc.core import FinishReason
 from inference_svc.errors import AdapterUnavailable, QueueFull
 from tests.soak.inference import NUM_SAMPLES, WARM_UP_SHARE, Soak, SoakRequest, soak
 from tests.soak.kinds import ADDED, ALORA, BASE, PLAIN, SUM, Kinds
@@ -36,7 +36,7 @@ def test_what_is_drawn_is_of_every_kind() -> None:
         assert (max(each.prompt) >= 512) == (each.kind == ADDED)
         assert each.activation == 0 or each.kind == ALORA
         if each.kind == SUM:
-            parts = parts_of(each.digest)
+            parts = each.key.parts
             assert {part.digest for part in parts}.isdisjoint(digests[1::3]), "an aLoRA"
             assert sum(part.digest in digests[2::3] for part in parts) <= 1
             assert len({part.digest for part in parts}) == len(parts) >= 2

@@ -19,7 +19,7 @@ from adapter_store.images.layout import layout_id
 from adapter_store.images.plan import IMAGE_FORMATS
 from inference_svc.adapters.image_source import ImageChunk, ImageTrailer, LayerEnd, PullMessage
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.core import Request, SamplingParams
+from inference_svc.core import AdapterKey, Request, SamplingParams, Sum
 from inference_svc.engine.messages import Call, Cancel, Command, Output, Reply, StepOutputs, Submit
 from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
@@ -116,7 +116,7 @@ class CompilingStore:
 
 
 def label_of(adapter: str) -> str:
-    """Returns what errors call an adapter; "" for the base model, and what is a digest."""
+    """Returns the name in errors of an adapter; "" for the base model, and a digest."""
     return f"acme/{adapter}@3" if adapter and ":" not in adapter else ""
 
 
@@ -141,17 +141,22 @@ class Running:
             self.changed.notify_all()
 
     def submit(
-        self, request_id: str, prompt: Sequence[int], adapter: str = "", **options: Any
+        self, request_id: str, prompt: Sequence[int], adapter: str | Sum = "", **options: Any
     ) -> None:
         sampling = {"max_tokens": 64, "temperature": 0.0, "ignore_eos": True}
         fields = {"cache_seed", "priority", "deadline_s", "activation", "return_routed_experts"}
         fields |= {"group"}
+        key: AdapterKey = adapter
+        names: tuple[str, ...] = ()
+        if not isinstance(adapter, Sum):
+            key, label = self.digests.get(adapter, adapter), label_of(adapter)
+            names = (label,) if label else ()
         request = Request(
             request_id,
             tuple(prompt),
             SamplingParams(**(sampling | {k: v for k, v in options.items() if k not in fields})),
-            digest=self.digests.get(adapter, adapter),
-            adapter=label_of(adapter),
+            key,
+            names=names,
             arrival_s=time.monotonic(),
             **{k: v for k, v in options.items() if k in fields},
         )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from inference_svc.api.generate_call import activation_of
-from inference_svc.core import Part, combination_digest
+from inference_svc.core import Part, Sum
 from tests.support.models.parity import RecordingSampler
 from tests.support.models.zoo import ALL, VOCAB, AdapterSpec, Zoo, adapted, make_model, quiet
 from tests.system.engines import Running
@@ -100,7 +100,7 @@ class Kinds(Zoo):
         digest = adapter
         if adapter == SUM:
             parts = (Part(running.digests[part], scale) for part, scale in PARTS)
-            digest = combination_digest(tuple(parts))
+            digest = Sum(tuple(parts))
         activation = activation_of(prompt, INVOCATION) if adapter == ALORA else 0
         assert activation is not None
         running.submit(name, prompt, digest, activation=activation, **options)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference_svc.core import MAX_PARTS, Part, combination_digest
+from inference_svc.core import MAX_PARTS, Part, Sum
 from inference_svc.errors import AdapterUnusable, NoRoom
 from loadout import errors
 from tests.support.models.zoo import SPECS, VOCAB, Zoo, make_zoo, quiet
@@ -43,8 +43,8 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return made
 
 
-def digest_of(running: Running, parts: tuple[tuple[str, float], ...]) -> str:
-    return combination_digest(tuple(Part(running.digests[name], scale) for name, scale in parts))
+def digest_of(running: Running, parts: tuple[tuple[str, float], ...]) -> Sum:
+    return Sum(tuple(Part(running.digests[name], scale) for name, scale in parts))
 
 
 def prompt_of(index: int) -> list[int]:
@@ -146,8 +146,11 @@ def test_random_sums_under_pressure_all_end(zoo: Zoo, start: Callable, count: in
 
 def test_digests_of_sums_tell_them_apart() -> None:
     parts = tuple(Part(f"sha256:{index:064x}", 0.1 * index) for index in range(MAX_PARTS))
-    assert combination_digest(parts) != combination_digest(parts[::-1])
-    assert combination_digest(parts) != combination_digest(parts[:-1])
+    assert Sum(parts) != Sum(parts[::-1])
+    assert Sum(parts) != Sum(parts[:-1])
+    assert str(Sum((Part("sha256:a", 0.5), Part("sha256:b")))) == (
+        "sum:sha256:a*0x1.0000000000000p-1 + sha256:b*0x1.0000000000000p+0"
+    )
 
 
 def registered(services: Services, zoo: Zoo, *names: str) -> None:

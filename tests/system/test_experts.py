@@ -18,7 +18,7 @@ from adapter_store.images.compile import Image, compile_image
 from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.layout import EXPERTS, ModelLayout
 from inference_svc.adapters.targets import build_layout
-from inference_svc.core import Part, combination_digest
+from inference_svc.core import Part, Sum
 from inference_svc.errors import CorruptImage
 from inference_svc.model.architectures import load_description
 from inference_svc.store.convert import to_pull_message
@@ -144,7 +144,7 @@ def test_a_sum_of_halves_is_the_whole(zoo: Zoo, start: Callable, native: bool) -
     running = start(zoo, max_model_len=512, native_kernels=native)
     halves = tuple(Part(running.digests[name], 0.5) for name in (PLAIN, "Tinker"))
     prompt = prompts(2, seed=3)[1]
-    for name, adapter in (("sum", combination_digest(halves)), ("one", "MLX"), ("base", "")):
+    for name, adapter in (("sum", Sum(halves)), ("one", "MLX"), ("base", "")):
         running.submit(name, prompt, adapter)
     for name, adapter in (("sum", PLAIN), ("one", PLAIN), ("base", "")):
         tokens = running.result(name)[0]

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from adapter_store.core import DataType, SegmentKind, TargetKind
 from adapter_store.images.compile import Image
-from inference_svc.core import LogprobsMode, Part, combination_digest
+from inference_svc.core import LogprobsMode, Part, Sum
 from inference_svc.engine.messages import Command, Output
 from inference_svc.errors import AdapterUnusable, NotFinite
 from loadout.errors import FailedPrecondition
@@ -138,7 +138,7 @@ def test_what_is_planted_ends_its_own_requests_alone(
         digest = plant(running, name, changes)
         if scale is not None:
             parts = (Part(digest, scale), Part(running.digests["plain"], 0.5))
-            digest = combination_digest(parts)
+            digest = Sum(parts)
         run_id = f"{len(running.outputs)}"
         for index, choice in enumerate(choices):
             running.submit(f"{run_id} planted {index}", PROMPT, digest, max_tokens=6, **choice)
@@ -229,7 +229,7 @@ def test_marks_outlive_the_memory_and_are_of_each_part(
     running = start(zoo_of("qwen3"), max_added_tokens=len(ADDED))
     huge = plant(running, "small", [Planted(3e38, number, 0.0, 100_000) for number in range(2)])
     plain = running.digests["plain"]
-    for number, digest in enumerate((huge, combination_digest((Part(plain), Part(huge))), plain)):
+    for number, digest in enumerate((huge, Sum((Part(plain), Part(huge))), plain)):
         running.submit(f"{number}", PROMPT, digest, max_tokens=2)
     errors = [type(running.result(f"{number}")[1].error) for number in range(3)]
     assert errors == [NotFinite, NotFinite, type(None)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference_svc.core import Part, combination_digest
+from inference_svc.core import Part, Sum
 from inference_svc.errors import AdapterUnusable
 from tests.support.models.parity import prompts, relative_rms
 from tests.support.models.zoo import VOCAB, quiet
@@ -63,7 +63,7 @@ def summed(zoo: Kinds, parts: Parts) -> Any:
 
 
 def digest_of(running: Running, parts: Parts) -> str:
-    return combination_digest(tuple(Part(running.digests[name], scale) for name, scale in parts))
+    return Sum(tuple(Part(running.digests[name], scale) for name, scale in parts))
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -130,8 +130,11 @@ class Engine:
         sampling = replace(_greedy(count), prompt_logprobs=0 if is_scored else None)
         self.requests[name] = Followed(prompt, digest, policy)
         request = Request(
-            *(name, tuple(prompt), sampling, digest),
-            adapter=f"acme/{version}@1",
+            name,
+            tuple(prompt),
+            sampling,
+            digest,
+            names=(f"acme/{version}@1",),
             arrival_s=time.monotonic(),
             version_policy=policy,
         )
@@ -321,7 +324,7 @@ def test_versions_that_come_faster_than_they_load_are_followed(engine: Engine) -
     engine.store.gate.clear()
     for version in ("r16", "r33", "r16", "r33"):
         engine.move(name, version)
-    assert engine.engine.moves.waiters == {engine.digests["r16"]: 1}
+    assert engine.engine.moves.waited_for == [engine.digests["r16"]]
     engine.store.gate.set()
     until(lambda: engine.step() or engine.engine.scheduler.num_moves == 2)
     engine.call(Command.RESUME)

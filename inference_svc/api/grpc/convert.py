@@ -232,7 +232,7 @@ def _check(holds: bool, field: str, requirement: str) -> None:
 
 
 def to_identities(binding: Binding | None) -> list[pb.AdapterIdentity]:
-    """Returns the adapters of a combination, if it is one."""
+    """Returns the adapters of a sum, if it is one."""
     return [
         pb.AdapterIdentity(name=part.label, digest=part.digest, scale=scale)
         for part, scale in (binding.parts if binding is not None else ())

@@ -14,7 +14,7 @@ from inference_svc.api.grpc.bounds import request_bounds
 from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
 from inference_svc.api.request_record import MAX_NAME_CHARS
 from inference_svc.api.service import Caller, ServerFacts, Service
-from inference_svc.core import MAX_PARTS, Action, Principal, parts_label
+from inference_svc.core import MAX_PARTS, Action, Principal, sum_label
 from inference_svc.debug import DebugInfo
 from inference_svc.errors import PROMPT_SUBJECTS, Asleep, QueueFull
 from loadout.inference.v1 import inference_pb2 as pb
@@ -209,7 +209,7 @@ class _IncomingCall:
 
     def __init__(self, request: pb.GenerateRequest, context: Context, facts: ServerFacts) -> None:
         self.request_id: str = request.request_id[:MAX_ID_CHARS]
-        parts = parts_label(part.ref[:MAX_NAME_CHARS] for part in request.adapters[:MAX_PARTS])
+        parts = sum_label(part.ref[:MAX_NAME_CHARS] for part in request.adapters[:MAX_PARTS])
         self.adapter: str = request.adapter[:MAX_NAME_CHARS] or parts
         self.num_read = 0  # the transport has read, and charged, it
         self._request = request

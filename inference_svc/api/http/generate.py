@@ -39,7 +39,7 @@ from inference_svc.api.http.response import (
 )
 from inference_svc.api.http.sse import EventStream
 from inference_svc.api.service import ServerFacts, Service
-from inference_svc.core import Principal, SamplingParams, parts_label
+from inference_svc.core import Principal, SamplingParams, sum_label
 from inference_svc.text.pieces import AnyPieces, IdPieces
 from inference_svc.text.prompt import Prompt
 from servicekit.shares import Shares
@@ -96,7 +96,7 @@ class IncomingRequest(Generic[B]):
             on_read=self._note_read,
         )
         adapter = adapter_of(body.model or self._facts.base_model, self._facts)
-        self.adapter = adapter or parts_label(part.ref for part in body.adapters or ())
+        self.adapter = adapter or sum_label(part.ref for part in body.adapters or ())
         self.options = body.answer
         prompts = self._endpoint.prompts(body)
         sampling = self._endpoint.sampling(body, self._facts)

@@ -32,7 +32,7 @@ def stores() -> Iterator[ReplicaSet]:
 def loop(stores: ReplicaSet, layout: ModelLayout, request: pytest.FixtureRequest) -> Iterator[Loop]:
     made = Loop(stores.client, layout, 16384, request.param)
     yield made
-    made.residency.cancel_all()
+    made.residency.loader.cancel_all()
     made.puller.close()
 
 
@@ -210,11 +210,11 @@ def test_slow_stream_is_not_silent(stores: ReplicaSet, loop: Loop) -> None:
     moments = []
     for block in blocks[:3]:
         loop.until(block.reached.is_set)
-        before = loop.residency.last_progress_s("aaaa")
+        before = loop.residency.loads.last_progress_s("aaaa")
         assert before is not None
         moments.append(before)
         block.go.set()
-        loop.until(lambda before=before: loop.residency.last_progress_s("aaaa") > before)
+        loop.until(lambda before=before: loop.residency.loads.last_progress_s("aaaa") > before)
     loop.until(blocks[3].reached.is_set)
     assert moments == sorted(set(moments))
     assert not loop.residency.is_resident("aaaa"), "nothing is computed with before the trailer"

@@ -123,7 +123,7 @@ def loop(request: pytest.FixtureRequest, store, layout: ModelLayout) -> Iterator
     """An arena for two images of rank 4 (7,680 bytes each)."""
     made = Loop(store, layout, 16384, request.param)
     yield made
-    made.residency.cancel_all()
+    made.residency.loader.cancel_all()
     made.puller.close()
 
 
@@ -137,7 +137,7 @@ def load(loop: Loop, digest: str, parent: SpanContext) -> list[Span]:
     request(loop, digest, parent)
     loop.until(lambda: loop.residency.is_resident(digest))
     loop.residency.acquire(digest)
-    return list(loop.residency.pop_spans())
+    return list(loop.residency.loads.traces.pop_spans())
 
 
 def by_name(spans: list[Span], name: str) -> list[Span]:
@@ -169,7 +169,7 @@ def test_spans_of_a_load(loop: Loop, store) -> None:
     names = [span.name for span in spans if span.parent_id == top.context.span_id]
     has_host = loop.residency.host is not None
     assert names == (["wait", "pull", "wait", "copy"] if has_host else ["wait", "pull"])
-    assert loop.residency.pop_spans() == ()
+    assert loop.residency.loads.traces.pop_spans() == ()
     assert load(loop, "aaaa", new_span()) == [], "it is here"
 
 
@@ -193,7 +193,7 @@ def test_second_waiter_gets_a_link(loop: Loop, store) -> None:
     assert request(loop, "aaaa", first) is None, "its own"
     store.gate.set()
     loop.until(lambda: loop.residency.is_resident("aaaa"))
-    assert check_tree(list(loop.residency.pop_spans()), first).context == link
+    assert check_tree(list(loop.residency.loads.traces.pop_spans()), first).context == link
 
 
 def test_trace_starts_with_the_first_traced_waiter(loop: Loop, store) -> None:
@@ -206,7 +206,7 @@ def test_trace_starts_with_the_first_traced_waiter(loop: Loop, store) -> None:
     assert request(loop, "aaaa", parent) is None
     store.gate.set()
     loop.until(lambda: loop.residency.is_resident("aaaa"))
-    spans = list(loop.residency.pop_spans())
+    spans = list(loop.residency.loads.traces.pop_spans())
     check_tree(spans, parent)
     assert by_name(spans, "pull")
 
@@ -216,7 +216,7 @@ def test_failed_load_has_an_error(loop: Loop) -> None:
     request(loop, "missing", parent)
     loop.until(lambda: loop.failures)
     loop.residency.remove_waiter("missing")
-    spans = list(loop.residency.pop_spans())
+    spans = list(loop.residency.loads.traces.pop_spans())
     assert check_tree(spans, parent).error == "ADAPTER_NOT_FOUND"
 
 
@@ -228,7 +228,7 @@ def test_abandoned_load_is_cancelled(loop: Loop, store) -> None:
     loop.until(lambda: loop.residency.loads["aaaa"].job is not None)
     loop.residency.remove_waiter("aaaa")
     loop.until(lambda: "aaaa" not in loop.residency.loads)
-    spans = list(loop.residency.pop_spans())
+    spans = list(loop.residency.loads.traces.pop_spans())
     top = check_tree(spans, parent)
     assert top.attributes["loadout.cancelled"] is True
     assert not any(span.error for span in spans)
@@ -237,5 +237,5 @@ def test_abandoned_load_is_cancelled(loop: Loop, store) -> None:
 def test_no_spans_without_a_trace(loop: Loop, store) -> None:
     store.add("aaaa")
     loop.load("aaaa")
-    assert loop.residency.pop_spans() == ()
+    assert loop.residency.loads.traces.pop_spans() == ()
     assert not store.pulls[1:]

@@ -69,7 +69,7 @@ class World:
             policy=self.prefetch,
             clock=lambda: self.now_s,
         )
-        self.residency.set_layout("layout")
+        self.residency.loader.set_layout("layout")
 
     @property
     def pull_tier(self) -> Slots:
@@ -77,7 +77,7 @@ class World:
 
     def step(self, seconds: float = 0.01) -> None:
         self.now_s += seconds
-        self.residency.advance(self.now_s, [(digest, False) for digest in self.waiting])
+        self.residency.loader.advance(self.now_s, [(digest, False) for digest in self.waiting])
         for digest in list(self.waiting):
             if self.residency.is_schedulable(digest):
                 self.residency.acquire(digest)
@@ -85,9 +85,9 @@ class World:
                 self.running.append(digest)
         changes = self.residency.pop_changes()
         self.residency.pop_ready()
-        self.residency.pop_failures()
+        self.residency.loader.pop_failures()
         copies = [change for change in changes if isinstance(change, HostCopy)]
-        self.residency.finish_copies([copy.resident.digest for copy in copies], self.now_s)
+        self.residency.loader.finish_copies([copy.resident.digest for copy in copies], self.now_s)
 
     def request(self, digest: str) -> None:
         self.residency.add_waiter(digest, self.now_s)
@@ -104,13 +104,13 @@ class World:
         if job.is_cancelled or fails:
             self.puller.jobs.pop(0)
             error = None if job.is_cancelled else AdapterNotFound("gone")
-            self.residency.on_pull_event(PullFailed(job, error), self.now_s)
+            self.residency.loader.on_pull_event(PullFailed(job, error), self.now_s)
         elif load.header is None:
             header = make_image(job.digest, 4).header
-            self.residency.on_pull_event(PullOpened(job, header), self.now_s)
+            self.residency.loader.on_pull_event(PullOpened(job, header), self.now_s)
         elif load.state is LoadState.PULLING:
             self.puller.jobs.pop(0)
-            self.residency.on_pull_event(PullDone(job), self.now_s)
+            self.residency.loader.on_pull_event(PullDone(job), self.now_s)
 
     def settle(self) -> None:
         """Steps until nothing is loading."""
@@ -171,7 +171,7 @@ def test_no_prefetch_while_requests_wait(world: World) -> None:
     world.request("new")
     world.step(CHECK_INTERVAL_S)
     assert [job.digest for job in world.puller.jobs] == ["new"]
-    assert world.residency.next_expiry_s() is None, "there is nothing to wake up for"
+    assert world.residency.loader.next_expiry_s() is None, "there is nothing to wake up for"
 
 
 def test_used_pinned_and_popular_stay(world: World) -> None:
@@ -198,7 +198,7 @@ def test_prefetch_evicts_nothing_from_the_arena() -> None:
     world = World(3)
     world.use("idle")
     world.use("v1", 3)
-    world.residency.on_repointed("v1", "v2", world.now_s)
+    world.residency.prefetcher.on_repointed("v1", "v2", world.now_s)
     world.step(CHECK_INTERVAL_S)
     world.settle()
     assert "v2" in world.pull_tier
@@ -207,7 +207,7 @@ def test_prefetch_evicts_nothing_from_the_arena() -> None:
 
 def test_new_version_is_resident_before_a_request(world: World) -> None:
     world.use("v1", 3)
-    world.residency.on_repointed("v1", "v2", world.now_s)
+    world.residency.prefetcher.on_repointed("v1", "v2", world.now_s)
     world.step(CHECK_INTERVAL_S)
     world.settle()
     assert "v2" in world.pull_tier
@@ -217,7 +217,7 @@ def test_new_version_is_resident_before_a_request(world: World) -> None:
 def test_superseded_version_makes_room_for_its_successor(world: World) -> None:
     world.use("v1", 9)
     world.use("idle", 2)
-    world.residency.on_repointed("v1", "v2", world.now_s)
+    world.residency.prefetcher.on_repointed("v1", "v2", world.now_s)
     world.residency.set_superseded("v1", True)
     world.step(CHECK_INTERVAL_S)
     world.settle()
@@ -246,7 +246,7 @@ def test_what_is_waited_for_is_not_prefetched(world: World) -> None:
         world.advance_pull(fails=True)
     world.request("v2")
     world.step(0.01)
-    world.residency.on_repointed("v2", "v1", world.now_s)
+    world.residency.prefetcher.on_repointed("v2", "v1", world.now_s)
     world.advance_pull(fails=True)
     world.step(CHECK_INTERVAL_S)
     assert world.prefetch.current == ""
@@ -255,7 +255,7 @@ def test_what_is_waited_for_is_not_prefetched(world: World) -> None:
 
 def test_operator_load_takes_over_a_prefetch(world: World) -> None:
     world.use("v1", 3)
-    world.residency.on_repointed("v1", "v2", world.now_s)
+    world.residency.prefetcher.on_repointed("v1", "v2", world.now_s)
     world.step(CHECK_INTERVAL_S)
     assert world.prefetch.current == "v2"
     world.residency.add_waiter("v2", world.now_s, count=False)
@@ -302,7 +302,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(old=st.sampled_from(DIGESTS), new=st.sampled_from(DIGESTS))
     def repoint(self, old: str, new: str) -> None:
-        self.world.residency.on_repointed(old, new, self.world.now_s)
+        self.world.residency.prefetcher.on_repointed(old, new, self.world.now_s)
 
     @rule(digest=st.sampled_from(DIGESTS), is_superseded=st.booleans())
     def supersede(self, digest: str, is_superseded: bool) -> None:

@@ -21,7 +21,7 @@ def loop(store, layout: ModelLayout, host_bytes: int) -> Iterator[Loop]:
     """An arena for two images of rank 4 (7,680 bytes each)."""
     made = Loop(store, layout, 16384, host_bytes)
     yield made
-    made.residency.cancel_all()
+    made.residency.loader.cancel_all()
     made.puller.close()
 
 
@@ -57,19 +57,19 @@ def test_wait_for_the_store_has_a_reason(
     image = store.add("aaaa")
     store.gate.clear()
     loop.residency.add_waiter("aaaa", 0.0)
-    assert loop.residency.wait_reason("aaaa", 0.0) == (
+    assert loop.residency.loader.wait_reason("aaaa", 0.0) == (
         "other adapters are pulled first; try again later"
     )
     load = loop.residency.loads["aaaa"]
     loop.until(lambda: load.granted_s is not None)
     arrived = f"its pull is under way, 0 of {len(image.data):,} bytes have arrived; try again later"
-    assert loop.residency.wait_reason("aaaa", 0.0) == arrived
+    assert loop.residency.loader.wait_reason("aaaa", 0.0) == arrived
     store.lose_after = [0] * 1000
     store.gate.set()
     assert load.job is not None
     loop.until(lambda: len(store.pulls) > 2)
     now_s = load.job.failed_s + 7.2
-    assert loop.residency.wait_reason("aaaa", now_s) == f"stream lost, for 7 s now{SEE_LOG}"
+    assert loop.residency.loader.wait_reason("aaaa", now_s) == f"stream lost, for 7 s now{SEE_LOG}"
     [failed] = [record for record in caplog.records if "stream lost" in record.message]
     assert (failed.message, failed.source) == ("pull: stream lost; trying again", "memory")
     store.lose_after = []
@@ -81,7 +81,7 @@ def test_store_that_never_answered_is_the_reason(store, layout: ModelLayout) -> 
     loop = Loop(store, layout, 16384, 0, layout_id="")
     loop.residency.add_waiter("aaaa", 0.0)
     reason = f"the adapter store has not answered since this server started{SEE_LOG}"
-    assert loop.residency.wait_reason("aaaa", 1.0) == reason
+    assert loop.residency.loader.wait_reason("aaaa", 1.0) == reason
     loop.residency.remove_waiter("aaaa")
     loop.puller.close()
 
@@ -162,7 +162,7 @@ def test_load_waits_until_a_user_releases(loop: Loop, store) -> None:
         loop.load(digest)
     loop.residency.add_waiter("cccc", 0.0)
     loop.until(lambda: needing_room(loop) == ["cccc"])
-    assert loop.residency.store_wait_since_s("cccc") is None
+    assert loop.residency.loads.store_wait_since_s("cccc") is None
     loop.residency.release("aaaa")
     loop.until(lambda: loop.residency.is_resident("cccc"))
     assert_computes(loop, store, "cccc", loop.residency.acquire("cccc"))
@@ -229,13 +229,13 @@ def test_refusal_of_a_load_is_due_at_once(loop: Loop, store) -> None:
     assert resident is not None
     resident.ready = False
     loop.residency.tiers.dividing["aaaa"] = resident
-    assert loop.residency.next_expiry_s() is None
+    assert loop.residency.loader.next_expiry_s() is None
     with pytest.raises(AdapterUnusable, match="still loading"):
         loop.residency.unload("aaaa")
-    loop.residency.finish_dividing("aaaa", AdapterUnusable("a row becomes zero"))
-    assert loop.residency.next_expiry_s() == 0.0
+    loop.residency.loader.finish_dividing("aaaa", AdapterUnusable("a row becomes zero"))
+    assert loop.residency.loader.next_expiry_s() == 0.0
     assert "aaaa" not in loop.residency.device
-    [(digest, error)] = loop.residency.pop_failures()
+    [(digest, error)] = loop.residency.loader.pop_failures()
     assert (digest, isinstance(error, AdapterUnusable)) == ("aaaa", True)
     loop.load("aaaa")
 

@@ -37,13 +37,13 @@ def test_evictions_are_returned_and_change_the_arena(has_host: bool) -> None:
         assert reservation is not None
         assert [resident.digest for resident in reservation.evicted] == ["aaaa"]
         assert device.evictions == {EvictionReason.REQUEST: 1}
-    assert tiers.pop_changes() == (TableClear(0),), "a host image has no row"
-    assert tiers.pop_ready() == ["aaaa"]
+    assert tiers.changes.pop() == (TableClear(0),), "a host image has no row"
+    assert tiers.pop_moved() == ["aaaa"]
     resident = device.get("bbbb")
     assert resident is not None
     tiers.publish(resident, 1.0)
-    assert [type(change) for change in tiers.pop_changes()] == [TableWrite]
-    assert tiers.pop_ready() == ["bbbb"]
+    assert [type(change) for change in tiers.changes.pop()] == [TableWrite]
+    assert tiers.pop_moved() == ["bbbb"]
 
 
 def test_burst_is_copied_over_several_steps(store, layout) -> None:
@@ -57,17 +57,18 @@ def test_burst_is_copied_over_several_steps(store, layout) -> None:
         residency.release(digest)
     assert len(host.slots) == 4
     assert len(residency.device) == 2
-    host.step_copy_bytes = host.slots.residents()[0].num_bytes * 3 // 2
+    num_bytes = host.slots.residents()[0].num_bytes
+    residency.tiers.changes.max_copied_bytes = num_bytes * 3 // 2
     for digest in ("cold", "aaaa"):
         residency.add_waiter(digest, 0.0)
-    residency.advance(0.0, [("cold", False), ("aaaa", False)])
+    residency.loader.advance(0.0, [("cold", False), ("aaaa", False)])
     for copied, waiting in (("cold", "aaaa"), ("aaaa", "")):
         changes = residency.pop_changes()
         copies = [change for change in changes if isinstance(change, HostCopy)]
         assert [copy.resident.digest for copy in copies] == [copied]
         loop.arena.apply(changes)
         residency.check_integrity(residency.waiters)
-        residency.finish_copies(loop.arena.pop_completed_copies(), time.monotonic())
+        residency.loader.finish_copies(loop.arena.pop_completed_copies(), time.monotonic())
         assert residency.is_resident(copied)
         if waiting:
             assert residency.is_copying, "there is more to be done"
@@ -84,14 +85,13 @@ def test_burst_is_copied_over_several_steps(store, layout) -> None:
 def test_pending_changes_bound_copied_bytes(store, layout) -> None:
     image = store.add("aaaa")
     resident = reserve(Slots(16384, 4), image.header)
-    pending = PendingChanges()
+    pending, bounded = PendingChanges(), PendingChanges(1)
     copies = [HostCopy(resident, resident)] * 3
     for change in (*copies, TableClear(0)):
         pending.append(change)
-    assert pending.pop(None) == (*copies, TableClear(0))
-    for change in (*copies, TableClear(0)):
-        pending.append(change)
-    assert pending.pop(1) == (copies[0], TableClear(0)), "one at least, or none would ever come"
-    assert pending.pop(1) == (copies[1],)
-    assert pending.pop(1) == (copies[2],)
-    assert pending.pop(1) == ()
+        bounded.append(change)
+    assert pending.pop() == (*copies, TableClear(0))
+    assert bounded.pop() == (copies[0], TableClear(0)), "one at least, or none would ever come"
+    assert bounded.pop() == (copies[1],)
+    assert bounded.pop() == (copies[2],)
+    assert bounded.pop() == ()

@@ -137,10 +137,10 @@ def test_adapter_with_invocation_tokens_shares_the_bases_prefixes() -> None:
     binding = Binding("a/n@1", "a", "sha256:0", 8, invocation_tokens=(2, 3))
     (base,) = call(cache_salt="s").to_requests(0, (1, 2, 3, 4), None, "home", 20)
     (active,) = call(cache_salt="s").to_requests(0, (1, 2, 3, 4), binding, "home", 20)
-    assert (active.digest, active.activation) == ("sha256:0", 1)
+    assert (active.key, active.activation) == ("sha256:0", 1)
     assert not active.has_inactive_adapter
     (inactive,) = call(cache_salt="s").to_requests(0, (1, 3, 2), binding, "home", 20)
-    assert (inactive.digest, inactive.activation, inactive.adapter) == ("", 0, "a/n@1")
+    assert (inactive.key, inactive.activation, inactive.adapter) == ("", 0, "a/n@1")
     assert inactive.has_inactive_adapter
     assert base.cache_seed == active.cache_seed == inactive.cache_seed
 

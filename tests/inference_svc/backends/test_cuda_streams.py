@@ -171,11 +171,11 @@ class World:
     def run(self) -> None:
         for _ in range(NUM_TURNS):
             for digest in self.arena.pop_completed_copies():
-                self.tiers.finish_copy(digest)
+                self.tiers.end_copy(digest)
             self.load()
             self.leave()
             self.enter()
-            self.arena.apply(self.tiers.pop_changes())
+            self.arena.apply(self.tiers.changes.pop())
             if self.running:
                 self.step()
             if self.random.random() < 0.05:
@@ -224,8 +224,8 @@ class World:
             if is_full or self.random.random() < 0.3:
                 self.running.remove(sequence)
                 self.free_pages = sequence.page_ids + self.free_pages
-                if sequence.request.digest:
-                    self.tiers.device.release(sequence.request.digest)
+                if sequence.request.key:
+                    self.tiers.device.release(sequence.request.key)
 
     def step(self) -> None:
         chosen = self.running
@@ -246,7 +246,7 @@ class World:
                 s.token_ids[row.start :],
                 list(s.page_ids),
                 s.slot,
-                self.images.get(s.request.digest, b""),
+                self.images.get(s.request.key, b""),
             )
             for row, s in zip(rows, chosen, strict=True)
         ]

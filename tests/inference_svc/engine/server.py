@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from inference_svc.core import Batch, Request, SampledToken, SamplingParams, Sequence
+from inference_svc.core import AdapterKey, Batch, Request, SampledToken, SamplingParams, Sequence
 from inference_svc.engine.pages import PagePool
 from inference_svc.engine.scheduler import Limits, Scheduler
 from inference_svc.engine.settle import Settler
@@ -15,17 +15,17 @@ NEVER_S = 1e9
 class AllResident:
     """Every adapter is there."""
 
-    def add_waiter(self, digest: str, now_s: float, count: bool = True) -> None: ...
-    def remove_waiter(self, digest: str, *, expired: bool = False) -> None: ...
-    def ensure_loading(self, digest: str, now_s: float) -> None: ...
-    def is_schedulable(self, digest: str) -> bool:
+    def add_waiter(self, key: AdapterKey, now_s: float, count: bool = True) -> None: ...
+    def remove_waiter(self, key: AdapterKey, *, expired: bool = False) -> None: ...
+    def ensure_loading(self, key: AdapterKey, now_s: float) -> None: ...
+    def is_schedulable(self, key: AdapterKey) -> bool:
         return True
 
-    def acquire(self, digest: str) -> int:
+    def acquire(self, key: AdapterKey) -> int:
         return 0
 
-    def release(self, digest: str) -> None: ...
-    def pop_ready(self) -> list[str]:
+    def release(self, key: AdapterKey) -> None: ...
+    def pop_ready(self) -> list[AdapterKey]:
         return []
 
     def pop_changes(self) -> tuple[()]:
@@ -54,7 +54,12 @@ class Server:
         self.settler = Settler(self.scheduler, frozenset(), max_model_len=1000)
 
     def submit(
-        self, tenant: str = "", digest: str = "", num_prompt: int = 4, max_tokens: int = 4, **more
+        self,
+        tenant: str = "",
+        key: AdapterKey = "",
+        num_prompt: int = 4,
+        max_tokens: int = 4,
+        **more,
     ) -> Sequence:
         self.num_made += 1
         name = f"{self.num_made}"
@@ -62,7 +67,7 @@ class Server:
         prompt = tuple(range(num_prompt))
         arrival_s = more.pop("arrival_s", self.now_s)
         request = Request(
-            name, prompt, sampling, digest, name, tenant=tenant, arrival_s=arrival_s, **more
+            name, prompt, sampling, key, name, tenant=tenant, arrival_s=arrival_s, **more
         )
         sequence = Sequence(request)
         self.scheduler.add(sequence, self.now_s)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from inference_svc.adapters.combinations import Combinations
 from inference_svc.core import (
     Batch,
     BatchRow,
@@ -275,7 +274,7 @@ def test_engine_updates_rates_every_step() -> None:
         runner,
         world.settler,
         world.residency,
-        Combinations(world.residency, Mock(), 0, 0, 0),
+        Mock(),
         commands,
         admission,
         StepTimes(),

@@ -31,7 +31,7 @@ shapes = st.tuples(st.integers(1, 60), st.integers(1, 20))
     st.integers(1, 300),
     st.integers(1, 6),
     st.lists(st.tuples(shapes, st.integers(1, 4)), min_size=2, max_size=4),
-    st.sampled_from(["tenant", "digest"]),
+    st.sampled_from(["tenant", "key"]),
 )
 def test_tokens_are_shared_equally(
     ageing_s: float,
@@ -59,7 +59,7 @@ def test_tokens_are_shared_equally(
             taken[getattr(request, by)] += cost(request)
             waiting[getattr(request, by)] -= 1
             largest = max(largest, cost(request))
-        if by == "digest" and ageing_s < NEVER_S:
+        if by == "key" and ageing_s < NEVER_S:
             part = taken.total() / 2 / len(kinds)
             assert min(taken.values()) >= part - quantum - 2 * largest
         else:
@@ -140,9 +140,7 @@ def test_the_next_to_age_is_the_oldest_that_is_not_yet() -> None:
     queue = FairQueue(10, 2.0)
     assert queue.next_ageing_s(5.0) is None
     for arrival_s, digest in [(1.0, "x"), (4.0, "x"), (4.5, "y"), (3.5, "")]:
-        request = Request(
-            str(arrival_s), (1,), SamplingParams(), digest=digest, arrival_s=arrival_s
-        )
+        request = Request(str(arrival_s), (1,), SamplingParams(), digest, arrival_s=arrival_s)
         queue.add(Sequence(request))
     assert queue.next_ageing_s(2.9) == 3.0
     assert queue.next_ageing_s(3.0) == 6.0
@@ -152,10 +150,10 @@ def test_the_next_to_age_is_the_oldest_that_is_not_yet() -> None:
 def test_aged_flood_delays_no_other_tenant() -> None:
     server = Server(quantum=20, ageing_s=1.0, num_places=1)
     for number in range(50):
-        server.submit("flood", digest=f"a{number}")
+        server.submit("flood", key=f"a{number}")
     server.now_s = 60.0
     server.step()
-    server.submit("other", digest="b")
+    server.submit("other", key="b")
     order = [request.tenant for request in server.run()]
     assert order.index("other") <= 4
 
@@ -171,11 +169,11 @@ def test_aged_requests_get_half_beside_round_robin() -> None:
     """The aged go on though their adapter has had more than its part; the others' turns do, too."""
     server = Server(num_places=1, quantum=10, ageing_s=5.0)
     for _ in range(20):
-        server.submit(digest="popular")
+        server.submit(key="popular")
     for number in range(10):
-        server.submit(digest=f"rare-{number % 3}", arrival_s=5.0)
+        server.submit(key=f"rare-{number % 3}", arrival_s=5.0)
     server.now_s = 6.0
-    order = [request.digest == "popular" for request in server.run()]
+    order = [request.key == "popular" for request in server.run()]
     for n in range(2, 21, 2):
         assert abs(sum(order[:n]) - n // 2) <= 1
 
@@ -183,19 +181,19 @@ def test_aged_requests_get_half_beside_round_robin() -> None:
 def test_aged_backlog_delays_no_other_adapter() -> None:
     server = Server(num_places=1, quantum=20, ageing_s=2.0)
     for _ in range(50):
-        server.submit(digest="backlog")
+        server.submit(key="backlog")
     server.now_s = 3.0
-    server.submit(digest="other")
-    assert [request.digest for request in server.run()].index("other") <= 4
+    server.submit(key="other")
+    assert [request.key for request in server.run()].index("other") <= 4
 
 
 def test_aged_request_waits_for_earlier_ones_and_as_much_again() -> None:
     """However many of other adapters come meanwhile."""
     server = Server(num_places=1, quantum=20, ageing_s=5.0)
-    aged = [server.submit(digest="popular").request for _ in range(8)]
+    aged = [server.submit(key="popular").request for _ in range(8)]
     server.now_s = 6.0
     for number in range(40):
-        server.submit(digest=f"new-{number}")
+        server.submit(key=f"new-{number}")
         server.step()
     while len(server.started) < 40:
         server.step()

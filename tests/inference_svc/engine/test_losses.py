@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from inference_svc.adapters.tiers import TableClear
-from inference_svc.core import Batch, Part, Request, SamplingParams, Sequence, combination_digest
+from inference_svc.core import Batch, Part, Request, SamplingParams, Sequence, Sum
 from inference_svc.engine import losses as losses_module
 from inference_svc.engine.losses import Loss, Losses
 from inference_svc.engine.messages import Output
@@ -205,7 +205,7 @@ def test_the_log_counts_requests_it_has_no_line_for(
     found = Losses("float32")
     digest = f"sha256:{1:064}"
     mine, other = (
-        Sequence(Request("r", (1,), SamplingParams(), digest=each, adapter="acme/a@3"))
+        Sequence(Request("r", (1,), SamplingParams(), key=each, names=("acme/a@3",)))
         for each in (digest, "")
     )
     with caplog.at_level(logging.WARNING):
@@ -219,7 +219,7 @@ def test_the_log_counts_requests_it_has_no_line_for(
 
 
 def test_a_fault_names_the_adapter() -> None:
-    request = Request("r", (1,), SamplingParams(), digest=f"sha256:{1:064}", adapter="acme/a@3")
+    request = Request("r", (1,), SamplingParams(), key=f"sha256:{1:064}", names=("acme/a@3",))
     error = Losses("float32").add(Sequence(request), Loss.FAULT)
     assert "adapter acme/a@3" in error.message
 
@@ -229,10 +229,10 @@ def test_marks_are_of_each_part_and_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(losses_module, "MAX_MARKED", 2)
     found = Losses("float32")
     digests = [f"sha256:{number:064}" for number in range(3)]
-    summed = combination_digest((Part(digests[0]), Part(digests[1], 0.5)))
-    for digest in (summed, digests[0], ""):
-        found.add(Sequence(Request("r", (1,), SamplingParams(), digest=digest)), Loss.NOT_FINITE)
-    found.add(Sequence(Request("r", (1,), SamplingParams(), digest=digests[0])), Loss.FAULT)
+    summed = Sum((Part(digests[0]), Part(digests[1], 0.5)))
+    for key in (summed, digests[0], ""):
+        found.add(Sequence(Request("r", (1,), SamplingParams(), key)), Loss.NOT_FINITE)
+    found.add(Sequence(Request("r", (1,), SamplingParams(), digests[0])), Loss.FAULT)
     assert [found.num_not_finite(digest) for digest in digests] == [2, 1, 0]
     found.add_refused(digests[2])
     assert [found.num_not_finite(digest) for digest in digests] == [2, 0, 1]
@@ -345,14 +345,14 @@ def test_pages_of_rows_that_overflow_are_not_shared(make: Callable[[], Engine]) 
 def test_an_overflow_names_the_adapter() -> None:
     losses = Losses("float16")
     digests = [f"sha256:{number:064}" for number in range(2)]
-    summed = combination_digest(tuple(map(Part, digests)))
-    for digest, label, words in (
-        ("", "", "prompt"),
-        (digests[0], "acme/a@3", "acme/a@3"),
-        (summed, "acme/a@3 + acme/b@1", "the sum of acme/a@3 + acme/b@1"),
+    summed = Sum(tuple(map(Part, digests)))
+    for key, names, words in (
+        ("", (), "prompt"),
+        (digests[0], ("acme/a@3",), "acme/a@3"),
+        (summed, ("acme/a@3", "acme/b@1"), "the sum of acme/a@3 + acme/b@1"),
     ):
-        request = Request("r", (1,), SamplingParams(), digest=digest, adapter=label)
+        request = Request("r", (1,), SamplingParams(), key, names=names)
         error = losses.add(Sequence(request), Loss.NOT_FINITE)
         assert words in error.message
         assert "float16" in error.message
-        assert error.subject == ("adapter" if digest else "model")
+        assert error.subject == ("adapter" if key else "model")

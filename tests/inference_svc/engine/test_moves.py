@@ -89,15 +89,15 @@ def test_a_version_that_is_passed_over_is_not_waited_for() -> None:
         trainer.step()
     push(2)
     trainer.step()
-    assert follower.request.digest == "digest:2", "the first one at once"
+    assert follower.request.key == "digest:2", "the first one at once"
     moved_at = follower.num_output
     for version in range(3, 7):
         push(version)
         trainer.step()
-        assert follower.request.digest == "digest:2"
-    while follower.request.digest == "digest:2":
+        assert follower.request.key == "digest:2"
+    while follower.request.key == "digest:2":
         trainer.step()
-    assert follower.request.digest == "digest:6"
+    assert follower.request.key == "digest:6"
     length = PROMPT + moved_at
     assert follower.num_output >= moved_at + length // ANEW_PER_NEW > moved_at + NEW_TOKENS
     assert trainer.server.scheduler.num_moves == 2

@@ -76,7 +76,7 @@ def test_many_more() -> None:
 
 
 def keys_of(tokens: list[int], digest: str, activation: int, size: int) -> list[bytes]:
-    request = Request("r", tuple(tokens), SamplingParams(), digest=digest, activation=activation)
+    request = Request("r", tuple(tokens), SamplingParams(), digest, activation=activation)
     sequence = Sequence(request)
     num_pages = len(tokens) // size
     for upto in range(num_pages + 1):

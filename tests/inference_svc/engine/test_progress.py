@@ -6,16 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.inference.world import SIZES, World
+from tests.support.inference.world import SIZES, SUMS, World
 
 pytestmark = pytest.mark.slow
 
-digests = st.sampled_from([*SIZES, ""])
+keys = st.sampled_from([*SIZES, *SUMS, ""])
 adapters = st.sampled_from([*SIZES])
 actions = st.one_of(
-    st.tuples(
-        st.just("submit"), digests, st.integers(0, 2), st.integers(1, 6), st.sampled_from("st")
-    ),
+    st.tuples(st.just("submit"), keys, st.integers(0, 2), st.integers(1, 6), st.sampled_from("st")),
     st.tuples(st.just("cancel"), st.integers(0, 9), st.booleans()),
     st.tuples(st.just("preempt")),
     st.tuples(st.just("load"), adapters),

@@ -51,17 +51,17 @@ def test_urgent_pull_is_opened_first(world: World) -> None:
 def test_waiting_for_memory_is_not_waiting_for_the_store(world: World) -> None:
     for digest in DIGESTS:
         world.submit(digest, 0, 30)
-    assert world.residency.store_wait_since_s(DIGESTS[-1]) == 0.0
+    assert world.residency.loads.store_wait_since_s(DIGESTS[-1]) == 0.0
     for _ in range(12):
         world.step()
     loads = world.residency.loads
     assert loads[DIGESTS[-1]].state is LoadState.QUEUED
     assert loads.short[LoadState.NEEDS_PULL_ROOM]
-    assert world.residency.store_wait_since_s(DIGESTS[-1]) is None
+    assert world.residency.loads.store_wait_since_s(DIGESTS[-1]) is None
     for digest in list(loads.short[LoadState.NEEDS_PULL_ROOM]):
-        for sequence in world.scheduler.queue.of_digest(digest):
+        for sequence in world.scheduler.queue.of_key(digest):
             world.settler.end(sequence, world.now_s)
             del world.live[sequence.request.request_id]
     while world.puller.posted:
-        world.residency.on_pull_event(world.puller.posted.popleft(), world.now_s)
-    assert world.residency.store_wait_since_s(DIGESTS[-1]) == world.now_s
+        world.residency.loader.on_pull_event(world.puller.posted.popleft(), world.now_s)
+    assert world.residency.loads.store_wait_since_s(DIGESTS[-1]) == world.now_s

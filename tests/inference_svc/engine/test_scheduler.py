@@ -153,7 +153,7 @@ def check_batch(scheduler: Scheduler, batch: Batch, chunk: int, budget: int) -> 
         assert 0 < row.num_tokens <= max(chunk, 1)
         assert row.start == row.sequence.num_computed
         assert row.samples == (row.start + row.num_tokens == len(row.sequence.token_ids))
-        assert (row.slot == BASE_SLOT) == (row.sequence.request.digest == "")
+        assert (row.slot == BASE_SLOT) == (row.sequence.request.key == "")
 
 
 def test_decodes_run_during_a_long_prefill() -> None:

@@ -442,7 +442,7 @@ def test_engine_errors_reach_the_reader(engine, tokenizers) -> None:
 
     async def body() -> None:
         async_engine = make_async_engine(engine, tokenizers["chars"])
-        request = replace(make_request(tokenizers["chars"], "abc"), digest=DIGEST)
+        request = replace(make_request(tokenizers["chars"], "abc"), key=DIGEST)
         with pytest.raises(AdapterUnavailable, match="after 10 s"):
             await collect(async_engine, request)
         assert not engine.cancelled

@@ -14,7 +14,7 @@ import torch
 from inference_svc.adapters.layout import LayoutTarget, ModelLayout
 from inference_svc.api.service import ServerFacts
 from inference_svc.app import sampling_defaults
-from inference_svc.core import FinishReason, Request, TokenLogprobs
+from inference_svc.core import FinishReason, Request, TokenLogprobs, digests_of
 from inference_svc.engine.messages import (
     Call,
     Cancel,
@@ -120,8 +120,8 @@ class FakeEngine:
         if isinstance(message, Submit):
             request = message.request
             self.submitted.append(request)
-            if request.digest in self.errors:
-                outputs.append(Output(request.request_id, error=self.errors[request.digest]))
+            if request.key in self.errors:
+                outputs.append(Output(request.request_id, error=self.errors[request.key]))
             else:
                 self._running[request.request_id] = (request, 0)
         elif isinstance(message, Cancel):
@@ -170,7 +170,9 @@ class FakeEngine:
 
     def _answer(self, call: Call) -> Reply:
         if call.command is Command.DESCRIBE:
-            running = tuple({r.digest for r, _ in self._running.values()} - {""})
+            running = tuple(
+                {digest for r, _ in self._running.values() for digest in digests_of(r.key)}
+            )
             memory = {"weights": (5, 5), "kv_pages": (10, 40), "arena": (1, 2)}
             counters = {"pulls": 2.0, "sampled_tokens": 3.0}
             status = EngineStatus(len(self._running), 7, (), running, memory, counters, 1000)

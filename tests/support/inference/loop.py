@@ -39,17 +39,19 @@ class Loop:
         self.residency = build_residency(
             Slots(arena_bytes, 4), host, memory, self.puller, max_rank=64, stall_s=10.0
         )
-        self.residency.set_layout(layout_id)
+        self.residency.loader.set_layout(layout_id)
         self.failures: list[tuple[str, Exception]] = []
         self.queue: list[str] = []
 
     def step(self, timeout_s: float = 0.02) -> None:
         with contextlib.suppress(queue.Empty):
-            self.residency.on_pull_event(self.events.get(timeout=timeout_s), time.monotonic())
-        self.residency.advance(time.monotonic(), [(digest, True) for digest in self.queue])
-        self.failures += self.residency.pop_failures()
+            self.residency.loader.on_pull_event(
+                self.events.get(timeout=timeout_s), time.monotonic()
+            )
+        self.residency.loader.advance(time.monotonic(), [(digest, True) for digest in self.queue])
+        self.failures += self.residency.loader.pop_failures()
         self.arena.apply(self.residency.pop_changes())
-        self.residency.finish_copies(self.arena.pop_completed_copies(), time.monotonic())
+        self.residency.loader.finish_copies(self.arena.pop_completed_copies(), time.monotonic())
         self.residency.check_integrity(self.residency.waiters)
 
     def until(self, condition) -> None:

@@ -14,7 +14,16 @@ from inference_svc.adapters.residency import build_residency
 from inference_svc.adapters.resident import Shape
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostCopy, HostTier
-from inference_svc.core import Request, SampledToken, SamplingParams, Sequence, SequenceState
+from inference_svc.core import (
+    AdapterKey,
+    Part,
+    Request,
+    SampledToken,
+    SamplingParams,
+    Sequence,
+    SequenceState,
+    Sum,
+)
 from inference_svc.engine.pages import PagePool
 from inference_svc.engine.scheduler import Limits, Scheduler
 from inference_svc.engine.settle import Settler
@@ -22,6 +31,7 @@ from inference_svc.errors import AdapterNotFound, AdapterUnusable, NoRoom
 
 KIB = 1024
 SIZES = {"a": 2, "b": 3, "c": 5, "d": 8, "e": 4}
+SUMS = [Sum((Part("a"), Part("b", 0.5))), Sum((Part("e"), Part("b")))]
 
 
 def header(digest: str) -> ImageHeader:
@@ -91,9 +101,10 @@ class World:
             self.puller,
             max_rank=64,
             stall_s=1e9,
+            num_mixes=2,
             clock=lambda: self.now_s,
         )
-        self.residency.set_layout("layout")
+        self.residency.loader.set_layout("layout")
         limits = Limits(2, 16, 16, 32, ageing_s)
         self.scheduler = Scheduler(limits, PagePool(num_pages, 4), self.residency)
         self.settler = Settler(self.scheduler, frozenset(), max_model_len=64)
@@ -102,13 +113,13 @@ class World:
         self.copying: list[str] = []
         self.num_made = 0
 
-    def submit(self, digest: str, priority: int, num_tokens: int, tenant: str = "") -> Sequence:
+    def submit(self, key: AdapterKey, priority: int, num_tokens: int, tenant: str = "") -> Sequence:
         self.num_made += 1
         name = f"{self.num_made}"
         sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
         arrival_s = self.now_s + self.num_made * 1e-6
         request = Request(
-            name, (5, 6), sampling, digest, priority=priority, arrival_s=arrival_s, tenant=tenant
+            name, (5, 6), sampling, key, priority=priority, arrival_s=arrival_s, tenant=tenant
         )
         sequence = self.live[name] = Sequence(request)
         self.scheduler.add(sequence, self.now_s)
@@ -132,11 +143,11 @@ class World:
         self.now_s += 1.0
         event = self.puller.next_event()
         if event is not None:
-            self.residency.on_pull_event(event, self.now_s)
-        assert not self.residency.pop_failures()
-        self.residency.finish_copies(self.copying, self.now_s)
+            self.residency.loader.on_pull_event(event, self.now_s)
+        assert not self.residency.loader.pop_failures()
+        self.residency.loader.finish_copies(self.copying, self.now_s)
         self.copying = []
-        self.residency.advance(self.now_s, self.scheduler.queue.in_order(self.now_s))
+        self.residency.loader.advance(self.now_s, self.scheduler.queue.in_order(self.now_s))
         num_preemptions = self.scheduler.num_preemptions
         batch = self.scheduler.schedule(self.now_s)
         if self.scheduler.num_preemptions == num_preemptions and not self.scheduler.is_short:
@@ -160,9 +171,9 @@ class World:
 
     def check(self) -> None:
         self.scheduler.check_integrity()
-        waiting = Counter(s.request.digest for s in self.scheduler.queue)
-        del waiting[""]
-        self.residency.check_integrity(waiting + Counter(self.loads))
+        waiting = Counter(s.request.key for s in self.scheduler.queue) + Counter(self.loads)
+        running = Counter(s.request.key for s in self.scheduler.running)
+        self.residency.check_integrity(waiting, running)
 
     def pin(self, digest: str) -> None:
         if self.residency.is_resident(digest):

@@ -211,11 +211,11 @@ def test_responses_carry_every_field() -> None:
         usage=Usage(3, 2, 1),
         timings=Timings(0.5, 0.25, 1.5),
     )
-    request = Request("r", (1,), SamplingParams(), digest="sha256:f", adapter="default/upper@2")
+    request = Request("r", (1,), SamplingParams(), key="sha256:f", names=("default/upper@2",))
     binding = Binding("default/upper@2", "default", "sha256:f", 8)
     identity = convert.to_identity(binding, request)
     assert convert.to_identity(None, request) is None
-    assert convert.to_identity(binding, replace(request, digest="")).is_inactive
+    assert convert.to_identity(binding, replace(request, key="")).is_inactive
     [response] = convert.Answer("r", identity).responses(delta)
     assert (response.request_id, response.text, list(response.token_ids)) == ("r", "ab", [4, 5])
     assert [t.token_id for t in response.logprobs[0].top] == [4, 9]

@@ -91,7 +91,7 @@ def test_every_field_is_converted(serve_http) -> None:
             logprobs=3,
         )
         assert (request.priority, request.cache_seed) == (-3, "default/default/s")
-        assert request.digest == digest_of("upper")
+        assert request.key == digest_of("upper")
         assert (request.tenant, request.deadline_s) == ("default", None)
 
     serve_http(body, store=True)

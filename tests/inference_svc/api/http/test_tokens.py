@@ -51,7 +51,7 @@ def test_tokens_in_and_out(serve_http) -> None:
         assert first.sampling == sampling
         assert second.sampling.seed == 6
         assert first.request_id.startswith("mine-0-")
-        assert (first.priority, first.digest) == (-3, digest_of("upper"))
+        assert (first.priority, first.key) == (-3, digest_of("upper"))
         assert first.prompt_token_ids == tuple(PROMPT)
         assert first.cache_seed == "default/default/s"
 
