@@ -119,7 +119,6 @@ CUDA_PLACES = (
     "inference_svc.backends",
     "inference_svc.host",
     "inference_svc.config",
-    "inference_svc.adapters.arena",
     "adapter_store.images.buffers",
 )
 
@@ -231,6 +230,21 @@ def test_devices_are_told_apart_in_few_places() -> None:
                 yield name
 
     check("cuda", found())
+
+
+def test_backends_own_their_memory() -> None:
+    """Nothing outside them holds or calls the arena, or has the host tier's bytes."""
+
+    def found() -> Iterator[str]:
+        for name, path in TREE.under("inference_svc").items():
+            if is_under(name, ["inference_svc.backends"]):
+                continue
+            if "inference_svc.backends.arena" in TREE.imports(name):
+                yield f"{name} imports it"
+            used = (node.attr for node in nodes(path) if isinstance(node, ast.Attribute))
+            yield from (f"{name} uses .{each}" for each in used if each in ("arena", "slab"))
+
+    check("the arena", found())
 
 
 def code_of(path: Path) -> str:

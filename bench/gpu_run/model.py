@@ -14,13 +14,13 @@ from torch import Tensor
 
 from bench.gpu_run.context import Context
 from inference_svc import core
-from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.layout import EXPERTS, LayoutTarget, ModelLayout
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.targets import applied_targets, build_layout
 from inference_svc.adapters.tiers import HostTier, TableWrite
+from inference_svc.backends.arena import Arena
 from inference_svc.backends.base import Logits
 from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.backends.cuda_graphs import CudaRecorder
@@ -198,20 +198,15 @@ class BenchModel:
             for index in range(max(1, num_adapters))
         ]
         self.image_bytes = headers[0].total_bytes
-        self.host = None
-        if host_images:
-            pin_memory = not context.is_emulated
-            self.host = HostTier(host_images * self.image_bytes, pin_memory=pin_memory)
-        slab = None if self.host is None else self.host.slab
-        num_bytes = len(headers) * self.image_bytes
-        self.arena = Arena(self.layout, num_bytes, len(headers), MAX_RANK, device, slab)
+        host_bytes, num_bytes = host_images * self.image_bytes, len(headers) * self.image_bytes
+        self.host = HostTier(host_bytes) if host_bytes else None
+        self.arena = Arena(self.layout, num_bytes, len(headers), MAX_RANK, device, host_bytes)
         self.arena.flat.normal_(std=STD)
         slots = Slots(num_bytes, len(headers))
         self.residents = [self._reserve(slots, header) for header in headers]
-        if self.host is not None:
+        if self.arena.slab is not None:
             # The device makes random values much faster.
-            size = self.host.slab.nbytes
-            self.host.slab.copy_(self.arena.flat.view(torch.uint8)[:size])
+            self.arena.slab.copy_(self.arena.flat.view(torch.uint8)[:host_bytes])
         self.arena.apply([TableWrite(resident) for resident in self.residents])
         self.loadable = [
             Loadable(self._reserve(self.host.slots, header), resident)

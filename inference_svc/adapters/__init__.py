@@ -12,7 +12,6 @@ slots         The images in one memory: rows, extents, pins, users.
 resident      One image in a memory.
 eviction      Which images leave a memory for another one, in which order, and why.
 extents       The allocator of a flat memory.
-arena         The tensor that holds every resident adapter, and the table that finds them.
 layout        The parts of this model that adapters may change, and the contents of their images.
 targets       Makes a layout of a decoder, and groups the ones that are computed together.
 pull_pace     How fast large images come beside steps on the same processors.

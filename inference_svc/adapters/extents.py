@@ -6,6 +6,8 @@ import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 GRANULE_BYTES = 256
 
 
@@ -152,3 +154,15 @@ class ExtentAllocator:
             assert size % GRANULE_BYTES == 0
             position += size
         assert position == self.capacity, "bytes are missing"
+
+
+def locate(extents: Sequence[Extent], offsets: np.ndarray) -> np.ndarray:
+    """Returns the memory's byte offsets of image offsets [n]."""
+    ordered = sorted(extents, key=lambda extent: extent.image_offset)
+    firsts = np.array([extent.image_offset for extent in ordered], dtype=np.int64)
+    index = np.searchsorted(firsts, offsets, side="right") - 1
+    assert (index >= 0).all(), "an image offset lies in no extent"
+    within = offsets - firsts[index]
+    sizes = np.array([extent.num_bytes for extent in ordered], dtype=np.int64)
+    assert (within < sizes[index]).all(), "an image offset lies in no extent"
+    return np.array([extent.start for extent in ordered], dtype=np.int64)[index] + within

@@ -1,6 +1,7 @@
 """The two memories that hold images, the host tier and the arena, and changes to the arena.
 
-Plain bookkeeping: changes to the arena are data that ride in a batch; `Arena.apply` makes them.
+Plain bookkeeping: changes to the arena are data that ride in a batch; the backend, which has the
+bytes of both, makes them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from inference_svc.adapters.load_metrics import LoadTimes
 from inference_svc.adapters.load_states import Load, Loads, LoadState
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import Reservation, Slots
-from kernels.host_memory import allocate_host, allocate_pinned
 
 logger = logging.getLogger(__name__)
 
@@ -101,18 +101,15 @@ class PendingChanges:
 
 
 class HostTier:
-    """A slab of `num_bytes`, allocated once, pinned when there is an accelerator to copy to.
-
-    `step_copy_bytes` is how much may be copied from it before one step; None where copies run
-    concurrently with the steps.
+    """Accounts for `num_bytes` of host memory, one copy away from the arena. At most
+    `step_copy_bytes` are copied before one step; None: any number, where copies run concurrently
+    with the steps.
     """
 
-    def __init__(self, num_bytes: int, pin_memory: bool) -> None:
+    def __init__(self, num_bytes: int, step_copy_bytes: int | None = STEP_COPY_BYTES) -> None:
         assert num_bytes > 0
-        self.slab = allocate_pinned(num_bytes) if pin_memory else allocate_host(num_bytes)
-        self.step_copy_bytes = None if pin_memory else STEP_COPY_BYTES
+        self.step_copy_bytes = step_copy_bytes
         self.slots = Slots(num_bytes, MAX_HOST_IMAGES)
-        self.memory = memoryview(self.slab.numpy().data)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """How one step is computed on a kind of device: the only folder that distinguishes them.
 
 base            the protocols Backend and BackendFactory, and the allocations common to all backends
+adapter_memory  the part of a backend that holds adapters
+arena           the tensor that holds every resident adapter, and the table that finds them
 select          the list of backends, and the choice among them
 torch           the definition: operation by operation, for any CPU and dtype
 native          CPUs with AVX2 or AVX-512, and the memory that the program runs in
@@ -41,9 +43,10 @@ Its `Backend`
    step: a step that was given up leaves nothing behind that a later one could trip over;
 4. `lora_launches` counts the operations that a step launches for an adapter:
    tests/inference_svc/backends/test_lora_launches.py compares it with real launches;
-5. changes nothing but the pages that the batch's rows own and the tensors that `prepare` returned:
-   `adapters.residency` decides on the arena's contents.
+5. makes residency changes through `adapter_memory.AdapterMemory`, or a memory of its own;
+6. changes nothing but the pages that the batch's rows own and the tensors that `prepare` returned:
+   `adapters.residency` decides on the contents of the adapters' memory.
 
-A device's name for users is a value of `--device` in `config`, its memory copies are made in
-`adapters.arena`, and its kernels lie under `kernels/`; nothing else in the tree may test for it.
+A device's name for users is a value of `--device` in `config`, and its kernels lie under
+`kernels/`; nothing else in the tree may test for it.
 """

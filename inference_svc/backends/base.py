@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.backends.magnitudes import Magnitudes
+from inference_svc.adapters.tiers import ResidencyChange
+from inference_svc.backends.magnitudes import Divided
 from inference_svc.core import Batch, EngineConfig, ScoredRun, padding_pages
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.description import Decoder
@@ -25,8 +25,26 @@ Inputs = TypeVar("Inputs")
 
 
 class Backend(Protocol[Inputs]):
-    """Computes steps on one kind of device, and holds the contents of its memory: the weights, the
-    pages of keys and values, and the arena. One thread calls it."""
+    """Computes steps on one kind of device, and owns its memory: the weights, the pages of keys and
+    values, and the adapters. Others decide what lies where in it, and say so in a batch; they hold
+    none of it but `pull_memory`. One thread calls it.
+
+    Several processes, ranks, can stand behind the same calls. Rank 0 then
+
+    - sends `apply` with the `prepare` and `forward` that follow it, in one message for each step,
+      and, when they come, `score`, `use_idle_time`, `free_unused`, `free_memory` and `restore`;
+      `magnitudes` of outputs whose inputs are cut are reduced within them;
+    - returns its own logits and experts, the sums of `kv_bytes`, `weights_bytes`, `workspace_bytes`
+      and of freed bytes, and the least `num_pages`;
+    - returns a digest from `pop_completed_copies` and `divide_magnitudes` once each rank has: ranks
+      send theirs with their answer to a step, the first error counts;
+    - has only its own `pull_memory`: each rank pulls its own part of an image, into extents of its
+      own. So a rank keeps its own `Slots`, and its `apply` finds extents by digest; slots of the
+      table are equal everywhere, and residency asks all ranks whether an image fits.
+
+    A rank that fails raises in rank 0, and ends the engine. `place_threads`, `lora_launches` and
+    the counters are each rank's own; rank 0 answers for all.
+    """
 
     @property
     def kernels(self) -> str:
@@ -34,9 +52,9 @@ class Backend(Protocol[Inputs]):
         "triton", or "triton, captured" where steps are recorded and replayed."""
 
     @property
-    def arena(self) -> Arena:
-        """The memory of adapters. The runner applies a batch's residency changes to it before the
-        step."""
+    def pull_memory(self) -> memoryview:
+        """The memory that pull threads write into: the host tier's, or, without a host tier, the
+        arena's."""
 
     @property
     def num_pages(self) -> int:
@@ -69,9 +87,18 @@ class Backend(Protocol[Inputs]):
         replaced. Kernels on a device, operations on a CPU. Operations that the adapter does not
         need are included if the step launches them all the same."""
 
-    def magnitudes(self) -> Magnitudes:
-        """Returns the object that divides magnitudes of adapters by the norms of the base's
-        weights. Called once, when an adapter first has any."""
+    def apply(self, changes: Sequence[ResidencyChange]) -> None:
+        """Makes a batch's residency changes, in order, before its step: rows of the table, and
+        copies and divisions that it starts. Raises as `prepare` does, if freeing unused memory
+        does not help."""
+
+    def pop_completed_copies(self) -> list[str]:
+        """Returns the adapters whose copies into the arena have completed since the last call,
+        without blocking."""
+
+    def divide_magnitudes(self) -> list[Divided]:
+        """Goes on with images whose magnitudes are being divided, as far as a step may wait;
+        returns the finished ones."""
 
     def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
         """Binds each thread that computes to one of these sets of processors. Called once, in the
@@ -236,31 +263,13 @@ class BackendFactory(Protocol):
         config: EngineConfig,
         decoder: Decoder,
         layout: ModelLayout,
-        host_slab: Tensor | None,
     ) -> Backend[Any]:
         """Allocates all memory, reads the weights, and compiles and records all that steps need, so
-        that no request waits for it. `host_slab`, uint8 [bytes], is the host tier's memory, if
-        there is one.
+        that no request waits for it.
 
         Raises UnsupportedModel for a fault of the checkpoint; ValueError when the memory given does
         not suffice.
         """
-
-
-def allocate_arena(
-    config: EngineConfig, layout: ModelLayout, host_slab: Tensor | None, *, num_mixes: int = 0
-) -> Arena:
-    """Allocates the adapters' memory. `host_slab`, uint8 [bytes], is the host tier's; None: there
-    is none."""
-    return Arena(
-        layout,
-        config.arena_bytes,
-        config.max_loras,
-        config.max_lora_rank,
-        torch.device(config.device),
-        host_slab,
-        num_mixes=num_mixes,
-    )
 
 
 def num_kv_pages(config: EngineConfig, decoder: Decoder) -> int:

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import EMBEDDING, ModelLayout
 from inference_svc.adapters.targets import AppliedTargets, applied_targets
+from inference_svc.backends.adapter_memory import AdapterMemory, allocate_arena
+from inference_svc.backends.arena import Arena
 from inference_svc.backends.base import (
     Backend,
     DeviceMemory,
@@ -20,7 +21,6 @@ from inference_svc.backends.base import (
     MemoryNeeds,
     Reload,
     Scored,
-    allocate_arena,
     empty_choices,
     make_reload,
     max_pages,
@@ -96,7 +96,7 @@ class PreparedStep(NamedTuple):
     runs: tuple[ScoredRun, ...] = ()
 
 
-class CudaBackend:
+class CudaBackend(AdapterMemory):
     """A `Backend` whose inputs lie at fixed addresses: the small ones of decode steps, and the ones
     of steps with prompts. The cache's last page is padding's: no sequence may own it.
 
@@ -113,7 +113,7 @@ class CudaBackend:
         record: Record | None,
         reload: Reload | None = None,
     ) -> None:
-        self.arena = arena
+        super().__init__(arena)
         self.num_pages, self._page_size = kv_caches.num_pages - 1, kv_caches.page_size
         self.num_lora_steps = 0
         self.num_replays = 0
@@ -269,7 +269,7 @@ class CudaBackend:
         for lora in (None, *steps):
             self._compute(step, inputs, lora)
 
-    def magnitudes(self) -> Magnitudes:
+    def _make_magnitudes(self) -> Magnitudes:
         assert self.transformer is not None, "the weights are freed"
         return Magnitudes(self._decoder, self.transformer.weights, self.arena)
 
@@ -358,6 +358,7 @@ class CudaBackend:
         held_bytes = self.kv_bytes + self.weights_bytes
         self.kv_caches, self._recorded = None, None
         if weights:
+            self._magnitudes = None
             self.transformer = None
         self._reserved_bytes = self._trimmed_bytes()
         return held_bytes - self.kv_bytes - self.weights_bytes
@@ -449,14 +450,13 @@ class CudaFactory:
         config: EngineConfig,
         decoder: Decoder,
         layout: ModelLayout,
-        host_slab: Tensor | None,
     ) -> Backend[PreparedStep]:
         """See BackendFactory.build. Raises also DeviceFull."""
         device_name = torch.cuda.get_device_name(torch.device(config.device))
         table = "its own" if tuning.use_device(device_name) else "the default"
         logger.info("kernels on %s: %s constants", device_name, table)
         try:
-            return self._build(config, decoder, layout, host_slab)
+            return self._build(config, decoder, layout)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -470,11 +470,10 @@ class CudaFactory:
         config: EngineConfig,
         decoder: Decoder,
         layout: ModelLayout,
-        host_slab: Tensor | None,
     ) -> CudaBackend:
         reload = make_reload(config, decoder, lambda: Linear)
         kv_caches = reload.pages()
-        arena = allocate_arena(config, layout, host_slab, num_mixes=config.max_sequences)
+        arena = allocate_arena(config, layout)
         weights = reload.weights()
         limits = StepLimits(config.max_batch_tokens, config.max_sequences, max_pages(config))
         record = CudaRecorder() if config.record_steps else None

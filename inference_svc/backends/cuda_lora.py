@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.targets import AppliedTargets
+from inference_svc.backends.arena import Arena
 from inference_svc.backends.cuda_inputs import ALIGNMENT_BYTES, StepBlock
 from inference_svc.backends.cuda_shapes import StepKind, StepShape
 from inference_svc.backends.slot_runs import SlotRuns, last_slots, slot_runs

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference_svc.adapters.arena import Arena, locate
-from inference_svc.adapters.extents import GRANULE_BYTES
+from inference_svc.adapters.extents import GRANULE_BYTES, locate
 from inference_svc.adapters.image_source import Segment
 from inference_svc.adapters.layout import HEAD
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.targets import lora_groups
+from inference_svc.backends.arena import Arena
 from inference_svc.errors import TRY_LATER, AdapterUnusable, OutOfDeviceMemory
 from inference_svc.host.device_faults import find_fault
 from inference_svc.model.description import LAYER_INPUTS, Decoder

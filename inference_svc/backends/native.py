@@ -9,9 +9,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.targets import applied_targets
+from inference_svc.backends.adapter_memory import AdapterMemory, allocate_arena
+from inference_svc.backends.arena import Arena
 from inference_svc.backends.base import (
     Backend,
     DeviceMemory,
@@ -19,7 +20,6 @@ from inference_svc.backends.base import (
     MemoryNeeds,
     Reload,
     Scored,
-    allocate_arena,
     make_reload,
     max_pages,
     returns_experts,
@@ -88,7 +88,7 @@ class NativeInputs(NamedTuple):
     runs: tuple[ScoredRun, ...] = ()
 
 
-class NativeBackend:
+class NativeBackend(AdapterMemory):
     """A `Backend` whose inputs lie in `step`."""
 
     def __init__(
@@ -103,7 +103,7 @@ class NativeBackend:
         lora: NativeLoraOps,
         library: Library,
     ) -> None:
-        self.arena = arena
+        super().__init__(arena)
         self.num_pages = kv_caches.num_pages
         self.kernels = f"native {library.variant}"
         self.num_lora_steps = 0
@@ -142,7 +142,7 @@ class NativeBackend:
         counts = self.transformer.num_ops(self._lora.groups_of(contents))
         return self._lora.by_weight(counts, contents)
 
-    def magnitudes(self) -> Magnitudes:
+    def _make_magnitudes(self) -> Magnitudes:
         assert self._weights is not None, "the weights are freed"
         return Magnitudes(self._decoder, self._weights, self.arena)
 
@@ -182,6 +182,7 @@ class NativeBackend:
         # The program has their addresses.
         self.transformer = self.kv_caches = None
         if weights:
+            self._magnitudes = None
             self._weights = None
         return held_bytes - self.kv_bytes - self.weights_bytes
 
@@ -228,7 +229,6 @@ class NativeFactory:
         config: EngineConfig,
         decoder: Decoder,
         layout: ModelLayout,
-        host_slab: Tensor | None,
     ) -> Backend[NativeInputs]:
         library, dtype = load(), getattr(torch, config.dtype)
         assert library is not None, "the backend is supported"
@@ -237,7 +237,7 @@ class NativeFactory:
             config, decoder, lambda: PackedProjections(Slab().take), prefers_tiles=True
         )
         kv_caches = reload.pages()
-        arena = allocate_arena(config, layout, host_slab, num_mixes=config.max_sequences)
+        arena = allocate_arena(config, layout)
         weights = reload.weights()
         pages = BatchPages(max_rows, max_pages(config))
         step = StepArrays(max_tokens, max_rows, config.page_size, pages)

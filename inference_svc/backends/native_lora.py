@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import EMBEDDING
 from inference_svc.adapters.targets import AppliedTargets
+from inference_svc.backends.arena import Arena
 from inference_svc.backends.native_ops import ADDED_TOKENS, HEAD_NORMS
 from inference_svc.backends.slot_runs import SlotRuns, last_slots, slot_runs
 from inference_svc.core import BASE_SLOT, BatchRow

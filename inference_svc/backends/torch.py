@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import EMBEDDING, HEAD, ModelLayout
 from inference_svc.adapters.targets import AppliedTargets, applied_targets, computed_groups
+from inference_svc.backends.adapter_memory import AdapterMemory, allocate_arena
+from inference_svc.backends.arena import Arena
 from inference_svc.backends.base import (
     Backend,
     DeviceMemory,
@@ -19,7 +20,6 @@ from inference_svc.backends.base import (
     MemoryNeeds,
     Reload,
     Scored,
-    allocate_arena,
     empty_choices,
     make_reload,
     returns_experts,
@@ -201,7 +201,7 @@ class TorchInputs(NamedTuple):
     runs: tuple[ScoredRun, ...] = ()
 
 
-class TorchBackend:
+class TorchBackend(AdapterMemory):
     """A `Backend` without memory of its own: each step allocates its workspace."""
 
     kernels = "torch"
@@ -216,7 +216,7 @@ class TorchBackend:
         max_scored: int,
         reload: Reload | None = None,
     ) -> None:
-        self.arena = arena
+        super().__init__(arena)
         self._max_scored = max_scored
         self.num_pages, self._page_size = kv_caches.num_pages, kv_caches.page_size
         self.num_lora_steps = 0
@@ -244,7 +244,7 @@ class TorchBackend:
     def weights_bytes(self) -> int:
         return 0 if self.transformer is None else self.transformer.weights.num_bytes
 
-    def magnitudes(self) -> Magnitudes:
+    def _make_magnitudes(self) -> Magnitudes:
         assert self.transformer is not None, "the weights are freed"
         return Magnitudes(self._decoder, self.transformer.weights, self.arena)
 
@@ -292,6 +292,7 @@ class TorchBackend:
         held_bytes = self.kv_bytes + self.weights_bytes
         self.kv_caches = None
         if weights:
+            self._magnitudes = None
             self.transformer = None
         return held_bytes - self.kv_bytes - self.weights_bytes
 
@@ -332,11 +333,10 @@ class TorchFactory:
         config: EngineConfig,
         decoder: Decoder,
         layout: ModelLayout,
-        host_slab: Tensor | None,
     ) -> Backend[TorchInputs]:
         reload = make_reload(config, decoder, lambda: Linear)
         kv_caches = reload.pages()
-        arena = allocate_arena(config, layout, host_slab, num_mixes=config.max_sequences)
+        arena = allocate_arena(config, layout)
         targets = applied_targets(layout, config.lora_targets, config.max_added_tokens)
         transformer = Transformer(decoder, reload.weights())
         return TorchBackend(transformer, kv_caches, arena, targets, config.max_sequences, reload)

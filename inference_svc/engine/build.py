@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 
-from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.image_source import AdapterStore
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.prefetch import PrefetchPolicy
@@ -20,7 +19,7 @@ from inference_svc.adapters.residency import Residency, build_residency
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.sums import SumChecks
 from inference_svc.adapters.targets import layout_of
-from inference_svc.adapters.tiers import HostTier
+from inference_svc.adapters.tiers import STEP_COPY_BYTES, HostTier
 from inference_svc.backends.base import BackendFactory
 from inference_svc.backends.select import select_backend
 from inference_svc.backends.speed_notes import Speed
@@ -97,15 +96,16 @@ def build_engine(
     check_tensors(config.model_dir, decoder)
     budget = check_budgets(config, decoder, factory)
     layout = layout_of(config, decoder)
-    host = _allocate_host_tier(config, pin_memory=factory.has_device_memory)
+    host = _host_tier(config, has_device_memory=factory.has_device_memory)
     with hashing_base(config.model_dir, decoder, num_threads) as base:
-        backend = factory.build(config, decoder, layout, None if host is None else host.slab)
+        backend = factory.build(config, decoder, layout)
         layout = layout.with_base(base())
     layout = layout.with_towers(tower_modules(config.model_dir, decoder.wrapper))
     pace = None
     if not factory.has_device_memory:
         pace = PullPace.where_shared(usable_cpus(), num_threads)
-    puller, residency = _make_residency(config, store, post, layout, backend.arena, host, pace)
+    memory = backend.pull_memory
+    puller, residency = _make_residency(config, store, post, layout, memory, host, pace)
     pages = PagePool(backend.num_pages, config.page_size, config.prefix_cache)
     shape = decoder.expert_layers
     routed = None if shape is None else RoutedPages(shape, backend.num_pages, config.page_size)
@@ -151,7 +151,7 @@ def _make_residency(
     store: AdapterStore,
     post: Callable[[PullEvent], None],
     layout: ModelLayout,
-    arena: Arena,
+    pull_memory: memoryview,
     host: HostTier | None,
     pace: PullPace | None,
 ) -> tuple[Puller, Residency]:
@@ -169,11 +169,11 @@ def _make_residency(
     residency = build_residency(
         slots,
         host,
-        arena.memory if host is None else host.memory,
+        pull_memory,
         puller,
         max_rank=config.max_lora_rank,
         stall_s=config.adapter_wait_s,
-        num_mixes=arena.table.num_mixes,
+        num_mixes=config.max_sequences,
         refusal=partial(layout.refusal, lora_targets=config.lora_targets),
         policy=PrefetchPolicy() if config.prefetch else None,
     )
@@ -190,14 +190,11 @@ def _limits(config: EngineConfig) -> Limits:
     )
 
 
-def _allocate_host_tier(config: EngineConfig, *, pin_memory: bool) -> HostTier | None:
+def _host_tier(config: EngineConfig, *, has_device_memory: bool) -> HostTier | None:
     """Returns None if images are pulled straight into the arena."""
     if config.host_bytes:
-        try:
-            return HostTier(config.host_bytes, pin_memory)
-        except OSError as error:
-            raise ValueError(f"--host-memory: {error.strerror}") from error
-    if pin_memory:
+        return HostTier(config.host_bytes, None if has_device_memory else STEP_COPY_BYTES)
+    if has_device_memory:
         raise ValueError("--host-memory must be above 0 on this device: images are pulled into it")
     return None
 

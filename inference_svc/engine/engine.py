@@ -115,9 +115,9 @@ class Engine:
     def _run_traced(self) -> bool:
         began_s = time.monotonic()
         profiler = self.commands.profiler
-        loader = self.residency.loader
-        loader.finish_copies(self.runner.pop_completed_copies(), began_s)
-        for divided in self.runner.divide_magnitudes():
+        loader, backend = self.residency.loader, self.runner.backend
+        loader.finish_copies(backend.pop_completed_copies(), began_s)
+        for divided in backend.divide_magnitudes():
             loader.finish_dividing(*divided)
             if isinstance(divided.error, AdapterUnusable):
                 self.losses.add_refused(divided.digest)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from inference_svc.adapters.arena import locate
+from inference_svc.adapters.extents import locate
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.load_states import Load
 from inference_svc.adapters.residency import Residency

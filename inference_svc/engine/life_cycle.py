@@ -188,7 +188,7 @@ class LifeCycle:
 
     def _free(self, now_s: float, *, weights: bool) -> int:
         self.scheduler.preempt_all(now_s)
-        freed_bytes = self.runner.free_memory(weights=weights)
+        freed_bytes = self.runner.backend.free_memory(weights=weights)
         self.sleep = Sleep.ASLEEP
         logger.info("asleep", extra={"freed_bytes": freed_bytes})
         return freed_bytes

@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from inference_svc.adapters.tiers import DivideMagnitudes, ResidencyChange
 from inference_svc.backends.base import Backend
-from inference_svc.backends.magnitudes import Divided, Magnitudes
 from inference_svc.core import (
     Batch,
     BatchRow,
@@ -73,29 +71,11 @@ class Runner:
         routed: RoutedPages | None = None,
     ) -> None:
         self.backend = backend
-        self._arena = backend.arena
         self.sampler = sampler
         self._marks = marks
         self._limit = limit
         self._routed = routed
-        self._magnitudes: Magnitudes | None = None
         self._has_logged = False  # why rows of this step fail
-
-    def pop_completed_copies(self) -> list[str]:
-        """Returns the adapters whose copies into the arena have completed since the last call."""
-        return self._arena.pop_completed_copies()
-
-    def divide_magnitudes(self) -> list[Divided]:
-        """Goes on with images whose magnitudes are being divided, as far as a step may wait;
-        returns the finished ones."""
-        return [] if self._magnitudes is None else self._magnitudes.advance()
-
-    def free_memory(self, *, weights: bool) -> int:
-        """Frees the pages and, if asked, the weights; returns the bytes. No image is being
-        divided."""
-        if weights:
-            self._magnitudes = None  # which reads them
-        return self.backend.free_memory(weights=weights)
 
     def restore(self) -> None:
         """Allocates the memory again that `free_memory` has freed; called in any thread, while
@@ -125,8 +105,7 @@ class Runner:
         began_s = time.perf_counter()
         self._has_logged = False
         with self._marks("change_residency"):
-            for change in batch.residency:
-                self._change_residency(change)
+            self.backend.apply(batch.residency)
         result = StepResult([], RunTimings(time.perf_counter() - began_s), {}, [])
         left, ran_out = batch.rows, False
         while left:
@@ -144,30 +123,6 @@ class Runner:
         if not ran_out:
             self._limit.succeeded()
         return result
-
-    def _change_residency(self, change: ResidencyChange) -> None:
-        """Makes one change. Where the memory does not suffice it frees unused memory, and tries
-        once more.
-
-        Any other error is a bug and ends the engine: no adapter's content causes it. A change has
-        offsets, shapes and ranks alone, of headers that `ModelLayout.read_header` and the refusals
-        of Loader and SumChecks have checked. An adapter's values are first read by
-        `Magnitudes.advance`, where it fails alone, and by steps.
-        """
-        try:
-            self._arena.apply((change,))
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            is_made = False
-        else:
-            is_made = True
-        if not is_made:  # without the error, which holds the allocations
-            self.backend.free_unused()
-            self._arena.apply((change,))
-        if isinstance(change, DivideMagnitudes):
-            self._magnitudes = self._magnitudes or self.backend.magnitudes()
-            self._magnitudes.start(change.resident)
 
     def _keep_experts(self, rows: Rows, experts: Tensor) -> None:
         """Writes the experts that tokens have chosen next to their keys and values. The step has

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from bench.gpu_run.model import image_header
-from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.targets import build_layout
 from inference_svc.adapters.tiers import HostCopy, HostTier, TableClear, TableWrite
+from inference_svc.backends.arena import Arena
 from tests.support.gpu.models import MAX_RANK, make_decoder
 
 ARENA_BYTES, HOST_BYTES, NUM_IMAGES = 1 << 15, 1 << 18, 12
@@ -28,9 +28,10 @@ class Loads:
     """A host tier full of random images, and an arena that holds few of them."""
 
     def __init__(self, layout, device: torch.device) -> None:
-        self.host = HostTier(HOST_BYTES, pin_memory=device.type == "cuda")
-        self.host.slab.copy_(torch.randint(0, 256, (HOST_BYTES,), dtype=torch.uint8))
-        self.arena = Arena(layout, ARENA_BYTES, 4, MAX_RANK, device, self.host.slab)
+        self.host = HostTier(HOST_BYTES)
+        self.arena = Arena(layout, ARENA_BYTES, 4, MAX_RANK, device, HOST_BYTES)
+        assert self.arena.slab is not None
+        self.arena.slab.copy_(torch.randint(0, 256, (HOST_BYTES,), dtype=torch.uint8))
         self.slots = Slots(ARENA_BYTES, 4)
         self.images: list[Resident] = []
         for index in range(NUM_IMAGES):
@@ -61,7 +62,7 @@ class Loads:
 
     def check(self, image: Resident, resident: Resident) -> None:
         there = self.arena.flat.view(torch.uint8)
-        assert self.bytes_of(there, resident) == self.bytes_of(self.host.slab, image)
+        assert self.bytes_of(there, resident) == self.bytes_of(self.arena.slab, image)
 
 
 @pytest.mark.smoke

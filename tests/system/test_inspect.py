@@ -98,8 +98,8 @@ def test_what_left_the_device_is_in_the_host_tier(start: Callable[..., Running])
     load(running, "r33")
     details = inspect(running, "r16")
     assert (details.adapter.tier, details.adapter.running_requests) == ("host", 0)
-    host = running.engine.built.residency.host
-    check_bytes(running, "r16", details, host.memory)
+    memory = running.engine.built.engine.runner.backend.pull_memory
+    check_bytes(running, "r16", details, memory)
     assert inspect(running, "r33").adapter.tier == "device"
     assert sum(details.launches.values()) > 0
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from inference_svc.adapters.layout import IMAGE_FORMATS, LayoutTarget, ModelLayout
-from tests.support.inference.memory_store import IN, OUT, MemoryStore
+from inference_svc.adapters.layout import ModelLayout
+from tests.support.inference.memory_store import MemoryStore, small_layout
 
 
 @pytest.fixture
@@ -16,8 +15,4 @@ def store() -> MemoryStore:
 
 @pytest.fixture
 def layout() -> ModelLayout:
-    targets = tuple(
-        LayoutTarget(f"model.layers.{i}.mlp.up_proj", i, f"layers.{i}.up", "linear", IN, OUT)
-        for i in range(3)
-    )
-    return ModelLayout("base", "0" * 64, torch.float32, IMAGE_FORMATS, targets)
+    return small_layout()

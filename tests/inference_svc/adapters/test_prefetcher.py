@@ -54,8 +54,8 @@ class World:
 
     def __post_init__(self) -> None:
         num_bytes = self.num_host_images * IMAGE_BYTES
-        host = HostTier(num_bytes, pin_memory=False) if num_bytes else None
-        memory = memoryview(bytearray(2 * IMAGE_BYTES)) if host is None else host.memory
+        host = HostTier(num_bytes) if num_bytes else None
+        memory = memoryview(bytearray(num_bytes or 2 * IMAGE_BYTES))
         slots = Slots(2 * IMAGE_BYTES, 4)
         self.prefetch = PrefetchPolicy()
         puller = cast(Puller, self.puller)

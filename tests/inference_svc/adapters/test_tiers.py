@@ -25,7 +25,7 @@ from tests.support.inference.memory_store import make_image, reserve
 @pytest.mark.parametrize("has_host", [False, True], ids=["arena-only", "host-tier"])
 def test_evictions_are_returned_and_change_the_arena(has_host: bool) -> None:
     first, second = make_image("aaaa", 4).header, make_image("bbbb", 4).header
-    host = HostTier(first.total_bytes, pin_memory=False) if has_host else None
+    host = HostTier(first.total_bytes) if has_host else None
     device = Slots(first.total_bytes, 4)
     tiers = MemoryTiers(device, host, LoadTimes())
     for slots in {id(each): each for each in (device, tiers.pull_tier)}.values():

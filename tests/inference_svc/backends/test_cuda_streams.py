@@ -17,8 +17,6 @@ from torch import Tensor
 
 from bench.gpu_run.model import image_header
 from inference_svc import core
-from inference_svc.adapters import arena as arena_module
-from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.eviction import EvictionReason
 from inference_svc.adapters.image_source import ImageHeader
 from inference_svc.adapters.layout import ModelLayout
@@ -26,6 +24,8 @@ from inference_svc.adapters.load_metrics import LoadTimes
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.targets import applied_targets, build_layout
 from inference_svc.adapters.tiers import HostTier, MemoryTiers
+from inference_svc.backends import arena as arena_module
+from inference_svc.backends.arena import Arena
 from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.model.description import Decoder, KVPlace
 from inference_svc.model.kv_caches import KVCaches
@@ -149,10 +149,11 @@ class World:
         size = self.headers[0].total_bytes
         # By the host: the content is no choice of the search.
         self.images = {h.digest: Random(h.digest).randbytes(size) for h in self.headers}
-        self.host = HostTier(HOST_IMAGES * size, pin_memory=False)
+        host_bytes = HOST_IMAGES * size
+        self.host = HostTier(host_bytes)
         arena_bytes = ARENA_IMAGES * size
         self.arena = Arena(
-            self.layout, arena_bytes, NUM_SLOTS, RANK, CPU, self.host.slab, self.device.streams
+            self.layout, arena_bytes, NUM_SLOTS, RANK, CPU, host_bytes, self.device.streams
         )
         self.tiers = MemoryTiers(Slots(arena_bytes, NUM_SLOTS), self.host, LoadTimes())
         cache = KVCache.allocate(
@@ -202,7 +203,7 @@ class World:
     def _write(self, extents: Any, image: bytes) -> None:
         for e in extents:
             part = image[e.image_offset : e.image_offset + e.num_bytes]
-            self.host.memory[e.start : e.start + len(part)] = part
+            self.arena.pull_memory[e.start : e.start + len(part)] = part
 
     def enter(self) -> None:
         if len(self.running) == MAX_ROWS or self.random.random() < 0.3:

@@ -9,12 +9,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.layout import HEAD, IMAGE_FORMATS, LayoutTarget, ModelLayout
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import Slots
 from inference_svc.backends import magnitudes
+from inference_svc.backends.arena import Arena
 from inference_svc.backends.magnitudes import Divided, Magnitudes
 from inference_svc.errors import AdapterUnusable, OutOfDeviceMemory
 from inference_svc.model.description import Decoder

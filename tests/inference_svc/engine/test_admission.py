@@ -263,7 +263,7 @@ def test_engine_updates_rates_every_step() -> None:
     """Requests that wait for adapters, and leave without a step."""
     world = World(0)
     admission = Admission(world.scheduler, 8, 8)
-    runner = Mock(pop_completed_copies=list, divide_magnitudes=list)
+    runner = Mock(backend=Mock(pop_completed_copies=list, divide_magnitudes=list))
     life_cycle = LifeCycle(world.scheduler, runner, world.residency, Mock())
     profiler = StepProfiler(None)
     mocks = [Mock() for _ in range(4)]

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import LayoutTarget, ModelLayout
 from inference_svc.adapters.targets import applied_targets
+from inference_svc.backends.arena import Arena
 from inference_svc.backends.cuda_graphs import CudaRecorder
 from inference_svc.backends.cuda_inputs import StepBlock
 from inference_svc.backends.cuda_lora import CudaLora

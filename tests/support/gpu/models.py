@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from inference_svc import core
-from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.targets import applied_targets, build_layout
+from inference_svc.backends.arena import Arena
 from inference_svc.backends.base import Logits
 from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.backends.torch import TorchBackend

@@ -8,12 +8,12 @@ import time
 
 import torch
 
-from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.pull_threads import Puller, PullEvent
 from inference_svc.adapters.residency import build_residency
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostTier
+from inference_svc.backends.arena import Arena
 from tests.support.wait import TIMEOUT_S
 
 LAYOUT_ID = "sha256:layout"
@@ -32,12 +32,15 @@ class Loop:
     ) -> None:
         self.events: queue.SimpleQueue[PullEvent] = queue.SimpleQueue()
         self.puller = Puller(store, 2, self.events.put, layout.read_header, layout.check_rows)
-        host = HostTier(host_bytes, pin_memory=False) if host_bytes else None
-        slab = None if host is None else host.slab
-        self.arena = Arena(layout, arena_bytes, 4, 64, torch.device("cpu"), slab)
-        memory = self.arena.memory if host is None else host.memory
+        host = HostTier(host_bytes) if host_bytes else None
+        self.arena = Arena(layout, arena_bytes, 4, 64, torch.device("cpu"), host_bytes)
         self.residency = build_residency(
-            Slots(arena_bytes, 4), host, memory, self.puller, max_rank=64, stall_s=10.0
+            Slots(arena_bytes, 4),
+            host,
+            self.arena.pull_memory,
+            self.puller,
+            max_rank=64,
+            stall_s=10.0,
         )
         self.residency.loader.set_layout(layout_id)
         self.failures: list[tuple[str, Exception]] = []

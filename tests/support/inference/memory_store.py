@@ -17,6 +17,7 @@ from inference_svc.adapters.image_source import (
     PullMessage,
     Segment,
 )
+from inference_svc.adapters.layout import IMAGE_FORMATS, LayoutTarget, ModelLayout
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import Slots
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
@@ -34,6 +35,15 @@ class TestImage:
     header: ImageHeader
     data: bytes
     ends: tuple[int, ...]
+
+
+def small_layout() -> ModelLayout:
+    """Returns the layout of these images: three targets, each in a layer of its own."""
+    targets = tuple(
+        LayoutTarget(f"model.layers.{i}.mlp.up_proj", i, f"layers.{i}.up", "linear", IN, OUT)
+        for i in range(3)
+    )
+    return ModelLayout("base", "0" * 64, torch.float32, IMAGE_FORMATS, targets)
 
 
 def make_image(digest: str, rank: int, targets: tuple[int, ...] = (0, 1, 2)) -> TestImage:

@@ -88,7 +88,7 @@ class World:
 
     def __init__(self, host_kib: int, ageing_s: float = 2.0, num_pages: int = 64) -> None:
         self.puller = StepPuller()
-        host = HostTier(host_kib * KIB, pin_memory=False) if host_kib else None
+        host = HostTier(host_kib * KIB) if host_kib else None
         if host is not None:
             host.step_copy_bytes = 4 * KIB  # so that some copies wait for another step
         slots = Slots(10 * KIB, 3, Shape.of(header("d")))

@@ -12,18 +12,18 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from inference_svc.adapters.extents import GRANULE_BYTES, Extent
+from inference_svc.adapters.extents import GRANULE_BYTES, Extent, locate
 from inference_svc.adapters.image_source import Segment
 from inference_svc.adapters.layout import EXPERTS, ModelLayout
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.tiers import (
-    DivideMagnitudes,
     HostCopy,
     MixWrite,
     ResidencyChange,
     TableClear,
+    TableWrite,
 )
-from kernels.host_memory import allocate_host
+from kernels.host_memory import allocate_host, allocate_pinned
 from kernels.lora import LoraTable, OutputVectors, ReplacedWeight, TableRow
 from kernels.lora.table import ABSENT, NO_VECTORS, MixPart
 from kernels.streams import Event, Streams
@@ -37,9 +37,9 @@ class Arena:
     """`num_bytes` of device memory in the layout's dtype, and a table of `max_loras` rows and
     `num_mixes` mixes.
 
-    `slab`, uint8 [bytes], is the host tier's memory, needed for HostCopy only. `streams` are the
-    device's, those on which steps are computed and images copied; None: the streams of
-    `Streams.of`.
+    `slab`, uint8 [host_bytes], is the host tier's memory, from which images are copied into the
+    arena: pinned where there is an accelerator. `streams` are the device's, on which steps are
+    computed and images copied; None: the streams of `Streams.of`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Arena:
         max_loras: int,
         max_rank: int,
         device: torch.device,
-        slab: torch.Tensor | None = None,
+        host_bytes: int = 0,
         streams: Streams | None = None,
         num_mixes: int = 0,
     ) -> None:
@@ -74,25 +74,29 @@ class Arena:
             num_mixes=num_mixes,
             num_weights=len(layout.weights),
         )
-        self._slab = slab
+        allocate_slab = allocate_host if device.type == "cpu" else allocate_pinned
+        self.slab = allocate_slab(host_bytes) if host_bytes else None
         self._in_flight: deque[tuple[str, Event]] = deque()
 
     @property
     def memory(self) -> memoryview:
-        """The arena's bytes, writable from pull threads; only on a CPU."""
+        """The arena's bytes, only on a CPU."""
         assert self.device.type == "cpu"
         return memoryview(self._bytes.numpy().data)
+
+    @property
+    def pull_memory(self) -> memoryview:
+        """See `Backend.pull_memory`."""
+        return self.memory if self.slab is None else memoryview(self.slab.numpy().data)
 
     def apply(self, changes: Sequence[ResidencyChange]) -> None:
         """Makes `changes` in order.
 
         The table is written on the stream that computes. Copies from the host run concurrently, on
         a stream of their own, after every step so far: one of them may have read the bytes that lay
-        there before. On a CPU a copy is synchronous and delays the step, so `changes` are bounded.
+        there before. On a CPU a copy is synchronous and delays the step, so residency bounds them.
         """
         for change in changes:
-            if isinstance(change, DivideMagnitudes):
-                continue  # it changes the backend's computation, not the arena
             if isinstance(change, TableClear):
                 self.table.clear_row(change.slot)
             elif isinstance(change, HostCopy):
@@ -100,6 +104,7 @@ class Arena:
             elif isinstance(change, MixWrite):
                 self.table.set_mix(change.slot, [MixPart(*part) for part in change.parts])
             else:
+                assert isinstance(change, TableWrite), "it is not the arena's"
                 self.table.set_row(change.resident.slot, self._row(change.resident))
 
     def pop_completed_copies(self) -> list[str]:
@@ -125,7 +130,7 @@ class Arena:
         self, sources: Sequence[Extent], destinations: Sequence[Extent]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yields pieces of an image, in the arena and in the slab."""
-        assert self._slab is not None
+        assert self.slab is not None
         for source in sources:
             for target in destinations:
                 start = max(source.image_offset, target.image_offset)
@@ -138,7 +143,7 @@ class Arena:
                     there = target.start + first - target.image_offset
                     yield (
                         self._bytes[there : there + num_bytes],
-                        self._slab[here : here + num_bytes],
+                        self.slab[here : here + num_bytes],
                     )
 
     def _row(self, resident: Resident) -> TableRow:
@@ -194,15 +199,3 @@ class Arena:
             for column in vectors
         }
         return row.with_others(vectors, sizes, tuple(replaced.values()))
-
-
-def locate(extents: Sequence[Extent], offsets: np.ndarray) -> np.ndarray:
-    """Returns the arena's byte offsets of image offsets [n]."""
-    ordered = sorted(extents, key=lambda extent: extent.image_offset)
-    firsts = np.array([extent.image_offset for extent in ordered], dtype=np.int64)
-    index = np.searchsorted(firsts, offsets, side="right") - 1
-    assert (index >= 0).all(), "an image offset lies in no extent"
-    within = offsets - firsts[index]
-    sizes = np.array([extent.num_bytes for extent in ordered], dtype=np.int64)
-    assert (within < sizes[index]).all(), "an image offset lies in no extent"
-    return np.array([extent.start for extent in ordered], dtype=np.int64)[index] + within
